@@ -231,9 +231,10 @@ class Tokenizer:
             has_bos = self.bos_id is not None and self.encode("a")[:1] == [self.bos_id]
             bos = self.token_text(self.bos_id) if has_bos and self.bos_id is not None else ""
             self._default = ChatTemplate.default(ids, bos)
-            form = "ChatML" if self._default.stops[0] in ids else "a dialogue in plain text"
             _log.warning(
-                "%s has no chat template: conversations are written as %s", self._path, form
+                "%s has no chat template: conversations are written as %s",
+                self._path,
+                self._default.where,
             )
         stops = self._default.stops
         self.template_stops = tuple(stop for stop in stops if stop not in ids)

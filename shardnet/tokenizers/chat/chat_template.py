@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from shardnet.checkpoint.tensors.checkpoint_files import has_file
 from shardnet.checkpoint.tensors.json_files import read_file, read_json
@@ -23,11 +23,45 @@ AGAIN = "fetch the checkpoint again, or give the prompt without a template"
 
 CONTINUES = "continue_final_message"
 """The option with which a prompt ends within the last message."""
-_CHATML_MARKS = ("<|im_start|>", "<|im_end|>")
-_CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content or '' }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+_FORMS: Final[Mapping[str, tuple[tuple[str, ...], str, str]]] = {
+    "ChatML": (
+        ("<|im_end|>", "<|im_start|>"),
+        "<|im_start|>{{ message.role }}\n{{ text }}<|im_end|>\n",
+        "<|im_start|>assistant\n",
+    ),
+    "Gemma's form": (
+        ("<end_of_turn>", "<start_of_turn>"),
+        "<start_of_turn>{{ 'model' if message.role == 'assistant' else 'user' }}\n"
+        "{{ text }}<end_of_turn>\n",
+        "<start_of_turn>model\n",
+    ),
+    "Llama 3's form": (
+        ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
+        "<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n{{ text }}<|eot_id|>",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "Harmony": (
+        ("<|return|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>"),
+        "{% if loop.first %}<|start|>system<|message|>Reasoning: medium\n\n# Valid channels: "
+        "analysis, commentary, final. Channel must be included for every message.<|end|>{% endif %}"
+        "<|start|>{{ 'developer' if message.role == 'system' else message.role }}"
+        "{{ '<|channel|>final' if message.role == 'assistant' }}<|message|>{{ text }}<|end|>",
+        "<|start|>assistant",
+    ),
+}
+"""Of models without a template: the tokens that it takes, the one that ends an answer first; what a
+message is; what an answer begins with."""
+_TEXT = (
+    "{% set text %}{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content or [] %}{{ part.text if part.type == 'text' else image }}"
+    "{% endfor %}{% endif %}{% endset %}"
 )
+_PICTURES = (
+    ("<start_of_image>",),
+    ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
+    ("[IMG]",),
+)
+"""What may stand for a picture in these."""
 _DIALOGUE = (
     "{% for message in messages %}{% if message.role != 'system' %}"
     "{{ message.role | capitalize }}: {% endif %}{{ message.content or '' }}\n\n{% endfor %}"
@@ -68,19 +102,22 @@ class ChatTemplate:
 
     @classmethod
     def default(cls, added: Container[str], bos: str) -> ChatTemplate:
-        """Make the template of a model that has none: ChatML where its marks are `added` tokens,
-        else a dialogue in plain text. Prompts begin with `bos`.
+        """Make the template of a model that has none: of the first form whose marks are `added`
+        tokens, else a dialogue in plain text. Prompts begin with `bos`.
         """
-        tokens = {"bos_token": bos}
-        if all(mark in added for mark in _CHATML_MARKS):
-            source, stops = _CHATML, (_CHATML_MARKS[1],)
-        else:
-            source, stops = _DIALOGUE, ("\nUser:",)
+        name, source, stop = "a dialogue in plain text", _DIALOGUE, "\nUser:"
+        for form, (marks, each, begin) in _FORMS.items():
+            if all(mark in added for mark in marks):
+                messages = f"{{% for message in messages %}}{_TEXT}{each}{{% endfor %}}"
+                source = f"{messages}{{% if add_generation_prompt %}}{begin}{{% endif %}}"
+                name, stop = form, marks[0]
+                break
+        pictures = (marks for marks in _PICTURES if all(mark in added for mark in marks))
         return cls(
             source="{{ bos_token }}" + source,
-            where="the default chat template",
-            tokens=tokens,
-            stops=stops,
+            where=name,
+            tokens={"bos_token": bos, "image": next(map("".join, pictures), "")},
+            stops=(stop,),
         )
 
     @classmethod

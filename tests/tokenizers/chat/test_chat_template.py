@@ -236,6 +236,28 @@ def test_special_tokens_come_from_the_files_beside_it(
             "<|im_start|>assistant\nHello\nyou<|im_end|>\n<|im_start|>assistant\n",
         ),
         (
+            ("<start_of_turn>", "<end_of_turn>"),
+            ("<end_of_turn>",),
+            "<start_of_turn>user\nBe brief.<end_of_turn>\n<start_of_turn>user\nHi<end_of_turn>\n"
+            "<start_of_turn>model\nHello\nyou<end_of_turn>\n<start_of_turn>model\n",
+        ),
+        (
+            ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+            ("<|eot_id|>",),
+            "<|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\nHello\nyou<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        (
+            ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>"),
+            ("<|return|>",),
+            "<|start|>system<|message|>Reasoning: medium\n\n# Valid channels: analysis, "
+            "commentary, final. Channel must be included for every message.<|end|>"
+            "<|start|>developer<|message|>Be brief.<|end|><|start|>user<|message|>Hi<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>Hello\nyou<|end|><|start|>assistant",
+        ),
+        (
             ("<|im_start|>",),
             ("\nUser:",),
             "Be brief.\n\nUser: Hi\n\nAssistant: Hello\nyou\n\nAssistant:",
@@ -248,6 +270,14 @@ def test_what_stands_in_for_a_template(
     template = ChatTemplate.default(added, "<s>")
     assert template.stops == stops
     assert process.render(template, TALK[:3], seconds=PATIENCE_S) == f"<s>{text}"
+
+
+def test_what_stands_in_for_a_template_shows_pictures(process: TemplateProcess) -> None:
+    template = ChatTemplate.default(("<|im_start|>", "<|im_end|>", "[IMG]"), "")
+    said = [{"type": "text", "text": "What is "}, {"type": "image"}, {"type": "text", "text": "?"}]
+    text = process.render(template, [{"role": "user", "content": said}], seconds=PATIENCE_S)
+    expected = "<|im_start|>user\nWhat is [IMG]?<|im_end|>\n<|im_start|>assistant\n"
+    assert text == expected
 
 
 @pytest.mark.parametrize(
