@@ -55,8 +55,11 @@ class Shape:
     layers: str = "num_hidden_layers"
     text: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    n_deep: int = 0
+    """Layers of the tower whose outputs the language model takes too."""
 
 
+QWEN_SIZE = {"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}}
 QWEN = "qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil"
 SHAPES = (
     Shape(
@@ -80,14 +83,16 @@ SHAPES = (
         processor=QWEN,
         layers="depth",
         text={"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
+        settings=QWEN_SIZE,
     ),
     Shape(
         model_type="qwen3_vl",
         tower={"hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2048}
         | {"deepstack_visual_indexes": [0]},
+        n_deep=1,
         processor=QWEN,
         layers="depth",
-        settings={"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
+        settings={"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3} | QWEN_SIZE,
     ),
 )
 
@@ -107,10 +112,16 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
             compare = partial(_compared, shape, Path(folder), picture, arguments.layers)
             with contextlib.ExitStack() as stack:
-                print(compare(arguments.rounds, partial(_in_llama_cpp, stack, arguments.threads)))
+                print(
+                    compare(
+                        arguments.rounds, partial(_in_llama_cpp, stack, arguments.threads, shape)
+                    )
+                )
 
 
-def _in_llama_cpp(stack: contextlib.ExitStack, threads: int, folder: Path) -> LlamaCppTower | None:
+def _in_llama_cpp(
+    stack: contextlib.ExitStack, threads: int, shape: Shape, folder: Path
+) -> LlamaCppTower | None:
     """Open the tower of a checkpoint in llama.cpp, None where that is not installed."""
     if importlib.util.find_spec("llama_cpp") is None:
         return None
@@ -119,8 +130,12 @@ def _in_llama_cpp(stack: contextlib.ExitStack, threads: int, folder: Path) -> Ll
     checkpoints, files, projectors, tokenizers = made
     said = tokenizers.gguf_ranks(tokenizers.LLAMA3, "llama-bpe")
     own = TEXT | {"vocab_size": len(said["tokenizer.ggml.tokens"])}
-    source = checkpoints.make_decoder(folder / "text", "llama", with_tokenizer=False, **own)
-    text = files.write_gguf(source, folder / "text.gguf", tokenizer=said)
+    family, more = "llama", {}
+    if shape.n_deep:
+        more = {"architecture": "qwen3vl", "n_deepstack_layers": shape.n_deep}
+        family, more["rope__dimension_sections"] = "qwen3", [24, 20, 20, 0]
+    source = checkpoints.make_decoder(folder / "text", family, with_tokenizer=False, **own)
+    text = files.write_gguf(source, folder / "text.gguf", tokenizer=said, **more)
     mmproj = projectors.write_mmproj(folder, folder / "mmproj.gguf", projectors.Kind.F16)
     tower = LlamaCppTower(text, mmproj, threads)
     stack.callback(tower.close)

@@ -178,6 +178,7 @@ class LlamaCppTower:
 
         self._api, self._own = llama_cpp, mtmd_cpp
         self._log = start()
+        mtmd_cpp.mtmd_log_set(self._log, ctypes.c_void_p(0))
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
         self._model = llama_cpp.llama_model_load_from_file(str(model).encode(), params)
@@ -202,7 +203,8 @@ class LlamaCppTower:
         height, width, _ = rgb.shape
         data = np.ascontiguousarray(rgb).ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         bitmap = own.mtmd_bitmap_init(width, height, data)
-        text = own.mtmd_input_text(text=own.mtmd_default_marker(), add_special=False)
+        marker = own.mtmd_get_marker(self._context)
+        text = own.mtmd_input_text(marker, len(marker), False, True)
         bitmaps = (own.mtmd_bitmap_p_ctypes * 1)(bitmap)
         failed = own.mtmd_tokenize(self._context, self._chunks, ctypes.byref(text), bitmaps, 1)
         own.mtmd_bitmap_free(bitmap)

@@ -154,6 +154,9 @@ def write_mmproj(source: Path, path: Path, kind: Kind, *, is_rounded: bool = Fal
     writer.add_string("clip.projector_type", PROJECTORS[wrapper])
     for key, value in _metadata(source, wrapper, config, tower).items():
         _add(writer, key, value)
+    if wrapper == "mistral3":  # the embedding of the token between lines, which shardnet looks up
+        width = config["text_config"]["hidden_size"]
+        writer.add_tensor("v.token_embd.img_break", np.zeros(width, np.float32))
     for name, values in load_file(source / "model.safetensors").items():
         name = (
             name.removeprefix("model.")
