@@ -14,9 +14,16 @@ from typing import Final
 import numpy as np
 
 from shardnet.model.arithmetic.row_functions import ACTIVATIONS
-from shardnet.model.config.model_config import Experts
+from shardnet.model.config.model_config import Activation, Experts
 from shardnet.model.devices.driver import THREADS, Array, Buffer
-from shardnet.model.devices.products import DeviceProduct, Gating, Rows, Tiles, Visits
+from shardnet.model.devices.products import (
+    NO_ACTIVATION,
+    DeviceProduct,
+    Gating,
+    Rows,
+    Tiles,
+    Visits,
+)
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.layers.experts import (
@@ -28,7 +35,7 @@ from shardnet.model.layers.experts import (
     SparseMlp,
 )
 from shardnet.model.layers.group_routers import BestTwoRouter, SoftmaxGroupRouter
-from shardnet.model.layers.modules import GatedMlp, Mlp
+from shardnet.model.layers.modules import GatedMlp, Mlp, PlainMlp
 
 MakeProduct = Callable[[Sequence[PanelLinear]], DeviceProduct]
 """Uploads linears that are alike, one or one for each expert."""
@@ -39,6 +46,8 @@ Put = Callable[[Array], Buffer]
 _GATHERED_FROM: Final = 12
 """From so many visits an expert on they are gathered by expert: 64 rows by tiles cost as many by
 themselves."""
+_ALONE: Final = ACTIVATIONS | {Activation.RELU_SQUARED: 3}
+"""Activations of MLPs without gates."""
 _CLAMPED: Final = 3
 _BY_SOFTMAX: Final = 3
 """As the text numbers activations, and ways to route."""
@@ -61,6 +70,9 @@ def why_no_experts(mlp: SparseMlp, is_multiplied: Callable[[Linear], bool]) -> s
 
 def gating_of(mlp: Mlp) -> Gating | None:
     """Return the activation of an MLP, None if it has no number."""
+    if isinstance(mlp, PlainMlp):
+        number = _ALONE.get(mlp.activation) if isinstance(mlp.activation, Activation) else None
+        return None if number is None else Gating(activation=NO_ACTIVATION + 1 + number)
     if isinstance(mlp, ClampedMlp):
         return Gating(activation=_CLAMPED, limit=mlp.limit, alpha=mlp.alpha)
     if isinstance(mlp, GatedMlp) and mlp.activation in ACTIVATIONS:

@@ -1,8 +1,8 @@
 """The KV cache of a stage on a device: pages there, and what the machine's own memory has of them.
 
 Each position of a slot is in pages on the device, in the host's tensors, or in both: whoever needs
-it brings it over. So whatever reads slots or gives them their contents works as on a CPU: copies,
-moves, prefixes on disk. Must not know layers.
+it brings it over; so it is with states (device_states.py). So whatever reads slots or gives them
+their contents works as on a CPU: copies, moves, prefixes on disk. Must not know layers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,28 @@ import torch
 
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.slot_blocks import SlotContents
+from shardnet.model.devices.device_states import Cells, DeviceState, advance
 from shardnet.model.devices.driver import Array, Buffer, Driver
 from shardnet.model.layers.attention import Span
 from shardnet.types import BLOCK_POSITIONS, SlotId, blocks_for
 
 PAGE: Final = BLOCK_POSITIONS
 """Positions of a page."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBuffers:
+    """What layers are told of a step of T rows, on the device.
+
+    `at` and `runs` are what `DeviceKvCache.bring` returns; no row attends to more than `n_blocks`
+    blocks of positions. `tables` has cosines and sines [T, R] by layer, and their R columns.
+    """
+
+    n_rows: int
+    n_blocks: int
+    at: tuple[Buffer, Buffer]
+    runs: Buffer
+    tables: Sequence[tuple[Buffer, Buffer, int]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +55,7 @@ class _Held:
 class DeviceKvCache(KvCache):
     """Slots whose keys and values a driver's kernels write and attend to.
 
-    Only for slots of float32 without states, all layers alike. `compute_on` says on which driver;
+    Only for slots of float32, all layers alike. `compute_on` says on which driver;
     without one it is a KvCache of the host.
     """
 
@@ -53,6 +69,7 @@ class DeviceKvCache(KvCache):
         self._n_pages = 0
         self._buffers: list[tuple[Buffer, Buffer]] = []
         """Keys and values of each layer: [pages, KV heads, PAGE, head size] each."""
+        self.cells = Cells(driver, self._states)
 
     @property
     def shares(self) -> bool:
@@ -60,22 +77,24 @@ class DeviceKvCache(KvCache):
         return self._driver is None and super().shares
 
     @property
-    def n_pages(self) -> int:
-        """Pages that were made: with the same number they are where they were."""
-        return self._n_pages
+    def n_made(self) -> tuple[int, int]:
+        """Pages and cells that were made: with the same numbers they are where they were."""
+        return self._n_pages, self.cells.n
 
     def pages_of(self, layer: int) -> tuple[Buffer, Buffer]:
         """Return the keys and values of a layer; valid until the next `bring`."""
         return self._buffers[layer]
 
-    def bring(self, spans: Sequence[Span]) -> tuple[Array, Array]:
+    def bring(self, spans: Sequence[Span]) -> tuple[Array, Array, Array]:
         """Have the device hold all that comes before the rows of a step, which it then writes.
 
-        Returns for each row its position and where its slot's pages begin, uint32 [T, 2], and
-        these pages' numbers. Raises CapacityError if the device has no memory left.
+        Returns for each row its position and where its slot's pages begin, uint32 [T, 2], these
+        pages' numbers, and where states of each row are: `runs` of text/states.h, uint32 [T, 4].
+        Raises CapacityError if the device has no memory left.
         """
         places: list[tuple[int, int]] = []
         pages: list[int] = []
+        runs = np.zeros((spans[-1].end, 4), np.uint32)
         for span in spans:
             held = self._held.setdefault(span.slot, _Held())
             end = span.position + span.end - span.start
@@ -84,7 +103,20 @@ class DeviceKvCache(KvCache):
             held.n_device, held.n_host = end, min(held.n_host, span.position)
             places += [(position, len(pages)) for position in range(span.position, end)]
             pages += held.pages
-        return np.array(places, np.uint32), np.array(pages, np.uint32)
+            runs[span.start : span.end, :2] = span.start, span.end
+            states = self._device_states(span.slot)
+            if states:
+                part = advance(states, self.cells, (span.position, end), span.n_drafts)
+                runs[span.start : span.end, 2:] = part
+        return np.array(places, np.uint32), np.array(pages, np.uint32), runs
+
+    def _device_states(self, slot: SlotId) -> list[DeviceState]:
+        """Return the states of a slot, which the cache has made for the host at first."""
+        states = self._slots[slot].states
+        for layer, state in states.items():
+            if not isinstance(state, DeviceState):
+                states[layer] = DeviceState.of(state, self.cells, layer)
+        return [state for state in states.values() if isinstance(state, DeviceState)]
 
     def give_back(self, spans: Sequence[Span]) -> None:
         """Have the host hold all that comes before the rows of a step, which it then writes."""
@@ -172,13 +204,16 @@ class DeviceKvCache(KvCache):
         n_pages = max(2 * before, before + missing)
         for layer, heads in enumerate(self._heads):
             n_bytes = 4 * heads.n_kv_heads * heads.key_size * PAGE
+            if layer in self._without_kv:
+                n_bytes = 0
             both = driver.empty(n_pages * n_bytes), driver.empty(n_pages * n_bytes)
-            if before:
-                for old, new in zip(self._buffers[layer], both, strict=True):
-                    driver.copy(old, new, before * n_bytes)
-                self._buffers[layer] = both
-            else:
+            if not before:
                 self._buffers.append(both)
+                continue
+            for old, new in zip(self._buffers[layer], both, strict=True):
+                if n_bytes:
+                    driver.copy(old, new, before * n_bytes)
+            self._buffers[layer] = both
         self._free_pages += range(n_pages - 1, before - 1, -1)
         self._n_pages = n_pages
 
@@ -192,6 +227,8 @@ class DeviceKvCache(KvCache):
     ) -> None:
         """Copy positions `[begin, end)` of all layers between pages and tensors."""
         for layer, heads in enumerate(self._heads) if begin < end else ():
+            if layer in self._without_kv:
+                continue
             first, size = self.first(slot, layer), heads.key_size
             for stored, buffer in zip(self.layer(slot, layer), self._buffers[layer], strict=True):
                 at = max(begin, first)

@@ -8,7 +8,8 @@ Axes in shape comments: T rows of the micro-batch, E hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,14 +18,25 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import ConfigurationError
-from shardnet.model.devices.device_attention import DeviceAttention, blocks_within
+from shardnet.model.devices.device_attention import (
+    DeviceAttention,
+    blocks_within,
+    why_no_attention,
+)
 from shardnet.model.devices.device_experts import (
     DeviceExperts,
     bias_of,
     gating_of,
     why_no_experts,
 )
-from shardnet.model.devices.device_kv import PAGE, DeviceKvCache
+from shardnet.model.devices.device_kv import DeviceKvCache, StepBuffers
+from shardnet.model.devices.device_recurrence import (
+    STATE_NAMES,
+    STATE_PARTS,
+    DeviceConvolution,
+    DeviceRecurrence,
+    why_no_recurrence,
+)
 from shardnet.model.devices.driver import (
     Array,
     Buffer,
@@ -49,13 +61,19 @@ from shardnet.model.layers.decoder_layer import (
     AttentionSublayer,
     ExpertsSublayer,
     Layer,
+    MlpSublayer,
+    NoSublayer,
     Residual,
     Sublayer,
 )
-from shardnet.model.layers.modules import SelfAttention
+from shardnet.model.layers.experts import SparseMlp
+from shardnet.model.layers.gated_attention import GatedAttention
+from shardnet.model.layers.gated_delta import GatedDeltaNet
+from shardnet.model.layers.modules import Attention, GatedMlp, PlainMlp, SelfAttention
 from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary
+from shardnet.model.layers.short_conv import ShortConvolution
 
 LAYER_PARTS: Final = ("vectors", "rows", "experts")
 """Of the text."""
@@ -189,38 +207,45 @@ class _Around:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dense:
-    """A gated MLP."""
+    """An MLP, with a gate or without."""
 
     scratch: Rows
-    gate_up: DeviceProduct
+    first: DeviceProduct
     down: DeviceProduct
     gating: Gating
 
     def __call__(self, rows: Buffer, n_rows: int, inner: Buffer) -> None:
         """Run normalised rows [T, E] through it: `inner` [T, E]."""
-        both = self.scratch.of("gates", 8 * n_rows * self.down.shape[1])
-        self.gate_up(rows, n_rows, both)
+        both = self.scratch.of("gates", 4 * n_rows * self.first.shape[0])
+        self.first(rows, n_rows, both)
         self.down(both, n_rows, inner, self.gating)
 
 
+Mixer = DeviceAttention | DeviceRecurrence | DeviceConvolution
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Layer:
-    own: SelfAttention
-    around_attention: _Around
-    around_mlp: _Around
-    qkv: DeviceProduct
-    output: DeviceProduct
-    mlp: _Dense | DeviceExperts
-    attend: DeviceAttention
-    head_norm: Buffer | None
-    head_eps: float
+class _Sublayer:
+    """A sub-layer of layer `index` within the stage, the last of it or not."""
+
+    index: int
+    is_last: bool
+    around: _Around
+    own: Mixer | _Dense | DeviceExperts
+
+    def __call__(self, rows: Buffer, inner: Buffer, step: StepBuffers) -> None:
+        """Run normalised rows [T, E] through it: `inner` [T, E]."""
+        if isinstance(self.own, _Dense | DeviceExperts):
+            self.own(rows, step.n_rows, inner)
+        else:
+            self.own(rows, inner, self.index, step)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Recorded:
     """A step that was launched before, and how to launch it again."""
 
-    places: tuple[int, int]
+    places: tuple[int, tuple[int, int]]
     """Which buffers there were."""
     again: Callable[[], None] | None = None
 
@@ -229,52 +254,65 @@ def why_not(layers: Sequence[object], kv: DeviceKvCache) -> str:
     """Say what the text does not compute of a stage, "" for nothing."""
     if kv.is_quantized:
         return "keys and values in int8"
-    if kv.has_states:
-        return "layers with a recurrence"
     for layer in layers:
         if not isinstance(layer, Layer) or layer.scale != 1:
             return "layers that are no attention and MLP"
-        own = _attention_of(layer.attention)
-        if own is None:
-            return "this attention"
-        if own.qkv_proj.shape[1] % 4:
-            return f"rows of {own.qkv_proj.shape[1]} columns"
+        for sublayer in (layer.attention, layer.mlp):
+            if why := _why_no_sublayer(sublayer):
+                return why
+    return ""
+
+
+def _why_no_sublayer(sublayer: Sublayer) -> str:
+    why = ""
+    match sublayer:
+        case NoSublayer():
+            return ""
+        case AttentionSublayer():
+            why = _why_no_mixer(sublayer.self_attn)
+        case ExpertsSublayer():
+            why = why_no_experts(sublayer.mlp, _is_multiplied)
+        case MlpSublayer():
+            why = _why_no_mlp(sublayer.mlp)
+        case _:
+            return "layers that are no attention and MLP"
+    if why or sublayer.residual.is_rms:
+        return why
+    return "this norm"
+
+
+def _why_no_mixer(own: Attention) -> str:
+    if isinstance(own, GatedDeltaNet):
+        return why_no_recurrence(own, _is_multiplied)
+    if isinstance(own, ShortConvolution):
+        linears = [own.in_proj, own.out_proj]
+    else:
+        if why := why_no_attention(own):
+            return why
+        assert isinstance(own, SelfAttention | GatedAttention)
         if own.head_size > MAX_HEAD or own.head_size % 2:
             return f"heads of {own.head_size} columns"
-        if own.qk_norm is not None and own.qk_norm.per_head is None:
-            return "a norm over all heads"
-        if not all(map(_is_multiplied, (own.qkv_proj, own.o_proj))):
-            return "linears whose weights do not stay packed in memory"
-        if why := _why_no_mlp(layer.mlp):
-            return why
-    return ""
+        linears = [_projection(own), own.o_proj]
+    return _why_no_linears(linears)
 
 
-def _attention_of(sublayer: Sublayer) -> SelfAttention | None:
-    """Return the attention of a sub-layer if the text computes what is around its products."""
-    if not isinstance(sublayer, AttentionSublayer) or not sublayer.residual.is_rms:
-        return None
-    own = sublayer.self_attn
-    if not isinstance(own, SelfAttention) or own.is_joined:
-        return None
-    if own.norms_rotated or own.norms_values:
-        return None
-    is_both = own.has_pairs and own.qk_norm is not None  # a norm adds columns in their own order
-    return None if own.is_value_key or is_both else own
+def _projection(own: SelfAttention | GatedAttention) -> Linear:
+    return own.qkvg_proj if isinstance(own, GatedAttention) else own.qkv_proj
 
 
-def _why_no_mlp(sublayer: Sublayer) -> str:
-    if isinstance(sublayer, ExpertsSublayer):
-        own = why_no_experts(sublayer.mlp, _is_multiplied)
-        return own if sublayer.residual.is_rms else "this norm"
-    mlp = sublayer.fusible_mlp
-    if mlp is None or not mlp.residual.is_rms:
-        return "MLPs without a gate"
-    if gating_of(mlp.mlp) is None:
-        return f"the activation {mlp.mlp.activation.value}"
-    if not all(map(_is_multiplied, (mlp.mlp.gate_up_proj, mlp.mlp.down_proj))):
-        return "linears whose weights do not stay packed in memory"
-    return ""
+def _why_no_mlp(own: GatedMlp | PlainMlp) -> str:
+    if gating_of(own) is None:
+        return "this activation"
+    first = own.up_proj if isinstance(own, PlainMlp) else own.gate_up_proj
+    return _why_no_linears([first, own.down_proj])
+
+
+def _why_no_linears(linears: Sequence[Linear]) -> str:
+    if linears[0].shape[1] % 4:
+        return f"rows of {linears[0].shape[1]} columns"
+    if all(map(_is_multiplied, linears)):
+        return ""
+    return "linears whose weights do not stay packed in memory"
 
 
 def _is_multiplied(linear: Linear) -> bool:
@@ -298,57 +336,68 @@ class DeviceLayers:
         """
         self._device, self._kv = device, kv
         kv.compute_on(device.driver)
-        self._kernels = device.rows_kernels()
+        self._kernels = dict(device.rows_kernels())
+        if kv.has_states:
+            self._kernels |= device.kernels.of({}, STATE_PARTS, STATE_NAMES)
         self._recorded: dict[Hashable, _Recorded] = {}
-        self._layers = [self._uploaded(layer) for layer in layers]
+        self._sublayers = list(self._uploaded(layers))
 
-    def _uploaded(self, layer: Layer) -> _Layer:
-        assert isinstance(layer.attention, AttentionSublayer)
-        residual, mlp = self._mlp_of(layer.mlp)
-        own, put = _attention_of(layer.attention), self._device.put
-        assert own is not None
-        norm = None if own.qk_norm is None else own.qk_norm.per_head
-        sinks, device = own.kind.sinks, self._device
-        attend = DeviceAttention(
-            device.kernels,
-            device.driver,
-            device.scratch,
-            own,
-            None if sinks is None else put(sinks.float().numpy()),
-        )
-        return _Layer(
-            own=own,
-            attend=attend,
-            around_attention=_Around.of(self._device, layer.attention.residual),
-            around_mlp=_Around.of(self._device, residual),
-            qkv=self._product(own.qkv_proj),
-            output=self._product(own.o_proj),
-            mlp=mlp,
-            head_norm=None if norm is None else put(norm.weight.float().numpy()),
-            head_eps=0.0 if norm is None else norm.eps,
-        )
+    def _uploaded(self, layers: Sequence[Layer]) -> Iterator[_Sublayer]:
+        for index, layer in enumerate(layers):
+            both = [each for each in (layer.attention, layer.mlp) if hasattr(each, "residual")]
+            for sublayer in both:
+                assert isinstance(sublayer, AttentionSublayer | ExpertsSublayer | MlpSublayer)
+                yield _Sublayer(
+                    index=index,
+                    is_last=sublayer is both[-1],
+                    around=_Around.of(self._device, sublayer.residual),
+                    own=self._own_of(sublayer),
+                )
 
-    def _mlp_of(self, sublayer: Sublayer) -> tuple[Residual, _Dense | DeviceExperts]:
-        device = self._device
-        if isinstance(sublayer, ExpertsSublayer):
-            experts = DeviceExperts(
-                sublayer.mlp,
+    def _own_of(
+        self, sublayer: AttentionSublayer | ExpertsSublayer | MlpSublayer
+    ) -> Mixer | _Dense | DeviceExperts:
+        if isinstance(sublayer, AttentionSublayer):
+            return self._mixer_of(sublayer.self_attn)
+        device, own = self._device, sublayer.mlp
+        if isinstance(own, SparseMlp):
+            return DeviceExperts(
+                own,
                 lambda linears: device.product(*linears),
                 device.put,
                 device.scratch,
                 self._launch,
             )
-            return sublayer.residual, experts
-        own = sublayer.fusible_mlp
-        assert own is not None
-        gating = gating_of(own.mlp)
+        gating = gating_of(own)
         assert gating is not None
-        return own.residual, _Dense(
+        return _Dense(
             scratch=device.scratch,
-            gate_up=self._product(own.mlp.gate_up_proj),
-            down=self._product(own.mlp.down_proj),
+            first=self._product(own.up_proj if isinstance(own, PlainMlp) else own.gate_up_proj),
+            down=self._product(own.down_proj),
             gating=gating,
         )
+
+    def _mixer_of(self, own: Attention) -> Mixer:
+        device = self._device
+        shared = self._product, device.put, device.scratch, self._launch, self._states_of
+        if isinstance(own, GatedDeltaNet):
+            return DeviceRecurrence(own, *shared)
+        if isinstance(own, ShortConvolution):
+            return DeviceConvolution(own, *shared)
+        assert isinstance(own, SelfAttention | GatedAttention)
+        return DeviceAttention(
+            device.kernels,
+            device.driver,
+            device.scratch,
+            own,
+            (self._product(_projection(own)), self._product(own.o_proj)),
+            device.put,
+            self._kernels["rotate_heads"],
+            self._kv.pages_of,
+        )
+
+    def _states_of(self, index: int) -> Buffer:
+        return self._kv.cells.buffers[index]
 
     def _product(self, linear: Linear) -> DeviceProduct:
         assert isinstance(linear, PanelLinear), "why_not says so"
@@ -368,8 +417,7 @@ class DeviceLayers:
         if step.experts is not None or any(span.see_each_other for span in step.spans):
             return None
         device, n_rows = self._device, len(hidden)
-        places, pages = self._kv.bring(step.spans)
-        at = device.put_in("places", places), device.put_in("pages", pages)
+        places, pages, runs = self._kv.bring(step.spans)
         own = {id(rotary): rotary for rotary in rotaries}
         number = {key: n for n, key in enumerate(own)}
         of_layers = tuple(number[id(rotary)] for rotary in rotaries)
@@ -384,16 +432,22 @@ class DeviceLayers:
         rows = device.put_in("hidden", hidden.numpy())
         rounds = step.hidden_dtype is not None
         n_blocks = blocks_within(int(places[:, 0].max()))
+        brought = StepBuffers(
+            n_rows=n_rows,
+            n_blocks=n_blocks,
+            at=(device.put_in("places", places), device.put_in("pages", pages)),
+            runs=device.put_in("runs", runs),
+            tables=[tables[n] for n in of_layers],
+        )
 
         def launch_all() -> None:
-            self._between(None, self._layers[0].around_attention, rows, hidden.shape)
-            for index, (layer, n) in enumerate(zip(self._layers, of_layers, strict=True)):
-                self._attention(layer, index, rows, n_rows, tables[n], at, n_blocks)
-                self._between(layer.around_attention, layer.around_mlp, rows, hidden.shape)
-                layer.mlp(self._input(layer.around_mlp, rows), n_rows, self._inner(hidden.shape))
-                behind = self._layers[index + 1 : index + 2]
-                following = behind[0].around_attention if behind else None
-                self._between(layer.around_mlp, following, rows, hidden.shape, rounds=rounds)
+            inner = self._inner(hidden.shape)
+            self._between(None, self._sublayers[0].around, rows, hidden.shape)
+            for sublayer, behind in itertools.pairwise([*self._sublayers, None]):
+                assert sublayer is not None
+                following, rounded = behind and behind.around, rounds and sublayer.is_last
+                sublayer(self._input(sublayer.around, rows), inner, brought)
+                self._between(sublayer.around, following, rows, hidden.shape, rounds=rounded)
 
         self._launch_or_replay(n_rows, (n_rows, n_blocks, rounds, of_layers), launch_all)
         out = torch.empty_like(hidden)
@@ -405,10 +459,10 @@ class DeviceLayers:
 
         `key` is all that launches depend on, but for the places of buffers in memory.
         """
-        found, places = self._recorded.get(key), (self._device.scratch.n_made, self._kv.n_pages)
+        found, places = self._recorded.get(key), (self._device.scratch.n_made, self._kv.n_made)
         if found is None or found.places != places:
             launch_all()
-            places = self._device.scratch.n_made, self._kv.n_pages
+            places = self._device.scratch.n_made, self._kv.n_made
             if n_rows <= _MOST_ROWS_RECORDED:
                 while len(self._recorded) >= _MOST_RECORDED:
                     self._recorded.pop(next(iter(self._recorded)))
@@ -417,38 +471,6 @@ class DeviceLayers:
         if found.again is None:
             found.again = self._device.driver.record(launch_all)
         found.again()
-
-    def _attention(
-        self,
-        layer: _Layer,
-        index: int,
-        rows: Buffer,
-        n_rows: int,
-        table: tuple[Buffer, Buffer, int],
-        at: tuple[Buffer, Buffer],
-        n_blocks: int,
-    ) -> None:
-        own, device = layer.own, self._device
-        size, n_heads, n_kv_heads = own.head_size, own.n_heads, own.n_kv_heads
-        in_all = n_heads + 2 * n_kv_heads
-        heads = device.scratch.of("heads", 4 * n_rows * in_all * size)
-        keys, values = self._kv.pages_of(index)
-        layer.qkv(self._input(layer.around_attention, rows), n_rows, heads)
-        self._launch(
-            "rotate_heads",
-            (n_rows, in_all),
-            [heads, _either(layer.head_norm, heads), *table[:2], *at, keys, values],
-            n_heads,
-            n_kv_heads,
-            size,
-            table[2],
-            PAGE,
-            int(layer.head_norm is not None),
-            int(own.has_pairs),
-            np.float32(layer.head_eps),
-        )
-        attended = layer.attend(heads, at, (keys, values), n_rows, n_blocks)
-        layer.output(attended, n_rows, self._inner((n_rows, layer.output.shape[0])))
 
     def _inner(self, shape: Sequence[int]) -> Buffer:
         """Return the buffer for what a sub-layer gives."""
@@ -482,6 +504,7 @@ class DeviceLayers:
             [rows, inner, _either(after, rows), _either(before, rows), normed],
             shape[1],
             what,
+            1,
             np.float32(1.0 if left is None else left.multiplier),
             np.float32(0.0 if left is None else left.eps[1]),
             np.float32(0.0 if following is None else following.eps[0]),

@@ -22,6 +22,8 @@ MANY: Final = 24
 PRODUCT_PARTS: Final = ("vectors", "linear")
 """Of the text."""
 NO_ACTIVATION: Final = 4
+_WIDE: Final = 1
+"""The place of rows of floats among what a product takes."""
 _MOST_SPARE: Final = 1 << 24
 """Bytes that scratch grows by for what may come."""
 
@@ -181,12 +183,22 @@ class DeviceProduct:
         """
         before: _Part | None = None
         for part in self._parts:
-            if before is None or not _shares_rows(before, part):
-                self._quantise(part, rows, n_rows, gating)
-            self._multiply(part, n_rows, out, visits)
+            taken = self._rows_of(part, n_rows)
+            if self._takes_as_they_are(part, gating):
+                taken[_WIDE] = rows
+            elif before is None or not _shares_rows(before, part):
+                self._quantise(part, rows, n_rows, gating, taken)
+            self._multiply(part, n_rows, out, visits, taken)
             before = part
 
-    def _quantise(self, part: _Part, rows: Buffer, n_rows: int, gating: Gating) -> None:
+    def _takes_as_they_are(self, part: _Part, gating: Gating) -> bool:
+        """Whether rows need not be laid out before they are multiplied."""
+        is_whole = part.n_blocks * part.form.block_inputs == self.shape[1]
+        return part.form.is_float and is_whole and part.order is None and gating is NOT_GATED
+
+    def _quantise(
+        self, part: _Part, rows: Buffer, n_rows: int, gating: Gating, taken: Sequence[Buffer]
+    ) -> None:
         n_inputs = part.n_blocks * part.form.block_inputs
         numbers = [n_rows, self.shape[1], n_inputs // part.form.token_group]
         numbers += [int(part.order is not None), gating.activation]
@@ -196,7 +208,7 @@ class DeviceProduct:
             self._driver,
             self._kernel(part.form, "quantise", 0),
             (-(-n_rows * n_inputs // THREADS), 1),
-            [rows, order, *self._rows_of(part, n_rows)],
+            [rows, order, *taken],
             *numbers,
             *clamps,
         )
@@ -221,8 +233,15 @@ class DeviceProduct:
             sizes = dict.fromkeys(sizes, 4) | {"wide": 4 * n_inputs}
         return [self._scratch.of(name, n_bytes) for name, n_bytes in sizes.items()]
 
-    def _multiply(self, part: _Part, n_rows: int, out: Buffer, visits: Visits | None) -> None:
-        form, buffers = part.form, self._rows_of(part, n_rows)
+    def _multiply(
+        self,
+        part: _Part,
+        n_rows: int,
+        out: Buffer,
+        visits: Visits | None,
+        taken: Sequence[Buffer],
+    ) -> None:
+        form = part.form
         repeats = 1 if visits is None else visits.each
         n_rows *= repeats
         n_panels = -(-part.n_out // PANEL)
@@ -244,7 +263,7 @@ class DeviceProduct:
             self._driver,
             self._kernel(form, name, rows),
             groups,
-            [part.weights, *buffers, bias, *others, out],
+            [part.weights, *taken, bias, *others, out],
             *numbers,
         )
 

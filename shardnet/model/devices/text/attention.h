@@ -17,6 +17,10 @@
         if (key_at < high && c < SIZE) MY(coming)[k] = keys[slot + (uint64_t)key_at * SIZE + c];   \
     }
 
+/* Where the query of a row begins, and behind it the gate of what it attends to. */
+#define QUERY(head) ((uint64_t)row * row_stride + (head) * (has_gates + 1) * SIZE)
+#define OPENED(value, at) (has_gates ? MUL(value, sigmoid(heads[(at) + SIZE])) : (value))
+
 /* Keeps what a block gives: written down, or joined with those before. */
 #define KEEP(h, c, sum)                                                                                         \
     if (n_splits > 1) {                                                                                         \
@@ -31,7 +35,7 @@
 KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL const uint32_t *pages,
               GLOBAL const float *keys, GLOBAL const float *values, GLOBAL const float *sinks, GLOBAL float *attended,
               GLOBAL float *blocks, uint32_t n_heads, uint32_t n_kv_heads, uint32_t row_stride, uint32_t page_size,
-              uint32_t window, uint32_t has_sinks, uint32_t n_splits, uint32_t n_blocks, float factor,
+              uint32_t window, uint32_t has_sinks, uint32_t has_gates, uint32_t n_splits, uint32_t n_blocks, float factor,
               float soft_cap WHERE) {
     SHARED float query[HEADS * SIZE], total[HEADS * SUMS], score[HEADS * KEYS], key[KEYS * (COLUMNS + 1)];
     SHARED float parts[HEADS * PARTS], most[HEADS], best[HEADS];
@@ -40,7 +44,7 @@ KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL c
     const uint32_t first = FIRST_KEY(position), kv_head = head / (n_heads / n_kv_heads);
     PHASE {
         for (uint32_t i = THREAD; i < HEADS * SIZE; i += THREADS)
-            query[i] = MUL(heads[(uint64_t)row * row_stride + head * SIZE + i], factor);
+            query[i] = MUL(heads[QUERY(head + i / SIZE) + i % SIZE], factor);
         for (uint32_t i = THREAD; i < HEADS * SUMS; i += THREADS) total[i] = has_sinks && i % SUMS == SIZE ? 1.0f : 0.0f;
         if (THREAD < HEADS) best[THREAD] = has_sinks ? sinks[head + THREAD] : -INFINITY;
     }
@@ -129,19 +133,19 @@ KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL c
         }
         PHASE {
             for (uint32_t i = THREAD; i < HEADS * SIZE; i += THREADS)
-                attended[((uint64_t)row * n_heads + head) * SIZE + i] =
-                    MUL(total[i / SIZE * SUMS + i % SIZE], total[i / SIZE * SUMS + SIZE]);
+                attended[((uint64_t)row * n_heads + head) * SIZE + i] = OPENED(
+                    MUL(total[i / SIZE * SUMS + i % SIZE], total[i / SIZE * SUMS + SIZE]), QUERY(head + i / SIZE) + i % SIZE);
         }
     }
 }
 
 /* Joins the blocks of head GROUP_X of row GROUP_Y. */
-KERNEL join_blocks(GLOBAL const uint32_t *places, GLOBAL const float *sinks, GLOBAL const float *blocks,
-                   GLOBAL float *attended, uint32_t n_heads, uint32_t window, uint32_t has_sinks,
-                   uint32_t n_blocks WHERE) {
+KERNEL join_blocks(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL const float *sinks,
+                   GLOBAL const float *blocks, GLOBAL float *attended, uint32_t n_heads, uint32_t row_stride,
+                   uint32_t window, uint32_t has_sinks, uint32_t has_gates, uint32_t n_blocks WHERE) {
     SHARED float parts[PARTS];
     OWN(float, total, SUMS / THREADS + 1);
-    const uint32_t position = places[2 * GROUP_Y], count = position / KEYS - FIRST_KEY(position) / KEYS + 1;
+    const uint32_t row = GROUP_Y, position = places[2 * row], count = position / KEYS - FIRST_KEY(position) / KEYS + 1;
     const uint64_t own = (uint64_t)GROUP_Y * n_heads + GROUP_X;
     PHASE {
         GLOBAL const float *block = blocks + own * n_blocks * OF_BLOCK;
@@ -170,7 +174,7 @@ KERNEL join_blocks(GLOBAL const uint32_t *places, GLOBAL const float *sinks, GLO
     PHASE {
         TIMES (k, SUMS / THREADS + 1) {
             const uint32_t c = THREAD + k * THREADS;
-            if (c < SIZE) attended[own * SIZE + c] = MUL(MY(total)[k], parts[0]);
+            if (c < SIZE) attended[own * SIZE + c] = OPENED(MUL(MY(total)[k], parts[0]), QUERY(GROUP_X) + c);
         }
     }
 }

@@ -34,6 +34,9 @@ typedef struct alignas(16) { uint32_t of[4]; } FOUR;
 #define AS_INT __float_as_int
 #define INFINITY __int_as_float(0x7f800000)
 #define NOT_A_NUMBER __int_as_float(0x7fc00000)
+#define REAL double
+#define REAL_OF_BITS(bits) __longlong_as_double((long long)(bits))
+#define BITS_OF_REAL(real) ((uint64_t)__double_as_longlong(real))
 INLINE int DOT4(uint32_t a, uint32_t b, int c) { return __dp4a((int)a, (int)b, c); } /* from sm_61 on */
 INLINE float HALF(uint32_t bits) {
     float value;

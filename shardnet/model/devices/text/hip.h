@@ -34,6 +34,9 @@ typedef struct alignas(16) { uint32_t of[4]; } FOUR;
 #define SQRT __builtin_sqrtf
 #define INFINITY __builtin_inff()
 #define NOT_A_NUMBER __builtin_nanf("")
+#define REAL double
+#define REAL_OF_BITS(bits) __builtin_bit_cast(double, (uint64_t)(bits))
+#define BITS_OF_REAL(real) __builtin_bit_cast(uint64_t, real)
 INLINE float AS_FLOAT(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 INLINE int AS_INT(float value) { return __builtin_bit_cast(int, value); }
 INLINE int DOT4(uint32_t a, uint32_t b, int c) {

@@ -35,6 +35,19 @@ INLINE int AS_INT(float value) {
     memcpy(&bits, &value, 4);
     return bits;
 }
+#ifndef WITHOUT_REALS
+#define REAL double
+INLINE double REAL_OF_BITS(uint64_t bits) {
+    double value;
+    memcpy(&value, &bits, 8);
+    return value;
+}
+INLINE uint64_t BITS_OF_REAL(double value) {
+    uint64_t bits;
+    memcpy(&bits, &value, 8);
+    return bits;
+}
+#endif
 INLINE int DOT4(uint32_t a, uint32_t b, int c) {
     for (int i = 0; i < 4; i++) c += (int)(int8_t)(a >> 8 * i) * (int)(int8_t)(b >> 8 * i);
     return c;

@@ -23,10 +23,18 @@ INLINE float from_e4m3(uint32_t code) {
 /* --- rows */
 
 #define NO_ACTIVATION 4
+#define HAS_BIAS 1
+#define HAS_FACTORS 2 /* behind the biases, of outputs that are multiplied */
 
-/* An input of a row; with an activation it is a gate of [gates, others] times the other. */
+INLINE float finished(float sum, GLOBAL const float *bias, uint32_t at, uint32_t n_out, uint32_t has) {
+    if (has & HAS_BIAS) sum = ADD(sum, bias[at]);
+    return has & HAS_FACTORS ? MUL(sum, bias[n_out + at]) : sum;
+}
+
+/* An input of a row; with an activation it is a gate of [gates, others] times the other, with one from 5 on it is alone. */
 INLINE float input_at(GLOBAL const float *row, uint32_t i, uint32_t n_in, uint32_t activation, float limit,
                       float alpha) {
+    if (activation > NO_ACTIVATION) return activated(row[i], activation - NO_ACTIVATION - 1);
     return activation == NO_ACTIVATION ? row[i] : gated(row[i], row[n_in + i], activation, limit, alpha);
 }
 
@@ -42,7 +50,7 @@ KERNEL quantise(GLOBAL const float *rows, GLOBAL const uint32_t *order, GLOBAL i
         const uint32_t at = from + THREAD;
         if (at < all) {
             const uint32_t row = at / n_inputs, i = at % n_inputs;
-            GLOBAL const float *own = rows + (uint64_t)row * (activation == NO_ACTIVATION ? n_in : 2 * n_in);
+            GLOBAL const float *own = rows + (uint64_t)row * (activation < NO_ACTIVATION ? 2 * n_in : n_in);
             wide[at] = i < n_in ? input_at(own, has_order ? order[i] : i, n_in, activation, limit, alpha) : 0.0f;
         }
     }
@@ -52,7 +60,7 @@ KERNEL quantise(GLOBAL const float *rows, GLOBAL const uint32_t *order, GLOBAL i
     PHASE {
         const uint32_t at = from + THREAD;
         const uint32_t row = at / n_inputs, i = at % n_inputs;
-        GLOBAL const float *own = rows + (uint64_t)row * (activation == NO_ACTIVATION ? n_in : 2 * n_in);
+        GLOBAL const float *own = rows + (uint64_t)row * (activation < NO_ACTIVATION ? 2 * n_in : n_in);
         value[THREAD] =
             at < all && i < n_in ? input_at(own, has_order ? order[i] : i, n_in, activation, limit, alpha) : 0.0f;
         size[THREAD] = AS_FLOAT((uint32_t)AS_INT(value[THREAD]) & 0x7fffffffu);
@@ -422,7 +430,7 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
             for (uint32_t j = 0; j < 4 && o + j < n_out; j++) {
                 const float all = BITS < 16 ? MY(total)[r * 4 + j] : (float)MY(sum)[r * 4 + j];
                 const uint64_t place = (uint64_t)target[row + r] * width + first + o + j;
-                out[place] = has_bias ? ADD(all, bias[o + j + expert * n_out]) : all;
+                out[place] = finished(all, bias, o + j + expert * n_out, n_out, has_bias);
             }
     }
 }
@@ -603,7 +611,7 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
         const uint32_t o = GROUP_X * 16 + THREAD % 16, own = row + THREAD / 16;
         if (THREAD < ROWS * 16 && o < n_out && own < n_rows) {
             const float sum = total[THREAD];
-            out[(uint64_t)own * width + first + o] = has_bias ? ADD(sum, bias[o + OWN_BIAS(own)]) : sum;
+            out[(uint64_t)own * width + first + o] = finished(sum, bias, o + OWN_BIAS(own), n_out, has_bias);
         }
     }
 }
@@ -656,7 +664,7 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
         const uint32_t o = GROUP_X * 16 + THREAD % 16, own = row + THREAD / 16;
         if (THREAD < ROWS * 16 && o < n_out && own < n_rows) {
             const float sum = total[THREAD];
-            out[(uint64_t)own * width + first + o] = has_bias ? ADD(sum, bias[o + OWN_BIAS(own)]) : sum;
+            out[(uint64_t)own * width + first + o] = finished(sum, bias, o + OWN_BIAS(own), n_out, has_bias);
         }
     }
 }

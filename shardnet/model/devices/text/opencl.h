@@ -29,6 +29,11 @@ typedef struct __attribute__((aligned(16))) { uint32_t of[4]; } FOUR;
 #define AS_FLOAT as_float
 #define AS_INT as_int
 #define NOT_A_NUMBER as_float(0x7fc00000u)
+#ifdef cl_khr_fp64
+#define REAL double
+#define REAL_OF_BITS(bits) as_double((uint64_t)(bits))
+#define BITS_OF_REAL(real) as_ulong(real)
+#endif
 INLINE int DOT4(uint32_t a, uint32_t b, int c) {
     const char4 x = as_char4(a), y = as_char4(b);
     return c + x.s0 * y.s0 + x.s1 * y.s1 + x.s2 * y.s2 + x.s3 * y.s3;

@@ -23,10 +23,11 @@
 #define ROUNDS 4 /* what hidden states become is rounded to bfloat16 */
 #define BEFORE 8 /* normed = RMSNorm(hidden), for the sub-layer that follows */
 
-/* What stands between two sub-layers: the residual of one, the norm before the other. `width` is a multiple of 4. */
+/* What stands between two sub-layers: the residual of one, the norm before the other. `width` is a multiple of 4. Rows
+ * have `n_turns` weights before in turns. */
 KERNEL add_and_norm(GLOBAL float *hidden, GLOBAL const float *inner, GLOBAL const float *after,
-                    GLOBAL const float *before, GLOBAL float *normed, uint32_t width, uint32_t what, float multiplier,
-                    float eps_after, float eps_before WHERE) {
+                    GLOBAL const float *before, GLOBAL float *normed, uint32_t width, uint32_t what, uint32_t n_turns,
+                    float multiplier, float eps_after, float eps_before WHERE) {
     SHARED float line[LINE], parts[PARTS], scale[1];
     const uint64_t row = (uint64_t)GROUP_X * width;
     const uint32_t n_after = what & AFTER ? width : 0, n_before = what & BEFORE ? width : 0;
@@ -82,7 +83,7 @@ KERNEL add_and_norm(GLOBAL float *hidden, GLOBAL const float *inner, GLOBAL cons
             TIMES (k, OF_LINE) {
                 const uint32_t i = begin + 4 * (k * THREADS + THREAD);
                 if (i < width) {
-                    const FOUR weight = LOAD4(before + i);
+                    const FOUR weight = LOAD4(before + GROUP_X % n_turns * width + i);
                     TIMES (j, 4) {
                         const float state = width > LINE ? hidden[row + i + j] : line[i + j];
                         normed[row + i + j] = MUL(MUL(state, scale[0]), AS_FLOAT(weight.of[j]));
@@ -93,16 +94,18 @@ KERNEL add_and_norm(GLOBAL float *hidden, GLOBAL const float *inner, GLOBAL cons
     }
 }
 
-/* A group has head GROUP_Y of row GROUP_X, which has `n_heads` queries, then `n_kv_heads` keys and as many values.
- * Queries and keys are normed with `has_norm`, and rotated, with `has_pairs` columns that are neighbours; keys and values go to their slot: of a row, `places` has
- * position and where the numbers of its slot's pages begin, and a page is `page_size` positions of all KV heads. */
+/* A group has head GROUP_Y of row GROUP_X, which has `n_heads` queries, behind each its gate if it `has_gates`, then
+ * `n_kv_heads` keys and as many values. Queries and keys are normed with `has_norm`, and rotated, with `has_pairs` columns
+ * that are neighbours; keys and values go to their slot: of a row, `places` has position and where the numbers of its
+ * slot's pages begin, and a page is `page_size` positions of all KV heads. */
 KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL const float *cosines, GLOBAL const float *sines,
               GLOBAL const uint32_t *places, GLOBAL const uint32_t *pages, GLOBAL float *keys, GLOBAL float *values,
               uint32_t n_heads, uint32_t n_kv_heads, uint32_t size, uint32_t n_rotated, uint32_t page_size,
-              uint32_t has_norm, uint32_t has_pairs, float eps WHERE) {
+              uint32_t has_norm, uint32_t has_pairs, uint32_t has_gates, float eps WHERE) {
     SHARED float line[LINE], parts[PARTS], scale[1];
     const uint32_t row = GROUP_X, head = GROUP_Y, half_size = n_rotated / 2, position = places[2 * row];
-    const uint64_t own = ((uint64_t)row * (n_heads + 2 * n_kv_heads) + head) * size;
+    const uint32_t n_gates = has_gates ? n_heads : 0, n_before = has_gates && head < n_heads ? head : n_gates;
+    const uint64_t own = ((uint64_t)row * (n_heads + n_gates + 2 * n_kv_heads) + head + n_before) * size;
     const uint32_t page = pages[places[2 * row + 1] + position / page_size];
     const uint32_t kv_head = head < n_heads ? 0 : (head - n_heads) % n_kv_heads;
     const uint64_t slot = ((uint64_t)(page * n_kv_heads + kv_head) * page_size + position % page_size) * size;

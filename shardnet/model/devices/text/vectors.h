@@ -59,14 +59,14 @@ INLINE float rounded(float x) {
     return AS_FLOAT((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
 }
 
-/* 0: SiLU, 1: GELU by tanh, 2: ReLU. */
+/* 0: SiLU, 1: GELU by tanh, 2: ReLU, 3: its square. */
 INLINE float activated(float x, uint32_t activation) {
     if (activation == 0) return DIV(x, ADD(1.0f, exponential(-x)));
     if (activation == 1) {
         const float inner = MUL(FMA(0.044715f, MUL(MUL(x, x), x), x), 0.797884561f); /* sqrt(2 / pi) */
         return ADD(x, -DIV(x, ADD(1.0f, exponential(MUL(2.0f, inner)))));
     }
-    return x < 0 ? 0.0f : x;
+    return x < 0 ? 0.0f : activation == 3 ? MUL(x, x) : x;
 }
 
 /* A gate, activated, times the other; 3: gpt-oss's activation, which clamps both to `limit`. */

@@ -1,0 +1,218 @@
+"""Recurrences and short convolutions between their linears on a device, by the kernel text.
+
+Knows which of them the text computes, and where their columns are. Must not know the layer around
+them, nor where states are kept.
+
+Axes in shape comments: T rows of the micro-batch, E hidden size, C columns of the convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+
+from shardnet.model.devices.device_kv import StepBuffers
+from shardnet.model.devices.driver import THREADS, Array, Buffer
+from shardnet.model.devices.products import DeviceProduct, Rows
+from shardnet.model.kernels.linear import Linear
+from shardnet.model.layers.gated_delta import GatedDeltaNet, MambaProjection, Projections
+from shardnet.model.layers.short_conv import ShortConvolution
+
+STATE_PARTS: Final = ("vectors", "reals", "states")
+"""Of the text."""
+STATE_NAMES: Final = ("recur", "convolve")
+_MOST: Final = 256
+"""Columns of a head's keys, and of its values, that a group of threads holds."""
+_BEFORE: Final = 8
+"""What `add_and_norm` does for a norm alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """Where columns begin in a row of the projection: `places` of the text."""
+
+    queries: int
+    keys: int
+    values: int
+    gate: int
+    key_stride: int
+    value_stride: int
+    write: int
+    decay: int
+    small_share: int
+    """Heads whose writes stand side by side, before as many decays."""
+
+    @classmethod
+    def of(cls, own: GatedDeltaNet) -> _Places:
+        config, project = own.config, own.project
+        keys, values, n_heads = config.key_width, config.value_width, config.n_value_heads
+        n_shared = n_heads // config.n_key_heads
+        width = n_shared * config.value_size
+        if isinstance(project, MambaProjection):
+            last = 2 * (values + keys)
+            begins = 2 * values + keys, 2 * values, values, 0
+            return cls._at(begins, (config.key_size, width), (last, last, n_heads))
+        assert isinstance(project, Projections)
+        share = n_shared if project.groups_ba else n_heads
+        if project.groups_qkvz:
+            size = config.key_size
+            begins = 0, size, 2 * size, 2 * size + width
+            return cls._at(begins, (2 * (size + width),) * 2, (0, share, share))
+        begins = 0, keys, 2 * keys, 2 * keys + values
+        return cls._at(begins, (config.key_size, width), (0, share, share))
+
+    @classmethod
+    def _at(
+        cls,
+        begins: tuple[int, int, int, int],
+        strides: tuple[int, int],
+        small: tuple[int, int, int],
+    ) -> _Places:
+        queries, keys, values, gate = begins
+        return cls(
+            queries=queries,
+            keys=keys,
+            values=values,
+            gate=gate,
+            key_stride=strides[0],
+            value_stride=strides[1],
+            write=small[0],
+            decay=small[1],
+            small_share=small[2],
+        )
+
+
+def why_no_recurrence(own: GatedDeltaNet, is_multiplied: Callable[[Linear], bool]) -> str:
+    """Say what the text does not compute of a recurrence, "" for nothing."""
+    config = own.config
+    if own.native is None:
+        return "this recurrence"
+    if max(config.key_size, config.value_size) > _MOST:
+        return f"a recurrence with heads of more than {_MOST} columns"
+    if own.group_norm is not None and own.group_norm.weight.shape[1] % 4:
+        return f"groups of {own.group_norm.weight.shape[1]} columns"
+    if not all(map(is_multiplied, [*_projections(own), own.out_proj])):
+        return "linears whose weights do not stay packed in memory"
+    return ""
+
+
+def _projections(own: GatedDeltaNet) -> list[Linear]:
+    """Return the linears before the recurrence."""
+    if isinstance(own.project, MambaProjection):
+        return [own.project.in_proj]
+    assert isinstance(own.project, Projections)
+    return [own.project.qkvz_proj, own.project.ba_proj]
+
+
+class DeviceRecurrence:
+    """A gated DeltaNet or Mamba-2 of one layer, of which `why_no_recurrence` says nothing."""
+
+    def __init__(
+        self,
+        own: GatedDeltaNet,
+        make: Callable[[Linear], DeviceProduct],
+        put: Callable[[Array], Buffer],
+        scratch: Rows,
+        launch: Callable[..., None],
+        states_of: Callable[[int], Buffer],
+    ) -> None:
+        """Upload its parameters. Raises CapacityError."""
+        self._config, self._scratch, self._launch = own.config, scratch, launch
+        self._states_of = states_of
+        self._projections = [make(linear) for linear in _projections(own)]
+        self._output = make(own.out_proj)
+        self._numbers, self._has_norm = put(_numbers(own)), own.parameters.norm_weight is not None
+        self._eps = np.float32(own.parameters.norm_eps)
+        self._write_scale = np.float32(own.parameters.write_scale)
+        places = _Places.of(own)
+        begins = places.queries, places.keys, places.values, places.gate
+        others = places.key_stride, places.value_stride, places.write, places.decay
+        self._places = put(np.array([*begins, *others], np.uint32))
+        self._small_share = places.small_share
+        norm = own.group_norm
+        self._norm = None if norm is None else put(norm.weight.float().numpy())
+        self._norm_shape = (1, 1) if norm is None else (norm.weight.shape[0], norm.weight.shape[1])
+        self._norm_eps = np.float32(0.0 if norm is None else norm.eps)
+
+    def __call__(self, rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
+        """Run normalised rows [T, E] through it in layer `index` within the stage: `inner`."""
+        own, of, n_rows = self._config, self._scratch.of, step.n_rows
+        made = []
+        for name, linear in zip(("projected", "small"), self._projections, strict=False):
+            made.append(of(name, 4 * n_rows * linear.shape[0]))
+            linear(rows, n_rows, made[-1])
+        outputs = of("recurred", 4 * n_rows * own.value_width)
+        self._launch(
+            "recur",
+            (own.n_value_heads, n_rows),
+            [
+                *(made[0], made[-1], self._numbers, self._places, step.runs),
+                *(self._states_of(index), outputs),
+            ],
+            *(self._projections[0].shape[0], self._projections[-1].shape[0], self._small_share),
+            *(own.n_taps, own.n_key_heads, own.n_value_heads, own.key_size, own.value_size),
+            *(int(own.takes_turns), int(own.is_mamba), int(self._has_norm)),
+            *(self._eps, self._write_scale),
+        )
+        if self._norm is not None:
+            n_groups, width = self._norm_shape
+            normed = of("normed groups", 4 * n_rows * own.value_width)
+            self._launch(
+                "add_and_norm",
+                (n_rows * n_groups, 1),
+                [outputs, outputs, outputs, self._norm, normed],
+                *(width, _BEFORE, n_groups, np.float32(1), np.float32(0), self._norm_eps),
+            )
+            outputs = normed
+        self._output(outputs, n_rows, inner)
+
+
+def _numbers(own: GatedDeltaNet) -> Array:
+    """Return the parameters of a recurrence as the text wants them, float32."""
+    given, config = own.parameters, own.config
+    heads, size = torch.zeros(config.n_value_heads), torch.ones(config.value_size)
+    skip = heads if given.skip is None else given.skip
+    weight = size if given.norm_weight is None else given.norm_weight
+    biases = torch.zeros(config.mixed_width) if given.taps_bias is None else given.taps_bias
+    parts = [given.decay_rate, given.decay_bias, skip, weight, given.taps.flatten(), biases]
+    numbers: Array = torch.cat([part.float() for part in parts]).numpy()
+    return numbers
+
+
+class DeviceConvolution:
+    """A short convolution of one layer."""
+
+    def __init__(
+        self,
+        own: ShortConvolution,
+        make: Callable[[Linear], DeviceProduct],
+        put: Callable[[Array], Buffer],
+        scratch: Rows,
+        launch: Callable[..., None],
+        states_of: Callable[[int], Buffer],
+    ) -> None:
+        """Upload its parameters. Raises CapacityError."""
+        self._scratch, self._launch, self._states_of = scratch, launch, states_of
+        self._projection, self._output = make(own.in_proj), make(own.out_proj)
+        self._n_taps, self._width = own.taps.shape
+        self._taps = put(own.taps.numpy())
+        self._bias = None if own.bias is None else put(own.bias.numpy())
+
+    def __call__(self, rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
+        """Run normalised rows [T, E] through it in layer `index` within the stage: `inner`."""
+        of, n_rows, width = self._scratch.of, step.n_rows, self._width
+        projected = of("projected", 4 * n_rows * self._projection.shape[0])
+        convolved = of("recurred", 4 * n_rows * width)
+        self._projection(rows, n_rows, projected)
+        bias = self._taps if self._bias is None else self._bias
+        self._launch(
+            "convolve",
+            (-(-width // THREADS), n_rows),
+            [projected, self._taps, bias, step.runs, self._states_of(index), convolved],
+            *(width, self._n_taps, int(self._bias is not None)),
+        )
+        self._output(convolved, n_rows, inner)
