@@ -8,6 +8,7 @@ Axes in shape comments: T rows of the micro-batch, E hidden size, X experts, K e
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -58,13 +59,13 @@ def why_no_experts(mlp: SparseMlp, is_multiplied: Callable[[Linear], bool]) -> s
     if _routing(mlp.router) is None or mlp.weighs_inputs:
         return "this router"
     shared = _shared(mlp)
-    known = [each for each in (*mlp.experts, *shared) if isinstance(each, GatedMlp | ClampedMlp)]
-    if len(known) < len(mlp.experts) + len(shared) or any(gating_of(one) is None for one in known):
+    gatings = {gating_of(one) for one in (*mlp.experts, *shared)}
+    if len(gatings) > 1 or None in gatings:
         return "these experts"
-    linears = [linear for one in known for linear in (one.gate_up_proj, one.down_proj)]
-    if not all(map(is_multiplied, [*_gates(mlp), *linears])):
+    pairs = [linears_of(one) for one in (*mlp.experts, *shared)]
+    if not all(map(is_multiplied, [*_gates(mlp), *itertools.chain(*pairs)])):
         return "linears whose weights do not stay packed in memory"
-    alike = {(_shape(one.gate_up_proj), _shape(one.down_proj)) for one in known[: len(mlp.experts)]}
+    alike = {(_shape(first), _shape(down)) for first, down in pairs[: len(mlp.experts)]}
     return "experts of unlike forms" if len(alike) > 1 else ""
 
 
@@ -96,14 +97,14 @@ class DeviceExperts:
             self._groups = mlp.router.experts
         if isinstance(mlp.router, BestTwoRouter) and mlp.router.bias is not None:
             self._bias = put(mlp.router.bias.numpy())
-        experts, gating = [_linears(expert) for expert in mlp.experts], gating_of(mlp.experts[0])
+        experts, gating = [_panels(expert) for expert in mlp.experts], gating_of(mlp.experts[0])
         assert gating is not None
         self._gating = gating
-        router, *gates = (make([_panels(gate)]) for gate in _gates(mlp))
+        router, *gates = (make([gate]) for gate in _gates(mlp) if isinstance(gate, PanelLinear))
         self._router, self._gate = router, gates[0] if gates else None
         self._gate_up = make([gate_up for gate_up, _ in experts])
         self._down = make([down for _, down in experts])
-        self._shared = [make([linear]) for one in _shared(mlp) for linear in _linears(one)]
+        self._shared = [make([linear]) for one in _shared(mlp) for linear in _panels(one)]
 
     def __call__(self, rows: Buffer, n_rows: int, inner: Buffer) -> None:
         """Run normalised rows [T, E] through their experts: `inner` [T, E]."""
@@ -203,21 +204,26 @@ def _shared(mlp: SparseMlp) -> list[Mlp]:
     return [] if own is None else [own]
 
 
-def _linears(mlp: Mlp) -> tuple[PanelLinear, PanelLinear]:
+def linears_of(mlp: Mlp) -> tuple[Linear, Linear]:
+    """Return the linears before and behind the activation."""
+    if isinstance(mlp, PlainMlp):
+        return mlp.up_proj, mlp.down_proj
     assert isinstance(mlp, GatedMlp | ClampedMlp)
-    return _panels(mlp.gate_up_proj), _panels(mlp.down_proj)
+    return mlp.gate_up_proj, mlp.down_proj
 
 
-def _panels(linear: Linear) -> PanelLinear:
-    assert isinstance(linear, PanelLinear)
-    return linear
+def _panels(mlp: Mlp) -> tuple[PanelLinear, PanelLinear]:
+    first, down = linears_of(mlp)
+    assert isinstance(first, PanelLinear)
+    assert isinstance(down, PanelLinear)
+    return first, down
 
 
 def _shape(linear: Linear) -> object:
     """Return what must be equal in all experts, so that one launch multiplies by any of them."""
-    own = _panels(linear)
-    parts = tuple((part.form, part.shape, part.input_order is None) for part in own.parts)
-    return parts, own.bias is None
+    assert isinstance(linear, PanelLinear)
+    parts = tuple((part.form, part.shape, part.input_order is None) for part in linear.parts)
+    return parts, linear.bias is None
 
 
 def bias_of(linears: Sequence[PanelLinear]) -> np.ndarray | None:

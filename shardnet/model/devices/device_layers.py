@@ -27,6 +27,7 @@ from shardnet.model.devices.device_experts import (
     DeviceExperts,
     bias_of,
     gating_of,
+    linears_of,
     why_no_experts,
 )
 from shardnet.model.devices.device_kv import DeviceKvCache, StepBuffers
@@ -53,7 +54,7 @@ from shardnet.model.devices.products import (
     Rows,
     can_multiply,
 )
-from shardnet.model.kernels.linear import Linear
+from shardnet.model.kernels.linear import Linear, ScaledLinear
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 from shardnet.model.layers.attention import ForwardStep
@@ -69,7 +70,13 @@ from shardnet.model.layers.decoder_layer import (
 from shardnet.model.layers.experts import SparseMlp
 from shardnet.model.layers.gated_attention import GatedAttention
 from shardnet.model.layers.gated_delta import GatedDeltaNet
-from shardnet.model.layers.modules import Attention, GatedMlp, PlainMlp, SelfAttention
+from shardnet.model.layers.modules import (
+    Attention,
+    BothMixers,
+    GatedMlp,
+    PlainMlp,
+    SelfAttention,
+)
 from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary
@@ -117,17 +124,19 @@ class Device:
         self.driver.upload(buffer, own)
         return buffer
 
-    def product(self, *linears: PanelLinear) -> DeviceProduct:
+    def product(self, *linears: PanelLinear, factors: Array | None = None) -> DeviceProduct:
         """Upload the weights of a linear, or of one for each expert, all alike.
 
-        Raises ConfigurationError for a form with other bits here.
+        Outputs of a single linear are multiplied by `factors` [N], float32, if given. Raises
+        ConfigurationError for a form with other bits here.
         """
         for part in linears[0].parts:
             if part.form.name not in self._same_bits:
                 self._check(part)
                 self._same_bits.add(part.form.name)
         parts = [linear.parts for linear in linears]
-        return DeviceProduct(self.kernels, self.driver, self.scratch, parts, bias_of(linears))
+        bias = bias_of(linears)
+        return DeviceProduct(self.kernels, self.driver, self.scratch, parts, bias, factors)
 
     def _check(self, part: Panels) -> None:
         """Hold products of the first panel of some weights against the library's."""
@@ -221,7 +230,8 @@ class _Dense:
         self.down(both, n_rows, inner, self.gating)
 
 
-Mixer = DeviceAttention | DeviceRecurrence | DeviceConvolution
+Mixer = Callable[[Buffer, Buffer, int, StepBuffers], None]
+"""Runs normalised rows [T, E] through a layer, numbered within the stage: `inner` [T, E]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,14 +286,18 @@ def _why_no_sublayer(sublayer: Sublayer) -> str:
             why = _why_no_mlp(sublayer.mlp)
         case _:
             return "layers that are no attention and MLP"
-    if why or sublayer.residual.is_rms:
-        return why
-    return "this norm"
+    if why or not sublayer.residual.is_rms:
+        return why or "this norm"
+    norms = sublayer.residual.before, sublayer.residual.after
+    widths = {norm.weight.shape[0] for norm in norms if isinstance(norm, Norm)}
+    return next((f"rows of {width} columns" for width in widths if width % 4), "")
 
 
 def _why_no_mixer(own: Attention) -> str:
+    if isinstance(own, BothMixers):
+        return _why_no_mixer(own.recurrence) or _why_no_mixer(own.self_attn)
     if isinstance(own, GatedDeltaNet):
-        return why_no_recurrence(own, _is_multiplied)
+        return why_no_recurrence(own, _is_computed)
     if isinstance(own, ShortConvolution):
         linears = [own.in_proj, own.out_proj]
     else:
@@ -303,16 +317,17 @@ def _projection(own: SelfAttention | GatedAttention) -> Linear:
 def _why_no_mlp(own: GatedMlp | PlainMlp) -> str:
     if gating_of(own) is None:
         return "this activation"
-    first = own.up_proj if isinstance(own, PlainMlp) else own.gate_up_proj
-    return _why_no_linears([first, own.down_proj])
+    return _why_no_linears(linears_of(own))
 
 
 def _why_no_linears(linears: Sequence[Linear]) -> str:
-    if linears[0].shape[1] % 4:
-        return f"rows of {linears[0].shape[1]} columns"
-    if all(map(_is_multiplied, linears)):
+    if all(map(_is_computed, linears)):
         return ""
     return "linears whose weights do not stay packed in memory"
+
+
+def _is_computed(linear: Linear) -> bool:
+    return _is_multiplied(linear.plain if isinstance(linear, ScaledLinear) else linear)
 
 
 def _is_multiplied(linear: Linear) -> bool:
@@ -368,17 +383,16 @@ class DeviceLayers:
                 device.scratch,
                 self._launch,
             )
-        gating = gating_of(own)
+        gating, (first, down) = gating_of(own), map(self._product, linears_of(own))
         assert gating is not None
-        return _Dense(
-            scratch=device.scratch,
-            first=self._product(own.up_proj if isinstance(own, PlainMlp) else own.gate_up_proj),
-            down=self._product(own.down_proj),
-            gating=gating,
-        )
+        return _Dense(scratch=device.scratch, first=first, down=down, gating=gating)
 
     def _mixer_of(self, own: Attention) -> Mixer:
         device = self._device
+        if isinstance(own, BothMixers):
+            assert isinstance(own.self_attn, SelfAttention)
+            mixers = self._mixer_of(own.recurrence), self._mixer_of(own.self_attn)
+            return self._both(*mixers, own.self_attn.o_proj.shape[0])
         shared = self._product, device.put, device.scratch, self._launch, self._states_of
         if isinstance(own, GatedDeltaNet):
             return DeviceRecurrence(own, *shared)
@@ -396,12 +410,26 @@ class DeviceLayers:
             self._kv.pages_of,
         )
 
+    def _both(self, one: Mixer, other: Mixer, width: int) -> Mixer:
+        def mix(rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
+            beside = self._device.scratch.of("beside", 4 * step.n_rows * width)
+            one(rows, inner, index, step)
+            other(rows, beside, index, step)
+            numbers = width, _ADDS, 1, np.float32(1), np.float32(0), np.float32(0)
+            buffers = [inner, *[beside] * 4]
+            self._launch("add_and_norm", (step.n_rows, 1), buffers, *numbers)
+
+        return mix
+
     def _states_of(self, index: int) -> Buffer:
         return self._kv.cells.buffers[index]
 
     def _product(self, linear: Linear) -> DeviceProduct:
+        factors: Array | None = None
+        if isinstance(linear, ScaledLinear):
+            linear, factors = linear.plain, linear.factors.numpy()
         assert isinstance(linear, PanelLinear), "why_not says so"
-        return self._device.product(linear)
+        return self._device.product(linear, factors=factors)
 
     def __call__(
         self, hidden: Tensor, rotaries: Sequence[Rotary], step: ForwardStep

@@ -22,6 +22,7 @@ MANY: Final = 24
 PRODUCT_PARTS: Final = ("vectors", "linear")
 """Of the text."""
 NO_ACTIVATION: Final = 4
+_HAS_BIAS, _HAS_FACTORS = 1, 2
 _WIDE: Final = 1
 """The place of rows of floats among what a product takes."""
 _MOST_SPARE: Final = 1 << 24
@@ -67,6 +68,8 @@ class _Part:
     weights: Buffer
     order: Buffer | None
     bias: Buffer | None
+    has: int
+    """Of _HAS_BIAS and _HAS_FACTORS: biases come first."""
     n_blocks: int
     expert_words: int
 
@@ -132,10 +135,12 @@ class DeviceProduct:
         scratch: Rows,
         experts: Sequence[Sequence[Panels]],
         bias: Array | None,
+        factors: Array | None = None,
     ) -> None:
         """Upload weights, of one linear or of several that are chosen by id; `bias` [..., N].
 
-        Parts of the same place must be alike in all of them. Raises CapacityError.
+        Outputs of a single linear may be multiplied by `factors` [N]. Parts of the same place must
+        be alike in all linears. Raises CapacityError.
         """
         self._kernels, self._driver, self._scratch = kernels, driver, scratch
         self._found: dict[tuple[int, str, int], Kernel] = {}
@@ -146,6 +151,9 @@ class DeviceProduct:
         for place, part in enumerate(parts):
             n_out = part.shape[0]
             some = None if bias is None else bias[..., first : first + n_out].astype(np.float32)
+            if factors is not None:
+                added = np.zeros(n_out, np.float32) if some is None else some
+                some = np.stack([added, factors[first : first + n_out]])
             packed = [expert[place].packed.numpy().reshape(-1) for expert in experts]
             order = part.input_order
             self._parts.append(
@@ -157,6 +165,7 @@ class DeviceProduct:
                     expert_words=packed[0].nbytes // 4 if len(packed) > 1 else 0,
                     order=None if order is None else self._put(order.numpy().astype(np.uint32)),
                     bias=None if some is None else self._put(some),
+                    has=_HAS_BIAS * (bias is not None) + _HAS_FACTORS * (factors is not None),
                     n_blocks=part.form.packed_shape(*part.shape)[1],
                 )
             )
@@ -246,7 +255,7 @@ class DeviceProduct:
         n_rows *= repeats
         n_panels = -(-part.n_out // PANEL)
         numbers = [part.n_blocks, part.n_out, n_rows, self.shape[0], part.first]
-        numbers += [int(part.bias is not None), part.expert_words, repeats]
+        numbers += [part.has, part.expert_words, repeats]
         bias = out if part.bias is None else part.bias
         tiles = None if visits is None else visits.tiles
         if tiles is not None:

@@ -180,6 +180,16 @@ class ScaledLinear:
         self._linear = linear
         self._factors = factors  # [N], float32
 
+    @property
+    def plain(self) -> Linear:
+        """The linear without factors."""
+        return self._linear
+
+    @property
+    def factors(self) -> Tensor:
+        """Those of the outputs: [N], float32."""
+        return self._factors
+
     @classmethod
     def of(cls, linear: Linear, *parts: tuple[int, float]) -> Linear:
         """Multiply so many outputs in turn by a number each; `linear` itself if all are 1."""

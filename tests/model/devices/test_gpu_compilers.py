@@ -16,6 +16,7 @@ from shardnet.errors import ConfigurationError
 from shardnet.model.config.panel_form import PanelForm
 from shardnet.model.devices.device_attention import ATTENTION_PARTS, attention_macros
 from shardnet.model.devices.device_layers import LAYER_PARTS
+from shardnet.model.devices.device_recurrence import STATE_PARTS
 from shardnet.model.devices.driver import whole_text
 from shardnet.model.devices.gpu import CUDA, compiled
 from shardnet.model.devices.products import PRODUCT_PARTS, ROWS, form_macros
@@ -33,7 +34,8 @@ def texts(dialect: str, forms: list[PanelForm]) -> list[str]:
     products = [whole_text(dialect, each, *PRODUCT_PARTS) for each in macros]
     attention = [attention_macros(*each) for each in ((1, 64), (8, 256), (4, 576))]
     looks = [whole_text(dialect, each, *ATTENTION_PARTS) for each in attention]
-    return [whole_text(dialect, {}, *LAYER_PARTS), *looks, *products]
+    layers = [whole_text(dialect, {}, *parts) for parts in (LAYER_PARTS, STATE_PARTS)]
+    return [*layers, *looks, *products]
 
 
 @pytest.mark.parametrize("architecture", cases(["sm_75"], [*NVIDIA[1:]]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 
@@ -9,6 +10,7 @@ import pytest
 from support.models.random_panels import FORMS
 
 from shardnet.model.devices.device_layers import LAYER_PARTS
+from shardnet.model.devices.device_recurrence import STATE_PARTS
 from shardnet.model.devices.driver import whole_text
 from shardnet.model.devices.metal import as_metal
 from shardnet.model.devices.products import PRODUCT_PARTS, form_macros
@@ -40,9 +42,10 @@ def test_metals_words_make_sense() -> None:
     wanted = ("Q2_K", "Q4_K", "NVFP4", "F16", "NF4")
     macros = [form_macros(form, 8) for form in FORMS if form.name in wanted]
     texts = [whole_text("metal", own, *PRODUCT_PARTS) for own in macros]
-    for text in (whole_text("metal", {}, *LAYER_PARTS), *texts):
+    texts += [whole_text("metal", {}, *parts) for parts in (LAYER_PARTS, STATE_PARTS)]
+    for text in texts:
         turned = as_metal(text)
-        assert "constant uint32_t &n_rows" in turned
+        assert re.search(r"constant uint32_t &n_(rows|heads)", turned)
         assert "constant const" not in turned
         read = SHIM + turned.replace("#include <metal_stdlib>", "")
         found = subprocess.run(
