@@ -6,6 +6,7 @@ Knows what has to be compared. Must not know who acts on it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Final
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import ConfigurationError
-from shardnet.model.config.model_config import Activation
+from shardnet.model.config.model_config import Activation, DeltaNet
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_layers import Device, DeviceLayers
@@ -27,9 +28,11 @@ from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 from shardnet.model.kernels.quantized_linear import pack_all
+from shardnet.model.kernels.recurrence import RecurrenceParameters
 from shardnet.model.layers.attention import step_over
 from shardnet.model.layers.decoder_layer import AttentionSublayer, Layer, MlpSublayer, Residual
-from shardnet.model.layers.modules import GatedMlp, SelfAttention
+from shardnet.model.layers.gated_delta import GatedDeltaNet, Projections
+from shardnet.model.layers.modules import Attention, GatedMlp, SelfAttention
 from shardnet.model.layers.native_attention import AttentionKind
 from shardnet.model.layers.norms import HeadNorm, Norm
 from shardnet.model.layers.rotary import Rotary
@@ -40,6 +43,9 @@ OPENCL: Final = "opencl"
 METAL: Final = "metal"
 _WIDTH, _HEADS, _KV_HEADS, _SIZE = 128, 4, 2, 32
 _SLOT: Final = SlotId(0)
+_DELTA_NET: Final = DeltaNet(
+    n_key_heads=2, n_value_heads=4, key_size=32, value_size=32, n_taps=4, layers=(1,)
+)
 
 
 @cache
@@ -63,13 +69,14 @@ def open_device(name: str) -> Device:
 
 @torch.inference_mode()
 def error_of(driver: Driver) -> float:
-    """Compute a layer on a device; return how far it is from the library's, 0.0 for equal bits.
+    """Compute two layers on a device; return how far they are off, 0.0 for the library's bits.
 
-    In parts of the largest value. It has a decode step behind a prompt of more than one block, all
-    activations in float32, and weights of 4 and 8 bits. Raises ConfigurationError.
+    In parts of the largest value. They have attention and a recurrence, a decode step behind a
+    prompt of more than one block, all activations in float32, and weights of 4 and 8 bits. Raises
+    ConfigurationError.
     """
-    device, layer = Device(driver), _layer()
-    found, expected = (_steps(layer, on) for on in (device, None))
+    device, both = Device(driver), [_layer(_attention()), _layer(_recurrence())]
+    found, expected = (_steps(both, on) for on in (device, None))
     error = 0.0
     for one, other in zip(found, expected, strict=True):
         if not torch.equal(one, other):
@@ -78,10 +85,11 @@ def error_of(driver: Driver) -> float:
     return error
 
 
-def _steps(layer: Layer, on: Device | None) -> list[Tensor]:
+def _steps(both: Sequence[Layer], on: Device | None) -> list[Tensor]:
     """Run a prompt of 130 rows and a row behind it: [T, E] each."""
-    kv = DeviceKvCache(1, _KV_HEADS, _SIZE, torch.float32, torch.device("cpu"), 1)
-    layers = None if on is None else DeviceLayers(on, [layer], kv)
+    form = 2, _KV_HEADS, _SIZE, torch.float32, torch.device("cpu"), 1
+    kv = DeviceKvCache(*form, states=[None, _DELTA_NET.state])
+    layers = None if on is None else DeviceLayers(on, both, kv)
     found, position = [], 0
     for n_rows in (130, 1):
         group = RowGroup(
@@ -90,17 +98,18 @@ def _steps(layer: Layer, on: Device | None) -> list[Tensor]:
         kv.ensure(_SLOT, position + n_rows, n_rows)
         step = step_over([group], [0] * n_rows, kv, torch.float32)
         hidden, rotary = _numbers(n_rows, _WIDTH), _rotary(n_rows)
-        whole = None if layers is None else layers(hidden, [rotary], step)
-        found.append(layer(hidden, 0, rotary, step) if whole is None else whole)
+        whole = None if layers is None else layers(hidden, [rotary] * 2, step)
+        if whole is None:
+            whole = both[1](both[0](hidden, 0, rotary, step), 1, rotary, step)
+        found.append(whole)
         position += n_rows
     return found
 
 
-def _layer() -> Layer:
-    """Make a layer of random numbers."""
+def _attention() -> SelfAttention:
     n_looking = (_HEADS + 2 * _KV_HEADS) * _SIZE
     weight = 1 + 0.1 * _numbers(_HEADS + _KV_HEADS, _SIZE)
-    self_attn = SelfAttention(
+    return SelfAttention(
         n_heads=_HEADS,
         n_kv_heads=_KV_HEADS,
         head_size=_SIZE,
@@ -109,6 +118,33 @@ def _layer() -> Layer:
         o_proj=_float_linear(_WIDTH, _HEADS * _SIZE),
         qk_norm=HeadNorm(weight=weight, eps=1e-6),
     )
+
+
+def _recurrence() -> GatedDeltaNet:
+    own, parameters = _DELTA_NET, [_numbers(1, n)[0] for n in (_HEADS, _HEADS + 1, _SIZE)]
+    return GatedDeltaNet.of(
+        own,
+        Activation.SILU,
+        Projections(
+            config=own,
+            qkvz_proj=_float_linear(own.mixed_width + own.value_width, _WIDTH),
+            ba_proj=_float_linear(2 * _HEADS, _WIDTH),
+            groups_qkvz=True,
+            groups_ba=False,
+        ),
+        RecurrenceParameters(
+            taps=_numbers(own.n_taps, own.mixed_width),
+            decay_rate=-parameters[0].exp(),
+            decay_bias=parameters[1][:_HEADS].contiguous(),
+            norm_weight=parameters[2],
+            norm_eps=1e-6,
+        ),
+        _float_linear(_WIDTH, own.value_width),
+    )
+
+
+def _layer(mixer: Attention) -> Layer:
+    """Make a layer of random numbers."""
     mlp = GatedMlp(
         gate_up_proj=_linear(Quantization.INT8, 4 * _WIDTH, _WIDTH),
         down_proj=_linear(Quantization.INT4, _WIDTH, 2 * _WIDTH),
@@ -117,7 +153,7 @@ def _layer() -> Layer:
     norm = Norm(weight=1 + 0.1 * _numbers(1, _WIDTH)[0], bias=None, eps=1e-5)
     residual = Residual(before=norm, after=norm)
     return Layer(
-        attention=AttentionSublayer(residual=residual, self_attn=self_attn),
+        attention=AttentionSublayer(residual=residual, self_attn=mixer),
         mlp=MlpSublayer(residual=Residual(before=norm), mlp=mlp),
     )
 
