@@ -1,5 +1,5 @@
 /* Words for numbers of 64 bits: a device's own, or by whole numbers where a dialect has none (Metal, some OpenCL). These
- * round to the nearest, ties to even; what would be subnormal is 0, and nothing is infinite. */
+ * round to the nearest, ties to even; what would be subnormal is 0, and an infinite float is 2^128. */
 
 #ifdef REAL
 #define REAL_ADD(a, b) ((a) + (b))
@@ -14,6 +14,7 @@
 #define SIGN_BIT ((uint64_t)1 << 63)
 #define MANTISSA(real) (((real) & (((uint64_t)1 << 52) - 1)) | (uint64_t)1 << 52)
 #define EXPONENT(real) ((int)((real) >> 52 & 2047))
+#define IS_ODD(real) (EXPONENT(real) == 2047) /* no number */
 
 /* m * 2^exponent. */
 INLINE uint64_t real_of(uint64_t sign, int exponent, uint64_t m) {
@@ -27,7 +28,7 @@ INLINE uint64_t real_of(uint64_t sign, int exponent, uint64_t m) {
 
 INLINE uint64_t REAL_ADD(uint64_t a, uint64_t b) {
     const uint64_t large = a << 1 < b << 1 ? b : a, small = large ^ a ^ b;
-    if (small << 1 == 0) return large;
+    if (IS_ODD(large) || small << 1 == 0) return large;
     const int shift = EXPONENT(large) - EXPONENT(small);
     uint64_t m = MANTISSA(large) << 10, n = MANTISSA(small) << 10;
     n = shift > 62 ? 1 : n >> shift | ((n & (((uint64_t)1 << shift) - 1)) != 0);
@@ -37,6 +38,7 @@ INLINE uint64_t REAL_ADD(uint64_t a, uint64_t b) {
 
 INLINE uint64_t REAL_MUL(uint64_t a, uint64_t b) {
     const uint64_t sign = (a ^ b) & SIGN_BIT, m = MANTISSA(a) << 11, n = MANTISSA(b) << 11;
+    if (IS_ODD(a) || IS_ODD(b)) return IS_ODD(a) ? a : b;
     if (a << 1 == 0 || b << 1 == 0) return sign;
     const uint64_t low = (m & 0xffffffff) * (n & 0xffffffff), one = (m >> 32) * (n & 0xffffffff) + (low >> 32);
     const uint64_t other = (m & 0xffffffff) * (n >> 32) + (one & 0xffffffff);
@@ -46,7 +48,7 @@ INLINE uint64_t REAL_MUL(uint64_t a, uint64_t b) {
 
 INLINE uint64_t REAL_DIV(uint64_t a, uint64_t b) {
     uint64_t rest = MANTISSA(a), found = 0;
-    if (a << 1 == 0) return a;
+    if (IS_ODD(b) || a << 1 == 0) return IS_ODD(b) ? b : a;
     for (int i = 0; i < 56; i++, rest <<= 1) {
         const int fits = rest >= MANTISSA(b);
         found = found << 1 | fits;
@@ -58,7 +60,7 @@ INLINE uint64_t REAL_DIV(uint64_t a, uint64_t b) {
 INLINE uint64_t WIDE(float x) {
     const uint32_t bits = (uint32_t)AS_INT(x), size = bits & 0x7fffffffu;
     const uint64_t sign = (uint64_t)(bits >> 31) << 63;
-    return size < 0x800000u ? sign : sign | (((uint64_t)size << 29) + ((uint64_t)(size > 0x7f800000u ? 1920 : 896) << 52));
+    return size < 0x800000u ? sign : sign | (((uint64_t)size << 29) + ((uint64_t)(size > 0x7f800000u ? 1792 : 896) << 52));
 }
 
 /* The nearest float of a number that is not negative. */
