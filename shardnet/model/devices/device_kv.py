@@ -16,7 +16,7 @@ import torch
 
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.slot_blocks import SlotContents
-from shardnet.model.devices.device_states import Cells, DeviceState, advance
+from shardnet.model.devices.device_states import Cell, Cells, DeviceState, advance
 from shardnet.model.devices.driver import Array, Buffer, Driver
 from shardnet.model.layers.attention import Span
 from shardnet.types import BLOCK_POSITIONS, SlotId, blocks_for
@@ -95,6 +95,7 @@ class DeviceKvCache(KvCache):
         places: list[tuple[int, int]] = []
         pages: list[int] = []
         runs = np.zeros((spans[-1].end, 4), np.uint32)
+        sources: list[Cell | None] = []  # held, so that no slot writes what another one reads
         for span in spans:
             held = self._held.setdefault(span.slot, _Held())
             end = span.position + span.end - span.start
@@ -106,8 +107,10 @@ class DeviceKvCache(KvCache):
             runs[span.start : span.end, :2] = span.start, span.end
             states = self._device_states(span.slot)
             if states:
-                part = advance(states, self.cells, (span.position, end), span.n_drafts)
+                rows = span.position, end
+                part, before = advance(states, self.cells, rows, span.n_drafts)
                 runs[span.start : span.end, 2:] = part
+                sources.append(before)
         return np.array(places, np.uint32), np.array(pages, np.uint32), runs
 
     def _device_states(self, slot: SlotId) -> list[DeviceState]:

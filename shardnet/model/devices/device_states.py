@@ -198,12 +198,12 @@ def cell_of(states: Sequence[DeviceState], cells: Cells) -> Cell | None:
 
 def advance(
     states: Sequence[DeviceState], cells: Cells, rows: tuple[int, int], n_drafts: int
-) -> Array:
+) -> tuple[Array, Cell | None]:
     """Let the states of a slot be those after the positions `rows`, a half-open range.
 
     The `n_drafts` last rows may be rejected: the states before them are noted. Returns for each row
-    the cell of the state before them all, and that which the step writes: uint32 [rows, 2]. Raises
-    CapacityError.
+    the cell of the state before them all, and that which the step writes: uint32 [rows, 2]; and
+    the first of these, which is to be held until the step is launched. Raises CapacityError.
     """
     begin, end = rows
     before = cell_of(states, cells)
@@ -222,4 +222,4 @@ def advance(
                 state.note()  # a draft is rejected by going on from here
             state.cell, state.end = cell, stop
         at = stop
-    return found
+    return found, before
