@@ -84,7 +84,7 @@ class DeviceAttention:
         self._heads_of_group = macros["HEADS"]
         self._has_gates = isinstance(own, GatedAttention)
         self._has_pairs = isinstance(own, SelfAttention) and own.has_pairs
-        sinks, norm = own.kind.sinks, own.qk_norm and own.qk_norm.per_head
+        sinks, norm = own.kind.sinks, None if own.qk_norm is None else own.qk_norm.per_head
         self._sinks = None if sinks is None else put(sinks.float().numpy())
         self._norm = None if norm is None else put(norm.weight.float().numpy())
         self._eps = np.float32(0.0 if norm is None else norm.eps)
