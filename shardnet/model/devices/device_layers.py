@@ -427,7 +427,7 @@ class DeviceLayers:
     def _product(self, linear: Linear) -> DeviceProduct:
         factors: Array | None = None
         if isinstance(linear, ScaledLinear):
-            linear, factors = linear.plain, linear.factors.numpy()
+            factors, linear = linear.factors.numpy(), linear.plain
         assert isinstance(linear, PanelLinear), "why_not says so"
         return self._device.product(linear, factors=factors)
 
@@ -473,7 +473,8 @@ class DeviceLayers:
             self._between(None, self._sublayers[0].around, rows, hidden.shape)
             for sublayer, behind in itertools.pairwise([*self._sublayers, None]):
                 assert sublayer is not None
-                following, rounded = behind and behind.around, rounds and sublayer.is_last
+                following = None if behind is None else behind.around
+                rounded = rounds and sublayer.is_last
                 sublayer(self._input(sublayer.around, rows), inner, brought)
                 self._between(sublayer.around, following, rows, hidden.shape, rounds=rounded)
 
