@@ -1,6 +1,6 @@
 """All layers of a stage on a device: launches of the kernel text, one step after the other.
 
-Knows which layers the text computes, and the order of launches. The bits are the compiled
+Knows the order of launches; coverage.py says of which layers. The bits are the compiled
 library's, so that either may compute any step. Must not know where weights come from.
 
 Axes in shape comments: T rows of the micro-batch, E hidden size.
@@ -18,17 +18,16 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import ConfigurationError
+from shardnet.model.devices.coverage import projection_of
 from shardnet.model.devices.device_attention import (
     DeviceAttention,
     blocks_within,
-    why_no_attention,
 )
 from shardnet.model.devices.device_experts import (
     DeviceExperts,
     bias_of,
     gating_of,
     linears_of,
-    why_no_experts,
 )
 from shardnet.model.devices.device_kv import DeviceKvCache, StepBuffers
 from shardnet.model.devices.device_recurrence import (
@@ -36,7 +35,6 @@ from shardnet.model.devices.device_recurrence import (
     STATE_PARTS,
     DeviceConvolution,
     DeviceRecurrence,
-    why_no_recurrence,
 )
 from shardnet.model.devices.driver import (
     Array,
@@ -52,7 +50,6 @@ from shardnet.model.devices.products import (
     DeviceProduct,
     Gating,
     Rows,
-    can_multiply,
 )
 from shardnet.model.kernels.linear import Linear, ScaledLinear
 from shardnet.model.kernels.panel_linear import PanelLinear
@@ -63,9 +60,7 @@ from shardnet.model.layers.decoder_layer import (
     ExpertsSublayer,
     Layer,
     MlpSublayer,
-    NoSublayer,
     Residual,
-    Sublayer,
 )
 from shardnet.model.layers.experts import SparseMlp
 from shardnet.model.layers.gated_attention import GatedAttention
@@ -73,11 +68,8 @@ from shardnet.model.layers.gated_delta import GatedDeltaNet
 from shardnet.model.layers.modules import (
     Attention,
     BothMixers,
-    GatedMlp,
-    PlainMlp,
     SelfAttention,
 )
-from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.short_conv import ShortConvolution
@@ -260,82 +252,6 @@ class _Recorded:
     again: Callable[[], None] | None = None
 
 
-def why_not(layers: Sequence[object], kv: DeviceKvCache) -> str:
-    """Say what the text does not compute of a stage, "" for nothing."""
-    if kv.is_quantized:
-        return "keys and values in int8"
-    for layer in layers:
-        if not isinstance(layer, Layer) or layer.scale != 1:
-            return "layers that are no attention and MLP"
-        for sublayer in (layer.attention, layer.mlp):
-            if why := _why_no_sublayer(sublayer):
-                return why
-    return ""
-
-
-def _why_no_sublayer(sublayer: Sublayer) -> str:
-    why = ""
-    match sublayer:
-        case NoSublayer():
-            return ""
-        case AttentionSublayer():
-            why = _why_no_mixer(sublayer.self_attn)
-        case ExpertsSublayer():
-            why = why_no_experts(sublayer.mlp, _is_multiplied)
-        case MlpSublayer():
-            why = _why_no_mlp(sublayer.mlp)
-        case _:
-            return "layers that are no attention and MLP"
-    if why or not sublayer.residual.is_rms:
-        return why or "this norm"
-    norms = sublayer.residual.before, sublayer.residual.after
-    widths = {norm.weight.shape[0] for norm in norms if isinstance(norm, Norm)}
-    return next((f"rows of {width} columns" for width in widths if width % 4), "")
-
-
-def _why_no_mixer(own: Attention) -> str:
-    if isinstance(own, BothMixers):
-        return _why_no_mixer(own.recurrence) or _why_no_mixer(own.self_attn)
-    if isinstance(own, GatedDeltaNet):
-        return why_no_recurrence(own, _is_computed)
-    if isinstance(own, ShortConvolution):
-        linears = [own.in_proj, own.out_proj]
-    else:
-        if why := why_no_attention(own):
-            return why
-        assert isinstance(own, SelfAttention | GatedAttention)
-        if own.head_size > MAX_HEAD or own.head_size % 2:
-            return f"heads of {own.head_size} columns"
-        linears = [_projection(own), own.o_proj]
-    return _why_no_linears(linears)
-
-
-def _projection(own: SelfAttention | GatedAttention) -> Linear:
-    return own.qkvg_proj if isinstance(own, GatedAttention) else own.qkv_proj
-
-
-def _why_no_mlp(own: GatedMlp | PlainMlp) -> str:
-    if gating_of(own) is None:
-        return "this activation"
-    return _why_no_linears(linears_of(own))
-
-
-def _why_no_linears(linears: Sequence[Linear]) -> str:
-    if all(map(_is_computed, linears)):
-        return ""
-    return "linears whose weights do not stay packed in memory"
-
-
-def _is_computed(linear: Linear) -> bool:
-    return _is_multiplied(linear.plain if isinstance(linear, ScaledLinear) else linear)
-
-
-def _is_multiplied(linear: Linear) -> bool:
-    if not isinstance(linear, PanelLinear) or not linear.is_native:
-        return False
-    return all(can_multiply(part.form) for part in linear.parts)
-
-
 def _either(buffer: Buffer | None, other: Buffer) -> Buffer:
     """Return a buffer where there is one, else what a kernel is given in its place."""
     return other if buffer is None else buffer
@@ -404,7 +320,7 @@ class DeviceLayers:
             device.driver,
             device.scratch,
             own,
-            (self._product(_projection(own)), self._product(own.o_proj)),
+            (self._product(projection_of(own)), self._product(own.o_proj)),
             device.put,
             self._kernels["rotate_heads"],
             self._kv.pages_of,

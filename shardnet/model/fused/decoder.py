@@ -15,8 +15,9 @@ from torch import Tensor
 from shardnet.model.arithmetic.row_functions import capped_rows
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import Activation, ModelConfig, Rope
+from shardnet.model.devices.coverage import why_not
 from shardnet.model.devices.device_kv import DeviceKvCache
-from shardnet.model.devices.device_layers import Device, DeviceLayers, DeviceLinear, why_not
+from shardnet.model.devices.device_layers import Device, DeviceLayers, DeviceLinear
 from shardnet.model.fused.decode_graphs import Capture, DecodeGraphs
 from shardnet.model.fused.layers import NativeLayers
 from shardnet.model.fused.sublayers import NativeSublayers

@@ -72,9 +72,9 @@ INLINE REAL softplus(REAL x) {
     ((back) >= before ? (own) : source == NO_CELL ? 0.0f : states[source * cell + n_matrix + (back) * columns + column])
 
 /* A group has value head GROUP_X of the slot whose first row is GROUP_Y. `numbers` has of each head the rate, bias and
- * skip, then the weights of the norm and [taps, columns] and biases of the convolution. Queries, keys, values and gate
- * begin at columns of `projected` that `places` has; those of a key head and of its value heads are so far from those of
- * the next. */
+ * skip, then the weights of the norm and [taps, columns] and biases of the convolution. `places` has the columns of
+ * `projected` where queries, keys, values and gates begin, how far those of a key head and those of its value heads are
+ * from the next one's, and the columns of `small` where writes and decays begin: they stand by `small_share` heads. */
 KERNEL recur(GLOBAL const float *projected, GLOBAL const float *small, GLOBAL const float *numbers,
              GLOBAL const uint32_t *places, GLOBAL const uint32_t *runs, GLOBAL float *states, GLOBAL float *out,
              uint32_t width, uint32_t small_width, uint32_t small_share, uint32_t n_taps, uint32_t n_key_heads,
@@ -94,7 +94,8 @@ KERNEL recur(GLOBAL const float *projected, GLOBAL const float *small, GLOBAL co
         PHASE { /* how much is kept and written, of this row and those that follow */
             const uint32_t own = row + THREAD;
             if (turn_of == 0 && own < end) {
-                const uint64_t at = (uint64_t)own * small_width + head / small_share * 2 * small_share + head % small_share;
+                const uint32_t of_head = head / small_share * 2 * small_share + head % small_share;
+                const uint64_t at = (uint64_t)own * small_width + of_head;
                 const REAL steps = softplus(REAL_ADD(WIDE(small[at + places[7]]), WIDE(numbers[n_heads + head])));
                 const REAL opened = real_exponential(NEGATIVE(WIDE(small[at + places[6]])));
                 decays[THREAD] = NARROW(real_exponential(REAL_MUL(WIDE(numbers[head]), steps)));
@@ -111,7 +112,8 @@ KERNEL recur(GLOBAL const float *projected, GLOBAL const float *small, GLOBAL co
                     const uint32_t back = row - first + tap;
                     const float input = INPUT(back, projected[(uint64_t)(row + tap - before) * width + from]);
                     total = ADD(total, MUL(taps[tap * columns + column], input));
-                    if (tap && LEAVES_STATE(row)) states[target * cell + n_matrix + (tap - 1) * columns + column] = input;
+                    if (tap && LEAVES_STATE(row))
+                        states[target * cell + n_matrix + (tap - 1) * columns + column] = input;
                 }
                 mixed[c] = activated(total, 0);
             }
@@ -166,7 +168,7 @@ KERNEL recur(GLOBAL const float *projected, GLOBAL const float *small, GLOBAL co
         PHASE {
             if (THREAD < PARTS && has_norm) {
                 float sum = 0;
-                for (uint32_t i = THREAD; i < size; i += PARTS) sum = ADD(sum, MUL(mixed[n_read + i], mixed[n_read + i]));
+                for (uint32_t i = n_read + THREAD; i < n_read + size; i += PARTS) sum = ADD(sum, MUL(mixed[i], mixed[i]));
                 parts[THREAD] = sum;
             }
         }
@@ -199,7 +201,8 @@ KERNEL convolve(GLOBAL const float *projected, GLOBAL const float *taps, GLOBAL 
             float total = 0;
             for (uint32_t tap = 0; tap < n_taps; tap++) {
                 const uint32_t back = row - FIRST_OF(row) + tap;
-                GLOBAL const float *own = projected + (uint64_t)(back < before ? row : row + tap - before) * 3 * columns + column;
+                const uint64_t from = back < before ? row : row + tap - before;
+                GLOBAL const float *own = projected + from * 3 * columns + column;
                 const float input = INPUT(back, MUL(own[0], own[2 * columns]));
                 const float part = MUL(input, taps[tap * columns + column]);
                 total = tap ? ADD(total, part) : part;
