@@ -90,7 +90,7 @@ def as_json_line(view: TopView) -> str:
 
 async def views(client: Client, every_s: float, count: int) -> AsyncGenerator[TopView, None]:
     """Look at the cluster of a node every so many seconds, `count` times, 0 for ever."""
-    from shardnet.api.dashboard.watcher import Watcher
+    from shardnet.api.dashboard.board import Watcher
 
     from ..output.top_view import TopView
 

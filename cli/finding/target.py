@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from shardnet.api.client import Client, connect
-from shardnet.api.connections import check_local, import_node, node_in_process
-from shardnet.api.local_nodes import start_nodes
+from shardnet.api.connections import check_local, import_node, node_in_process, start_nodes
 from shardnet.cluster.machine.folders import runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes, share_of_cores
 from shardnet.cluster.machine.profile import available_cores

@@ -10,7 +10,7 @@ import typer
 
 from shardnet.api.server.keys import Keyring, parse_key
 from shardnet.api.server.settings import Listening, Settings
-from shardnet.api.switching.durations import parse_duration
+from shardnet.api.switching.model_switch import parse_duration
 from shardnet.errors import ConfigurationError
 
 from ..output.exit_codes import say

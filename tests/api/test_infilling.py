@@ -9,8 +9,8 @@ from support.cluster.scripted_node import FIM
 from support.servers.asgi_client import ask
 from support.servers.http_app import served
 
-from shardnet.api import infilling
-from shardnet.api.infilling import infill
+from shardnet.api import requests
+from shardnet.api.requests import infill
 from shardnet.errors import UsageError
 
 
@@ -68,7 +68,7 @@ def test_editors_ask_as_they_ask_llama_server() -> None:
 
 
 def test_a_model_without_marks_is_refused_by_the_field(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(infilling, "_MARKS", ())
+    monkeypatch.setattr(requests, "_MARKS", ())
 
     async def main() -> None:
         async with served() as server:

@@ -10,19 +10,21 @@ from typing import Any, Final
 import msgspec
 
 from shardnet.api.anthropic.answers import (
+    BlockEvents,
     MessageAnswer,
     MessageDelta,
     MessageStart,
     MessageStop,
     Ping,
     StreamEvent,
+    stopped,
+    tokens_used,
+    whole_blocks,
 )
-from shardnet.api.anthropic.blocks import BlockEvents, stopped, tokens_used, whole_blocks
-from shardnet.api.anthropic.body import ContinuedBody, ConversationBody
-from shardnet.api.anthropic.conversation import continued, counted
+from shardnet.api.anthropic.body import ContinuedBody, ConversationBody, continued, counted
 from shardnet.api.chat.request import ChatRequest
 from shardnet.api.chat.run import Accepted, Ended, Piece, chat_prompt, run_chat
-from shardnet.api.chat_formats.deltas import OutputDelta
+from shardnet.api.chat_formats.marks import OutputDelta
 from shardnet.api.server.endpoint import (
     Dialect,
     Endpoint,

@@ -13,8 +13,12 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from shardnet.api.batches.files import Files
-from shardnet.api.batches.lines import (
+from shardnet.api.batches.files import (
+    FileDeleted,
+    FileForm,
+    FileList,
+    FileObject,
+    Files,
     Line,
     LineAnswer,
     WrongLineError,
@@ -22,9 +26,9 @@ from shardnet.api.batches.lines import (
     read_lines,
     skipped,
 )
+from shardnet.api.openai.faults import OPENAI, page_of
 from shardnet.api.openai.kept import Kept
-from shardnet.api.openai.paging import page_of
-from shardnet.api.server.endpoint import Endpoint, Json, Reply
+from shardnet.api.server.endpoint import FORM, Endpoint, Json, Reply
 from shardnet.api.server.errors import Fault, HttpError, refused, too_many
 from shardnet.api.server.keys import ApiKey
 from shardnet.api.server.service import Exchange, Service
@@ -348,3 +352,62 @@ def _faults(
     code: str, message: str, *, param: str | None = None, line: int | None = None
 ) -> BatchFaults:
     return BatchFaults(data=[BatchFault(code=code, message=message, param=param, line=line)])
+
+
+RUNNABLE: Final = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+)
+"""What the lines of a batch may ask."""
+
+
+def endpoints(others: Sequence[Endpoint[Any]]) -> list[Endpoint[Any]]:
+    """List these endpoints. Lines are handled by those of the `others` that a batch may ask."""
+    files = Files()
+    runnable = {one.path: one for one in others if one.path in RUNNABLE}
+    return [*_of_files(files), *_of_batches(Batches(files, runnable))]
+
+
+def _of_files(files: Files) -> list[Endpoint[Any]]:
+    return [
+        OPENAI.at(
+            "POST /v1/files",
+            "Send a file of requests for a batch",
+            files.upload,
+            FileForm,
+            FileObject,
+            body_type=FORM,
+        ),
+        OPENAI.at("GET /v1/files", "The files that are kept", files.list, answer=FileList),
+        OPENAI.at(
+            "GET /v1/files/{file_id}", "What is known of a file", files.show, answer=FileObject
+        ),
+        OPENAI.at("GET /v1/files/{file_id}/content", "What a file has", files.fetch),
+        OPENAI.at(
+            "DELETE /v1/files/{file_id}", "Keep a file no longer", files.delete, answer=FileDeleted
+        ),
+    ]
+
+
+def _of_batches(batches: Batches) -> list[Endpoint[Any]]:
+    return [
+        OPENAI.at(
+            "POST /v1/batches",
+            "Run the requests of a file behind others",
+            batches.create,
+            BatchBody,
+            BatchObject,
+        ),
+        OPENAI.at("GET /v1/batches", "The batches that are kept", batches.list, answer=BatchList),
+        OPENAI.at(
+            "GET /v1/batches/{batch_id}", "How far a batch is", batches.show, answer=BatchObject
+        ),
+        OPENAI.at(
+            "POST /v1/batches/{batch_id}/cancel",
+            "Begin no more requests of a batch",
+            batches.cancel,
+            answer=BatchObject,
+        ),
+    ]

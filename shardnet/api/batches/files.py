@@ -1,20 +1,26 @@
-"""Files that programs send and fetch: the requests of batches, and their answers."""
+"""Files that programs send and fetch: a line for each request of a batch, or for its answer."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 import uuid
-from typing import Annotated, Final
+from collections.abc import Callable
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from shardnet.api.client import Client
+from shardnet.api.openai.faults import page_of
 from shardnet.api.openai.kept import Kept
-from shardnet.api.openai.paging import page_of
-from shardnet.api.server.endpoint import Json, Reply, Text
-from shardnet.api.server.errors import refused
-from shardnet.api.server.service import Exchange
+from shardnet.api.server.bodies import decode_body
+from shardnet.api.server.endpoint import Endpoint, Json, Reply, Text
+from shardnet.api.server.errors import Fault, HttpError, fault_of, refused
+from shardnet.api.server.keys import ApiKey
+from shardnet.api.server.service import Exchange, Service
+from shardnet.errors import ShardnetError, where
 
 MAX_NAME: Final = 255
 
@@ -118,3 +124,144 @@ class Files:
         name = exchange.path_parameters["file_id"]
         await self._kept.drop(exchange.service.client, exchange.owner, name)
         return Json(value=FileDeleted(id=name))
+
+
+_log = logging.getLogger(__name__)
+
+MAX_LINES: Final = 50_000
+"""OpenAI's number."""
+LOWEST: Final = -100
+"""The priority of these requests: any other one goes first."""
+TRIES: Final = 3
+"""How often a request is sent that a busy or broken ring turns away."""
+
+
+class Line(msgspec.Struct, kw_only=True):
+    """One request; `url` is the path of its endpoint. Its `body` stays JSON until it is sent."""
+
+    custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    method: Literal["POST"] = "POST"
+    url: str
+    body: msgspec.Raw
+
+
+class LineResponse(msgspec.Struct, kw_only=True):
+    """The answer to a line, as it would have come alone."""
+
+    status_code: int
+    request_id: str
+    body: Any
+
+
+class LineError(msgspec.Struct, kw_only=True):
+    """Why a line was not sent."""
+
+    code: str
+    message: str
+
+
+class LineAnswer(msgspec.Struct, kw_only=True):
+    """What became of a line."""
+
+    id: str
+    custom_id: str
+    response: LineResponse | None = None
+    error: LineError | None = None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it has the answer that was asked for."""
+        return self.response is not None and self.response.status_code == 200
+
+
+class WrongLineError(Exception):
+    """Line `number` of a file is no request of a batch: `fault` says why."""
+
+    def __init__(self, number: int, fault: Fault) -> None:
+        super().__init__(fault.message)
+        self.number = number
+        self.fault = fault
+
+
+def read_lines(content: bytes, path: str) -> list[Line]:
+    """Read the requests to the endpoint at `path`. Raises WrongLineError."""
+    lines: list[Line] = []
+    known: set[str] = set()
+    for number, raw in enumerate(content.splitlines(), 1):
+        if not raw.strip():
+            continue
+        try:
+            line = decode_body(raw, Line)
+            if line.url != path:
+                raise refused(f"url is to be that of the batch, {path}", "url")
+            if not bytes(line.body).startswith(b"{"):
+                raise refused("body is to be an object", "body")
+            if line.custom_id in known:
+                raise refused("custom_id is that of another line, too", "custom_id")
+            if len(lines) >= MAX_LINES:
+                raise refused(f"a batch has at most {MAX_LINES} lines")
+        except HttpError as error:
+            raise WrongLineError(number, error.fault) from error
+        known.add(line.custom_id)
+        lines.append(line)
+    if not lines:
+        raise WrongLineError(1, refused("the file has no lines").fault)
+    return lines
+
+
+def skipped(line: Line, end: str) -> LineAnswer:
+    """Say of a line that it was not sent, since its batch was cancelled, expired or has failed."""
+    error = LineError(code=f"batch_{end}", message=f"the batch was {end} before this line")
+    return LineAnswer(id=_new_id(), custom_id=line.custom_id, error=error)
+
+
+async def answered(
+    service: Service,
+    key: ApiKey | None,
+    endpoint: Endpoint[Any],
+    line: Line,
+    goes_on: Callable[[], bool],
+) -> LineAnswer:
+    """Send a line's request, and return what came of it.
+
+    It is sent again while the ring is busy or broken, TRIES times at most, if its batch `goes_on`.
+    """
+    for n_left in reversed(range(TRIES)):
+        if key is not None and (wait_s := service.settings.keys.wait_s(key, time.monotonic())):
+            await asyncio.sleep(wait_s)
+        exchange = Exchange(
+            service=service, request_id=uuid.uuid4().hex, path_parameters={}, key=key, hears=True
+        )
+        response, retry_s = await _asked(exchange, endpoint, line)
+        if retry_s is None or not n_left or not goes_on():
+            break
+        await asyncio.sleep(retry_s)
+    return LineAnswer(id=_new_id(), custom_id=line.custom_id, response=response)
+
+
+async def _asked(
+    exchange: Exchange, endpoint: Endpoint[Any], line: Line
+) -> tuple[LineResponse, int | None]:
+    """Send a request; return its answer, and in how many seconds another one may do better."""
+    status, retry_s = 200, None
+    try:
+        asked = decode_body(bytes(line.body), dict[str, Any])
+        asked |= {"stream": False, "priority": LOWEST}
+        body = decode_body(msgspec.json.encode(asked), endpoint.body or dict)
+        reply = await endpoint.handle(exchange, body)
+        assert isinstance(reply, Json)
+        value = reply.value
+    except Exception as error:
+        if not isinstance(error, ShardnetError | HttpError):
+            _log.error("%s failed in a batch: %r in %s", endpoint.path, error, where(error))
+        fault = fault_of(error)
+        status, retry_s, value = fault.status, fault.retry_s, endpoint.dialect.fault(fault)
+    finally:
+        exchange.leave()
+        exchange.pay()
+    response = LineResponse(status_code=status, request_id=exchange.request_id, body=value)
+    return response, retry_s
+
+
+def _new_id() -> str:
+    return f"batch_req_{uuid.uuid4().hex}"

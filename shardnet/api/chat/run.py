@@ -13,14 +13,19 @@ from typing import Any, Final, Protocol, TypeAlias, Unpack
 
 from shardnet.api.chat.pictures import written
 from shardnet.api.chat.request import ChatRequest, ChatTurn, Tool
-from shardnet.api.chat_formats.choice import DistinctCalls, ToolChoice, with_ids
-from shardnet.api.chat_formats.deltas import (
+from shardnet.api.chat_formats.choice import (
+    ChatFormat,
+    DistinctCalls,
+    ToolChoice,
+    choose_format,
+    with_ids,
+)
+from shardnet.api.chat_formats.marks import (
     OutputDelta,
     OutputParser,
+    TokenText,
     ToolCallStarted,
 )
-from shardnet.api.chat_formats.formats import ChatFormat, choose_format
-from shardnet.api.chat_formats.marks import TokenText
 from shardnet.api.chat_formats.reader import HOLD
 from shardnet.api.chat_grammars.output import may_begin_thought, output_constraint
 from shardnet.api.events import GenerationEvent, GenerationResult, TokenLogprob

@@ -14,15 +14,18 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, TypeAlias, TypeVar
 
-from shardnet.api.chat_formats.deltas import (
+from shardnet.api.chat_formats.json_text import JsonFollower, Tool
+from shardnet.api.chat_formats.marks import (
+    SURROGATES,
     ContentDelta,
+    MarkFinder,
+    Marks,
     OutputDelta,
     ReasoningDelta,
+    TokenText,
     ToolCallDelta,
     ToolCallStarted,
 )
-from shardnet.api.chat_formats.json_text import JsonFollower, Tool
-from shardnet.api.chat_formats.marks import SURROGATES, MarkFinder, Marks, TokenText
 
 _T = TypeVar("_T")
 Steps: TypeAlias = Generator[None, None, _T]

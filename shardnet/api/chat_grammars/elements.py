@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from shardnet.api.chat_formats.json_text import Tool
 from shardnet.api.chat_formats.qwen_xml import MINIMAX, QWEN, SEED, Words
-from shardnet.api.chat_grammars.calls import CallForm
-from shardnet.api.chat_grammars.lark import Lark
+from shardnet.api.chat_grammars.calls import CallForm, Lark
 
 _ANY_KEY: Final = "/[A-Za-z0-9_.-]{1,64}/"
 _QUOTE: Final = '<|"|>'

@@ -9,15 +9,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from shardnet.api.chat_formats.choice import ToolChoice
-from shardnet.api.chat_formats.formats import ChatFormat, choose_format
+from shardnet.api.chat_formats.choice import ChatFormat, ToolChoice, choose_format
 from shardnet.api.chat_formats.json_text import read_tools
 from shardnet.api.chat_formats.marked import MarkedReader
 from shardnet.api.chat_formats.marks import TokenText
 from shardnet.api.chat_formats.reader import SPACE, Reader
 from shardnet.api.chat_grammars import calls, elements
-from shardnet.api.chat_grammars.calls import CallForm
-from shardnet.api.chat_grammars.lark import Lark
+from shardnet.api.chat_grammars.calls import CallForm, Lark
 from shardnet.constraints import Constraint
 from shardnet.errors import UsageError
 

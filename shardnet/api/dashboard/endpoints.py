@@ -1,36 +1,247 @@
-"""The endpoints of the dashboard's data (docs/dashboard.md)."""
+"""The endpoints of the dashboard's data, previews of plans among them (docs/dashboard.md)."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final
+from collections.abc import Collection, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
+from shardnet.api.client import Client
 from shardnet.api.dashboard.board import Dashboard
 from shardnet.api.dashboard.jobs import RETRY_S
-from shardnet.api.dashboard.models import ClusterModels, cluster_models, list_models
-from shardnet.api.dashboard.previews import (
-    AllPrograms,
-    Findings,
-    PlanBody,
-    PlanPreview,
-    ProgramsBody,
-    Text,
-    addresses,
-    preview,
-    program_settings,
-)
+from shardnet.api.dashboard.node_history import NodeHistory
 from shardnet.api.dashboard.ring_history import parse_request_id
 from shardnet.api.dashboard.state import ShownJob, ShownState
 from shardnet.api.diagnostics import facts_of
-from shardnet.api.programs import DEFAULT_CONTEXT, server_address
+from shardnet.api.programs import DEFAULT_CONTEXT, KEY_PLACEHOLDER, PROGRAMS, Served, server_address
 from shardnet.api.server.endpoint import Dialect, Endpoint, Json, Reply, Stream, comment
-from shardnet.api.server.errors import Fault, HttpError, too_many
+from shardnet.api.server.errors import Fault, HttpError, refused, too_many
 from shardnet.api.server.service import Exchange
 from shardnet.cluster.diagnosis.diagnosis import diagnose
-from shardnet.errors import UsageError
+from shardnet.cluster.diagnosis.facts import Finding
+from shardnet.errors import ShardnetError, UsageError
+from shardnet.types import MAX_POSITIONS
+from shardnet.wire.framing.schema import MAX_STAGES
+from shardnet.wire.messages.membership import ListedModel, ModelsListed
+from shardnet.wire.messages.plans import LeftOut, PlanReply
+
+NodeIds = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=MAX_STAGES)]
+Context = Annotated[int, Meta(ge=0, le=MAX_POSITIONS)]
+Text = Annotated[str, Meta(max_length=4096)]
+
+
+class PlanBody(msgspec.Struct, kw_only=True):
+    """Which plan is wanted: ids of nodes that it may not use, or has to, in that order."""
+
+    model: Text = ""
+    leave_out: NodeIds = []
+    nodes: NodeIds = []
+    context: Context = 0
+
+
+class PreviewStage(msgspec.Struct, kw_only=True):
+    """A stage as it would be."""
+
+    rank: int
+    node: str
+    name: str
+    layers: tuple[int, int]
+    weight_bytes: int
+    kv_bytes: int
+    compute_ms: float | None
+    hop_ms: float | None
+    streamed_layers: int
+    fetch_bytes: int
+    fetch_s: float | None
+
+
+class PlanPreview(msgspec.Struct, kw_only=True):
+    """A plan."""
+
+    model: str
+    context: int
+    dtype: str
+    wire_dtype: str
+    predicted_tok_s: float | None
+    why: str
+    warnings: list[str]
+    stages: list[PreviewStage]
+    left_out: list[LeftOut]
+
+
+class ProgramsBody(msgspec.Struct, kw_only=True):
+    """Where the server is as programs see it, and what they are to ask for."""
+
+    url: Annotated[str, Meta(max_length=2048)]
+    model: Text = ""
+    api_key: Annotated[str, Meta(max_length=1024)] = ""
+    context: Context = 0
+
+
+class ProgramSettings(msgspec.Struct, kw_only=True):
+    """The settings of one program: a text, and where it belongs."""
+
+    name: str
+    where: str
+    text: str
+    note: str | None
+
+
+class AllPrograms(msgspec.Struct, kw_only=True):
+    """The settings of every program."""
+
+    programs: list[ProgramSettings]
+
+
+class Findings(msgspec.Struct, kw_only=True):
+    """All findings, problems first."""
+
+    findings: list[Finding]
+
+
+def addresses(history: NodeHistory, nodes: list[str]) -> list[str]:
+    """Return the addresses of nodes by their ids. Raises HttpError 400 for an unknown one."""
+    found = [history.address_of(node) for node in nodes]
+    for place, address in enumerate(found):
+        if not address:
+            raise refused(f"there is no node '{nodes[place][:64]}' now", f"nodes[{place}]")
+    return found
+
+
+def preview(plan: PlanReply) -> PlanPreview:
+    """Show a plan."""
+    return msgspec.convert(plan, PlanPreview, from_attributes=True)
+
+
+def program_settings(url: str, *, model: str, key: str, context: int) -> AllPrograms:
+    """Write the settings of every program for a server at `url`."""
+    served = Served(url=url, key=key or KEY_PLACEHOLDER, model=model, context=context)
+    return AllPrograms(
+        programs=[
+            ProgramSettings(
+                name=name,
+                where=program.where,
+                text=program.write(served),
+                note=program.note or None,
+            )
+            for name, program in PROGRAMS.items()
+        ]
+    )
+
+
+LIST_S: Final = 15.0
+"""How long nodes may take to open their models."""
+MAX_LISTS: Final = 256
+"""Most lists that are read, of at most 64 models each."""
+
+
+class HeldBy(msgspec.Struct, kw_only=True):
+    """A node that has a model, and how much of it."""
+
+    node: str
+    name: str
+    store: str
+    held_bytes: int
+
+
+class ClusterModel(msgspec.Struct, kw_only=True):
+    """A model. Those of one name that differ are several."""
+
+    name: str
+    is_served: bool
+    is_default: bool
+    is_loaded: bool
+    size_bytes: int
+    family: str | None
+    form: str | None
+    context: int | None
+    fits: bool | None
+    failure: str | None
+    nodes: list[HeldBy]
+
+
+class SilentNode(msgspec.Struct, kw_only=True):
+    """A node that does not say which models it has."""
+
+    node: str
+    name: str
+    why: str
+
+
+class ClusterModels(msgspec.Struct, kw_only=True):
+    """All models, those that can be used first."""
+
+    models: list[ClusterModel]
+    silent: list[SilentNode]
+
+
+async def list_models(client: Client) -> list[ModelsListed]:
+    """Ask the node and its peers; what does not come within LIST_S is left out.
+
+    Raises LinkError when the node does not answer at all.
+    """
+    lists: list[ModelsListed] = []
+    try:
+        async with asyncio.timeout(LIST_S), aclosing(client.models()) as pieces:
+            async for piece in pieces:
+                lists.append(piece)
+                if len(lists) >= MAX_LISTS:
+                    break
+    except (ShardnetError, TimeoutError):
+        if not lists:
+            raise
+    return lists
+
+
+def cluster_models(
+    lists: Sequence[ModelsListed], *, served: Collection[str], default: str, loaded: str
+) -> ClusterModels:
+    """Put lists together. `served` are names that may be asked for, `loaded` one or ""."""
+    found: dict[tuple[object, ...], ClusterModel] = {}
+    for listed in lists:
+        for model in listed.models:
+            key = (model.name, model.size_bytes, model.family, model.form, model.failure)
+            if key not in found:
+                found[key] = _model(model, served, default, loaded)
+            found[key].nodes.append(
+                HeldBy(
+                    node=listed.node,
+                    name=listed.name,
+                    store=model.store,
+                    held_bytes=model.held_bytes,
+                )
+            )
+    return ClusterModels(
+        models=sorted(found.values(), key=lambda one: (bool(one.failure), one.name.casefold())),
+        silent=[
+            SilentNode(node=listed.node, name=listed.name, why=listed.failure)
+            for listed in lists
+            if listed.failure
+        ],
+    )
+
+
+def _model(model: ListedModel, served: Collection[str], default: str, loaded: str) -> ClusterModel:
+    is_usable = not model.failure
+    return ClusterModel(
+        name=model.name,
+        is_served=is_usable and model.name in served,
+        is_default=is_usable and model.name == default,
+        is_loaded=is_usable and model.name == loaded,
+        size_bytes=model.size_bytes,
+        family=model.family or None,
+        form=model.form or None,
+        context=model.context or None,
+        fits=model.fits,
+        failure=model.failure or None,
+        nodes=[],
+    )
+
 
 PATH: Final = "/dashboard/api"
 DOCTOR_S: Final = 10.0

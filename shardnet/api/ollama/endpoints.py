@@ -1,29 +1,27 @@
-"""The endpoints of Ollama that there are."""
+"""The endpoints of Ollama that there are, and texts as vectors in its form and its older one."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from contextlib import aclosing
+from typing import Annotated, Any, Final
 
+import msgspec
+from msgspec import Meta
+
+from shardnet.api.embedding import Embedding, Pooling, Shape, embed
 from shardnet.api.ollama.answers import OllamaChatAnswer, OllamaGenerated
-from shardnet.api.ollama.body import OllamaChat, OllamaGenerate, OllamaShow
-from shardnet.api.ollama.embeddings import (
-    OllamaEmbed,
-    OllamaEmbedded,
-    OllamaOldEmbed,
-    OllamaOldEmbedded,
-    embed_text,
-    embed_texts,
-)
-from shardnet.api.ollama.facts import ModelFacts
-from shardnet.api.ollama.faults import OLLAMA
-from shardnet.api.ollama.generating import STREAM_TYPE, chat, generate
+from shardnet.api.ollama.body import OLLAMA, ModelName, OllamaChat, OllamaGenerate, OllamaShow
+from shardnet.api.ollama.generating import STREAM_TYPE, chat, generate, keep_of
 from shardnet.api.ollama.models import (
+    ModelFacts,
     OllamaModels,
     OllamaShown,
     OllamaVersion,
     Running,
     Show,
     Tags,
+    find_model,
     version,
 )
 from shardnet.api.ollama.pulling import (
@@ -38,7 +36,122 @@ from shardnet.api.ollama.pulling import (
     delete,
     push,
 )
-from shardnet.api.server.endpoint import Endpoint
+from shardnet.api.server.endpoint import Endpoint, Json, Reply
+from shardnet.api.server.service import Exchange
+from shardnet.errors import ContextExceededError
+from shardnet.wire.messages.generation import Encode
+from shardnet.wire.messages.plans import ModelChoice
+
+MAX_INPUTS: Final = 2048
+
+
+class OllamaEmbed(msgspec.Struct, kw_only=True):
+    """Texts; without any the model is only loaded. `pooling` is not Ollama's.
+
+    Unless `truncate` is false a text is cut at the end of the context. None of the `options`
+    counts.
+    """
+
+    input: str | Annotated[list[str], Meta(max_length=MAX_INPUTS)] | None = None
+    model: ModelName | None = None
+    dimensions: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
+    truncate: bool | None = None
+    pooling: Pooling | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: float | str | None = None
+
+
+class OllamaEmbedded(msgspec.Struct, kw_only=True):
+    """Their vectors, each of length 1, in order; times are in ns."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int = 0
+    prompt_eval_count: int
+
+
+class OllamaOldEmbed(msgspec.Struct, kw_only=True):
+    """One text, in the older form."""
+
+    prompt: str | None = None
+    model: ModelName | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: float | str | None = None
+
+
+class OllamaOldEmbedded(msgspec.Struct, kw_only=True):
+    """Its vector, of whatever length it has."""
+
+    embedding: list[float]
+
+
+async def embed_texts(exchange: Exchange, body: OllamaEmbed) -> Reply:
+    """Return the vectors of texts."""
+    given = [body.input] if isinstance(body.input, str) else body.input or []
+    texts = given if any(given) else []
+    served = await find_model(exchange.service.models, body.model)
+    exchange.keep = keep_of(body.keep_alive)
+    shape = Shape(pooling=body.pooling, dimensions=body.dimensions or None, normalized=True)
+    cuts = body.truncate is not False
+    prompts: list[str] | list[list[int]] = texts
+    if cuts and not await _is_encoder(exchange, served.choice):
+        prompts = await _cut(exchange, texts, served.choice)
+    found = await _vectors(exchange, prompts, shape, served.choice, truncate=cuts)
+    return Json(
+        value=OllamaEmbedded(
+            model=body.model or served.name,
+            embeddings=[one.as_json() for one in found],
+            total_duration=int(1e9 * (time.monotonic() - exchange.began_s)),
+            prompt_eval_count=sum(one.n_prompt for one in found),
+        )
+    )
+
+
+async def embed_text(exchange: Exchange, body: OllamaOldEmbed) -> Reply:
+    """Return the vector of one text."""
+    served = await find_model(exchange.service.models, body.model)
+    exchange.keep = keep_of(body.keep_alive)
+    prompts = [body.prompt] if body.prompt else []
+    found = await _vectors(exchange, prompts, Shape(normalized=False), served.choice)
+    return Json(value=OllamaOldEmbedded(embedding=found[0].as_json() if found else []))
+
+
+async def _vectors(
+    exchange: Exchange,
+    texts: list[str] | list[list[int]],
+    shape: Shape,
+    model: ModelChoice,
+    *,
+    truncate: bool = False,
+) -> list[Embedding]:
+    """Embed texts; return the vectors in their order. Without any, have the model loaded."""
+    if not texts:
+        if not await _is_encoder(exchange, model):  # it is loaded for its first text
+            await exchange.use(model)
+        return []
+    async with aclosing(embed(exchange, texts, shape, model=model, truncate=truncate)) as found:
+        return sorted([one async for one in found], key=lambda one: one.index)
+
+
+async def _is_encoder(exchange: Exchange, model: ModelChoice) -> bool:
+    return bool((await exchange.encode(Encode(request=0, model=model.model))).kind)
+
+
+async def _cut(exchange: Exchange, texts: list[str], model: ModelChoice) -> list[list[int]]:
+    """Tokenize texts, and cut each at the end of the context."""
+    cut = []
+    for text in texts:
+        try:
+            told = await exchange.tokenize(text, model=model)
+        except ContextExceededError as error:
+            if not error.n_prompt:
+                raise
+            # More of it than the model could take was left before it was tokenized.
+            most = len(text) * error.n_context // error.n_prompt
+            told = await exchange.tokenize(text[:most], model=model)
+        cut.append(told.token_ids[: told.context])
+    return cut
 
 
 def endpoints() -> list[Endpoint[Any]]:

@@ -12,10 +12,9 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
-from shardnet.api.ollama.body import ModelName
-from shardnet.api.ollama.facts import TAG, find_model
-from shardnet.api.ollama.faults import line
+from shardnet.api.ollama.body import ModelName, line
 from shardnet.api.ollama.generating import STREAM_TYPE
+from shardnet.api.ollama.models import TAG, find_model
 from shardnet.api.server.endpoint import Json, Reply, Stream
 from shardnet.api.server.errors import Fault, HttpError, refused, too_many
 from shardnet.api.server.service import Exchange

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from shardnet.api.chat.request import ChatRequest
 from shardnet.api.chat.run import Accepted, Ended, Piece, run_chat
-from shardnet.api.chat_formats.deltas import (
+from shardnet.api.chat_formats.marks import (
     ContentDelta,
     OutputDelta,
     ReasoningDelta,
@@ -24,9 +24,8 @@ from shardnet.api.chat_formats.deltas import (
 from shardnet.api.events import GenerationResult, TokenLogprob
 from shardnet.api.openai.chat_body import ChatBody, chat_request
 from shardnet.api.openai.faults import DONE
-from shardnet.api.openai.logprobs import ChatLogprobs, chat_logprobs
+from shardnet.api.openai.logprobs import Answer, ChatLogprobs, UsageBody, chat_logprobs, usage_of
 from shardnet.api.openai.sampling import adapted_by, wants_usage
-from shardnet.api.openai.usage import Answer, UsageBody, usage_of
 from shardnet.api.server.endpoint import Json, Reply, Stream, comment, event
 from shardnet.api.server.service import Exchange
 

@@ -23,7 +23,7 @@ from shardnet.api.embedding import (
     encode,
     results_of,
 )
-from shardnet.api.openai.prompts import PromptBody, prompts_of
+from shardnet.api.openai.sampling import PromptBody, prompts_of
 from shardnet.api.requests import GenerationOptions, Message, Prompt
 from shardnet.api.server.endpoint import Json, Reply
 from shardnet.api.server.errors import refused

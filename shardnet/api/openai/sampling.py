@@ -1,4 +1,4 @@
-"""The fields of a body that say how tokens are drawn, and when the text ends.
+"""The fields of a body that say what is continued, how tokens are drawn, and when the text ends.
 
 Chat completions and completions share them. Unknown fields are ignored; null means left out.
 """
@@ -6,7 +6,7 @@ Chat completions and completions share them. Unknown fields are ignored; null me
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -134,3 +134,26 @@ def options_of(body: SamplingBody, max_tokens: int | None) -> GenerationOptions:
 def wants_usage(body: SamplingBody) -> bool:
     """Say whether a stream ends with a chunk that has the usage."""
     return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+TokenIdList = Annotated[list[Count], Meta(max_length=1 << 20)]
+PromptBody: TypeAlias = str | Annotated[list[str | Count | TokenIdList], Meta(max_length=1 << 20)]
+
+
+def prompts_of(given: PromptBody, name: str) -> list[str] | list[list[int]]:
+    """List the prompts, all of them texts or all of them ids.
+
+    Raises HttpError 400, which calls the field `name`, for none or several kinds.
+    """
+    if isinstance(given, str):
+        return [given]
+    listed: list[Any] = given
+    kinds = {type(one) for one in listed}
+    if kinds == {int}:
+        return [listed]
+    if kinds in ({str}, {list}):
+        return listed
+    raise refused(
+        f"{name} is empty or a list of several kinds: give text, token ids, or a list of either",
+        name,
+    )

@@ -20,6 +20,7 @@ from shardnet.api.responses.answers import (
     Incomplete,
     InputTokens,
     Item,
+    ItemEvents,
     OutputTokens,
     ReasoningItem,
     Response,
@@ -32,9 +33,7 @@ from shardnet.api.responses.answers import (
     ResponseUsage,
     StreamEvent,
 )
-from shardnet.api.responses.body import ItemBody, ResponseBody
-from shardnet.api.responses.conversation import input_items, response_request
-from shardnet.api.responses.items import ItemEvents
+from shardnet.api.responses.body import ItemBody, ResponseBody, input_items, response_request
 from shardnet.api.server.endpoint import (
     Dialect,
     Endpoint,

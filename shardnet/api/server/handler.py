@@ -22,9 +22,18 @@ from urllib.parse import parse_qsl
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from shardnet.api.server.answer_writer import AnswerWriter, Rest
 from shardnet.api.server.bodies import Disconnected, decode_body, decode_form, read_body
-from shardnet.api.server.endpoint import FORM, JSON, Endpoint, Json, Reply, Stream, Text
+from shardnet.api.server.endpoint import (
+    FORM,
+    JSON,
+    AnswerWriter,
+    Endpoint,
+    Json,
+    Reply,
+    Rest,
+    Stream,
+    Text,
+)
 from shardnet.api.server.errors import RETRY_S, Fault, HttpError, fault_of, too_many
 from shardnet.api.server.keys import ApiKey, check_web_page
 from shardnet.api.server.service import Exchange, Service

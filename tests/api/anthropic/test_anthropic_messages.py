@@ -10,13 +10,11 @@ import pytest
 from support.servers.asgi_client import ask, asking
 from support.servers.http_app import served
 
-from shardnet.api.anthropic.answers import ToolUseBlock
-from shardnet.api.anthropic.blocks import whole_blocks
-from shardnet.api.anthropic.body import ContinuedBody
-from shardnet.api.anthropic.conversation import continued
+from shardnet.api.anthropic.answers import ToolUseBlock, whole_blocks
+from shardnet.api.anthropic.body import ContinuedBody, continued
 from shardnet.api.anthropic.endpoints import fault_answer
 from shardnet.api.chat.request import ChatTurn
-from shardnet.api.chat_formats.deltas import ToolCallDelta, ToolCallStarted
+from shardnet.api.chat_formats.marks import ToolCallDelta, ToolCallStarted
 from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.errors import HttpError, fault_of
 from shardnet.api.server.keys import Keyring, parse_key

@@ -13,8 +13,7 @@ import pytest
 from support.servers.http_app import Served, served
 
 from shardnet.api.batches import batches
-from shardnet.api.batches.files import FileForm
-from shardnet.api.batches.lines import LOWEST
+from shardnet.api.batches.files import LOWEST, FileForm
 from shardnet.api.server.bodies import decode_form
 from shardnet.api.server.errors import HttpError
 from shardnet.api.server.keys import Keyring, parse_key

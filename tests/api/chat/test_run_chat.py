@@ -10,7 +10,7 @@ from support.cluster.scripted_node import ScriptedNode, client_of
 
 from shardnet.api.chat.request import ChatRequest, ChatTurn, Tool
 from shardnet.api.chat.run import Accepted, ChatEvent, Ended, Piece, run_chat
-from shardnet.api.chat_formats.deltas import (
+from shardnet.api.chat_formats.marks import (
     ContentDelta,
     OutputDelta,
     ReasoningDelta,

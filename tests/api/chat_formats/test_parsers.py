@@ -12,17 +12,24 @@ from hypothesis import strategies as st
 from support import soak
 from support.chat_formats.judged import joined
 
-from shardnet.api.chat_formats.choice import DistinctCalls, ToolChoice, with_ids
-from shardnet.api.chat_formats.deltas import (
+from shardnet.api.chat_formats.choice import (
+    FORMATS,
+    PLAIN,
+    ChatFormat,
+    DistinctCalls,
+    ToolChoice,
+    choose_format,
+    with_ids,
+)
+from shardnet.api.chat_formats.json_text import json_of, read_tools
+from shardnet.api.chat_formats.marks import (
     ContentDelta,
     OutputDelta,
     ReasoningDelta,
+    TokenText,
     ToolCallDelta,
     ToolCallStarted,
 )
-from shardnet.api.chat_formats.formats import FORMATS, PLAIN, ChatFormat, choose_format
-from shardnet.api.chat_formats.json_text import json_of, read_tools
-from shardnet.api.chat_formats.marks import TokenText
 from shardnet.errors import UsageError
 
 TOOLS: list[dict[str, Any]] = [

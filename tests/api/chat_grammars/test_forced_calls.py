@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 from support import soak
 
-from shardnet.api.chat_formats.choice import ToolChoice
-from shardnet.api.chat_formats.deltas import (
+from shardnet.api.chat_formats.choice import ToolChoice, choose_format
+from shardnet.api.chat_formats.marks import (
     ContentDelta,
     OutputDelta,
     ReasoningDelta,
+    TokenText,
     ToolCallDelta,
     ToolCallStarted,
 )
-from shardnet.api.chat_formats.formats import choose_format
-from shardnet.api.chat_formats.marks import TokenText
 from shardnet.api.chat_grammars.output import output_constraint
 from shardnet.constraints import Constraint
 from shardnet.errors import UsageError

@@ -19,13 +19,13 @@ from support.cluster.watched_node import WatchedNode, activity, stage_state, ste
 from support.servers.asgi_client import Exchanged, ask, asking
 
 from shardnet.api.client import Client
+from shardnet.api.dashboard import board as dashboard_board
 from shardnet.api.dashboard import endpoints as board_endpoints
-from shardnet.api.dashboard import jobs, watcher
-from shardnet.api.dashboard.board import Dashboard
+from shardnet.api.dashboard import jobs
+from shardnet.api.dashboard.board import Dashboard, Watcher
 from shardnet.api.dashboard.endpoints import PATH, endpoints
 from shardnet.api.dashboard.jobs import Jobs
 from shardnet.api.dashboard.state import ShownState
-from shardnet.api.dashboard.watcher import Watcher
 from shardnet.api.openai.faults import OPENAI
 from shardnet.api.programs import PROGRAMS
 from shardnet.api.server.app import make_app
@@ -161,7 +161,7 @@ def test_pages_that_are_many_or_loaded_again_and_again_ask_the_nodes_no_more_oft
 def test_the_page_stays_alive_when_its_node_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watcher, "ANSWER_S", 0.02)
+    monkeypatch.setattr(dashboard_board, "ANSWER_S", 0.02)
 
     async def main() -> None:
         async with board() as page, asking(page.app, f"{PATH}/events") as seen:

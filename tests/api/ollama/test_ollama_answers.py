@@ -10,8 +10,8 @@ from typing import Any
 from support.servers.asgi_client import Exchanged, ask, asking
 from support.servers.http_app import served
 
-from shardnet.api.ollama.facts import capabilities_of
-from shardnet.api.ollama.faults import OLLAMA
+from shardnet.api.ollama.body import OLLAMA
+from shardnet.api.ollama.models import capabilities_of
 from shardnet.api.ollama.pulling import OllamaPull, Pulls
 from shardnet.api.server.app import make_app
 from shardnet.api.server.endpoint import Endpoint

@@ -9,7 +9,7 @@ import pytest
 
 from shardnet.api.chat.request import ChatRequest, ChatTurn
 from shardnet.api.ollama.body import OllamaChat, OllamaGenerate
-from shardnet.api.ollama.conversation import chat_request, generate_request
+from shardnet.api.ollama.generating import chat_request, generate_request
 from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.errors import HttpError
 from shardnet.constraints import Constraint

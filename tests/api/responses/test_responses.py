@@ -11,8 +11,7 @@ from support.servers.asgi_client import Exchanged, ask
 from support.servers.http_app import served
 
 from shardnet.api.chat.request import ChatTurn
-from shardnet.api.responses.body import ResponseBody
-from shardnet.api.responses.conversation import response_request
+from shardnet.api.responses.body import ResponseBody, response_request
 from shardnet.api.responses.responses import failed_event, tokens_up_to
 from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.errors import HttpError, fault_of

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from support.cluster.scripted_node import ScriptedNode, client_of
 
-from shardnet.api.serve import waiting
+from shardnet.api.serve import server
 from shardnet.api.serve.authority import HttpAuthority, at_home, server_context
 from shardnet.api.serve.server import serving
 from shardnet.api.server import bodies
@@ -143,7 +143,7 @@ def test_half_requests_keep_nobody_out(n_hosts: int) -> None:
 
 
 def test_who_sends_no_whole_request_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "HEADERS_S", 0.3)
+    monkeypatch.setattr(server, "HEADERS_S", 0.3)
     monkeypatch.setattr(bodies, "BODY_S", 0.3)
 
     async def main() -> None:

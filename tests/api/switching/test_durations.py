@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardnet.api.switching.durations import MOST_S, parse_duration
+from shardnet.api.switching.model_switch import MOST_S, parse_duration
 
 
 def test_what_is_a_duration() -> None:

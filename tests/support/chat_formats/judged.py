@@ -16,15 +16,15 @@ from canitoolcall.fixtures import Fixture
 from canitoolcall.pytest_plugin import family_for
 from canitoolcall.results import Observation, ParsedToolCall, ParseResult, Status
 
-from shardnet.api.chat_formats.deltas import (
+from shardnet.api.chat_formats.choice import FORMATS, ChatFormat
+from shardnet.api.chat_formats.marks import (
     ContentDelta,
     OutputDelta,
     ReasoningDelta,
+    TokenText,
     ToolCallDelta,
     ToolCallStarted,
 )
-from shardnet.api.chat_formats.formats import FORMATS, ChatFormat
-from shardnet.api.chat_formats.marks import TokenText
 from shardnet.api.chat_formats.reader import HOLD
 
 QWEN = {151657: "<tool_call>", 151658: "</tool_call>", 151667: "<think>", 151668: "</think>"}
