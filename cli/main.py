@@ -20,8 +20,7 @@ from shardnet import __version__
 from shardnet.cluster.machine.folders import config_path
 from shardnet.errors import ConfigurationError
 
-from .flags.completion import SHELLS, completes_here, install, one_of, script
-from .flags.config import read_config
+from .flags.config import SHELLS, completes_here, install, one_of, read_config, script
 from .flags.lazy_group import LazyGroup
 from .output.exit_codes import (
     exit_codes,

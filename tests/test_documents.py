@@ -20,7 +20,7 @@ import pytest
 from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 
-from shardnet_cli.flags.help_sections import SECTIONS, SectionedCommand
+from shardnet_cli.flags.lazy_group import SECTIONS, SectionedCommand
 from shardnet_cli.main import app
 
 ROOT = Path(__file__).parents[1]

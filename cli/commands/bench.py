@@ -18,10 +18,8 @@ from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.wire.messages.plans import PlanReply
 
 from ..finding.target import Target, open_target
-from ..flags.cluster_access import Access
-from ..flags.help_sections import examples
-from ..flags.option_groups import flag, takes_groups
-from ..flags.options import Json
+from ..flags.lazy_group import examples
+from ..flags.options import Access, Json, flag, takes_groups
 from ..flags.ring_options import OnlineRingOptions, Wanted
 from ..output.exit_codes import counted, one_line, run_command, say, write_out
 from ..output.generation_output import print_json

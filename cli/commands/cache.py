@@ -19,9 +19,8 @@ from shardnet.files import CacheFolder
 from shardnet.stage.packs.pack_cache import packed_models
 from shardnet.stage.prefixes.prefix_store import stored_prefixes
 
-from ..flags.completion import cached_ids
-from ..flags.option_groups import option
-from ..flags.options import Json
+from ..flags.config import cached_ids
+from ..flags.options import Json, option
 from ..output.exit_codes import counted, fail, one_line, say, write_out
 
 MIB = 2**20

@@ -21,12 +21,10 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.sampling_params import SamplingParams
 
-from ..conversation.conversation import Conversation, dropped, load, save
-from ..conversation.typed_lines import open_editor, read_piped
+from ..conversation.conversation import Conversation, dropped, load, open_editor, read_piped, save
 from ..finding.target import open_target
-from ..flags.cluster_access import Access
-from ..flags.help_sections import examples
-from ..flags.option_groups import option, takes_groups
+from ..flags.lazy_group import examples
+from ..flags.options import Access, option, takes_groups
 from ..flags.ring_options import RingOptions, Wanted
 from ..flags.sampling_options import MaxTokens, SamplingOptions
 from ..output.exit_codes import EXIT_FAILURE, exit_codes, say

@@ -18,7 +18,7 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.model_names import nearest_name
 from shardnet.errors import UsageError, shown
 
-from ..flags.option_groups import option
+from ..flags.options import option
 from ..output.exit_codes import exit_codes, say, write_out
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"

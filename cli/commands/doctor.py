@@ -14,10 +14,18 @@ from shardnet.cluster.machine.folders import runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.errors import ConfigurationError
 
-from ..flags.cluster_access import Access
-from ..flags.completion import model_names
-from ..flags.option_groups import option, takes_groups
-from ..flags.options import IgnoreUnknownConfig, Json, NoMdns, Peer, check_addresses, check_model
+from ..flags.config import model_names
+from ..flags.options import (
+    Access,
+    IgnoreUnknownConfig,
+    Json,
+    NoMdns,
+    Peer,
+    check_addresses,
+    check_model,
+    option,
+    takes_groups,
+)
 from ..output.exit_codes import EXIT_FAILURE, one_line, run_command, write_out
 
 if TYPE_CHECKING:
@@ -73,7 +81,7 @@ async def _run(
     from shardnet.cluster.diagnosis.diagnosis import diagnose
     from shardnet.cluster.diagnosis.facts import Severity
 
-    from ..finding.mdns import browse_all
+    from ..finding.target import browse_all
 
     key, identity = _key(access)
     facts = await gather_facts(

@@ -29,13 +29,10 @@ from shardnet.wire.framing.schema import MAX_TEXT
 from shardnet.wire.messages.plans import PlanReply
 
 from ..finding.target import Target, open_target
-from ..flags.cluster_access import Access
-from ..flags.help_sections import examples
-from ..flags.option_groups import option, takes_groups
-from ..flags.options import Json
-from ..flags.prompts_file import read_prompts
+from ..flags.lazy_group import examples
+from ..flags.options import Access, Json, option, takes_groups
 from ..flags.ring_options import RingOptions, Wanted
-from ..flags.sampling_options import SamplingOptions
+from ..flags.sampling_options import SamplingOptions, read_prompts
 from ..output.exit_codes import EXIT_FAILURE, counted, run_command, say
 from ..output.generation_output import EventLines, ListedTexts, OneText
 from ..output.progress import LoadBars

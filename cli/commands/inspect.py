@@ -19,10 +19,8 @@ from shardnet.output_params import ALL_ROWS, OutputParams
 from shardnet.wire.messages.plans import PlanReply
 
 from ..finding.target import open_target
-from ..flags.cluster_access import Access
-from ..flags.help_sections import examples
-from ..flags.option_groups import flag, option, takes_groups
-from ..flags.options import Json
+from ..flags.lazy_group import examples
+from ..flags.options import Access, Json, flag, option, takes_groups
 from ..flags.ring_options import OnlineRingOptions, Wanted
 from ..output.exit_codes import counted, run_command, say, write_out
 from ..output.progress import LoadBars

@@ -12,12 +12,10 @@ from typing import Annotated
 import typer
 
 from shardnet.api.connections import key_path
-from shardnet.cluster.machine.cluster_key import ClusterKey, load_key, store_key
+from shardnet.cluster.machine.folders import ClusterKey, load_key, store_key
 from shardnet.errors import ConfigurationError, ShardnetError, UsageError
 
-from ..flags.cluster_access import Access
-from ..flags.option_groups import option
-from ..flags.options import KeyFile
+from ..flags.options import Access, KeyFile, option
 from ..output.exit_codes import fail, say, write_out
 
 TRIES = 3

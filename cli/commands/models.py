@@ -14,9 +14,8 @@ from shardnet.wire.messages.membership import ListedModel, ModelsListed
 from shardnet.wire.messages.plans import ModelChoice
 
 from ..finding.target import open_target
-from ..flags.cluster_access import Access
-from ..flags.option_groups import takes_groups
 from ..flags.options import (
+    Access,
     Json,
     ModelFolder,
     Nodes,
@@ -25,6 +24,7 @@ from ..flags.options import (
     check_addresses,
     keep_model_folders,
     split_nodes,
+    takes_groups,
 )
 from ..flags.ring_options import Wanted
 from ..output.columns import columns, terminal_width

@@ -28,21 +28,21 @@ from shardnet.cluster.placement.words import size
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import ConfigurationError
 
-from ..finding.mdns import mdns_interfaces
-from ..flags.cluster_access import Access
-from ..flags.help_sections import examples
+from ..finding.target import mdns_interfaces
 from ..flags.http_options import HttpOptions
+from ..flags.lazy_group import examples
 from ..flags.node_options import NodeOptions
-from ..flags.option_groups import takes_groups
 from ..flags.options import (
+    Access,
     Json,
     LogFormat,
     is_loopback,
     keep_model_folders,
     keep_offline,
     take_log_format,
+    takes_groups,
 )
-from ..output.cache_folder import warn_of_cache
+from ..output.columns import warn_of_cache
 from ..output.exit_codes import run_command, say, write_out
 
 if TYPE_CHECKING:  # it imports torch

@@ -19,12 +19,19 @@ from shardnet.transport.address import split_address
 from shardnet.types import LayerRange
 from shardnet.wire.messages.membership import NodeInfo
 
-from ..finding.mdns import find_nearest
-from ..finding.target import named_or_here
-from ..flags.cluster_access import Access
-from ..flags.help_sections import examples
-from ..flags.option_groups import option, takes_groups
-from ..flags.options import Json, Nodes, NoMdns, Peer, check_addresses, split_nodes
+from ..finding.target import find_nearest, named_or_here
+from ..flags.lazy_group import examples
+from ..flags.options import (
+    Access,
+    Json,
+    Nodes,
+    NoMdns,
+    Peer,
+    check_addresses,
+    option,
+    split_nodes,
+    takes_groups,
+)
 from ..output.columns import columns, terminal_width
 from ..output.exit_codes import run_command, say, write_out
 

@@ -11,22 +11,19 @@ import typer
 
 from shardnet.api.client import connect
 from shardnet.api.requests import check_request
-from shardnet.cluster.head.last_run import read_last_run
+from shardnet.cluster.head.replies import read_last_run
 from shardnet.cluster.machine.folders import cache_dir
 from shardnet.errors import UsageError
 from shardnet.wire.messages.generation import LastRun
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanRequest
 
 from ..finding.target import connect_here, open_target
-from ..flags.cluster_access import Access
-from ..flags.help_sections import examples
-from ..flags.option_groups import option, takes_groups
-from ..flags.options import Json
+from ..flags.lazy_group import examples
+from ..flags.options import Access, Json, option, takes_groups
 from ..flags.ring_options import OnlineRingOptions, Wanted
 from ..output.columns import terminal_width, wrapped
 from ..output.exit_codes import run_command, write_out
-from ..output.narrow_wire import WireBar
-from ..output.plan_text import plan_json, plan_text, run_json, run_text
+from ..output.plan_text import WireBar, plan_json, plan_text, run_json, run_text
 from ..output.progress import LoadBars
 
 

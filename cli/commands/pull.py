@@ -17,8 +17,7 @@ from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.types import LayerRange, parse_layer_range
 
-from ..flags.option_groups import option
-from ..flags.options import Json, Offline, keep_offline
+from ..flags.options import Json, Offline, keep_offline, option
 from ..output.bars import DownloadBars
 from ..output.exit_codes import EXIT_INTERRUPTED, fail, say, write_out
 from ..output.generation_output import print_json

@@ -15,10 +15,17 @@ from shardnet.errors import ShardnetError
 from shardnet.transport.address import split_address
 
 from ..finding.target import Target, open_target
-from ..flags.cluster_access import Access
 from ..flags.http_options import HttpOptions
-from ..flags.option_groups import option, takes_groups
-from ..flags.options import Json, LogFormat, PrefixCache, parse_prefix_cache, take_log_format
+from ..flags.options import (
+    Access,
+    Json,
+    LogFormat,
+    PrefixCache,
+    option,
+    parse_prefix_cache,
+    take_log_format,
+    takes_groups,
+)
 from ..flags.ring_options import RingOptions, Wanted
 from ..output.exit_codes import counted, exit_codes, run_command, say, write_out
 from .node import stop_signal

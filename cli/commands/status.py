@@ -14,9 +14,7 @@ from shardnet.errors import PeerSilentError
 from shardnet.types import BLOCK_POSITIONS, LayerRange
 
 from ..finding.target import named_or_here
-from ..flags.cluster_access import Access
-from ..flags.option_groups import takes_groups
-from ..flags.options import Json, Nodes, split_nodes
+from ..flags.options import Access, Json, Nodes, split_nodes, takes_groups
 from ..output.columns import terminal_width, wrapped
 from ..output.exit_codes import counted, one_line, run_command, write_out
 

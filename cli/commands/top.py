@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from ..finding.target import named_or_here
-from ..flags.cluster_access import Access
-from ..flags.option_groups import option, takes_groups
-from ..flags.options import Json, Nodes, split_nodes
+from ..flags.options import Access, Json, Nodes, option, split_nodes, takes_groups
 from ..output.columns import terminal_width
 from ..output.exit_codes import run_command, write_out
 

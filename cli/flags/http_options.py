@@ -14,9 +14,7 @@ from shardnet.api.switching.model_switch import parse_duration
 from shardnet.errors import ConfigurationError
 
 from ..output.exit_codes import say
-from .cluster_access import Access
-from .option_groups import flag
-from .options import check_choice, is_loopback
+from .options import Access, check_choice, flag, is_loopback
 
 MAX_KEY_FILE_BYTES = 1 << 20
 _STORED_KEY = Access()

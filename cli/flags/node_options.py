@@ -15,8 +15,7 @@ from shardnet.cluster.machine.device_list import parse_devices, parse_tensor_par
 from shardnet.errors import UsageError
 from shardnet.plugins import COMPUTES, installed_names
 
-from .completion import one_of
-from .option_groups import flag
+from .config import one_of
 from .options import (
     ModelFolder,
     NoMdns,
@@ -24,6 +23,7 @@ from .options import (
     Peer,
     PrefixCache,
     check_addresses,
+    flag,
     parse_prefix_cache,
     parse_size,
 )

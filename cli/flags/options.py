@@ -1,25 +1,121 @@
-"""Options that several commands share, and the parsing of their values."""
+"""Options that several commands share, in a line each or in groups, and parsing of their values."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, Signature
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_origin, get_type_hints
 
 import typer
 
+from shardnet.api.connections import key_path, load_identity
 from shardnet.api.requests import name_model
 from shardnet.checkpoint.model_names import FOLDERS_VARIABLE
-from shardnet.errors import UsageError
+from shardnet.cluster.machine.folders import ClusterKey, load_key
+from shardnet.errors import ConfigurationError, UsageError
 from shardnet.transport.address import split_address
 
 from ..output.exit_codes import FORMATS, keep_log_format
 from ..output.exit_codes import VARIABLE as LOG_FORMAT_VARIABLE
-from .completion import node_addresses
-from .option_groups import option
+from .config import Complete, node_addresses, one_of
+
+if TYPE_CHECKING:
+    from shardnet.transport.identity import Identity
+
+
+T = TypeVar("T")
+
+
+def option(
+    spelled: str,
+    help: str,
+    *,
+    env: bool | str = False,
+    min: float | None = None,
+    max: float | None = None,
+    hides_default: bool = False,
+    words: Complete | None = None,
+) -> Any:
+    """Describe a flag for typer: `spelled` as --help has it, such as `--name NAME`.
+
+    It is also set by the variable `env`, or if True by SHARDNET_NAME. TAB completes `words`, else
+    those of `--name this|that|N` that are in small letters.
+    """
+    flag, _, value = spelled.partition(" ")
+    if words is None and "|" in value:
+        words = one_of(*(word for word in value.split("|") if word.islower()))
+    return typer.Option(
+        flag,
+        metavar=value or None,
+        help=help,
+        envvar=f"SHARDNET_{flag[2:].replace('-', '_').upper()}" if env is True else env or None,
+        min=min,
+        max=max,
+        show_default=not hides_default,
+        autocompletion=words,
+    )
+
+
+def flag(default: T, spelled: str, help: str, **more: Any) -> T:
+    """Make a field of a group that is a flag; the other arguments are those of `option`."""
+    metadata = {"option": option(spelled, help, **more)}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each dataclass parameter of `command` by the flags among its fields, for typer.
+
+    A field is a flag if `flag` made it or its type is Annotated; others keep their defaults, so a
+    subclass removes a flag with a plain default. The command receives the dataclass.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, tuple[type[Any], list[str]]] = {}
+    parameters: list[Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        hint = hints[name]
+        if dataclasses.is_dataclass(hint):
+            assert isinstance(hint, type)
+            flags = list(_flags(hint))
+            groups[name] = hint, [flag.name for flag in flags]
+            parameters += flags
+        else:
+            parameters.append(parameter.replace(annotation=hint, kind=Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def with_flags(**values: Any) -> None:
+        for name, (group, flags) in groups.items():
+            values[name] = group(**{flag: values.pop(flag) for flag in flags})
+        command(**values)
+
+    shown = Signature(parameters, return_annotation=None)
+    with_flags.__signature__ = shown  # type: ignore[attr-defined]  # inspect looks for it
+    with_flags.__annotations__ = {flag.name: flag.annotation for flag in parameters}
+    return with_flags
+
+
+def _flags(group: type[Any]) -> Iterator[Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    for field in dataclasses.fields(group):
+        hint = hints[field.name]
+        if "option" in field.metadata:
+            hint = Annotated[hint, field.metadata["option"]]
+        if get_origin(hint) is Annotated:
+            assert field.default is not dataclasses.MISSING, f"--{field.name} needs a default"
+            yield Parameter(
+                field.name,
+                Parameter.KEYWORD_ONLY,
+                annotation=hint,
+                default=field.default,
+            )
+
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?", re.IGNORECASE)
 _UNITS: Final = {
@@ -190,3 +286,36 @@ def check_addresses(addresses: Sequence[str] | None, flag: str = "--peer") -> li
         except UsageError as error:
             raise typer.BadParameter(str(error), param_hint=flag) from error
     return list(addresses or ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """The flags of a command: `key_file` is "" for the default place."""
+
+    key_file: KeyFile = ""
+    insecure: Insecure = False
+
+    def identity(self) -> Identity | None:
+        """Load the key and make an identity; None without a key or with --insecure.
+
+        Raises ConfigurationError if --key-file does not exist, or the key is unusable.
+        """
+        return load_identity(self.key_file, insecure=self.insecure)
+
+    def key(self) -> ClusterKey:
+        """Load the cluster key. Raises ConfigurationError where there is none."""
+        path = key_path(self.key_file)
+        key = load_key(path)
+        if key is None:
+            raise ConfigurationError(
+                f"there is no key in {path}",
+                remedy="run `shardnet key new`, or `shardnet key join` with the key of another "
+                "machine",
+            )
+        return key
+
+    def node_arguments(self) -> list[str]:
+        """Return the flags that give a node process on this machine the same access."""
+        if self.insecure:
+            return ["--insecure"]
+        return ["--key-file", str(key_path(self.key_file).absolute())] if self.key_file else []

@@ -21,10 +21,9 @@ from shardnet.slot_operations import MAX_ADAPTERS
 from shardnet.types import parse_layers, parse_wires
 from shardnet.wire.messages.plans import AdapterScale, ModelChoice, NamedAdapter
 
-from .cluster_access import Access
-from .completion import model_names, one_of
-from .option_groups import flag
+from .config import model_names, one_of
 from .options import (
+    Access,
     IgnoreUnknownConfig,
     ModelFolder,
     Nodes,
@@ -34,6 +33,7 @@ from .options import (
     check_addresses,
     check_choice,
     check_model,
+    flag,
     keep_model_folders,
     keep_offline,
     split_nodes,

@@ -1,16 +1,16 @@
-"""Text that fits a terminal: columns without lines around them, and sentences between words.
-
-Knows widths. Must not know what is shown.
-"""
+"""Text that fits a terminal: columns without lines around them; a warning before nodes start."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from .exit_codes import one_line
+from shardnet.cluster.machine.folders import CACHE_DIR_VARIABLE, cache_dir, why_not_written
+
+from .exit_codes import one_line, say
 
 GAP = "  "
 
@@ -65,3 +65,15 @@ def wrapped(lines: Iterable[str], width: int | None, indent: int = 4) -> list[st
             break_on_hyphens=False,
         ) or [line]
     return broken
+
+
+def warn_of_cache() -> None:
+    """Warn where the cache folder cannot be written; nodes work without it, but start slower."""
+    folder = cache_dir(os.environ)
+    why = why_not_written(folder)
+    if why:
+        say(
+            f"warning: the cache folder {folder} cannot be written ({why}): measured figures and "
+            f"quantised weights are not kept; make it writable or make room, or name another with "
+            f"{CACHE_DIR_VARIABLE}"
+        )

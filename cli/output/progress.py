@@ -15,8 +15,7 @@ from shardnet.wire.messages.plans import NodeProgress, PlanReply
 
 from .bars import make_bars
 from .exit_codes import one_line, say, say_over
-from .narrow_wire import short_number
-from .plan_text import dtype_words, layer_words
+from .plan_text import dtype_words, layer_words, short_number
 
 if TYPE_CHECKING:  # rich takes longer to import than most commands to run
     from rich.progress import TaskID

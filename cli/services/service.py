@@ -19,8 +19,7 @@ import typer
 from shardnet.errors import ConfigurationError, ShardnetError, UsageError
 from shardnet.files import write_whole
 
-from ..flags.option_groups import option
-from ..flags.options import Json
+from ..flags.options import Json, option
 from ..output.exit_codes import fail, say, write_out
 
 Scope = Literal["user", "system"]

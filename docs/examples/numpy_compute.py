@@ -17,9 +17,14 @@ import torch
 from shardnet.errors import CapacityError, RemoteProtocolError, UnsupportedModelError
 from shardnet.model.config.model_config import RopeKind
 from shardnet.model.kernels.codec import pack_rows, unpack_rows
-from shardnet.runtime.stage.compute import Activations, Samples
-from shardnet.runtime.stage.plugin import ComputePlugin, PluggedStage, StageJob
-from shardnet.runtime.stage.sampling_stage import SamplingStage
+from shardnet.runtime.stage.compute import (
+    Activations,
+    ComputePlugin,
+    PluggedStage,
+    Samples,
+    StageJob,
+)
+from shardnet.runtime.stage.row_outputs import SamplingStage
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
 from shardnet.types import DType, MicroBatch, RowGroup, SlotId, WireDType, blocks_for
 

@@ -27,9 +27,9 @@ from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.requests import Speculation
 from shardnet.runtime.scheduling.drafting import NgramDrafts
-from shardnet.runtime.scheduling.limits import StepLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import Outcome, SendStep, SequenceRequest
+from shardnet.runtime.scheduling.step_cost import StepLimits
 from shardnet.runtime.stage.executor import Executor
 from shardnet.tokenizers.tokenizer import Tokenizer
 from shardnet.transport.loop import run

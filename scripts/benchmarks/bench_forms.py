@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardnet.checkpoint.formats.gguf_codes import CODE_FORMS
+from shardnet.checkpoint.formats.gguf_types import CODE_FORMS
 from shardnet.model.config.panel_form import (
     GGUF_FORMS,
     Code,

@@ -30,10 +30,10 @@ from bench_ring import random_1b
 
 from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_PATH
-from shardnet.cluster.machine.cluster_key import ClusterKey, store_key
+from shardnet.cluster.machine.folders import ClusterKey, store_key
 from shardnet.transport.loop import run
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet_cli.flags.cluster_access import Access
+from shardnet_cli.flags.options import Access
 
 NOTE = struct.Struct("<qq")
 """When, in nanoseconds, and which of PLACES."""

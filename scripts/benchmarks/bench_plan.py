@@ -26,7 +26,7 @@ from shardnet.transport.loop import run
 from shardnet.wire.messages.generation import LastRun
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet_cli.finding.target import local_processes
-from shardnet_cli.flags.cluster_access import Access
+from shardnet_cli.flags.options import Access
 
 PROMPT = tuple(range(2, 34))
 

@@ -40,7 +40,7 @@ from shardnet.stage.stage_model import StageModel
 from shardnet.types import LayerRange, SlotId
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet_cli.finding.target import local_processes
-from shardnet_cli.flags.cluster_access import Access
+from shardnet_cli.flags.options import Access
 
 MAX_CONTEXT = 4096
 

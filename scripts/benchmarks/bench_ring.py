@@ -46,7 +46,7 @@ from shardnet.types import (
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet_cli.finding.target import local_processes
-from shardnet_cli.flags.cluster_access import Access
+from shardnet_cli.flags.options import Access
 
 READ_BYTES = 1536 * 2**20
 CHUNKS_TO_TRY = (64, 128, 256, 512)

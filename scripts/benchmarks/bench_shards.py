@@ -31,7 +31,7 @@ from shardnet.cluster.machine.cores import group_cores, read_cores
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.linear import KernelChoice, probe
 from shardnet.runtime.shards.lead import load_leading
-from shardnet.runtime.stage.compute_threads import on_cores
+from shardnet.runtime.stage.executor import on_cores
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel

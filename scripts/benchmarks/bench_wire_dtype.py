@@ -26,7 +26,7 @@ from shardnet.transport.loop import run
 from shardnet.types import DType, WireDType
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet_cli.finding.target import local_processes
-from shardnet_cli.flags.cluster_access import Access
+from shardnet_cli.flags.options import Access
 
 PROMPT = (1, 2, 3, 4)
 ROWS = (1, 256)

@@ -26,7 +26,7 @@ from shardnet.wire.messages.membership import StatusReply
 from shardnet.wire.messages.plans import ModelChoice, PlanReply
 
 if TYPE_CHECKING:
-    from shardnet.runtime.stage.plugin import ComputePlugin
+    from shardnet.runtime.stage.compute import ComputePlugin
 
 T = TypeVar("T")
 

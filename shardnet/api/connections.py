@@ -20,15 +20,14 @@ from shardnet.api import client as by_link
 from shardnet.api.client import Client, open_client
 from shardnet.api.requests import name_model
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.cluster.machine.cluster_key import load_key
-from shardnet.cluster.machine.folders import default_key_path, runtime_dir
+from shardnet.cluster.machine.folders import default_key_path, load_key, runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes, share_of_cores
 from shardnet.cluster.machine.profile import available_cores
 from shardnet.errors import ConfigurationError, PeerFailedError, UsageError
 from shardnet.wire.messages.plans import ModelChoice
 
 if TYPE_CHECKING:
-    from shardnet.runtime.stage.plugin import ComputePlugin
+    from shardnet.runtime.stage.compute import ComputePlugin
     from shardnet.transport.identity import Identity
 
 

@@ -22,8 +22,7 @@ from shardnet.cluster.diagnosis.facts import Answered, Facts, KeyFacts, ModelAsk
 from shardnet.cluster.machine.kernels import are_built
 from shardnet.cluster.machine.local_nodes import LocalNode
 from shardnet.cluster.machine.profile import make_host_id
-from shardnet.cluster.peers.address_diagnosis import HANDSHAKE_S, probe_address
-from shardnet.cluster.peers.rtt_probe import ProbeAnswer
+from shardnet.cluster.peers.rtt_probe import HANDSHAKE_S, ProbeAnswer, probe_address
 from shardnet.cluster.planning.model_shape import model_shape
 from shardnet.cluster.planning.ring_dtypes import node_ariths, node_form, settle_arith, settle_dtype
 from shardnet.errors import ShardnetError
@@ -37,7 +36,7 @@ from shardnet.wire.messages.diagnostics import AddressView, MdnsRecord
 from shardnet.wire.messages.membership import ReportReply
 
 if TYPE_CHECKING:  # not every command needs the libraries behind them
-    from shardnet.cluster.discovery.node_record import NodeRecord
+    from shardnet.cluster.discovery.service_browser import NodeRecord
     from shardnet.transport.identity import Identity
 
 ANSWER_S: Final = 3.0

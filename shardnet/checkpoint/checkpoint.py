@@ -26,7 +26,7 @@ from shardnet.checkpoint.formats.huggingface import has_huggingface_tensors, ope
 from shardnet.checkpoint.replica_journal import Journal, n_parts
 from shardnet.checkpoint.tensors.checkpoint_files import find_file, has_file
 from shardnet.checkpoint.tensors.json_files import read_file
-from shardnet.checkpoint.tensors.manifest import Contents
+from shardnet.checkpoint.tensors.manifest import Contents, merged, sample_range, sampled_tensors
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.checkpoint.tensors.stored_tensor import (
     AGAIN,
@@ -40,7 +40,6 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     prefetch_stored,
     read_stored,
 )
-from shardnet.checkpoint.tensors.weight_sample import merged, sample_range, sampled_tensors
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.model.config.fields import unknown_keys_error
 from shardnet.model.config.model_config import ModelConfig

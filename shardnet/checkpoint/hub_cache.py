@@ -1,25 +1,197 @@
-"""Models of the Hugging Face Hub on this machine: their names, and the folders they are cached in.
-
-Knows the layout of huggingface_hub's cache, so that models pulled by other programs are found too.
-Must not reach the network: cluster/download/hub.py does.
-"""
+"""Models of the Hugging Face Hub: their names, cache folders, and which of their files to take."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
-from shardnet.checkpoint.formats.indexed_files import weight_map
-from shardnet.checkpoint.hub_files import CheckpointFiles, choices_of, choose_files
+from shardnet.checkpoint.formats import consolidated
+from shardnet.checkpoint.formats.gguf_header import first_part_name, is_model_name, part_names
+from shardnet.checkpoint.formats.huggingface import HF_INDEX_FILES, HF_WHOLE, SINGLE_FILES
+from shardnet.checkpoint.formats.safetensors_files import weight_map
 from shardnet.checkpoint.model_names import FoundModel
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
 from shardnet.errors import CheckpointError
 from shardnet.files import write_whole
+
+MAX_NAMED: Final = 12
+"""How many files a message names."""
+MAX_NAME: Final = 500
+"""Longest name of a file, its folders included."""
+_OF_ENCODERS: Final = re.compile(
+    r"modules\.json|sentence_bert_config\.json|[0-9]_Pooling/config\.json"
+)
+"""What sentence-transformers writes beside a model."""
+_PLAIN_NAME = re.compile(r"(?:[\w+-][\w .+()-]*/)*[\w+-][\w .+()-]*")
+PROJECTOR_KINDS: Final = ("f16", "bf16", "f32", "q8_0")
+"""The ends of projectors' names, the one to fetch first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFiles:
+    """The files of one checkpoint. `path` is what a program opens: "" for the folder.
+
+    `tensors` are empty if there is an `index`, which names them.
+    """
+
+    whole: tuple[str, ...]
+    tensors: tuple[str, ...] = ()
+    index: str = ""
+    path: str = ""
+
+
+def is_plain(name: str) -> bool:
+    """Say whether a file's name stays below its folder and is of usual length."""
+    return len(name) <= MAX_NAME and ".." not in name and bool(_PLAIN_NAME.fullmatch(name))
+
+
+def choose_files(names: Collection[str], choice: str, model: str) -> CheckpointFiles:
+    """Choose the files of one checkpoint from the `names` in a repository: one format of weights.
+
+    The order of preference is that for a folder: safetensors, torch's, Meta's and Mistral's own. A
+    GGUF is taken by `choice` only: its quantization (the end of its name) or its whole name, in
+    upper or lower case; with it comes a projector that lies beside it. `model` names the repository
+    in messages. Raises CheckpointError, which lists the files to choose from.
+    """
+    safe = [name for name in names if is_plain(name)]
+    if choice:
+        return _chosen_gguf(safe, choice, model)
+    files = _huggingface(safe) or _consolidated(safe)
+    if files is not None:
+        return files
+    ggufs = gguf_models(safe)
+    if ggufs:
+        repo = model.partition("@")[0]
+        labels = _labels(ggufs)
+        raise CheckpointError(
+            f"{model} has GGUF files only; there are {_listed(labels)}",
+            remedy=f"choose one as {repo}:{labels[0]}",
+        )
+    raise CheckpointError(
+        f"{model} has no weights that are read here (its files: {_listed(sorted(names))}): neither "
+        "config.json with model.safetensors or pytorch_model.bin, nor params.json with "
+        "consolidated files, nor GGUF",
+        remedy="choose a repository that has one of these",
+    )
+
+
+def _huggingface(names: Sequence[str]) -> CheckpointFiles | None:
+    if "config.json" not in names:
+        return None
+    whole = tuple(name for name in HF_WHOLE if name in names)
+    whole += tuple(name for name in names if _OF_ENCODERS.fullmatch(name))
+    for single, index in zip(SINGLE_FILES, HF_INDEX_FILES, strict=True):
+        if single in names:
+            return CheckpointFiles(whole=whole, tensors=(single,))
+        if index in names:
+            return CheckpointFiles(whole=(*whole, index), index=index)
+    return None
+
+
+def _consolidated(names: Sequence[str]) -> CheckpointFiles | None:
+    if consolidated.PARAMS_FILE not in names:
+        return None
+    whole = tuple(name for name in consolidated.OWN_WHOLE if name in names)
+    if consolidated.SINGLE_FILE in names:
+        return CheckpointFiles(whole=whole, tensors=(consolidated.SINGLE_FILE,))
+    if consolidated.INDEX_FILE in names:
+        return CheckpointFiles(
+            whole=(*whole, consolidated.INDEX_FILE), index=consolidated.INDEX_FILE
+        )
+    parts = consolidated.part_files(names)
+    return CheckpointFiles(whole=whole, tensors=tuple(parts)) if parts else None
+
+
+def _chosen_gguf(names: Sequence[str], choice: str, model: str) -> CheckpointFiles:
+    models = gguf_models(names)
+    if not models:
+        raise CheckpointError(f"{model} has no GGUF files", remedy=f"leave out :{choice}")
+    found = [name for name in models if _is_named(name, choice)] or [
+        name for name in models if _is_kind(name, choice)
+    ]
+    if len(found) != 1:
+        what = "more than one GGUF" if found else "no GGUF"
+        offered = found or _labels(models)
+        raise CheckpointError(
+            f"{model} has {what} of the name {choice}; there are {_listed(offered)}",
+            remedy="choose one",
+        )
+    path = PurePosixPath(found[0])
+    parts = tuple(str(path.with_name(part)) for part in part_names(path.name))
+    lacking = [part for part in parts if part not in names]
+    if lacking:
+        raise CheckpointError(
+            f"{model} lacks the part {lacking[0]}", remedy="report it to its authors"
+        )
+    return CheckpointFiles(whole=_projector(names, path.parent), tensors=parts, path=parts[0])
+
+
+def _projector(names: Sequence[str], folder: PurePosixPath) -> tuple[str, ...]:
+    """Choose one of the projectors (mmproj) that lie in a folder, if any, for a GGUF there."""
+    beside = [name for name in sorted(names) if PurePosixPath(name).parent == folder]
+    found = [name for name in beside if "mmproj" in name.lower() and name.endswith(".gguf")]
+    kinds = [name for kind in PROJECTOR_KINDS for name in found if _is_kind(name, kind)]
+    return tuple([*kinds, *found][:1])
+
+
+def choices_of(names: Collection[str]) -> list[str]:
+    """List what `choose_files` can be asked for among these files: "" for what is no GGUF."""
+    safe = [name for name in names if is_plain(name)]
+    whole = _huggingface(safe) or _consolidated(safe)
+    return [""] * (whole is not None) + _labels(gguf_models(safe))
+
+
+def gguf_models(names: Sequence[str]) -> list[str]:
+    """Name the GGUF models among files by their first parts; not projectors and the like."""
+    paths = [PurePosixPath(name) for name in names if name.endswith(".gguf")]
+    models = {
+        str(path.with_name(first_part_name(path.name)))
+        for path in paths
+        if is_model_name(path.name)
+    }
+    return sorted(models)
+
+
+def _plain_stem(name: str) -> str:
+    """The name of a GGUF without what all of them end with."""
+    return re.sub(r"(-\d{5}-of-\d{5})?\.gguf$", "", name)
+
+
+def _is_named(name: str, choice: str) -> bool:
+    spellings = {name, PurePosixPath(name).name, _plain_stem(name), _plain_stem(_base(name))}
+    return choice.lower() in {spelled.lower() for spelled in spellings}
+
+
+def _is_kind(name: str, choice: str) -> bool:
+    """Whether the last words of a name, or the name of its folder, are the choice."""
+    last_words = rf"(?i)(.*[-./])?{re.escape(choice)}"
+    folder = str(PurePosixPath(name).parent)
+    return any(re.fullmatch(last_words, said) for said in (_plain_stem(name), folder))
+
+
+def _base(name: str) -> str:
+    return PurePosixPath(name).name
+
+
+def _labels(models: Sequence[str]) -> list[str]:
+    """Name each GGUF as it can be chosen: by its last word where no other has it."""
+    labels = []
+    for name in models:
+        word = re.split(r"[-.]", _plain_stem(_base(name)))[-1]
+        alone = [other for other in models if _is_named(other, word) or _is_kind(other, word)]
+        labels.append(word if alone == [name] else name)
+    return labels
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return (", ".join(names[:MAX_NAMED]) or "none at all") + more
+
 
 STORE: Final = "Hugging Face"
 

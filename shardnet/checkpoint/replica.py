@@ -19,14 +19,20 @@ from typing import Final
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica_journal import JOURNAL_FILE, FileStamp, Journal, n_parts
 from shardnet.checkpoint.tensors.checkpoint_files import open_file
-from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, TENSOR_SUFFIXES, is_blob
+from shardnet.checkpoint.tensors.manifest import (
+    ID_FILES,
+    INDEX_FILES,
+    MAX_SAMPLES,
+    SAMPLE_BYTES,
+    TENSOR_SUFFIXES,
+    is_blob,
+)
 from shardnet.checkpoint.tensors.stored_tensor import (
     MAX_HEADER_BYTES,
     ByteRange,
     FileHead,
     StoredTensor,
 )
-from shardnet.checkpoint.tensors.weight_sample import MAX_SAMPLES, SAMPLE_BYTES
 from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.types import WEIGHT_PART_BYTES, LayerRange

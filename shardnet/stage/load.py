@@ -41,8 +41,7 @@ from shardnet.model.shards.cut import Axis, Cut
 from shardnet.model.shards.gathered import GatheredLinear, GatheredTable
 from shardnet.model.shards.group import ShardGroup
 from shardnet.model.vision.tower import TowerEncoder
-from shardnet.stage.adapters.adapted_linear import ActiveAdapters
-from shardnet.stage.adapters.adapted_weights import AdaptedWeights, LoadedAdapter
+from shardnet.stage.adapters.adapted_linear import ActiveAdapters, AdaptedWeights, LoadedAdapter
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes, streamed_layers
 from shardnet.stage.estimate.packed_sizes import packed_sizes
 from shardnet.stage.estimate.stored_dtype import check_streamable, stored_dtype, weight_form

@@ -27,8 +27,8 @@ from shardnet.stage.kept_linears import KeptLinears
 from shardnet.stage.packs.pack_writer import PackWriter
 from shardnet.stage.runs import Run, sampled_rows
 from shardnet.stage.shards.leading_kv import Followers
-from shardnet.stage.streaming.expert_pool import ExpertPool
 from shardnet.stage.streaming.layer_stream import LayerStream
+from shardnet.stage.streaming.streamed_linear import ExpertPool
 from shardnet.stage.weight_digests import WeightDigests
 from shardnet.types import (
     Epoch,

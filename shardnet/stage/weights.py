@@ -38,15 +38,18 @@ from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import PanelTable, PlainTable, Table
 from shardnet.model.shards.cut import Axis
 from shardnet.stage.kept_linears import KeptLinears, LinearKey
-from shardnet.stage.packed_weights import JoinedLinear, make_panels, stream_panels
 from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.packs.pack_writer import PackWriter
-from shardnet.stage.plain_weights import PlainWeights
-from shardnet.stage.quantized_weights import QuantizedWeights
+from shardnet.stage.stored_weights import (
+    JoinedLinear,
+    PlainWeights,
+    QuantizedWeights,
+    make_panels,
+    stream_panels,
+)
 from shardnet.stage.streaming.buffers import HostBuffers, find_buffers
-from shardnet.stage.streaming.expert_pool import ExpertPool
 from shardnet.stage.streaming.layer_stream import LayerStream
-from shardnet.stage.streaming.streamed_linear import Place, StoredLinear, StreamedLinear
+from shardnet.stage.streaming.streamed_linear import ExpertPool, Place, StoredLinear, StreamedLinear
 from shardnet.stage.tensor_reader import Progress, TensorReader
 from shardnet.stage.weight_digests import WeightDigests
 from shardnet.types import ANY_ROWS, DType

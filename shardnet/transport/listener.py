@@ -31,8 +31,7 @@ from shardnet.transport.admission import GRACE_S, Admission, KnownHosts, Reporte
 from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.tcp_link import TcpLink, set_buffers
-from shardnet.transport.tls import MAX_HELLO_BYTES, Begun, hello_begun
-from shardnet.transport.tls_errors import cut_short
+from shardnet.transport.tls import MAX_HELLO_BYTES, Begun, cut_short, hello_begun
 from shardnet.wire.connection.connection import HelloAnswer
 from shardnet.wire.messages.handshake import Hello
 

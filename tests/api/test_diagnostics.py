@@ -15,7 +15,7 @@ from shardnet.api import diagnostics
 from shardnet.api.diagnostics import FactSources, gather_facts
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.cluster.diagnosis.facts import Facts, KeyFacts
-from shardnet.cluster.discovery.node_record import NodeRecord
+from shardnet.cluster.discovery.service_browser import NodeRecord
 from shardnet.cluster.machine.local_nodes import LocalNode
 from shardnet.cluster.node import reporter
 from shardnet.cluster.node.node import listening

@@ -24,7 +24,7 @@ from shardnet.api.server.service import Service
 from shardnet.api.server.settings import Settings
 from shardnet.cluster.machine.profile import find_devices
 from shardnet.errors import ConfigurationError
-from shardnet.runtime.stage.plugin import ComputePlugin
+from shardnet.runtime.stage.compute import ComputePlugin
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import LayerRange
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardnet.checkpoint.hub_files import CheckpointFiles, choose_files
+from shardnet.checkpoint.hub_cache import CheckpointFiles, choose_files
 from shardnet.errors import CheckpointError
 
 HF = ["config.json", "tokenizer.json", "tokenizer.model", "README.md", "modeling.py"]

@@ -30,7 +30,7 @@ from shardnet.checkpoint.tensors import checkpoint_files, json_files, stored_ten
 from shardnet.checkpoint.tensors.stored_tensor import FileTotals, TensorFile, in_order
 from shardnet.errors import CheckpointError, shown
 from shardnet.runtime.loading.measuring import measure_disk
-from shardnet.stage.streaming.file_parts import FilePart
+from shardnet.stage.streaming.buffers import FilePart
 from shardnet.tokenizers.backends.token_files import MAX_LINES, read_lines
 from shardnet.tokenizers.chat.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate
 from shardnet.tokenizers.formats.tokenizer_files import read_tokenizer

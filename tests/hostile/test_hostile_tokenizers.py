@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from shardnet.errors import CheckpointError
-from shardnet.tokenizers import text_process
+from shardnet.tokenizers import tokenizer as text_process
 from shardnet.tokenizers.detokenizer import IncrementalDecoder
 from shardnet.tokenizers.tokenizer import Tokenizer
 

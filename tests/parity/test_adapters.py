@@ -28,7 +28,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.slot_operations import AdapterUse
-from shardnet.stage.adapters.adapted_weights import LoadedAdapter
+from shardnet.stage.adapters.adapted_linear import LoadedAdapter
 from shardnet.stage.load import load_stage
 from shardnet.stage.runs import Run, sampled_rows
 from shardnet.stage.stage_model import StageModel

@@ -24,10 +24,9 @@ from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.kv_quantization import quantize_rows
 from shardnet.model.config.model_config import Activation
 from shardnet.model.fused import decoder
-from shardnet.model.fused.attention import NativeAttention
+from shardnet.model.fused.attention import NativeAttention, NativeMlp
 from shardnet.model.fused.experts import NativeExperts
-from shardnet.model.fused.mlp import NativeMlp
-from shardnet.model.fused.sublayers import NativeSublayers
+from shardnet.model.fused.layers import NativeSublayers
 from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import NativeKernels, find_kernels
 from shardnet.model.kernels.linear import Kernel, KernelChoice

@@ -15,7 +15,7 @@ from support.rings.torch_rings import TorchStages
 from support.soak import cases
 
 from shardnet.errors import UsageError
-from shardnet.runtime.loading.joined import JoinedCompute
+from shardnet.runtime.loading.loaded_stage import JoinedCompute
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import OpenSequence
 from shardnet.stage.moves.slot_moves import JoinedMoves, Moves

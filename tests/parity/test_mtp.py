@@ -25,8 +25,7 @@ from shardnet.runtime.engine.requests import (
     RequestEvent,
     Speculation,
 )
-from shardnet.runtime.loading.joined import computes_by_device, load_by_device
-from shardnet.runtime.loading.loaded_stage import LoadedStage
+from shardnet.runtime.loading.loaded_stage import LoadedStage, computes_by_device, load_by_device
 from shardnet.runtime.loading.loading import load
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder, StagePart
 from shardnet.sampling_params import SamplingParams

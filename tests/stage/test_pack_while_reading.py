@@ -23,7 +23,7 @@ from shardnet.model.kernels.panels import pack_into
 from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.stage import tensor_reader
 from shardnet.stage.load import load_stage
-from shardnet.stage.streaming import file_parts
+from shardnet.stage.streaming import buffers
 from shardnet.stage.tensor_reader import TensorReader
 from shardnet.types import DType, LayerRange
 
@@ -49,7 +49,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Read:
 
     monkeypatch.setattr(TensorReader, "pack_while_reading", noted)
     monkeypatch.setattr(tensor_reader, "_PIECE_BYTES", 20_000)
-    monkeypatch.setattr(file_parts, "_PACKED_AT_A_TIME", 9000)  # a panel has 8192, or 16 896
+    monkeypatch.setattr(buffers, "_PACKED_AT_A_TIME", 9000)  # a panel has 8192, or 16 896
     return found
 
 
@@ -114,7 +114,7 @@ def test_a_file_that_changes_meanwhile_is_named(
 ) -> None:
     folder = make_llama(tmp_path, **SIZES)
     checkpoint, file = Checkpoint.open(folder), folder / "model.safetensors"
-    usual, n_read = file_parts._read, 0
+    usual, n_read = buffers._read, 0
 
     def change(*some: Any) -> None:
         nonlocal n_read
@@ -129,6 +129,6 @@ def test_a_file_that_changes_meanwhile_is_named(
                 file.write_bytes(b"another file")
         usual(*some)
 
-    monkeypatch.setattr(file_parts, "_read", change)
+    monkeypatch.setattr(buffers, "_read", change)
     with pytest.raises(CheckpointError, match=r"safetensors(: it has changed| cannot be read)"):
         load(checkpoint)

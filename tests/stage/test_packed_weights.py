@@ -15,7 +15,7 @@ from support.rings.stage_chain import CPU, StageChain, probed
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.planning.model_shape import QuantizationChoice, model_shape
-from shardnet.cluster.store.identify_apart import identify_apart
+from shardnet.cluster.store.local_models import identify_apart
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels import panel_linear
 from shardnet.model.kernels.panels import Panels

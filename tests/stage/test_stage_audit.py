@@ -16,7 +16,7 @@ from support.needs import HAS_VECTORS, needs_library
 from support.soak import cases, is_soak
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.cluster.member.audit_orders import compute_layer
+from shardnet.cluster.member.kv_orders import compute_layer
 from shardnet.errors import (
     CapacityError,
     ChangedMemoryError,
@@ -185,7 +185,7 @@ def test_what_cannot_be_computed_is_refused_by_name(
         compute_layer(order, 1, b"12")
     with pytest.raises(CheckpointError):
         compute_layer(order_of(order.folder, model_id="0" * 64), 1, b"")
-    monkeypatch.setattr("shardnet.cluster.member.audit_orders.MAX_BYTES", 1000)
+    monkeypatch.setattr("shardnet.cluster.member.kv_orders.MAX_BYTES", 1000)
     with pytest.raises(CapacityError, match="more than is read for an audit"):
         compute_layer(order, 1, b"")
 

@@ -16,8 +16,7 @@ from support.models.loaded_tokenizers import load_here, made_tokenizer, tokenize
 from shardnet.cluster.head.ring_builder import _open_tokenizer
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import CapacityError, CheckpointError, UsageError
-from shardnet.tokenizers.text_process import TextProcess
-from shardnet.tokenizers.tokenizer import Tokenizer
+from shardnet.tokenizers.tokenizer import TextProcess, Tokenizer
 
 TEXT = small.TEXT[2]
 GONE_S = 60.0

@@ -14,7 +14,7 @@ from support.strategies.wire_strategies import feed, hello, pair
 
 from shardnet import errors, slot_operations, types
 from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES
-from shardnet.cluster.machine.cluster_key import ClusterKey
+from shardnet.cluster.machine.folders import ClusterKey
 from shardnet.transport.identity import derive_authority_key, fingerprint, make_identity
 from shardnet.types import WEIGHT_PART_BYTES
 from shardnet.wire.connection.connection import (

@@ -20,7 +20,7 @@ from shardnet.api.dashboard.state import JobKind, JobState, ShownJob, ShownProgr
 from shardnet.api.server.errors import Fault, HttpError, refused, too_many
 from shardnet.api.server.service import Service
 from shardnet.checkpoint.hub_cache import HubName
-from shardnet.cluster.download.pulling import pull_beside
+from shardnet.cluster.download.hub import pull_beside
 from shardnet.errors import ShardnetError, internal_error, shown
 from shardnet.wire.messages.plans import NodeProgress
 

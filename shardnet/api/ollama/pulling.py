@@ -19,7 +19,7 @@ from shardnet.api.server.endpoint import Json, Reply, Stream
 from shardnet.api.server.errors import Fault, HttpError, refused, too_many
 from shardnet.api.server.service import Exchange
 from shardnet.checkpoint.hub_cache import HubName
-from shardnet.cluster.download.pulling import pull_beside
+from shardnet.cluster.download.hub import pull_beside
 from shardnet.errors import shown
 
 MAX_PULLS: Final = 4

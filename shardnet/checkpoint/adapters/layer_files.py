@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from shardnet.checkpoint.adapters.gguf_adapter import open_gguf_adapter
-from shardnet.checkpoint.adapters.peft_adapter import CONFIG, open_peft
+from shardnet.checkpoint.adapters.adapter_files import CONFIG, open_gguf_adapter, open_peft
 from shardnet.checkpoint.adapters.stored_adapter import LowRank, StoredAdapter
 from shardnet.checkpoint.formats.gguf_header import is_gguf
 from shardnet.checkpoint.formats.safetensors_files import read_safetensors_file
@@ -26,6 +25,7 @@ from shardnet.model.config.model_config import ModelConfig
 
 if TYPE_CHECKING:
     import torch
+
 
 MAX_LAYER_BYTES: Final = 1 << 28
 """Cap on the file of one layer."""

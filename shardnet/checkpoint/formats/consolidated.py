@@ -15,8 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardnet.checkpoint.formats.indexed_files import read_indexed_files
-from shardnet.checkpoint.formats.safetensors_files import read_safetensors_file
+from shardnet.checkpoint.formats.safetensors_files import read_indexed_files, read_safetensors_file
 from shardnet.checkpoint.formats.torch_files import read_torch_file
 from shardnet.checkpoint.quantization.fp8 import ScaleLayout, fp8_tensor
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_file

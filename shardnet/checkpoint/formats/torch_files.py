@@ -22,6 +22,7 @@ from shardnet.checkpoint.formats.torch_pickle import (
     pickled_tensors,
 )
 from shardnet.checkpoint.tensors.checkpoint_files import open_file
+from shardnet.checkpoint.tensors.manifest import MAX_SAMPLES
 from shardnet.checkpoint.tensors.stored_tensor import (
     AGAIN,
     ITEM_BYTES,
@@ -33,7 +34,6 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     hash_ranges,
     is_possible,
 )
-from shardnet.checkpoint.tensors.weight_sample import MAX_SAMPLES
 from shardnet.errors import CheckpointError
 
 MAX_DIRECTORY_BYTES: Final = 2 << 20

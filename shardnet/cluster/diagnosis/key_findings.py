@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from shardnet.cluster.diagnosis.facts import (
     HERE,
+    SHARE_KEY,
     Facts,
     Finding,
     Severity,
@@ -19,7 +20,6 @@ from shardnet.cluster.diagnosis.facts import (
     listed,
     problem,
 )
-from shardnet.cluster.diagnosis.remedies import SHARE_KEY
 from shardnet.errors import AuthenticationError, LinkClosedError, VersionMismatchError
 from shardnet.transport.address import host_of
 from shardnet.wire.messages.diagnostics import MdnsRecord, NodeReport, PeerView, RefusedHost

@@ -10,15 +10,17 @@ from collections.abc import Iterator
 
 from shardnet.cluster.diagnosis.facts import (
     HERE,
+    MDNS_PORT,
+    NODE_PORT,
     Facts,
     Finding,
     age,
     good,
     hint,
     listed,
+    open_port,
     problem,
 )
-from shardnet.cluster.diagnosis.remedies import MDNS_PORT, NODE_PORT, open_port
 from shardnet.cluster.machine.addresses import is_loopback
 from shardnet.wire.messages.diagnostics import MdnsRecord, NodeReport, PeerView
 from shardnet.wire.messages.membership import ReportReply

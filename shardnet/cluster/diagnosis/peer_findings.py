@@ -11,6 +11,7 @@ from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from types import MappingProxyType
 
 from shardnet.cluster.diagnosis.facts import (
+    TOPICS,
     Facts,
     Finding,
     Severity,
@@ -20,9 +21,9 @@ from shardnet.cluster.diagnosis.facts import (
     hint,
     listed,
     problem,
+    remedy_for,
 )
 from shardnet.cluster.diagnosis.key_findings import has_other_key
-from shardnet.cluster.diagnosis.remedies import TOPICS, remedy_for
 from shardnet.cluster.peers.peer_table import MDNS
 from shardnet.transport.address import host_of
 from shardnet.wire.messages.diagnostics import (

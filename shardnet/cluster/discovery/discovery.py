@@ -21,14 +21,16 @@ from zeroconf import DNSIncoming  # type: ignore[attr-defined]  # public, but no
 from zeroconf import Error as ZeroconfError
 from zeroconf.asyncio import AsyncZeroconf
 
-from shardnet.cluster.discovery.node_record import SERVICE_TYPE, NodeRecord, to_service
 from shardnet.cluster.discovery.service_browser import (
+    SERVICE_TYPE,
     Goodbye,
+    NodeRecord,
     OnEvent,
     RecordReader,
     RecordWarnings,
     browsing,
     open_mdns,
+    to_service,
 )
 from shardnet.cluster.machine.addresses import LocalAddress, multicast_hosts, rank, read_interfaces
 from shardnet.transport.loop import finish

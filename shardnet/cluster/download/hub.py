@@ -1,18 +1,20 @@
-"""Pull models from the Hugging Face Hub into the cache that other programs share.
+"""Pull models from the Hugging Face Hub, beside the loop, into the cache that programs share.
 
-Knows the Hub through `huggingface_hub`: which files a model needs, which errors occur and their
-remedies. Blocks: to be called on a thread that may wait. Must not know nodes.
+Blocks: to be called on a thread that may wait.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import logging
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.request import getproxies
@@ -21,14 +23,16 @@ from shardnet import __version__
 from shardnet.checkpoint.hub_cache import (
     HubName,
     cache_root,
+    choose_files,
     indexed_files,
+    is_plain,
     note_revision,
     pulled_folder,
     repo_folder,
 )
-from shardnet.checkpoint.hub_files import choose_files, is_plain
 from shardnet.checkpoint.tensors.manifest import TENSOR_SUFFIXES
-from shardnet.errors import HubError, ShardnetError
+from shardnet.errors import CancelledRequestError, HubError, ShardnetError
+from shardnet.threads import DaemonThreads
 from shardnet.tokenizers.formats.tokenizer_files import has_tokenizer
 from shardnet.tokenizers.tokenizer import no_tokenizer
 
@@ -367,3 +371,43 @@ def named_errors(name: HubName) -> Iterator[None]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).strip().splitlines()[0][:300]
+
+
+REPORT_EVERY_S = 0.2
+
+OnBytes = Callable[[int, int], None]
+"""Takes (bytes done, bytes in all); called on the loop."""
+
+
+async def pull_beside(
+    name: HubName, on_bytes: OnBytes, log: Callable[[str], None], tokenizer_for: str = ""
+) -> None:
+    """Pull a model, reporting progress to `on_bytes` and lines for people to `log`.
+
+    Cancelling stops at the next piece; a later pull resumes there. `tokenizer_for` and errors as
+    hub.pull.
+    """
+    from shardnet.cluster.download import hub
+
+    loop = asyncio.get_running_loop()
+    is_cancelled, reported_s = False, 0.0
+
+    def report(file: str, done: int, total: int) -> None:
+        """Pass progress to the loop; runs on the thread."""
+        nonlocal reported_s
+        if is_cancelled:
+            raise CancelledRequestError(f"pulling {name} was cancelled")
+        if done == total or time.monotonic() - reported_s > REPORT_EVERY_S:
+            reported_s = time.monotonic()
+            loop.call_soon_threadsafe(on_bytes, done, total)
+
+    log(f"pulling {name} from the Hub")
+    pull = partial(hub.pull, name, report, tokenizer_for=tokenizer_for)
+    pulling = asyncio.wrap_future(DaemonThreads(1, "shardnet-pull").submit(pull))
+    try:
+        pulled = await asyncio.shield(pulling)
+    except asyncio.CancelledError:
+        is_cancelled = True
+        pulling.add_done_callback(lambda done: done.cancelled() or done.exception())
+        raise
+    log(f"pulled {name}: {pulled.n_new_bytes / 2**20:.0f} MiB into {pulled.folder}")

@@ -17,13 +17,10 @@ from msgspec.structs import replace
 
 from shardnet.cluster.deputy.copied_requests import CopiedRequest
 from shardnet.cluster.deputy.copying import Copy, Copying
-from shardnet.cluster.head.constraints import Constraints
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.encoders import Encoders
 from shardnet.cluster.head.head import Head
-from shardnet.cluster.head.last_run import write_last_run
-from shardnet.cluster.head.lead import Lead
-from shardnet.cluster.head.lockstep_sets import LockstepSets, Member
+from shardnet.cluster.head.lead import Lead, LockstepSets, Member
 from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.pictures import Pictures
 from shardnet.cluster.head.replies import (
@@ -33,8 +30,10 @@ from shardnet.cluster.head.replies import (
     timing_reply,
     token_piece,
     trace_pieces,
+    write_last_run,
 )
 from shardnet.cluster.head.requests import (
+    Constraints,
     adapter_uses,
     check_length,
     check_made,

@@ -35,8 +35,7 @@ from shardnet.runtime.loading.loading import set_compute_threads
 from shardnet.runtime.loading.model_facts import find_folder, stamp
 from shardnet.runtime.stage.executor import Executor
 from shardnet.tokenizers.formats.tokenizer_files import tokenizer_place
-from shardnet.tokenizers.text_process import TextProcess
-from shardnet.tokenizers.tokenizer import no_tokenizer
+from shardnet.tokenizers.tokenizer import TextProcess, no_tokenizer
 from shardnet.transport.loop import finish
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Redirect

@@ -29,7 +29,7 @@ from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.planning.placing import fits
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.cluster.store.found_models import HeldModel, dated, find_models
+from shardnet.cluster.store.local_models import HeldModel, dated, find_models
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import CheckpointError, RemoteProtocolError, ShardnetError, first_error
 from shardnet.model.families.stage_tensors import count_parameters

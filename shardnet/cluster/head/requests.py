@@ -1,7 +1,4 @@
-"""A client's request, checked against the model and made ready for the engine.
-
-Must not send anything, nor know links.
-"""
+"""A client's request, checked against the model, its constraint compiled, ready for the engine."""
 
 from __future__ import annotations
 
@@ -12,16 +9,20 @@ import msgspec
 from msgspec import structs
 
 from shardnet.cluster.head.lead import Lead
+from shardnet.constraints import Constraint
 from shardnet.errors import ContextExceededError, UsageError
 from shardnet.model.vision.picture import PictureProcessor
 from shardnet.output_params import OutputKind, OutputParams
+from shardnet.runtime.engine.guide import Constrained
 from shardnet.runtime.engine.outputs import output_bytes
 from shardnet.runtime.engine.requests import GenerationRequest, MadeToken
+from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.routing import MAX_ROUTING_BYTES
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import AdapterUse
 from shardnet.tokenizers.chat.chat_template import TemplateOptions
 from shardnet.tokenizers.detokenizer import TextStream
+from shardnet.tokenizers.grammar.grammars import Grammars
 from shardnet.tokenizers.tokenizer import check_token_ids, no_tokenizer
 from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS
 from shardnet.wire.messages.chat import (
@@ -372,3 +373,36 @@ def _check_routing(lead: Lead) -> None:
             f"{shape.top_k} experts in each of {shape.n_layers} layers take {row_bytes} bytes for "
             f"each token and {MAX_ROUTING_BYTES} travel: this model's routing cannot be recorded"
         )
+
+
+class Constraints:
+    """Makes what constrains the output of a request.
+
+    A constraint that is slow to compile delays those behind it, and no other request.
+    """
+
+    def __init__(self) -> None:
+        self._compiler = Executor("constraints")
+        self._masks = Executor("masks")
+
+    async def constrained(
+        self, constraint: Constraint | None, grammars: Grammars | None
+    ) -> Constrained | None:
+        """Compile a constraint; None for none. `grammars` are those of the model.
+
+        Raises UsageError where the model has no tokenizer, and what Grammars.matcher raises.
+        """
+        if constraint is None:
+            return None
+        if grammars is None:
+            raise UsageError(
+                "constraint: the model has no tokenizer, so its output has no text to constrain",
+                remedy="leave the constraint out, or take another model",
+            )
+        matcher = await self._compiler.run(lambda: grammars.matcher(constraint))
+        return Constrained(matcher=matcher, thread=self._masks)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._compiler.close()
+        self._masks.close()

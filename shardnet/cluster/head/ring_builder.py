@@ -25,8 +25,7 @@ from shardnet.cluster.sharing.replica_sources import check_same_model, choose_so
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import ShardnetError
-from shardnet.tokenizers.text_process import TextProcess
-from shardnet.tokenizers.tokenizer import Tokenizer, read_eos_ids
+from shardnet.tokenizers.tokenizer import TextProcess, Tokenizer, read_eos_ids
 from shardnet.transport.loop import finish
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.framing.schema import MAX_STAGES

@@ -1,4 +1,4 @@
-"""Where shardnet stores its files on this machine: configuration, cache, register of nodes.
+"""Where shardnet stores its files on this machine, the cluster key among them.
 
 $SHARDNET_* variables name a path themselves. Otherwise it is shardnet's folder below the $XDG_*
 one, on every system, and without that the one of platformdirs. A relative $XDG_* is ignored, as the
@@ -8,14 +8,19 @@ XDG specification asks. The folders may not exist.
 from __future__ import annotations
 
 import os
+import secrets
+import stat
+import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import platformdirs
 
-from shardnet.files import write_whole
+from shardnet.errors import ConfigurationError, UsageError
+from shardnet.files import NotOwnError, check_own, write_whole
 
 CACHE_DIR_VARIABLE: Final = "SHARDNET_CACHE_DIR"
 RUNTIME_DIR_VARIABLE: Final = "SHARDNET_RUNTIME_DIR"
@@ -84,3 +89,131 @@ def _config_dir(environment: Mapping[str, str]) -> Path:
 def _in_xdg(variable: str, environment: Mapping[str, str]) -> Path | None:
     base = environment.get(variable, "")
     return Path(base) / _NAME if os.path.isabs(base) else None
+
+
+KEY_BYTES: Final = 16
+_CHECK_BITS: Final = 12
+_PRIME: Final = 4093
+_REMAINDER: Final = 1
+"""A key read as one number leaves this remainder by that prime. 32 generates all remainders of the
+prime, so one wrong character, or two exchanged ones, always leave another."""
+_GROUP: Final = 4
+_ALPHABET: Final = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
+_N_CHARACTERS: Final = (KEY_BYTES * 8 + _CHECK_BITS) // 5
+_READ_AS: Final = str.maketrans("OIL", "011")
+"""Letters that the alphabet leaves out (Crockford's base 32), and the digits they are taken for."""
+_MAX_FILE_BYTES: Final = 1024
+_READ_ONLY: Final = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+"""Links are followed: a key may be kept elsewhere. What they lead to has to be this user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterKey:
+    """128 secret bits. Neither `repr` nor `str` shows them."""
+
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def make(cls) -> ClusterKey:
+        """Make a new key from the system's randomness."""
+        return cls(secrets.token_bytes(KEY_BYTES))
+
+    @classmethod
+    def parse(cls, text: str) -> ClusterKey:
+        """Parse a typed key: in groups, any case, O for 0, I and L for 1.
+
+        Raises UsageError, which describes the mistake without repeating the text.
+        """
+        characters = "".join(text.upper().replace("-", " ").split()).translate(_READ_AS)
+        if len(characters) != _N_CHARACTERS:
+            raise UsageError(
+                f"a cluster key has {_N_CHARACTERS} characters in groups of {_GROUP}, "
+                f"{len(characters)} were given",
+                remedy="type it again",
+            )
+        number = 0
+        for place, character in enumerate(characters):
+            if character not in _ALPHABET:
+                raise UsageError(
+                    f"character {place + 1} of the cluster key, in group {place // _GROUP + 1}, "
+                    "is none that a key may have",
+                    remedy="type it again",
+                )
+            number = number * len(_ALPHABET) + _ALPHABET.index(character)
+        if number % _PRIME != _REMAINDER:
+            raise UsageError(
+                "the cluster key is mistyped, its checksum does not match", remedy="type it again"
+            )
+        return cls((number >> _CHECK_BITS).to_bytes(KEY_BYTES, "big"))
+
+    def text(self) -> str:
+        """Format the key: seven groups of four characters, the last ones a checksum."""
+        number = int.from_bytes(self.secret, "big") << _CHECK_BITS
+        number += (_REMAINDER - number) % _PRIME
+        digits = [_ALPHABET[number >> 5 * place & 31] for place in range(_N_CHARACTERS)]
+        characters = "".join(reversed(digits))
+        groups = range(0, _N_CHARACTERS, _GROUP)
+        return "-".join(characters[start : start + _GROUP] for start in groups)
+
+
+def load_key(path: Path) -> ClusterKey | None:
+    """Load the key stored at `path`, None if there is no file.
+
+    Raises ConfigurationError if users other than its owner may read it, or it is damaged.
+    """
+    try:
+        found, content = _read(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigurationError(
+            f"the key file {path} cannot be read: {error.strerror}",
+            remedy="name another with --key-file",
+        ) from error
+    if sys.platform != "win32" and stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConfigurationError(
+            f"the key file {path} is open to others than its owner",
+            remedy=f"run `chmod 600 {path}`, and make a new key if one of them may have read it",
+        )
+    try:
+        check_own(found, path)
+    except NotOwnError as error:
+        raise ConfigurationError(
+            f"the key file {path} is not used: {error.strerror}",
+            remedy="name one of your own with --key-file",
+        ) from error
+    try:
+        return ClusterKey.parse(content.decode(errors="replace"))
+    except UsageError as error:
+        raise ConfigurationError(
+            f"the key file {path} is damaged: {error.message}", remedy=error.remedy
+        ) from error
+
+
+def _read(path: Path) -> tuple[os.stat_result, bytes]:
+    """Return the status and the content of a key file. Raises OSError. Never waits for a pipe."""
+    descriptor = os.open(path, _READ_ONLY)
+    try:
+        found = os.fstat(descriptor)
+        return found, os.read(descriptor, _MAX_FILE_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def store_key(key: ClusterKey, path: Path, *, replace: bool = False) -> None:
+    """Store the key at `path`, readable for its owner alone (mode 600).
+
+    Raises ConfigurationError if another key is there and `replace` is not set, or if the file
+    cannot be written.
+    """
+    if not replace and load_key(path) not in (None, key):
+        raise ConfigurationError(
+            f"{path} holds the key of another cluster", remedy="add --replace to leave that one"
+        )
+    try:
+        write_whole(path, f"{key.text()}\n".encode(), is_durable=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the key file {path} cannot be written: {error.strerror}",
+            remedy="name another with --key-file",
+        ) from error

@@ -18,12 +18,13 @@ from itertools import zip_longest
 import psutil
 
 from shardnet.cluster.machine import kernels
-from shardnet.cluster.machine.container import (
+from shardnet.cluster.machine.cores import (
     container_cores,
     container_free_bytes,
     container_limit_bytes,
+    group_cores,
+    read_cores,
 )
-from shardnet.cluster.machine.cores import group_cores, read_cores
 from shardnet.cluster.machine.device_list import (
     AUTO,
     BY_TEXT,
@@ -36,7 +37,7 @@ from shardnet.cluster.machine.device_list import (
 )
 from shardnet.cluster.machine.local_nodes import this_network
 from shardnet.errors import ConfigurationError, UsageError
-from shardnet.runtime.stage.plugin import ComputePlugin, installed_compute, installed_computes
+from shardnet.runtime.stage.compute import ComputePlugin, installed_compute, installed_computes
 from shardnet.types import PORTABLE_ARITHMETIC, Arith, DType, NodeId
 from shardnet.wire.framing.schema import MAX_DEVICES
 

@@ -43,7 +43,7 @@ from shardnet.runtime.loading.measuring import (
     rounded,
 )
 from shardnet.runtime.loading.model_facts import find_folder
-from shardnet.runtime.processors.processor_use import ProcessorUse
+from shardnet.runtime.processors.alertness import ProcessorUse
 from shardnet.types import Arith, DType, KvDType, LayerRange
 from shardnet.wire.messages.measurements import (
     DeviceMeasured,
@@ -307,7 +307,7 @@ def measure_gather(n_shards: int) -> Sequence[Callable[[], float]]:
     """
     import torch
 
-    from shardnet.model.shards.memory_group import MemoryGroup, SharedMemory
+    from shardnet.model.shards.group import MemoryGroup, SharedMemory
 
     memory = SharedMemory.create(n_shards)
     ends = [COLUMNS * shard // n_shards for shard in range(n_shards + 1)]

@@ -13,8 +13,8 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardnet import __version__
-from shardnet.cluster.member.stage_span import DataEnd
-from shardnet.cluster.peers.address_diagnosis import HANDSHAKE_S as PROBE_S
+from shardnet.cluster.member.ring_membership import DataEnd
+from shardnet.cluster.peers.rtt_probe import HANDSHAKE_S as PROBE_S
 from shardnet.transport import tcp
 from shardnet.transport.address import host_of, split_address
 from shardnet.transport.admission import KnownHosts

@@ -20,19 +20,15 @@ from shardnet.cluster.member.refusals import (
     refuse_if_busy,
     refuse_others,
 )
-from shardnet.cluster.member.ring_membership import OnBroken, RingMembership
-from shardnet.cluster.member.stage_loader import PrefixDisk, StageLoader
-from shardnet.cluster.member.stage_span import DialData, span_of
-from shardnet.cluster.member.stage_state import PreparedStage, stage_state
+from shardnet.cluster.member.ring_membership import DialData, OnBroken, RingMembership, span_of
+from shardnet.cluster.member.stage_loader import PrefixDisk, PreparedStage, StageLoader, stage_state
 from shardnet.errors import PeerFailedError, ShardnetError, UsageError
-from shardnet.runtime.loading.joined import computes_by_device
-from shardnet.runtime.loading.loaded_stage import LoadedStage
+from shardnet.runtime.loading.loaded_stage import LoadedStage, computes_by_device
 from shardnet.runtime.loading.loading import release_freed_memory, set_compute_threads
 from shardnet.runtime.ring.pipeline import Pipeline
-from shardnet.runtime.stage.compute import StageCompute
-from shardnet.runtime.stage.compute_threads import ONE_DEVICE, ComputeThreads
+from shardnet.runtime.stage.compute import ComputePlugin, StageCompute
+from shardnet.runtime.stage.executor import ONE_DEVICE, ComputeThreads
 from shardnet.runtime.stage.handover import Lane
-from shardnet.runtime.stage.plugin import ComputePlugin
 from shardnet.runtime.stage.progress import ProgressReporter
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder
 from shardnet.stage.packs.pack_cache import drop_pages

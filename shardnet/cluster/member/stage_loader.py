@@ -1,4 +1,4 @@
-"""Loads the stages of this node on a thread of its own, and other long work to its end."""
+"""Loads the stages of this node on a thread of its own, and tells how they are."""
 
 from __future__ import annotations
 
@@ -10,21 +10,32 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec.structs import replace
+
 from shardnet.cluster.machine.device_list import METAL, MPS
+from shardnet.cluster.member.ring_membership import RingMembership
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import PeerFailedError, ShardnetError
-from shardnet.runtime.loading.joined import Progress, join, load_by_device
-from shardnet.runtime.loading.loaded_stage import KeptWeights, LoadedStage
+from shardnet.runtime.loading.loaded_stage import (
+    KeptWeights,
+    LoadedStage,
+    Progress,
+    join,
+    load_by_device,
+)
 from shardnet.runtime.loading.loading import load, release_freed_memory
-from shardnet.runtime.stage.compute_threads import ComputeThreads
-from shardnet.runtime.stage.plugin import ComputePlugin
+from shardnet.runtime.stage.compute import ComputePlugin
+from shardnet.runtime.stage.executor import ComputeThreads
 from shardnet.runtime.stage.progress import ProgressReporter
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.transport.loop import finish
+from shardnet.wire.framing.schema import MAX_DEVICES
+from shardnet.wire.messages.diagnostics import PartState, PrefixState, StageState, StandbyState
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:
     from shardnet.stage.prefixes.prefix_store import PrefixStore
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
+
 
 T = TypeVar("T")
 
@@ -217,3 +228,92 @@ def prefixes_of(stage: LoadedStage) -> list[StagePrefixes]:
     """List the prefixes of a stage and of its parts."""
     parts = stage.parts or (stage,)
     return [part.prefixes for part in parts if part.prefixes is not None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedStage:
+    """A stage that is ready for a ring to come; it may be the one that is in use.
+
+    If that comes when the node `stands_for` is lost, the stage is a standby.
+    """
+
+    ring: str
+    stage: LoadedStage
+    stands_for: str
+
+
+def stage_state(
+    loaded: LoadedStage | None,
+    prepared: PreparedStage | None,
+    membership: RingMembership | None,
+    device_names: Sequence[str],
+) -> StageState | None:
+    """Describe a loaded stage, one that is ready, and the place in a ring, for people.
+
+    Its parts are told of where the node has several devices.
+    """
+    standby = None if prepared is None else _standby_state(prepared, loaded)
+    loaded = loaded or (prepared.stage if standby and prepared else None)
+    if loaded is None:
+        return None
+    state = StageState(
+        model=loaded.order.model,
+        layers=(loaded.order.layers.start, loaded.order.layers.end),
+        dtype=loaded.order.dtype.value,
+        kernel=loaded.kernel,
+        weight_bytes=loaded.weight_bytes,
+        room_blocks=loaded.room_blocks,
+        used_blocks=loaded.compute.used_blocks,
+        prefixes=_prefix_state(loaded.prefixes),
+        standby=standby,
+        parts=_parts(loaded, device_names) if len(device_names) > 1 else [],
+    )
+    if membership is None or membership.is_over:
+        return state
+    return replace(
+        state,
+        n_open=membership.n_open,
+        rank=membership.rank,
+        n_stages=len(membership.addresses),
+        epoch=membership.epoch,
+        head=membership.owner,
+    )
+
+
+def _parts(loaded: LoadedStage, device_names: Sequence[str]) -> list[PartState]:
+    return [
+        PartState(
+            layers=(part.order.layers.start, part.order.layers.end),
+            devices=[device.name for device in part.order.shards]
+            or [device_names[part.order.place]],
+            weight_bytes=part.weight_bytes,
+        )
+        for part in loaded.parts or (loaded,)
+    ][:MAX_DEVICES]
+
+
+def _prefix_state(prefixes: StagePrefixes | None) -> PrefixState | None:
+    if prefixes is None:
+        return None
+    store = prefixes.files.store
+    return PrefixState(
+        used_bytes=store.used_bytes,
+        limit_bytes=store.limit_bytes,
+        saved_positions=prefixes.figures.saved,
+        restored_positions=prefixes.figures.restored,
+        bytes_per_s=store.bytes_per_s,
+    )
+
+
+def _standby_state(prepared: PreparedStage, loaded: LoadedStage | None) -> StandbyState | None:
+    if not prepared.stands_for:
+        return None
+    stage = prepared.stage
+    parts = [part for part in stage.parts or (stage,) if part is not loaded]
+    if loaded is not None:
+        parts = [part for part in parts if part not in loaded.parts]
+    return StandbyState(
+        node=prepared.stands_for,
+        layers=(parts[0].order.layers.start, parts[-1].order.layers.end) if parts else (0, 0),
+        weight_bytes=sum(part.weight_bytes for part in parts),
+    )

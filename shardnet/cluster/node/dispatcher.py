@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.node.parts import StageParts
-from shardnet.cluster.peers.clocks import now_us
 from shardnet.cluster.peers.control_link import ControlLink, Handler, MessageHandlers
+from shardnet.cluster.peers.peer_links import now_us
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.supervision import supervised
 from shardnet.cluster.sharing.sharing import Sharing

@@ -18,17 +18,17 @@ from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.member.dialer import Dialer
 from shardnet.cluster.member.kv_orders import HostedKv, KvOrders
+from shardnet.cluster.member.ring_membership import DataEnd
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import StageOrders, stage_devices
-from shardnet.cluster.member.stage_span import DataEnd
-from shardnet.cluster.node.own_state import OwnState
+from shardnet.cluster.node.pressure import OwnState
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers.advertisement import Advertisement
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
-from shardnet.cluster.sharing.bulk_server import SendRate
+from shardnet.cluster.sharing.bulk_client import SendRate
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import ShardnetError

@@ -1,8 +1,4 @@
-"""Gives memory and processors back where this machine needs them, and takes part again later.
-
-Knows in which order: what can be made again first, then an idle model, then all layers, as a drain
-gives them away; and that nobody has used a model for long. Must not judge when memory is short
-(cluster/pressure/).
+"""What this node is and does now; gives memory and processors back where its machine needs them.
 
 A node that rests takes no new layers. It leaves the rings of other heads; of a ring that it leads
 it takes no new requests, and frees it with the last one.
@@ -13,14 +9,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
+from shardnet import __version__
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.encoders import Encoders
 from shardnet.cluster.head.head import Head
+from shardnet.cluster.machine.device_list import CPU
+from shardnet.cluster.machine.profile import Device, available_cores, make_host_id
 from shardnet.cluster.member.stage_host import StageHost
+from shardnet.cluster.member.stage_orders import StageOrders
 from shardnet.cluster.node.drain import NodeDrain
+from shardnet.cluster.node.settings import NodeSettings
+from shardnet.cluster.peers.advertisement import Advertisement
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.pressure.policy import (
     SHORT_OF_MEMORY,
@@ -32,10 +34,12 @@ from shardnet.cluster.pressure.policy import (
 )
 from shardnet.cluster.router.router import Router
 from shardnet.errors import BusyError, ShardnetError
-from shardnet.types import NodeId
+from shardnet.types import PORTABLE_ARITHMETIC, NodeId
+from shardnet.wire.framing.schema import MAX_NAME
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.diagnostics import PressureState
 from shardnet.wire.messages.generation import Unload
+from shardnet.wire.messages.membership import DeviceInfo, NodeInfo, StageInfo
 from shardnet.wire.messages.stages import DropWarm
 
 LOOK_S: Final = 2.0
@@ -230,3 +234,81 @@ class UnusedModels:
             return False
         await control.ask(Unload(request=control.next_request(), idle_s=idle_s), Done)
         return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnState:
+    """Describes this node at any time."""
+
+    settings: NodeSettings
+    advertisement: Advertisement
+    host: StageHost
+    orders: StageOrders
+    started_s: float = field(default_factory=time.monotonic)
+
+    def info(self) -> NodeInfo:
+        """Describe this node: who it is, its memory in bytes, and the stage it has loaded."""
+        loaded, membership = self.host.loaded, self.host.membership
+        first, *others = devices = self.settings.budget.devices
+        total_bytes = self.orders.memory_bytes()
+        used_bytes = loaded.weight_bytes if loaded else 0
+        stage = None
+        if loaded is not None:
+            layers = loaded.order.layers
+            stage = StageInfo(
+                model=loaded.order.model,
+                layers=(layers.start, layers.end),
+                rank=None if membership is None or membership.is_over else membership.rank,
+            )
+        return NodeInfo(
+            node=self.settings.node,
+            name=self.settings.name,
+            address=self.advertisement.address,
+            version=__version__,
+            device=" + ".join(device.description for device in devices)[:MAX_NAME],
+            memory_bytes=total_bytes,
+            memory_free_bytes=max(0, total_bytes - used_bytes),
+            cores=available_cores(),
+            threads=self.orders.threads,
+            dtypes=[dtype.value for dtype in first.dtypes],
+            host_id=make_host_id(),
+            stage=stage,
+            isa=first.isa,
+            arithmetic=" + ".join(dict.fromkeys(map(self._arithmetic_of, devices)))[:MAX_NAME],
+            uptime_s=time.monotonic() - self.started_s,
+            is_draining=self.host.refusals.is_draining,
+            rests=self.host.refusals.rests,
+            devices=self._devices() if others else [],
+            tensor_parallel=self.settings.tensor_parallel,
+        )
+
+    def _devices(self) -> list[DeviceInfo]:
+        room = self.orders.device_bytes()
+        return [
+            DeviceInfo(
+                name=device.name,
+                device=device.description,
+                memory_bytes=n_bytes,
+                threads=self.orders.threads_of(place),
+                dtypes=[dtype.value for dtype in device.dtypes],
+                isa=device.isa,
+                arithmetic=self._arithmetic_of(device),
+            )
+            for place, (device, n_bytes) in enumerate(
+                zip(self.settings.budget.devices, room, strict=True)
+            )
+        ]
+
+    def _arithmetic_of(self, device: Device) -> str:
+        """Name a device's arithmetic: behind a device of the kernel text the CPU's is its own."""
+        first = self.settings.budget.device
+        is_behind = device.kind == CPU and first.arithmetic == PORTABLE_ARITHMETIC
+        return PORTABLE_ARITHMETIC if is_behind and first.driver else device.arithmetic
+
+    def memory_free_bytes(self) -> int:
+        """Return the bytes that a stage may take and that are not loaded."""
+        return self.info().memory_free_bytes
+
+    def threads(self) -> int:
+        """Return the threads that a stage computes with."""
+        return self.orders.threads

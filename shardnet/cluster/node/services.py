@@ -13,28 +13,24 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from shardnet.cluster.deputy.copying import Copying
-from shardnet.cluster.deputy.kept_values import KeptValues
+from shardnet.cluster.deputy.copying import Copying, KeptValues
 from shardnet.cluster.head.clients import Clients
-from shardnet.cluster.head.constraints import Constraints
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.encoders import Encoders
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.pictures import Pictures
+from shardnet.cluster.head.requests import Constraints
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.machine.device_list import CUDA, NVIDIA
-from shardnet.cluster.machine.owner_use import OwnerUse, memory_stalled
-from shardnet.cluster.machine.temperature import gpu_use
-from shardnet.cluster.member.audit_orders import AuditOrders
-from shardnet.cluster.member.prefix_orders import PrefixOrders
+from shardnet.cluster.machine.temperature import OwnerUse, gpu_use, memory_stalled
+from shardnet.cluster.member.kv_orders import AuditOrders, PrefixOrders
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.node.dispatcher import Dispatcher, NodeMessages
 from shardnet.cluster.node.drain import NodeDrain
 from shardnet.cluster.node.parts import LinkParts, NodeEvents, StageParts
 from shardnet.cluster.node.pressure import NodePressure, UnusedModels
-from shardnet.cluster.node.reporter import NodeReporter
-from shardnet.cluster.node.ring_activity import RingWatch
+from shardnet.cluster.node.reporter import NodeReporter, RingWatch
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers.control_link import MessageHandlers
 from shardnet.cluster.planning.planning import Planner
@@ -48,7 +44,7 @@ from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.cluster.recovery.standbys import Standbys
 from shardnet.cluster.router.router import Router
 from shardnet.errors import ConfigurationError
-from shardnet.runtime.loading.picture_processor import processor_at
+from shardnet.runtime.loading.model_facts import processor_at
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
 from shardnet.wire.messages.handshake import PeerRole, Purpose

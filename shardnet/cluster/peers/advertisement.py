@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 
 from shardnet import __version__
 from shardnet.cluster.discovery.discovery import Discovery
-from shardnet.cluster.discovery.node_record import NodeRecord
-from shardnet.cluster.discovery.service_browser import Goodbye
+from shardnet.cluster.discovery.service_browser import Goodbye, NodeRecord
 from shardnet.cluster.machine.addresses import (
     LocalAddress,
     format_addresses,

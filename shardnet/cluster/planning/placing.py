@@ -23,9 +23,8 @@ from shardnet.cluster.placement.figures import (
     Placement,
 )
 from shardnet.cluster.placement.placement import place, place_exactly, place_streaming
-from shardnet.cluster.placement.rings import Division, divide
 from shardnet.cluster.placement.room import fits_somehow
-from shardnet.cluster.placement.spans import grouped, place_span, weigh_spans
+from shardnet.cluster.placement.spans import Division, divide, grouped, place_span, weigh_spans
 from shardnet.cluster.placement.words import LISTED
 from shardnet.cluster.planning.candidates import (
     NO_HOLDINGS,
@@ -35,9 +34,9 @@ from shardnet.cluster.planning.candidates import (
     fetching,
     forms_of,
     holders_of,
+    tensor_parallel_of,
 )
 from shardnet.cluster.planning.model_shape import UNQUANTIZED, QuantizationChoice
-from shardnet.cluster.planning.node_devices import tensor_parallel_of
 from shardnet.cluster.planning.plan import Plan, silent_words
 from shardnet.cluster.planning.ring_dtypes import (
     NodeForm,

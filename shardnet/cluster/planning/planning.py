@@ -20,7 +20,7 @@ from pathlib import Path
 from msgspec import structs
 
 from shardnet.checkpoint.hub_cache import HubName
-from shardnet.cluster.download.pulling import pull_beside
+from shardnet.cluster.download.hub import pull_beside
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured, OnMeasured, StageRun
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import NodeDirectory

@@ -15,8 +15,8 @@ from shardnet.errors import WrongValuesError
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.prefixes import FoundPrefix, Prefixes
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
-from shardnet.runtime.scheduling.limits import RingLimits, StepLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
+from shardnet.runtime.scheduling.step_cost import RingLimits, StepLimits
 from shardnet.runtime.stage.compute import StepFailed
 from shardnet.types import PREFILL_CHUNK_ROWS, STATE_SLOTS, Epoch, LayerRange, SequenceId
 from shardnet.wire.messages.stages import (

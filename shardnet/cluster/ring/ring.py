@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from shardnet.cluster.peers.clocks import ClockOffset
+from shardnet.cluster.peers.peer_links import ClockOffset
 from shardnet.cluster.ring.engine_maker import EngineMaker
 from shardnet.cluster.ring.ring_spec import RingSpec, RingUse
 from shardnet.cluster.ring.stage_port import StagePort

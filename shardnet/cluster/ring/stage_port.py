@@ -12,12 +12,16 @@ from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from shardnet.cluster.member.audit_orders import audit_stage, compute_for_audit
-from shardnet.cluster.member.prefix_orders import find_prefix, restore_prefix
+from shardnet.cluster.member.kv_orders import (
+    audit_stage,
+    compute_for_audit,
+    find_prefix,
+    restore_prefix,
+)
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import PhaseProgress
-from shardnet.cluster.peers.clocks import ClockOffset, compare_clock, same_clock
 from shardnet.cluster.peers.control_link import Answer, ControlLink
+from shardnet.cluster.peers.peer_links import ClockOffset, compare_clock, same_clock
 from shardnet.errors import ShardnetError, first_error
 from shardnet.runtime.engine.encoding import FirstStage
 from shardnet.runtime.ring.pipeline import Pipeline

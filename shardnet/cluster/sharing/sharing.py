@@ -22,8 +22,13 @@ from shardnet.cluster.machine.folders import ADAPTERS_FOLDER
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.sharing.adapter_sharing import AdapterSharing
-from shardnet.cluster.sharing.bulk_client import BulkClient, SourceRefused
-from shardnet.cluster.sharing.bulk_server import BulkServer, KvHolder, SendRate
+from shardnet.cluster.sharing.bulk_client import (
+    BulkClient,
+    BulkServer,
+    KvHolder,
+    SendRate,
+    SourceRefused,
+)
 from shardnet.cluster.sharing.fetching import Fetch
 from shardnet.cluster.sharing.replica_sources import ReplicaSource, agreed
 from shardnet.cluster.store.adapter_store import AdapterStore

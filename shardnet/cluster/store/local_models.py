@@ -1,25 +1,245 @@
-"""Find the models on this machine: checkpoint folders by path, replicas by id.
+"""Find the models on this machine, in any store, and identify those with large headers apart.
 
-Knows which folder a path or an id means here. Blocks on the disk: to be called on one thread for
-that. Must not know other nodes.
+Blocks on the disk: to be called on one thread for that.
+
+Opens no model.
+
+Reading a hundred thousand headers takes seconds of Python, for which the streams of this process
+would stand still again and again. Blocks: for threads that may wait.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
 import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, Final
 
+from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.checkpoint.replica import TensorFiles, TensorPart, part_of
+from shardnet.checkpoint.formats.gguf_header import gguf_files
+from shardnet.checkpoint.hub_cache import cache_root, pulled_models
+from shardnet.checkpoint.model_names import FoundModel
+from shardnet.checkpoint.ollama_store import (
+    lm_studio_models,
+    lm_studio_roots,
+    models_below,
+    named_folders,
+    ollama_models,
+    ollama_roots,
+)
+from shardnet.checkpoint.replica import StoredLayers, TensorFiles, TensorPart, part_of
 from shardnet.checkpoint.replica_journal import FileStamp
-from shardnet.cluster.store.identify_apart import identify_guarded
+from shardnet.checkpoint.tensors.checkpoint_files import find_file, folder_entries, open_file
+from shardnet.checkpoint.tensors.manifest import is_blob
+from shardnet.checkpoint.tensors.stored_tensor import AGAIN
+from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.model_cache import ModelCache, ModelUse
-from shardnet.errors import CheckpointError
+from shardnet.errors import CheckpointError, ShardnetError
 from shardnet.files import make_own_folder, open_own, read_own
-from shardnet.runtime.loading.model_facts import ModelFacts, find_folder, stamp
+from shardnet.guard.helper_process import HelperProcess, JobFailedError, JobLimits
+from shardnet.model.families.registry import parse_config
+from shardnet.runtime.loading.model_facts import ModelFacts, find_folder, identify, stamp
+from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
+from shardnet.threads import DaemonThreads
+from shardnet.types import DType, LayerRange
+
+OWN_STORE: Final = "shardnet"
+REPLICA_STORE: Final = "other nodes"
+MAX_FOUND: Final = 8192
+"""Models that are listed of one machine."""
+
+Scan = Callable[[Path], Iterable[FoundModel]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldModel:
+    """A model of this machine. `held_bytes` is what of a replica is here, None for a whole one."""
+
+    found: FoundModel
+    held_bytes: int | None = None
+    whole_bytes: int = 0
+
+
+async def find_models(disk: DiskJobs, cache: ModelCache) -> list[HeldModel]:
+    """List the models of this machine, the bundled one first, each name once.
+
+    A store that cannot be read is listed by its path, with the reason.
+    """
+    own = FoundModel(name=DEFAULT_MODEL_NAME, store=OWN_STORE, path=DEFAULT_MODEL_PATH)
+    scans: list[tuple[Path, Scan]] = [
+        (own.path, lambda root: [own]),
+        (cache_root(), pulled_models),
+        *((root, ollama_models) for root in ollama_roots()),
+        *((root, lm_studio_models) for root in lm_studio_roots()),
+    ]
+    named = [(folder, models_below) for folder in named_folders()]
+    lists = await asyncio.gather(
+        *(_scan(disk, root, scan) for root, scan in scans),
+        *(_scan(disk, folder, scan, must_exist=True) for folder, scan in named),
+    )
+    found = [HeldModel(found=model) for listed in lists for model in listed]
+    by_name: dict[str, HeldModel] = {}
+    for held in found + await _replicas(disk, cache):
+        by_name.setdefault(held.found.name, held)
+    return list(by_name.values())[:MAX_FOUND]
+
+
+async def _scan(
+    disk: DiskJobs, root: Path, scan: Scan, *, must_exist: bool = False
+) -> list[FoundModel]:
+    """List one store; nothing if it is not there, unless it `must_exist`."""
+
+    def job() -> list[FoundModel]:
+        try:
+            os.stat(root)
+        except (FileNotFoundError, NotADirectoryError):
+            if must_exist:
+                raise
+            return []
+        return [dated(model) for model in scan(root)]
+
+    try:
+        return await disk.run(root, job)
+    except OSError as error:
+        failure = error.strerror or str(error)
+    except ShardnetError as error:
+        failure = str(error)
+    return [FoundModel(name=str(root), store=OWN_STORE, path=root, failure=failure)]
+
+
+def dated(model: FoundModel) -> FoundModel:
+    """Add when a model's folder or file last changed, if it is there. Blocks."""
+    try:
+        return replace(model, modified_s=max(0, int(os.stat(model.path).st_mtime)))
+    except OSError:
+        return model
+
+
+async def _replicas(disk: DiskJobs, cache: ModelCache) -> list[HeldModel]:
+    """List what came from other nodes under some name."""
+
+    def job() -> list[HeldModel]:
+        return [
+            HeldModel(
+                found=dated(FoundModel(name=cached.name, store=REPLICA_STORE, path=folder)),
+                held_bytes=cached.size_bytes,
+                whole_bytes=cached.whole_bytes,
+            )
+            for cached in cache.models()
+            if cached.name and (folder := cache.find(cached.model_id)) is not None
+        ]
+
+    try:
+        return await disk.run(cache.folder, partial(job))
+    except ShardnetError:
+        return []  # `shardnet cache ls` says why
+
+
+LARGE_BYTES: Final = 1 << 20
+"""Headers of more bytes than this are read in another process."""
+LIMITS: Final = JobLimits(cpu_s=60, wall_s=300.0, memory_bytes=2 << 30, reply_bytes=64 << 20)
+
+_MODULE = "shardnet.cluster.store.identify_program"
+_POLL_S = 0.5
+"""A thread that wakes up so often is not taken for one that hangs on a disk (disk_jobs.py)."""
+
+
+def identify_guarded(path: Path) -> ModelFacts:
+    """Identify a checkpoint here, or in another process where its headers are large.
+
+    Raises what `identify` raises, CheckpointError too for headers that take too long or too much
+    memory.
+    """
+    return identify(path) if header_bytes(path) <= LARGE_BYTES else identify_apart(path)
+
+
+def identify_apart(path: Path) -> ModelFacts:
+    """Identify a checkpoint in another process; raises as `identify_guarded`."""
+    process, threads = HelperProcess(_MODULE), DaemonThreads(1, "shardnet-identify")
+    try:
+        asked = threads.submit(process.call, "identify", {"path": str(path)}, LIMITS)
+        while not asked.done():
+            with contextlib.suppress(TimeoutError):
+                asked.exception(_POLL_S)
+        value, _ = asked.result()
+    except JobFailedError as error:
+        raise CheckpointError(
+            f"{path}: reading its headers failed: {error}", remedy=AGAIN
+        ) from error
+    finally:
+        process.close()
+        threads.close()
+    return _facts(path, value)
+
+
+def header_bytes(path: Path) -> int:
+    """Return how many bytes of headers a checkpoint has at most, as far as its files tell."""
+    try:
+        if not path.is_dir():
+            return sum(_size_bytes(file) for file in gguf_files(path))
+        return sum(_header_bytes(path / name) for name in folder_entries(path))
+    except (OSError, CheckpointError):
+        return 0  # opening it says what is wrong
+
+
+def _header_bytes(file: Path) -> int:
+    if file.name.endswith((".gguf", ".bin", ".pth", ".index.json")) or is_blob(file.name):
+        return _size_bytes(file)
+    if file.name.endswith(".safetensors"):
+        with open_file(file) as opened:
+            return int.from_bytes(opened.read(8), "little")
+    return 0
+
+
+def _size_bytes(file: Path) -> int:
+    status = find_file(file)
+    return status.st_size if status is not None else 0
+
+
+def _facts(path: Path, value: dict[str, Any]) -> ModelFacts:
+    stored, linear = value["stored_dtype"], value["linear_dtype"]
+    return ModelFacts(
+        model_id=value["model_id"],
+        path=path,
+        config=parse_config(json.loads(value["config_text"]), str(path), []),
+        config_text=value["config_text"],
+        stamp=tuple((name, size, time_ns) for name, size, time_ns in value["stamp"]),
+        is_complete=value["is_complete"],
+        stored_dtype=DType(stored) if stored else None,
+        linear_dtype=DType(linear) if linear else None,
+        packed=_packed(value["packed"]) if value["packed"] else None,
+        form=value["form"],
+        size_bytes=value["size_bytes"],
+        unknown_keys=tuple(value["unknown_keys"]),
+        recommended=value["recommended"],
+        layers=StoredLayers(
+            size_bytes=tuple(value["layers"]["size_bytes"]),
+            held=tuple(LayerRange(**held) for held in value["layers"]["held"]),
+        ),
+        has_mtp=value["has_mtp"],
+        tower_bytes={DType(name): n_bytes for name, n_bytes in value["tower_bytes"].items()},
+        picture_layers=value["picture_layers"],
+    )
+
+
+def _packed(value: dict[str, Any]) -> PackedSizes:
+    return PackedSizes(
+        layers=tuple(PackedCount(**count) for count in value["layers"]),
+        experts=tuple(PackedCount(**count) for count in value["experts"]),
+        embedding=PackedCount(**value["embedding"]),
+        head=PackedCount(**value["head"]),
+        is_tied=value["is_tied"],
+        can_stream=value["can_stream"],
+        is_all=value["is_all"],
+    )
+
 
 MAX_BYTES = 1 << 28
 """Largest cache file that is read: a million parts."""

@@ -37,9 +37,9 @@ from shardnet.model.cache.slot_blocks import (
     BlockDigests,
     SharedBlock,
     SlotContents,
+    SlotState,
     first_block,
 )
-from shardnet.model.cache.slot_state import SlotState
 from shardnet.model.config.model_config import HeadShape, StateShape
 from shardnet.model.kernels.devices import capacity_error_for
 from shardnet.model.kernels.library import native_kernels

@@ -181,7 +181,7 @@ def load_hybrid(
 ) -> Layer:
     """Take the parameters of a layer; `projections` takes those of its DeltaNet."""
     from shardnet.model.layers.decoder_layer import Layer, Residual
-    from shardnet.model.layers.gated_attention import GatedAttention
+    from shardnet.model.layers.mixed_attention import GatedAttention
     from shardnet.model.layers.modules import GatedMlp
 
     own, prefix = config.delta_net, f"model.layers.{layer}"

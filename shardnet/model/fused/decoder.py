@@ -19,8 +19,7 @@ from shardnet.model.devices.coverage import why_not
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_layers import Device, DeviceLayers, DeviceLinear
 from shardnet.model.fused.decode_graphs import Capture, DecodeGraphs
-from shardnet.model.fused.layers import NativeLayers
-from shardnet.model.fused.sublayers import NativeSublayers
+from shardnet.model.fused.layers import NativeLayers, NativeSublayers
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.panel_linear import PanelLinear

@@ -14,7 +14,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from shardnet.model.cache.slot_state import SlotState
+from shardnet.model.cache.slot_blocks import SlotState
 from shardnet.model.fused.structs import NativeSublayer, ResidualStruct, aligned, check_shape
 from shardnet.model.kernels.library import SCRATCH, NativeKernels, check_memory
 from shardnet.model.kernels.linear import NativeLinear, is_native

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardnet.model.arithmetic.head_matmuls import HeadMatmuls
+from shardnet.model.arithmetic.row_functions import HeadMatmuls
 from shardnet.model.config.model_config import Latent, ModelConfig, Temperature
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep, attention

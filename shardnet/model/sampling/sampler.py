@@ -1,28 +1,185 @@
-"""The sampler of the last stage: logits in, token ids and logprobs out.
-
-Knows the order of filters and the noise that docs/protocol.md, "Sampling", fixes. Must not know
-sequences, slots or frames: a row's token is a pure function of its logits, parameters, seed, sample
-index, position and the tokens before it, in any batch.
-"""
+"""The sampler of the last stage: logits and noise in, token ids and logprobs out."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from shardnet.constraints import TokenMask
 from shardnet.errors import CheckpointError, NumericalError, WrongValuesError
+from shardnet.model.arithmetic.elementary import many_exponentials, natural_logarithm
 from shardnet.model.kernels.devices import where_float64
-from shardnet.model.sampling.logprobs import rows_logprobs
 from shardnet.model.sampling.penalties import NO_CONTEXT, RowContext, change_logits, changes_logits
-from shardnet.model.sampling.philox import gumbel_noise
 from shardnet.model.sampling.token_masks import forbidden_tokens
 from shardnet.sampling_params import SamplingParams, TokenLogprobs
+
+Words = npt.NDArray[np.uint32]
+TokenIdArray = npt.NDArray[np.int64]
+Noise = npt.NDArray[np.float64]
+
+WORD_LIMIT = 2**32
+"""Positions, sample indices and token ids must be below it: each takes one word of the counter."""
+
+WORDS_PER_BLOCK = 4
+
+_ROUNDS = 10
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
+_MULTIPLIER_0, _MULTIPLIER_2 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
+
+
+def philox4x32(counters: npt.ArrayLike, key: tuple[int, int]) -> Words:
+    """Run Philox4x32-10 on many counters under one key.
+
+    `counters` has shape [4, N], one block a column; `key` is (word 0, word 1). Returns the output
+    blocks, uint32 [4, N]. Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+    SC 2011; the constants and the order of words are those of Random123's philox.h.
+    """
+    blocks = np.array(counters, dtype=np.uint64)  # [4, N], 32 bits used: products need 64
+    word_0, word_1, word_2, word_3 = blocks
+    product_0, product_2 = np.empty_like(word_0), np.empty_like(word_2)
+    for turn in range(_ROUNDS):
+        np.multiply(word_0, _MULTIPLIER_0, out=product_0)
+        np.multiply(word_2, _MULTIPLIER_2, out=product_2)
+        np.right_shift(product_2, _HALF, out=word_0)
+        word_0 ^= word_1
+        word_0 ^= np.uint64((key[0] + turn * _WEYL_0) % WORD_LIMIT)
+        np.right_shift(product_0, _HALF, out=word_2)
+        word_2 ^= word_3
+        word_2 ^= np.uint64((key[1] + turn * _WEYL_1) % WORD_LIMIT)
+        np.bitwise_and(product_2, _LOW, out=word_1)
+        np.bitwise_and(product_0, _LOW, out=word_3)
+    return blocks.astype(np.uint32)
+
+
+def noise_words(seed: int, position: int, sample_index: int, token_ids: TokenIdArray) -> Words:
+    """Return the 32 random bits of each token for one drawn row.
+
+    Key: (seed mod 2^32, seed div 2^32). Counter: (position, sample_index, token id div 4, 0).
+    Token t takes word t mod 4 of its block. `token_ids` is any int64 [N]; returns uint32 [N].
+    """
+    assert 0 <= seed < WORD_LIMIT**2
+    assert 0 <= position < WORD_LIMIT
+    assert 0 <= sample_index < WORD_LIMIT
+    if not len(token_ids):
+        return np.empty(0, dtype=np.uint32)
+    first, last = int(token_ids.min()) // WORDS_PER_BLOCK, int(token_ids.max()) // WORDS_PER_BLOCK
+    if last - first < len(token_ids):  # dense: each block of the span once, its tokens share it
+        words = _blocks(seed, position, sample_index, np.arange(first, last + 1))
+        return words.T.reshape(-1)[token_ids - WORDS_PER_BLOCK * first]
+    words = _blocks(seed, position, sample_index, token_ids // WORDS_PER_BLOCK)
+    return words[token_ids % WORDS_PER_BLOCK, np.arange(len(token_ids))]
+
+
+def _blocks(seed: int, position: int, sample_index: int, block_numbers: TokenIdArray) -> Words:
+    counters = np.zeros((WORDS_PER_BLOCK, len(block_numbers)), dtype=np.uint64)
+    counters[0], counters[1], counters[2] = position, sample_index, block_numbers
+    return philox4x32(counters, (seed % WORD_LIMIT, seed // WORD_LIMIT))
+
+
+def gumbel_noise(seed: int, position: int, sample_index: int, token_ids: TokenIdArray) -> Noise:
+    """Return the Gumbel noise of each token for one drawn row.
+
+    u = (word + 1/2) / 2^32 is exact in float64 and never 0 or 1; noise = -log(-log(u)), which lies
+    between -3.14 and 22.88. Arguments as `noise_words`; returns float64 [N].
+    """
+    noise = noise_words(seed, position, sample_index, token_ids).astype(np.float64)
+    noise += 0.5
+    noise *= 2.0**-32
+    for _ in range(2):
+        np.log(noise, out=noise)
+        np.negative(noise, out=noise)
+    return noise
+
+
+_SMALLEST_EXPONENT: Final = -700.0
+"""What is smaller adds nothing to a sum that has a 1."""
+_AT_ONCE: Final = 1 << 15
+"""Exponentials that a thread computes at a time, which its caches should hold."""
+
+
+def rows_logprobs(logits: Tensor, token_ids: Sequence[int], n_top: int) -> list[TokenLogprobs]:
+    """Return for each row the logprob of its token and of the `n_top` best.
+
+    `logits` is float32 [R, V], before any filter, `token_ids` has R ids. All is computed in
+    float64, with the same bits on every machine. A token without a column has minus infinity, and
+    no token with that logprob is among the best. Equal logits rank by id, the smaller first.
+    """
+    logits = where_float64(logits)
+    most = logits.amax(-1, keepdim=True).double()
+    log_sums = _log_sums(logits, most)
+    n_columns = logits.shape[1]
+    known = [min(token_id, n_columns - 1) for token_id in token_ids]
+    best = _best_ids(logits, min(n_top, n_columns))
+
+    def logprobs_of(columns: Tensor) -> Tensor:
+        return (logits.gather(1, columns).double() - most) - log_sums
+
+    own = logprobs_of(torch.tensor(known, device=logits.device)[:, None]).squeeze(1).tolist()
+    ids, values = best.tolist(), logprobs_of(best).tolist()
+    return [
+        TokenLogprobs(
+            token_id=token_id,
+            logprob=own[row] if token_id < n_columns else -torch.inf,
+            top=tuple(
+                (best_id, value)
+                for best_id, value in zip(ids[row], values[row], strict=True)
+                if value > -torch.inf
+            ),
+        )
+        for row, token_id in enumerate(token_ids)
+    ]
+
+
+def _log_sums(logits: Tensor, most: Tensor) -> Tensor:
+    """Return the logarithm of each row's sum of exponentials relative to its `most`: [R, 1]."""
+    n_rows = torch.get_num_threads()
+    sums = [
+        _sum(
+            torch.cat([_exponential_sums(part, own) for part in torch.split(some, _AT_ONCE, 1)], 1)
+        )
+        for some, own in zip(torch.split(logits, n_rows), torch.split(most, n_rows), strict=True)
+    ]
+    return natural_logarithm(torch.cat(sums))
+
+
+def _exponential_sums(logits: Tensor, most: Tensor) -> Tensor:
+    return _sum(many_exponentials((logits.double() - most).clamp_(min=_SMALLEST_EXPONENT)))
+
+
+def _sum(numbers: Tensor) -> Tensor:
+    """Sum each row, [R, N] to [R, 1], by halves: torch's own sum has an order of each machine."""
+    while (n := numbers.shape[1]) > 1:
+        left, right = torch.split(numbers, [n - n // 2, n // 2], 1)
+        left[:, : n // 2] += right
+        numbers = left
+    return numbers
+
+
+def _best_ids(logits: Tensor, n_top: int) -> Tensor:
+    """Rank the `n_top` largest logits of each row: int64 [R, n_top], the largest first."""
+    if not n_top:
+        return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+    values, ids = torch.topk(logits, min(n_top + 1, logits.shape[1]))
+    has_ties = (values[:, 1:] == values[:, :-1]).any(1)
+    ids = ids[:, :n_top]
+    for row in has_ties.nonzero().squeeze(1).tolist():  # topk ranks equal values as it likes
+        ids[row] = _best_ids_of_row(logits[row], n_top)
+    return ids
+
+
+def _best_ids_of_row(row: Tensor, n_top: int) -> Tensor:
+    ids = (row >= torch.topk(row, n_top).values[-1]).nonzero().squeeze(1)  # ascending
+    return ids[torch.argsort(row[ids], descending=True, stable=True)[:n_top]]
+
 
 CUT = 40.0
 """Tokens further than this below the maximum, after temperature, are filtered out.

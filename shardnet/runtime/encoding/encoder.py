@@ -18,8 +18,8 @@ from shardnet.runtime.encoding.encoder_facts import (
     BATCH_POSITIONS,
     MAX_BATCH,
     EncoderFacts,
+    Pooling,
 )
-from shardnet.runtime.encoding.gguf_encoder import Pooling
 
 if TYPE_CHECKING:
     import numpy as np

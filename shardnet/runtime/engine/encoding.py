@@ -14,12 +14,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from shardnet.errors import CapacityError, ShardnetError, UnsupportedModelError, internal_error
-from shardnet.runtime.engine.live_requests import LiveRequests
+from shardnet.runtime.engine.live_request import LiveRequests
 from shardnet.runtime.engine.requests import RequestPicture
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import EncodePictures
 from shardnet.runtime.stage.compute import StageCompute
-from shardnet.runtime.stage.picture_store import PictureStore, StoredPicture
+from shardnet.runtime.stage.picture_inputs import PictureStore, StoredPicture
 from shardnet.types import SequenceId
 
 if TYPE_CHECKING:

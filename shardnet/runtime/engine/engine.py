@@ -22,8 +22,7 @@ from shardnet.errors import (
 from shardnet.runtime.engine.counters import EngineTotals, StepLog
 from shardnet.runtime.engine.encoding import Encoding, FirstStage
 from shardnet.runtime.engine.guide import Guide
-from shardnet.runtime.engine.live_request import LiveRequest
-from shardnet.runtime.engine.live_requests import LiveRequests
+from shardnet.runtime.engine.live_request import LiveRequest, LiveRequests
 from shardnet.runtime.engine.prefixes import Prefixes, Restoring
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
@@ -33,7 +32,6 @@ from shardnet.runtime.engine.requests import (
 )
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduling.drafting import RingDrafts
-from shardnet.runtime.scheduling.limits import RingLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
     ComputedSequence,
@@ -45,7 +43,7 @@ from shardnet.runtime.scheduling.sequences import (
     SequenceRequest,
     TokenSampled,
 )
-from shardnet.runtime.scheduling.step_cost import StepCost
+from shardnet.runtime.scheduling.step_cost import RingLimits, StepCost
 from shardnet.runtime.stage.compute import StepFailed
 from shardnet.slot_operations import OpenSequence
 from shardnet.types import ANY_ROWS, LiveState, SequenceId

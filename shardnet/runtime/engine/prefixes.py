@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from shardnet.errors import ShardnetError
-from shardnet.runtime.engine.live_requests import LiveRequests
+from shardnet.runtime.engine.live_request import LiveRequests
 from shardnet.runtime.engine.requests import GenerationRequest
-from shardnet.runtime.scheduling.prefix_keys import block_keys
+from shardnet.runtime.scheduling.kv_block_manager import block_keys
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import RestorePrefix
 from shardnet.slot_operations import AdapterUse, Pictures, whole_before

@@ -12,7 +12,7 @@ from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import probe
 from shardnet.runtime.loading.loading import kv_room_blocks
-from shardnet.runtime.stage.plugin import PluggedStage, StageJob
+from shardnet.runtime.stage.compute import PluggedStage, StageJob
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes

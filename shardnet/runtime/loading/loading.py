@@ -21,9 +21,8 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.registry import family_of
 from shardnet.model.shards.cut import Cut
 from shardnet.runtime.loading.loaded_stage import KeptWeights, LoadedStage
-from shardnet.runtime.loading.model_facts import Stamp, check_model_id, stamp
-from shardnet.runtime.loading.picture_processor import tower_of
-from shardnet.runtime.stage.plugin import ComputePlugin, PluggedStage, StageJob
+from shardnet.runtime.loading.model_facts import Stamp, check_model_id, stamp, tower_of
+from shardnet.runtime.stage.compute import ComputePlugin, PluggedStage, StageJob
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
@@ -262,7 +261,7 @@ def _load_model(
     import torch
 
     from shardnet.model.kernels.linear import probe
-    from shardnet.stage.adapters.adapted_weights import LoadedAdapter
+    from shardnet.stage.adapters.adapted_linear import LoadedAdapter
     from shardnet.stage.load import load_stage
 
     order, checkpoint = job.order, job.checkpoint

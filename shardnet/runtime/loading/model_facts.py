@@ -1,4 +1,4 @@
-"""What is known of a checkpoint on this machine from its headers: its place, its model."""
+"""What is known of a checkpoint on this machine: its place, its model, what takes its pictures."""
 
 from __future__ import annotations
 
@@ -13,20 +13,52 @@ from shardnet.checkpoint.adapters.layer_files import AdapterFacts, with_adapters
 from shardnet.checkpoint.checkpoint import Checkpoint, names_checkpoint, no_mtp
 from shardnet.checkpoint.formats.gguf_header import gguf_files
 from shardnet.checkpoint.hub_cache import HubName, pulled_folder
-from shardnet.checkpoint.model_folders import find_in_lm_studio
 from shardnet.checkpoint.model_names import LM_STUDIO
-from shardnet.checkpoint.ollama_store import OllamaName, find_ollama
+from shardnet.checkpoint.ollama_store import OllamaName, find_in_lm_studio, find_ollama
+from shardnet.checkpoint.pictures import Pictures, open_pictures
 from shardnet.checkpoint.recommended_sampling import read_recommended
 from shardnet.checkpoint.replica import NO_LAYERS, StoredLayers, stored_layers
 from shardnet.checkpoint.replica_journal import Journal
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
-from shardnet.errors import CheckpointError
+from shardnet.errors import CheckpointError, UnsupportedModelError
 from shardnet.model.config.fields import unknown_keys_error
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.vision.picture import PictureProcessor
+from shardnet.model.vision.vision_family import TokenId
 from shardnet.stage.estimate.memory_estimate import WeightForm, layer_read_bytes
 from shardnet.stage.estimate.packed_sizes import PackedSizes, packed_sizes
 from shardnet.stage.estimate.stored_dtype import linear_dtype, stored_dtype
 from shardnet.types import PREFILL_CHUNK_ROWS, DType
+
+
+def processor_at(path: Path, mmproj: Path | None, token_id: TokenId) -> PictureProcessor:
+    """Return what prepares pictures for the checkpoint at `path`; for `mmproj` see open_pictures.
+
+    Raises UnsupportedModelError, which says what is missing, for a model that takes none, and
+    CheckpointError for damaged files.
+    """
+    return open_pictures(Checkpoint.open(path), token_id, mmproj).processor
+
+
+def tower_of(checkpoint: Checkpoint, mmproj: Path | None = None) -> Pictures | None:
+    """Return the tower that a first stage loads, None where it is not whole or not known.
+
+    Why it is not is said when a picture comes; of a GGUF that was named, `mmproj`, at once, by the
+    errors of `open_pictures`.
+    """
+    try:
+        found = open_pictures(checkpoint, lambda text: 0, mmproj)
+    except (UnsupportedModelError, CheckpointError):
+        if mmproj is not None:
+            raise
+        return None
+    lacking = [name for name in found.table if name not in found.checkpoint.tensors]
+    if lacking and mmproj is not None:
+        raise CheckpointError(
+            f"{mmproj} lacks {lacking[0]}", remedy="use the projector of this very model"
+        )
+    return None if lacking else found
+
 
 PICTURE_SIDE = 512
 """Pixels on a side of the picture whose time a plan predicts."""
@@ -144,8 +176,6 @@ def identify(path: Path) -> ModelFacts:
 
 def _tower_sizes(checkpoint: Checkpoint, mmproj: Path | None = None) -> dict[str, Any]:
     """Return the fields of ModelFacts that tell of the tower."""
-    from shardnet.runtime.loading.picture_processor import tower_of  # it imports numpy
-
     tower = tower_of(checkpoint, mmproj)
     if tower is None:
         return {"tower_bytes": {}, "picture_layers": 0.0}

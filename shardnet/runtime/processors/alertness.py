@@ -1,9 +1,8 @@
-"""Keeps a node awake while its ring owes it a step: it spins for a moment instead of sleeping.
+"""How busy processors are, and what keeps a node awake while its ring owes it a step.
 
 Who sleeps takes 50 to 100 µs to be back, and its core has fallen into a deeper sleep meanwhile.
 When the next step will come is guessed from the last ones: a node sleeps until shortly before.
-Where nothing runs nothing is awaited, so nothing spins. Knows one event loop and the steps' ends.
-Must not know what the steps are.
+Where nothing runs nothing is awaited, so nothing spins.
 """
 
 from __future__ import annotations
@@ -16,9 +15,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
+
+import psutil
 
 DEVICE: Final = Path("/dev/cpu_dma_latency")
 MOST_US: Final = 20
@@ -256,3 +258,70 @@ def kernel_alarm(call: Callable[[], None]) -> Alarm:
         except (OSError, AttributeError):
             pass
     return _NoAlarm()
+
+
+DISTURBING_CORES = 0.25
+"""Others that use more than this disturb, if they leave less than this idle."""
+WAITED_CORES = 0.1
+"""Threads here that wait for a processor for more than this share of the time are disturbed."""
+
+_TASKS = Path("/proc/self/task")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessorUse:
+    """What the processors have done up to a moment, in seconds.
+
+    `idle_s` is that of all of them, `own_s` what this process computed. `waited_s` is how long its
+    threads were ready to run and had no processor, 0 where the system does not tell.
+    """
+
+    at_s: float
+    n_cores: int
+    idle_s: float
+    own_s: float
+    waited_s: float
+
+    @classmethod
+    def now(cls) -> ProcessorUse:
+        """Read the system's counters."""
+        times = psutil.cpu_times()
+        return cls(
+            at_s=time.perf_counter(),
+            n_cores=psutil.cpu_count() or 1,
+            idle_s=times.idle + getattr(times, "iowait", 0.0),
+            own_s=time.process_time(),
+            waited_s=sum(_waits_s(_TASKS)),
+        )
+
+    def disturbed(self, later: ProcessorUse) -> bool:
+        """Say whether other programs took processors from this one until `later`.
+
+        They did where threads here waited for one, or where others used a good part of one and left
+        none idle: also memory's bandwidth is shared then. Work of others on idle cores is no
+        disturbance.
+        """
+        took_s = later.at_s - self.at_s
+        if took_s <= 0:
+            return False
+        if later.waited_s - self.waited_s > WAITED_CORES * took_s:
+            return True
+        return self._others_s(later) > DISTURBING_CORES * took_s > later.idle_s - self.idle_s
+
+    def quiet(self, later: ProcessorUse) -> bool:
+        """Say whether other programs hardly used the processors until `later`."""
+        return self._others_s(later) <= DISTURBING_CORES * (later.at_s - self.at_s)
+
+    def _others_s(self, later: ProcessorUse) -> float:
+        all_s = self.n_cores * (later.at_s - self.at_s)
+        return all_s - (later.idle_s - self.idle_s) - (later.own_s - self.own_s)
+
+
+def _waits_s(tasks: Path) -> Iterator[float]:
+    """Give the seconds that each thread of this process has waited for a processor (Linux)."""
+    try:
+        for task in tasks.iterdir():
+            _, waited_ns, *_ = (task / "schedstat").read_text().split()
+            yield int(waited_ns) / 1e9
+    except (OSError, ValueError):  # another system, or a thread that ended just now
+        return

@@ -18,9 +18,13 @@ from dataclasses import dataclass, field
 
 from shardnet.errors import CapacityError, ContextExceededError, QueueFullError, UsageError
 from shardnet.runtime.scheduling.drafting import check_drafts
-from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, Slot, Start, common_prefix
-from shardnet.runtime.scheduling.limits import RingLimits
-from shardnet.runtime.scheduling.prefix_keys import block_keys
+from shardnet.runtime.scheduling.kv_block_manager import (
+    KvBlockManager,
+    Slot,
+    Start,
+    block_keys,
+    common_prefix,
+)
 from shardnet.runtime.scheduling.sequences import (
     EncodePictures,
     Instruction,
@@ -30,6 +34,7 @@ from shardnet.runtime.scheduling.sequences import (
     SequenceFailed,
     SequenceRequest,
 )
+from shardnet.runtime.scheduling.step_cost import RingLimits
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, alike_until
 from shardnet.types import BLOCK_POSITIONS, STORED_PREFIX_POSITIONS, SequenceId, SlotId, blocks_for
 

@@ -1,22 +1,26 @@
 """Slots of the KV cache: owners, prefixes kept warm, and booked blocks. Pure.
 
-Knows slots, the token ids whose keys and values they hold, and the blocks that every stage has for
-them (design decisions 6 and 7). Must not know steps, sampling or time.
-
 A slot belongs to one sequence, or it is warm: free, its content kept until the room is needed. The
 head's view holds on every stage in data order, so a slot may be reused or copied while rows for it
 are still in flight.
+
+A key stands for all tokens from the first up to the end of its block, and for the ring that
+computed them: two rings whose keys and values differ in a bit never share a key.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from shardnet.slot_operations import AdapterUse, Pictures, alike_until, whole_before
+from shardnet.slot_operations import AdapterUse, PicturePlace, Pictures, alike_until, whole_before
 from shardnet.types import (
+    BLOCK_KEY_BYTES,
     BLOCK_POSITIONS,
+    MAX_STORED_BLOCKS,
     NOTED_STATES,
     REWIND_ROWS,
     SlotId,
@@ -379,3 +383,29 @@ def common_prefix(one: Sequence[int], other: Sequence[int], limit: int) -> int:
         if list(one[start:end]) != list(other[start:end]):
             return next(i for i in range(start, end) if one[i] != other[i])
     return limit
+
+
+def block_keys(
+    seed: bytes,
+    tokens: Sequence[int],
+    n_positions: int,
+    adapters: Sequence[AdapterUse] = (),
+    pictures: Sequence[PicturePlace] = (),
+) -> tuple[bytes, ...]:
+    """Return the keys of the whole blocks among the first `n_positions` of `tokens`.
+
+    `seed` stands for the ring, which computed them with `adapters` and `pictures`. A block
+    stands for all of the pictures that begin in it. At most MAX_STORED_BLOCKS keys are returned.
+    """
+    digest = hashlib.sha256(seed)
+    for use in adapters:
+        digest.update(use.adapter_id.encode() + struct.pack("<d", use.scale))
+    keys, coming = [], [*pictures]
+    for block in range(min(n_positions // BLOCK_POSITIONS, MAX_STORED_BLOCKS)):
+        ids = tokens[block * BLOCK_POSITIONS : (block + 1) * BLOCK_POSITIONS]
+        digest.update(struct.pack(f"<{BLOCK_POSITIONS}I", *ids))
+        while coming and coming[0].position < (block + 1) * BLOCK_POSITIONS:
+            place = coming.pop(0)
+            digest.update(struct.pack("<I", place.position) + place.digest)
+        keys.append(digest.digest()[:BLOCK_KEY_BYTES])
+    return tuple(keys)

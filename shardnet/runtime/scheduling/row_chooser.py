@@ -15,8 +15,8 @@ import msgspec
 
 from shardnet.constraints import MAX_STEP_MASK_BYTES, RowMask, TokenMask
 from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
-from shardnet.runtime.scheduling.limits import MAX_ROWS_IN_FLIGHT, StepLimits
 from shardnet.runtime.scheduling.sequences import LiveSequence
+from shardnet.runtime.scheduling.step_cost import MAX_ROWS_IN_FLIGHT, StepLimits
 from shardnet.slot_operations import whole_before
 from shardnet.types import BLOCK_POSITIONS, PROMPT_TAIL_ROWS, RowGroup
 

@@ -26,7 +26,6 @@ from typing import Final
 from shardnet.errors import CapacityError, LocalProtocolError, ShardnetError, WrongValuesError
 from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
 from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, common_prefix
-from shardnet.runtime.scheduling.limits import MIXED_ROWS, RingLimits, StepLimits
 from shardnet.runtime.scheduling.row_chooser import RowChooser, Rows, row_masks
 from shardnet.runtime.scheduling.sequences import (
     ComputedSequence,
@@ -40,7 +39,7 @@ from shardnet.runtime.scheduling.sequences import (
     SequenceRequest,
     TokenSampled,
 )
-from shardnet.runtime.scheduling.step_cost import StepCost
+from shardnet.runtime.scheduling.step_cost import MIXED_ROWS, RingLimits, StepCost, StepLimits
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, StepId
 
 _IS_DECODING: Final = attrgetter("is_decoding")

@@ -1,13 +1,11 @@
-"""The cost of rows in a step, from recent measurements. Pure.
-
-Knows rows and seconds. Must not know what rows are for: drafts (drafting.py) and prompt rows beside
-decoding sequences (scheduler.py) both ask how many more are worth their time.
-"""
+"""The cost of rows in a step, from recent measurements, and the limits on steps. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from shardnet.types import PREFILL_CHUNK_ROWS, Epoch
 
 
 @dataclass(slots=True)
@@ -92,3 +90,40 @@ class StepCost:
         row_s = (self._weight * self._rows_time - self._rows * self._time) / spread
         start_s = (self._time - row_s * self._rows) / self._weight
         return (start_s, row_s) if row_s > 0 and start_s + row_s > 0 else None
+
+
+MIXED_ROWS = (8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Choices for the number of prompt rows batched with decode rows."""
+
+MAX_ROWS_IN_FLIGHT = 128
+"""Drafts of one sequence in flight: half the rows by which any slot may be rewound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """Limits on the rows of one step.
+
+    `chunk_rows` prompt rows while no sequence decodes, at most `mixed_rows` beside decode rows. A
+    step of up to `cheap_rows` rows costs about as much as one row, so drafts fill it up to there.
+    `exact_rows` limits the batches of deterministic sequences (design decision 4); with ANY_ROWS
+    nothing needs to be limited. Where layers keep a state, stages with `notes_states` note it on
+    the way through a prompt (`is_noted`).
+    """
+
+    chunk_rows: int = PREFILL_CHUNK_ROWS
+    mixed_rows: int = MIXED_ROWS[-1]
+    cheap_rows: int = 32
+    exact_rows: int = 1
+    notes_states: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingLimits:
+    """What a ring gives its scheduler; for the fields see Scheduler."""
+
+    epoch: Epoch
+    n_stages: int
+    room_blocks: int
+    limits: StepLimits = field(default_factory=StepLimits)
+    prefix_seed: bytes | None = None
+    shares_blocks: bool = False

@@ -18,7 +18,7 @@ from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.slot_blocks import SlotContents
 from shardnet.model.kernels.codec import to_bytes
 from shardnet.model.kernels.linear import probe
-from shardnet.model.shards.memory_group import MemoryGroup, SharedMemory
+from shardnet.model.shards.group import MemoryGroup, SharedMemory
 from shardnet.runtime.shards.calls import AdoptRows, ShardJob
 from shardnet.stage.load import load_stage
 from shardnet.stage.packs.pack_cache import PackCache

@@ -29,8 +29,7 @@ from shardnet.errors import ConfigurationError, LostShardError, error_for_code
 from shardnet.model.cache.picture_rows import PictureRows
 from shardnet.model.cache.slot_blocks import SlotContents
 from shardnet.model.kernels.codec import to_bytes
-from shardnet.model.shards.group import ShardGroup
-from shardnet.model.shards.memory_group import MemoryGroup, SharedMemory, unnamed_file
+from shardnet.model.shards.group import MemoryGroup, ShardGroup, SharedMemory, unnamed_file
 from shardnet.runtime.shards.calls import (
     WAKE,
     Adopt,

@@ -101,7 +101,7 @@ def _tell(leader: socket.socket, error: ShardnetError) -> None:
 def _serve(job: ShardJob, leader: socket.socket) -> None:
     import torch
 
-    from shardnet.model.shards.memory_group import SharedMemory
+    from shardnet.model.shards.group import SharedMemory
     from shardnet.runtime.shards.load_shard import load_shard
 
     torch.set_num_threads(job.n_threads)

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import NumericalError
-from shardnet.model.sampling.penalties import RowContext, needs_context
+from shardnet.model.sampling.penalties import RowContext, TokenHistory, needs_context
 from shardnet.model.sampling.sampler import Sampler, SampleRow
-from shardnet.model.sampling.token_history import TokenHistory
 from shardnet.slot_operations import OpenSequence
 from shardnet.types import MicroBatch, RowGroup, SlotId
 from shardnet.wire.messages.extras import Drafts

@@ -28,14 +28,13 @@ from shardnet.model.sampling.sampler import Sampler
 from shardnet.runtime.stage.compute import Activations, Samples, StepArrived, StepResult
 from shardnet.runtime.stage.mtp_drafts import MtpDrafts
 from shardnet.runtime.stage.picture_inputs import (
+    PictureStore,
     blocks_for_later,
     rows_of_blocks,
     rows_of_store,
 )
-from shardnet.runtime.stage.picture_store import PictureStore
 from shardnet.runtime.stage.routing import routing_table
-from shardnet.runtime.stage.row_outputs import layer_blocks
-from shardnet.runtime.stage.sampling_stage import SamplingStage
+from shardnet.runtime.stage.row_outputs import SamplingStage, layer_blocks
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
 from shardnet.stage.moves.slot_moves import SlotMoves
 from shardnet.stage.prefixes.stage_prefixes import StagePrefixes

@@ -28,10 +28,11 @@ from shardnet.errors import CheckpointError
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.worker_pool import WorkerPool
 from shardnet.stage.estimate.memory_estimate import N_BUFFERS
-from shardnet.stage.streaming.buffers import Buffers, HostBuffers
-from shardnet.stage.streaming.file_parts import (
+from shardnet.stage.streaming.buffers import (
+    Buffers,
     FileChanged,
     FilePart,
+    HostBuffers,
     Packing,
     Piece,
     bring,

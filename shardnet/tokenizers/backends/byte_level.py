@@ -1,12 +1,8 @@
-"""Byte-level BPE: tokens are byte strings, written with one printable character per byte.
-
-Knows GPT-2's table of these characters (encoder.py of openai/gpt-2) and builds backends from tokens
-with merges or with ranks. Must not know files.
-"""
+"""Byte-level BPE: tokens are byte strings, joined by merges that are stored or derived."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from functools import cache
 
 import tokenizers
@@ -14,8 +10,33 @@ from tokenizers import decoders, models
 
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken, add_tokens
-from shardnet.tokenizers.backends.merges import check_merges, merges_of
 from shardnet.tokenizers.backends.pretokenizers import Pretokenizer
+
+
+def merges_of(ranked: Iterable[str], known: Container[str]) -> list[tuple[str, str]]:
+    """List the pairs of tokens in `known` that merge to tokens of `ranked`, the best first.
+
+    Several pairs may merge to the same token. The pair with the longer first part goes first: where
+    two overlap in a text (aa a aa), it is the leftmost.
+    """
+    return [
+        (token[:cut], token[cut:])
+        for token in ranked
+        for cut in range(len(token) - 1, 0, -1)
+        if token[:cut] in known and token[cut:] in known
+    ]
+
+
+def check_merges(merges: Iterable[tuple[str, str]], vocabulary: Container[str], where: str) -> None:
+    """Raise CheckpointError, which names the merge and `where` it is, for one of unknown tokens."""
+    for first, second in merges:
+        for text in (first, second, first + second):
+            if text not in vocabulary:
+                raise CheckpointError(
+                    f"{where}: the merge {first!r:.80} {second!r:.80} needs {text!r:.80}, which is "
+                    "not a token"
+                )
+
 
 MAX_TOKEN_BYTES = 256
 """Limit of a ranked token; the longest of Llama 3 and Mistral have 128."""

@@ -19,7 +19,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken, add_tokens
-from shardnet.tokenizers.backends.merges import check_merges, merges_of
+from shardnet.tokenizers.backends.byte_level import check_merges, merges_of
 
 MAX_PIECE_CHARACTERS = 256
 """Limit of a piece; training limits them to 16 by default."""

@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from support.models.checkpoints import make_llama
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
-from shardnet.checkpoint.tensors.weight_sample import (
+from shardnet.checkpoint.tensors.manifest import (
     MAX_SAMPLES,
     SAMPLE_BYTES,
     merged,
     sample_range,
     sampled_tensors,
 )
+from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
 
 
 def stored(name: str, offset: int = 0, size_bytes: int = 4, file: str = "f") -> StoredTensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from shardnet.cluster.machine.cluster_key import ClusterKey, load_key
+from shardnet.cluster.machine.folders import ClusterKey, load_key
 from shardnet_cli.commands import key as key_commands
 
 

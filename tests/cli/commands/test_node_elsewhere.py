@@ -24,8 +24,8 @@ from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import find_devices, find_isa
 from shardnet.model.kernels import library
 from shardnet_cli.commands import node as module
-from shardnet_cli.flags.cluster_access import Access
 from shardnet_cli.flags.node_options import NodeOptions
+from shardnet_cli.flags.options import Access
 
 ROOT = Path(__file__).parents[3]
 MODULES = ("fcntl", "grp", "pwd", "readline", "resource", "termios", "tty", "uvloop")

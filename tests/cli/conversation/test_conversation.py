@@ -18,13 +18,15 @@ from shardnet.wire.messages.sequences import RecommendedSampling
 from shardnet_cli.commands.chat import COMMANDS, _do, help_lines, read_command
 from shardnet_cli.conversation.conversation import (
     MAX_SAVED_BYTES,
+    MOST_ENTRIES,
     Conversation,
+    KeptLines,
     dropped,
+    history_path,
     load,
     recommended_words,
     save,
 )
-from shardnet_cli.conversation.typed_lines import MOST_ENTRIES, KeptLines, history_path
 
 ADVICE = RecommendedSampling(temperature=0.6, top_p=0.95, repetition_penalty=1.05)
 PLAN = PlanReply(

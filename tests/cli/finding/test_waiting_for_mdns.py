@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
-from shardnet_cli.finding import mdns, target
+from shardnet_cli.finding import target
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
@@ -38,7 +38,7 @@ def test_a_node_here_is_prepared_while_none_is_heard(
 
 @pytest.mark.parametrize(
     ("hosts", "longest_s"),
-    [((LOOPBACK_HOST,), mdns.HERE_S), (("10.0.0.1", LOOPBACK_HOST), mdns.LONGEST_S)],
+    [((LOOPBACK_HOST,), target.HERE_S), (("10.0.0.1", LOOPBACK_HOST), mdns.LONGEST_S)],
 )
 def test_this_machine_alone_is_searched_for_a_shorter_time(
     monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...], longest_s: float
@@ -50,6 +50,6 @@ def test_this_machine_alone_is_searched_for_a_shorter_time(
         return []
 
     monkeypatch.setattr("shardnet.cluster.discovery.discovery.browse", browse)
-    monkeypatch.setattr(mdns, "multicast_hosts", lambda *_: hosts)
-    assert asyncio.run(mdns.browse_all()) == []
+    monkeypatch.setattr(target, "multicast_hosts", lambda *_: hosts)
+    assert asyncio.run(target.browse_all()) == []
     assert (asked["interfaces"], asked["longest_s"]) == (hosts, longest_s)

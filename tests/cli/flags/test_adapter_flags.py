@@ -10,7 +10,7 @@ import typer
 
 from shardnet.slot_operations import MAX_ADAPTERS
 from shardnet.wire.messages.plans import AdapterScale, NamedAdapter
-from shardnet_cli.flags.cluster_access import Access
+from shardnet_cli.flags.options import Access
 from shardnet_cli.flags.ring_options import RingOptions
 from shardnet_cli.flags.sampling_options import SamplingOptions
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from shardnet.cluster.machine.folders import RUNTIME_DIR_VARIABLE
 from shardnet.cluster.machine.local_nodes import LocalNodes
-from shardnet_cli.flags.completion import (
+from shardnet_cli.flags.config import (
     ASKS_VARIABLE,
     SHELLS,
     completes_here,

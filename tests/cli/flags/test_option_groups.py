@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
-from shardnet_cli.flags.option_groups import takes_groups
+from shardnet_cli.flags.options import takes_groups
 from shardnet_cli.flags.ring_options import RingOptions
 from shardnet_cli.main import app
 

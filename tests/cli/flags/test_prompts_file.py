@@ -24,8 +24,7 @@ from shardnet.api import (
 )
 from shardnet.constraints import Constraint
 from shardnet.errors import CapacityError
-from shardnet_cli.flags.prompts_file import read_prompt, read_prompts
-from shardnet_cli.flags.sampling_options import SamplingOptions
+from shardnet_cli.flags.sampling_options import SamplingOptions, read_prompt, read_prompts
 from shardnet_cli.output.generation_output import EventLines, ListedTexts
 
 SAMPLING = SamplingParams(temperature=0.5, seed=4)

@@ -13,7 +13,7 @@ from shardnet.wire.messages.plans import (
     PlanReply,
     WireError,
 )
-from shardnet_cli.output.narrow_wire import WireBar, narrow_wire_json, narrow_wire_words
+from shardnet_cli.output.plan_text import WireBar, narrow_wire_json, narrow_wire_words
 
 ERROR = WireError(n_rows=64, n_changed=2, max_error=0.0312, rms_error=0.00891, kl=0.000212)
 

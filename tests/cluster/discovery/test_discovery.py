@@ -19,14 +19,14 @@ from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from shardnet.cluster.discovery import service_browser
 from shardnet.cluster.discovery.discovery import browse
-from shardnet.cluster.discovery.node_record import (
+from shardnet.cluster.discovery.service_browser import (
     SERVICE_TYPE,
+    Goodbye,
     NodeRecord,
     UnusableRecordError,
     from_service,
     to_service,
 )
-from shardnet.cluster.discovery.service_browser import Goodbye
 from shardnet.transport.loop import run
 
 

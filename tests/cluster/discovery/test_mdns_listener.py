@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.cluster.watchers import Watcher, new_record, running
 
 from shardnet.cluster.discovery.discovery import MAX_HEARD, Discovery, MdnsListener
-from shardnet.cluster.discovery.node_record import SERVICE_TYPE
+from shardnet.cluster.discovery.service_browser import SERVICE_TYPE
 from shardnet.cluster.machine.addresses import rank, read_interfaces
 from shardnet.types import NodeId
 

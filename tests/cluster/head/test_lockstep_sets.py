@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from shardnet.cluster.head import lockstep_sets
-from shardnet.cluster.head.lockstep_sets import LockstepSets
+from shardnet.cluster.head import lead
+from shardnet.cluster.head.lead import LockstepSets
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
@@ -99,7 +99,7 @@ def test_one_that_waits_and_leaves_is_not_waited_for() -> None:
 
 
 def test_a_set_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lockstep_sets, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(lead, "PATIENCE_S", 0.01)
 
     async def main() -> None:
         clients = Clients()

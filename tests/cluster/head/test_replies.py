@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from support.cluster.scripted_node import ScriptedNode, serving
 
 from shardnet.cluster.head.replies import trace_pieces
-from shardnet.cluster.peers import clocks
-from shardnet.cluster.peers.clocks import ClockOffset, compare_clock
+from shardnet.cluster.peers import peer_links
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.cluster.peers.peer_links import ClockOffset, compare_clock
 from shardnet.errors import ShardnetError
 from shardnet.runtime.engine.requests import StepTrace
 from shardnet.sampling_params import SamplingParams
@@ -57,7 +57,7 @@ def test_a_clock_is_compared_over_a_link_that_is_slow_at_times(
     """Of several readings the quickest counts: a delay one way only would look like an offset."""
     now_us = 0
     delays_us = iter([(700, 10), (10, 10), (10, 400), (5, 900), (300, 0)])
-    monkeypatch.setattr(clocks, "now_us", lambda: now_us)
+    monkeypatch.setattr(peer_links, "now_us", lambda: now_us)
 
     class Peer(ScriptedNode):
         async def handle(self, control: ControlLink, message: Incoming) -> None:

@@ -12,7 +12,7 @@ from support.models.checkpoints import make_llama
 from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import connect
-from shardnet.cluster.head import lockstep_sets
+from shardnet.cluster.head import lead
 from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.node.node import listening
 from shardnet.errors import ContextExceededError
@@ -24,7 +24,7 @@ N_TOKENS = 6
 def test_late_prompts_are_waited_for_and_wrong_ones_are_not(
     tmp_path: Path, unmeasured: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lockstep_sets, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(lead, "PATIENCE_S", 60.0)
     prompts = [random_prompt(n, 300, seed=n) for n in (9, 12, 400, 5, 7)]
     prompt_of = Clients._prompt
 

@@ -10,8 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardnet.cluster.machine.cluster_key import KEY_BYTES, ClusterKey, load_key, store_key
-from shardnet.cluster.machine.folders import default_key_path
+from shardnet.cluster.machine.folders import (
+    KEY_BYTES,
+    ClusterKey,
+    default_key_path,
+    load_key,
+    store_key,
+)
 from shardnet.errors import ConfigurationError, UsageError
 
 ALPHABET = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"

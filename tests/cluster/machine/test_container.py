@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardnet.cluster.machine import profile
-from shardnet.cluster.machine.container import (
+from shardnet.cluster.machine.cores import (
     container_cores,
     container_free_bytes,
     container_limit_bytes,

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardnet.cluster.machine.owner_use import InputWatch, OwnerUse, memory_stalled
+from shardnet.cluster.machine.temperature import InputWatch, OwnerUse, memory_stalled
 
 FULL = "full avg10=90.00 avg60=1.00 avg300=0.10 total=100\n"
 

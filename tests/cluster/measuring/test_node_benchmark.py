@@ -18,10 +18,9 @@ from shardnet.cluster.machine.profile import Device, MemoryBudget
 from shardnet.cluster.measuring import node_benchmark
 from shardnet.cluster.measuring.figure_cache import FigureCache
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
-from shardnet.cluster.member.ring_membership import RingMembership
+from shardnet.cluster.member.ring_membership import DataEnd, RingMembership
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import StageOrders, stage_devices
-from shardnet.cluster.member.stage_span import DataEnd
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import (
@@ -33,7 +32,7 @@ from shardnet.errors import (
 )
 from shardnet.model.kernels.library import native_kernels
 from shardnet.runtime.loading import measuring as measuring_stages
-from shardnet.runtime.processors.processor_use import ProcessorUse
+from shardnet.runtime.processors.alertness import ProcessorUse
 from shardnet.transport.link import Link
 from shardnet.types import DType
 from shardnet.wire.messages.measurements import MeasureStage, StageMeasured, StageObserved

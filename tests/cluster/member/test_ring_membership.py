@@ -17,10 +17,11 @@ from shardnet.cluster.member import ring_membership
 from shardnet.cluster.member.ring_membership import (
     KEEP_S,
     SETTLE_S,
+    DataEnd,
+    DialData,
     OnBroken,
     RingMembership,
 )
-from shardnet.cluster.member.stage_span import DataEnd, DialData
 from shardnet.errors import (
     LinkClosedError,
     PeerFailedError,

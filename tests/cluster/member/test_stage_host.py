@@ -18,10 +18,9 @@ from msgspec.structs import replace
 from shardnet.cluster.member import stage_host as stage_host_module
 from shardnet.cluster.member import stage_loader
 from shardnet.cluster.member.refusals import Refusals
-from shardnet.cluster.member.ring_membership import RingMembership
+from shardnet.cluster.member.ring_membership import DataEnd, RingMembership
 from shardnet.cluster.member.stage_host import StageHost
-from shardnet.cluster.member.stage_span import DataEnd
-from shardnet.cluster.member.stage_state import PreparedStage
+from shardnet.cluster.member.stage_loader import PreparedStage
 from shardnet.errors import (
     BusyError,
     DiskSilentError,

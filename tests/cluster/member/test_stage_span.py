@@ -10,7 +10,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardnet.cluster.member import ring_membership
-from shardnet.cluster.member.stage_span import DataEnd, StageSpan
+from shardnet.cluster.member.ring_membership import DataEnd, StageSpan
 from shardnet.errors import PeerFailedError, UsageError
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair

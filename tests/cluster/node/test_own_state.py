@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from shardnet.cluster.machine.profile import Device
-from shardnet.cluster.node.own_state import OwnState
+from shardnet.cluster.node.pressure import OwnState
 from shardnet.types import LayerRange
 
 CPU = Device(kind="cpu", description="cpu", dtypes=(), arithmetic="AVX-512 bfloat16")

@@ -24,8 +24,8 @@ from shardnet.cluster.node.node import Node, listening
 from shardnet.cluster.node.reporter import free_bytes
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers import node_directory
-from shardnet.cluster.peers.clocks import clock_ahead
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.cluster.peers.peer_links import clock_ahead
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import AuthenticationError, ShardnetError
 from shardnet.transport import tcp

@@ -15,7 +15,7 @@ from support.rings.fake_ring import FakeRing, fake_ring, request_of
 
 from shardnet.api.client import Client
 from shardnet.cluster.head.lead import Opening
-from shardnet.cluster.node.ring_activity import RingWatch
+from shardnet.cluster.node.reporter import RingWatch
 from shardnet.cluster.peers.control_link import MessageHandlers
 from shardnet.cluster.recovery.recovery import RecoveryRecord
 from shardnet.errors import CancelledRequestError, LinkError, UsageError

@@ -11,9 +11,9 @@ from functools import partial
 import pytest
 
 from shardnet.api.client import dial
-from shardnet.cluster.peers import address_diagnosis
-from shardnet.cluster.peers.address_diagnosis import probe, probe_address
+from shardnet.cluster.peers import rtt_probe
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.cluster.peers.rtt_probe import probe, probe_address
 from shardnet.errors import ShardnetError
 from shardnet.transport import tcp
 from shardnet.transport.identity import Identity, make_identity
@@ -102,7 +102,7 @@ def test_a_port_where_nothing_listens() -> None:
 def test_a_port_behind_which_everything_hangs(
     server: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(address_diagnosis, "CONNECT_S", 30.0)
+    monkeypatch.setattr(rtt_probe, "CONNECT_S", 30.0)
     assert seen_at(address(server)).seen == "hangs"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.rings.clusters import candidate, equal_links, shape, speed
 
 from shardnet.cluster.placement.figures import CandidateNode
-from shardnet.cluster.placement.rings import MOST_EXACT, Division, divide
+from shardnet.cluster.placement.spans import MOST_EXACT, Division, divide
 
 
 def divided(nodes: list[CandidateNode]) -> list[set[str]] | None:

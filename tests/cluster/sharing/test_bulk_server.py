@@ -16,8 +16,7 @@ from support.models.checkpoints import make_llama
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica import TensorPart
 from shardnet.checkpoint.tensors.stored_tensor import FileHead
-from shardnet.cluster.sharing.bulk_client import BulkClient, SourceRefused
-from shardnet.cluster.sharing.bulk_server import BURST_S, SendRate
+from shardnet.cluster.sharing.bulk_client import BURST_S, BulkClient, SendRate, SourceRefused
 from shardnet.cluster.store.local_models import OpenModel
 from shardnet.errors import RemoteProtocolError
 from shardnet.wire.messages.bulk import FetchHead, FetchPart, Piece, Refused, bulk_frame, read_bulk

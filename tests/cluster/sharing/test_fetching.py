@@ -17,7 +17,7 @@ from shardnet.checkpoint import replica as replica_module
 from shardnet.checkpoint import replica_journal
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica import Replica, TensorFiles, part_of, range_tensors
-from shardnet.checkpoint.tensors import weight_sample
+from shardnet.checkpoint.tensors import manifest
 from shardnet.cluster.sharing import fetching
 from shardnet.cluster.sharing.fetching import Fetch, Fetched, FetchTimes
 from shardnet.errors import CheckpointError, PeerFailedError, ShardnetError
@@ -48,7 +48,7 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (replica_module, replica_journal):
         monkeypatch.setattr(module, "WEIGHT_PART_BYTES", PART_BYTES)
     monkeypatch.setattr(fetching, "DIGEST_BYTES", 4 * PART_BYTES)
-    monkeypatch.setattr(weight_sample, "SAMPLE_BYTES", 8)
+    monkeypatch.setattr(manifest, "SAMPLE_BYTES", 8)
 
 
 @pytest.fixture(scope="module")

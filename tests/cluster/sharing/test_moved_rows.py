@@ -10,8 +10,7 @@ import pytest
 from msgspec.structs import replace
 from support.cluster.bulk_peers import hello
 
-from shardnet.cluster.sharing.bulk_client import KvClient, SourceRefused
-from shardnet.cluster.sharing.bulk_server import BulkServer, SendRate
+from shardnet.cluster.sharing.bulk_client import BulkServer, KvClient, SendRate, SourceRefused
 from shardnet.cluster.store.adapter_store import AdapterStore
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.local_models import LocalModels

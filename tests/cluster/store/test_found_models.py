@@ -12,7 +12,7 @@ from support.models.model_stores import put_in_ollama
 
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.cluster.store.found_models import HeldModel, find_models
+from shardnet.cluster.store.local_models import HeldModel, find_models
 from shardnet.cluster.store.model_cache import CachedModel, ModelCache
 
 MODEL_ID = "ab" * 32

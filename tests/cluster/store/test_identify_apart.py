@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.hostile.small_files import GOOD, safetensors
 
-from shardnet.cluster.store import identify_apart as apart
+from shardnet.cluster.store import local_models as apart
 from shardnet.errors import CheckpointError
 from shardnet.guard.helper_process import HelperProcess
 from shardnet.runtime.loading.model_facts import identify

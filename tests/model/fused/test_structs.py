@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardnet.model.arithmetic import head_matmuls, row_functions
+from shardnet.model.arithmetic import row_functions
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config import panel_form
 from shardnet.model.fused import structs
@@ -53,7 +53,7 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "look_up": packing._LookUp,
     "norm": row_functions.NormStruct,
     "row_call": row_functions.RowStruct,
-    "head_matmuls": head_matmuls.HeadStruct,
+    "head_matmuls": row_functions.HeadStruct,
     "residual": structs.ResidualStruct,
     "attend": AttendStruct,
     "gather": GatherStruct,

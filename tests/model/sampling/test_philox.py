@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from support.oracles.plain_noise import plain_noise, plain_philox
 from support.protocol.sampling_section import rows_of, sampling_section
 
-from shardnet.model.sampling.philox import gumbel_noise, noise_words, philox4x32
+from shardnet.model.sampling.sampler import gumbel_noise, noise_words, philox4x32
 
 WORD = st.integers(0, 2**32 - 1)
 SEED = st.integers(0, 2**64 - 1)

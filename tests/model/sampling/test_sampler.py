@@ -17,9 +17,8 @@ from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from shardnet.errors import CheckpointError, NumericalError, ShardnetError
-from shardnet.model.sampling.logprobs import rows_logprobs
 from shardnet.model.sampling.penalties import RowContext
-from shardnet.model.sampling.sampler import CUT, Sampler, SampleRow, surviving_tokens
+from shardnet.model.sampling.sampler import CUT, Sampler, SampleRow, rows_logprobs, surviving_tokens
 from shardnet.sampling_params import SamplingParams
 
 INFINITY = math.inf

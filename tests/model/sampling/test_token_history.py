@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardnet.model.sampling.token_history import TokenHistory
+from shardnet.model.sampling.penalties import TokenHistory
 from shardnet.types import SlotId
 
 SLOTS = st.integers(0, 2).map(SlotId)

@@ -15,8 +15,13 @@ from support.rings.stage_chain import StageChain, random_prompt
 
 from shardnet.errors import LostShardError, UsageError
 from shardnet.model.shards.cut import MAX_SHARDS, shares
-from shardnet.model.shards.group import PythonGather, ShardGroup
-from shardnet.model.shards.memory_group import BUFFER_BYTES, MemoryGroup, SharedMemory
+from shardnet.model.shards.group import (
+    BUFFER_BYTES,
+    MemoryGroup,
+    PythonGather,
+    ShardGroup,
+    SharedMemory,
+)
 from shardnet.types import LayerRange
 
 pytestmark = needs_library

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from support.models.encoder_checkpoints import add_modules, make_encoder
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.checkpoint.hub_files import choose_files
+from shardnet.checkpoint.hub_cache import choose_files
 from shardnet.errors import CheckpointError, ShardnetError, UnsupportedModelError, UsageError
 from shardnet.runtime.encoding.encoder import EncoderInput, batches, load_encoder
 from shardnet.runtime.encoding.encoder_facts import EncoderFacts, find_encoder

@@ -23,8 +23,8 @@ from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.runtime.engine.draft_model import DraftModel, load_draft_model
 from shardnet.runtime.engine.requests import GenerationRequest, Speculation
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, DraftSource, NgramDrafts
-from shardnet.runtime.scheduling.limits import StepLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
+from shardnet.runtime.scheduling.step_cost import StepLimits
 from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import OpenSequence, SlotOperation

@@ -21,7 +21,7 @@ from shardnet.runtime.engine.requests import (
     RequestMoved,
     TokenGenerated,
 )
-from shardnet.runtime.scheduling.limits import RingLimits, StepLimits
+from shardnet.runtime.scheduling.step_cost import RingLimits, StepLimits
 from shardnet.runtime.stage.compute import StepFailed
 from shardnet.types import Epoch, LiveState, SequenceId, StepId
 

@@ -10,8 +10,7 @@ from support.models.checkpoints import make_llama
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError
-from shardnet.runtime.loading.joined import join
-from shardnet.runtime.loading.loaded_stage import LoadedStage
+from shardnet.runtime.loading.loaded_stage import LoadedStage, join
 from shardnet.runtime.loading.loading import load
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.types import DType, LayerRange

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardnet.runtime.processors.processor_use import ProcessorUse
+from shardnet.runtime.processors.alertness import ProcessorUse
 
 BEFORE = ProcessorUse.now()
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from support.rings.answered_steps import operations, run
 
-from shardnet.runtime.scheduling.limits import RingLimits
-from shardnet.runtime.scheduling.prefix_keys import block_keys
+from shardnet.runtime.scheduling.kv_block_manager import block_keys
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
     SequenceRequest,
 )
+from shardnet.runtime.scheduling.step_cost import RingLimits
 from shardnet.slot_operations import AdapterUse, CloseSequence, OpenSequence
 from shardnet.types import Epoch, SequenceId
 

@@ -9,9 +9,9 @@ import pytest
 from support.rings.toy_ring import ToyRing, next_token, text_of
 
 from shardnet.constraints import MAX_STEP_MASK_BYTES, MaskForm, TokenMask
-from shardnet.runtime.scheduling.limits import StepLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import SequenceRequest
+from shardnet.runtime.scheduling.step_cost import StepLimits
 from shardnet.types import Epoch, SequenceId
 
 CONTEXT = 1024

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from shardnet.output_params import OutputParams
-from shardnet.runtime.scheduling.limits import RingLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import OperateSlot, SendStep, SequenceRequest
+from shardnet.runtime.scheduling.step_cost import RingLimits
 from shardnet.slot_operations import OpenSequence
 from shardnet.types import Epoch, SequenceId
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from support.rings.answered_steps import operations, run
 
-from shardnet.runtime.scheduling.prefix_keys import block_keys
+from shardnet.runtime.scheduling.kv_block_manager import block_keys
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import EncodePictures, SendStep, SequenceRequest
 from shardnet.slot_operations import CloseSequence, OpenSequence, PicturePlace, Pictures

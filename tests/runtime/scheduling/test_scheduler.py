@@ -18,7 +18,6 @@ from shardnet.errors import (
     UsageError,
     WrongValuesError,
 )
-from shardnet.runtime.scheduling.limits import StepLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
     FinishReason,
@@ -28,7 +27,7 @@ from shardnet.runtime.scheduling.sequences import (
     SequenceRequest,
     TokenSampled,
 )
-from shardnet.runtime.scheduling.step_cost import StepCost
+from shardnet.runtime.scheduling.step_cost import StepCost, StepLimits
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence
 from shardnet.types import BLOCK_POSITIONS, Epoch, SequenceId, StepId
 

@@ -7,7 +7,7 @@ from typing import Any
 from support.rings.answered_steps import operations, run
 
 from shardnet.errors import CapacityError
-from shardnet.runtime.scheduling.prefix_keys import block_keys
+from shardnet.runtime.scheduling.kv_block_manager import block_keys
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
     RestorePrefix,

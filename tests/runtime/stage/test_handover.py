@@ -16,8 +16,12 @@ from support.rings.torch_rings import LoadedStages, load_stages, request, run, t
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import ShardnetError, UsageError
-from shardnet.runtime.loading.joined import computes_by_device, join, load_by_device
-from shardnet.runtime.loading.loaded_stage import LoadedStage
+from shardnet.runtime.loading.loaded_stage import (
+    LoadedStage,
+    computes_by_device,
+    join,
+    load_by_device,
+)
 from shardnet.runtime.loading.loading import load
 from shardnet.runtime.stage.compute import (
     Activations,
@@ -27,8 +31,7 @@ from shardnet.runtime.stage.compute import (
     StepComputed,
     StepFailed,
 )
-from shardnet.runtime.stage.compute_threads import ComputeThreads
-from shardnet.runtime.stage.executor import Executor
+from shardnet.runtime.stage.executor import ComputeThreads, Executor
 from shardnet.runtime.stage.handover import Lane, LaneWorkers, StageInputs
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder, StagePart
 from shardnet.runtime.stage.torch_compute import HeldActivations

@@ -16,7 +16,7 @@ from support.rings.stage_chain import CPU, StageChain, probed, random_prompt
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.files import CacheFolder
 from shardnet.model.config.panel_form import Quantization
-from shardnet.stage import quantized_weights
+from shardnet.stage import stored_weights
 from shardnet.stage.load import load_stage
 from shardnet.stage.packs import pack_cache
 from shardnet.stage.packs.pack_cache import PackCache, packed_models
@@ -244,7 +244,7 @@ def test_the_second_load_rounds_nothing_and_gives_the_same_bits(
     def fail(*_: object) -> None:
         raise AssertionError("rounded again")
 
-    monkeypatch.setattr(quantized_weights, "pack_all", fail)
+    monkeypatch.setattr(stored_weights, "pack_all", fail)
     said.clear()
     again = load(folder, packs, said)
     assert torch.equal(StageChain([again]).prefill(0, prompt), plain)

@@ -36,10 +36,10 @@ from shardnet.stage.load import load_stage
 from shardnet.stage.packs.pack_cache import PackCache, packed_models
 from shardnet.stage.runs import Run
 from shardnet.stage.stage_model import StageModel
-from shardnet.stage.streaming import file_parts, layer_stream
-from shardnet.stage.streaming.expert_pool import ExpertPool
-from shardnet.stage.streaming.file_parts import FilePart
+from shardnet.stage.streaming import buffers, layer_stream
+from shardnet.stage.streaming.buffers import FilePart
 from shardnet.stage.streaming.layer_stream import LayerStream
+from shardnet.stage.streaming.streamed_linear import ExpertPool
 from shardnet.types import (
     DType,
     LayerRange,
@@ -369,7 +369,7 @@ def test_what_is_packed_on_its_way_is_what_is_packed_at_once(
 ) -> None:
     """Piece by piece, by two threads, and a last panel that is not full."""
     monkeypatch.setattr(layer_stream, "_SHARED_BYTES", shared_bytes)
-    monkeypatch.setattr(file_parts, "_PACKED_AT_A_TIME", shared_bytes // 2)
+    monkeypatch.setattr(buffers, "_PACKED_AT_A_TIME", shared_bytes // 2)
     native = native_kernels()
     assert native is not None
     packing = PanelPacking(native=native, n_in=n_in, dtype=torch.bfloat16, form=BFLOAT16)

@@ -31,8 +31,8 @@ from shardnet.runtime.engine.requests import (
     TokenGenerated,
 )
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswer
-from shardnet.runtime.scheduling.limits import RingLimits, StepLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
+from shardnet.runtime.scheduling.step_cost import RingLimits, StepLimits
 from shardnet.runtime.stage.compute import ScoredToken, StepArrived, StepFailed
 from shardnet.sampling_params import SamplingParams, TokenLogprobs
 from shardnet.slot_operations import OpenSequence

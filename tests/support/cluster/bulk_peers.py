@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica import TensorFiles, begin_replica, lay_out, parts_of
-from shardnet.cluster.sharing.bulk_server import BulkServer, SendRate
+from shardnet.cluster.sharing.bulk_client import BulkServer, SendRate
 from shardnet.cluster.store.adapter_store import AdapterStore
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.local_models import LocalModels

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from support.cluster.checkup_facts import reply, view
 
 from shardnet.api.client import Client, open_client
-from shardnet.cluster.deputy.kept_values import KeptValues
+from shardnet.cluster.deputy.copying import KeptValues
 from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
 from shardnet.errors import CapacityError, ContextExceededError, PlanError, ShardnetError
 from shardnet.transport.link import Link

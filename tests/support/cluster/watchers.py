@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardnet.cluster.discovery.discovery import Discovery
-from shardnet.cluster.discovery.node_record import NodeRecord
-from shardnet.cluster.discovery.service_browser import Goodbye
+from shardnet.cluster.discovery.service_browser import Goodbye, NodeRecord
 from shardnet.types import NodeId
 
 LOOPBACK = ["127.0.0.1"]

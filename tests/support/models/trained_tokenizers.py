@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from support.models import small_tokenizers as small
 from tokenizers import models, pre_tokenizers, trainers
 
-from shardnet.tokenizers.backends.byte_level import byte_of_character
-from shardnet.tokenizers.backends.merges import merges_of
+from shardnet.tokenizers.backends.byte_level import byte_of_character, merges_of
 from shardnet.tokenizers.backends.pretokenizers import LLAMA3, TEKKEN, Pretokenizer
 from shardnet.tokenizers.formats.sentencepiece_file import protobuf_fields
 

@@ -17,8 +17,8 @@ from support.rings.rings import SMALLEST, NoText, running_ring
 from shardnet.errors import ShardnetError
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest, TokenGenerated
-from shardnet.runtime.scheduling.limits import StepLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
+from shardnet.runtime.scheduling.step_cost import StepLimits
 from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation

@@ -27,8 +27,8 @@ from shardnet.runtime.engine.requests import (
     Speculation,
     TokenGenerated,
 )
-from shardnet.runtime.scheduling.limits import StepLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
+from shardnet.runtime.scheduling.step_cost import StepLimits
 from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import PicturePlace

@@ -9,8 +9,7 @@ from typing import TypeVar
 import torch
 
 from shardnet.errors import LostShardError
-from shardnet.model.shards.group import ShardGroup
-from shardnet.model.shards.memory_group import MemoryGroup, SharedMemory
+from shardnet.model.shards.group import MemoryGroup, ShardGroup, SharedMemory
 
 T = TypeVar("T")
 

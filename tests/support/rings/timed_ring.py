@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from support.rings.toy_ring import VOCABULARY, ToyRing, next_token
 
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
-from shardnet.runtime.scheduling.limits import StepLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import SendStep, SequenceRequest, TokenSampled
-from shardnet.runtime.scheduling.step_cost import StepCost
+from shardnet.runtime.scheduling.step_cost import StepCost, StepLimits
 from shardnet.types import Epoch, MicroBatch, SequenceId
 
 

@@ -25,10 +25,9 @@ from shardnet.runtime.engine.requests import (
     TokenGenerated,
 )
 from shardnet.runtime.loading.loading import load
-from shardnet.runtime.scheduling.limits import StepLimits
 from shardnet.runtime.scheduling.scheduler import Scheduler
-from shardnet.runtime.stage.compute import Samples, StageCompute
-from shardnet.runtime.stage.plugin import ComputePlugin
+from shardnet.runtime.scheduling.step_cost import StepLimits
+from shardnet.runtime.stage.compute import ComputePlugin, Samples, StageCompute
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.sampling_params import SamplingParams

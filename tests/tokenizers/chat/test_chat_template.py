@@ -19,8 +19,8 @@ from shardnet.tokenizers.chat.chat_template import (
     MAX_TEMPLATE_BYTES,
     ChatTemplate,
     TemplateOptions,
+    TemplateProcess,
 )
-from shardnet.tokenizers.chat.template_process import TemplateProcess
 
 SHORT_TALK = [{"role": "user", "content": ' Hello <there> & "you"\n'}]
 TALK = [

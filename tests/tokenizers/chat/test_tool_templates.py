@@ -10,8 +10,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from shardnet.errors import UsageError
-from shardnet.tokenizers.chat.chat_template import ChatTemplate, TemplateOptions
-from shardnet.tokenizers.chat.template_process import TemplateProcess
+from shardnet.tokenizers.chat.chat_template import ChatTemplate, TemplateOptions, TemplateProcess
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOLS: list[dict[str, Any]] = [
