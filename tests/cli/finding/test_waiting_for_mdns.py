@@ -38,7 +38,7 @@ def test_a_node_here_is_prepared_while_none_is_heard(
 
 @pytest.mark.parametrize(
     ("hosts", "longest_s"),
-    [((LOOPBACK_HOST,), target.HERE_S), (("10.0.0.1", LOOPBACK_HOST), mdns.LONGEST_S)],
+    [((LOOPBACK_HOST,), target.HERE_S), (("10.0.0.1", LOOPBACK_HOST), target.LONGEST_S)],
 )
 def test_this_machine_alone_is_searched_for_a_shorter_time(
     monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...], longest_s: float
