@@ -21,7 +21,6 @@ from support.hostile.small_files import GOOD, Files
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.formats import (
     gguf_header,
-    indexed_files,
     safetensors_files,
     torch_pickle,
 )
@@ -176,13 +175,13 @@ def test_a_key_that_comes_twice_deep_inside_is_named() -> None:
 def test_a_large_index_is_refused_before_it_is_parsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexed_files, "YIELDING", Never())
+    monkeypatch.setattr(safetensors_files, "YIELDING", Never())
     folder = make(tmp_path, "indexed")
     index = folder / "model.safetensors.index.json"
     index.write_bytes(b'{"weight_map":' + entries(stored_tensor.MAX_TENSORS + 1200, b'"a"') + b"}")
     with pytest.raises(CheckpointError, match=r"index\.json: .* more than 263168 times|263168"):
         Checkpoint.open(folder)
-    hole(index, indexed_files.MAX_INDEX_BYTES + 1)
+    hole(index, safetensors_files.MAX_INDEX_BYTES + 1)
     with pytest.raises(CheckpointError, match=r"index\.json has 33554433 bytes, at most 33554432"):
         Checkpoint.open(folder)
 

@@ -45,7 +45,8 @@ from shardnet.checkpoint.pictures import open_pictures
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.vision.picture import EncodedPicture, PictureEncoder, PreparedPicture
 from shardnet.runtime.engine.requests import GenerationRequest
-from shardnet.runtime.stage.picture_inputs import PictureStore, StoredPicture, rows_of_store
+from shardnet.runtime.stage.picture_inputs import rows_of_store
+from shardnet.runtime.stage.picture_store import PictureStore, StoredPicture
 from shardnet.stage.load import load_encoder
 from shardnet.types import DType, LayerRange
 

@@ -19,7 +19,7 @@ from shardnet.runtime.engine.requests import RequestPicture
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import EncodePictures
 from shardnet.runtime.stage.compute import StageCompute
-from shardnet.runtime.stage.picture_inputs import PictureStore, StoredPicture
+from shardnet.runtime.stage.picture_store import PictureStore, StoredPicture
 from shardnet.types import SequenceId
 
 if TYPE_CHECKING:

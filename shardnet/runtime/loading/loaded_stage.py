@@ -24,7 +24,7 @@ from shardnet.runtime.stage.compute import (
     StageCompute,
 )
 from shardnet.runtime.stage.executor import on_cores
-from shardnet.runtime.stage.picture_inputs import PictureStore
+from shardnet.runtime.stage.picture_store import PictureStore
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.slot_operations import SlotOperation
 from shardnet.types import LayerRange, MicroBatch, WireDType, blocks_for

@@ -19,7 +19,7 @@ from shardnet.model.shards.cut import shares
 from shardnet.model.shards.group import GatherStruct, PythonGather
 from shardnet.model.vision.picture import PictureEncoder
 from shardnet.runtime.stage.compute import Activations, Samples, StageCompute
-from shardnet.runtime.stage.picture_inputs import PictureStore
+from shardnet.runtime.stage.picture_store import PictureStore
 from shardnet.slot_operations import SlotOperation
 from shardnet.types import MicroBatch, StepId, WireDType
 from shardnet.wire.framing.frames import Buffer

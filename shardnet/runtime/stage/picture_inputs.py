@@ -1,15 +1,13 @@
-"""Rows of encoded pictures, from the tower to the steps of the first stage and of later ones.
+"""What the rows of a step have of their sequences' pictures, for the layers here and later ones.
 
-The loop puts rows in and takes them out, the compute thread reads them.
+Knows where pictures are, and where their encoded rows wait. Must not know towers nor frames.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,70 +17,10 @@ from torch import Tensor
 from shardnet.errors import ShardnetError, WrongValuesError
 from shardnet.model.cache.picture_rows import PictureRows
 from shardnet.output_params import OutputKind
+from shardnet.runtime.stage.picture_store import PictureStore
 from shardnet.slot_operations import PicturePlace, Pictures
 from shardnet.types import MicroBatch, RowGroup
 from shardnet.wire.payloads.rows import RowBlock
-
-if TYPE_CHECKING:
-    from shardnet.model.vision.picture import EncodedPicture
-
-
-KEPT_BYTES: Final = 256 << 20
-"""Rows that no request needs are kept up to so many bytes, for conversations that go on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredPicture:
-    """A picture's rows; row `n` belongs at `offsets[n]` positions behind the first one."""
-
-    offsets: tuple[int, ...]
-    encoded: EncodedPicture
-
-    @property
-    def size_bytes(self) -> int:
-        """What it takes."""
-        return sum(part.nbytes for part in (self.encoded.rows, *self.encoded.deep))
-
-
-@dataclass(slots=True)
-class PictureStore:
-    """Rows by the digests of their pictures, those that were used last behind the others."""
-
-    most_bytes: int = KEPT_BYTES
-    _kept: dict[bytes, StoredPicture] = field(default_factory=dict)
-    _n_users: dict[bytes, int] = field(default_factory=dict)
-
-    def get(self, digest: bytes) -> StoredPicture | None:
-        """Return a picture's rows. For any thread."""
-        return self._kept.get(digest)
-
-    def put(self, digest: bytes, stored: StoredPicture) -> None:
-        """Keep a picture's rows."""
-        self._kept[digest] = stored
-        self._shrink()
-
-    def use(self, digests: Iterable[bytes]) -> None:
-        """Keep the rows of these pictures, those to come too, until `leave`."""
-        for digest in digests:
-            self._n_users[digest] = self._n_users.get(digest, 0) + 1
-
-    def leave(self, digests: Iterable[bytes]) -> None:
-        """Need the rows of these pictures no more; see `use`."""
-        for digest in digests:
-            self._n_users[digest] -= 1
-            if not self._n_users[digest]:
-                del self._n_users[digest]
-                if digest in self._kept:
-                    self._kept[digest] = self._kept.pop(digest)
-        self._shrink()
-
-    def _shrink(self) -> None:
-        n_bytes = sum(stored.size_bytes for stored in self._kept.values())
-        for digest in [*self._kept]:
-            if n_bytes <= self.most_bytes:
-                return
-            if digest not in self._n_users:
-                n_bytes -= self._kept.pop(digest).size_bytes
 
 
 def rows_of_store(

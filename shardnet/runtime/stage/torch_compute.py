@@ -28,11 +28,11 @@ from shardnet.model.sampling.sampler import Sampler
 from shardnet.runtime.stage.compute import Activations, Samples, StepArrived, StepResult
 from shardnet.runtime.stage.mtp_drafts import MtpDrafts
 from shardnet.runtime.stage.picture_inputs import (
-    PictureStore,
     blocks_for_later,
     rows_of_blocks,
     rows_of_store,
 )
+from shardnet.runtime.stage.picture_store import PictureStore
 from shardnet.runtime.stage.routing import routing_table
 from shardnet.runtime.stage.row_outputs import SamplingStage, layer_blocks
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation

@@ -12,13 +12,12 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from shardnet.errors import WrongValuesError
 from shardnet.model.vision.picture import EncodedPicture
 from shardnet.runtime.stage.picture_inputs import (
-    PictureStore,
-    StoredPicture,
     axis_positions,
     blocks_for_later,
     rows_of_blocks,
     rows_of_store,
 )
+from shardnet.runtime.stage.picture_store import PictureStore, StoredPicture
 from shardnet.slot_operations import PicturePlace
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
 
