@@ -26,8 +26,8 @@ from shardnet.errors import ShardnetError, UsageError
 from shardnet.files import make_own_folder, open_own, read_own, write_whole
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.framing.schema import MAX_TEXT
+from shardnet.wire.messages.extras import RecommendedSampling
 from shardnet.wire.messages.plans import PlanReply
-from shardnet.wire.messages.sequences import RecommendedSampling
 
 from ..output.exit_codes import counted, say
 from ..output.progress import LoadBars

@@ -30,7 +30,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.machine.cores import group_cores, read_cores
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.linear import KernelChoice, probe
-from shardnet.runtime.shards.lead import load_leading
+from shardnet.runtime.shards.load_shard import load_leading
 from shardnet.runtime.stage.executor import on_cores
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder
 from shardnet.stage.load import load_stage

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardnet.errors import error_for_code
-from shardnet.guard.frames import read_frame, write_frame
+from shardnet.guard.job_loop import read_frame, write_frame
 
 START_S = 60.0
 """Added to the deadline of a job that has to start the process: wall time, on a busy machine."""

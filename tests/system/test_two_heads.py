@@ -15,7 +15,7 @@ from support.system.parrot import Parrots
 
 from shardnet.api.client import connect
 from shardnet.cluster.head.led_ring import OTHERS_S
-from shardnet.cluster.member.dialer import Dialer
+from shardnet.cluster.node.parts import Dialer
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.errors import BusyError
 from shardnet.types import NodeId

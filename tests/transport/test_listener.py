@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 from support.transport_harness import HARNESSES, IDENTITY, OPTIONS, Harness, hello
 
-from shardnet.cluster.member.dialer import Dialer
+from shardnet.cluster.node.parts import Dialer
 from shardnet.errors import LinkClosedError, LinkError, ShardnetError
 from shardnet.transport import admission, listener, tcp
 from shardnet.transport.identity import Identity

@@ -33,10 +33,11 @@ from shardnet.wire.messages.extras import (
     StageTiming,
     extras_frame,
     read_extras,
+    read_sequence,
+    sequence_frame,
 )
 from shardnet.wire.messages.generation import Cancel
 from shardnet.wire.messages.handshake import Purpose, error_frame, hello_frame, read_error
-from shardnet.wire.messages.sequences import read_sequence, sequence_frame
 from shardnet.wire.payloads.data import StepData, data_frame, read_data, read_tokens, tokens_frame
 
 ROUNDS = 5000

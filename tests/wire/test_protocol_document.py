@@ -40,7 +40,6 @@ from shardnet.wire.messages import (
     measurements,
     membership,
     plans,
-    sequences,
     stages,
 )
 from shardnet.wire.messages.handshake import Purpose
@@ -66,7 +65,7 @@ CONTROL_MESSAGES = (
 )
 STRUCTS = {
     name: kind
-    for module in (handshake, sequences, slot_operations, extras, *CONTROL_MESSAGES, bulk)
+    for module in (handshake, slot_operations, extras, *CONTROL_MESSAGES, bulk)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
     if name not in {*vars(types), *vars(schema)}

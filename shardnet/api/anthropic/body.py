@@ -14,13 +14,14 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from shardnet.api.chat.pictures import Part, TurnPicture
 from shardnet.api.chat.request import (
     ChatRequest,
     ChatTurn,
     OptionValue,
+    Part,
     Tool,
     ToolChoice,
+    TurnPicture,
     joined_turns,
 )
 from shardnet.api.openai.chat_body import picture_bytes, picture_of_url

@@ -26,8 +26,8 @@ from shardnet.api.batches.files import (
     read_lines,
     skipped,
 )
+from shardnet.api.openai.endpoints import Kept
 from shardnet.api.openai.faults import OPENAI, page_of
-from shardnet.api.openai.kept import Kept
 from shardnet.api.server.endpoint import FORM, Endpoint, Json, Reply
 from shardnet.api.server.errors import Fault, HttpError, refused, too_many
 from shardnet.api.server.keys import ApiKey

@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.api.client import Client
+from shardnet.api.openai.endpoints import Kept
 from shardnet.api.openai.faults import page_of
-from shardnet.api.openai.kept import Kept
 from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.endpoint import Endpoint, Json, Reply, Text
 from shardnet.api.server.errors import Fault, HttpError, fault_of, refused

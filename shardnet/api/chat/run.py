@@ -11,8 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, TypeAlias, Unpack
 
-from shardnet.api.chat.pictures import written
-from shardnet.api.chat.request import ChatRequest, ChatTurn, Tool
+from shardnet.api.chat.request import ChatRequest, ChatTurn, Tool, written
 from shardnet.api.chat_formats.choice import (
     ChatFormat,
     DistinctCalls,

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from shardnet.api.chat.pictures import Part, TurnPicture
-from shardnet.api.chat.request import ChatRequest, ChatTurn, OptionValue, Tool
+from shardnet.api.chat.request import ChatRequest, ChatTurn, OptionValue, Part, Tool, TurnPicture
 from shardnet.api.chat.run import Accepted, ChatEvent, Ended, Piece, run_chat
 from shardnet.api.chat_formats.marks import (
     ContentDelta,

@@ -14,13 +14,15 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 from msgspec import Meta
 
-from shardnet.api.chat.pictures import Detail, Part, TurnPicture
 from shardnet.api.chat.request import (
     ChatRequest,
     ChatTurn,
+    Detail,
     OptionValue,
+    Part,
     Tool,
     ToolChoice,
+    TurnPicture,
 )
 from shardnet.api.openai.sampling import Count, SamplingBody, options_of, sampling_of
 from shardnet.api.server.errors import refused

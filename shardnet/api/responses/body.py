@@ -13,14 +13,15 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from shardnet.api.chat.pictures import Part, text_of
 from shardnet.api.chat.request import (
     ChatRequest,
     ChatTurn,
     OptionValue,
+    Part,
     Tool,
     ToolChoice,
     joined_turns,
+    text_of,
 )
 from shardnet.api.openai.chat_body import known_tool, picture_of_url
 from shardnet.api.openai.sampling import Count, SamplingBody, options_of, sampling_of

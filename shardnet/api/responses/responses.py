@@ -13,8 +13,8 @@ import msgspec
 
 from shardnet.api.chat.request import ChatRequest
 from shardnet.api.chat.run import Accepted, Ended, Piece, run_chat
+from shardnet.api.openai.endpoints import Kept
 from shardnet.api.openai.faults import ErrorAnswer, error_answer
-from shardnet.api.openai.kept import Kept
 from shardnet.api.openai.logprobs import chat_logprobs
 from shardnet.api.responses.answers import (
     Incomplete,

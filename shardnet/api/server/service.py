@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar, Unpack
 
 from msgspec.structs import replace
 
-from shardnet.api.chat.pictures import fetch_picture
+from shardnet.api.chat.request import fetch_picture
 from shardnet.api.client import Client
 from shardnet.api.events import GenerationEvent, RequestState
 from shardnet.api.generation import AGAIN_S, RESUME_S

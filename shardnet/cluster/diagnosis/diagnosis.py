@@ -24,9 +24,8 @@ from shardnet.cluster.diagnosis.facts import (
     problem,
     remedy_for,
 )
-from shardnet.cluster.diagnosis.key_findings import key_findings
 from shardnet.cluster.diagnosis.multicast_findings import multicast_findings
-from shardnet.cluster.diagnosis.peer_findings import pair_findings, seconds_apart
+from shardnet.cluster.diagnosis.peer_findings import key_findings, pair_findings, seconds_apart
 from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.addresses import Verdict, is_loopback
 from shardnet.cluster.placement.figures import CandidateNode, ModelShape

@@ -27,9 +27,8 @@ from shardnet.runtime.loading.loaded_stage import LoadedStage, computes_by_devic
 from shardnet.runtime.loading.loading import release_freed_memory, set_compute_threads
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.stage.compute import ComputePlugin, StageCompute
-from shardnet.runtime.stage.executor import ONE_DEVICE, ComputeThreads
+from shardnet.runtime.stage.executor import ONE_DEVICE, ComputeThreads, ProgressReporter
 from shardnet.runtime.stage.handover import Lane
-from shardnet.runtime.stage.progress import ProgressReporter
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder
 from shardnet.stage.packs.pack_cache import drop_pages
 from shardnet.transport.link import Link

@@ -25,8 +25,7 @@ from shardnet.runtime.loading.loaded_stage import (
 )
 from shardnet.runtime.loading.loading import load, release_freed_memory
 from shardnet.runtime.stage.compute import ComputePlugin
-from shardnet.runtime.stage.executor import ComputeThreads
-from shardnet.runtime.stage.progress import ProgressReporter
+from shardnet.runtime.stage.executor import ComputeThreads, ProgressReporter
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.transport.loop import finish
 from shardnet.wire.framing.schema import MAX_DEVICES

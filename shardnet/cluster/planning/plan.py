@@ -22,6 +22,7 @@ from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.stage.estimate.memory_estimate import WeightForm, mtp_weight_bytes
 from shardnet.types import Arith, DType, Epoch, NodeId, WireDType
 from shardnet.wire.messages.deputies import RingNode, StandBy
+from shardnet.wire.messages.extras import RecommendedSampling
 from shardnet.wire.messages.generation import Timing
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.membership import NodeInfo
@@ -38,7 +39,6 @@ from shardnet.wire.messages.plans import (
     PlanReply,
     RingExactness,
 )
-from shardnet.wire.messages.sequences import RecommendedSampling
 
 INT4_COSTS: Final = (
     "--quant int4 costs quality: on two small real models perplexity rose by 26 % and by 43 %, "

@@ -21,7 +21,7 @@ from shardnet.errors import ShardnetError
 from shardnet.files import read_own, write_whole
 from shardnet.runtime.loading.loading import set_compute_threads
 from shardnet.runtime.loading.wire_loss import measure_rounding_s, measure_wire_loss
-from shardnet.runtime.stage.progress import ProgressReporter
+from shardnet.runtime.stage.executor import ProgressReporter
 from shardnet.types import Strict, WireDType, parse_wires
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.plans import NarrowWire, WireError

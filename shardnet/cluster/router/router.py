@@ -1,16 +1,14 @@
-"""Takes what clients send to this node: for several rings behind it, or for its own alone.
-
-Knows when several rings are opened and ended. Must not know how one of them answers.
-"""
+"""Takes what clients send to this node: for several rings behind it, or for its own alone."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
@@ -19,20 +17,21 @@ from shardnet.cluster.deputy.copying import Copying
 from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.encoders import Encoders
 from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.head.replies import report_progress
 from shardnet.cluster.head.requests import with_ids
-from shardnet.cluster.member.refusals import draining, generating_with
+from shardnet.cluster.member.refusals import draining, generating_with, resting
 from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
 from shardnet.cluster.peers.supervision import SupervisedJobs
 from shardnet.cluster.placement.figures import Objective
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Elsewhere, Planner
 from shardnet.cluster.router.front import Front
-from shardnet.cluster.router.keeping import Keeping
 from shardnet.cluster.router.kept_ring import KeptRing
 from shardnet.cluster.router.routed_request import RING_ERRORS, RoutedRequest, prompt_bytes
 from shardnet.errors import (
     CheckpointError,
+    PeerFailedError,
     PlanError,
     RemoteProtocolError,
     ShardnetError,
@@ -42,13 +41,94 @@ from shardnet.runtime.engine.requests import MadeToken
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.framing.schema import MAX_STAGES
-from shardnet.wire.messages.activity import KeepRing
+from shardnet.wire.messages.activity import KeepRing, RingKept
 from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect
 from shardnet.wire.messages.deputies import RingNode, StandBy
 from shardnet.wire.messages.diagnostics import RingBehind
 from shardnet.wire.messages.generation import Detokenize, Generate, Tokenize, Tokenized, Unload
+from shardnet.wire.messages.handshake import PeerRole
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
+
+LOOK_S: Final = 0.25
+"""Interval of the looks at the ring."""
+TELL_S: Final = 5.0
+"""The longest time without a word of it."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Kept:
+    keeper: ControlLink
+    model: str
+    is_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Keeping:
+    """The rings that this node keeps for others, or for itself: one at a time but for moments."""
+
+    def __init__(self, *, head: Head, clients: Clients) -> None:
+        self._head = head
+        self._clients = clients
+        self._kept: set[_Kept] = set()
+
+    async def keep(self, control: ControlLink, message: KeepRing) -> None:
+        """Build the ring if need be, and tell how it is until it is over; Redirect elsewhere.
+
+        Raises what ends it, and what building raises.
+        """
+        async with self._clients.leading(
+            control,
+            message.request,
+            message.choice,
+            on_plan=lambda plan: control.send(plan.reply(message.request)),
+        ) as lead:
+            if lead is None:
+                return
+            kept = _Kept(keeper=control, model=lead.plan.choice.model)
+            self._kept.add(kept)
+            try:
+                await self._tell(control, message.request, lead, kept)
+            finally:
+                self._kept.discard(kept)
+        raise PeerFailedError(f"the ring of {self._head.node} is kept no more")
+
+    def keeper(self, model: str) -> NodeId | None:
+        """Return the other node that has the ring with `model` kept, None for none."""
+        for kept in self._kept:
+            peer = kept.keeper.link.peer
+            if kept.model == model and peer.role is PeerRole.NODE and not kept.keeper.link.closed:
+                return NodeId(peer.node)
+        return None
+
+    async def let_go(self) -> None:
+        """Keep nothing any more; return when nothing counts as in use for that."""
+        while self._kept:
+            for kept in self._kept:
+                kept.is_over.set()
+            await asyncio.sleep(0)
+
+    async def _tell(self, control: ControlLink, request: int, lead: Lead, kept: _Kept) -> None:
+        told, told_s = None, 0.0
+        while not kept.is_over.is_set():
+            if self._head.is_draining:
+                raise draining()
+            if self._head.rests:
+                raise resting(self._head.rests)
+            if not self._head.led.leads(lead) or not lead.stands:
+                raise PeerFailedError("the ring was lost")
+            now_s = time.monotonic()
+            answer = RingKept(
+                request=request,
+                load=lead.ring.engine.counters,
+                is_recovering=lead.is_recovering,
+            )
+            if answer != told or now_s - told_s >= TELL_S:
+                control.send(answer)
+                told, told_s = answer, now_s
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await kept.is_over.wait()
+
 
 FREE_S = 5.0
 """How long the head of another ring may take to free it."""

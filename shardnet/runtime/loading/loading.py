@@ -284,7 +284,7 @@ def _load_model(
         cut=cut_of(config, order.shard, n_shards) if n_shards > 1 else None,
     )
     if order.shards:
-        from shardnet.runtime.shards.lead import load_leading
+        from shardnet.runtime.shards.load_shard import load_leading
 
         folder, files = packs
         progress = job.progress

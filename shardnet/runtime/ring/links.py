@@ -35,9 +35,10 @@ from shardnet.wire.messages.extras import (
     mask_rows,
     read_extras,
     read_masks,
+    read_sequence,
+    sequence_frame,
 )
 from shardnet.wire.messages.handshake import error_frame, read_error
-from shardnet.wire.messages.sequences import read_sequence, sequence_frame
 from shardnet.wire.payloads.data import (
     StepData,
     data_frame,

@@ -29,8 +29,8 @@ from shardnet.slot_operations import SlotOperation
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, MicroBatch, StepId, WireDType
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
+from shardnet.wire.messages.extras import sequence_frame
 from shardnet.wire.messages.handshake import error_frame, read_error
-from shardnet.wire.messages.sequences import sequence_frame
 from shardnet.wire.payloads.data import StepData, data_frame
 from shardnet.wire.payloads.rows import RowBlock, ShardPart, part_frame, read_part, rows_frames
 

@@ -1,8 +1,4 @@
-"""EXTRAS frames: what goes with a step beside its rows or tokens.
-
-Knows the fields, their types and their bounds (docs/protocol.md section 11). Knows nothing of what
-is done with a message.
-"""
+"""EXTRAS and SEQUENCE frames: what goes with a step beside its rows, and slot operations."""
 
 from __future__ import annotations
 
@@ -14,8 +10,8 @@ from msgspec import Meta
 
 from shardnet.constraints import MAX_MASK_BYTES, MaskForm, RowMask, TokenMask
 from shardnet.errors import RemoteProtocolError
-from shardnet.sampling_params import MAX_LOGPROBS
-from shardnet.slot_operations import MAX_DRAFTS
+from shardnet.sampling_params import MAX_LOGPROBS, Probability, RepetitionPenalty, Temperature
+from shardnet.slot_operations import MAX_DRAFTS, SlotOperation
 from shardnet.types import MAX_LAYERS, U32, U64, LayerNumber, Positions, Row, Strict
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import Logprob, Rank, decode, encode
@@ -144,3 +140,29 @@ def read_masks(rows: Sequence[RowTokenMask], n_sampled: int) -> tuple[RowMask, .
         if each.form != MaskForm.BITS and len(each.data) % 4:
             raise RemoteProtocolError(f"a mask of token ids has {len(each.data)} bytes")
     return tuple(RowMask(each.row, TokenMask(MaskForm(each.form), each.data)) for each in rows)
+
+
+class RecommendedSampling(Strict, frozen=True, kw_only=True):
+    """The sampling that a model's makers recommend; null where they say nothing."""
+
+    temperature: Temperature | None = None
+    top_k: U32 | None = None
+    top_p: Probability | None = None
+    min_p: Probability | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+
+
+_decoder: msgspec.msgpack.Decoder[SlotOperation] = msgspec.msgpack.Decoder(SlotOperation)
+
+
+def sequence_frame(operation: SlotOperation, *, epoch: int) -> Frame:
+    """Make a SEQUENCE frame: a slot operation, carried out in the order of the data frames."""
+    return Frame(kind=FrameKind.SEQUENCE, epoch=epoch, meta=encode(operation))
+
+
+def read_sequence(frame: Frame) -> SlotOperation:
+    """Read a SEQUENCE frame; sampling and outputs are not checked beyond the bounds of their types.
+
+    Raises RemoteProtocolError when it breaks the schema.
+    """
+    return decode(_decoder, frame)

@@ -37,8 +37,8 @@ from shardnet.wire.framing.schema import (
     StreamLayers,
     Threads,
 )
+from shardnet.wire.messages.extras import RecommendedSampling
 from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
-from shardnet.wire.messages.sequences import RecommendedSampling
 
 MIXED_WIRES: Final = "mixed"
 """The wire dtype of a plan whose links differ."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardnet.api.chat import pictures
-from shardnet.api.chat.pictures import fetch_picture
+from shardnet.api.chat import request
+from shardnet.api.chat.request import fetch_picture
 from shardnet.errors import UsageError
 
 
@@ -42,13 +42,13 @@ def test_what_is_not_public_is_not_asked(url: str, why: str) -> None:
 def test_answers_are_bounded_and_redirects_are_checked(
     monkeypatch: pytest.MonkeyPatch, head: str, body: bytes, why: str
 ) -> None:
-    monkeypatch.setattr(pictures, "MAX_PICTURES_BYTES", 50)
-    public = pictures._public
+    monkeypatch.setattr(request, "MAX_PICTURES_BYTES", 50)
+    public = request._public
 
     async def at_hand(url: str, host: str, port: int) -> str:
         return "127.0.0.1" if host == "pictures.test" else await public(url, host, port)
 
-    monkeypatch.setattr(pictures, "_public", at_hand)
+    monkeypatch.setattr(request, "_public", at_hand)
 
     answering: list[asyncio.Task[Any]] = []
 

@@ -13,8 +13,8 @@ import pytest
 from shardnet.api.events import GenerationEvent, RequestState
 from shardnet.errors import CapacityError, UsageError
 from shardnet.sampling_params import SamplingParams
+from shardnet.wire.messages.extras import RecommendedSampling
 from shardnet.wire.messages.plans import PlanReply
-from shardnet.wire.messages.sequences import RecommendedSampling
 from shardnet_cli.commands.chat import COMMANDS, _do, help_lines, read_command
 from shardnet_cli.conversation.conversation import (
     MAX_SAVED_BYTES,

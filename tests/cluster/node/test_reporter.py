@@ -18,8 +18,7 @@ from shardnet import __version__
 from shardnet.api.client import Client, connect
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import Device, MemoryBudget
-from shardnet.cluster.member import dialer
-from shardnet.cluster.node import reporter
+from shardnet.cluster.node import parts, reporter
 from shardnet.cluster.node.node import Node, listening
 from shardnet.cluster.node.reporter import free_bytes
 from shardnet.cluster.node.settings import NodeSettings
@@ -116,7 +115,7 @@ async def own(client: Client) -> Any:
 def test_a_node_tells_of_itself_and_its_peers_with_what_its_probes_see(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dialer, "PROBE_S", 30.0)
+    monkeypatch.setattr(parts, "PROBE_S", 30.0)
     monkeypatch.setattr(reporter, "PEER_REPORT_S", 60.0)
 
     async def main() -> None:

@@ -36,9 +36,9 @@ from shardnet.wire.messages.extras import (
     StageTiming,
     extras_frame,
     read_masks,
+    sequence_frame,
 )
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
-from shardnet.wire.messages.sequences import sequence_frame
 from shardnet.wire.payloads.data import tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, read_rows, rows_frames
 

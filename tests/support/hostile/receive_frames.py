@@ -27,9 +27,8 @@ from shardnet.wire.connection.connection import (
 from shardnet.wire.framing.frames import PREAMBLE, Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.messages.bulk import read_bulk
 from shardnet.wire.messages.control import read_control
-from shardnet.wire.messages.extras import read_extras
+from shardnet.wire.messages.extras import read_extras, read_sequence
 from shardnet.wire.messages.handshake import Purpose, hello_frame, read_error, read_hello
-from shardnet.wire.messages.sequences import read_sequence
 from shardnet.wire.payloads.data import read_data, read_tokens
 from shardnet.wire.payloads.rows import read_part, read_rows
 

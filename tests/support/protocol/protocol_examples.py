@@ -26,10 +26,10 @@ from shardnet.wire.messages.extras import (
     StageExperts,
     StageTiming,
     extras_frame,
+    sequence_frame,
 )
 from shardnet.wire.messages.generation import Cancel
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame, hello_frame
-from shardnet.wire.messages.sequences import sequence_frame
 from shardnet.wire.payloads.data import StepData, data_frame, tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, ShardPart, part_frame, rows_frames
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from support.rings.stage_chain import CPU, ROOM_BLOCKS, probed
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.runtime.shards import lead
+from shardnet.runtime.shards import load_shard
 from shardnet.runtime.shards.shard_process import read_job, serve
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder
 from shardnet.stage.stage_model import StageModel
@@ -66,7 +66,7 @@ def load_sharded(
         kv_dtype=kv_dtype,
         shards=tuple(StageDevice(place=n, name=f"cpu:{n}") for n in range(n_shards)),
     )
-    return lead.load_leading(
+    return load_shard.load_leading(
         order,
         checkpoint,
         probed(CPU, DType.FLOAT32, None),

@@ -16,9 +16,8 @@ from shardnet.wire.connection.connection import Event, HelloAnswer, LinkConnecti
 from shardnet.wire.framing.frames import Frame, FrameKind, Limits
 from shardnet.wire.messages.bulk import BulkMessage, Piece, bulk_frame
 from shardnet.wire.messages.control import ControlMessage, control_frame
-from shardnet.wire.messages.extras import Extras, StageTiming, extras_frame
+from shardnet.wire.messages.extras import Extras, StageTiming, extras_frame, sequence_frame
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
-from shardnet.wire.messages.sequences import sequence_frame
 from shardnet.wire.payloads.data import StepData, data_frame, tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, ShardPart, part_frame, rows_frames
 

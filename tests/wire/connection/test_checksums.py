@@ -22,8 +22,8 @@ from shardnet.wire.framing.frames import (
     Limits,
     pack_frame,
 )
+from shardnet.wire.messages.extras import sequence_frame
 from shardnet.wire.messages.handshake import Purpose, hello_frame
-from shardnet.wire.messages.sequences import sequence_frame
 from shardnet.wire.payloads.data import tokens_frame
 
 FRAMES = [

@@ -20,9 +20,8 @@ from shardnet.wire.framing import schema
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.bulk import BulkMessage, read_bulk
 from shardnet.wire.messages.control import ControlMessage, read_control
-from shardnet.wire.messages.extras import Extras, read_extras
+from shardnet.wire.messages.extras import Extras, read_extras, read_sequence
 from shardnet.wire.messages.handshake import ErrorReport, Hello, read_error, read_hello
-from shardnet.wire.messages.sequences import read_sequence
 
 READERS: dict[Any, tuple[FrameKind, Callable[[Frame], Any]]] = {
     **dict.fromkeys(get_args(ControlMessage), (FrameKind.CONTROL, read_control)),

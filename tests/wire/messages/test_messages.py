@@ -22,7 +22,13 @@ from shardnet.wire.messages.control import (
     read_control,
     reported_error,
 )
-from shardnet.wire.messages.extras import Extras, extras_frame, read_extras
+from shardnet.wire.messages.extras import (
+    Extras,
+    extras_frame,
+    read_extras,
+    read_sequence,
+    sequence_frame,
+)
 from shardnet.wire.messages.generation import Cancel
 from shardnet.wire.messages.handshake import (
     ErrorReport,
@@ -31,10 +37,6 @@ from shardnet.wire.messages.handshake import (
     hello_frame,
     read_error,
     read_hello,
-)
-from shardnet.wire.messages.sequences import (
-    read_sequence,
-    sequence_frame,
 )
 
 
