@@ -1,4 +1,8 @@
-"""The helper's side: one job after another, each under its limits; the frames of both sides."""
+"""The helper's side: one job after another, each under its limits; the frames of both sides.
+
+A frame has one JSON value and one block of bytes: the lengths of both as two 32-bit numbers, then
+both.
+"""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def stream_panels(
 class RowPacking:
     """Packs stored rows of a parameter, as bytes, on the calling thread.
 
-    It implements `Packing` of streaming/file_parts.py. A parameter whose rows have another order
+    It implements `Packing` of streaming/buffers.py. A parameter whose rows have another order
     is packed as a whole.
     """
 

@@ -1,6 +1,6 @@
 """The program that reads and uses a stranger's tokenizer, in a process of its own.
 
-Its jobs are those that text_process.py asks for. Keeps the tokenizer that it has loaded.
+Its jobs are those that tokenizer.py asks for. Keeps the tokenizer that it has loaded.
 """
 
 from __future__ import annotations

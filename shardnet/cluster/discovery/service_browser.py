@@ -1,6 +1,6 @@
 """Follow the mDNS records of other nodes: written, read and validated here.
 
-Every record is read by node_record.py, and their number is bounded.
+The number of records is bounded.
 
 Records are public and unauthenticated: their size is bounded, and they only mean that a node may
 answer there.

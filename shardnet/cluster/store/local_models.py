@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.formats.gguf_header import gguf_files
@@ -46,9 +48,9 @@ from shardnet.files import make_own_folder, open_own, read_own
 from shardnet.guard.helper_process import HelperProcess, JobFailedError, JobLimits
 from shardnet.model.families.registry import parse_config
 from shardnet.runtime.loading.model_facts import ModelFacts, find_folder, identify, stamp
-from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
+from shardnet.stage.estimate.packed_sizes import PackedSizes
 from shardnet.threads import DaemonThreads
-from shardnet.types import DType, LayerRange
+from shardnet.types import DType
 
 OWN_STORE: Final = "shardnet"
 REPLICA_STORE: Final = "other nodes"
@@ -204,7 +206,6 @@ def _size_bytes(file: Path) -> int:
 
 
 def _facts(path: Path, value: dict[str, Any]) -> ModelFacts:
-    stored, linear = value["stored_dtype"], value["linear_dtype"]
     return ModelFacts(
         model_id=value["model_id"],
         path=path,
@@ -212,32 +213,17 @@ def _facts(path: Path, value: dict[str, Any]) -> ModelFacts:
         config_text=value["config_text"],
         stamp=tuple((name, size, time_ns) for name, size, time_ns in value["stamp"]),
         is_complete=value["is_complete"],
-        stored_dtype=DType(stored) if stored else None,
-        linear_dtype=DType(linear) if linear else None,
-        packed=_packed(value["packed"]) if value["packed"] else None,
+        stored_dtype=msgspec.convert(value["stored_dtype"], DType | None),
+        linear_dtype=msgspec.convert(value["linear_dtype"], DType | None),
+        packed=msgspec.convert(value["packed"], PackedSizes | None),
         form=value["form"],
         size_bytes=value["size_bytes"],
         unknown_keys=tuple(value["unknown_keys"]),
         recommended=value["recommended"],
-        layers=StoredLayers(
-            size_bytes=tuple(value["layers"]["size_bytes"]),
-            held=tuple(LayerRange(**held) for held in value["layers"]["held"]),
-        ),
+        layers=msgspec.convert(value["layers"], StoredLayers),
         has_mtp=value["has_mtp"],
-        tower_bytes={DType(name): n_bytes for name, n_bytes in value["tower_bytes"].items()},
+        tower_bytes=msgspec.convert(value["tower_bytes"], dict[DType, int]),
         picture_layers=value["picture_layers"],
-    )
-
-
-def _packed(value: dict[str, Any]) -> PackedSizes:
-    return PackedSizes(
-        layers=tuple(PackedCount(**count) for count in value["layers"]),
-        experts=tuple(PackedCount(**count) for count in value["experts"]),
-        embedding=PackedCount(**value["embedding"]),
-        head=PackedCount(**value["head"]),
-        is_tied=value["is_tied"],
-        can_stream=value["can_stream"],
-        is_all=value["is_all"],
     )
 
 

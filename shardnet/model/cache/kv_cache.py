@@ -7,7 +7,7 @@ A layer with a sliding window keeps only the positions that later rows can atten
 and before it the rows of the largest frame, which may have to be written again. Earlier positions
 are dropped as the slot grows, so such a slot can be rewound by at most `REWIND_ROWS` rows.
 
-A layer with a recurrence keeps no positions but its state after the last one (slot_state.py), of a
+A layer with a recurrence keeps no positions but its state after the last one (slot_blocks.py), of a
 fixed size: such a slot cannot be rewound but to its beginning, to before rows that were drafts, and
 to the state that was noted last on the way through a prompt.
 

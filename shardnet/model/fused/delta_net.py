@@ -1,7 +1,7 @@
 """A gated DeltaNet's sub-layer in one call of the compiled library.
 
 Knows the struct of the call and the layout of its buffers. Must not know the other sub-layers:
-fused/sublayers.py chooses among them. Steps with drafts, whose states are noted row by row, go as
+fused/layers.py chooses among them. Steps with drafts, whose states are noted row by row, go as
 layers/gated_delta.py says.
 
 Axes in shape comments: T rows of the micro-batch, E hidden size.

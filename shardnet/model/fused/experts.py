@@ -1,7 +1,7 @@
 """A router and its experts in one call of the compiled library.
 
 Knows which routers and experts the library computes, and the layout of a call's buffers. Must not
-know the other sub-layers: fused/sublayers.py chooses among them.
+know the other sub-layers: fused/layers.py chooses among them.
 
 Axes in shape comments: T rows of the micro-batch, E hidden size, X experts, K experts per row.
 """

@@ -32,7 +32,7 @@ def float_linear(
 class PanelPacking:
     """Packs rows of `n_in` floats, as bytes, to a form, on the calling thread.
 
-    It implements `Packing` of streaming/file_parts.py.
+    It implements `Packing` of streaming/buffers.py.
     """
 
     native: NativeKernels

@@ -1,6 +1,6 @@
 """The program that finds and renders a stranger's chat template, in a process of its own.
 
-Its jobs are those that template_process.py asks for.
+Its jobs are those that chat_template.py asks for.
 """
 
 from __future__ import annotations
