@@ -1,13 +1,250 @@
-"""Counters of an HTTP server, for Prometheus. Each server has its own."""
+"""Counters for Prometheus: of an HTTP server, and of the nodes, rings and links behind it."""
 
 from __future__ import annotations
 
+import collections
 import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
-from shardnet.api.server.ring_metrics import RingMetrics
+from shardnet.wire.messages.diagnostics import LinkTraffic, NodeReport, RingLoad, RingWork
+from shardnet.wire.messages.membership import NodeInfo, ReportReply
+
+_LOAD: Final = {
+    "running": "Requests that run on the ring",
+    "waiting": "Requests that wait for the ring",
+    "paused": "Requests that make room for others",
+    "warm_slots": "Slots whose prefixes can be continued",
+    "room_slots": "Sequences that the ring runs at once at most",
+    "warm_blocks": "Blocks of the KV cache that warm slots hold, of one stage",
+    "used_blocks": "Blocks of the KV cache in use, of one stage",
+    "room_blocks": "Blocks of the KV cache there are, of one stage",
+    "restored_positions": "Positions of prompts that were read from disk instead of computed",
+}
+
+_WORK: Final = {
+    "steps": ("n_steps", "Steps that came round the ring", 1.0),
+    "wire_seconds": ("wire_us", "Time of steps beside all computing and queueing", 1e-6),
+    "prompts": ("n_prompts", "Prompts that began to run", 1.0),
+    "prefix_hits": ("n_prefix_hits", "Prompts whose beginning was in the KV cache", 1.0),
+    "prompt_tokens": ("n_prompt_tokens", "Tokens of prompts that began to run", 1.0),
+    "prefix_tokens": ("n_prefix_tokens", "Tokens of prompts that were in the KV cache", 1.0),
+    "drafted_tokens": ("n_drafted", "Drafted tokens of requests that have ended", 1.0),
+    "accepted_tokens": ("n_accepted", "Drafted tokens that were right", 1.0),
+    "flown_steps": ("n_flown", "Steps that went behind drafts in flight", 1.0),
+    "wasted_steps": ("n_wasted", "Steps that went behind a wrong draft", 1.0),
+}
+
+_NODE: Final = {
+    "uptime_seconds": ("uptime_s", "How long a node has run"),
+    "memory_bytes": ("memory_bytes", "Memory that a node may take for weights and KV cache"),
+    "memory_free_bytes": ("memory_free_bytes", "What of that is not taken by weights"),
+}
+
+_Column = tuple[type[GaugeMetricFamily] | type[CounterMetricFamily], str, str, str]
+"""A metric's kind and name, the field that has its value, and what that is."""
+_PRESSURE: Final[Sequence[_Column]] = (
+    (
+        GaugeMetricFamily,
+        "node_memory_stalled_ratio",
+        "stalled",
+        "Share of the last 10 s in which programs of a node's machine waited for memory",
+    ),
+    (CounterMetricFamily, "node_cache_drops", "n_drops", "Caches freed since memory was short"),
+    (CounterMetricFamily, "node_rests", "n_rests", "Times that a node gave its layers away"),
+)
+_AUDITS: Final[Sequence[_Column]] = (
+    (CounterMetricFamily, "audits", "n_audits", "Stages that a head has audited"),
+    (CounterMetricFamily, "audit_seconds", "busy_s", "Time that audits kept stages from steps"),
+    (
+        CounterMetricFamily,
+        "audited_weight_bytes",
+        "looked_bytes",
+        "Bytes of weights that were held against what they were",
+    ),
+)
+_RINGS: Final[Sequence[_Column]] = (
+    (GaugeMetricFamily, "rings_requests", "n_requests", "Requests that a ring behind the head has"),
+    (
+        CounterMetricFamily,
+        "rings_taken_over",
+        "n_taken_over",
+        "Requests that a ring took over from one that was lost",
+    ),
+)
+_LINKS: Final[Sequence[_Column]] = (
+    (GaugeMetricFamily, "links_up", "n_links", "Links that are up"),
+    (CounterMetricFamily, "link_sent_bytes", "sent_bytes", "Bytes sent"),
+    (CounterMetricFamily, "link_received_bytes", "received_bytes", "Bytes received"),
+    (CounterMetricFamily, "link_failures", "n_failed", "Links that were broken"),
+    (
+        CounterMetricFamily,
+        "link_resent_segments",
+        "n_resent",
+        "Segments that TCP had to send again",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A node that reported. Its label is its name, with its id where another has the same."""
+
+    label: str
+    info: NodeInfo
+    report: NodeReport
+
+
+class RingMetrics(Collector):
+    """Writes the reports it was given last."""
+
+    def __init__(self) -> None:
+        self._nodes: tuple[_Node, ...] = ()
+        self._load: RingLoad | None = None
+
+    def take(self, replies: Iterable[ReportReply], load: RingLoad | None) -> None:
+        """Take the reports of nodes, and the load of the ring, which counts if no node has one."""
+        told = [(r.info, r.report) for r in replies if r.info is not None and r.report is not None]
+        names = collections.Counter(info.name for info, _ in told)
+        self._nodes = tuple(
+            _Node(info.name if names[info.name] == 1 else f"{info.name} {info.node}", info, report)
+            for info, report in told
+        )
+        work = self._work
+        self._load = work.load if work is not None else load
+
+    @property
+    def _work(self) -> RingWork | None:
+        """What the ring of these nodes has done: the one with the most steps if there are more."""
+        works = [node.report.ring for node in self._nodes if node.report.ring is not None]
+        return max(works, key=lambda work: work.n_steps, default=None)
+
+    def collect(self) -> Iterator[Metric]:
+        """Write all metrics."""
+        yield from self._of_nodes()
+        for name, text in _LOAD.items():
+            value = 0 if self._load is None else getattr(self._load, name)
+            yield GaugeMetricFamily(f"shardnet_ring_{name}", text, value=value)
+        yield from self._of_ring()
+        yield from self._of_rings()
+        yield from self._of_links()
+
+    def _of_nodes(self) -> Iterator[Metric]:
+        about = GaugeMetricFamily(
+            "shardnet_node_info",
+            "A node, its version and its device; always 1",
+            labels=["node", "version", "device"],
+        )
+        for node in self._nodes:
+            about.add_metric([node.label, node.info.version, node.info.device], 1)
+        yield about
+        for name, (field, text) in _NODE.items():
+            gauge = GaugeMetricFamily(f"shardnet_node_{name}", text, labels=["node"])
+            for node in self._nodes:
+                gauge.add_metric([node.label], getattr(node.info, field))
+            yield gauge
+        resting = GaugeMetricFamily(
+            "shardnet_node_resting", "1 for a node that takes no layers now", labels=["node"]
+        )
+        for node in self._nodes:
+            resting.add_metric([node.label], int(bool(node.info.rests)))
+        yield resting
+        yield from _families(
+            ["node"], _PRESSURE, [([n.label], n.report.pressure) for n in self._nodes]
+        )
+        yield from _families(["node"], _AUDITS, [([n.label], n.report.audit) for n in self._nodes])
+        wrong = CounterMetricFamily(
+            "shardnet_wrong_bits", "Times that a node was found computing wrong", labels=["node"]
+        )
+        audits = [node.report.audit for node in self._nodes if node.report.audit is not None]
+        n_wrong = collections.Counter(found.name for audit in audits for found in audit.findings)
+        for name, n_times in n_wrong.items():
+            wrong.add_metric([name], n_times)
+        yield wrong
+
+    def _of_ring(self) -> Iterator[Metric]:
+        work = self._work
+        for name, (field, text, unit) in _WORK.items():
+            value = 0 if work is None else getattr(work, field) * unit
+            yield CounterMetricFamily(f"shardnet_ring_{name}", text, value=value)
+        yield CounterMetricFamily(
+            "shardnet_recoveries",
+            "Lost rings whose requests went on over another one",
+            value=0 if work is None else work.n_recoveries,
+        )
+        yield SummaryMetricFamily(
+            "shardnet_recovery_seconds",
+            "How long requests stood still while a lost ring was replaced",
+            count_value=0 if work is None else work.n_recoveries,
+            sum_value=0.0 if work is None else work.recovery_us / 1e6,
+        )
+        for name, text in (
+            ("compute", "Time that a stage has computed"),
+            ("queue", "Time that steps have waited in a stage"),
+        ):
+            counter = CounterMetricFamily(
+                f"shardnet_stage_{name}_seconds", text, labels=["rank", "node"]
+            )
+            for stage in work.stages if work is not None else ():
+                value = getattr(stage, f"{name}_us") / 1e6
+                counter.add_metric([str(stage.rank), stage.name], value)
+            yield counter
+
+    def _of_rings(self) -> Iterator[Metric]:
+        """Write how the rings are that are behind one head."""
+        rings = [(["+".join(ring.names)], ring) for n in self._nodes for ring in n.report.rings]
+        up = GaugeMetricFamily(
+            "shardnet_rings_up", "1 for a ring behind the head that takes requests", labels=["ring"]
+        )
+        for name, ring in rings:
+            up.add_metric(name, int(not ring.why))
+        yield up
+        yield from _families(["ring"], _RINGS, rings)
+
+    def _of_links(self) -> Iterator[Metric]:
+        labels = ["node", "peer", "purpose"]
+        links = [
+            ([node.label, link.name, link.purpose], link, node.report)
+            for node in self._nodes
+            for link in node.report.links
+        ]
+        round_trip = GaugeMetricFamily(
+            "shardnet_link_round_trip_seconds", "Round trip of a link", labels=labels
+        )
+        for where, link, report in links:
+            if (round_trip_s := _round_trip_s(report, link)) is not None:
+                round_trip.add_metric(where, round_trip_s)
+        yield round_trip
+        yield from _families(labels, _LINKS, [(where, link) for where, link, _ in links])
+
+
+def _families(
+    labels: Sequence[str], columns: Sequence[_Column], rows: Sequence[tuple[list[str], object]]
+) -> Iterator[Metric]:
+    """Write the fields of `rows`, each with the values of its labels, that are not None."""
+    for family, name, field, text in columns:
+        metric = family(f"shardnet_{name}", text, labels=labels)
+        for where, row in rows:
+            if (value := getattr(row, field, None)) is not None:
+                metric.add_metric(where, value)
+        yield metric
+
+
+def _round_trip_s(report: NodeReport, link: LinkTraffic) -> float | None:
+    """Return the round trip of a link: the kernel's, or that of pings on a control link."""
+    if link.round_trip_us is not None:
+        return link.round_trip_us / 1e6
+    if link.purpose != "control":
+        return None
+    pinged = [view.rtt_s for view in report.peers if view.name == link.name]
+    return max((rtt_s for rtt_s in pinged if rtt_s is not None), default=None)
+
 
 MEDIA_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardnet.api.client import connect
 from shardnet.api.dashboard.node_history import NodeHistory
-from shardnet.api.server.ring_metrics import RingMetrics
+from shardnet.api.server.metrics import RingMetrics
 from shardnet.cluster.machine.profile import MemoryBudget, find_devices
 from shardnet.cluster.recovery.audits import Answer, Audits, judge
 from shardnet.cluster.ring.stage_port import Order, RemotePort
