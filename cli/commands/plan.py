@@ -11,7 +11,7 @@ import typer
 
 from shardnet.api.client import connect
 from shardnet.api.requests import check_request
-from shardnet.cluster.head.replies import read_last_run
+from shardnet.cluster.head.last_run import read_last_run
 from shardnet.cluster.machine.folders import cache_dir
 from shardnet.errors import UsageError
 from shardnet.wire.messages.generation import LastRun

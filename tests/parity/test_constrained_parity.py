@@ -26,7 +26,8 @@ from shardnet.runtime.engine.requests import GenerationRequest, Speculation
 from shardnet.runtime.scheduling.drafting import NgramDrafts
 from shardnet.runtime.stage.executor import Executor
 from shardnet.tokenizers.grammar.compile_program import grammar_of
-from shardnet.tokenizers.grammar.matcher import GrammarMatcher, Vocabulary
+from shardnet.tokenizers.grammar.matcher import GrammarMatcher
+from shardnet.tokenizers.grammar.vocabulary import Vocabulary
 from shardnet.tokenizers.text_backend import TextBackend
 from shardnet.types import DType
 

@@ -20,6 +20,7 @@ from shardnet.cluster.deputy.copying import Copy, Copying
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.encoders import Encoders
 from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.last_run import write_last_run
 from shardnet.cluster.head.lead import Lead, LockstepSets, Member
 from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.pictures import Pictures
@@ -30,7 +31,6 @@ from shardnet.cluster.head.replies import (
     timing_reply,
     token_piece,
     trace_pieces,
-    write_last_run,
 )
 from shardnet.cluster.head.requests import (
     Constraints,

@@ -1,17 +1,14 @@
-"""Events of the engine as the messages that a client gets, and the last run that was led here."""
+"""Events of the engine as the messages that a client gets, and the trace of its request. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-import msgspec
 from msgspec.structs import replace
 
 from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.peer_links import ClockOffset, ahead_at
-from shardnet.files import read_own, write_whole
 from shardnet.output_params import OutputKind
 from shardnet.runtime.engine.outputs import PromptLogprobsReady, RowsReady
 from shardnet.runtime.engine.requests import GenerationFinished, StepTrace, TokenGenerated
@@ -23,7 +20,6 @@ from shardnet.wire.messages.extras import StageTiming
 from shardnet.wire.messages.generation import (
     Finished,
     Generate,
-    LastRun,
     RowsPiece,
     TextPiece,
     Timing,
@@ -164,24 +160,3 @@ def _aligned(
         return replace(timing, arrived_us=max(0, round(timing.arrived_us - ahead_us)))
 
     return replace(step, timings=[moved(timing) for timing in step.timings])
-
-
-FILE_NAME = "last_run.json"
-
-_decoder = msgspec.json.Decoder(LastRun)
-
-
-def write_last_run(folder: Path, run: LastRun) -> None:
-    """Write `run` to the cache `folder`. Raises OSError if it cannot be written."""
-    write_whole(folder / FILE_NAME, msgspec.json.format(msgspec.json.encode(run)))
-
-
-def read_last_run(folder: Path) -> LastRun | None:
-    """Return the last run of this machine, None if there is none.
-
-    A file that is damaged or of another version counts as none.
-    """
-    try:
-        return _decoder.decode(read_own(folder / FILE_NAME))
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return None

@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 from shardnet.constraints import ConstraintKind
 from shardnet.errors import UsageError
 from shardnet.guard.job_loop import serve
-from shardnet.tokenizers.grammar.matcher import NO_TOKEN, Vocabulary, parser_limits
+from shardnet.tokenizers.grammar.vocabulary import NO_TOKEN, Vocabulary, parser_limits
 
 T = TypeVar("T")
 

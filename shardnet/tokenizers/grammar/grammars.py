@@ -18,7 +18,8 @@ from shardnet.tokenizers.token_table import TokenTable
 if TYPE_CHECKING:  # llguidance is imported by the first request that needs it
     from llguidance import LLTokenizer
 
-    from shardnet.tokenizers.grammar.matcher import GrammarMatcher, Vocabulary
+    from shardnet.tokenizers.grammar.matcher import GrammarMatcher
+    from shardnet.tokenizers.grammar.vocabulary import Vocabulary
 
 _MOST_KEPT = 8
 """Compiled grammars: programs send the same schema again and again."""
@@ -70,7 +71,8 @@ class Grammars:
             process.close()
 
     def _compile(self, constraint: Constraint) -> GrammarMatcher:
-        from shardnet.tokenizers.grammar.matcher import GrammarMatcher, Vocabulary
+        from shardnet.tokenizers.grammar.matcher import GrammarMatcher
+        from shardnet.tokenizers.grammar.vocabulary import Vocabulary
 
         if self._process is None or self._tokenizer is None:
             vocabulary = Vocabulary.of(self._table, self._n_ids, self._eos_ids)

@@ -24,7 +24,8 @@ from shardnet.constraints import Constraint
 from shardnet.errors import UsageError
 from shardnet.model.sampling.token_masks import forbidden_tokens
 from shardnet.tokenizers.grammar.compile_program import grammar_of
-from shardnet.tokenizers.grammar.matcher import GrammarMatcher, Vocabulary
+from shardnet.tokenizers.grammar.matcher import GrammarMatcher
+from shardnet.tokenizers.grammar.vocabulary import Vocabulary
 from shardnet.tokenizers.token_table import ByteStrings
 
 EOS = 0

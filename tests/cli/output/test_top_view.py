@@ -14,7 +14,7 @@ from support.cluster.watched_node import WatchedNode, activity, stage_state, ste
 from shardnet.api.dashboard.node_history import NodeHistory
 from shardnet.api.dashboard.ring_history import RingHistory
 from shardnet.api.dashboard.state import ShownLoading
-from shardnet.api.server.ring_metrics import RingMetrics
+from shardnet.api.server.metrics import RingMetrics
 from shardnet.wire.messages.diagnostics import DeputyState, RingBehind, StandbyState
 from shardnet_cli.commands import top
 from shardnet_cli.commands.status import ring_line

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardnet.cluster.head.replies import FILE_NAME, read_last_run, write_last_run
+from shardnet.cluster.head.last_run import FILE_NAME, read_last_run, write_last_run
 from shardnet.wire.messages.generation import LastRun, MeanStageTime, Timing
 from shardnet.wire.messages.plans import PlannedStage, PlanReply
 
