@@ -19,7 +19,6 @@ from shardnet.errors import CheckpointError, UsageError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID
 from shardnet.tokenizers.backends.byte_level import byte_of_character
 from shardnet.tokenizers.backends.token_files import LoadedTokenizer
-from shardnet.tokenizers.bos_eos import adds_bos, find_bos_id, find_eos_ids
 from shardnet.tokenizers.formats.tokenizer_files import read_tokenizer
 from shardnet.tokenizers.token_table import (
     HAS_TOKEN,
@@ -31,6 +30,9 @@ from shardnet.tokenizers.token_table import (
     ByteStrings,
     Joins,
     TokenTable,
+    adds_bos,
+    find_bos_id,
+    find_eos_ids,
 )
 
 _BYTE_PIECE = re.compile(r"<0x(\+?[0-9A-Fa-f]+)>")

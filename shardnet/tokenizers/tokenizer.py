@@ -21,7 +21,6 @@ from shardnet.checkpoint.tensors.checkpoint_files import find_file
 from shardnet.checkpoint.tensors.manifest import ID_FILES
 from shardnet.errors import CheckpointError, ContextExceededError, UsageError
 from shardnet.guard.helper_process import HelperProcess, JobFailedError, JobLimits
-from shardnet.tokenizers.bos_eos import read_eos_ids as read_eos_ids
 from shardnet.tokenizers.chat.chat_template import (
     NO_OPTIONS,
     ChatTemplate,
@@ -31,6 +30,7 @@ from shardnet.tokenizers.chat.chat_template import (
 )
 from shardnet.tokenizers.formats.tokenizer_files import NAMES, tokenizer_files, tokenizer_place
 from shardnet.tokenizers.token_table import HAS_TOKEN, Bos, Joins, TokenTable
+from shardnet.tokenizers.token_table import read_eos_ids as read_eos_ids
 
 LOAD = JobLimits(cpu_s=30, wall_s=300.0, memory_bytes=2 << 30, reply_bytes=224 << 20)
 """A tokenizer.json of 23 MB with 262 144 tokens takes 4 s and 0.3 GiB."""

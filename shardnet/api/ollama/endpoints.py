@@ -10,8 +10,15 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.api.embedding import Embedding, Pooling, Shape, embed
-from shardnet.api.ollama.answers import OllamaChatAnswer, OllamaGenerated
-from shardnet.api.ollama.body import OLLAMA, ModelName, OllamaChat, OllamaGenerate, OllamaShow
+from shardnet.api.ollama.body import (
+    OLLAMA,
+    ModelName,
+    OllamaChat,
+    OllamaChatAnswer,
+    OllamaGenerate,
+    OllamaGenerated,
+    OllamaShow,
+)
 from shardnet.api.ollama.generating import STREAM_TYPE, chat, generate, keep_of
 from shardnet.api.ollama.models import (
     ModelFacts,

@@ -19,13 +19,17 @@ from shardnet.api.chat_formats.marks import (
     ToolCallStarted,
 )
 from shardnet.api.events import TokenLogprob
-from shardnet.api.ollama.answers import AnswerForm, OllamaCall, OllamaCallMade, OllamaLine, count
 from shardnet.api.ollama.body import (
+    AnswerForm,
+    OllamaCall,
+    OllamaCallMade,
     OllamaChat,
     OllamaGenerate,
+    OllamaLine,
     OllamaMessage,
     OllamaOptions,
     OllamaRequest,
+    count,
     line,
 )
 from shardnet.api.ollama.models import find_model

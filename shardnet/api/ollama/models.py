@@ -23,8 +23,7 @@ from msgspec import UNSET, UnsetType
 from shardnet import __version__
 from shardnet.api.chat_formats.choice import choose_format
 from shardnet.api.chat_formats.marks import TokenText
-from shardnet.api.ollama.answers import now
-from shardnet.api.ollama.body import OllamaShow
+from shardnet.api.ollama.body import OllamaShow, now
 from shardnet.api.requests import added_ids, has_marks
 from shardnet.api.server.endpoint import Json, Reply
 from shardnet.api.server.errors import HttpError

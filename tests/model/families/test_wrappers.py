@@ -18,7 +18,7 @@ from shardnet.model.config.model_config import ModelConfig, Rope
 from shardnet.model.families.registry import FAMILIES, parse_config
 from shardnet.model.families.stage_tensors import canonical_name, stage_tensors
 from shardnet.model.families.wrappers import WRAPPERS
-from shardnet.tokenizers.bos_eos import read_eos_ids
+from shardnet.tokenizers.token_table import read_eos_ids
 from shardnet.types import LayerRange
 
 GEMMA3_4B = {
