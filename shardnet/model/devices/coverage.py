@@ -22,8 +22,8 @@ from shardnet.model.layers.decoder_layer import (
     NoSublayer,
     Sublayer,
 )
-from shardnet.model.layers.gated_attention import GatedAttention
 from shardnet.model.layers.gated_delta import GatedDeltaNet
+from shardnet.model.layers.mixed_attention import GatedAttention
 from shardnet.model.layers.modules import (
     Attention,
     BothMixers,

@@ -14,7 +14,7 @@ import numpy as np
 from shardnet.model.devices.device_kv import PAGE, StepBuffers
 from shardnet.model.devices.driver import Array, Buffer, Driver, Kernel, Kernels, launch
 from shardnet.model.devices.products import DeviceProduct, Rows
-from shardnet.model.layers.gated_attention import GatedAttention
+from shardnet.model.layers.mixed_attention import GatedAttention
 from shardnet.model.layers.modules import Attention, SelfAttention
 
 ATTENTION_PARTS: Final = ("vectors", "attention")

@@ -63,8 +63,8 @@ from shardnet.model.layers.decoder_layer import (
     Residual,
 )
 from shardnet.model.layers.experts import SparseMlp
-from shardnet.model.layers.gated_attention import GatedAttention
 from shardnet.model.layers.gated_delta import GatedDeltaNet
+from shardnet.model.layers.mixed_attention import GatedAttention
 from shardnet.model.layers.modules import (
     Attention,
     BothMixers,

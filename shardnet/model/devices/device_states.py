@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardnet.model.cache.slot_state import SlotState
+from shardnet.model.cache.slot_blocks import SlotState
 from shardnet.model.config.model_config import StateShape
 from shardnet.model.devices.driver import Array, Buffer, Driver
 
