@@ -24,6 +24,8 @@ LOOK_S: Final = 1.0
 """Interval of the looks at which nodes are here."""
 AGAIN_S: Final = 5.0
 """When to plan again for a ring, or with a node, that is in use now."""
+MOST_DOUBLED: Final = 4
+"""How often that is doubled for such a node: requests wait a moment at each attempt."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -44,6 +46,8 @@ class NodeWatch:
         self._returns = Returns()
         self._not_before_s = 0.0
         self._said = ""
+        self._n_busy = 0
+        """How often another head did not let go of a node, since the last plan was carried out."""
 
     async def run(self) -> None:
         """Look again and again, until cancelled."""
@@ -71,7 +75,8 @@ class NodeWatch:
                     await self._open_again(lead)
         except ShardnetError as error:
             if isinstance(error, BusyError):  # until another head lets go of a node
-                self._not_before_s = now_s + AGAIN_S
+                self._not_before_s = now_s + AGAIN_S * 2**self._n_busy
+                self._n_busy = min(self._n_busy + 1, MOST_DOUBLED)
             else:
                 self._returns.planned(now_s)
             if self._said != (said := f"the ring stays without the nodes that came: {error}"):
@@ -102,6 +107,7 @@ class NodeWatch:
             came = [node.name for node in plan.ring_nodes if node.node not in before]
             await self.replace(lead, plan, f"{', '.join(came) or 'another order'} joins")
             self._returns.planned(now_s)
+            self._n_busy = 0
         elif lead.ring.is_in_use or is_used:
             self._not_before_s = now_s + AGAIN_S
         else:

@@ -1,6 +1,6 @@
 /* The sub-layers of a decoder layer in one call each, attention and MLP with norms and residual, and whole layers.
  *
- * fused/structs.py makes the structs, fused/sublayers.py decides which sub-layers are computed here. Linear layers are
+ * fused/structs.py makes the structs, fused/layers.py decides which sub-layers are computed here. Linear layers are
  * those of linear.c; the rest is written once, in sublayers_body.h, with the compiler's vectors, and compiled for each
  * instruction set. Values are float32 from load to store, and rounded where torch rounds: after each matmul, norm,
  * rotation, activation and sum. A row's bits depend neither on the other rows of the batch nor on the threads.
