@@ -35,6 +35,7 @@ from shardnet.model.devices.device_recurrence import (
     STATE_PARTS,
     DeviceConvolution,
     DeviceRecurrence,
+    MixerDevice,
 )
 from shardnet.model.devices.driver import (
     Array,
@@ -309,11 +310,17 @@ class DeviceLayers:
             assert isinstance(own.self_attn, SelfAttention)
             mixers = self._mixer_of(own.recurrence), self._mixer_of(own.self_attn)
             return self._both(*mixers, own.self_attn.o_proj.shape[0])
-        shared = self._product, device.put, device.scratch, self._launch, self._states_of
+        on = MixerDevice(
+            make=self._product,
+            put=device.put,
+            scratch=device.scratch,
+            launch=self._launch,
+            states_of=self._states_of,
+        )
         if isinstance(own, GatedDeltaNet):
-            return DeviceRecurrence(own, *shared)
+            return DeviceRecurrence(own, on)
         if isinstance(own, ShortConvolution):
-            return DeviceConvolution(own, *shared)
+            return DeviceConvolution(own, on)
         assert isinstance(own, SelfAttention | GatedAttention)
         return DeviceAttention(
             device.kernels,

@@ -108,21 +108,27 @@ def _projections(own: GatedDeltaNet) -> list[Linear]:
     return [own.project.qkvz_proj, own.project.ba_proj]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixerDevice:
+    """What a mixer needs of the stage's device: products of linears, buffers with the host's
+    numbers, scratch memory, launches, and where the states of a layer are.
+    """
+
+    make: Callable[[Linear], DeviceProduct]
+    put: Callable[[Array], Buffer]
+    scratch: Rows
+    launch: Callable[..., None]
+    states_of: Callable[[int], Buffer]
+
+
 class DeviceRecurrence:
     """A gated DeltaNet or Mamba-2 of one layer, of which `why_no_recurrence` says nothing."""
 
-    def __init__(
-        self,
-        own: GatedDeltaNet,
-        make: Callable[[Linear], DeviceProduct],
-        put: Callable[[Array], Buffer],
-        scratch: Rows,
-        launch: Callable[..., None],
-        states_of: Callable[[int], Buffer],
-    ) -> None:
+    def __init__(self, own: GatedDeltaNet, on: MixerDevice) -> None:
         """Upload its parameters. Raises CapacityError."""
-        self._config, self._scratch, self._launch = own.config, scratch, launch
-        self._states_of = states_of
+        make, put = on.make, on.put
+        self._config, self._scratch, self._launch = own.config, on.scratch, on.launch
+        self._states_of = on.states_of
         self._projections = [make(linear) for linear in _projections(own)]
         self._output = make(own.out_proj)
         self._numbers, self._has_norm = put(_numbers(own)), own.parameters.norm_weight is not None
@@ -186,18 +192,11 @@ def _numbers(own: GatedDeltaNet) -> Array:
 class DeviceConvolution:
     """A short convolution of one layer."""
 
-    def __init__(
-        self,
-        own: ShortConvolution,
-        make: Callable[[Linear], DeviceProduct],
-        put: Callable[[Array], Buffer],
-        scratch: Rows,
-        launch: Callable[..., None],
-        states_of: Callable[[int], Buffer],
-    ) -> None:
+    def __init__(self, own: ShortConvolution, on: MixerDevice) -> None:
         """Upload its parameters. Raises CapacityError."""
-        self._scratch, self._launch, self._states_of = scratch, launch, states_of
-        self._projection, self._output = make(own.in_proj), make(own.out_proj)
+        put = on.put
+        self._scratch, self._launch, self._states_of = on.scratch, on.launch, on.states_of
+        self._projection, self._output = on.make(own.in_proj), on.make(own.out_proj)
         self._n_taps, self._width = own.taps.shape
         self._taps = put(own.taps.numpy())
         self._bias = None if own.bias is None else put(own.bias.numpy())
