@@ -11,7 +11,12 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from shardnet.checkpoint.formats import consolidated
-from shardnet.checkpoint.formats.gguf_header import first_part_name, is_model_name, part_names
+from shardnet.checkpoint.formats.gguf_header import (
+    first_part_name,
+    is_model_name,
+    is_projector_name,
+    part_names,
+)
 from shardnet.checkpoint.formats.huggingface import HF_INDEX_FILES, HF_WHOLE, SINGLE_FILES
 from shardnet.checkpoint.formats.safetensors_files import weight_map
 from shardnet.checkpoint.model_names import FoundModel
@@ -134,7 +139,7 @@ def _chosen_gguf(names: Sequence[str], choice: str, model: str) -> CheckpointFil
 def _projector(names: Sequence[str], folder: PurePosixPath) -> tuple[str, ...]:
     """Choose one of the projectors (mmproj) that lie in a folder, if any, for a GGUF there."""
     beside = [name for name in sorted(names) if PurePosixPath(name).parent == folder]
-    found = [name for name in beside if "mmproj" in name.lower() and name.endswith(".gguf")]
+    found = [name for name in beside if is_projector_name(name)]
     kinds = [name for kind in PROJECTOR_KINDS for name in found if _is_kind(name, kind)]
     return tuple([*kinds, *found][:1])
 

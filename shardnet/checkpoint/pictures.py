@@ -19,6 +19,7 @@ from shardnet.checkpoint.formats.gguf import read_tensor_file
 from shardnet.checkpoint.formats.gguf_header import (
     GgufHeader,
     MetadataValue,
+    is_projector_name,
     read_gguf_header,
 )
 from shardnet.checkpoint.formats.gguf_ollama import projector_of
@@ -109,12 +110,12 @@ def open_pictures(
     CheckpointError for files that are damaged.
     """
     path = checkpoint.path
-    if mmproj is not None or gguf_file(path) is not None:
-        model = gguf_file(path) if mmproj is None else None
-        if model is not None and (header := projector_of(model)) is not None:
-            return _open_gguf(checkpoint, token_id, model, header)
-        found = mmproj or _find_projector(path)
-        return _open_gguf(checkpoint, token_id, found, read_gguf_header(found))
+    header = None
+    if mmproj is None and (model := gguf_file(path)) is not None:
+        header = projector_of(model)
+        mmproj = _find_projector(path) if header is None else model
+    if mmproj is not None:
+        return _open_gguf(checkpoint, token_id, mmproj, header or read_gguf_header(mmproj))
     wrapper = WRAPPERS.get(checkpoint.config.wrapper)
     if wrapper is None:
         raise UnsupportedModelError(
@@ -223,8 +224,7 @@ def _find_projector(path: Path) -> Path:
         if is_blob(path.name):
             found = projectors_of(path)
         else:
-            names = [name for name in folder_entries(folder) if name.endswith(".gguf")]
-            found = [folder / name for name in names if "mmproj" in name.lower()]
+            found = [folder / name for name in folder_entries(folder) if is_projector_name(name)]
     except OSError as error:
         raise CheckpointError(f"{folder}: {error.strerror}", remedy="check the path") from error
     if len(found) == 1:

@@ -144,6 +144,11 @@ def is_model_name(name: str) -> bool:
     return _BESIDE_MODELS.fullmatch(name) is None
 
 
+def is_projector_name(name: str) -> bool:
+    """Whether a file called `name` is a GGUF that reads pictures for a model beside it."""
+    return name.endswith(".gguf") and "mmproj" in name.lower()
+
+
 def _parts(path: Path) -> list[Path]:
     parts = [path.with_name(name) for name in part_names(path.name)]
     for part in parts:

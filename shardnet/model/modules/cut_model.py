@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardnet.model.config.module_outline import ModuleOutline
-from shardnet.model.modules.meta_model import build_on_meta, parse_text
+from shardnet.model.modules.meta_model import build_on_meta, compute_buffers, fill, parse_text
 from shardnet.model.modules.slot_cache import SlotCache
 from shardnet.types import LayerRange
 
@@ -83,18 +83,10 @@ class CutModel:
         """Read the parameters `names`; compute buffers that no checkpoint has."""
         tied = _tied_names(self._model)
         for name in names:
-            meta = _get(self._model, name)
-            value = read(name, meta.dtype)
-            if isinstance(meta, nn.Parameter):
-                value = nn.Parameter(value, requires_grad=False)
-            value._is_hf_initialized = True  # type: ignore[attr-defined]
+            value = read(name, _get(self._model, name).dtype)
             for each in tied.get(name, (name,)):
-                _set(self._model, each, value)
-        for name, buffer in [*self._model.named_non_persistent_buffers()]:
-            if not self._is_elsewhere(name):
-                _set(self._model, name, torch.empty_like(buffer, device=self._device))
-        with torch.device(self._device):
-            self._model.initialize_weights()
+                value = fill(self._model, each, value)
+        compute_buffers(self._model, self._device, self._is_elsewhere)
 
     def new_slot(self) -> SlotCache:
         """Return an empty cache of the layers of this stage."""
@@ -191,8 +183,3 @@ def _get(model: nn.Module, name: str) -> Tensor:
     module, _, key = name.rpartition(".")
     found: Tensor = getattr(model.get_submodule(module), key)
     return found
-
-
-def _set(model: nn.Module, name: str, value: Tensor) -> None:
-    module, _, key = name.rpartition(".")
-    setattr(model.get_submodule(module), key, value)

@@ -6,10 +6,11 @@ Knows which families it has, and that the package is optional. No code of a mode
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor, nn
 
 from shardnet.errors import CheckpointError, UnsupportedModelError
 
@@ -82,6 +83,34 @@ def build_on_meta(
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # it looks at token ids
             module.__dict__["warn_if_padding_and_no_attention_mask"] = _say_nothing
     return model
+
+
+def fill(model: nn.Module, name: str, value: Tensor) -> Tensor:
+    """Put a parameter or buffer of a checkpoint in the place of that on the meta device.
+
+    Returns what was put there, which may be put in the places of tied ones too.
+    """
+    module, _, key = name.rpartition(".")
+    place = model.get_submodule(module)
+    if isinstance(getattr(place, key), nn.Parameter) and not isinstance(value, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=False)
+    value._is_hf_initialized = True  # type: ignore[attr-defined]
+    setattr(place, key, value)
+    return value
+
+
+def compute_buffers(
+    model: PreTrainedModel,
+    device: torch.device,
+    is_left: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Compute the buffers that no checkpoint has, but for those whose names are left."""
+    for name, buffer in [*model.named_non_persistent_buffers()]:
+        if not is_left(name):
+            module, _, key = name.rpartition(".")
+            setattr(model.get_submodule(module), key, torch.empty_like(buffer, device=device))
+    with torch.device(device):
+        model.initialize_weights()
 
 
 def _say_nothing(*args: object, **kwargs: object) -> None:

@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from shardnet.errors import UnsupportedModelError, UsageError
 from shardnet.model.layers.weight_source import WeightSource
 from shardnet.model.modules.conversions import Conversions
-from shardnet.model.modules.meta_model import MODULE_ERRORS, build_on_meta, one_line, parse_text
+from shardnet.model.modules.meta_model import (
+    MODULE_ERRORS,
+    build_on_meta,
+    compute_buffers,
+    fill,
+    one_line,
+    parse_text,
+)
 from shardnet.model.vision.picture import EncodedPicture, EncoderWalk, PreparedPicture
 
 if TYPE_CHECKING:
@@ -51,20 +58,9 @@ class ModuleTower:
         """Take the parameters; compute buffers that no checkpoint has."""
         for name, meta in [*self.model.state_dict(keep_vars=True).items()]:
             value = weights.parameter(name).to(device, dtype if meta.is_floating_point() else None)
-            if isinstance(meta, nn.Parameter):
-                value = nn.Parameter(value, requires_grad=False)
-            value._is_hf_initialized = True  # type: ignore[attr-defined]
-            _put(self.model, name, value)
-        for name, buffer in [*self.model.named_non_persistent_buffers()]:
-            _put(self.model, name, torch.empty_like(buffer, device=device))
-        with torch.device(device):
-            self.model.initialize_weights()
+            fill(self.model, name, value)
+        compute_buffers(self.model, device)
         return LoadedModuleTower(model=self.model)
-
-
-def _put(model: nn.Module, name: str, value: Tensor) -> None:
-    module, _, key = name.rpartition(".")
-    setattr(model.get_submodule(module), key, value)
 
 
 def build_tower(config_text: str, where: str) -> ModuleTower:
