@@ -85,8 +85,9 @@ class Generations:
 
     The first request is sent alone until a ring has accepted it. If no ring can be opened, the
     others fail with the same error, without planning and loading again for each. A request whose
-    link ends before any answer is sent once more: the link may have been cut long before, while the
-    event loop stood still. One that is copied to another node is resumed there when its link ends,
+    link ends before any output, and before it was copied, is sent once more: the link may have been
+    cut long before, while the event loop stood still, or its head may be gone and another node
+    lead. One that is copied to another node is resumed there when its link ends,
     or its head gives up; `on_copied` takes that node's address.
     """
 
@@ -180,7 +181,7 @@ class Generations:
 
     async def _take(self, running: RunningRequest, answer: Answer) -> GenerationEvent | None:
         """Handle an answer; None if it is no event of the request itself."""
-        if isinstance(answer, LinkError) and not (running.is_answered or running.is_repeated):
+        if isinstance(answer, LinkError) and running.may_repeat:
             running.is_repeated = True
             event = await self._send_to(running, running.address)
             if event is not None and event.state.is_end:

@@ -66,7 +66,7 @@ class RunningRequest:
     until_s: float | None = None
     """When to stop asking that node, None while nothing is wrong."""
     is_repeated: bool = False
-    """Whether it was sent twice, since the first link ended before any answer."""
+    """Whether it was sent twice, since the first link ended before any output."""
     n_redirects: int = 0
     n_reused: int = 0
     token_ids: list[int] = field(default_factory=list)
@@ -80,6 +80,14 @@ class RunningRequest:
     def __post_init__(self) -> None:
         self.view.token_ids = self.token_ids
         self.resumes = self.request.resumes
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether nothing is lost by sending it again as it was sent first."""
+        if self.is_repeated:
+            return False
+        has_output = self.token_ids or self.rows or len(self.prompt_logprobs) > 1
+        return not self.is_answered or not (self.copied_to or self.resumes or has_output)
 
     def send(self, control: ControlLink, on_answer: Callable[[Answer], None]) -> None:
         """Send the request on this link. Raises LinkError when that has ended.

@@ -13,6 +13,7 @@ from support.cluster.scripted_node import ScriptedNode, client_of, serving
 from shardnet.api import ActiveRequest, Client, GenerationEvent, RequestState, SamplingParams
 from shardnet.api import client as client_module
 from shardnet.api.generation import LOCKSTEP_SET, WINDOW
+from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.errors import (
     CapacityError,
     ContextExceededError,
@@ -22,6 +23,8 @@ from shardnet.errors import (
     PeerUnreachableError,
 )
 from shardnet.transport.link import Link
+from shardnet.types import LiveState
+from shardnet.wire.messages.generation import StateChanged
 from shardnet.wire.messages.plans import PlanReply
 
 DEADLINE_S = 60.0
@@ -396,6 +399,38 @@ def test_a_request_is_asked_twice_at_most() -> None:
                     with pytest.raises(LinkClosedError):
                         await call
                     assert n_dialled - before <= 2
+
+    asyncio.run(main())
+
+
+def test_a_request_that_has_no_output_yet_is_asked_again() -> None:
+    """It waits for its turn, and then its head is gone: another node may lead by now."""
+
+    async def main() -> None:
+        nodes = [ScriptedNode(), ScriptedNode()]
+
+        async def say_where_it_waits(control: ControlLink, message: Incoming) -> None:
+            control.send(StateChanged(request=message.request, state=LiveState.QUEUED, ahead=2))
+            await asyncio.Event().wait()
+
+        nodes[0].before = say_where_it_waits
+        async with AsyncExitStack() as stack:
+            first, second = [await stack.enter_async_context(serving(node)) for node in nodes]
+
+            async def redial() -> Link:
+                return second
+
+            opened = client_module.open_client(first, redial=redial)
+            client = await stack.enter_async_context(opened)
+            found = []
+            async with asyncio.timeout(DEADLINE_S), aclosing(client.generate(["ab"])) as events:
+                async for event in events:
+                    found.append(event)
+                    if len(found) == 1:
+                        assert event.ahead == 2
+                        nodes[0].link.abort("killed")
+            assert [event.result.text for event in found if event.result] == ["ab"]
+            assert len(nodes[1].asked) == 1
 
     asyncio.run(main())
 

@@ -77,9 +77,19 @@ def test_heads_that_are_asked_for_one_model_at_one_moment_serve_it_with_one_ring
     """Each plans a ring of all nodes with itself as the head; two send their clients on."""
     choice = ModelChoice(model=str(parrots.alphabet), layers=[(0, 1), (1, 2), (2, 4)])
 
+    async def meet() -> None:
+        """Without mDNS a node knows those that it was told of."""
+        addresses = [node.address for node in trio.nodes]
+        for first in range(len(addresses)):
+            async with connect(addresses[first]) as client:
+                nodes = addresses[first:] + addresses[:first]
+                await client.plan(ModelChoice(model=str(parrots.alphabet), nodes=nodes))
+
     async def ask_all() -> list[str]:
         return await asyncio.gather(*(ask("a", choice, node.address) for node in trio.nodes))
 
+    free(trio)
+    asyncio.run(meet())
     for _ in range(N_TIMES):
         free(trio)
         assert asyncio.run(ask_all()) == ["bcd"] * 3
