@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from shardnet.model.devices.device_attention import why_no_attention
 from shardnet.model.devices.device_experts import gating_of, linears_of, why_no_experts
 from shardnet.model.devices.device_kv import DeviceKvCache
+from shardnet.model.devices.device_latents import why_no_latents
 from shardnet.model.devices.device_recurrence import why_no_recurrence
 from shardnet.model.devices.products import can_multiply
 from shardnet.model.kernels.linear import Linear, ScaledLinear
@@ -23,7 +24,8 @@ from shardnet.model.layers.decoder_layer import (
     Sublayer,
 )
 from shardnet.model.layers.gated_delta import GatedDeltaNet
-from shardnet.model.layers.mixed_attention import GatedAttention
+from shardnet.model.layers.latent_attention import LatentAttention
+from shardnet.model.layers.mixed_attention import GatedAttention, TemperedAttention
 from shardnet.model.layers.modules import (
     Attention,
     BothMixers,
@@ -72,10 +74,17 @@ def _why_no_sublayer(sublayer: Sublayer) -> str:
 def _why_no_mixer(own: Attention) -> str:
     if isinstance(own, BothMixers):
         return _why_no_mixer(own.recurrence) or _why_no_mixer(own.self_attn)
+    if isinstance(own, TemperedAttention):
+        return _why_no_mixer(own.inner)
     if isinstance(own, GatedDeltaNet):
         return why_no_recurrence(own, _is_computed)
     if isinstance(own, ShortConvolution):
         linears = [own.in_proj, own.out_proj]
+    elif isinstance(own, LatentAttention):
+        if why := why_no_latents(own):
+            return why
+        queries = own.queries
+        linears = [queries.first, queries.q_b_proj or queries.first, own.kv_a_proj, own.o_proj]
     else:
         if why := why_no_attention(own):
             return why

@@ -6,16 +6,17 @@ threads. Must not know the layer around it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 
-from shardnet.model.devices.device_kv import PAGE, StepBuffers
-from shardnet.model.devices.driver import Array, Buffer, Driver, Kernel, Kernels, launch
-from shardnet.model.devices.products import DeviceProduct, Rows
+from shardnet.model.devices.device_kv import PAGE
+from shardnet.model.devices.driver import Buffer, launch
+from shardnet.model.devices.mixer_device import MixerDevice, StepBuffers
+from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.mixed_attention import GatedAttention
 from shardnet.model.layers.modules import Attention, SelfAttention
+from shardnet.model.layers.native_attention import AttentionKind
 
 ATTENTION_PARTS: Final = ("vectors", "attention")
 """Of the text."""
@@ -28,14 +29,14 @@ _ENOUGH_GROUPS: Final = 256
 """So many groups of threads keep a device busy: with fewer, a row's blocks are spread."""
 
 
-def attention_macros(n_queries: int, size: int) -> dict[str, int]:
-    """Return what the text must know: by query heads of a KV head, and their columns.
+def attention_macros(n_queries: int, size: int, n_columns: int) -> dict[str, int]:
+    """Return what the text must know: by query heads of a KV head, their columns, and values'.
 
     A group of threads computes as many of them as it has memory for: they read keys together.
     """
     most = 8 if size <= 256 else 4
     n_heads = next(n for n in (8, 6, 4, 2, 1) if n <= most and n_queries % n == 0)
-    return {"HEADS": n_heads, "SIZE": size}
+    return {"HEADS": n_heads, "SIZE": size, "OF_VALUE": n_columns}
 
 
 def blocks_within(position: int) -> int:
@@ -58,80 +59,61 @@ def why_no_attention(own: Attention) -> str:
     return ""
 
 
-class DeviceAttention:
-    """The attention of one layer, of which `why_no_attention` says nothing.
+class Attend:
+    """Attention of one kind: queries over the pages of their slots.
 
-    `projection` gives queries, with their gates in a GatedAttention, keys and values.
+    Keys have `size` columns, values the first `n_columns` of as many. `row_stride` is from row to
+    row of queries, which may grow with their position.
     """
 
     def __init__(
         self,
-        kernels: Kernels,
-        driver: Driver,
-        scratch: Rows,
-        own: SelfAttention | GatedAttention,
-        linears: tuple[DeviceProduct, DeviceProduct],
-        put: Callable[[Array], Buffer],
-        rotate: Kernel,
-        pages_of: Callable[[int], tuple[Buffer, Buffer]],
+        on: MixerDevice,
+        kind: AttentionKind,
+        n_heads: tuple[int, int],
+        size: int,
+        n_columns: int,
+        row_stride: int,
+        *,
+        has_gates: bool = False,
+        grows: bool = False,
     ) -> None:
-        """Upload what it has besides its `linears`. Raises CapacityError."""
-        macros = attention_macros(own.n_heads // own.n_kv_heads, own.head_size)
-        self._kernels = kernels.of(macros, ATTENTION_PARTS, ATTENTION_NAMES)
-        self._driver, self._scratch, self._own = driver, scratch, own
-        self._qkv, self._output = linears
-        self._rotate, self._pages_of = rotate, pages_of
-        self._heads_of_group = macros["HEADS"]
-        self._has_gates = isinstance(own, GatedAttention)
-        self._has_pairs = isinstance(own, SelfAttention) and own.has_pairs
-        sinks, norm = own.kind.sinks, None if own.qk_norm is None else own.qk_norm.per_head
-        self._sinks = None if sinks is None else put(sinks.float().numpy())
-        self._norm = None if norm is None else put(norm.weight.float().numpy())
-        self._eps = np.float32(0.0 if norm is None else norm.eps)
+        """Compile it for query and KV heads. Raises CapacityError."""
+        macros = attention_macros(n_heads[0] // n_heads[1], size, n_columns)
+        self._kernels = on.kernels.of(macros, ATTENTION_PARTS, ATTENTION_NAMES)
+        self._driver, self._scratch = on.driver, on.scratch
+        self._n_heads, self._heads_of_group = n_heads, macros["HEADS"]
+        self._n_columns, self._row_stride = n_columns, row_stride
+        factor = np.float32(size**-0.5 if kind.scale is None else kind.scale)
+        self._soft_cap = np.float32(kind.soft_cap or 0)
+        self._factor = np.float32(factor / self._soft_cap) if kind.soft_cap else factor
+        self._sinks = None if kind.sinks is None else on.put(kind.sinks.float().numpy())
+        self._grows = int(grows)
+        self._of_kind = kind.window or 0, int(kind.sinks is not None), int(has_gates)
 
-    def __call__(self, rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
-        """Run normalised rows [T, E] through it in layer `index` within the stage: `inner`."""
-        own, n_rows = self._own, step.n_rows
-        n_heads, n_kv_heads, size = own.n_heads, own.n_kv_heads, own.head_size
-        heads = self._scratch.of("heads", 4 * n_rows * self._qkv.shape[0])
-        cosines, sines, n_rotated = step.tables[index]
-        pages = self._pages_of(index)
-        self._qkv(rows, n_rows, heads)
-        launch(
-            self._driver,
-            self._rotate,
-            (n_rows, n_heads + 2 * n_kv_heads),
-            [heads, heads if self._norm is None else self._norm, cosines, sines, *step.at, *pages],
-            *(n_heads, n_kv_heads, size, n_rotated, PAGE),
-            *(int(self._norm is not None), int(self._has_pairs), int(self._has_gates)),
-            self._eps,
+    def __call__(self, heads: Buffer, pages: tuple[Buffer, Buffer], step: StepBuffers) -> Buffer:
+        """Attend with the queries in `heads`: [T, heads, columns of a value]."""
+        of, n_rows, n_blocks, columns = (
+            self._scratch.of,
+            step.n_rows,
+            step.n_blocks,
+            self._n_columns,
         )
-        self._output(self._attend(heads, pages, step), n_rows, inner)
-
-    def _attend(self, heads: Buffer, pages: tuple[Buffer, Buffer], step: StepBuffers) -> Buffer:
-        """Attend with the queries in `heads`: [T, heads, size]."""
-        own, kind, of, n_rows = self._own, self._own.kind, self._scratch.of, step.n_rows
-        size, n_heads, n_blocks = own.head_size, own.n_heads, step.n_blocks
-        attended = of("attended", 4 * n_rows * n_heads * size)
+        n_heads, n_kv_heads = self._n_heads
+        attended = of("attended", 4 * n_rows * n_heads * columns)
         n_groups = n_heads // self._heads_of_group
         n_splits = max(1, min(n_blocks, _ENOUGH_GROUPS // (n_rows * n_groups)))
         blocks = heads
         if n_splits > 1:
-            blocks = of("blocks", 4 * n_rows * n_heads * n_blocks * (size + _BESIDE_COLUMNS))
-        factor = np.float32(size**-0.5 if kind.scale is None else kind.scale)
-        if kind.soft_cap:
-            factor = np.float32(factor / np.float32(kind.soft_cap))
+            blocks = of("blocks", 4 * n_rows * n_heads * n_blocks * (columns + _BESIDE_COLUMNS))
         sinks = heads if self._sinks is None else self._sinks
-        of_kind = kind.window or 0, int(self._sinks is not None), int(self._has_gates)
-        row_stride = self._qkv.shape[0]
         launch(
             self._driver,
             self._kernels["attend"],
             (n_groups * n_splits, n_rows),
             [heads, *step.at, *pages, sinks, attended, blocks],
-            *(n_heads, own.n_kv_heads, row_stride, PAGE, *of_kind, n_splits, n_blocks),
-            factor,
-            np.float32(kind.soft_cap or 0),
+            *(n_heads, n_kv_heads, self._row_stride, PAGE, *self._of_kind, n_splits, n_blocks),
+            *(self._grows, self._factor, self._soft_cap),
         )
         if n_splits > 1:
             launch(
@@ -139,6 +121,54 @@ class DeviceAttention:
                 self._kernels["join_blocks"],
                 (n_heads, n_rows),
                 [heads, step.at[0], sinks, blocks, attended],
-                *(n_heads, row_stride, *of_kind, n_blocks),
+                *(n_heads, self._row_stride, *self._of_kind, n_blocks),
             )
         return attended
+
+
+class DeviceAttention:
+    """The attention of one layer, of which `why_no_attention` says nothing.
+
+    `projection` gives queries, with their gates in a GatedAttention, keys and values. Queries may
+    grow with their position.
+    """
+
+    def __init__(
+        self,
+        own: SelfAttention | GatedAttention,
+        on: MixerDevice,
+        projection: Linear,
+        *,
+        grows: bool = False,
+    ) -> None:
+        """Upload it. Raises CapacityError."""
+        self._own, self._on = own, on
+        self._qkv, self._output = on.make(projection), on.make(own.o_proj)
+        self._has_gates = isinstance(own, GatedAttention)
+        self._has_pairs = isinstance(own, SelfAttention) and own.has_pairs
+        norm = None if own.qk_norm is None else own.qk_norm.per_head
+        self._norm = None if norm is None else on.put(norm.weight.float().numpy())
+        self._eps = np.float32(0.0 if norm is None else norm.eps)
+        heads, size = (own.n_heads, own.n_kv_heads), own.head_size
+        row_stride = self._qkv.shape[0]
+        self._attend = Attend(
+            on, own.kind, heads, size, size, row_stride, has_gates=self._has_gates, grows=grows
+        )
+
+    def __call__(self, rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
+        """Run normalised rows [T, E] through it in layer `index` within the stage: `inner`."""
+        own, on, n_rows = self._own, self._on, step.n_rows
+        n_heads, n_kv_heads, size = own.n_heads, own.n_kv_heads, own.head_size
+        heads = on.scratch.of("heads", 4 * n_rows * self._qkv.shape[0])
+        cosines, sines, n_rotated = step.tables[index]
+        pages = on.pages_of(index)
+        self._qkv(rows, n_rows, heads)
+        on.launch(
+            "rotate_heads",
+            (n_rows, n_heads + 2 * n_kv_heads),
+            [heads, heads if self._norm is None else self._norm, cosines, sines, *step.at, *pages],
+            *(n_heads, n_kv_heads, size, n_rotated, PAGE),
+            *(int(self._norm is not None), int(self._has_pairs), int(self._has_gates)),
+            self._eps,
+        )
+        self._output(self._attend(heads, pages, step), n_rows, inner)

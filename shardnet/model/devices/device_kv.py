@@ -7,6 +7,7 @@ their contents works as on a CPU: copies, moves, prefixes on disk. Must not know
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Self
@@ -23,21 +24,6 @@ from shardnet.types import BLOCK_POSITIONS, SlotId, blocks_for
 
 PAGE: Final = BLOCK_POSITIONS
 """Positions of a page."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBuffers:
-    """What layers are told of a step of T rows, on the device.
-
-    `at` and `runs` are what `DeviceKvCache.bring` returns; no row attends to more than `n_blocks`
-    blocks of positions. `tables` has cosines and sines [T, R] by layer, and their R columns.
-    """
-
-    n_rows: int
-    n_blocks: int
-    at: tuple[Buffer, Buffer]
-    runs: Buffer
-    tables: Sequence[tuple[Buffer, Buffer, int]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,7 +54,9 @@ class DeviceKvCache(KvCache):
         self._free_pages: list[int] = []
         self._n_pages = 0
         self._buffers: list[tuple[Buffer, Buffer]] = []
-        """Keys and values of each layer: [pages, KV heads, PAGE, head size] each."""
+        """Keys and values of each layer: [pages, KV heads, PAGE, head size] each, values of size 0
+        where they are columns of the keys.
+        """
         self.cells = Cells(driver, self._states)
 
     @property
@@ -206,17 +194,18 @@ class DeviceKvCache(KvCache):
         before, driver = self._n_pages, self._driver
         n_pages = max(2 * before, before + missing)
         for layer, heads in enumerate(self._heads):
-            n_bytes = 4 * heads.n_kv_heads * heads.key_size * PAGE
+            sizes = heads.key_size, heads.value_size
             if layer in self._without_kv:
-                n_bytes = 0
-            both = driver.empty(n_pages * n_bytes), driver.empty(n_pages * n_bytes)
+                sizes = 0, 0
+            each = [4 * heads.n_kv_heads * size * PAGE for size in sizes]
+            keys, values = (driver.empty(n_pages * n_bytes) for n_bytes in each)
             if not before:
-                self._buffers.append(both)
+                self._buffers.append((keys, values))
                 continue
-            for old, new in zip(self._buffers[layer], both, strict=True):
+            for old, new, n_bytes in zip(self._buffers[layer], (keys, values), each, strict=True):
                 if n_bytes:
                     driver.copy(old, new, before * n_bytes)
-            self._buffers[layer] = both
+            self._buffers[layer] = keys, values
         self._free_pages += range(n_pages - 1, before - 1, -1)
         self._n_pages = n_pages
 
@@ -233,7 +222,8 @@ class DeviceKvCache(KvCache):
             if layer in self._without_kv:
                 continue
             first, size = self.first(slot, layer), heads.key_size
-            for stored, buffer in zip(self.layer(slot, layer), self._buffers[layer], strict=True):
+            both = zip(self.layer(slot, layer), self._buffers[layer], strict=True)
+            for stored, buffer in itertools.islice(both, 2 if heads.value_size else 1):
                 at = max(begin, first)
                 while at < end:
                     stop = min(end, (at // PAGE + 1) * PAGE)

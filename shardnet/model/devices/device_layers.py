@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import ConfigurationError
+from shardnet.model.config.model_config import Temperature
 from shardnet.model.devices.coverage import projection_of
 from shardnet.model.devices.device_attention import (
     DeviceAttention,
@@ -29,13 +30,13 @@ from shardnet.model.devices.device_experts import (
     gating_of,
     linears_of,
 )
-from shardnet.model.devices.device_kv import DeviceKvCache, StepBuffers
+from shardnet.model.devices.device_kv import DeviceKvCache
+from shardnet.model.devices.device_latents import DeviceLatents, visits_of_heads
 from shardnet.model.devices.device_recurrence import (
     STATE_NAMES,
     STATE_PARTS,
     DeviceConvolution,
     DeviceRecurrence,
-    MixerDevice,
 )
 from shardnet.model.devices.driver import (
     Array,
@@ -45,6 +46,7 @@ from shardnet.model.devices.driver import (
     Kernels,
     launch,
 )
+from shardnet.model.devices.mixer_device import BEFORE, MixerDevice, StepBuffers
 from shardnet.model.devices.products import (
     MANY,
     ROWS,
@@ -65,7 +67,8 @@ from shardnet.model.layers.decoder_layer import (
 )
 from shardnet.model.layers.experts import SparseMlp
 from shardnet.model.layers.gated_delta import GatedDeltaNet
-from shardnet.model.layers.mixed_attention import GatedAttention
+from shardnet.model.layers.latent_attention import LatentAttention
+from shardnet.model.layers.mixed_attention import GatedAttention, TemperedAttention, growth_at
 from shardnet.model.layers.modules import (
     Attention,
     BothMixers,
@@ -80,6 +83,7 @@ LAYER_PARTS: Final = ("vectors", "rows", "experts")
 _NAMES: Final = (
     "add_and_norm",
     "rotate_heads",
+    "split_latents",
     "route",
     "route_in_groups",
     "group_visits",
@@ -89,7 +93,7 @@ _MOST_ROWS_RECORDED: Final = 16
 """Steps of more rows are launched one by one: prompts, whose numbers of rows are many."""
 _MOST_RECORDED: Final = 64
 """Steps that are kept: those that came first make room."""
-_ADDS, _AFTER, _ROUNDS, _BEFORE = 1, 2, 4, 8
+_ADDS, _AFTER, _ROUNDS = 1, 2, 4
 """What `add_and_norm` does."""
 
 
@@ -117,10 +121,16 @@ class Device:
         self.driver.upload(buffer, own)
         return buffer
 
-    def product(self, *linears: PanelLinear, factors: Array | None = None) -> DeviceProduct:
+    def product(
+        self,
+        *linears: PanelLinear,
+        factors: Array | None = None,
+        n_columns: int | None = None,
+    ) -> DeviceProduct:
         """Upload the weights of a linear, or of one for each expert, all alike.
 
-        Outputs of a single linear are multiplied by `factors` [N], float32, if given. Raises
+        Outputs of a single linear are multiplied by `factors` [N], float32, if given, and rows of
+        outputs are `n_columns` apart, if given. Raises
         ConfigurationError for a form with other bits here.
         """
         for part in linears[0].parts:
@@ -129,7 +139,9 @@ class Device:
                 self._same_bits.add(part.form.name)
         parts = [linear.parts for linear in linears]
         bias = bias_of(linears)
-        return DeviceProduct(self.kernels, self.driver, self.scratch, parts, bias, factors)
+        return DeviceProduct(
+            self.kernels, self.driver, self.scratch, parts, bias, factors, n_columns
+        )
 
     def _check(self, part: Panels) -> None:
         """Hold products of the first panel of some weights against the library's."""
@@ -272,6 +284,8 @@ class DeviceLayers:
         if kv.has_states:
             self._kernels |= device.kernels.of({}, STATE_PARTS, STATE_NAMES)
         self._recorded: dict[Hashable, _Recorded] = {}
+        self._n_latent_heads = 0
+        self._temperature: Temperature | None = None
         self._sublayers = list(self._uploaded(layers))
 
     def _uploaded(self, layers: Sequence[Layer]) -> Iterator[_Sublayer]:
@@ -311,27 +325,29 @@ class DeviceLayers:
             mixers = self._mixer_of(own.recurrence), self._mixer_of(own.self_attn)
             return self._both(*mixers, own.self_attn.o_proj.shape[0])
         on = MixerDevice(
+            driver=device.driver,
+            kernels=device.kernels,
             make=self._product,
+            make_by_id=device.product,
             put=device.put,
             scratch=device.scratch,
             launch=self._launch,
+            pages_of=self._kv.pages_of,
             states_of=self._states_of,
         )
         if isinstance(own, GatedDeltaNet):
             return DeviceRecurrence(own, on)
         if isinstance(own, ShortConvolution):
             return DeviceConvolution(own, on)
+        if isinstance(own, LatentAttention):
+            latents = DeviceLatents(own, on)
+            self._n_latent_heads, self._temperature = latents.n_heads, own.temperature
+            return latents
+        if isinstance(own, TemperedAttention):
+            self._temperature = own.temperature
+            return DeviceAttention(own.inner, on, own.inner.qkv_proj, grows=True)
         assert isinstance(own, SelfAttention | GatedAttention)
-        return DeviceAttention(
-            device.kernels,
-            device.driver,
-            device.scratch,
-            own,
-            (self._product(projection_of(own)), self._product(own.o_proj)),
-            device.put,
-            self._kernels["rotate_heads"],
-            self._kv.pages_of,
-        )
+        return DeviceAttention(own, on, projection_of(own))
 
     def _both(self, one: Mixer, other: Mixer, width: int) -> Mixer:
         def mix(rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
@@ -382,13 +398,20 @@ class DeviceLayers:
         ]
         rows = device.put_in("hidden", hidden.numpy())
         rounds = step.hidden_dtype is not None
+        growth = np.ones(n_rows, np.float32)
+        if self._temperature is not None:
+            growth = growth_at(self._temperature, step.positions).numpy()
+        at = np.column_stack((places, growth.view(np.uint32)))
         n_blocks = blocks_within(int(places[:, 0].max()))
         brought = StepBuffers(
             n_rows=n_rows,
             n_blocks=n_blocks,
-            at=(device.put_in("places", places), device.put_in("pages", pages)),
+            at=(device.put_in("places", at), device.put_in("pages", pages)),
             runs=device.put_in("runs", runs),
             tables=[tables[n] for n in of_layers],
+            heads=visits_of_heads(n_rows, self._n_latent_heads, device.put_in)
+            if self._n_latent_heads
+            else None,
         )
 
         def launch_all() -> None:
@@ -449,7 +472,7 @@ class DeviceLayers:
         normed = self._device.scratch.of("normed", 4 * shape[0] * shape[1])
         after = None if left is None else left.after
         what = _ADDS * (left is not None) + _AFTER * (after is not None) + _ROUNDS * rounds
-        what += _BEFORE * (before is not None)
+        what += BEFORE * (before is not None)
         self._launch(
             "add_and_norm",
             (shape[0], 1),

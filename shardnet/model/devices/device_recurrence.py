@@ -15,9 +15,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from shardnet.model.devices.device_kv import StepBuffers
 from shardnet.model.devices.driver import THREADS, Array, Buffer
-from shardnet.model.devices.products import DeviceProduct, Rows
+from shardnet.model.devices.mixer_device import BEFORE, MixerDevice, StepBuffers
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.gated_delta import GatedDeltaNet, MambaProjection, Projections
 from shardnet.model.layers.short_conv import ShortConvolution
@@ -27,8 +26,6 @@ STATE_PARTS: Final = ("vectors", "reals", "states")
 STATE_NAMES: Final = ("recur", "convolve")
 _MOST: Final = 256
 """Columns of a head's keys, and of its values, that a group of threads holds."""
-_BEFORE: Final = 8
-"""What `add_and_norm` does for a norm alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,19 +105,6 @@ def _projections(own: GatedDeltaNet) -> list[Linear]:
     return [own.project.qkvz_proj, own.project.ba_proj]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixerDevice:
-    """What a mixer needs of the stage's device: products of linears, buffers with the host's
-    numbers, scratch memory, launches, and where the states of a layer are.
-    """
-
-    make: Callable[[Linear], DeviceProduct]
-    put: Callable[[Array], Buffer]
-    scratch: Rows
-    launch: Callable[..., None]
-    states_of: Callable[[int], Buffer]
-
-
 class DeviceRecurrence:
     """A gated DeltaNet or Mamba-2 of one layer, of which `why_no_recurrence` says nothing."""
 
@@ -171,7 +155,7 @@ class DeviceRecurrence:
                 "add_and_norm",
                 (n_rows * n_groups, 1),
                 [outputs, outputs, outputs, self._norm, normed],
-                *(width, _BEFORE, n_groups, np.float32(1), np.float32(0), self._norm_eps),
+                *(width, BEFORE, n_groups, np.float32(1), np.float32(0), self._norm_eps),
             )
             outputs = normed
         self._output(outputs, n_rows, inner)

@@ -136,16 +136,19 @@ class DeviceProduct:
         experts: Sequence[Sequence[Panels]],
         bias: Array | None,
         factors: Array | None = None,
+        n_columns: int | None = None,
     ) -> None:
         """Upload weights, of one linear or of several that are chosen by id; `bias` [..., N].
 
-        Outputs of a single linear may be multiplied by `factors` [N]. Parts of the same place must
+        Outputs of a single linear may be multiplied by `factors` [N]. Rows of outputs are
+        `n_columns` apart, N if that is None. Parts of the same place must
         be alike in all linears. Raises CapacityError.
         """
         self._kernels, self._driver, self._scratch = kernels, driver, scratch
         self._found: dict[tuple[int, str, int], Kernel] = {}
         parts = experts[0]
         self.shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+        self._n_columns = n_columns or self.shape[0]
         self._parts: list[_Part] = []
         first = 0
         for place, part in enumerate(parts):
@@ -184,13 +187,16 @@ class DeviceProduct:
         out: Buffer,
         gating: Gating = NOT_GATED,
         visits: Visits | None = None,
+        behind: DeviceProduct | None = None,
     ) -> None:
         """Multiply float32 rows [n_rows, K] on the device: [n_rows, N], in launches.
+
+        `behind` is the product that took the same rows just before, if one did.
 
         With a `gating` rows are gates and others, [n_rows, 2 K]. With `visits` it is by an expert
         for each: [visits, N].
         """
-        before: _Part | None = None
+        before = None if behind is None else behind._parts[-1]
         for part in self._parts:
             taken = self._rows_of(part, n_rows)
             if self._takes_as_they_are(part, gating):
@@ -254,7 +260,7 @@ class DeviceProduct:
         repeats = 1 if visits is None else visits.each
         n_rows *= repeats
         n_panels = -(-part.n_out // PANEL)
-        numbers = [part.n_blocks, part.n_out, n_rows, self.shape[0], part.first]
+        numbers = [part.n_blocks, part.n_out, n_rows, self._n_columns, part.first]
         numbers += [part.has, part.expert_words, repeats]
         bias = out if part.bias is None else part.bias
         tiles = None if visits is None else visits.tiles

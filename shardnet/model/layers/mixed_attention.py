@@ -95,11 +95,16 @@ class TemperedAttention:
 
 
 def tempered(queries: Tensor, temperature: Temperature, positions: Tensor) -> Tensor:
-    """Multiply queries [T, H, D] at `positions`, int64 [T], by their factors: same shape."""
+    """Multiply queries [T, H, D] at `positions`, int64 [T], by how much they grow: same shape."""
+    growth = growth_at(temperature, positions).to(positions.device)
+    return (queries * growth[:, None, None]).to(queries.dtype)
+
+
+def growth_at(temperature: Temperature, positions: Tensor) -> Tensor:
+    """Return by how much queries at `positions`, int64 [T], grow: float32 [T]."""
     exact = where_float64(positions).double()
     steps = torch.floor((exact + temperature.shift) / temperature.floor)
-    factors = natural_logarithm(steps + 1) * temperature.scale + 1
-    return (queries * factors.float().to(positions.device)[:, None, None]).to(queries.dtype)
+    return (natural_logarithm(steps + 1) * temperature.scale + 1).float()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ def texts(dialect: str, forms: list[PanelForm]) -> list[str]:
     """Return the texts of layers and of products with `forms`."""
     macros = [form_macros(form, rows) for form in forms for rows in (0, *ROWS)]
     products = [whole_text(dialect, each, *PRODUCT_PARTS) for each in macros]
-    attention = [attention_macros(*each) for each in ((1, 64), (8, 256), (4, 576))]
+    attention = [attention_macros(*each) for each in ((1, 64, 64), (8, 256, 256), (4, 576, 512))]
     looks = [whole_text(dialect, each, *ATTENTION_PARTS) for each in attention]
     layers = [whole_text(dialect, {}, *parts) for parts in (LAYER_PARTS, STATE_PARTS)]
     return [*layers, *looks, *products]

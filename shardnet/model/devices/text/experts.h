@@ -3,16 +3,6 @@
 /* Whether a score stands before another: NaN before all. */
 INLINE int is_more(float a, float b) { return a > b || (a != a && b == b); }
 
-/* The softmax of one of `n` numbers among them: its exponential, by their sum in 16 parts. */
-INLINE float share_of(float x, GLOBAL const float *numbers, uint32_t n) {
-    float parts[PARTS], best = -INFINITY;
-    for (uint32_t i = 0; i < n; i++) best = numbers[i] > best || numbers[i] != numbers[i] ? numbers[i] : best;
-    for (int i = 0; i < PARTS; i++) parts[i] = 0;
-    for (uint32_t i = 0; i < n; i++) parts[i % PARTS] = ADD(parts[i % PARTS], exponential(ADD(numbers[i], -best)));
-    ADD_UP(parts)
-    return DIV(exponential(ADD(x, -best)), parts[0]);
-}
-
 /* The best of `n` scores behind `last` (n: of all), of equal ones the first. */
 INLINE uint32_t next_best(GLOBAL const float *scores, uint32_t n, uint32_t last) {
     uint32_t best = n;
@@ -84,16 +74,13 @@ KERNEL route(GLOBAL const float *scores, GLOBAL uint32_t *chosen, GLOBAL float *
     GLOBAL float *of_best = best + (uint64_t)GROUP_X * top_k;
     PHASE { if (THREAD == 0) last[0] = NO_ONE; }
     CHOOSE(own, n_experts, own, of_best)
-    if (routing == 1) {
-        SUM_OF_SHARES(own, n_experts, of_best[0])
-    }
+    GLOBAL const float *among = routing ? own : of_best;
+    const uint32_t n_among = routing ? n_experts : top_k;
+    SUM_OF_SHARES(among, n_among, of_best[0])
     PHASE {
-        if (THREAD < top_k) {
-            const float score = of_best[THREAD];
-            weights[(uint64_t)GROUP_X * top_k + THREAD] = routing == 2   ? sigmoid(score)
-                                                          : routing == 1 ? DIV(exponential(ADD(score, -of_best[0])), parts[0])
-                                                                         : share_of(score, of_best, top_k);
-        }
+        if (THREAD < top_k)
+            weights[(uint64_t)GROUP_X * top_k + THREAD] =
+                routing == 2 ? sigmoid(of_best[THREAD]) : DIV(exponential(ADD(of_best[THREAD], -of_best[0])), parts[0]);
     }
 }
 

@@ -45,24 +45,17 @@ KERNEL quantise(GLOBAL const float *rows, GLOBAL const uint32_t *order, GLOBAL i
                 GLOBAL float *scales, GLOBAL float *sums, GLOBAL int16_t *group_sums, uint32_t n_rows, uint32_t n_in,
                 uint32_t n_groups, uint32_t has_order, uint32_t activation, float limit, float alpha WHERE) {
     const uint32_t n_inputs = n_groups * TOKEN_GROUP, all = n_rows * n_inputs, from = GROUP_X * THREADS;
+#define INPUT(at)                                                                                                 \
+    ((at) < all && (at) % n_inputs < n_in                                                                         \
+         ? input_at(rows + (uint64_t)((at) / n_inputs) * (activation < NO_ACTIVATION ? 2 * n_in : n_in),          \
+                    has_order ? order[(at) % n_inputs] : (at) % n_inputs, n_in, activation, limit, alpha) : 0.0f)
 #if IS_FLOAT
-    PHASE {
-        const uint32_t at = from + THREAD;
-        if (at < all) {
-            const uint32_t row = at / n_inputs, i = at % n_inputs;
-            GLOBAL const float *own = rows + (uint64_t)row * (activation < NO_ACTIVATION ? 2 * n_in : n_in);
-            wide[at] = i < n_in ? input_at(own, has_order ? order[i] : i, n_in, activation, limit, alpha) : 0.0f;
-        }
-    }
+    PHASE { if (from + THREAD < all) wide[from + THREAD] = INPUT(from + THREAD); }
 #else
     SHARED float value[THREADS], size[THREADS];
     SHARED int sum[THREADS];
     PHASE {
-        const uint32_t at = from + THREAD;
-        const uint32_t row = at / n_inputs, i = at % n_inputs;
-        GLOBAL const float *own = rows + (uint64_t)row * (activation < NO_ACTIVATION ? 2 * n_in : n_in);
-        value[THREAD] =
-            at < all && i < n_in ? input_at(own, has_order ? order[i] : i, n_in, activation, limit, alpha) : 0.0f;
+        value[THREAD] = INPUT(from + THREAD);
         size[THREAD] = AS_FLOAT((uint32_t)AS_INT(value[THREAD]) & 0x7fffffffu);
     }
     for (uint32_t step = 1; step < TOKEN_GROUP; step *= 2) /* what is no number stays */
@@ -102,6 +95,10 @@ KERNEL quantise(GLOBAL const float *rows, GLOBAL const uint32_t *order, GLOBAL i
 
 /* --- what stands before a block's codes */
 
+INLINE int whole_at(GLOBAL const uint32_t *block, uint32_t at) {
+    return SCALE == 6 ? (int)(int8_t)byte_at(block, at) : (int)byte_at(block, at);
+}
+
 /* Scale number `at` of those that begin at byte `begin` of a block. */
 INLINE float scale_at(GLOBAL const uint32_t *block, uint32_t begin, uint32_t at) {
 #if SCALE == 0
@@ -115,10 +112,8 @@ INLINE float scale_at(GLOBAL const uint32_t *block, uint32_t begin, uint32_t at)
     return AS_FLOAT(power ? power << 23 : 0x400000u); /* 2^-127 is subnormal */
 #elif SCALE == 4
     return from_e4m3(byte_at(block, begin + at));
-#elif SCALE == 6
-    return (float)(int8_t)byte_at(block, begin + at);
 #else
-    return (float)byte_at(block, begin + at);
+    return (float)whole_at(block, begin + at);
 #endif
 }
 
@@ -131,23 +126,13 @@ INLINE float scale_at(GLOBAL const uint32_t *block, uint32_t begin, uint32_t at)
 #if LEVELS
 /* The whole numbers that scale group `g` of an output, and that its minimum is. */
 INLINE int level_at(GLOBAL const uint32_t *block, uint32_t g, uint32_t o) {
-#if SCALE == 7
-    return (int)(byte_at(block, SCALES_AT + g * 16 + o) & 15u);
-#elif SCALE == 6
-    return (int8_t)byte_at(block, SCALES_AT + g * 16 + o);
-#else
-    return (int)byte_at(block, SCALES_AT + g * 16 + o);
-#endif
+    const uint32_t at = SCALES_AT + g * 16 + o;
+    return SCALE == 7 ? (int)(byte_at(block, at) & 15u) : whole_at(block, at);
 }
 
 INLINE int minimum_at(GLOBAL const uint32_t *block, uint32_t g, uint32_t o) {
-#if SCALE == 7
-    return (int)(byte_at(block, SCALES_AT + g * 16 + o) >> 4);
-#elif SCALE == 6
-    return (int8_t)byte_at(block, MINIMUMS_AT + g * 16 + o);
-#else
-    return (int)byte_at(block, MINIMUMS_AT + g * 16 + o);
-#endif
+    const uint32_t at = g * 16 + o;
+    return SCALE == 7 ? (int)(byte_at(block, SCALES_AT + at) >> 4) : whole_at(block, MINIMUMS_AT + at);
 }
 #else
 /* The number that scales group `g` of an output. */
@@ -437,7 +422,23 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
 
 #else
 
-#define OWN_BIAS(row) (expert_words ? ids[row] * n_out : 0) /* experts have a bias each */
+/* out[row][first + o] for the panel GROUP_X and ROWS rows from GROUP_Y * ROWS on. With `ids` each row has the matrix of
+ * its own number there, `expert_words` from one to the next, and `repeats` rows have the same inputs. */
+#define MULTIPLY                                                                                                          \
+    KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised, GLOBAL const float *wide,           \
+        GLOBAL const float *scales, GLOBAL const float *sums, GLOBAL const int16_t *group_sums, GLOBAL const float *bias, \
+        GLOBAL const uint32_t *ids, GLOBAL float *out, uint32_t n_blocks, uint32_t n_out, uint32_t n_rows,                \
+        uint32_t width, uint32_t first, uint32_t has_bias, uint32_t expert_words, uint32_t repeats WHERE)
+#define OWN_PANEL(own) (weights + (expert_words ? (uint64_t)ids[own] * expert_words : 0) + \
+    (uint64_t)GROUP_X * n_blocks * BLOCK_WORDS)
+#define OWN_BIAS(own) (expert_words ? ids[own] * n_out : 0) /* experts have a bias each */
+#define FINISH                                                                               \
+    PHASE {                                                                                  \
+        const uint32_t o = GROUP_X * 16 + THREAD % 16, own = row + THREAD / 16;              \
+        if (THREAD < ROWS * 16 && o < n_out && own < n_rows)                                 \
+            out[(uint64_t)own * width + first + o] =                                         \
+                finished(total[THREAD], bias, o + OWN_BIAS(own), n_out, has_bias);           \
+    }
 
 #if BITS < 16
 
@@ -469,13 +470,7 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
             TIMES (k, LINES) MY(line)[pass * LINES + k] = LOAD4(lines + k * 16 + THREAD % 4 * 4);                        \
     }
 
-/* out[row][first + o] for the panel GROUP_X and ROWS rows from GROUP_Y * ROWS on. With `ids` each row has the matrix of
- * its own number there, `expert_words` from one to the next, and `repeats` rows have the same inputs. */
-KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised, GLOBAL const float *wide,
-                GLOBAL const float *scales, GLOBAL const float *sums, GLOBAL const int16_t *group_sums,
-                GLOBAL const float *bias, GLOBAL const uint32_t *ids, GLOBAL float *out, uint32_t n_blocks,
-                uint32_t n_out, uint32_t n_rows, uint32_t width, uint32_t first, uint32_t has_bias,
-                uint32_t expert_words, uint32_t repeats WHERE) {
+MULTIPLY {
     SHARED float total[ROWS * 16], part[OF_CHUNK], factor[OF_CHUNK];
     SHARED SUM slices[OF_CHUNK * SLICES];
 #if HAS_MINIMUM
@@ -487,8 +482,7 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
     OWN(float, its_below, OF_THREAD);
 #endif
     const uint32_t n_groups = n_blocks * (BLOCK / TOKEN_GROUP), row = GROUP_Y * ROWS;
-    GLOBAL const uint32_t *panel = weights + (expert_words ? (uint64_t)ids[row] * expert_words : 0) +
-                                   (uint64_t)GROUP_X * n_blocks * BLOCK_WORDS;
+    GLOBAL const uint32_t *panel = OWN_PANEL(row);
 #if IS_FLOAT
     OPEN_BOOK
 #else
@@ -607,13 +601,7 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
             }
         }
     }
-    PHASE {
-        const uint32_t o = GROUP_X * 16 + THREAD % 16, own = row + THREAD / 16;
-        if (THREAD < ROWS * 16 && o < n_out && own < n_rows) {
-            const float sum = total[THREAD];
-            out[(uint64_t)own * width + first + o] = finished(sum, bias, o + OWN_BIAS(own), n_out, has_bias);
-        }
-    }
+    FINISH
 }
 
 #else
@@ -623,16 +611,11 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
 #define LINES (THREADS / 4)
 #define AT_A_TIME (LINES * OF_WORD)
 
-KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised, GLOBAL const float *wide,
-                GLOBAL const float *scales, GLOBAL const float *sums, GLOBAL const int16_t *group_sums,
-                GLOBAL const float *bias, GLOBAL const uint32_t *ids, GLOBAL float *out, uint32_t n_blocks,
-                uint32_t n_out, uint32_t n_rows, uint32_t width, uint32_t first, uint32_t has_bias,
-                uint32_t expert_words, uint32_t repeats WHERE) {
+MULTIPLY {
     SHARED float total[ROWS * 16], inputs[2 * ROWS * AT_A_TIME];
     SHARED uint32_t words[2 * LINES * 16];
     const uint32_t row = GROUP_Y * ROWS, n_in = n_blocks * OF_WORD;
-    GLOBAL const uint32_t *panel = weights + (expert_words ? (uint64_t)ids[row] * expert_words : 0) +
-                                   (uint64_t)GROUP_X * n_blocks * 16;
+    GLOBAL const uint32_t *panel = OWN_PANEL(row);
     PHASE { if (THREAD < ROWS * 16) total[THREAD] = 0; }
     for (uint32_t begin = 0; begin < n_blocks + LINES; begin += LINES) {
         const uint32_t turn_of = begin / LINES % 2, last = 1 - turn_of;
@@ -660,13 +643,7 @@ KERNEL multiply(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised
                 if (k * THREADS + THREAD < ROWS * AT_A_TIME) inputs[turn_of * ROWS * AT_A_TIME + k * THREADS + THREAD] = more[k];
         }
     }
-    PHASE {
-        const uint32_t o = GROUP_X * 16 + THREAD % 16, own = row + THREAD / 16;
-        if (THREAD < ROWS * 16 && o < n_out && own < n_rows) {
-            const float sum = total[THREAD];
-            out[(uint64_t)own * width + first + o] = finished(sum, bias, o + OWN_BIAS(own), n_out, has_bias);
-        }
-    }
+    FINISH
 }
 
 #endif

@@ -96,17 +96,17 @@ KERNEL add_and_norm(GLOBAL float *hidden, GLOBAL const float *inner, GLOBAL cons
 
 /* A group has head GROUP_Y of row GROUP_X, which has `n_heads` queries, behind each its gate if it `has_gates`, then
  * `n_kv_heads` keys and as many values. Queries and keys are normed with `has_norm`, and rotated, with `has_pairs` columns
- * that are neighbours; keys and values go to their slot: of a row, `places` has position and where the numbers of its
- * slot's pages begin, and a page is `page_size` positions of all KV heads. */
+ * that are neighbours; keys and values go to their slot: of a row, `places` has position, where the numbers of its slot's
+ * pages begin and by how much its queries grow, and a page is `page_size` positions of all KV heads. */
 KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL const float *cosines, GLOBAL const float *sines,
               GLOBAL const uint32_t *places, GLOBAL const uint32_t *pages, GLOBAL float *keys, GLOBAL float *values,
               uint32_t n_heads, uint32_t n_kv_heads, uint32_t size, uint32_t n_rotated, uint32_t page_size,
               uint32_t has_norm, uint32_t has_pairs, uint32_t has_gates, float eps WHERE) {
     SHARED float line[LINE], parts[PARTS], scale[1];
-    const uint32_t row = GROUP_X, head = GROUP_Y, half_size = n_rotated / 2, position = places[2 * row];
+    const uint32_t row = GROUP_X, head = GROUP_Y, half_size = n_rotated / 2, position = places[3 * row];
     const uint32_t n_gates = has_gates ? n_heads : 0, n_before = has_gates && head < n_heads ? head : n_gates;
     const uint64_t own = ((uint64_t)row * (n_heads + n_gates + 2 * n_kv_heads) + head + n_before) * size;
-    const uint32_t page = pages[places[2 * row + 1] + position / page_size];
+    const uint32_t page = pages[places[3 * row + 1] + position / page_size];
     const uint32_t kv_head = head < n_heads ? 0 : (head - n_heads) % n_kv_heads;
     const uint64_t slot = ((uint64_t)(page * n_kv_heads + kv_head) * page_size + position % page_size) * size;
     const int is_value = head >= n_heads + n_kv_heads;
@@ -136,6 +136,42 @@ KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL cons
             if (head < n_heads) heads[own + i] = turned;
             else if (is_value) values[slot + i] = turned;
             else keys[slot + i] = turned;
+        }
+    }
+}
+
+/* Heads of latents: of a row with queries [n_heads, n_own + n_rotated] a group has one of head GROUP_Y, the last what is
+ * cached, [rank + n_rotated]. Columns of its own go to `own`; the rotated ones stand behind those of the latent in `heads`,
+ * [n_heads, rank + n_rotated]. The latent is normed and goes to its slot with its rotated columns, as keys do above. */
+KERNEL split_latents(GLOBAL const float *queries, GLOBAL const float *cached, GLOBAL const float *weight,
+                     GLOBAL const float *cosines, GLOBAL const float *sines, GLOBAL const uint32_t *places,
+                     GLOBAL const uint32_t *pages, GLOBAL float *keys, GLOBAL float *own, GLOBAL float *heads,
+                     uint32_t n_heads, uint32_t n_own, uint32_t rank, uint32_t n_rotated, uint32_t page_size,
+                     uint32_t has_pairs, uint32_t grows, float eps WHERE) {
+    SHARED float line[LINE], parts[PARTS], scale[1];
+    const uint32_t row = GROUP_X, is_key = GROUP_Y == n_heads, position = places[3 * row], half_size = n_rotated / 2;
+    const uint32_t width = is_key ? rank : n_own;
+    const float growth = grows && !is_key ? AS_FLOAT(places[3 * row + 2]) : 1.0f;
+    const uint64_t head = (uint64_t)row * n_heads + GROUP_Y, place = (uint64_t)row * (rank + n_rotated);
+    const uint64_t slot = (uint64_t)pages[places[3 * row + 1] + position / page_size] * page_size + position % page_size;
+    GLOBAL const float *from = is_key ? cached + place : queries + head * (n_own + n_rotated);
+    GLOBAL float *to = is_key ? keys + slot * (rank + n_rotated) : heads + head * (rank + n_rotated);
+    PHASE {
+        if (THREAD < PARTS) parts[THREAD] = 0;
+        for (uint32_t i = THREAD; i < width; i += THREADS) line[i] = MUL(from[i], growth);
+    }
+    PHASE { if (is_key) ADD_SQUARES(width) }
+    PHASE { if (is_key) NORM_SCALE(width, eps) }
+    PHASE {
+        for (uint32_t i = THREAD; i < width; i += THREADS) {
+            if (is_key) to[i] = MUL(MUL(line[i], scale[0]), weight[i]);
+            else own[head * n_own + i] = line[i];
+        }
+        for (uint32_t i = THREAD; i < n_rotated; i += THREADS) {
+            const uint32_t j = (i + half_size) % n_rotated, at = row * n_rotated + i;
+            const float one = MUL(from[width + (has_pairs ? i % half_size * 2 + i / half_size : i)], growth);
+            const float other = MUL(from[width + (has_pairs ? j % half_size * 2 + j / half_size : j)], growth);
+            to[rank + i] = FMA(other, sines[at], MUL(one, cosines[at]));
         }
     }
 }

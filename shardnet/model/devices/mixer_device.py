@@ -1,0 +1,61 @@
+"""What mixers are given: of the device that they are on, and of a step.
+
+Must not know any mixer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from shardnet.model.devices.driver import Array, Buffer, Driver, Kernels
+from shardnet.model.devices.products import DeviceProduct, Rows, Visits
+from shardnet.model.kernels.linear import Linear
+from shardnet.model.kernels.panel_linear import PanelLinear
+
+BEFORE: Final = 8
+"""What `add_and_norm` does for a norm alone."""
+
+
+class MakeProduct(Protocol):
+    """Uploads linears that are alike, one or one for each id. Raises CapacityError."""
+
+    def __call__(self, *linears: PanelLinear, n_columns: int | None = None) -> DeviceProduct:
+        """See Device.product."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixerDevice:
+    """What a mixer needs of the stage's device: products of linears, buffers with the host's
+    numbers, scratch memory, launches, kernels of its own, and where the keys, values and states of
+    a layer are.
+    """
+
+    driver: Driver
+    kernels: Kernels
+    make: Callable[[Linear], DeviceProduct]
+    make_by_id: MakeProduct
+    put: Callable[[Array], Buffer]
+    scratch: Rows
+    launch: Callable[..., None]
+    pages_of: Callable[[int], tuple[Buffer, Buffer]]
+    states_of: Callable[[int], Buffer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBuffers:
+    """What layers are told of a step of T rows, on the device.
+
+    `at` and `runs` are what `DeviceKvCache.bring` returns; behind a row's place stands by how much
+    its queries grow, float32. No row attends to more than `n_blocks` blocks of positions. `tables`
+    has cosines and sines [T, R] by layer, and their R columns. `heads` says which head each of the
+    T x H rows of heads is, None where nobody asks.
+    """
+
+    n_rows: int
+    n_blocks: int
+    at: tuple[Buffer, Buffer]
+    runs: Buffer
+    tables: Sequence[tuple[Buffer, Buffer, int]]
+    heads: Visits | None
