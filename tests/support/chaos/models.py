@@ -38,8 +38,9 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "q4_k": _stored_in_4_bits,
     "hybrid": lambda folder: make_decoder(folder, "qwen3_next", **SIZES),
     "mixture": lambda folder: make_decoder(folder, "qwen3_moe", **SIZES),
+    "latents": lambda folder: make_decoder(folder, "glm4_moe_lite", **SIZES),
 }
-"""Weights stored in Q4_K, layers with states instead of keys and values, experts."""
+"""Weights stored in Q4_K, layers with states instead of keys and values, experts, latents."""
 
 
 def made_model(name: str, folder: Path) -> str:
