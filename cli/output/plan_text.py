@@ -10,7 +10,7 @@ import msgspec
 
 from shardnet.cluster.machine import kernels
 from shardnet.types import LayerRange
-from shardnet.wire.messages.generation import LastRun, MeanStageTime
+from shardnet.wire.messages.generation import ExpertCount, LastRun, MeanStageTime
 from shardnet.wire.messages.measurements import NodeMeasured, StageSeconds, WayMeasured
 from shardnet.wire.messages.plans import (
     MIXED_WIRES,
@@ -297,6 +297,7 @@ def run_json(run: LastRun) -> dict[str, Any]:
             }
             for stage, share in _pairs(run)
         ],
+        "experts": [_builtins(one) for one in run.experts],
         "note": HOPS_NOTE,
     }
 
@@ -308,6 +309,11 @@ def run_text(run: LastRun) -> str:
         what = f"  rank {stage.rank}: {stage.name}, {layer_words(plan, stage)}"
         waited = f" (and {_ms(share.queue_ms)} waiting)" if share.queue_ms >= 0.1 else ""
         rows.append((what, _predicted_ms(stage.compute_ms), _ms(share.compute_ms) + waited))
+        rows += [
+            ("    experts in memory", "", f"{100 * _share(one):.1f} % of {one.n_used} used")
+            for one in run.experts
+            if one.rank == stage.rank
+        ]
         if len(plan.stages) > 1:
             to = plan.stages[(stage.rank + 1) % len(plan.stages)].name
             rows.append((f"    hop to {to}", _predicted_ms(stage.hop_ms), _ms(share.wire_ms)))
@@ -413,6 +419,11 @@ def _pairs(run: LastRun) -> list[tuple[PlannedStage, MeanStageTime]]:
     """Pair each stage with its measured times, those without any left out."""
     shares = {share.rank: share for share in run.timing.per_stage}
     return [(stage, shares[stage.rank]) for stage in run.plan.stages if stage.rank in shares]
+
+
+def _share(experts: ExpertCount) -> float:
+    """Return the share of used experts that were in memory."""
+    return 1 - experts.n_read / experts.n_used
 
 
 def _predicted_ms(ms: float | None) -> str:

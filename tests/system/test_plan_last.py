@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.models.checkpoints import make_decoder
 from support.soak import cases
 from support.system.nodes import Machine, open_machine
 from support.system.parrot import Parrots
@@ -55,6 +56,23 @@ def test_a_run_without_a_node_is_kept_on_the_machine(
     assert all(ms > 0 for ms in predicted) if local else predicted == [None]
     text = machine.call("plan", "--last").stdout
     assert text.splitlines()[1].split() == ["predicted", "measured"]
+
+
+def test_a_run_that_streams_experts_says_how_often_they_were_in_memory(
+    machine: Machine, tmp_path: Path
+) -> None:
+    """Of two nodes, by stage: a prompt of one row and three rows more use each layer's."""
+    model = make_decoder(tmp_path, "qwen3_moe", num_hidden_layers=4)
+    top_k = json.loads((model / "config.json").read_text())["num_experts_per_tok"]
+    nodes = machine.start_nodes("anna", "bert")
+    where = ["--nodes", ",".join(node.address for node in nodes), "--layers", "0-1,1-4"]
+    asked = ["--token-ids", "5", "--model", str(model), "--ignore-eos", "--max-tokens", "4"]
+    machine.call("generate", *asked, *where, "--stream-layers", "4")
+    told = last(machine, "--nodes", nodes[0].address)["experts"]
+    assert [(one["rank"], one["n_used"]) for one in told] == [(0, 4 * top_k), (1, 12 * top_k)]
+    assert all(0 < one["n_read"] <= one["n_used"] for one in told)
+    shown = machine.call("plan", "--last", "--nodes", nodes[0].address).stdout
+    assert f"of {4 * top_k} used" in shown
 
 
 def test_a_single_node_knows_its_figures_and_a_generation_corrects_them(

@@ -72,6 +72,7 @@ from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.deputies import CopiedTo
 from shardnet.wire.messages.generation import (
     Detokenize,
+    ExpertCount,
     Generate,
     LastRun,
     LastRunRequest,
@@ -470,12 +471,18 @@ class Clients:
         """Keep the timing of a generation of more than one token, for comparison with its plan."""
         if not event.timing.per_stage:
             return
+        experts: list[ExpertCount] = []
+        plan = lead.plan.reply(0)
+        if any(stage.streamed_layers for stage in plan.stages):
+            with contextlib.suppress(ShardnetError):  # its ring may have broken since
+                experts = await lead.ring.expert_counts()
         run = self._last_run = LastRun(
             request=0,
-            plan=lead.plan.reply(0),
+            plan=plan,
             timing=timing_reply(event.timing, load_s),
             n_tokens=n_tokens,
             ended_at_s=time.time(),
+            experts=experts,
         )
         try:
             await self.disk.run(self.cache, lambda: write_last_run(self.cache, run))

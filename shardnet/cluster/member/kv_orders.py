@@ -24,6 +24,8 @@ from shardnet.wire.messages.bulk import FetchKv, KvRows
 from shardnet.wire.messages.stages import (
     AuditStage,
     ComputeLayer,
+    CountExperts,
+    ExpertsCounted,
     FindPrefix,
     KvMoved,
     LayerComputed,
@@ -368,19 +370,35 @@ async def compute_for_audit(host: StageHost, message: ComputeLayer) -> LayerComp
     return LayerComputed(request=message.request, took_s=took_s, after=after)
 
 
-class AuditOrders:
+async def count_experts(host: StageHost, message: CountExperts) -> ExpertsCounted:
+    """Count the experts of streamed layers that steps used. Raises as `member_order`."""
+    host.member_order(message.ring, message.epoch)
+    assert host.loaded is not None, "member_order says so"
+    pools = [part.experts for part in host.loaded.parts or (host.loaded,)]
+    return ExpertsCounted(
+        request=message.request,
+        n_used=sum(pool.n_used for pool in pools if pool is not None),
+        n_read=sum(pool.n_read for pool in pools if pool is not None),
+    )
+
+
+class StageQuestions:
     """Answers the heads of other nodes."""
 
     def __init__(self, host: StageHost) -> None:
         self._host = host
 
     def register(self, handlers: MessageHandlers) -> None:
-        """Register both orders."""
+        """Register all of them."""
         handlers.register(AuditStage, self._audit_for)
+        handlers.register(CountExperts, self._count_for)
         handlers.register(ComputeLayer, self._compute_for)
 
     async def _audit_for(self, control: ControlLink, message: AuditStage) -> None:
         control.send(await audit_stage(self._host, message))
+
+    async def _count_for(self, control: ControlLink, message: CountExperts) -> None:
+        control.send(await count_experts(self._host, message))
 
     async def _compute_for(self, control: ControlLink, message: ComputeLayer) -> None:
         await control.answer_with(message.request, compute_for_audit(self._host, message))

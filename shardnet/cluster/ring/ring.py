@@ -17,7 +17,7 @@ from typing import NamedTuple
 from shardnet.cluster.peers.peer_links import ClockOffset
 from shardnet.cluster.ring.engine_maker import EngineMaker
 from shardnet.cluster.ring.ring_spec import RingSpec, RingUse
-from shardnet.cluster.ring.stage_port import StagePort
+from shardnet.cluster.ring.stage_port import StagePort, ask_all
 from shardnet.errors import (
     BusyError,
     PeerFailedError,
@@ -32,7 +32,8 @@ from shardnet.transport.loop import finish
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.framing.schema import Phase
 from shardnet.wire.messages.diagnostics import RingLoad, RingWork, StageWork
-from shardnet.wire.messages.stages import LoadStage, StageReady
+from shardnet.wire.messages.generation import ExpertCount
+from shardnet.wire.messages.stages import CountExperts, ExpertsCounted, LoadStage, StageReady
 
 WATCH_EVERY_S = 5.0
 """How often the head checks for a stage that is stuck."""
@@ -198,6 +199,19 @@ class Ring:
         except* ShardnetError as group:
             raise first_error(group) from None
         return [task.result() for task in read]
+
+    async def expert_counts(self) -> list[ExpertCount]:
+        """Count the experts of streamed layers that steps used, by stages that have such.
+
+        Raises what `StagePort.order` raises.
+        """
+        asked = CountExperts(request=0, ring=self.name, epoch=self.epoch)
+        found = await ask_all(port.order(asked, ExpertsCounted) for port in self.ports)
+        return [
+            ExpertCount(rank=rank, n_used=each.n_used, n_read=each.n_read)
+            for rank, each in enumerate(found)
+            if each.n_used
+        ]
 
     @property
     def node_names(self) -> list[str]:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from shardnet.cluster.member.kv_orders import (
     audit_stage,
     compute_for_audit,
+    count_experts,
     find_prefix,
     restore_prefix,
 )
@@ -31,6 +32,7 @@ from shardnet.wire.messages.stages import (
     AuditStage,
     ComputeLayer,
     ConnectRing,
+    CountExperts,
     FindPrefix,
     KvMoved,
     LoadStage,
@@ -41,7 +43,7 @@ from shardnet.wire.messages.stages import (
 )
 
 T = TypeVar("T")
-Order = FindPrefix | RestorePrefix | MoveKv | AuditStage | ComputeLayer
+Order = FindPrefix | RestorePrefix | MoveKv | AuditStage | ComputeLayer | CountExperts
 """What a stage is asked for beside its life in a ring."""
 
 
@@ -123,6 +125,7 @@ class LocalPort:
             MoveKv: move_kv,
             AuditStage: partial(audit_stage, host),
             ComputeLayer: partial(compute_for_audit, host),
+            CountExperts: partial(count_experts, host),
         }
         self._load = load
         self._unload = unload
@@ -222,7 +225,7 @@ class RemotePort:
     async def order(self, message: Order, expected: type[Answer]) -> Answer:
         """Ask the peer, and wait as long as it reports that it works where that may take long."""
         numbered = replace(message, request=self._control.next_request())
-        if isinstance(message, FindPrefix | AuditStage):
+        if isinstance(message, FindPrefix | AuditStage | CountExperts):
             return await self._control.ask(numbered, expected)
         return await self._control.ask(numbered, expected, on_progress=lambda report: None)
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from shardnet.stage.moves.slot_moves import Moves
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
     from shardnet.stage.stage_audit import StageAudit
+    from shardnet.stage.streaming.streamed_linear import ExpertPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +67,8 @@ class LoadedStage:
     `prefixes` are those on disk of finished prompts, None where none are kept; `arithmetic` is "".
     A slot that is copied `shares_blocks` with its source. `moves` takes the sequences of other
     stages in, None where it cannot. `linears` are those that a later stage may take. `audit` looks
-    for wrong bits, None where nothing does. A stage that has grown has `parts`, which were loaded
-    one by one.
+    for wrong bits, None where nothing does. `experts` are those of streamed layers. A stage that
+    has grown has `parts`, which were loaded one by one.
     """
 
     order: StageOrder
@@ -84,6 +85,7 @@ class LoadedStage:
     moves: Moves | None = None
     linears: KeptLinears | None = None
     audit: StageAudit | None = None
+    experts: ExpertPool | None = None
     parts: tuple[LoadedStage, ...] = ()
 
     @property

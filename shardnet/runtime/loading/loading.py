@@ -172,6 +172,7 @@ def load(
         moves=getattr(loaded.compute, "moves", None),
         linears=model.linears if model is not None else None,
         audit=_audit(order, model),
+        experts=model.experts if model is not None else None,
     )
 
 

@@ -19,6 +19,7 @@ from shardnet.slot_operations import MAX_PICTURES
 from shardnet.types import MAX_LAYERS, U32, LiveState, Positions, Row, Strict
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
+    Count,
     Explanation,
     Figure,
     Logprob,
@@ -208,6 +209,16 @@ class Finished(Numbered, frozen=True, kw_only=True):
     timing: Timing
 
 
+class ExpertCount(Strict, frozen=True, kw_only=True):
+    """Experts of streamed layers that steps have used since their stage was loaded, each once a
+    step, and how many of these had to be read from disk.
+    """
+
+    rank: Rank
+    n_used: Count
+    n_read: Count
+
+
 class LastRunRequest(Numbered, frozen=True, kw_only=True):
     """Ask for the last generation of the ring this node leads. Answered by LastRun or Redirect."""
 
@@ -221,6 +232,7 @@ class LastRun(Numbered, frozen=True, kw_only=True):
     timing: Timing
     n_tokens: U32
     ended_at_s: Moment
+    experts: Annotated[list[ExpertCount], Meta(max_length=MAX_STAGES)] = []
 
 
 class Unload(Numbered, frozen=True, kw_only=True):

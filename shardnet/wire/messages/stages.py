@@ -297,6 +297,19 @@ class StageAudited(Numbered, frozen=True, kw_only=True):
     after: AuditedRows = b""
 
 
+class CountExperts(OfRing, frozen=True, kw_only=True):
+    """Ask how many of the experts that steps used were read from disk, of streamed layers."""
+
+
+class ExpertsCounted(Numbered, frozen=True, kw_only=True):
+    """Answers CountExperts: the experts that each step's rows used, since the stage was loaded, and
+    how many of them had to be read.
+    """
+
+    n_used: Count
+    n_read: Count
+
+
 class ComputeLayer(OfRing, frozen=True, kw_only=True):
     """Have a node of a ring compute rows with a layer that it reads from its checkpoint for this.
 
@@ -326,6 +339,7 @@ StageRequest: TypeAlias = (
     | MoveKv
     | AuditStage
     | ComputeLayer
+    | CountExperts
 )
 """Requests about stages."""
 StageMessage: TypeAlias = (
@@ -337,6 +351,7 @@ StageMessage: TypeAlias = (
     | PrefixRestored
     | KvMoved
     | StageAudited
+    | ExpertsCounted
     | LayerComputed
 )
 """These, their answers, and what is sent unasked."""

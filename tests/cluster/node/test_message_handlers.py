@@ -46,6 +46,7 @@ from shardnet.wire.messages.membership import (
 )
 from shardnet.wire.messages.plans import NodeProgress, PlanReply
 from shardnet.wire.messages.stages import (
+    ExpertsCounted,
     KvMoved,
     LayerComputed,
     LoadProgress,
@@ -58,6 +59,7 @@ from shardnet.wire.messages.stages import (
 ANSWERS = {
     AnswerFound,
     ClockRead,
+    ExpertsCounted,
     CopiedTo,
     Detokenized,
     Done,
