@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from support.chaos.faults import OF_HEAD, Kind, Moment, draw_rounds
@@ -14,6 +16,7 @@ from support.chaos.lab import differences
 from support.chaos.ledger import Entry, read_ledger, summary
 from support.chaos.memory import MemoryBook, Sample, verdict
 from support.chaos.rounds import read_parts
+from support.chaos.soak_picture import drawn
 from support.chaos.streams import Heard
 from support.chaos.switch import PREFACE, REACHED, REFUSED, Switch
 
@@ -196,8 +199,34 @@ def test_a_soak_names_what_grew_on_which_node() -> None:
 
     assert verdict(samples("anna")) == []
     assert verdict(samples("anna")[:12]) == []  # too few after it has settled
+    to_and_fro = [
+        replace(one, resident_bytes=one.resident_bytes + (60 << 20) * (number % 6))
+        for number, one in enumerate(samples("anna"))
+    ]
+    assert verdict(to_and_fro) == []
     for what, by in (("resident_bytes", 1 << 20), ("n_descriptors", 1), ("n_threads", 1)):
         [said] = verdict(samples("anna") + samples("bert", what, by))
         assert said.startswith(f"bert: {what} grew from ")
     [said] = verdict(samples("anna", "disk_bytes", 1 << 20))
     assert "disk_bytes" in said
+
+
+def test_a_picture_has_every_sample_and_a_gap_where_a_node_was_away() -> None:
+    samples = [
+        Sample(
+            at_s=60.0 * minute,
+            node=node,
+            resident_bytes=(300 + minute) << 20,
+            n_descriptors=40,
+            n_threads=20,
+            disk_bytes=9,
+        )
+        for node in ("anna", "b<rt")
+        for minute in (0, 1, 2, 5, 6)
+    ]
+    root = ElementTree.fromstring(drawn(samples))
+    paths = [one.attrib["d"] for one in root.iterfind(".//{*}path")][2:]
+    assert len(paths) == 2 * 4
+    assert all(path.count("L") == 3 and path.count("M") == 2 for path in paths)
+    shown = [one.text for one in root.iterfind(".//{*}text")]
+    assert {"anna", "b<rt", "306", "6 min"} <= set(shown)
