@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shardnet.errors import UsageError
-from shardnet.stage.estimate.memory_estimate import N_BUFFERS
+from shardnet.stage.estimate.memory_estimate import N_BUFFERS, streamed_layers
 from shardnet.types import BLOCK_POSITIONS, LayerRange, NodeId, blocks_for
 from shardnet.wire.messages.measurements import StageSeconds
 
@@ -65,7 +65,7 @@ class Streaming:
     """Bytes of streaming a layer from disk.
 
     `read_bytes` of a layer are read at every step and not kept: of experts, those that a row
-    visits. A buffer for a layer takes `buffer_bytes`. A stage that streams any needs
+    visits. A buffer for the largest layer takes `buffer_bytes`. A stage that streams any needs
     `working_bytes` more: for packed weights of linears, and rows that wait within a layer.
     """
 
@@ -174,7 +174,9 @@ class ModelShape(Sizes):
         saved_bytes = 0
         if n_streamed:
             assert self.streaming is not None
-            saved_bytes = (n_streamed - min(N_BUFFERS, n_streamed)) * self.streaming.buffer_bytes
+            whole, spared = self.streaming.buffer_bytes, self.spared_bytes or (0,) * self.n_layers
+            on_disk = [whole - spared[layer] for layer in streamed_layers(layers, n_streamed)]
+            saved_bytes = sum(on_disk) - min(N_BUFFERS, len(on_disk)) * max(on_disk)
         return (
             len(layers) * self.layer_bytes
             - sum(self.spared_bytes[layers.start : layers.end])

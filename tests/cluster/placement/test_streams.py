@@ -19,6 +19,7 @@ from shardnet.cluster.placement.figures import (
 )
 from shardnet.cluster.placement.placement import place, place_streaming
 from shardnet.errors import PlanError
+from shardnet.stage.estimate.memory_estimate import streamed_layers
 from shardnet.types import LayerRange
 
 
@@ -53,6 +54,18 @@ def test_a_lone_node_streams_as_few_as_make_it_fit() -> None:
     assert plan.predicted_tok_s == pytest.approx(1 / (read_s + 0.002))
     assert "anna streams 11 of 20 layers from disk, 99 MiB a step in about 990 ms" in plan.why
     assert "about 1 tok/s" in plan.why
+
+
+def test_of_unlike_layers_those_that_are_streamed_count() -> None:
+    """Every other layer is smaller: as in files that store some tensors in more bits."""
+    alike = streamable()
+    model = replace(alike, spared_bytes=(0, 3 * MIB) * 10)
+    for n in (1, 2, 10, 20):
+        streams = streamed_layers(model.whole, n)
+        sizes = [9 * MIB - model.spared_bytes[layer] for layer in streams]
+        saved = sum(sizes) - min(n, 2) * max(sizes)
+        assert model.weight_bytes(model.whole, n) == model.weight_bytes(model.whole) - saved
+    assert model.weight_bytes(model.whole, 20) == alike.weight_bytes(model.whole, 20)
 
 
 def test_computing_hides_a_fast_disk() -> None:
