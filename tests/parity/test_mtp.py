@@ -16,6 +16,7 @@ from support.models.mtp_checkpoints import N_LAYERS, PlainMtp, is_qwen, make_mtp
 from support.rings.stage_chain import even_split, random_prompt
 from support.rings.torch_rings import LoadedStages, TorchStages, request, run, tokens_of
 from support.soak import cases
+from test_moved_kv import pull
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import UsageError
@@ -30,7 +31,6 @@ from shardnet.runtime.loading.loading import load
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder, StagePart
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import STATE_SLOTS, DType, LayerRange, SequenceId, SlotId, WireDType
-from tests.parity.test_moved_kv import pull
 
 MTP = Speculation(make_draft_source=None, most=3)
 

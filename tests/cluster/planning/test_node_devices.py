@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from msgspec import structs
+from test_planning import GIB, facts, model_with_mtp, node
 
 from shardnet.cluster.measuring.measurement import Measured, stage_speed
 from shardnet.cluster.planning.placing import fits, make_plan
@@ -11,7 +12,6 @@ from shardnet.types import DType, NodeId
 from shardnet.wire.messages.measurements import DeviceMeasured, NodeMeasured, StageSeconds
 from shardnet.wire.messages.membership import DeviceInfo, NodeInfo
 from shardnet.wire.messages.plans import ModelChoice
-from tests.cluster.planning.test_planning import GIB, facts, model_with_mtp, node
 
 CHOICE = ModelChoice(model="/m")
 FAST = StageSeconds(layer_s=0.001, layer_256_s=0.01, embed_s=0.0, head_s=0.001)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from msgspec import structs
+from test_planning import GIB, facts, node
 
 from shardnet.cluster.head.ring_builder import ring_spec
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
@@ -36,7 +37,6 @@ from shardnet.types import (
 )
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import ModelChoice
-from tests.cluster.planning.test_planning import GIB, facts, node
 
 BF16, F16, F32 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32
 HALVES = replace(facts(), stored_dtype=BF16, linear_dtype=BF16)
