@@ -154,6 +154,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ernie4_5_moe": ({"num_hidden_layers": 3}, {}),
     "hunyuan_v1_dense": ({"num_hidden_layers": 2}, {}),
     "minimax_m2": ({"num_hidden_layers": 3, "rotary_dim": 6}, {}),
+    "mimo_v2_flash": ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, {}),
+    "mimo_v2_flash-windows": ({"head_dim": 24, "v_head_dim": 16}, {"expert_weights_norm": None}),
     "olmoe": ({"num_hidden_layers": 3}, {}),
     "qwen2_moe": ({"num_hidden_layers": 3}, {}),
     "qwen2_moe-plain": (

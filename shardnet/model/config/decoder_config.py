@@ -122,12 +122,20 @@ def read_nope_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
     Raises CheckpointError for a list of another length than `n_layers` or of other numbers.
     """
     interval = fields.positive("no_rope_layer_interval", 4)
-    marks = fields.take("no_rope_layers", list, [])
-    if not marks:
-        return tuple(n for n in range(n_layers) if (n + 1) % interval == 0)
-    if len(marks) != n_layers or not all(type(mark) in (int, bool) for mark in marks):
-        raise fields.damaged(f"no_rope_layers is {shown(marks)}, expected {n_layers} of 0 and 1")
+    marks = read_marks(fields, "no_rope_layers", n_layers)
+    marks = marks or [(n + 1) % interval != 0 for n in range(n_layers)]
     return tuple(n for n in range(n_layers) if not marks[n])
+
+
+def read_marks(fields: Fields, key: str, n_layers: int) -> list[bool] | None:
+    """Read 0 or 1 for each layer, None where no list is given.
+
+    Raises CheckpointError for a list of another length than `n_layers` or of other numbers.
+    """
+    marks = fields.take(key, list, [])
+    if marks and (len(marks) != n_layers or not all(type(mark) in (int, bool) for mark in marks)):
+        raise fields.damaged(f"{key} is {shown(marks)}, expected {n_layers} of 0 and 1")
+    return [bool(mark) for mark in marks] or None
 
 
 def read_window(fields: Fields, default: int) -> int | None:

@@ -304,6 +304,9 @@ class ModelConfig:
     `chunk` is how many positions a chunk of attention has that layers do not look out of; contexts
     end with the first one. Where tokens attend to `n_chosen` positions, contexts end with so many.
 
+    Values have `value_size` columns, None for as many as keys, and are multiplied by
+    `value_multiplier`.
+
     With `latent` attention `head_size` is the rotated part of a head, and there is one KV head.
     With `has_gates` each head's output is multiplied by the sigmoid of a gate of its width, with
     `has_head_norms` each head of queries and keys is normalised, in families that leave it open.
@@ -369,6 +372,8 @@ class ModelConfig:
     chunk: int | None = None
     n_chosen: int | None = None
     full_heads: HeadShape | None = None
+    value_size: int | None = None
+    value_multiplier: float = 1.0
     is_value_key: bool = False
     has_mtp: bool = False
     adapter_bytes: tuple[int, ...] = ()
@@ -422,7 +427,8 @@ class ModelConfig:
         if self.latent is not None:
             return HeadShape(n_kv_heads=self.n_kv_heads, key_size=self.latent.width, value_size=0)
         size = self.head_size
-        return HeadShape(n_kv_heads=self.n_kv_heads, key_size=size, value_size=size)
+        of_values = self.value_size or size
+        return HeadShape(n_kv_heads=self.n_kv_heads, key_size=size, value_size=of_values)
 
     def heads(self, layer: int) -> HeadShape:
         """The heads of keys and values that the absolute `layer` caches."""

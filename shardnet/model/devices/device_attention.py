@@ -52,6 +52,8 @@ def why_no_attention(own: Attention) -> str:
         return "this attention"
     if own.norms_rotated or own.norms_values or own.is_value_key:
         return "this attention"
+    if own.value_size is not None:
+        return "values of another width than keys"
     if own.has_pairs and own.qk_norm is not None:  # a norm adds columns in their own order
         return "this attention"
     if own.qk_norm is not None and own.qk_norm.per_head is None:

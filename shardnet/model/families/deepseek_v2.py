@@ -130,14 +130,16 @@ def read_experts(
 ) -> ModelConfig:
     """Add the experts to `config`; shared ones are stored as one that is as wide as all of them.
 
-    `defaults` are the family's: its `shared_intermediate_size` is the number of shared experts, its
-    `layers` the first layer with experts, and a `top_k` of 0 stands for none. `smallest_group` is
-    the fewest experts of a group, None where experts do not stand in groups.
+    `defaults` are the family's: its `shared_intermediate_size` is the number of shared experts, 0
+    where no key counts them, its `layers` the first layer with experts, and a `top_k` of 0 stands
+    for none. `smallest_group` is the fewest experts of a group, None where experts do not stand in
+    groups.
     """
     n_experts, top_k = read_expert_counts(
         fields, ("n_routed_experts", "num_experts"), defaults.n_experts, defaults.top_k or None
     )
     inner = fields.positive("moe_intermediate_size", defaults.intermediate_size)
+    n_shared = defaults.shared_intermediate_size
     n_groups = top_groups = 1
     if smallest_group is not None:
         n_groups = fields.positive("n_group", defaults.n_groups)
@@ -161,7 +163,7 @@ def read_experts(
         intermediate_size=inner,
         normalize_top_k=defaults.normalize_top_k,
         shared_intermediate_size=inner
-        * fields.positive("n_shared_experts", defaults.shared_intermediate_size),
+        * (n_shared and fields.positive("n_shared_experts", n_shared)),
         n_groups=n_groups,
         top_groups=top_groups,
         output_scale=fields.number("routed_scaling_factor", defaults.output_scale),
@@ -188,9 +190,8 @@ def mlp_tensors(config: ModelConfig, layer: int) -> Table:
     if experts is None:
         return mlp(config, layer)
     inner, shared = experts.shared_intermediate_size, f"model.layers.{layer}.mlp.shared_experts"
-    return sparse_mlp(config, layer, EXPERTS) | gated(
-        config, shared, inner, with_bias=config.mlp_bias
-    )
+    of_all = gated(config, shared, inner, with_bias=config.mlp_bias) if inner else {}
+    return sparse_mlp(config, layer, EXPERTS) | of_all
 
 
 def latent_attention(config: ModelConfig, layer: int) -> Table:
@@ -245,7 +246,9 @@ def load_mlp(
     return SparseMlp(
         router=make_router(experts, f"{prefix}.gate"),
         experts=load_experts(config, weights, f"{prefix}.experts", experts.n_experts),
-        shared=GatedMlp.load(config, weights, f"{prefix}.shared_experts"),
+        shared=GatedMlp.load(config, weights, f"{prefix}.shared_experts")
+        if experts.shared_intermediate_size
+        else None,
     )
 
 
@@ -279,13 +282,18 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     )
 
 
-def read_gguf_experts(fields: Fields) -> dict[str, Any]:
-    """Read how many experts there are, in how many groups, and what becomes of their outputs."""
+def read_gguf_experts(fields: Fields, n_shared: int | None = None) -> dict[str, Any]:
+    """Read how many experts there are, in how many groups, and what becomes of their outputs.
+
+    `n_shared` is how many are shared in a family that does not count them.
+    """
     n_groups = fields.positive("expert_group_count", 1)
     return {
         "n_routed_experts": fields.positive("expert_count"),
         "num_experts_per_tok": fields.positive("expert_used_count"),
-        "n_shared_experts": fields.positive("expert_shared_count"),
+        "n_shared_experts": fields.positive("expert_shared_count")
+        if n_shared is None
+        else n_shared,
         "moe_intermediate_size": fields.positive("expert_feed_forward_length"),
         "first_k_dense_replace": fields.take("leading_dense_block_count", int, 0),
         "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),

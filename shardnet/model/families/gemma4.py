@@ -285,8 +285,8 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
             raise fields.unsupported(key, value, _SUPPORTED)
     config = read_gguf_sizes(fields, {})
     n_layers = config["num_hidden_layers"]
-    is_local = _per_layer(fields, "attention.sliding_window_pattern", bool, n_layers)
-    kv_heads = _per_layer(fields, "attention.head_count_kv", int, n_layers)
+    is_local = read_gguf_each(fields, "attention.sliding_window_pattern", bool, n_layers)
+    kv_heads = read_gguf_each(fields, "attention.head_count_kv", int, n_layers)
     size = fields.positive("attention.key_length")
     local_size = fields.positive("attention.key_length_swa", size)
     for key, only in (
@@ -323,7 +323,7 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     }
 
 
-def _per_layer(fields: Fields, key: str, kind: type, n_layers: int) -> list[Any]:
+def read_gguf_each(fields: Fields, key: str, kind: type, n_layers: int) -> list[Any]:
     """Read one value for each layer, or one for all."""
     value = fields.take(key, (kind, list))
     each = value if isinstance(value, list) else [value] * n_layers

@@ -257,8 +257,8 @@ def attention(
     """Store new keys and values in the slots, then attend over each row's slot.
 
     `queries` is [T, H, D], `keys` and `values` [T, KV heads, D], in the KV cache's dtype and on its
-    device; `layer` counts from 0 within the stage. Values of 0 columns are read from the keys.
-    Returns [T, H x D].
+    device; `layer` counts from 0 within the stage. Values may have fewer columns; those of 0 are
+    read from the keys. Returns [T, H x value columns].
 
     The compiled library gives a row the same bits in any batch and chunk. Torch attends groups of
     at most 32 rows row by row, so that a row's bits are those of a decode step; longer groups are
@@ -279,7 +279,7 @@ def attention(
     for span in step.spans:
         parts += _attend_span(grouped, span, _seen(step, span, layer, kind, widths), kind)
     whole = torch.cat(parts) if len(parts) > 1 else parts[0]  # [T, KV heads, G, D]
-    return whole.reshape(n_rows, n_heads * head_size)
+    return whole.reshape(n_rows, n_heads * (widths[1] or head_size))
 
 
 def _seen(
@@ -361,10 +361,9 @@ def _attend_chunk(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, kind: AttentionKind
 ) -> Tensor:
     """Attend a prompt chunk: [T, KV heads, G, D] over [KV heads, P, D]; KV heads are the batch."""
-    n_kv_heads, n_positions, head_size = keys.shape
     grouped = queries.permute(1, 2, 0, 3)
     if kind.is_plain:
-        spread = (n_kv_heads, grouped.shape[1], n_positions, head_size)  # G by stride 0
+        spread = (-1, grouped.shape[1], -1, -1)  # G by stride 0
         attended = F.scaled_dot_product_attention(
             grouped,
             keys.unsqueeze(1).expand(spread),
@@ -373,7 +372,7 @@ def _attend_chunk(
             scale=kind.scale,
         )  # [KV heads, G, T, D]
     else:
-        attended = torch.empty_like(grouped)
+        attended = grouped.new_empty(*grouped.shape[:-1], values.shape[-1])
         for head, rows in enumerate(grouped):  # one at a time, to bound the memory of scores
             sinks = None if kind.sinks is None else kind.sinks[head, :, None]  # [G, 1, 1]
             attended[head] = _attend_unfused(rows, keys[head], values[head], mask, kind, sinks)

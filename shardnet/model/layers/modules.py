@@ -52,7 +52,8 @@ class SelfAttention:
     `qk_norm`, if any, is applied before the rotation, or after it with `norms_rotated`; with
     `norms_values` it is one of values too. With `is_value_key` the linear has no values: they are
     the keys before norm and rotation. With `has_pairs` columns that are rotated together are
-    adjacent, with `is_joined` query, key and value of each head stand side by side.
+    adjacent, with `is_joined` query, key and value of each head stand side by side. Values have
+    `value_size` columns, None for those of a key.
     """
 
     n_heads: int
@@ -67,6 +68,7 @@ class SelfAttention:
     is_value_key: bool = False
     has_pairs: bool = False
     is_joined: bool = False
+    value_size: int | None = None
 
     @classmethod
     def load(
@@ -119,6 +121,7 @@ class SelfAttention:
             qk_norm=qk_norm,
             has_pairs=config.has_pairs,
             is_joined=config.has_joined_heads,
+            value_size=None if heads.value_size == heads.key_size else heads.value_size,
         )
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
@@ -129,12 +132,16 @@ class SelfAttention:
     def fusible(self) -> SelfAttention | None:
         """This attention, unless its rotation is not as most families have it."""
         is_other = self.has_pairs or self.is_joined or self.norms_rotated or self.norms_values
-        return None if is_other or self.is_value_key else self
+        return None if is_other or self.is_value_key or self.value_size is not None else self
 
     def heads(self, hidden: Tensor, rotary: Rotary) -> Heads:
         """Project hidden states [T, E] to rotated queries and keys, and values."""
-        n_rotated = self.n_heads + self.n_kv_heads
-        heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.head_size)  # [T, Q+K+V, D]
+        n_rotated, values = self.n_heads + self.n_kv_heads, None
+        projected = self.qkv_proj(hidden)
+        if self.value_size is not None:
+            projected, values = projected.tensor_split([n_rotated * self.head_size], -1)
+            values = values.view(hidden.shape[0], -1, self.value_size)
+        heads = projected.view(hidden.shape[0], -1, self.head_size)  # [T, Q+K+V, D]
         if self.is_joined:
             heads = heads.view(-1, self.n_heads, 3, self.head_size).transpose(1, 2).flatten(1, 2)
         if self.is_value_key:
@@ -151,11 +158,11 @@ class SelfAttention:
         return Heads(
             queries=rotated[:, : self.n_heads],
             keys=rotated[:, self.n_heads :],
-            values=heads[:, n_rotated:],
+            values=heads[:, n_rotated:] if values is None else values,
         )
 
     def attend(self, heads: Heads, index: int, step: ForwardStep) -> Tensor:
-        """Attend in layer `index` within the stage: [T, H x D], before the output linear."""
+        """Attend in layer `index` within the stage: [T, H x value columns], before the output."""
         return attention(heads.queries, heads.keys, heads.values, index, step, self.kind)
 
 

@@ -318,6 +318,10 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     chunk = getattr(theirs, "index_topk", chunk)
     assert ours.max_positions == min(theirs.max_position_embeddings, chunk)
     kv_heads = getattr(theirs, "num_key_value_heads", None) or theirs.num_attention_heads
+    if family == "mimo_v2_flash":
+        assert ours.full_heads is not None
+        assert (ours.full_heads.n_kv_heads, ours.value_size) == (kv_heads, theirs.v_head_dim)
+        kv_heads *= 2  # of layers with a window
     assert ours.latent or ours.n_kv_heads == kv_heads
     size = theirs.qk_rope_head_dim if ours.latent else getattr(theirs, "head_dim", None)
     assert ours.head_size == (size or 16)

@@ -129,6 +129,14 @@ READ: dict[str, dict[str, Any]] = {
         "activation": Activation.RELU_SQUARED,
         "norm_offset": 1.0,
     },
+    "mimo-v2-flash": {
+        "windows": (None, *(129,) * 4, None, *((129,) * 5 + (None,)) * 7),
+        "full_heads": HeadShape(n_kv_heads=4, key_size=192, value_size=128),
+        "n_kv_heads": 8,
+        "rope": Rope(theta=5e6, share=0.334),
+        "local_rope": Rope(theta=1e4, share=0.334),
+        "sparse_layers": tuple(range(1, 48)),
+    },
     "starcoder2-3b": {"windows": (4096,) * 30, "mlp_bias": True, "tie_word_embeddings": True},
 }
 """What some of the keys mean."""

@@ -144,6 +144,29 @@ CASES: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 2, "tie_word_embeddings": True}
     | {"rope_parameters": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}},
     "minimax_m2": ODD | {"num_hidden_layers": 3, "rotary_dim": 6, "tie_word_embeddings": True},
+    "mimo_v2_flash": {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+        "attention_bias": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e4}
+            | {"partial_rotary_factor": 0.334},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}
+            | {"partial_rotary_factor": 0.5},
+        },
+    },
+    "mimo_v2_flash-odd": ODD
+    | {
+        "num_attention_heads": 6,
+        "head_dim": 14,
+        "v_head_dim": 10,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "attention_value_scale": None,
+        "routed_scaling_factor": 2.5,
+        "tie_word_embeddings": True,
+    },
     "olmoe": {"num_hidden_layers": 3, "norm_topk_prob": True, "attention_bias": True},
     "deepseek_v2": {"num_hidden_layers": 3, "mlp_bias": True, "first_k_dense_replace": 1},
     "deepseek_v2-groups": {

@@ -46,6 +46,7 @@ ARCHITECTURES = {
     "ernie4_5_moe": "ernie4_5-moe",
     "hunyuan_v1_dense": "hunyuan-dense",
     "minimax_m2": "minimax-m2",
+    "mimo_v2_flash": "mimo2",
     "olmoe": "olmoe",
     "exaone4": "exaone4",
     "ministral3": "mistral3",
@@ -172,7 +173,7 @@ def converted(source: Path) -> dict[str, Array]:
         assert stored is not None, name
         if config.get("num_local_experts") == 0:
             stored = stored.replace("_shexp", "")
-        is_bare = name.endswith(("sinks", "layer_scalar")) or stored.endswith("_exps")
+        is_bare = name.endswith(("sinks", "sink_bias", "layer_scalar")) or stored.endswith("_exps")
         stored += ".weight" if is_bare else ""
         made[stored] = _converted(family, config, name, values)
     return made
@@ -509,6 +510,20 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
             made |= {"attention.sliding_window": 0}
         case "olmo":
             made |= {"attention.layer_norm_epsilon": 1e-5}
+        case "mimo_v2_flash":
+            is_local = [int(kind == "sliding_attention") for kind in config["layer_types"]]
+            made |= {
+                **_grouped_experts(config),
+                "leading_dense_block_count": None,
+                "attention.value_length": config["v_head_dim"],
+                "attention.value_scale": config["attention_value_scale"],
+                "attention.sliding_window": config["sliding_window"] - 1,
+                "attention.sliding_window_pattern": is_local,
+                "attention.head_count_kv": [
+                    config["num_key_value_heads"] * (1 + local) for local in is_local
+                ],
+                "rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"]),
+            }
         case "glm4_moe" | "dots1":
             made |= _grouped_experts(config)
         case "gemma3_text" | "exaone4" | "olmo3" | "phi3":
@@ -629,7 +644,7 @@ def _grouped_experts(config: dict[str, Any]) -> dict[str, Any]:
     return {
         "leading_dense_block_count": config.get("first_k_dense_replace", 1),
         "expert_feed_forward_length": config["moe_intermediate_size"],
-        "expert_shared_count": config["n_shared_experts"],
+        "expert_shared_count": config.get("n_shared_experts"),
         "expert_weights_scale": float(config["routed_scaling_factor"]),
         "expert_weights_norm": is_sigmoid and config["norm_topk_prob"],
         "expert_gating_func": 2 if is_sigmoid else None,

@@ -1,0 +1,217 @@
+"""MiMo-V2-Flash (transformers, modeling_mimo_v2_flash.py): values narrower than keys, and scaled.
+
+Layers with a window have twice the heads of keys, attention sinks and positions of their own.
+Experts are chosen as DeepSeek-V3's, without shared ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from shardnet.model.config.decoder_config import (
+    FULL,
+    SLIDING,
+    read_decoder,
+    read_marks,
+    read_windows,
+)
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import Factors, read_gguf_sizes
+from shardnet.model.config.limits import THETAS
+from shardnet.model.config.model_config import Experts, HeadShape, ModelConfig, Rope
+from shardnet.model.config.rope import read_scaling
+from shardnet.model.families import deepseek_v2, deepseek_v3, gemma4
+from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
+from shardnet.model.families.llama import pre_norm_layer
+from shardnet.model.families.tensor_shapes import Table, linears, pre_norms
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.modules import SelfAttention
+    from shardnet.model.layers.weight_source import WeightSource
+
+_SHARE: Final = 0.334
+_VALUE_SCALE: Final = 0.707
+_THETAS: Final = {FULL: ("rope_theta", 5e6), SLIDING: ("swa_rope_theta", 1e4)}
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    """Read a MiMoV2FlashConfig, or what its makers publish."""
+    epsilons = ("layernorm_epsilon", "rms_norm_eps")
+    config = read_decoder(
+        fields,
+        n_kv_heads=4,
+        max_positions=131072,
+        norm_eps=1e-5,
+        norm_key=next((key for key in epsilons if fields.given(key)), epsilons[1]),
+        head_size=192,
+        intermediate_size=16384,
+        rope=partial(_read_rope, FULL),
+    )
+    local_heads = 2 * config.n_kv_heads
+    value_size = fields.positive("v_head_dim", 128)
+    is_unscaled = fields.given("attention_value_scale")  # where it is null
+    for key, only in (
+        ("swa_num_attention_heads", config.n_heads),
+        ("swa_num_key_value_heads", local_heads),
+        ("swa_head_dim", config.head_size),
+        ("swa_v_head_dim", value_size),
+        ("add_swa_attention_sink_bias", True),
+        ("add_full_attention_sink_bias", False),
+        ("n_shared_experts", 0),
+    ):
+        fields.require(key, only)
+    fields.ignore("attention_chunk_size", "hybrid_block_size")  # how others compute the windows
+    if config.n_heads % local_heads:
+        raise fields.damaged(
+            f"num_attention_heads {config.n_heads} is no multiple of twice num_key_value_heads"
+        )
+    before = fields.optional("sliding_window_size")  # without the token itself
+    window = fields.positive("sliding_window", 129) if before is None else before + 1
+    fields.ignore("sliding_window")
+    marks = read_marks(fields, "hybrid_layer_pattern", config.n_layers)
+    marks = marks or [bool(layer and (layer + 1) % 6) for layer in range(config.n_layers)]
+    config = replace(
+        config,
+        windows=read_windows(fields, config.n_layers, window, marks.__getitem__),
+        n_kv_heads=local_heads,
+        full_heads=HeadShape(
+            n_kv_heads=config.n_kv_heads, key_size=config.head_size, value_size=value_size
+        ),
+        value_size=value_size,
+        value_multiplier=fields.number(
+            "attention_value_scale", 1.0 if is_unscaled else _VALUE_SCALE
+        ),
+        local_rope=_read_rope(SLIDING, fields, config.max_positions, config.head_size),
+        attention_bias=fields.take("attention_bias", bool, False),
+        has_sinks=True,
+    )
+    return _read_experts(fields, config)
+
+
+def _read_rope(kind: str, fields: Fields, max_positions: int, head_size: int) -> Rope:
+    """Read the rotary positions of one kind of layers."""
+    key, theta = _THETAS[kind]
+    theta = fields.number(key, theta, within=THETAS)
+    share = fields.number("partial_rotary_factor", _SHARE)
+    both = fields.inner("rope_parameters", fields.take("rope_parameters", dict, {}))
+    own = both.inner(kind, both.take(kind, dict, {}))
+    both.ignore(FULL, SLIDING)
+    both.note_the_rest()
+    plain = Rope(
+        theta=own.number("rope_theta", theta, within=THETAS),
+        share=own.number("partial_rotary_factor", share),
+    )
+    return read_scaling(own, plain, max_positions=max_positions, head_size=head_size)
+
+
+def _read_experts(fields: Fields, config: ModelConfig) -> ModelConfig:
+    deepseek_v2.require_text(fields, "scoring_func", "sigmoid")
+    deepseek_v2.require_text(fields, "topk_method", "noaux_tc")
+    defaults = Experts(
+        n_experts=256,
+        top_k=8,
+        intermediate_size=2048,
+        normalize_top_k=fields.take("norm_topk_prob", bool, True),
+        layers=(1,),
+    )
+    config = deepseek_v2.read_experts(fields, config, defaults, smallest_group=2)
+    marks = read_marks(fields, "moe_layer_freq", config.n_layers)
+    if config.experts is None or marks is None:
+        return config
+    layers = tuple(layer for layer, is_sparse in enumerate(marks) if is_sparse)
+    return replace(config, experts=replace(config.experts, layers=layers) if layers else None)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name attention, in layers with a window with sinks, and DeepSeek-V3's MLP or experts."""
+    attn, heads, hidden = f"model.layers.{layer}.self_attn", config.heads(layer), config.hidden_size
+    inputs = {
+        "q_proj": (config.n_heads * heads.key_size, hidden),
+        "k_proj": (heads.n_kv_heads * heads.key_size, hidden),
+        "v_proj": (heads.n_kv_heads * heads.value_size, hidden),
+    }
+    sinks: Table = {} if config.window(layer) is None else {f"{attn}.sinks": (config.n_heads,)}
+    return (
+        linears(attn, inputs, with_bias=config.attention_bias)
+        | linears(attn, {"o_proj": (hidden, config.n_heads * heads.value_size)})
+        | sinks
+        | deepseek_v3.mlp_tensors(config, layer)
+        | pre_norms(config, layer)
+    )
+
+
+def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
+    """Take the parameters of the absolute `layer`."""
+    self_attn = _load_attention(config, weights, layer)
+    mlp = deepseek_v3.load_mlp(config, weights, layer)
+    return pre_norm_layer(config, weights, layer, self_attn, mlp)
+
+
+def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> SelfAttention:
+    """Take attention whose values are multiplied."""
+    from shardnet.model.kernels.linear import ScaledLinear
+    from shardnet.model.layers.modules import SelfAttention
+
+    made, heads = SelfAttention.load(config, weights, layer), config.heads(layer)
+    values = heads.n_kv_heads * heads.value_size
+    plain = made.qkv_proj.shape[0] - values
+    parts = (plain, 1.0), (values, config.value_multiplier)
+    made = replace(made, qkv_proj=ScaledLinear.of(made.qkv_proj, *parts))
+    if config.window(layer) is None:
+        return made
+    sinks = weights.parameter(f"model.layers.{layer}.self_attn.sinks")
+    kind = replace(made.kind, sinks=sinks.view(made.n_kv_heads, -1, 1))
+    return replace(made, kind=kind)
+
+
+def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata. Windows are counted without the token itself, as by the makers.
+
+    Older files do not say what values are multiplied by.
+    """
+    fields.require("expert_gating_func", 2)  # sigmoid
+    config = read_gguf_sizes(fields, factors)
+    n_layers, size = config["num_hidden_layers"], fields.positive("attention.key_length")
+    is_local = (
+        read_marks(fields, "attention.sliding_window_pattern", n_layers) or [False] * n_layers
+    )
+    each = gemma4.read_gguf_each(fields, "attention.head_count_kv", int, n_layers)
+    n_kv_heads = each[0] // (1 + is_local[0])
+    if each != [n_kv_heads * (1 + local) for local in is_local]:
+        raise fields.unsupported("attention.head_count_kv", each, "twice as many in all windows")
+    return config | {
+        "num_key_value_heads": n_kv_heads,
+        "head_dim": size,
+        "v_head_dim": fields.positive("attention.value_length"),
+        "attention_value_scale": fields.number("attention.value_scale", _VALUE_SCALE),
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "hybrid_layer_pattern": [int(local) for local in is_local],
+        "sliding_window_size": fields.positive("attention.sliding_window"),
+        "partial_rotary_factor": fields.positive("rope.dimension_count") / size,
+        "swa_rope_theta": fields.number("rope.freq_base_swa", 1e4, within=THETAS),
+        "moe_layer_freq": [int(f"blk.{n}.ffn_gate_inp.weight" in tensors) for n in range(n_layers)],
+        **deepseek_v2.read_gguf_experts(fields, n_shared=0),
+        "norm_topk_prob": fields.take("expert_weights_norm", bool, True),
+    }
+
+
+FAMILY = Family(
+    model_type="mimo_v2_flash",
+    architecture="MiMoV2FlashForCausalLM",
+    read_config=read_config,
+    layer_tensors=layer_tensors,
+    load_stage=decoder_stage(load_layer),
+    renamed_tensors=(("attention_sink_bias", "sinks"),),
+    ignored_tensors=r"model\.mtp\..*",
+    experts=deepseek_v2.EXPERTS,
+    stacking=Stacking.CONCATENATED,
+    gguf=GgufFormat(
+        architecture="mimo2", read=read_gguf, renamed=(("correction_bias", "correction.bias"),)
+    ),
+    pretokenizer="qwen2",
+    has_whole_heads=True,
+)
