@@ -108,7 +108,7 @@ class Experts:
     it, and the gate is multiplied by the sigmoid of `swiglu_alpha` times itself; None for the
     model's activation. Experts are in `n_groups` equal groups, of which a token uses the best
     `top_groups`. The chosen experts' outputs are multiplied by `output_scale`, the shared one's is
-    not.
+    not. With `has_softmax` they are chosen by it in families that leave it open.
     """
 
     n_experts: int
@@ -121,6 +121,7 @@ class Experts:
     n_groups: int = 1
     top_groups: int = 1
     output_scale: float = 1.0
+    has_softmax: bool = False
     layers: tuple[int, ...]
 
 

@@ -219,12 +219,15 @@ def _read_reversed_rope(fields: Fields, max_positions: int, head_size: int) -> R
 # An MLP beside attention
 
 
-def _read_cohere(fields: Fields, theta: float = 500000.0) -> ModelConfig:
+def _read_cohere(
+    fields: Fields, theta: float = 500000.0, head_size: int | None = None
+) -> ModelConfig:
     config = read_decoder(
         fields,
         max_positions=8192,
         norm_key="layer_norm_eps",
         norm_eps=1e-5,
+        head_size=head_size,
         is_tied=True,
         rope=partial(read_rope, theta=theta),
     )
@@ -239,8 +242,14 @@ def _read_cohere(fields: Fields, theta: float = 500000.0) -> ModelConfig:
     )
 
 
-def _read_cohere2(fields: Fields) -> ModelConfig:
-    """Read a Cohere2Config: layers without a window have no positions."""
+def read_cohere2(
+    fields: Fields, first: int = 0, first_period: int = 1, head_size: int | None = None
+) -> ModelConfig:
+    """Read a Cohere2Config: layers without a window have no positions.
+
+    Where no list says which have one, the `first` ones and all behind them count by themselves.
+    `head_size` is a default.
+    """
     for key in ("use_gated_activation", "use_parallel_block", "use_embedding_sharing"):
         fields.require(key, only=True)
     fields.require("rotary_pct", 1.0)
@@ -248,9 +257,14 @@ def _read_cohere2(fields: Fields) -> ModelConfig:
     deepseek_v2.require_text(fields, "order_of_interleaved_layers", "local_attn_first")
     fields.ignore("layer_switch", "use_parallel_embedding")
     fields.require("use_qk_norm", False)
-    config = _read_cohere(fields, theta=10000.0)
+    config = _read_cohere(fields, theta=10000.0, head_size=head_size)
     window, period = read_window(fields, 4096), fields.positive("sliding_window_pattern", 4)
-    windows = read_windows(fields, config.n_layers, window, lambda n: (n + 1) % period != 0)
+
+    def is_local(layer: int) -> bool:
+        is_first = layer < first
+        return (layer + 1 - (0 if is_first else first)) % (first_period if is_first else period) > 0
+
+    windows = read_windows(fields, config.n_layers, window, is_local)
     nope = tuple(n for n in range(config.n_layers) if windows[n] is None)
     return replace(config, windows=windows, nope_layers=nope)
 
@@ -389,7 +403,7 @@ def _read_apertus(fields: Fields) -> ModelConfig:
     )
 
 
-_COHERE: Final = Layout(attention=COHERE_HEADS, shares_norm=True)
+COHERE: Final = Layout(attention=COHERE_HEADS, shares_norm=True)
 
 
 FAMILIES: Final = (
@@ -466,15 +480,15 @@ FAMILIES: Final = (
         "cohere",
         "CohereForCausalLM",
         _read_cohere,
-        _COHERE,
+        COHERE,
         gguf=GgufFormat(architecture="command-r", read=_read_cohere_gguf),
         has_whole_heads=True,
     ),
     record(
         "cohere2",
         "Cohere2ForCausalLM",
-        _read_cohere2,
-        _COHERE,
+        read_cohere2,
+        COHERE,
         gguf=GgufFormat(architecture="cohere2", read=_read_cohere_gguf),
         has_whole_heads=True,
     ),

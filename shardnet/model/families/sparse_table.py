@@ -10,7 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from shardnet.model.config.decoder_config import read_decoder, read_expert_counts, read_windows
+from shardnet.model.config.decoder_config import (
+    read_decoder,
+    read_expert_counts,
+    read_mlp_kinds,
+    read_windows,
+)
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import (
     Factors,
@@ -18,11 +23,13 @@ from shardnet.model.config.gguf_keys import (
     read_gguf_decoder,
     read_gguf_experts,
 )
-from shardnet.model.config.model_config import Experts, ModelConfig, Rope
+from shardnet.model.config.limits import NORM_EPS
+from shardnet.model.config.model_config import Experts, ModelConfig, NormKind, Rope
 from shardnet.model.config.rope import read_rope, rope_object
 from shardnet.model.families import (
     deepseek_v2,
     deepseek_v3,
+    dense_table,
     exaone4,
     glm4_moe,
     granite,
@@ -38,7 +45,7 @@ from shardnet.model.families.parts import Part, attention_part
 from shardnet.model.families.tensor_shapes import ExpertNames, Table, gated, linears, sparse_mlp
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.experts import SparseMlp
+    from shardnet.model.layers.experts import Router, SparseMlp
     from shardnet.model.layers.modules import GatedMlp
     from shardnet.model.layers.weight_source import WeightSource
 
@@ -54,8 +61,7 @@ def _all_layers(config: ModelConfig, n_experts: int, top_k: int, **more: Any) ->
         n_experts=n_experts,
         top_k=top_k,
         intermediate_size=config.intermediate_size,
-        layers=tuple(range(config.n_layers)),
-        **{"normalize_top_k": True, **more},
+        **{"normalize_top_k": True, "layers": tuple(range(config.n_layers)), **more},
     )
     return replace(config, experts=experts)
 
@@ -313,6 +319,71 @@ def _read_exaone_moe(fields: Fields) -> ModelConfig:
     return deepseek_v2.read_experts(fields, config, defaults, smallest_group=2)
 
 
+# Cohere
+
+
+def _read_cohere2_moe(fields: Fields) -> ModelConfig:
+    """Read a Cohere2MoeConfig: what experts and shared ones give is averaged or added."""
+    first = fields.take("first_k_dense_replace", int, 0)
+    period = fields.positive("prefix_dense_sliding_window_pattern", 1)
+    config = dense_table.read_cohere2(fields, max(0, first), period, head_size=128)
+    layers = read_mlp_kinds(fields, config.n_layers, first)
+    counts = read_expert_counts(fields, ("num_experts", "num_local_experts"), 8, 2)
+    normalizes = fields.take("norm_topk_prob", bool, True)
+    n_shared = fields.take("num_shared_experts", int, 0)
+    strategy = fields.take("shared_expert_combination_strategy", str, "average")
+    if strategy not in ("average", "sum"):
+        raise fields.unsupported("shared_expert_combination_strategy", strategy, "average, sum")
+    scoring = fields.take("expert_selection_fn", str, "softmax")
+    if scoring not in ("softmax", "sigmoid"):
+        raise fields.unsupported("expert_selection_fn", scoring, "softmax, sigmoid")
+    config = _all_layers(
+        config,
+        *counts,
+        has_softmax=scoring == "softmax",
+        normalize_top_k=normalizes or scoring == "softmax",
+        shared_intermediate_size=config.intermediate_size * max(0, n_shared),
+        output_scale=0.5 if n_shared > 0 and strategy == "average" else 1.0,
+        layers=layers,
+    )
+    if not layers:
+        config = replace(config, experts=None)
+    if not fields.missing("rms_norm_eps"):
+        eps = fields.number("rms_norm_eps", within=NORM_EPS)
+        config = replace(config, norm_eps=eps, norm_kind=NormKind.STORED)
+    turning = () if period > 1 else {*range(config.n_layers)} - {*layers}
+    return replace(
+        config,
+        intermediate_size=fields.positive(
+            "prefix_dense_intermediate_size", config.intermediate_size
+        ),
+        nope_layers=tuple(layer for layer in config.nope_layers if layer not in turning),
+    )
+
+
+def _load_cohere2_mlp(
+    config: ModelConfig, weights: WeightSource, layer: int
+) -> SparseMlp | GatedMlp:
+    """Take an MLP, or experts whose weights have a half in them where they are averaged."""
+    from shardnet.model.kernels.linear import ScaledLinear
+    from shardnet.model.layers.group_routers import BestTwoRouter
+    from shardnet.model.layers.modules import GatedMlp
+
+    def router(experts: Experts, gate: str) -> Router:
+        linear = weights.linear(gate, wide=True)
+        return BestTwoRouter(
+            experts=experts, gate=linear, bias=None, has_softmax=experts.has_softmax
+        )
+
+    made = deepseek_v2.load_mlp(config, weights, layer, router)
+    if isinstance(made, GatedMlp) or not isinstance(made.shared, GatedMlp):
+        return made
+    assert config.experts is not None
+    scale = (config.hidden_size, config.experts.output_scale)
+    down = ScaledLinear.of(made.shared.down_proj, scale)
+    return replace(made, shared=replace(made.shared, down_proj=down))
+
+
 # OLMo
 
 
@@ -403,6 +474,17 @@ FAMILIES: Final = (
         _read_exaone_moe,
         Layout(mlp=_DEEPSEEK_MLP),
         renamed_tensors=((".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
+        **_STACKED,
+    ),
+    record(
+        "cohere2_moe",
+        "Cohere2MoeForCausalLM",
+        _read_cohere2_moe,
+        replace(
+            dense_table.COHERE,
+            mlp=Part(tensors=deepseek_v2.mlp_tensors, load=_load_cohere2_mlp),
+        ),
+        has_whole_heads=True,
         **_STACKED,
     ),
     record(

@@ -179,14 +179,14 @@ class ParallelExpertsSublayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSublayer:
-    """Attention and an MLP that see the same hidden states: the whole of a layer.
+    """Attention and an MLP, or experts, that see the same hidden states: the whole of a layer.
 
     With an `mlp_norm` the MLP has a norm of its own, else it sees what attention sees.
     """
 
     residual: Residual
     self_attn: Attention
-    mlp: GatedMlp | PlainMlp
+    mlp: GatedMlp | PlainMlp | SparseMlp
     mlp_norm: Norm | BareNorm | None = None
 
     @property
@@ -202,6 +202,9 @@ class ParallelSublayer:
         normed = self.residual.normalize(hidden)
         attended = self.self_attn(normed, index, rotary, step)
         inner = self.mlp(normed if self.mlp_norm is None else self.mlp_norm(hidden))
+        if isinstance(inner, tuple):
+            inner, experts = inner
+            step.record_experts(index, experts)
         return self.residual.add(hidden, attended + inner)
 
 

@@ -326,7 +326,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     size = theirs.qk_rope_head_dim if ours.latent else getattr(theirs, "head_dim", None)
     assert ours.head_size == (size or 16)
     keys = ("rms_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_eps", "layer_norm_epsilon")
-    eps = next((getattr(theirs, key) for key in keys if hasattr(theirs, key)), 1e-5)
+    eps = next((one for key in keys if (one := getattr(theirs, key, None)) is not None), 1e-5)
     assert ours.norm_eps == eps
     assert ours.tie_word_embeddings is theirs.tie_word_embeddings
     kinds = getattr(theirs, "layer_types", None)

@@ -65,6 +65,13 @@ READ: dict[str, dict[str, Any]] = {
         "nope_layers": tuple(range(3, 32, 4)),
         "logit_divisor": 4.0,
     },
+    "north-mini-code": {
+        "windows": (None, *(4096, 4096, 4096, None) * 12),
+        "nope_layers": tuple(range(4, 49, 4)),
+        "intermediate_size": 3072,
+        "norm_kind": NormKind.STORED,
+        "sparse_layers": tuple(range(1, 49)),
+    },
     "phi-2": {"rope": Rope(share=0.4), "has_head_bias": True, "has_parallel_mlp": True},
     "pythia-1.4b": {"rope": Rope(share=0.25), "n_kv_heads": 16, "has_joined_heads": True},
     "stablelm-2-1.6b": {"attention_bias": True, "has_parallel_mlp": False},

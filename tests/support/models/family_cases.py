@@ -339,6 +339,28 @@ CASES: dict[str, dict[str, Any]] = {
     "cohere": {"num_hidden_layers": 3, "use_qk_norm": True, "logit_scale": 0.3},
     "cohere2": {"num_hidden_layers": 5, "sliding_window": 20, "attention_bias": True}
     | {"logit_scale": 1.5},
+    "cohere2_moe": {
+        "num_hidden_layers": 4,
+        "sliding_window": 20,
+        "mlp_layer_types": ["dense", *["sparse"] * 3],
+        "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        "prefix_dense_intermediate_size": 60,
+        "expert_selection_fn": "sigmoid",
+        "norm_topk_prob": False,
+        "rms_norm_eps": 1e-5,
+        "logit_scale": 1.5,
+        "attention_bias": True,
+    },
+    "cohere2_moe-centred": {
+        "num_hidden_layers": 3,
+        "sliding_window": 20,
+        "sliding_window_pattern": 2,
+        "shared_expert_combination_strategy": "sum",
+        "prefix_dense_sliding_window_pattern": 2,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "tie_word_embeddings": False,
+        "logit_scale": 0.5,
+    },
     "stablelm": {"num_hidden_layers": 2, "use_qkv_bias": True},
     "stablelm-parallel": {
         "num_hidden_layers": 3,
