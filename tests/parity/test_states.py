@@ -12,6 +12,7 @@ from support.models.checkpoints import make_decoder
 from support.models.family_cases import CASES
 from support.rings.stage_chain import Rows, StageChain, batch_of, even_split, random_prompt
 from support.rings.torch_rings import TorchStages, request, run, tokens_of
+from support.soak import cases
 
 from shardnet.errors import CapacityError, UnsupportedModelError, UsageError
 from shardnet.output_params import OutputParams
@@ -26,7 +27,10 @@ from shardnet.stage.runs import Run
 from shardnet.types import Epoch, LayerRange, LiveState, SequenceId
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1"])
+@pytest.fixture(
+    scope="module",
+    params=cases(["qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1"], ["kimi_linear"]),
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family: str = request.param
     config = {} if family == "nemotron_h" else CASES[family] | {"num_hidden_layers": 4}

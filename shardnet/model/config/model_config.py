@@ -193,7 +193,8 @@ class DeltaNet:
 
     Or it `is_mamba`, Mamba-2 (arXiv 2405.21060): then queries are its C, keys its B, values its x,
     and key heads its groups. With `is_beside_attention` the layers have both (Falcon-H1); without
-    `has_norm` outputs are not normed.
+    `has_norm` outputs are not normed. With `has_key_decays` each column of a key decays by itself
+    (KDA, arXiv 2510.26692).
     """
 
     n_key_heads: int
@@ -208,6 +209,12 @@ class DeltaNet:
     is_beside_attention: bool = False
     has_norm: bool = True
     write_scale: float = 1.0
+    has_key_decays: bool = False
+
+    @property
+    def n_decays(self) -> int:
+        """Numbers of a position that say how much of a state stays."""
+        return self.n_value_heads * (self.key_size if self.has_key_decays else 1)
 
     @property
     def key_width(self) -> int:

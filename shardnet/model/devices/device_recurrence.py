@@ -86,7 +86,7 @@ class _Places:
 def why_no_recurrence(own: GatedDeltaNet, is_multiplied: Callable[[Linear], bool]) -> str:
     """Say what the text does not compute of a recurrence, "" for nothing."""
     config = own.config
-    if own.native is None:
+    if own.native is None or config.has_key_decays:
         return "this recurrence"
     if max(config.key_size, config.value_size) > _MOST:
         return f"a recurrence with heads of more than {_MOST} columns"

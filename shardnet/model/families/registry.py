@@ -33,6 +33,7 @@ from shardnet.model.families import (
     gpt_oss,
     granite,
     hunyuan_v1_dense,
+    kimi_linear,
     lfm2,
     lfm2_moe,
     llama,
@@ -117,6 +118,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         *deepseek_v32.FAMILIES,
         falcon_h1.FAMILY,
         olmo_hybrid.FAMILY,
+        kimi_linear.FAMILY,
         nemotron_h.FAMILY,
     )
 }

@@ -42,6 +42,7 @@ class RecurrenceStruct(ctypes.Structure):
         ("skip", ctypes.c_void_p),
         ("state", ctypes.c_void_p),
         ("mixed", ctypes.c_void_p),
+        ("kept", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("team", Team),
         ("n_rows", ctypes.c_int64),
@@ -54,6 +55,7 @@ class RecurrenceStruct(ctypes.Structure):
         ("is_bf16", ctypes.c_int32),
         ("takes_turns", ctypes.c_int32),
         ("write_scale", ctypes.c_float),
+        ("gates_alone", ctypes.c_int32),
     )
 
 
@@ -62,17 +64,20 @@ class RecurrenceParameters:
     """What the recurrence of a layer was trained with, all in float32.
 
     With a `skip` it is that of Mamba-2. Outputs are not normed without a `norm_weight`. How much is
-    written is the sigmoid times `write_scale`.
+    written is the sigmoid times `write_scale`. With `gates_alone` outputs are multiplied by the
+    sigmoids of their gates, else by the gates too. Where each column of a key decays by itself D is
+    H x K, else H.
     """
 
     taps: Tensor  # [taps, C]: the oldest position first
     decay_rate: Tensor  # [H], negative
-    decay_bias: Tensor  # [H]
+    decay_bias: Tensor  # [D]
     norm_weight: Tensor | None  # [V]
     norm_eps: float
     taps_bias: Tensor | None = None  # [C]
     skip: Tensor | None = None  # [H]
     write_scale: float = 1.0
+    gates_alone: bool = False
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -90,7 +95,7 @@ class NativeRecurrence:
         for what, tensor, n_values in (
             ("taps", own.taps, config.n_taps * config.mixed_width),
             ("decay rates", own.decay_rate, config.n_value_heads),
-            ("decay biases", own.decay_bias, config.n_value_heads),
+            ("decay biases", own.decay_bias, config.n_decays),
             ("a norm", own.norm_weight, config.value_size),
             ("biases of taps", own.taps_bias, config.mixed_width),
             ("skips", own.skip, config.n_value_heads),
@@ -116,6 +121,7 @@ class NativeRecurrence:
             eps=own.norm_eps,
             takes_turns=config.takes_turns,
             write_scale=own.write_scale,
+            gates_alone=own.gates_alone,
         )
 
     @property
@@ -128,8 +134,8 @@ class NativeRecurrence:
     ) -> Tensor:
         """Run rows [B + T, C], of which the last T are new: outputs [T, H x V] in their dtype.
 
-        `gate` is [T, H x V] in the dtype of the rows, `write` and `decay` are float32 [T, H], and
-        `state`, which is updated, float32 [H, K, V]. Raises ValueError for other memory.
+        `gate` is [T, H x V] in the dtype of the rows, `write` is float32 [T, H], `decay` [T, D],
+        and `state`, which is updated, float32 [H, K, V]. Raises ValueError for other memory.
         """
         own, arguments = self._config, self._arguments
         rows, gate = rows.contiguous(), gate.contiguous()
@@ -138,8 +144,11 @@ class NativeRecurrence:
         if n_rows < 1:
             raise ValueError(f"{len(rows)} rows: the compiled library needs one more than before")
         check_memory("gates", gate, n_rows * own.value_width * rows.itemsize, rows.dtype)
-        for what, tensor in (("writes", write), ("decays", decay)):
-            check_memory(what, tensor, 4 * n_rows * own.n_value_heads, torch.float32)
+        for what, tensor, n in (
+            ("writes", write, own.n_value_heads),
+            ("decays", decay, own.n_decays),
+        ):
+            check_memory(what, tensor, 4 * n_rows * n, torch.float32)
         check_memory("a state", state, 4 * own.key_size * own.value_width, torch.float32)
         out = rows.new_empty(n_rows, own.value_width)
         arguments.rows = rows.data_ptr()
@@ -147,7 +156,10 @@ class NativeRecurrence:
         arguments.write = write.data_ptr()
         arguments.decay = decay.data_ptr()
         arguments.state = state.data_ptr()
-        arguments.mixed = SCRATCH.at_least(4 * n_rows * own.mixed_width).data_ptr()
+        mixed_bytes = 4 * n_rows * own.mixed_width
+        scratch = SCRATCH.at_least(mixed_bytes + 4 * own.n_decays).data_ptr()
+        arguments.mixed = scratch
+        arguments.kept = scratch + mixed_bytes if own.has_key_decays else None
         arguments.out = out.data_ptr()
         arguments.n_rows = n_rows
         arguments.is_bf16 = is_bf16(rows)

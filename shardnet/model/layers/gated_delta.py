@@ -1,5 +1,7 @@
 """Gated DeltaNet (arXiv 2412.06464): linear attention whose memory is one matrix for each head.
 
+KDA (arXiv 2510.26692) is the same with a decay for each column of a key.
+
 Knows the recurrence and its sizes. Must not know parameter names beyond those of transformers, nor
 files, wire or scheduling.
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +44,7 @@ class Projected:
     mixed: Tensor  # [T, C]: queries, keys, values
     gate: Tensor  # [T, H x V], of the output
     write: Tensor  # [T, H], how much of the difference is written, before the sigmoid
-    decay: Tensor  # [T, H], before bias and softplus
+    decay: Tensor  # [T, H], before bias and softplus; of a KDA [T, H x K]
 
 
 Project = Callable[[Tensor], Projected]
@@ -81,6 +84,31 @@ class Projections:
         n_rows = columns.shape[0]
         parts = torch.split(columns.view(n_rows, self.config.n_key_heads, -1), widths, -1)
         return torch.cat([part.flatten(1) for part in parts], -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankProjections:
+    """Queries, keys and values by one linear, gates and decays by two of a low rank each (KDA).
+
+    The first linear gives the rank of the gates too, `small_proj` writes and the rank of decays.
+    """
+
+    config: DeltaNet
+    qkv_proj: Linear
+    gate_proj: Linear
+    small_proj: Linear
+    decay_proj: Linear
+
+    def __call__(self, hidden: Tensor) -> Projected:
+        """Project hidden states [T, E]."""
+        columns, small = self.qkv_proj(hidden), self.small_proj(hidden)
+        width, n_heads = self.config.mixed_width, self.config.n_value_heads
+        return Projected(
+            mixed=columns[:, :width],
+            gate=self.gate_proj(columns[:, width:].contiguous()),
+            write=small[:, :n_heads],
+            decay=self.decay_proj(small[:, n_heads:].contiguous()),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,14 +203,16 @@ class GatedDeltaNet:
         own = self.parameters
         opened = _by_row(torch.sigmoid, write) * own.write_scale
         steps = _by_row(F.softplus, decay + own.decay_bias)
-        kept = _by_row(torch.exp, steps * own.decay_rate)  # [T, H]
+        rates = own.decay_rate.repeat_interleave(steps.shape[1] // len(own.decay_rate))
+        kept = _by_row(torch.exp, steps * rates)  # [T, H], or [T, H x K]
         written = opened if own.skip is None else steps
         outputs = self._recur(self._convolve(rows), kept, written, state)  # [T, H, V]
         if own.norm_weight is not None:
             outputs = F.rms_norm(outputs, outputs.shape[-1:], None, own.norm_eps)
             outputs.mul_(own.norm_weight)
         weighted = outputs.flatten(1)
-        gates = _by_row(lambda row: activate(self.activation, row), gate.float())
+        opened_by = torch.sigmoid if own.gates_alone else partial(activate, self.activation)
+        gates = _by_row(opened_by, gate.float())
         return weighted.mul_(gates).to(gate.dtype)
 
     def _convolve(self, rows: Tensor) -> Tensor:
@@ -200,7 +230,8 @@ class GatedDeltaNet:
     def _recur(self, mixed: Tensor, decay: Tensor, write: Tensor, matrix: Tensor) -> Tensor:
         """Run rows [T, C] through the recurrence, in order: [T, H, V].
 
-        `decay` and `write` are [T, H]. Updates the `matrix` [H, K, V] of each head.
+        `decay` is [T, H], or [T, H x K], and `write` [T, H]. Updates the `matrix` [H, K, V] of each
+        head.
         """
         own, skip = self.config, self.parameters.skip
         shared = own.n_value_heads // own.n_key_heads
@@ -217,7 +248,7 @@ class GatedDeltaNet:
         values = values.reshape(-1, own.n_value_heads, 1, own.value_size)
         outputs = torch.empty_like(values)  # [T, H, 1, V]
         for row in range(len(mixed)):
-            matrix.mul_(decay[row, :, None, None])
+            matrix.mul_(decay[row].view(own.n_value_heads, -1, 1))
             written = values[row]  # [H, 1, V]
             if skip is None:
                 written = written - torch.bmm(keys[row, :, None], matrix)

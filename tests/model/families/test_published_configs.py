@@ -144,6 +144,21 @@ READ: dict[str, dict[str, Any]] = {
         "local_rope": Rope(theta=1e4, share=0.334),
         "sparse_layers": tuple(range(1, 48)),
     },
+    "kimi-linear-48b-a3b": {
+        "max_positions": 1048576,
+        "n_kv_heads": 1,
+        "nope_layers": tuple(range(27)),
+        "sparse_layers": tuple(range(1, 27)),
+        "delta_net": DeltaNet(
+            n_key_heads=32,
+            n_value_heads=32,
+            key_size=128,
+            value_size=128,
+            n_taps=4,
+            layers=tuple(n for n in range(26) if (n + 1) % 4),
+            has_key_decays=True,
+        ),
+    },
     "starcoder2-3b": {"windows": (4096,) * 30, "mlp_bias": True, "tie_word_embeddings": True},
 }
 """What some of the keys mean."""

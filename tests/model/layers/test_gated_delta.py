@@ -20,13 +20,19 @@ from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, Step
 
 CPU = torch.device("cpu")
 SIZES = DeltaNet(n_key_heads=2, n_value_heads=6, key_size=5, value_size=37, n_taps=4, layers=(0,))
-WIDTHS = [SIZES.mixed_width, SIZES.value_width, SIZES.n_value_heads, SIZES.n_value_heads]
+BY_COLUMNS = replace(SIZES, has_key_decays=True)
+WIDTHS = [SIZES.mixed_width, SIZES.value_width, SIZES.n_value_heads, BY_COLUMNS.n_decays]
 NO_ROTARY = Rotary(cos=torch.empty(0), sin=torch.empty(0))
 
 
-def project(hidden: Tensor) -> Projected:
+def project_columns(hidden: Tensor) -> Projected:
     mixed, gate, write, decay = torch.split(hidden, WIDTHS, -1)
     return Projected(mixed=mixed, gate=gate, write=write, decay=decay)
+
+
+def project(hidden: Tensor) -> Projected:
+    whole = project_columns(hidden)
+    return replace(whole, decay=whole.decay[:, : SIZES.n_value_heads])
 
 
 class Same:
@@ -60,19 +66,26 @@ OF_MAMBA = replace(
 )
 
 
+OF_COLUMNS = replace(PARAMETERS, decay_bias=noise(BY_COLUMNS.n_decays, seed=12), gates_alone=True)
+
+
 @pytest.fixture(
     params=[
         *("native", "torch", "native-turns", "torch-turns", "native-mamba", "torch-mamba"),
-        *("native-twice", "torch-twice"),
+        *("native-twice", "torch-twice", "native-columns", "torch-columns"),
     ]
 )
 def layer(request: pytest.FixtureRequest) -> GatedDeltaNet:
-    """By either, with value heads side by side or taking turns, that of Mamba-2 or OLMo Hybrid."""
+    """By either, with value heads side by side or taking turns, that of Mamba-2, OLMo Hybrid or
+    Kimi Linear.
+    """
     sizes = replace(SIZES, takes_turns="turns" in request.param)
     parameters = OF_MAMBA if "mamba" in request.param else PARAMETERS
     if "twice" in request.param:
         parameters = replace(parameters, write_scale=2.0)
     made = GatedDeltaNet.of(sizes, Activation.SILU, project, parameters, Same())
+    if "columns" in request.param:
+        made = GatedDeltaNet.of(BY_COLUMNS, Activation.SILU, project_columns, OF_COLUMNS, Same())
     if "torch" in request.param:
         return replace(made, native=None)
     if made.native is None:
@@ -116,7 +129,8 @@ def in_chunks(layer: GatedDeltaNet, hidden: Tensor, sizes: Sequence[int]) -> Ten
 def plain(layer: GatedDeltaNet, hidden: Tensor) -> Tensor:
     """The formulas as they are written, position by position and head by head, in float64."""
     outputs, skip = [], layer.parameters.skip
-    wide = project(hidden.double())
+    wide = layer.project(hidden.double())
+    n_heads, biases = SIZES.n_value_heads, layer.parameters.decay_bias
     padded = torch.cat((torch.zeros(3, SIZES.mixed_width), wide.mixed))
     state = torch.zeros(SIZES.n_value_heads, SIZES.key_size, SIZES.value_size, dtype=torch.float64)
     for row in range(len(hidden)):
@@ -132,8 +146,11 @@ def plain(layer: GatedDeltaNet, hidden: Tensor) -> Tensor:
             if skip is None:
                 query = query / (query.square().sum() + 1e-6).sqrt() / SIZES.key_size**0.5
                 key = key / (key.square().sum() + 1e-6).sqrt()
-            steps = torch.log1p((wide.decay[row, head] + PARAMETERS.decay_bias[head]).exp())
-            state[head] *= (PARAMETERS.decay_rate[head] * steps).exp()
+            before = (wide.decay[row] + biases).view(n_heads, -1)[
+                head
+            ]  # of the head, or each column
+            steps = torch.log1p(before.exp())
+            state[head] *= (PARAMETERS.decay_rate[head] * steps).exp()[:, None]
             if skip is None:
                 difference = values[head] - key @ state[head]
                 written = layer.parameters.write_scale * wide.write[row, head].sigmoid()
@@ -144,7 +161,8 @@ def plain(layer: GatedDeltaNet, hidden: Tensor) -> Tensor:
                 state[head] += steps * torch.outer(key, values[head])
                 normed = query @ state[head] + skip[head] * values[head]
             gate = wide.gate[row].view(SIZES.n_value_heads, -1)[head]
-            outputs.append(normed * gate * gate.sigmoid())
+            opened = gate.sigmoid() * (1 if layer.parameters.gates_alone else gate)
+            outputs.append(normed * opened)
     return torch.stack(outputs).view(len(hidden), -1).float()
 
 
@@ -183,13 +201,16 @@ def test_bfloat16_is_rounded_at_the_ends_only(layer: GatedDeltaNet) -> None:
 
 
 @pytest.mark.parametrize("isa", ["portable", "avx2"])
-def test_instruction_sets_agree(isa: str) -> None:
+@pytest.mark.parametrize("sizes", [SIZES, BY_COLUMNS], ids=["heads", "columns"])
+def test_instruction_sets_agree(isa: str, sizes: DeltaNet) -> None:
     """Up to how they add products: with vectors of any length, whole and in part."""
     kernels = find_kernels({ISA_VARIABLE: isa})
     if kernels is None:
         pytest.skip("the library was not built here")
-    made = GatedDeltaNet.of(SIZES, Activation.SILU, project, PARAMETERS, Same())
-    other = replace(made, native=NativeRecurrence(SIZES, PARAMETERS, kernels))
+    by_columns = sizes.has_key_decays
+    own, parameters = (project_columns, OF_COLUMNS) if by_columns else (project, PARAMETERS)
+    made = GatedDeltaNet.of(sizes, Activation.SILU, own, parameters, Same())
+    other = replace(made, native=NativeRecurrence(sizes, parameters, kernels))
     hidden = noise(30, sum(WIDTHS), seed=9)
     expected = in_chunks(made, hidden, [30])
     torch.testing.assert_close(in_chunks(other, hidden, [30]), expected, rtol=1e-4, atol=1e-5)

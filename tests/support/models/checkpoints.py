@@ -118,6 +118,9 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 12,
         "linear_value_head_dim": 6,  # as wide as the keys: transformers writes taps in thirds
     },
+    "kimi_linear": {key: value for key, value in LATENT.items() if "first" not in key}
+    | {"num_local_experts": 6, "num_experts_per_tok": 2, "linear_head_dim": 10}
+    | {"linear_num_heads": 4, "layer_types": ["full_attention", *["linear_attention"] * 3]},
     "falcon_h1": MAMBA2 | {"mamba_d_ssm": 96},
     "granitemoehybrid": MAMBA2
     | {

@@ -296,6 +296,24 @@ CASES: dict[str, dict[str, Any]] = {
         "linear_allow_neg_eigval": False,
         "tie_word_embeddings": True,
     },
+    "kimi_linear": {
+        "num_hidden_layers": 4,
+        "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+        "linear_conv_kernel_dim": 3,
+        "hidden_size": 42,
+        "seed": 1,  # of 0 transformers' own two forms of the recurrence differ by 1e-4
+    },
+    "kimi_linear-ranks": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "linear_attention", "full_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "q_lora_rank": 14,
+        "linear_num_heads": 3,
+        "linear_head_dim": 18,
+        "n_group": 3,
+        "topk_group": 2,
+        "norm_topk_prob": False,
+    },
     "falcon_h1": FALCON_H1 | {"num_hidden_layers": 3},
     "falcon_h1-norm": FALCON_H1
     | {

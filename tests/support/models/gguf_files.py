@@ -47,6 +47,7 @@ ARCHITECTURES = {
     "hunyuan_v1_dense": "hunyuan-dense",
     "minimax_m2": "minimax-m2",
     "mimo_v2_flash": "mimo2",
+    "kimi_linear": "kimi-linear",
     "olmoe": "olmoe",
     "exaone4": "exaone4",
     "ministral3": "mistral3",
@@ -162,20 +163,23 @@ def converted(source: Path) -> dict[str, Array]:
     number = next(kind for kind in gguf.MODEL_ARCH if gguf.MODEL_ARCH_NAMES[kind] == arch)
     names = gguf.get_tensor_name_map(number, n_layers)
     made = {}
-    tensors = _stacked(load_file(source / "model.safetensors"))
+    stored = load_file(source / "model.safetensors")
+    if family == "kimi_linear":  # transformers saves MLPs under the name of experts
+        stored = {name.replace("block_sparse_moe", "mlp"): stored[name] for name in stored}
+    tensors = _stacked(stored)
     for name, values in _with_split_gates(config, tensors).items():
         spoken = name.replace("correction_bias", "correction.bias")
         spoken = spoken.replace(".expert_bias", ".expert_bias.bias")
         renamed = spoken.replace(".dt_bias", ".dt_proj.bias")
-        stored = names.get_name(renamed, try_suffixes=(".weight", ".bias"))
+        found = names.get_name(renamed, try_suffixes=(".weight", ".bias"))
         if name.endswith(("_exps.scale", "_inp.scale")):
-            stored = name.replace("model.layers.", "blk.")
-        assert stored is not None, name
+            found = name.replace("model.layers.", "blk.")
+        assert found is not None, name
         if config.get("num_local_experts") == 0:
-            stored = stored.replace("_shexp", "")
-        is_bare = name.endswith(("sinks", "sink_bias", "layer_scalar")) or stored.endswith("_exps")
-        stored += ".weight" if is_bare else ""
-        made[stored] = _converted(family, config, name, values)
+            found = found.replace("_shexp", "")
+        is_bare = name.endswith(("sinks", "sink_bias", "layer_scalar")) or found.endswith("_exps")
+        found += ".weight" if is_bare else ""
+        made[found] = _converted(family, config, name, values)
     return made
 
 
@@ -285,13 +289,15 @@ def _converted(family: str, config: dict[str, Any], name: str, values: Array) ->
     if "linear_num_key_heads" in config:
         return _converted_hybrid(config, name, values)
     if name.endswith("A_log") and "linear_num_key_heads" not in config:
-        return -np.exp(values)[:, None]
+        return -np.exp(values) if family == "kimi_linear" else -np.exp(values)[:, None]
     if name.endswith((".mamba.D", ".mixer.D")):
         return values[:, None]
     if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         return values.reshape(config.get("mamba_n_groups", config.get("n_groups")), -1)
     if name.endswith("conv1d.weight") and "linear_num_key_heads" not in config:
         return values.squeeze(1)
+    if "_conv1d." in name:
+        return values[None].swapaxes(1, 2).reshape(1, len(values), 1, -1)
     if family == "gpt_neox" and "query_key_value" in name:
         heads = values.reshape(config["num_attention_heads"], 3, -1, *values.shape[1:])
         return heads.swapaxes(0, 1).reshape(values.shape)
@@ -376,7 +382,7 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
     of_all = rope.get("full_attention", rope)
     made = {
         "block_count": len(config.get("layers_block_type", ())) or config["num_hidden_layers"],
-        "context_length": config["max_position_embeddings"],
+        "context_length": config.get("max_position_embeddings") or config["model_max_length"],
         "embedding_length": config["hidden_size"],
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": heads,
@@ -458,6 +464,24 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
                 "attention.indexer.head_count": config["index_n_heads"],
                 "attention.indexer.key_length": config["index_head_dim"],
                 "attention.indexer.top_k": config["index_topk"],
+            }
+        case "kimi_linear":
+            spelled = {
+                "norm_topk_prob": "moe_renormalize",
+                "n_group": "num_expert_group",
+                "n_shared_experts": "num_shared_experts",
+            }
+            same = {name: config[key] for name, key in spelled.items()}
+            made |= _latents(config, {"rope_type": "default"})
+            made |= _grouped_experts(config | same) | {
+                "expert_weights_norm": None,
+                "expert_used_count": config["num_experts_per_token"],
+                "expert_count": config["num_experts"],
+                "kda.head_dim": config["linear_head_dim"],
+                "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+                "attention.head_count_kv": [
+                    int(kind == "full_attention") for kind in config["layer_types"]
+                ],
             }
         case "granitemoehybrid":
             made |= {

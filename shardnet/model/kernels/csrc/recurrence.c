@@ -4,6 +4,8 @@
  * state is not read before it is written, values are weighted by the step, queries and keys keep their lengths, and a
  * part of the values goes past the state.
  *
+ * That of KDA (arXiv 2510.26692) is the first with a decay for each column of a key.
+ *
  * kernels/recurrence.py makes the struct. Rows are computed one after the other, each in the same order of operations:
  * a row's bits depend on the rows before it, and neither on how many are computed in a call nor on the threads, which
  * have heads of their own. Sums add each column by itself or in PARTS parts, whatever the instruction set.
@@ -72,6 +74,9 @@ static double logarithm_after_one(double x) {
     for (int term = 23; term > 0; term -= 2) series = series * square + 1.0 / term;
     return power * 6.93147180369123816490e-01 + (2 * ratio * series + power * 1.90821492927058770002e-10);
 }
+
+/* ln(1 + e^x). */
+static double steps_of(double x) { return x > 40 ? x : logarithm_after_one(exponential_of(x)); }
 
 #define BODY "recurrence_body.h"
 #include "each_isa.h"

@@ -4,6 +4,14 @@
 
 #define BLOCK (4 * LANES)
 
+/* Takes the sigmoids of `n` values, in place. */
+INLINE TARGET void NAME(open)(float *values, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        const int width = of_last(n, i);
+        NAME(save_floats)(values + i, width, 1.0f / (1.0f + NAME(exponential)(-NAME(load_floats)(values + i, width))));
+    }
+}
+
 /* Multiplies `n` values by their sigmoids, in place. */
 INLINE TARGET void NAME(activate)(float *values, int64_t n) {
     for (int64_t i = 0; i < n; i += LANES) {
@@ -53,14 +61,18 @@ static TARGET void NAME(convolve)(const void *argument, int64_t begin, int64_t e
 }
 
 /* Decays some columns of a head's state, reads what it holds for the key, writes the difference to the values, and
- * puts what it holds for the query in their place. */
+ * puts what it holds for the query in their place. With `kept` each column of a key decays by itself, and `decay` is
+ * 1. */
 INLINE TARGET void NAME(update)(float *state, int64_t stride, int64_t key_size, const float *key, const float *query,
-                                float *values, float decay, float write, const int n_vectors, int n) {
+                                float *values, float decay, float write, const float *kept, const int n_vectors,
+                                int n) {
     lanes held[4] = {0}, read[4] = {0}, difference[4];
-    for (int64_t i = 0; i < key_size; i++)
+    for (int64_t i = 0; i < key_size; i++) {
+        const float of_key = kept ? key[i] * kept[i] : key[i];
         for (int at = 0; at < n_vectors; at++)
             held[at] =
-                NAME(fused)(NAME(load_floats)(state + i * stride + at * LANES, n), NAME(broadcast)(key[i]), held[at]);
+                NAME(fused)(NAME(load_floats)(state + i * stride + at * LANES, n), NAME(broadcast)(of_key), held[at]);
+    }
     for (int at = 0; at < n_vectors; at++)
         difference[at] =
             NAME(fused)(held[at], NAME(broadcast)(-decay), NAME(load_floats)(values + at * LANES, n)) * write;
@@ -68,11 +80,24 @@ INLINE TARGET void NAME(update)(float *state, int64_t stride, int64_t key_size, 
         for (int at = 0; at < n_vectors; at++) {
             float *place = state + i * stride + at * LANES;
             const lanes added = difference[at] * key[i];
-            const lanes updated = NAME(fused)(NAME(load_floats)(place, n), NAME(broadcast)(decay), added);
+            const float own = kept ? kept[i] : decay;
+            const lanes updated = NAME(fused)(NAME(load_floats)(place, n), NAME(broadcast)(own), added);
             NAME(save_floats)(place, n, updated);
             read[at] = NAME(fused)(updated, NAME(broadcast)(query[i]), read[at]);
         }
     for (int at = 0; at < n_vectors; at++) NAME(save_floats)(values + at * LANES, n, read[at]);
+}
+
+/* All columns. */
+INLINE TARGET void NAME(update_all)(float *state, int64_t size, int64_t key_size, const float *key, const float *query,
+                                    float *values, float decay, float write, const float *kept) {
+    int64_t i = 0;
+    for (; i + BLOCK <= size; i += BLOCK)
+        NAME(update)(state + i, size, key_size, key, query, values + i, decay, write, kept, 4, LANES);
+    for (; i + LANES <= size; i += LANES)
+        NAME(update)(state + i, size, key_size, key, query, values + i, decay, write, kept, 1, LANES);
+    if (i < size)
+        NAME(update)(state + i, size, key_size, key, query, values + i, decay, write, kept, 1, (int)(size - i));
 }
 
 /* The same of Mamba-2: decays, adds the values weighted by the step, and reads with what goes past the state. */
@@ -97,7 +122,10 @@ INLINE TARGET void NAME(finish)(const struct recurrence *call, const float *read
         const int64_t n = size - begin < PARTS ? size - begin : PARTS;
         float gate[PARTS] = {0};
         for (int64_t i = 0; i < n; i++) gate[i] = value_at(call->gate, first + begin + i, is_bf16);
-        NAME(activate)(gate, PARTS);
+        if (call->gates_alone)
+            NAME(open)(gate, PARTS);
+        else
+            NAME(activate)(gate, PARTS);
         for (int64_t i = 0; i < n; i++) {
             const float weight = call->weight ? call->weight[begin + i] : 1.0f;
             const float output = read[begin + i] * factor * weight * gate[i];
@@ -118,24 +146,27 @@ INLINE TARGET void NAME(recur_head)(const struct recurrence *call, int64_t head)
         float *mixed = call->mixed + row * columns_of(call), *values = mixed + 2 * keys + head * size;
         const float *query = mixed + of_key, *key = query + keys;
         const int64_t place = row * call->n_heads + head;
-        const double x = (double)call->decay[place] + call->bias[head];
-        const double steps = x > 40 ? x : logarithm_after_one(exponential_of(x));
+        if (call->kept) {
+            float *kept = call->kept + head * key_size;
+            const float *decays = call->decay + place * key_size, *biases = call->bias + head * key_size;
+            for (int64_t i = 0; i < key_size; i++)
+                kept[i] = (float)exponential_of(call->rate[head] * steps_of((double)decays[i] + biases[i]));
+            const float write = (float)(call->write_scale / (1 + exponential_of(-(double)call->write[place])));
+            NAME(update_all)(state, size, key_size, key, query, values, 1, write, kept);
+            NAME(finish)(call, values, place * size, call->is_bf16);
+            continue;
+        }
+        const double steps = steps_of((double)call->decay[place] + call->bias[head]);
         const float decay = (float)exponential_of(call->rate[head] * steps);
-        int64_t i = 0;
         if (call->skip) {
-            for (; i < size; i += LANES)
+            for (int64_t i = 0; i < size; i += LANES)
                 NAME(scan)(state + i, size, key_size, key, query, values + i, decay, (float)steps, call->skip[head],
                            of_last(size, i));
             NAME(finish)(call, values, place * size, call->is_bf16);
             continue;
         }
         const float write = (float)(call->write_scale / (1 + exponential_of(-(double)call->write[place])));
-        for (; i + BLOCK <= size; i += BLOCK)
-            NAME(update)(state + i, size, key_size, key, query, values + i, decay, write, 4, LANES);
-        for (; i + LANES <= size; i += LANES)
-            NAME(update)(state + i, size, key_size, key, query, values + i, decay, write, 1, LANES);
-        if (i < size)
-            NAME(update)(state + i, size, key_size, key, query, values + i, decay, write, 1, (int)(size - i));
+        NAME(update_all)(state, size, key_size, key, query, values, decay, write, NULL);
         if (call->is_bf16)
             NAME(finish)(call, values, place * size, 1);
         else

@@ -1,0 +1,236 @@
+"""Kimi Linear (transformers, modeling_kimi_linear.py): KDA in most layers, latents in the others.
+
+KDA is a gated DeltaNet whose state decays by columns of its keys, with gates and decays of a low
+rank. DeepSeek-V3's latents have no positions here; its experts are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from shardnet.errors import shown
+from shardnet.model.config.decoder_config import FULL, LINEAR, check_state_size
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import Factors
+from shardnet.model.config.model_config import DeltaNet, Experts, Latent, ModelConfig
+from shardnet.model.families import deepseek_v2, deepseek_v3, gemma4
+from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
+from shardnet.model.families.llama import pre_norm_layer
+from shardnet.model.families.tensor_shapes import Table, linears, pre_norms
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.modules import Attention
+    from shardnet.model.layers.weight_source import WeightSource
+
+_LATENT: Final = Latent(
+    rank=512, rope_size=64, nope_size=128, value_size=128, query_rank=None, interleaved=False
+)
+_OTHER_NAMES: Final = {
+    "model_max_length": "max_position_embeddings",
+    "moe_renormalize": "norm_topk_prob",
+    "num_expert_group": "n_group",
+    "num_experts_per_token": "num_experts_per_tok",
+    "num_shared_experts": "n_shared_experts",
+}
+"""What DeepSeek's configs call the same."""
+_LEFT_OUT: Final = ("architectures", "head_dim", "tie_word_embeddings")
+"""What is looked at elsewhere, or counts for nothing: transformers ties no head."""
+_INTERVAL: Final = 4
+_MOST_TAPS: Final = 64
+
+
+def read_config(fields: Fields) -> ModelConfig:
+    """Read a KimiLinearConfig, or what its makers publish."""
+    raw = {
+        _OTHER_NAMES.get(key, key): value
+        for key, value in fields.take_all().items()
+        if key not in _LEFT_OUT
+    }
+    fields = Fields(raw, fields.where, unknown=fields.unknown)
+    for key in ("use_grouped_topk", "mla_use_nope"):
+        fields.require(key, only=True)
+    deepseek_v2.require_text(fields, "moe_router_activation_func", "sigmoid")
+    config = deepseek_v2.read_latent_attention(
+        fields, interleaved=False, max_positions=1048576, norm_eps=1e-5, defaults=_LATENT
+    )
+    config = replace(
+        config,
+        nope_layers=tuple(range(config.n_layers)),
+        delta_net=_read_delta_net(fields, config.n_layers),
+    )
+    defaults = Experts(
+        n_experts=256,
+        top_k=8,
+        intermediate_size=1024,
+        normalize_top_k=fields.take("norm_topk_prob", bool, True),
+        shared_intermediate_size=1,
+        output_scale=2.446,
+        layers=(1,),
+    )
+    config = deepseek_v2.read_experts(fields, config, defaults, smallest_group=2)
+    fields.note_the_rest()
+    return config
+
+
+def _read_delta_net(fields: Fields, n_layers: int) -> DeltaNet | None:
+    """Read the sizes of KDA, which the makers keep in an object; None without such a layer."""
+    own = fields.inner("linear_attn_config", fields.take("linear_attn_config", dict, {}))
+    n_heads = own.positive("num_heads", fields.positive("linear_num_heads", 32))
+    size = own.positive("head_dim", fields.positive("linear_head_dim", 128))
+    taps = fields.positive("linear_conv_kernel_dim", 4)
+    layers = _read_layers(fields, own, n_layers)
+    read = DeltaNet(
+        n_key_heads=n_heads,
+        n_value_heads=n_heads,
+        key_size=size,
+        value_size=size,
+        n_taps=own.positive("short_conv_kernel_size", taps, at_most=_MOST_TAPS),
+        layers=layers,
+        has_key_decays=True,
+    )
+    own.note_the_rest()
+    check_state_size(fields, read)
+    return read if layers else None
+
+
+def _read_layers(fields: Fields, own: Fields, n_layers: int) -> tuple[int, ...]:
+    """Read which layers have KDA: by kinds, by their numbers from 1 on, or all but every fourth."""
+    full, linear = (own.take(key, list, []) for key in ("full_attn_layers", "kda_layers"))
+    kinds = fields.take("layer_types", list, None)
+    if kinds is None and (full or linear):
+        if any(type(n) is not int for n in [*full, *linear]) or sorted([*full, *linear]) != [
+            *range(1, n_layers + 1)
+        ]:
+            raise fields.damaged(
+                f"linear_attn_config has full_attn_layers {shown(full)} and kda_layers "
+                f"{shown(linear)}, expected each of {n_layers} layers in one of them"
+            )
+        return tuple(sorted(n - 1 for n in linear))
+    if kinds is None:
+        return tuple(n for n in range(n_layers) if n == 0 or n % _INTERVAL)
+    if len(kinds) != n_layers:
+        raise fields.damaged(f"layer_types has {len(kinds)} entries for {n_layers} layers")
+    for kind in kinds:
+        if kind not in (FULL, LINEAR):
+            raise fields.unsupported("layer_types", kind, f"{FULL}, {LINEAR}")
+    return tuple(n for n in range(n_layers) if kinds[n] == LINEAR)
+
+
+def _has_delta_net(config: ModelConfig, layer: int) -> bool:
+    return config.delta_net is not None and layer in config.delta_net.layers
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name KDA or latent attention, DeepSeek-V3's MLP or experts, and the norms."""
+    own = config.delta_net
+    if own is None or layer not in own.layers:
+        mixer = deepseek_v2.latent_attention(config, layer)
+    else:
+        mixer = _delta_tensors(config, own, f"model.layers.{layer}.self_attn")
+    return mixer | deepseek_v3.mlp_tensors(config, layer) | pre_norms(config, layer)
+
+
+def _delta_tensors(config: ModelConfig, own: DeltaNet, prefix: str) -> Table:
+    hidden, size, width = config.hidden_size, own.key_size, own.key_width
+    shapes = {f"{name}_proj": (width, hidden) for name in "qkv"} | {
+        "b_proj": (own.n_value_heads, hidden),
+        "f_a_proj": (size, hidden),
+        "f_b_proj": (width, size),
+        "g_a_proj": (size, hidden),
+        "g_b_proj": (width, size),
+        "o_proj": (hidden, width),
+    }
+    taps: Table = {f"{prefix}.{name}_conv1d.weight": (width, 1, own.n_taps) for name in "qkv"}
+    return (
+        linears(prefix, shapes)
+        | taps
+        | {
+            f"{prefix}.A_log": (1, 1, own.n_value_heads, 1),
+            f"{prefix}.dt_bias": (width,),
+            f"{prefix}.o_norm.weight": (size,),
+        }
+    )
+
+
+def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
+    """Take the parameters of the absolute `layer`."""
+    from shardnet.model.layers.latent_attention import LatentAttention
+
+    if _has_delta_net(config, layer):
+        mixer = _load_delta_net(config, weights, layer)
+    else:
+        mixer = LatentAttention.load(config, weights, layer)
+    mlp = deepseek_v3.load_mlp(config, weights, layer)
+    return pre_norm_layer(config, weights, layer, mixer, mlp)
+
+
+def _load_delta_net(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
+    import torch
+
+    from shardnet.model.kernels.recurrence import RecurrenceParameters
+    from shardnet.model.layers.gated_delta import GatedDeltaNet, LowRankProjections
+
+    own, prefix = config.delta_net, f"model.layers.{layer}.self_attn"
+    assert own is not None
+    taps = torch.cat([weights.parameter(f"{prefix}.{name}_conv1d.weight") for name in "qkv"])
+    parameters = RecurrenceParameters(
+        taps=taps.squeeze(1).T.contiguous(),
+        decay_rate=weights.parameter(f"{prefix}.A_log").view(-1).exp().neg(),
+        decay_bias=weights.parameter(f"{prefix}.dt_bias"),
+        norm_weight=weights.parameter(f"{prefix}.o_norm.weight"),
+        norm_eps=config.norm_eps,
+        gates_alone=True,
+    )
+    names = [f"{prefix}.{name}_proj" for name in ("q", "k", "v", "g_a")]
+    small = [f"{prefix}.{name}_proj" for name in ("b", "f_a")]
+    project = LowRankProjections(
+        config=own,
+        qkv_proj=weights.linear(*names),
+        gate_proj=weights.linear(f"{prefix}.g_b_proj"),
+        small_proj=weights.linear(*small, precise=True),
+        decay_proj=weights.linear(f"{prefix}.f_b_proj", precise=True),
+    )
+    output = weights.linear(f"{prefix}.o_proj")
+    return GatedDeltaNet.of(own, config.activation, project, parameters, output)
+
+
+def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata: layers with KDA have no heads of keys, and as many of KDA as others."""
+    n_layers = fields.positive("block_count")
+    each = gemma4.read_gguf_each(fields, "attention.head_count_kv", int, n_layers)
+    fields.require("expert_gating_func", 2)  # sigmoid
+    config = deepseek_v2.read_gguf(fields, tensors, factors)
+    return config | {
+        "norm_topk_prob": fields.take("expert_weights_norm", bool, True),
+        "layer_types": [FULL if count else LINEAR for count in each],
+        "linear_num_heads": config["num_attention_heads"],
+        "linear_head_dim": fields.positive("kda.head_dim"),
+        "linear_conv_kernel_dim": fields.positive("ssm.conv_kernel"),
+    }
+
+
+FAMILY = Family(
+    model_type="kimi_linear",
+    architecture="KimiLinearForCausalLM",
+    read_config=read_config,
+    layer_tensors=layer_tensors,
+    load_stage=decoder_stage(load_layer),
+    renamed_tensors=(
+        (".block_sparse_moe.", ".mlp."),
+        (".w1.", ".gate_proj."),
+        (".w2.", ".down_proj."),
+        (".w3.", ".up_proj."),
+    ),
+    experts=deepseek_v2.EXPERTS,
+    stacking=Stacking.CONCATENATED,
+    gguf=GgufFormat(
+        architecture="kimi-linear",
+        read=read_gguf,
+        decay=".A_log",
+        renamed=(("correction_bias", "correction.bias"), (".dt_bias", ".dt_proj.bias")),
+    ),
+    has_whole_heads=True,
+)
