@@ -157,6 +157,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "minimax_m2": ({"num_hidden_layers": 3, "rotary_dim": 6}, {}),
     "mimo_v2_flash": ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, {}),
     "mimo_v2_flash-windows": ({"head_dim": 24, "v_head_dim": 16}, {"expert_weights_norm": None}),
+    "afmoe": ({"num_hidden_layers": 4, "mup_enabled": True, "sliding_window": 20}, {}),
     "kimi_linear": ({"linear_num_heads": 6, "layer_types": KINDS, "num_hidden_layers": 3}, {}),
     "olmoe": ({"num_hidden_layers": 3}, {}),
     "qwen2_moe": ({"num_hidden_layers": 3}, {}),

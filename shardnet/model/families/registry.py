@@ -13,6 +13,7 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import MAX_LAYER_EXPERTS, MAX_VOCABULARY, MAX_WIDTH
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families import (
+    afmoe,
     arcee,
     deepseek_v2,
     deepseek_v3,
@@ -117,6 +118,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         *mamba2.FAMILIES,
         *deepseek_v32.FAMILIES,
         falcon_h1.FAMILY,
+        afmoe.FAMILY,
         olmo_hybrid.FAMILY,
         kimi_linear.FAMILY,
         nemotron_h.FAMILY,

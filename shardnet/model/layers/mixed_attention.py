@@ -111,7 +111,8 @@ def growth_at(temperature: Temperature, positions: Tensor) -> Tensor:
 class GatedAttention:
     """Attention with a norm over each head of queries and keys, and a gate for each head's output.
 
-    `qkvg_proj` gives for each head its query and its gate, then all keys, then all values.
+    `qkvg_proj` gives for each head its query and its gate, then all keys, then all values; without
+    the gates where `gate_proj` gives them.
     """
 
     n_heads: int
@@ -121,6 +122,7 @@ class GatedAttention:
     qkvg_proj: Linear
     qk_norm: HeadNorm
     o_proj: Linear
+    gate_proj: Linear | None = None
 
     @classmethod
     def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> GatedAttention:
@@ -150,11 +152,15 @@ class GatedAttention:
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Attend in layer `index` within the stage: hidden states [T, E] to [T, E]."""
         n_rows, n_heads, size = hidden.shape[0], self.n_heads, self.head_size
-        heads = self.qkvg_proj(hidden).view(n_rows, -1, size)  # [T, 2 H + 2 KV heads, D]
-        pairs = heads[:, : 2 * n_heads].view(n_rows, n_heads, 2, size)
-        keys, values = heads[:, 2 * n_heads :].chunk(2, 1)  # [T, KV heads, D] each
-        rotated = rotary.rotate(self.qk_norm(torch.cat((pairs[:, :, 0], keys), 1)))
+        heads = self.qkvg_proj(hidden).view(n_rows, -1, size)  # [T, H or 2 H + 2 KV heads, D]
+        keys, values = heads[:, -2 * self.n_kv_heads :].chunk(2, 1)  # [T, KV heads, D] each
+        if self.gate_proj is None:
+            pairs = heads[:, : 2 * n_heads].view(n_rows, n_heads, 2, size)
+            queries, gates = pairs[:, :, 0], pairs[:, :, 1].flatten(1)
+        else:
+            queries, gates = heads[:, :n_heads], self.gate_proj(hidden)
+        rotated = rotary.rotate(self.qk_norm(torch.cat((queries, keys), 1)))
         attended = attention(
             rotated[:, :n_heads], rotated[:, n_heads:], values, index, step, self.kind
         )
-        return self.o_proj(attended * row_sigmoid(pairs[:, :, 1].flatten(1)))
+        return self.o_proj(attended * row_sigmoid(gates))

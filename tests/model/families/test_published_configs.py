@@ -159,6 +159,12 @@ READ: dict[str, dict[str, Any]] = {
             has_key_decays=True,
         ),
     },
+    "trinity-mini": {
+        "windows": (2048, 2048, 2048, None) * 8,
+        "nope_layers": tuple(range(3, 32, 4)),
+        "embedding_multiplier": 2048**0.5,
+        "sparse_layers": tuple(range(2, 32)),
+    },
     "starcoder2-3b": {"windows": (4096,) * 30, "mlp_bias": True, "tie_word_embeddings": True},
 }
 """What some of the keys mean."""

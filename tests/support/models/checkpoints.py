@@ -63,6 +63,8 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
         "num_dense_layers": 1,
         "layer_types": ["conv", "full_attention", "conv", "full_attention"],
     },
+    "afmoe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    | {"head_dim": 8},
     "cohere2_moe": {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": 10}
     | {"num_shared_experts": 2},
     "mimo_v2_flash": {

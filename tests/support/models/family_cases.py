@@ -357,6 +357,17 @@ CASES: dict[str, dict[str, Any]] = {
     "cohere": {"num_hidden_layers": 3, "use_qk_norm": True, "logit_scale": 0.3},
     "cohere2": {"num_hidden_layers": 5, "sliding_window": 20, "attention_bias": True}
     | {"logit_scale": 1.5},
+    "afmoe": {"num_hidden_layers": 4, "sliding_window": 20, "mup_enabled": True}
+    | {"route_scale": 2.5, "num_dense_layers": 2, "num_shared_experts": 1},
+    "afmoe-odd": ODD
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 20,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "seed": 1,
+    },
     "cohere2_moe": {
         "num_hidden_layers": 4,
         "sliding_window": 20,

@@ -48,6 +48,7 @@ ARCHITECTURES = {
     "minimax_m2": "minimax-m2",
     "mimo_v2_flash": "mimo2",
     "kimi_linear": "kimi-linear",
+    "afmoe": "afmoe",
     "olmoe": "olmoe",
     "exaone4": "exaone4",
     "ministral3": "mistral3",
@@ -482,6 +483,16 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
                 "attention.head_count_kv": [
                     int(kind == "full_attention") for kind in config["layer_types"]
                 ],
+            }
+        case "afmoe":
+            made |= {
+                "expert_feed_forward_length": config["moe_intermediate_size"],
+                "expert_shared_count": config["num_shared_experts"],
+                "leading_dense_block_count": config["num_dense_layers"],
+                "expert_weights_norm": True,
+                "expert_weights_scale": config["route_scale"],
+                "expert_gating_func": 2,
+                "attention.sliding_window": config["sliding_window"],
             }
         case "granitemoehybrid":
             made |= {
