@@ -165,6 +165,11 @@ READ: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 2048**0.5,
         "sparse_layers": tuple(range(2, 32)),
     },
+    "hy3-preview": {
+        "rope": Rope(theta=11158840.0),
+        "has_head_norms": True,
+        "sparse_layers": tuple(range(1, 80)),
+    },
     "starcoder2-3b": {"windows": (4096,) * 30, "mlp_bias": True, "tie_word_embeddings": True},
 }
 """What some of the keys mean."""

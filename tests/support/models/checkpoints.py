@@ -65,6 +65,8 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     },
     "afmoe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     | {"head_dim": 8},
+    "hy_v3": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    | {"head_dim": 8, "mlp_layer_types": ["sparse"] * 4},
     "cohere2_moe": {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": 10}
     | {"num_shared_experts": 2},
     "mimo_v2_flash": {

@@ -368,6 +368,15 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "seed": 1,
     },
+    "hy_v3": ODD
+    | {
+        "num_hidden_layers": 4,
+        "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        "num_shared_experts": 2,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "seed": 1,
+    },
     "cohere2_moe": {
         "num_hidden_layers": 4,
         "sliding_window": 20,

@@ -1,0 +1,70 @@
+"""Hunyuan 3, Hy3 (transformers, modeling_hy_v3.py): Qwen3's attention, DeepSeek-V3's experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from shardnet.model.config.decoder_config import (
+    read_decoder,
+    read_expert_counts,
+    read_mlp_kinds,
+)
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.model_config import Experts, ModelConfig
+from shardnet.model.config.rope import read_rope
+from shardnet.model.families import deepseek_v2, deepseek_v3
+from shardnet.model.families.afmoe import ROUTER_NAMES
+from shardnet.model.families.family import Stacking
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import Part
+
+
+def _read_config(fields: Fields) -> ModelConfig:
+    """Read a HYV3Config, with the published keys that transformers goes without."""
+    config = read_decoder(
+        fields,
+        n_kv_heads=8,
+        max_positions=131072,
+        norm_eps=1e-5,
+        head_size=128,
+        intermediate_size=13312,
+        rope=partial(read_rope, theta=11158840.0),
+    )
+    for key in ("route_norm", "qk_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"):
+        fields.require(key, only=True)
+    for what in ("moe_fp32_combine", "attention_fp32_softmax", "lm_head_fp32"):
+        fields.ignore(f"enable_{what}")  # how exactly half precision is computed
+    fields.ignore("use_grouped_mm", "eod_token_id")
+    inner = fields.positive("moe_intermediate_size", 1536)
+    fields.require("expert_hidden_dim", inner)
+    n_experts, top_k = read_expert_counts(fields, ("num_experts", "num_local_experts"), 192, 8)
+    layers = read_mlp_kinds(fields, config.n_layers, fields.take("first_k_dense_replace", int, 1))
+    experts = Experts(
+        n_experts=n_experts,
+        top_k=top_k,
+        intermediate_size=inner,
+        normalize_top_k=True,
+        shared_intermediate_size=inner * fields.positive("num_shared_experts", 1),
+        output_scale=fields.number("router_scaling_factor", 2.826),
+        layers=layers,
+    )
+    return replace(
+        config,
+        attention_bias=fields.take("attention_bias", bool, False),
+        mlp_bias=fields.take("mlp_bias", bool, False),
+        has_head_norms=True,
+        experts=experts if layers else None,
+    )
+
+
+FAMILY = record(
+    "hy_v3",
+    "HYV3ForCausalLM",
+    _read_config,
+    Layout(mlp=Part(tensors=deepseek_v3.mlp_tensors, load=deepseek_v3.load_mlp)),
+    renamed_tensors=(*ROUTER_NAMES, (".mlp.shared_mlp.", ".mlp.shared_experts.")),
+    ignored_tensors=r"model\.layers\.80\..*",  # predicts further tokens
+    experts=deepseek_v2.EXPERTS,
+    stacking=Stacking.CONCATENATED,
+)
