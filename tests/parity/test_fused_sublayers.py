@@ -541,3 +541,10 @@ def test_quantized_keys_are_attended_as_torch_does(name: str, size: int) -> None
 
 def test_odd_sizes_are_among_the_families() -> None:
     assert ODD.items() <= CASES["mistral-odd"].items()
+
+
+@pytest.mark.parametrize("kv_dtype", list(KvDType), ids=lambda d: d.value)
+def test_values_in_other_groups_than_keys_are_left_to_torch(kv_dtype: KvDType) -> None:
+    """In int8 24 columns are one group of 32, and 16 one of 16."""
+    kv = KvCache(1, 2, 24, torch.float32, CPU, 1, value_size=16, kv_dtype=kv_dtype)
+    assert can_attend(24, kv, 16) is (kv_dtype is KvDType.AUTO)

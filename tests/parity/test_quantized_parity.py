@@ -35,9 +35,13 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_hidden_layers": 2},
     "qwen3_5_text": {"num_hidden_layers": 2, "full_attention_interval": 2},
     "deepseek_v2": {"num_hidden_layers": 2},
+    "kimi_linear": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "gpt2": {},
 }
-KEPT = ("shared_expert_gate", "kv_b_proj", "in_proj_a", "in_proj_b")
+KEPT = (
+    *("shared_expert_gate", "kv_b_proj", "in_proj_a", "in_proj_b"),
+    *(".b_proj", ".f_a_proj", ".f_b_proj"),
+)
 """Products whose weights stay as they are."""
 
 

@@ -90,7 +90,7 @@ class DecoderStage:
                 project=self._head.project,
             )
         self._is_native = kernels is not None and _has_native_states(config, layers)
-        self._key_size = config.key_size
+        self._heads = {config.heads(layer) for layer in layers}
         self._on_device: DeviceLayers | None = None
         self._graphs: DecodeGraphs | None = None
         if capture is not None:  # steps of few rows replay graphs of the layers that allow it
@@ -167,7 +167,8 @@ class DecoderStage:
 
     def is_exact(self, kv: KvCache) -> bool:
         """Whether the compiled library attends in all layers, and computes their recurrences."""
-        return self._is_native and can_attend(self._key_size, kv)
+        own = self._heads
+        return self._is_native and all(can_attend(h.key_size, kv, h.value_size) for h in own)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Apply the final norm: [R, E] in and out."""

@@ -156,10 +156,15 @@ def bind_slots(struct: AttendStruct, spans: NativeSpans, layer: int, kv: KvCache
     return True
 
 
-def can_attend(head_size: int, kv: KvCache) -> bool:
-    """Say whether the library attends with heads of `head_size` columns over these slots."""
+def can_attend(head_size: int, kv: KvCache, value_size: int = 0) -> bool:
+    """Say whether the library attends with heads of `head_size` columns over these slots.
+
+    Values have `value_size` columns, 0 where they are read from the keys or have as many.
+    """
     is_computed = kv.dtype in (torch.float32, torch.bfloat16) and kv.device.type == "cpu"
     is_head = head_size <= MAX_HEAD and head_size % 2 == 0
+    if value_size and _stored_row(head_size, kv).group != _stored_row(value_size, kv).group:
+        return False
     return is_computed and is_head and native_kernels() is not None
 
 
