@@ -9,7 +9,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Annotated, Final, NewType, TypeVar
+from typing import Annotated, Final, Literal, NewType, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -110,6 +110,13 @@ LayerNumber = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 Digest = Annotated[str, Meta(max_length=64, pattern=r"\A[0-9a-f]{64}\Z")]
 """SHA-256 in hex. The id of a model is one."""
 
+
+NO_NUL: Final = r"\A[^\x00]*\Z"
+PathText = Annotated[str, Meta(max_length=4096, pattern=NO_NUL)]
+"""A path or the name of a model. An operating system's path has no NUL."""
+Quant = Literal["", "int8", "int4"]
+"""What linear weights are quantised to, "" for nothing."""
+KvDTypeName = Literal["auto", "int8"]
 
 BlockKey = Annotated[bytes, Meta(max_length=BLOCK_KEY_BYTES)]
 """Stands for all tokens of a prompt up to the end of one block, on one ring."""

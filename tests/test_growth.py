@@ -1,4 +1,4 @@
-"""What grows again fails here: small modules for one importer, structs that copy another.
+"""What grows again fails here: small modules, structs that copy others, files that hand options on.
 
 tests/golden has what there was when this was first held; both lists are to become empty.
 """
@@ -6,10 +6,14 @@ tests/golden has what there was when this was first held; both lists are to beco
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from itertools import combinations
+from pathlib import Path
 
 from support.golden import check_shrinking
-from support.source import UNLIMITED, code_lines, importers, sources
+from support.source import ROOT, UNLIMITED, code_lines, importers, sources
 
 SMALL = 50
 """A module with fewer lines of code and one importer is better a part of it."""
@@ -17,6 +21,30 @@ FEW_FIELDS = 5
 """Structs with fewer fields may be alike by chance."""
 ALIKE = 0.7
 """The share of the fields of the larger one that two structs may not have in common."""
+
+AT_THE_ORDER = """
+from pathlib import Path
+from unittest.mock import Mock
+from shardnet.cluster.head.ring_builder import ring_spec
+from shardnet.cluster.machine.profile import Device
+from shardnet.cluster.member.stage_orders import StageOrders
+from shardnet.cluster.planning.placing import make_plan
+from shardnet.types import Epoch
+from shardnet.wire.framing.frames import Frame, FrameKind
+from shardnet.wire.framing.schema import encode
+from shardnet.wire.messages.control import read_control
+from shardnet.wire.messages.plans import ModelChoice
+from tests.cluster.planning.test_planning import facts, node
+
+choice = ModelChoice(model="/m", nodes=["a:1", "b:1"], added="as asked")
+spec = ring_spec(make_plan(choice, facts(), [node("a"), node("b")]))
+sent = spec.order(1, ring="r", epoch=Epoch(1), sources=["a:1"], instead_of="")
+read = read_control(Frame(kind=FrameKind.CONTROL, meta=encode(sent)))
+cpu = Device(kind="cpu", description="cpu", dtypes=())
+parts = {name: Mock() for name in ("host", "sharing", "local_nodes", "watch", "latest", "log")}
+orders = StageOrders(**parts, budget=Mock(device=cpu, devices=[cpu]), asked_threads=1)
+print(orders._order(read, Path("/m"), ()).form.added)
+"""
 
 
 def small_modules(modules: dict[str, str]) -> set[str]:
@@ -75,3 +103,28 @@ def test_what_should_be_found_is_found() -> None:
     assert alike(fields_of_structs(modules)) == {"shardnet/wire/a.py A = shardnet/wire/b.py B"}
     modules["shardnet/wire/c.py"] = "from .a import A\n"
     assert small_modules(modules) == set()
+
+
+def test_an_option_of_all_stages_is_one_field(tmp_path: Path) -> None:
+    """One that is added to the form, and nowhere else, arrives at the order of a stage."""
+    package = tmp_path / "shardnet"
+    package.mkdir()
+    for each in (ROOT / "shardnet").iterdir():
+        (package / each.name).symlink_to(each)
+    form = package / "stage_form.py"
+    source = form.read_text(encoding="utf-8")
+    form.unlink()
+    field = "    mtp: bool = False\n"
+    assert field in source
+    form.write_text(source.replace(field, f'{field}    added: PathText = ""\n'), encoding="utf-8")
+    path = os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests")))
+    told = subprocess.run(
+        [sys.executable, "-c", AT_THE_ORDER],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (told.stdout, told.stderr) == ("as asked\n", "")

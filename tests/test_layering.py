@@ -12,7 +12,7 @@ from support.source import ROOMS, ROOT, UNLIMITED, imported_modules, module_of, 
 
 # Low to high: a package may import itself and those named beside it, which stand above it here.
 BASE = {"errors", "json_schemas", "constraints", "types", "assets", "__init__"} | {
-    *("sampling_params", "output_params", "slot_operations"),
+    *("sampling_params", "output_params", "slot_operations", "stage_form"),
 }
 PACKAGES: dict[str, set[str]] = {
     "errors": set(),
@@ -22,6 +22,7 @@ PACKAGES: dict[str, set[str]] = {
     "sampling_params": {"errors", "types"},
     "output_params": {"errors", "types", "sampling_params"},
     "slot_operations": {"errors", "types", "sampling_params", "output_params"},
+    "stage_form": {"errors", "types"},
     "assets": set(),
     "files": set(),
     "plugins": {"errors"},

@@ -129,7 +129,7 @@ class NumpyCompute:
 
     def __init__(self, model: Llama, job: StageJob, room_blocks: int) -> None:
         self.model = model
-        self.sent = self.received = WireDType.own(job.order.dtype)
+        self.sent = self.received = WireDType.own(job.order.form.dtype)
         self.room_blocks = room_blocks
         self.owners: dict[SlotId, OpenSequence] = {}
         self.slots: dict[SlotId, list[Array]] = {}
@@ -227,13 +227,13 @@ def block_bytes(model: Llama) -> int:
 
 def load(job: StageJob) -> PluggedStage:
     """Load a stage. Raises UnsupportedModelError, CapacityError."""
-    order = job.order
-    if order.quantization is not None or order.n_streamed or order.kv_dtype.value != "auto":
+    order, form = job.order, job.order.form
+    if form.quant or order.n_streamed or form.kv_dtype != "auto":
         raise UnsupportedModelError("numpy computes with whole weights and keys in memory only")
     model = Llama(job)
     weight_bytes = sum(weights.nbytes for weights in model.weights.values())
     room_blocks = (job.memory_bytes - weight_bytes) // block_bytes(model)
-    if room_blocks < blocks_for(order.context):
+    if room_blocks < blocks_for(form.context):
         raise CapacityError("the stage and one context do not fit", remedy="lower --context")
     return PluggedStage(
         compute=NumpyCompute(model, job, room_blocks),

@@ -35,7 +35,8 @@ from shardnet.runtime.stage.executor import on_cores
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
-from shardnet.types import PREFILL_CHUNK_ROWS, DType, LayerRange
+from shardnet.stage_form import StageForm
+from shardnet.types import PREFILL_CHUNK_ROWS, DType, LayerRange, Quant
 
 CPU = torch.device("cpu")
 ROOM_BLOCKS = 8
@@ -57,7 +58,7 @@ def main() -> None:
 def _measure(folder: Path, options: argparse.Namespace) -> None:
     checkpoint = Checkpoint.open(folder)
     config, n_shards = checkpoint.config, options.shards
-    quantization = Quantization(options.quant) if options.quant != "none" else None
+    quantization = Quantization.named(options.quant)
     dtype = config.checkpoint_dtype or DType.FLOAT32
     choice = probe(CPU, dtype, config.checkpoint_dtype, quantization)
     groups = group_cores(read_cores(), n_shards)
@@ -70,7 +71,7 @@ def _measure(folder: Path, options: argparse.Namespace) -> None:
         progress=lambda done, total: None,
     )
     with on_cores(groups[0]):
-        sharded = _load_shards(folder, checkpoint, choice, groups, quantization)
+        sharded = _load_shards(folder, checkpoint, choice, groups, options.quant)
     print(f"\n{folder.name}: {choice.name}, {n_shards} shards of {len(groups[0])} core(s)")
     n_threads = sum(len(group) for group in groups)
     turns = {"whole": (whole, n_threads, ()), "shards": (sharded, len(groups[0]), groups[0])}
@@ -115,18 +116,20 @@ def _load_shards(
     checkpoint: Checkpoint,
     choice: KernelChoice,
     groups: Sequence[tuple[int, ...]],
-    quantization: Quantization | None,
+    quant: Quant,
 ) -> StageModel:
     order = StageOrder(
-        model=str(folder),
+        form=StageForm(
+            model=str(folder),
+            model_id=checkpoint.model_id,
+            dtype=checkpoint.config.checkpoint_dtype or DType.FLOAT32,
+            context=checkpoint.config.default_context,
+            quant=quant,
+        ),
         folder=folder,
-        model_id=checkpoint.model_id,
         layers=LayerRange(0, checkpoint.config.n_layers),
-        dtype=checkpoint.config.checkpoint_dtype or DType.FLOAT32,
-        context=checkpoint.config.default_context,
         is_tail=True,
         device="cpu",
-        quantization=quantization,
         shards=tuple(
             StageDevice(place=place, name=f"cpu:{place}", cores=cores)
             for place, cores in enumerate(groups)

@@ -14,6 +14,7 @@ import torch
 from support.models.gguf_files import write_gguf
 from support.models.mtp_checkpoints import N_LAYERS, PlainMtp, is_qwen, make_mtp
 from support.rings.stage_chain import even_split, random_prompt
+from support.rings.stage_forms import form_of, with_form
 from support.rings.torch_rings import LoadedStages, TorchStages, request, run, tokens_of
 from support.soak import cases
 from test_moved_kv import pull
@@ -30,7 +31,7 @@ from shardnet.runtime.loading.loaded_stage import LoadedStage, computes_by_devic
 from shardnet.runtime.loading.loading import load
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder, StagePart
 from shardnet.sampling_params import SamplingParams
-from shardnet.types import STATE_SLOTS, DType, LayerRange, SequenceId, SlotId, WireDType
+from shardnet.types import STATE_SLOTS, LayerRange, SequenceId, SlotId, WireDType
 
 MTP = Speculation(make_draft_source=None, most=3)
 
@@ -112,15 +113,11 @@ def test_drafts_where_layers_are_cut_over_devices(folder: Path) -> None:
     devices = [StageDevice(place=place, name=f"cpu:{place}") for place in range(2)]
     ranges = even_split(N_LAYERS, 2)
     order = StageOrder(
-        model=str(folder),
+        form=form_of(folder, mtp=True),
         folder=folder,
-        model_id=checkpoint.model_id,
         layers=LayerRange(0, N_LAYERS),
-        dtype=DType.FLOAT32,
-        context=512,
         is_tail=True,
         device="cpu",
-        mtp=True,
         parts=tuple(
             StagePart(layers=layers, devices=(device,))
             for layers, device in zip(ranges, devices, strict=True)
@@ -144,7 +141,7 @@ def test_drafts_where_layers_are_cut_over_devices(folder: Path) -> None:
         request(random_prompt(n, 300, seed=n), 14, SamplingParams(temperature=t, seed=3))
         for n, t in ((40, 0.0), (17, 0.4))
     ]
-    plain = events_of(loaded(replace(order, parts=(), mtp=False)), *asked)
+    plain = events_of(loaded(with_form(replace(order, parts=()), mtp=False)), *asked)
     drafted = events_of(loaded(order), *(replace(one, speculation=MTP) for one in asked))
     assert [tokens_of(events) for events in drafted] == [tokens_of(events) for events in plain]
     ends = [events[-1] for events in drafted]

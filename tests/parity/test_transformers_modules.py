@@ -20,12 +20,12 @@ from support.cluster.small_node import small_settings
 from support.models.checkpoints import VOCAB_SIZE, make_decoder
 from support.oracles.oracle import load_reference, reference_logits
 from support.rings.stage_chain import Rows, batch_of, random_prompt
+from support.rings.stage_forms import form_of, with_form
 
 from shardnet.api.client import connect
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.node.node import listening
 from shardnet.errors import RemoteProtocolError, UnsupportedModelError, UsageError
-from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families import registry
 from shardnet.model.modules.outline import read_outline
 from shardnet.runtime.engine.draft_model import load_draft_model
@@ -34,7 +34,7 @@ from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.sampling_params import SamplingParams
 from shardnet.stage.module_stage import ModuleRoom, ModuleStage, load_module_stage
 from shardnet.stage.runs import Run
-from shardnet.types import DType, KvDType, LayerRange, NodeId, SlotId
+from shardnet.types import LayerRange, NodeId, SlotId
 from shardnet.wire.messages.plans import ModelChoice
 
 CPU = torch.device("cpu")
@@ -207,22 +207,19 @@ def test_fp8_is_unpacked(tmp_path: Path) -> None:
 def test_what_modules_do_not_do_is_refused(tmp_path: Path) -> None:
     folder = make(tmp_path, "persimmon")
     order = StageOrder(
-        model="m",
+        form=form_of(folder, context=64),
         folder=folder,
-        model_id=Checkpoint.open(folder).model_id,
         layers=LayerRange(0, 4),
-        dtype=DType.FLOAT32,
-        context=64,
         is_tail=True,
         device="cpu",
     )
-    for more in (
-        {"quantization": Quantization.INT8},
-        {"kv_dtype": KvDType.INT8},
-        {"n_streamed": 1},
+    for wrong in (
+        with_form(order, quant="int8"),
+        with_form(order, kv_dtype="int8"),
+        replace(order, n_streamed=1),
     ):
         with pytest.raises(UnsupportedModelError, match="which do not do that; leave --"):
-            load_whole(replace(order, **more), 1 << 30, lambda done, total: None)
+            load_whole(wrong, 1 << 30, lambda done, total: None)
     with pytest.raises(UsageError, match="transformers' own modules, which neither draft"):
         load_draft_model(
             folder,

@@ -13,6 +13,7 @@ import torch
 from support.models.checkpoints import make_decoder, make_gpt2, make_llama
 from support.models.family_cases import CASES
 from support.needs import HAS_VECTORS, needs_library
+from support.rings.stage_forms import form_of, with_form
 from support.soak import cases, is_soak
 
 from shardnet.checkpoint.checkpoint import Checkpoint
@@ -24,13 +25,12 @@ from shardnet.errors import (
     RemoteProtocolError,
     WrongValuesError,
 )
-from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.library import Isa, native_kernels
 from shardnet.runtime.loading.loaded_stage import LoadedStage
 from shardnet.runtime.loading.loading import load
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.stage.stage_audit import StageAudit
-from shardnet.types import BLOCK_POSITIONS, Arith, DType, KvDType, LayerRange, SlotId
+from shardnet.types import BLOCK_POSITIONS, Arith, DType, LayerRange, SlotId
 
 pytestmark = needs_library
 
@@ -39,21 +39,16 @@ FAMILIES = ["gemma2", "qwen3_next", "deepseek_v3", "gpt2"]
 
 
 def order_of(folder: Path, layers: LayerRange | None = None, **changes: Any) -> StageOrder:
-    checkpoint = Checkpoint.open(folder)
-    n_layers = checkpoint.config.n_layers
+    n_layers = Checkpoint.open(folder).config.n_layers
     layers = layers or LayerRange(0, n_layers)
-    values = {
-        "model": folder.name,
-        "folder": folder,
-        "model_id": checkpoint.model_id,
-        "layers": layers,
-        "dtype": DType.BFLOAT16,
-        "context": 64,
-        "is_tail": layers.end == n_layers,
-        "device": "cpu",
-        "arith": Arith.PORTABLE,
-    }
-    return StageOrder(**values | changes)
+    return StageOrder(
+        form=form_of(folder, **{"dtype": DType.BFLOAT16, "context": 64} | changes),
+        folder=folder,
+        layers=layers,
+        is_tail=layers.end == n_layers,
+        device="cpu",
+        arith=Arith.PORTABLE,
+    )
 
 
 def loaded(order: StageOrder) -> tuple[LoadedStage, StageAudit]:
@@ -100,7 +95,7 @@ def test_no_family_raises_an_alarm_and_each_layer_alone_gives_the_same_bits(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"quantization": Quantization.INT4}, {"kv_dtype": KvDType.INT8}, {"dtype": DType.FLOAT32}],
+    [{"quant": "int4"}, {"kv_dtype": "int8"}, {"dtype": DType.FLOAT32}],
     ids=["int4", "int8 keys", "float32"],
 )
 def test_rows_are_the_same_in_every_form_of_weights_and_keys(
@@ -184,7 +179,7 @@ def test_what_cannot_be_computed_is_refused_by_name(
     with pytest.raises(RemoteProtocolError):
         compute_layer(order, 1, b"12")
     with pytest.raises(CheckpointError):
-        compute_layer(order_of(order.folder, model_id="0" * 64), 1, b"")
+        compute_layer(with_form(order, model_id="0" * 64), 1, b"")
     monkeypatch.setattr("shardnet.cluster.member.kv_orders.MAX_BYTES", 1000)
     with pytest.raises(CapacityError, match="more than is read for an audit"):
         compute_layer(order, 1, b"")

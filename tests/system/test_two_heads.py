@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
+from msgspec import structs
+from support.rings.stage_forms import FORM
 from support.system.nodes import Crew
 from support.system.parrot import Parrots
 
@@ -18,7 +20,7 @@ from shardnet.cluster.head.led_ring import OTHERS_S
 from shardnet.cluster.node.parts import Dialer
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.errors import BusyError
-from shardnet.types import NodeId
+from shardnet.types import NodeId, WireDType
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 from shardnet.wire.messages.stages import LoadStage, StageReady
 
@@ -127,12 +129,10 @@ def test_a_head_is_waited_for_while_it_builds_and_gives_way_when_it_dies(
             epoch=1,
             rank=1,
             n_stages=2,
-            model=plan.model,
-            model_id=plan.model_id,
+            form=structs.replace(FORM, model=plan.model, model_id=plan.model_id),
             layers=(2, 4),
-            dtype="float32",
-            wire_dtype="float32",
-            context=256,
+            wire_dtype=WireDType.FLOAT32,
+            received_dtype=WireDType.FLOAT32,
             threads=1,
             addresses=["127.0.0.1:1", anna.address],
         )

@@ -12,9 +12,10 @@ from support.protocol.protocol_examples import EXAMPLES, HELLO, INT8_STEP, STEP
 from support.protocol.protocol_notation import fields_of
 from support.strategies.wire_strategies import feed, hello, pair
 
-from shardnet import errors, slot_operations, types
+from shardnet import errors, slot_operations, stage_form, types
 from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES
 from shardnet.cluster.machine.folders import ClusterKey
+from shardnet.stage_form import StageOptions
 from shardnet.transport.identity import derive_authority_key, fingerprint, make_identity
 from shardnet.types import WEIGHT_PART_BYTES
 from shardnet.wire.connection.connection import (
@@ -65,10 +66,10 @@ CONTROL_MESSAGES = (
 )
 STRUCTS = {
     name: kind
-    for module in (handshake, slot_operations, extras, *CONTROL_MESSAGES, bulk)
+    for module in (handshake, slot_operations, stage_form, extras, *CONTROL_MESSAGES, bulk)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-    if name not in {*vars(types), *vars(schema)}
+    if name not in {*vars(types), *vars(schema), StageOptions.__name__}
 }
 
 

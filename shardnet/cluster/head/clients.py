@@ -255,7 +255,7 @@ class Clients:
             if lead is not None:
                 with self.pictures.held(generate.pictures) as held:
                     _, token_ids, _ = await self._prompt(generate, lead, held, may_be_long=True)
-                context = lead.ring.spec.context
+                context = lead.ring.spec.form.context
                 control.send(
                     Tokenized(request=message.request, token_ids=token_ids, context=context)
                 )
@@ -375,9 +375,9 @@ class Clients:
             message.speculate,
             message.draft_tokens,
             vocab_size=spec.config.vocab_size,
-            context=spec.context,
+            context=spec.form.context,
             has_state=spec.config.has_state,
-            has_mtp=spec.mtp,
+            has_mtp=spec.form.mtp,
             ignore_unknown=message.choice.ignore_unknown_config,
         )
         asked = None if message.constraint is None else message.constraint.params()

@@ -283,7 +283,7 @@ class Head:
         """
         if self.led.building is not None:
             raise BusyError(
-                f"this node is loading {self.led.building.spec.model}",
+                f"this node is loading {self.led.building.spec.form.model}",
                 remedy="stop the command that asked for it, or wait until that ends",
             )
         async with self.led.lock:
@@ -434,6 +434,7 @@ def _check_unused(ring: Ring, idle_s: float) -> None:
     """Raise BusyError if a request has used a ring less than `idle_s` seconds ago."""
     if idle_s and ring.broken is None and ring.idle_s < idle_s:
         raise BusyError(
-            f"{ring.spec.model} was used {ring.idle_s:.0f} s ago, and is freed after {idle_s:g} s",
+            f"{ring.spec.form.model} was used {ring.idle_s:.0f} s ago, and is freed after "
+            f"{idle_s:g} s",
             remedy="ask again later",
         )

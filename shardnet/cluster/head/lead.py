@@ -76,8 +76,8 @@ class Lead:
             choice.model == had.model
             and (not choice.nodes or choice.nodes in (had.nodes, lost.nodes))
             and (not choice.layers or choice.layers in (had.layers, lost.layers))
-            and (not choice.context or choice.context == spec.context)
-            and (choice.dtype == "auto" or choice.dtype == spec.dtype.value)
+            and (not choice.context or choice.context == spec.form.context)
+            and (choice.dtype == "auto" or choice.dtype == spec.form.dtype.value)
             and (choice.quant, choice.kv_dtype) == (had.quant, had.kv_dtype)
             and (had.mtp or not choice.mtp)
             and all(adapter in had.adapters for adapter in choice.adapters)
@@ -85,10 +85,10 @@ class Lead:
             and choice.stream_layers in (0, "auto", had.stream_layers)
             and choice.arith in ("auto", self.plan.arith.value)
             and settle_wires(
-                choice.wire_dtype, spec.dtype, self.plan.nodes, self.plan.measured.links
+                choice.wire_dtype, spec.form.dtype, self.plan.nodes, self.plan.measured.links
             )
             == spec.wires
-            and parse_wires(choice.wire_dtype).gather == spec.gather_dtype
+            and parse_wires(choice.wire_dtype).gather == spec.form.gather_dtype
             and choice.nodes_per_stage in (0, had.nodes_per_stage)
             and (not choice.threads or choice.threads == spec.threads)
             and (not choice.optimise or choice.optimise == self.plan.objective.value)

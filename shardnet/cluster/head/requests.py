@@ -112,11 +112,11 @@ def prompt_ids(
 def check_length(n_prompt: int, message: Generate, lead: Lead, *, may_be_long: bool) -> None:
     """Raise ContextExceededError for a prompt that fills the context; see `prompt_ids`."""
     least = n_prompt + min(message.max_tokens, 1)
-    if least > (MAX_TOKENIZED if may_be_long else lead.ring.spec.context):
+    if least > (MAX_TOKENIZED if may_be_long else lead.ring.spec.form.context):
         raise too_long(
             n_prompt,
             message.max_tokens,
-            context=lead.ring.spec.context,
+            context=lead.ring.spec.form.context,
             most_positions=lead.plan.facts.config.max_positions,
             room_positions=lead.ring.engine.counters.room_blocks * BLOCK_POSITIONS,
         )
@@ -145,7 +145,7 @@ def check_made(message: Generate, made: Sequence[MadeToken], n_prompt: int, lead
         check_token_ids(
             [token.token_id for token in made], lead.ring.spec.config.vocab_size, lead.tokenizer
         )
-    most = min(message.max_tokens, lead.ring.spec.context - n_prompt + 1)
+    most = min(message.max_tokens, lead.ring.spec.form.context - n_prompt + 1)
     if len(made) > most:
         raise UsageError(f"{len(made)} tokens were made before, and the answer has {most} at most")
 
@@ -335,7 +335,7 @@ def reserved_bytes(request: GenerationRequest, lead: Lead) -> int:
         _check_routing(lead)
     if request.outputs.hidden_layers:
         _check_states(request.outputs, config.hidden_size)
-    n_positions = min(len(request.prompt) + request.max_tokens, lead.ring.spec.context)
+    n_positions = min(len(request.prompt) + request.max_tokens, lead.ring.spec.form.context)
     return output_bytes(
         request.outputs,
         n_positions,

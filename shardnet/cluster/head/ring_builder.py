@@ -25,6 +25,7 @@ from shardnet.cluster.sharing.replica_sources import check_same_model, choose_so
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import ShardnetError
+from shardnet.stage_form import StageForm
 from shardnet.tokenizers.tokenizer import TextProcess, Tokenizer, read_eos_ids
 from shardnet.transport.loop import finish
 from shardnet.types import Epoch, NodeId
@@ -161,15 +162,17 @@ async def _open_tokenizer(disk: DiskJobs, path: Path) -> tuple[Tokenizer | None,
 def ring_spec(plan: Plan) -> RingSpec:
     """Return the spec of the ring that `plan` asks for."""
     return RingSpec(
-        model=plan.choice.model,
-        model_id=plan.facts.model_id,
+        form=StageForm.of(
+            plan.choice,
+            model_id=plan.facts.model_id,
+            dtype=plan.dtype,
+            context=plan.context,
+            gather_dtype=plan.gather_dtype,
+        ),
         stamp=plan.facts.stamp,
         addresses=tuple(node.address for node in plan.nodes),
         layers=tuple(stage.layers for stage in plan.placement.stages),
-        dtype=plan.dtype,
-        quant=plan.choice.quant,
-        kv_dtype=plan.choice.kv_dtype,
-        streamed=tuple(stage.n_streamed for stage in plan.placement.stages),
+        n_streamed=tuple(stage.n_streamed for stage in plan.placement.stages),
         parts=tuple(
             tuple(
                 DevicePart(layers=(part.layers.start, part.layers.end), devices=[*part.devices])
@@ -178,14 +181,9 @@ def ring_spec(plan: Plan) -> RingSpec:
             for stage in plan.placement.stages
         ),
         wires=plan.wires,
-        context=plan.context,
         threads=plan.choice.threads,
         config=plan.facts.config,
         ariths=tuple(node_ariths(plan.choice.arith, plan.arith, plan.nodes).values()),
-        mtp=plan.choice.mtp,
-        ignore_unknown_config=plan.choice.ignore_unknown_config,
         spans=tuple(tuple(node.address for node in further) for further in plan.spans),
-        gather_dtype=plan.gather_dtype,
         adapters=plan.facts.adapters,
-        mmproj=plan.choice.mmproj,
     )

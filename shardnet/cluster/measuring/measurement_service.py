@@ -21,8 +21,7 @@ from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.model.config.panel_form import Quantization
 from shardnet.runtime.loading.model_facts import ModelFacts, config_text
-from shardnet.types import PREFILL_CHUNK_ROWS, Arith, DType, NodeId
-from shardnet.wire.framing.schema import Quant
+from shardnet.types import PREFILL_CHUNK_ROWS, Arith, DType, NodeId, Quant
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.measurements import (
     MAX_PAYLOAD_BYTES,

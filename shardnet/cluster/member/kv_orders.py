@@ -13,13 +13,14 @@ from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.sharing.bulk_client import KvClient, SourceRefused
 from shardnet.errors import CapacityError, UsageError
+from shardnet.model.config.panel_form import Quantization
 from shardnet.runtime.loading.loading import check_layers
 from shardnet.runtime.loading.model_facts import check_model_id
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.transport.link import Link
-from shardnet.types import HeldRows, LayerRange, SequenceId, SlotId, block_spans
+from shardnet.types import HeldRows, KvDType, LayerRange, SequenceId, SlotId, block_spans
 from shardnet.wire.messages.bulk import FetchKv, KvRows
 from shardnet.wire.messages.stages import (
     AuditStage,
@@ -417,11 +418,12 @@ def compute_layer(order: StageOrder, layer: int, before: bytes) -> bytes:
     from shardnet.stage.load import load_stage
     from shardnet.stage.stage_audit import rows_after
 
-    checkpoint = Checkpoint.open(order.folder, ignore_unknown=order.ignore_unknown)
-    check_model_id(order.folder, checkpoint.model_id, order.model_id)
+    checkpoint = Checkpoint.open(order.folder, ignore_unknown=order.form.ignore_unknown_config)
+    check_model_id(order.folder, checkpoint.model_id, order.form.model_id)
     config, device, layers = checkpoint.config, torch.device("cpu"), LayerRange(layer, layer + 1)
     check_layers(config, layers)
-    choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization, order.arith)
+    form, own = order.form, config.checkpoint_dtype
+    choice = probe(device, form.dtype, own, Quantization.named(form.quant), order.arith)
     n_bytes = stage_weight_bytes(config, layers, weight_form(checkpoint, choice))
     if n_bytes > MAX_BYTES:
         raise CapacityError(f"layer {layer} takes {n_bytes} bytes, more than is read for an audit")
@@ -434,10 +436,10 @@ def compute_layer(order: StageOrder, layer: int, before: bytes) -> bytes:
             choice=choice,
             device=device,
             room_blocks=1,
-            context=order.context,
+            context=form.context,
             progress=lambda done, total: None,
-            kv_dtype=order.kv_dtype,
+            kv_dtype=KvDType(form.kv_dtype),
         )
-        return rows_after(model, before, order.dtype)
+        return rows_after(model, before, form.dtype)
     finally:
         torch.set_num_threads(threads)

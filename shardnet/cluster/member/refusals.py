@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from shardnet.cluster.member.ring_membership import RingMembership
 from shardnet.errors import BusyError, PeerFailedError, SupersededError, TakenError, UsageError
 from shardnet.model.shards.cut import MAX_SHARDS
-from shardnet.types import DType, LayerRange, WireDType
+from shardnet.types import LayerRange
 from shardnet.wire.messages.stages import LoadStage
 
 MAX_SUPERSEDED = 64
@@ -131,14 +131,9 @@ def check_load_order(order: LoadStage, most_threads: int, n_devices: int = 1) ->
     The node has `n_devices` and may compute with `most_threads` threads.
     """
     check_threads(order.threads, most_threads)
-    DType.named(order.dtype)
-    WireDType.named(order.wire_dtype)
-    WireDType.named(order.received_dtype or order.wire_dtype)
     n_layers = len(LayerRange(*order.layers))
     first_layer, _ = order.layers
     n_nodes = len(order.shard_nodes) or 1
-    if order.gather_dtype:
-        WireDType.named(order.gather_dtype)
     faults = {
         "its ring has no name": not order.ring,
         f"rank {order.rank} of {order.n_stages} stages": order.rank >= order.n_stages,
@@ -148,13 +143,13 @@ def check_load_order(order: LoadStage, most_threads: int, n_devices: int = 1) ->
         f"layer {first_layer} is the first one of rank {order.rank}": (
             (first_layer == 0) != (order.rank == 0)
         ),
-        f"{order.streamed_layers} of {n_layers} layers are to be streamed": (
-            order.streamed_layers > n_layers
+        f"{order.n_streamed} of {n_layers} layers are to be streamed": (
+            order.n_streamed > n_layers
         ),
-        "a context of 0 positions": order.context == 0,
+        "a context of 0 positions": order.form.context == 0,
         "its parts are not its layers": order.parts != [] and not _covers(order),
         "layers of more than one device are to be streamed": (
-            order.streamed_layers > 0 and len(order.parts) > 1
+            order.n_streamed > 0 and len(order.parts) > 1
         ),
         f"shard {order.shard} of {n_nodes} nodes": order.shard >= n_nodes,
         f"it spans {len(order.shard_nodes)} nodes": (
@@ -165,7 +160,7 @@ def check_load_order(order: LoadStage, most_threads: int, n_devices: int = 1) ->
             for adapter in order.adapters
             for part in adapter.layers
         ),
-        "it spans several nodes and is streamed": n_nodes > 1 and order.streamed_layers > 0,
+        "it spans several nodes and is streamed": n_nodes > 1 and order.n_streamed > 0,
     }
     for fault, holds in faults.items():
         if holds:

@@ -153,7 +153,7 @@ class StageHost:
                 epoch=Epoch(message.epoch),
                 rank=message.rank,
                 addresses=tuple(message.addresses),
-                model=message.model,
+                model=message.form.model,
                 owner=owner,
                 owner_name=owner_name,
                 dial=self._dial,

@@ -256,9 +256,9 @@ def stage_state(
     if loaded is None:
         return None
     state = StageState(
-        model=loaded.order.model,
+        model=loaded.order.form.model,
         layers=(loaded.order.layers.start, loaded.order.layers.end),
-        dtype=loaded.order.dtype.value,
+        dtype=loaded.order.form.dtype.value,
         kernel=loaded.kernel,
         weight_bytes=loaded.weight_bytes,
         room_blocks=loaded.room_blocks,

@@ -21,16 +21,10 @@ from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import CapacityError, ShardnetError
-from shardnet.model.config.panel_form import Quantization
 from shardnet.runtime.loading.loaded_stage import LoadedStage
-from shardnet.runtime.stage.stage_order import (
-    StageAdapter,
-    StageDevice,
-    StageOrder,
-    StagePart,
-)
+from shardnet.runtime.stage.stage_order import StageAdapter, StageDevice, StageOrder, StagePart
 from shardnet.transport.loop import finish
-from shardnet.types import Arith, DType, KvDType, LayerRange, NodeId, WireDType
+from shardnet.types import LayerRange, NodeId
 from shardnet.wire.framing.schema import Phase
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.handshake import explanation
@@ -209,11 +203,9 @@ class StageOrders:
         check_load_order(message, self.most_threads, len(self.devices))
         if message.beside:
             return await self._prepare(message, owner, progress)
-        sent = WireDType.named(message.wire_dtype)
-        received = WireDType.named(message.received_dtype) if message.received_dtype else sent
 
         def left(error: ShardnetError, silent: NodeId | None) -> None:
-            self.log(f"left the ring of {message.model}: {error}")
+            self.log(f"left the ring of {message.form.model}: {error}")
             broken(error, silent)
 
         membership = await self.host.enter_ring(
@@ -232,8 +224,8 @@ class StageOrders:
                 return self.host.load(
                     membership,
                     order,
-                    sent=sent,
-                    received=received,
+                    sent=message.wire_dtype,
+                    received=message.received_dtype,
                     threads=threads,
                     memory_bytes=self.device_bytes(),
                     on_progress=partial(progress, "loading"),
@@ -245,7 +237,7 @@ class StageOrders:
                 loaded, reused = await loading(self._on_cpu(order, error))
             unless_it_is_loaded.pop_all()
         self.log(
-            f"{'kept' if reused else 'loaded'} {loaded.order.layers.words} of {message.model} "
+            f"{'kept' if reused else 'loaded'} {loaded.order.layers.words} of {message.form.model} "
             f"({loaded.weight_bytes / 2**20:.1f} MiB, {loaded.kernel}, {threads} threads)"
         )
         return _ready(message, loaded, reused)
@@ -264,7 +256,7 @@ class StageOrders:
             stands_for=message.stands_for,
         )
         awaited = f"if {message.stands_for} is lost" if message.stands_for else "for the next plan"
-        self.log(f"{stage.order.layers.words} of {message.model} are ready {awaited}")
+        self.log(f"{stage.order.layers.words} of {message.form.model} are ready {awaited}")
         return _ready(message, stage, in_use)
 
     async def unload(self, owner: str, ring: str) -> None:
@@ -298,27 +290,18 @@ class StageOrders:
             for part in message.parts
         ]
         order = StageOrder(
-            model=message.model,
+            form=message.form,
             folder=folder,
-            model_id=message.model_id,
             layers=LayerRange(*message.layers),
-            dtype=DType.named(message.dtype),
-            context=message.context,
             is_tail=message.rank == message.n_stages - 1,
             device=devices[0].torch,
             cores=devices[0].cores,
             driver=devices[0].driver,
-            quantization=Quantization.named(message.quant),
-            kv_dtype=KvDType(message.kv_dtype),
-            n_streamed=message.streamed_layers,
-            ignore_unknown=message.ignore_unknown_config,
-            arith=(self.device if devices[0].driver else cpu).arith(Arith(message.arith)),
-            mtp=message.mtp,
+            n_streamed=message.n_streamed,
+            arith=(self.device if devices[0].driver else cpu).arith(message.arith),
             shard=message.shard,
             n_nodes=len(message.shard_nodes) or 1,
-            gather_dtype=WireDType(message.gather_dtype) if message.gather_dtype else None,
             adapters=adapters,
-            mmproj=Path(message.mmproj) if message.mmproj else None,
         )
         if len(parts) == 1:
             return order.on(parts[0])

@@ -215,9 +215,9 @@ class UnusedModels:
         except BusyError:
             return False
         except ShardnetError as error:
-            self.log(f"warning: {loaded.order.model} could not be freed: {error}")
+            self.log(f"warning: {loaded.order.form.model} could not be freed: {error}")
             return False
-        self.log(f"{loaded.order.model} was freed: {why}")
+        self.log(f"{loaded.order.form.model} was freed: {why}")
         return True
 
     async def _ask_head(self, idle_s: float) -> bool:
@@ -256,7 +256,7 @@ class OwnState:
         if loaded is not None:
             layers = loaded.order.layers
             stage = StageInfo(
-                model=loaded.order.model,
+                model=loaded.order.form.model,
                 layers=(layers.start, layers.end),
                 rank=None if membership is None or membership.is_over else membership.rank,
             )

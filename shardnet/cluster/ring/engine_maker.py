@@ -113,14 +113,14 @@ class EngineMaker:
         at = zip(spec.layers, ready[: len(spec.layers)], strict=True)
         stages = [(layers, stage.arithmetic) for layers, stage in at]
         wires = {wire.value for wire in spec.wires}
-        if wires - {spec.dtype.value}:  # a border rounds what goes over it
+        if wires - {spec.form.dtype.value}:  # a border rounds what goes over it
             at_border = zip(stages, [*spec.wires, None], strict=True)
             stages = [
                 (layers, f"{layers} {kind} {wire.value if wire else ''}" if kind else "")
                 for (layers, kind), wire in at_border
             ]
-        facts = (spec.model_id, spec.dtype.value, spec.quant)
-        seed = ring_seed((*facts, spec.kv_dtype, spec.context), stages)
+        facts = (spec.form.model_id, spec.form.dtype.value, spec.form.quant)
+        seed = ring_seed((*facts, spec.form.kv_dtype, spec.form.context), stages)
         if seed is None or spec.config.has_state:
             return None
         row_s = None
@@ -150,7 +150,7 @@ class EngineMaker:
             epoch=ring.epoch,
             n_stages=ring.n_stages,
             room_blocks=ring.room_blocks,
-            context=self.spec.context,
+            context=self.spec.form.context,
             max_slots=MAX_SLOTS,
             window=self.spec.config.smallest_window,
             state_slots=STATE_SLOTS if self.spec.config.has_state else None,

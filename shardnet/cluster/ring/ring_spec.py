@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from shardnet.checkpoint.adapters.layer_files import AdapterFacts
 from shardnet.cluster.sharing.adapter_sharing import ring_adapter
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.types import Arith, DType, Epoch, LayerRange, WireDType
-from shardnet.wire.framing.schema import KvDTypeName, Quant
+from shardnet.stage_form import StageForm
+from shardnet.types import Arith, Epoch, LayerRange, WireDType
 from shardnet.wire.messages.stages import DevicePart, LoadStage
 
 
@@ -23,19 +23,14 @@ class RingSpec:
     `stamp` identifies the state of the checkpoint's files, so that a changed one is loaded again.
     """
 
-    model: str
-    model_id: str
+    form: StageForm
     stamp: tuple[tuple[str, int, int], ...]
     addresses: tuple[str, ...]
     layers: tuple[LayerRange, ...]
-    dtype: DType
-    quant: Quant
-    kv_dtype: KvDTypeName
-    streamed: tuple[int, ...]
+    n_streamed: tuple[int, ...]
     """How many layers of each stage are streamed from disk."""
     wires: tuple[WireDType, ...]
     """The dtypes of activations from each stage to the next."""
-    context: int
     threads: int
     config: ModelConfig
     """What the model computes, with the layers of its adapters and what predicts tokens."""
@@ -43,19 +38,10 @@ class RingSpec:
     """How each stage computes."""
     parts: tuple[tuple[DevicePart, ...], ...] = ()
     """Which layers of each stage are on which devices of its node."""
-    mtp: bool = False
-    """Whether the last stage has the layer that predicts further tokens."""
-    ignore_unknown_config: bool = False
-    """Whether stages ignore keys of the model's config that they do not know."""
     spans: tuple[tuple[str, ...], ...] = ()
     """For each stage the further nodes that it spans; () where none spans any."""
-    gather_dtype: WireDType | None = None
-    """The dtype in which parts travel between the nodes of a stage, None for their own."""
-
     adapters: tuple[AdapterFacts, ...] = ()
     """The LoRA adapters that requests can have."""
-    mmproj: str = ""
-    """The GGUF that has the tower for pictures, "" for the model's own."""
 
     def shard_nodes(self, rank: int) -> tuple[str, ...]:
         """Return the nodes of a stage, the ring's member first."""
@@ -71,7 +57,7 @@ class RingSpec:
     def caching(self) -> list[LayerRange]:
         """The layers of which each stage has keys, values or states."""
         *before, last = self.layers
-        return [*before, LayerRange(last.start, last.end + self.mtp)]
+        return [*before, LayerRange(last.start, last.end + self.form.mtp)]
 
     def order(
         self,
@@ -84,38 +70,28 @@ class RingSpec:
         instead_of: str,
     ) -> LoadStage:
         """Return the order to load of a rank of a `ring`; for the rest see Ring."""
-        own, nodes = WireDType.own(self.dtype), self.shard_nodes(rank)
+        own, nodes = WireDType.own(self.form.dtype), self.shard_nodes(rank)
         spans = len(nodes) > 1
-        received, sent = [own, *self.wires][rank], [*self.wires, own][rank]
         return LoadStage(
             request=0,
             ring=ring,
             epoch=epoch,
             rank=rank,
             n_stages=len(self.layers),
-            model=self.model,
-            model_id=self.model_id,
+            form=self.form.of_stage(is_first=rank == 0, is_cut=spans),
             layers=(self.layers[rank].start, self.layers[rank].end),
-            dtype=self.dtype.value,
-            quant=self.quant,
-            kv_dtype=self.kv_dtype,
-            streamed_layers=self.streamed[rank],
-            wire_dtype=sent.value,
-            received_dtype=received.value,
-            arith=self.ariths[rank].value,
-            context=self.context,
+            n_streamed=self.n_streamed[rank],
+            wire_dtype=[*self.wires, own][rank],
+            received_dtype=[own, *self.wires][rank],
+            arith=self.ariths[rank],
             threads=self.threads,
             addresses=list(self.addresses),
             sources=[source for source in sources if source != nodes[shard]],
-            ignore_unknown_config=self.ignore_unknown_config,
             instead_of=instead_of,
-            mtp=self.mtp,
             shard_nodes=list(nodes) if spans else [],
             shard=shard,
-            gather_dtype=self.gather_dtype.value if spans and self.gather_dtype else "",
             parts=list(self.parts[rank]) if self.parts else [],
             adapters=[ring_adapter(each, self.layers[rank]) for each in self.adapters],
-            mmproj="" if rank else self.mmproj,
         )
 
 

@@ -246,11 +246,11 @@ class Sharing:
         The folder is not deleted before the next order, or `release`. Raises CheckpointError if
         this node has another model at that path; as Fetch.run if fetching fails.
         """
-        facts = await self._at(order.model)
+        facts = await self._at(order.form.model)
         if facts is None or not facts.is_complete:
-            facts = await self._by_id(order.model_id)
+            facts = await self._by_id(order.form.model_id)
         if facts is not None and facts.is_complete:
-            check_model_id(facts.path, facts.model_id, order.model_id)
+            check_model_id(facts.path, facts.model_id, order.form.model_id)
             self.release()
             return facts.path
         latest = (0, 0)
@@ -279,9 +279,10 @@ class Sharing:
     async def _fetch_stage(self, order: LoadStage, on_progress: FetchProgress) -> Path:
         """Fetch the tensors of a stage into the model's replica, which is in use from now on."""
         with contextlib.ExitStack() as unless_fetched:
-            use = await self._in_cache.run(partial(self.cache.use, order.model_id))
+            use = await self._in_cache.run(partial(self.cache.use, order.form.model_id))
             unless_fetched.callback(use.close)
-            folder = await self._find_or_begin_replica(order.model, order.model_id, order.sources)
+            form, sources = order.form, order.sources
+            folder = await self._find_or_begin_replica(form.model, form.model_id, sources)
             await self._fetch(folder, order, on_progress)
             self.release()
             self._in_use = use
@@ -420,12 +421,12 @@ class Sharing:
             try:
                 layers = LayerRange(*order.layers)
                 check_layers(replica.checkpoint.config, layers)
-                if order.mtp:
+                if order.form.mtp:
                     replica.checkpoint.use_mtp()
                 tensors = range_tensors(replica.checkpoint, layers)
-                await self._make_room(replica.lacking_bytes(tensors), order.model_id)
+                await self._make_room(replica.lacking_bytes(tensors), order.form.model_id)
                 fetched = await Fetch(
-                    model_id=order.model_id,
+                    model_id=order.form.model_id,
                     replica=replica,
                     sources=order.sources,
                     dial=self.dial,
@@ -437,7 +438,7 @@ class Sharing:
                 disk.submit(replica.close)
         if fetched.n_bytes:
             self.log(
-                f"fetched {fetched.n_bytes / 2**20:.1f} MiB of {order.model} from "
+                f"fetched {fetched.n_bytes / 2**20:.1f} MiB of {order.form.model} from "
                 f"{', '.join(fetched.sources)} in {time.monotonic() - began:.1f} s"
             )
 

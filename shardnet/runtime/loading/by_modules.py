@@ -18,7 +18,7 @@ from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.stage.module_stage import ModuleRoom, load_module_stage
-from shardnet.types import KvDType, WireDType
+from shardnet.types import WireDType
 
 KERNEL = "transformers"
 
@@ -33,13 +33,13 @@ def load_by_modules(job: StageJob) -> PluggedStage:
     config, device = checkpoint.config, torch.device(order.device)
     assert config.outline is not None, "others are loaded with layers of ours"
     _check_order(order, config.outline)
-    choice = probe(device, order.dtype, config.checkpoint_dtype, None, order.arith)
+    choice = probe(device, order.form.dtype, config.checkpoint_dtype, None, order.arith)
     form = weight_form(checkpoint, choice)
     room_blocks = kv_room_blocks(
         config,
         order.layers,
         form,
-        order.context,
+        order.form.context,
         job.memory_bytes,
         held_bytes=job.held_bytes,
     )
@@ -49,11 +49,11 @@ def load_by_modules(job: StageJob) -> PluggedStage:
         dtype=torch_dtype(choice.dtype),
         hidden_dtype=None if choice.hidden_dtype is None else torch_dtype(choice.hidden_dtype),
         device=device,
-        room=ModuleRoom(context=order.context, room_blocks=room_blocks),
+        room=ModuleRoom(context=order.form.context, room_blocks=room_blocks),
         progress=job.progress,
     )
     return PluggedStage(
-        compute=TorchCompute(stage, job.sampler, WireDType.own(order.dtype)),
+        compute=TorchCompute(stage, job.sampler, WireDType.own(order.form.dtype)),
         weight_bytes=stage_weight_bytes(config, order.layers, form),
         room_blocks=room_blocks,
         kernel=KERNEL,
@@ -63,12 +63,12 @@ def load_by_modules(job: StageJob) -> PluggedStage:
 def _check_order(order: StageOrder, outline: ModuleOutline) -> None:
     """Raise UnsupportedModelError, which names the flag, for what only layers of ours do."""
     for flag, is_asked in (
-        ("--quant", order.quantization is not None),
-        ("--kv-dtype", order.kv_dtype is not KvDType.AUTO),
+        ("--quant", bool(order.form.quant)),
+        ("--kv-dtype", order.form.kv_dtype != "auto"),
         ("--stream-layers", bool(order.n_streamed)),
         ("--tensor-parallel", bool(order.shards)),
         ("--nodes-per-stage", order.n_nodes > 1),
-        ("--mtp", order.mtp),
+        ("--mtp", order.form.mtp),
     ):
         if is_asked:
             raise UnsupportedModelError(

@@ -53,7 +53,7 @@ class KeptWeights:
             own,
             layers=order.layers,
             is_tail=order.is_tail,
-            context=order.context,
+            form=replace_struct(own.form, context=order.form.context),
             n_streamed=order.n_streamed,
             adapters=order.adapters,
         )
@@ -259,16 +259,16 @@ def join(order: StageOrder, stages: Sequence[LoadedStage]) -> LoadedStage:
         else part.room_blocks
         for part, own in zip(parts, moves, strict=True)
     )
-    if room_blocks < blocks_for(order.context):
+    if room_blocks < blocks_for(order.form.context):
         raise CapacityError(
             f"{order.layers.words} together have room for {room_blocks} KV blocks, fewer than a "
-            f"context of {order.context} takes",
+            f"context of {order.form.context} takes",
             remedy="lower --context or raise --memory",
         )
     return LoadedStage(
         order=order,
         stamp=parts[-1].stamp,
-        compute=JoinedCompute([part.compute for part in parts], WireDType.own(order.dtype)),
+        compute=JoinedCompute([part.compute for part in parts], WireDType.own(order.form.dtype)),
         weight_bytes=sum(part.weight_bytes for part in parts),
         room_blocks=room_blocks,
         load_s=sum(part.load_s for part in parts),
@@ -321,7 +321,7 @@ def computes_by_device(stage: LoadedStage) -> list[tuple[int, StageCompute]]:
 
     A device is the node's first, second and so on, and comes twice if other layers lie between.
     """
-    own = WireDType.own(stage.order.dtype)
+    own = WireDType.own(stage.order.form.dtype)
     parts = groupby(stage.parts or (stage,), key=lambda part: part.order.place)
     lanes = [(place, [part.compute for part in neighbours]) for place, neighbours in parts]
     if len(lanes) == 1:

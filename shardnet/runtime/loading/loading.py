@@ -18,6 +18,7 @@ from shardnet.checkpoint.adapters.layer_files import with_adapters
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, UsageError
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import family_of
 from shardnet.model.shards.cut import Cut
 from shardnet.runtime.loading.loaded_stage import KeptWeights, LoadedStage
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from shardnet.model.sampling.sampler import Sampler
     from shardnet.model.shards.group import ShardGroup
     from shardnet.stage.kept_linears import KeptLinears
-    from shardnet.stage.packs.pack_cache import PackCache
     from shardnet.stage.prefixes.prefix_store import PrefixStore
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
     from shardnet.stage.stage_audit import StageAudit
@@ -77,17 +77,18 @@ def _check_order(order: StageOrder, config: ModelConfig) -> None:
         raise UsageError(
             f"layers {order.layers} of {config.n_layers} were ordered for a stage that is {place}"
         )
-    if order.context > config.max_positions:
+    if order.form.context > config.max_positions:
         raise UsageError(
-            f"a context of {order.context} was ordered, and the model has {config.max_positions} "
-            "positions at most",
+            f"a context of {order.form.context} was ordered, and the model has "
+            f"{config.max_positions} positions at most",
             remedy="lower --context",
         )
-    if order.mtp and order.n_nodes > 1:
+    is_cut = any(part.shards for part in order.by_device)
+    if order.form.mtp and order.n_nodes > 1:
         raise mtp_not_cut("nodes", "leave --nodes-per-stage out, or --mtp")
-    if order.mtp and any(part.shards for part in order.by_device):  # they would follow no drafting
+    if order.form.mtp and is_cut:  # they would follow no drafting
         raise mtp_not_cut("devices", "give --tensor-parallel 1, or leave --mtp out")
-    if order.adapters and (order.n_nodes > 1 or any(part.shards for part in order.by_device)):
+    if order.adapters and (order.n_nodes > 1 or is_cut):
         raise adapters_not_cut("nodes" if order.n_nodes > 1 else "devices")
 
 
@@ -132,9 +133,9 @@ def load(
     """
     started = time.perf_counter()
     stamped = stamp(order.folder)
-    checkpoint = Checkpoint.open(order.folder, ignore_unknown=order.ignore_unknown)
-    check_model_id(order.folder, checkpoint.model_id, order.model_id)
-    if order.mtp:
+    checkpoint = Checkpoint.open(order.folder, ignore_unknown=order.form.ignore_unknown_config)
+    check_model_id(order.folder, checkpoint.model_id, order.form.model_id)
+    if order.form.mtp:
         checkpoint.use_mtp()
     _check_order(order, checkpoint.config)
     job = StageJob(
@@ -182,7 +183,7 @@ def _audit(order: StageOrder, model: StageModel | None) -> StageAudit | None:
         return None
     from shardnet.stage.stage_audit import StageAudit
 
-    return StageAudit(model, order.dtype)
+    return StageAudit(model, order.form.dtype)
 
 
 def _load_with_torch(
@@ -206,7 +207,7 @@ def _load_with_torch(
                 "a stage that spans several nodes has one device of each",
                 remedy="name one --device on these nodes, or use --nodes-per-stage 1",
             )
-        group = LinkGroup(order.shard, order.n_nodes, order.gather_dtype)
+        group = LinkGroup(order.shard, order.n_nodes, order.form.gather_dtype)
         prefixes = had = None  # these, and packed weights, are of whole stages
         packs = (None, packs[1])
     model, room_blocks = _load_model(job, packs, had, group)
@@ -215,7 +216,7 @@ def _load_with_torch(
         torch.mps.empty_cache()  # on the thread that uses it alone
     make_compute = StreamingCompute if model.streams else TorchCompute
     arithmetic, kept = _prefixes(order, model, prefixes)
-    compute = make_compute(model, job.sampler, WireDType.own(order.dtype), kept)
+    compute = make_compute(model, job.sampler, WireDType.own(order.form.dtype), kept)
     plugged = PluggedStage(
         compute=compute
         if group is None
@@ -241,11 +242,11 @@ def _prefixes(
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
     from shardnet.stage.stage_audit import arithmetic_of
 
-    arithmetic = arithmetic_of(model)
-    identity = [order.model_id, str(order.layers), order.dtype.value, order.kv_dtype.value]
-    identity += ["mtp"] if order.mtp and order.is_tail else []
-    identity += [order.quantization.value if order.quantization else "", str(order.context)]
-    files = store.of_stage(json.dumps([*identity, arithmetic]), order.model, order.layers.words)
+    arithmetic, form = arithmetic_of(model), order.form
+    identity = [form.model_id, str(order.layers), form.dtype.value, form.kv_dtype]
+    identity += ["mtp"] if form.mtp and order.is_tail else []
+    identity += [form.quant, str(form.context), arithmetic]
+    files = store.of_stage(json.dumps(identity), form.model, order.layers.words)
     return arithmetic, StagePrefixes(model.kv, files)
 
 
@@ -264,30 +265,33 @@ def _load_model(
     from shardnet.model.kernels.linear import probe
     from shardnet.stage.adapters.adapted_linear import LoadedAdapter
     from shardnet.stage.load import load_stage
+    from shardnet.stage.packs.pack_cache import PackCache
 
-    order, checkpoint = job.order, job.checkpoint
+    order, checkpoint, form = job.order, job.checkpoint, job.order.form
     has_tower = order.layers.start == 0 and order.shard == 0
-    tower = tower_of(checkpoint, order.mmproj) if has_tower else None
+    mmproj = Path(form.mmproj) if form.mmproj else None
+    tower = tower_of(checkpoint, mmproj) if has_tower else None
     adapters = [LoadedAdapter.read(each.adapter_id, each.files) for each in order.adapters]
     config, device = with_adapters(checkpoint.config, adapters), torch.device(order.device)
-    choice = probe(device, order.dtype, config.checkpoint_dtype, order.quantization, order.arith)
+    quantization, kv_dtype = Quantization.named(form.quant), KvDType(form.kv_dtype)
+    choice = probe(device, form.dtype, config.checkpoint_dtype, quantization, order.arith)
     n_here, n_shards = len(order.shards) or 1, len(order.shards) or order.n_nodes
     room_blocks = kv_room_blocks(
         config,
         order.layers,
         weight_form(checkpoint, choice),
-        order.context,
+        form.context,
         job.memory_bytes // n_here,  # each shard has room for what is whole in all of them
-        order.kv_dtype,
+        kv_dtype,
         order.n_streamed,
         device=device.type,
         held_bytes=job.held_bytes + (tower.weight_bytes(choice.dtype) if tower else 0),
         cut=cut_of(config, order.shard, n_shards) if n_shards > 1 else None,
     )
+    folder, files = packs
     if order.shards:
         from shardnet.runtime.shards.load_shard import load_leading
 
-        folder, files = packs
         progress = job.progress
         model = load_leading(
             order, checkpoint, choice, room_blocks, packs=folder, files=files, progress=progress
@@ -299,10 +303,10 @@ def _load_model(
             choice=choice,
             device=device,
             room_blocks=room_blocks,
-            context=order.context,
+            context=form.context,
             progress=job.progress,
-            packs=_pack_cache(order, packs),
-            kv_dtype=order.kv_dtype,
+            packs=PackCache.used(folder, json.dumps(files), form),
+            kv_dtype=kv_dtype,
             n_streamed=order.n_streamed,
             kept=had,
             group=group,
@@ -345,19 +349,7 @@ def _sampler(path: Path, config: ModelConfig) -> Sampler:
 
 def _packed_from(order: StageOrder, stamped: Stamp) -> tuple[object, ...]:
     """Say from what weights are quantised: what is cached belongs to these files."""
-    return order.model_id, str(order.folder), stamped, order.dtype.value
-
-
-def _pack_cache(order: StageOrder, packs: Packs) -> PackCache | None:
-    """Return the cache of quantised weights of these files; None without quantisation."""
-    folder, files = packs
-    if folder is None or order.quantization is None:
-        return None
-    from shardnet.stage.packs.pack_cache import PackCache
-
-    cache = PackCache(folder, json.dumps(files), order.model, order.quantization)
-    cache.touch()
-    return cache
+    return order.form.model_id, str(order.folder), stamped, order.form.dtype.value
 
 
 def set_compute_threads(n_threads: int) -> None:

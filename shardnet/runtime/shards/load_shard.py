@@ -16,6 +16,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CheckpointError, ConfigurationError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.slot_blocks import SlotContents
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.codec import to_bytes
 from shardnet.model.kernels.linear import KernelChoice, probe
 from shardnet.model.shards.cut import MAX_SHARDS
@@ -27,16 +28,16 @@ from shardnet.stage.load import load_stage
 from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.tensor_reader import Progress
-from shardnet.types import SlotId
+from shardnet.types import KvDType, SlotId
 
 
 def load_shard(
     job: ShardJob, memory: SharedMemory, progress: Callable[[int, int], None]
 ) -> StageModel:
     """Load a shard. Raises what loading a stage raises."""
-    order = job.order
-    checkpoint = Checkpoint.open(order.folder, ignore_unknown=order.ignore_unknown)
-    if checkpoint.model_id != order.model_id:
+    order, form = job.order, job.order.form
+    checkpoint = Checkpoint.open(order.folder, ignore_unknown=form.ignore_unknown_config)
+    if checkpoint.model_id != form.model_id:
         raise CheckpointError(
             f"{order.folder}: it has changed while its shards were loaded", remedy="ask again"
         )
@@ -44,25 +45,15 @@ def load_shard(
     return load_stage(
         checkpoint,
         order.layers,
-        choice=probe(device, order.dtype, own, order.quantization, order.arith),
+        choice=probe(device, form.dtype, own, Quantization.named(form.quant), order.arith),
         device=device,
         room_blocks=job.room_blocks,
         progress=progress,
-        context=order.context,
-        packs=pack_cache(job),
-        kv_dtype=order.kv_dtype,
+        context=form.context,
+        packs=PackCache.used(job.packs, job.pack_identity, form),
+        kv_dtype=KvDType(form.kv_dtype),
         group=MemoryGroup(memory, job.index, job.size),
     )
-
-
-def pack_cache(job: ShardJob) -> PackCache | None:
-    """Return where the shard's quantised weights are cached: apart from those of other shards."""
-    quantization = job.order.quantization
-    if not job.packs or quantization is None:
-        return None
-    packs = PackCache(Path(job.packs), job.pack_identity, job.order.model, quantization)
-    packs.touch()
-    return packs
 
 
 class ArrivingSlot:
@@ -165,10 +156,10 @@ def load_leading(
         choice=choice,
         device=torch.device(order.shards[0].torch),
         room_blocks=room_blocks,
-        context=order.context,
+        context=order.form.context,
         progress=progress,
-        packs=pack_cache(own),
-        kv_dtype=order.kv_dtype,
+        packs=PackCache.used(own.packs, own.pack_identity, order.form),
+        kv_dtype=KvDType(order.form.kv_dtype),
         group=processes.group,
         followers=processes,
     )

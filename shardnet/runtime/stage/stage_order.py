@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardnet.model.config.panel_form import Quantization
-from shardnet.types import Arith, DType, KvDType, LayerRange, WireDType
+from shardnet.stage_form import StageForm
+from shardnet.types import Arith, LayerRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,32 +50,23 @@ class StageAdapter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOrder:
-    """Which stage to load, in the ring's `dtype`. Equal orders give the same stage.
+    """Which stage to load, in the ring's `form`. Equal orders give the same stage.
 
-    `folder` is where the checkpoint `model` lies on this machine.
+    `folder` is where its checkpoint lies on this machine.
     """
 
-    model: str
+    form: StageForm
     folder: Path
-    model_id: str
     layers: LayerRange
-    dtype: DType
-    context: int
     is_tail: bool
     """Whether the stage has the last layer, so that it samples."""
     device: str
-    quantization: Quantization | None = None
-    kv_dtype: KvDType = KvDType.AUTO
     n_streamed: int = 0
     """How many of the layers are streamed from disk."""
-    ignore_unknown: bool = False
-    """Whether unknown keys of the config are ignored."""
     arith: Arith = Arith.FAST
     shard: int = 0
     """Which part of a stage that spans `n_nodes` this node has."""
     n_nodes: int = 1
-    gather_dtype: WireDType | None = None
-    """The dtype in which parts travel between these nodes, None for their own."""
     place: int = 0
     """Which of the node's devices it is."""
     cores: tuple[int, ...] = ()
@@ -86,11 +77,7 @@ class StageOrder:
     """The devices that share each layer, where there are several; the first is `device`."""
     parts: tuple[StagePart, ...] = ()
     """Which layers are on which device, where they are not all on one."""
-    mtp: bool = False
-    """Whether the last stage of the ring has the layer that predicts further tokens."""
     adapters: tuple[StageAdapter, ...] = ()
-    mmproj: Path | None = None
-    """The GGUF that has the first stage's tower for pictures, None for the model's own."""
 
     def on(self, part: StagePart) -> StageOrder:
         """Return the order of the layers of this stage that are on one device, or its shards."""
@@ -135,4 +122,4 @@ class StageOrder:
     @property
     def caching(self) -> LayerRange:
         """The layers of which it has keys, values or states."""
-        return LayerRange(self.layers.start, self.layers.end + (self.mtp and self.is_tail))
+        return LayerRange(self.layers.start, self.layers.end + (self.form.mtp and self.is_tail))

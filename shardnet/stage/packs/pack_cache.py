@@ -31,6 +31,7 @@ from shardnet.files import (
 )
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.worker_pool import WorkerPool
+from shardnet.stage_form import StageForm
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +65,16 @@ class PackCache:
         self._is_full = False
         self._has_begun = False
         self._workers: WorkerPool | None = None
+
+    @classmethod
+    def used(cls, folder: str | Path | None, identity: str, form: StageForm) -> PackCache | None:
+        """Return the cache of a stage of `form`, used now; None without quantisation or folder."""
+        kind = Quantization.named(form.quant)
+        if not folder or kind is None:
+            return None
+        cache = cls(Path(folder), identity, form.model, kind)
+        cache._touch()
+        return cache
 
     def get(
         self,
@@ -150,7 +161,7 @@ class PackCache:
         """Return the file of packed weights, cached or not, and their offset in it."""
         return self._path(names, kind), _DIGEST_BYTES
 
-    def touch(self) -> None:
+    def _touch(self) -> None:
         """Record that these weights are in use."""
         with contextlib.suppress(OSError):
             os.utime(self._folder / ABOUT)

@@ -19,7 +19,7 @@ from shardnet.errors import DamagedFrameError, LocalProtocolError, RemoteProtoco
 
 Buffer = bytes | bytearray | memoryview
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 PREAMBLE_MAGIC: Final = b"shrdnt"
 PREAMBLE: Final = PREAMBLE_MAGIC + PROTOCOL_VERSION.to_bytes(2, "little")
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.errors import RemoteProtocolError
-from shardnet.types import U32, LayerNumber, Tagged
+from shardnet.types import NO_NUL, U32, LayerNumber, Tagged
 from shardnet.wire.framing.frames import Frame
 
 MAX_STAGES: Final = 256
@@ -26,7 +26,6 @@ MAX_SECONDS: Final = 1e9
 MAX_FIGURE: Final = 1e18
 """Most of what is computed from seconds and bytes. NaN is outside of every range of floats."""
 
-_NO_NUL: Final = r"\A[^\x00]*\Z"
 _PRINTABLE: Final = r"\A[^\x00-\x1f\x7f]*\Z"
 
 RequestId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -52,11 +51,9 @@ DeviceNumbers = Annotated[
 ]
 """Some of the devices of a node, by their places in its list."""
 MAX_NAME: Final = 256
-Name = Annotated[str, Meta(max_length=MAX_NAME, pattern=_NO_NUL)]
+Name = Annotated[str, Meta(max_length=MAX_NAME, pattern=NO_NUL)]
 RequestKey = Annotated[str, Meta(max_length=128, pattern=_PRINTABLE)]
 """By which a request is found again, "" for none."""
-Quant = Literal["", "int8", "int4"]
-KvDTypeName = Literal["auto", "int8"]
 ArithName = Literal["portable", "fast", "onednn"]
 StreamLayers = LayerNumber | Literal["auto"]
 """How many layers of a stage stay on disk."""
@@ -64,9 +61,7 @@ Address = Annotated[str, Meta(max_length=300, pattern=_PRINTABLE)]
 """`host:port`, an IPv6 host in brackets."""
 Addresses = Annotated[list[Address], Meta(max_length=MAX_STAGES)]
 AdapterName = Annotated[str, Meta(max_length=64, pattern=_PRINTABLE)]
-PathText = Annotated[str, Meta(max_length=4096, pattern=_NO_NUL)]
-"""A path or the name of a model. An operating system's path has no NUL."""
-FileName = Annotated[str, Meta(max_length=255, pattern=_NO_NUL)]
+FileName = Annotated[str, Meta(max_length=255, pattern=NO_NUL)]
 """One file of a checkpoint. Which names a model may have is checked where it is used."""
 DigestOrNone = Annotated[str, Meta(max_length=64, pattern=r"\A(?:[0-9a-f]{64})?\Z")]
 """SHA-256 in hex, "" for none."""

@@ -10,7 +10,7 @@ from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta
 
-from shardnet.types import U32, U64, LiveState, Positions, Row, Strict
+from shardnet.types import U32, U64, LiveState, PathText, Positions, Row, Strict
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
     Count,
@@ -18,7 +18,6 @@ from shardnet.wire.framing.schema import (
     Moment,
     Name,
     Numbered,
-    PathText,
     Phase,
     Priority,
     Rank,

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from shardnet.types import U32, LayerNumber, Strict
+from shardnet.types import U32, LayerNumber, PathText, Strict
 from shardnet.wire.framing.schema import (
     MAX_DEVICES,
     MAX_PEER_ADDRESSES,
@@ -23,7 +23,6 @@ from shardnet.wire.framing.schema import (
     Layers,
     Moment,
     Name,
-    PathText,
     Rank,
     Seconds,
     Text,

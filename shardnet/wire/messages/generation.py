@@ -16,7 +16,7 @@ from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS
 from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.sampling_params import MAX_LOGPROBS, SamplingParams
 from shardnet.slot_operations import MAX_PICTURES
-from shardnet.types import MAX_LAYERS, U32, LiveState, Positions, Row, Strict
+from shardnet.types import MAX_LAYERS, U32, LiveState, PathText, Positions, Row, Strict
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
     Count,
@@ -26,7 +26,6 @@ from shardnet.wire.framing.schema import (
     Moment,
     Name,
     Numbered,
-    PathText,
     Priority,
     Rank,
     RequestKey,

@@ -10,7 +10,7 @@ from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta
 
-from shardnet.types import Strict
+from shardnet.types import KvDTypeName, PathText, Quant, Strict
 from shardnet.wire.framing.frames import Limits
 from shardnet.wire.framing.schema import (
     MAX_DEVICES,
@@ -19,13 +19,10 @@ from shardnet.wire.framing.schema import (
     Count,
     Explanation,
     Figure,
-    KvDTypeName,
     Layers,
     Moment,
     Name,
     Numbered,
-    PathText,
-    Quant,
     Seconds,
     Text,
     Threads,

@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from msgspec import Meta
 
-from shardnet.types import U32, Strict, Tagged
+from shardnet.types import U32, PathText, Strict, Tagged
 from shardnet.wire.framing.schema import (
     MAX_DEVICES,
     MAX_PEER_ADDRESSES,
@@ -23,7 +23,6 @@ from shardnet.wire.framing.schema import (
     Layers,
     Name,
     Numbered,
-    PathText,
     PingPayload,
     Rank,
     Seconds,

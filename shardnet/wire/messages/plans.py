@@ -12,7 +12,18 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.slot_operations import MAX_ADAPTER_SCALE, MAX_ADAPTERS
-from shardnet.types import U32, Digest, LayerNumber, Positions, Row, Strict
+from shardnet.stage_form import StageOptions
+from shardnet.types import (
+    U32,
+    Digest,
+    KvDTypeName,
+    LayerNumber,
+    PathText,
+    Positions,
+    Quant,
+    Row,
+    Strict,
+)
 from shardnet.wire.framing.schema import (
     MAX_DEVICES,
     MAX_STAGES,
@@ -24,13 +35,10 @@ from shardnet.wire.framing.schema import (
     Difference,
     Explanation,
     Figure,
-    KvDTypeName,
     Layers,
     Name,
     Numbered,
-    PathText,
     Phase,
-    Quant,
     Rank,
     Seconds,
     Share,
@@ -58,20 +66,17 @@ class AdapterScale(Row, frozen=True, array_like=True):
     scale: Annotated[float, Meta(ge=-MAX_ADAPTER_SCALE, le=MAX_ADAPTER_SCALE)]
 
 
-class ModelChoice(Strict, frozen=True, kw_only=True):
+class ModelChoice(StageOptions, frozen=True, kw_only=True):
     """Which model, on which nodes, how. Empty and 0 mean: as the nodes find best.
 
     Every stage streams `stream_layers` of its layers from disk, with auto as few as it must.
     `wire_dtype` may name links, as `0-1=int8` or `slow=int8` do.
-    Unknown keys of the model's config end the plan unless `ignore_unknown_config`. With `standby`
-    nodes with memory to spare hold other nodes' layers, to go on in their place. Every stage spans
-    `nodes_per_stage` nodes; with 0 one, unless that pays where no nodes are named. With `mtp` the
-    last stage can draft with the layer that predicts further tokens. The ring has at least the
-    LoRA `adapters`; a request is computed with `used_adapters`, whose names are among the ring's.
-    Pictures are read by the tower in the GGUF `mmproj` of the first node, "" for the model's own.
+    With `standby` nodes with memory to spare hold other nodes' layers, to go on in their place.
+    Every stage spans `nodes_per_stage` nodes; with 0 one, unless that pays where no nodes are
+    named. The ring has at least the LoRA `adapters`; a request is computed with `used_adapters`,
+    whose names are among the ring's.
     """
 
-    model: PathText
     nodes: Addresses = []
     layers: Annotated[list[Layers], Meta(max_length=MAX_STAGES)] = []
     context: Positions = 0
@@ -79,17 +84,12 @@ class ModelChoice(Strict, frozen=True, kw_only=True):
     threads: Threads = 0
     wire_dtype: Name = ""
     optimise: Literal["", "latency", "throughput"] = ""
-    quant: Quant = ""
-    kv_dtype: KvDTypeName = "auto"
     stream_layers: StreamLayers = 0
-    ignore_unknown_config: bool = False
     arith: Literal["auto", "portable", "fast", "onednn"] = "auto"
     standby: Literal["", "auto"] = ""
-    mtp: bool = False
     nodes_per_stage: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
     adapters: Annotated[list[NamedAdapter], Meta(max_length=MAX_ADAPTERS)] = []
     used_adapters: Annotated[list[AdapterScale], Meta(max_length=MAX_ADAPTERS)] = []
-    mmproj: PathText = ""
 
     def asked_as(self, former: ModelChoice) -> ModelChoice:
         """Return this choice for a request that was made with `former`: with its adapters."""

@@ -11,19 +11,21 @@ from typing import Annotated, Final, TypeAlias
 from msgspec import Meta
 
 from shardnet.slot_operations import MAX_ADAPTERS
+from shardnet.stage_form import StageForm
 from shardnet.types import (
     BLOCK_POSITIONS,
     MAX_LAYERS,
     MAX_STORED_BLOCKS,
     U32,
     U64,
+    Arith,
     BlockKeys,
     Digest,
     LayerNumber,
-    Positions,
     Row,
     Strict,
     Tagged,
+    WireDType,
 )
 from shardnet.wire.framing.schema import (
     MAX_DEVICES,
@@ -31,20 +33,16 @@ from shardnet.wire.framing.schema import (
     AdapterName,
     Address,
     Addresses,
-    ArithName,
     Count,
     DeviceNumbers,
     DigestOrNone,
     Explanation,
     Figure,
-    KvDTypeName,
     Layers,
     Name,
     Numbered,
     OfRing,
-    PathText,
     Phase,
-    Quant,
     Rank,
     Seconds,
     Threads,
@@ -81,53 +79,39 @@ class RingAdapter(Strict, frozen=True, kw_only=True):
 
 
 class LoadStage(OfRing, frozen=True, kw_only=True):
-    """Tell a node to load its stage of a ring. A node with another `model_id` refuses.
+    """Tell a node to load its stage of a ring. A node with another model than the form's refuses.
 
     `addresses` are the nodes of the ring in order; `threads` 0 leaves the number to the node.
     A node that lacks weights fetches them from `sources`, and holds their digests against the
-    first. `quant` is what the weights of products are rounded to, `kv_dtype` how the KV cache holds
-    keys and values. `streamed_layers` of the layers stay on disk. The node refuses a model whose
-    config has keys that it does not know, unless `ignore_unknown_config`. With `beside` the stage
-    is loaded for a ring to come while the ring that the node is in goes on: the same order without
-    it takes the stage into use. Where that is to come when the node named `stands_for` is lost, it
-    is freed when the head is. Activations are sent in `wire_dtype`, and received in
-    `received_dtype`, "" for the same. The ring is in the place of one that the node `instead_of`
-    leads, "" for none: of that node orders of smaller epochs are refused from then on. A stage that
-    spans the `shard_nodes` is cut over them; this node has part `shard` of each linear, and the
-    parts travel in `gather_dtype`, "" for as they are. `parts` say which of the node's devices have
-    which of the layers, [] that the first has all. With `mtp` the last stage has the layer behind
-    the last one too, which predicts further tokens. The stage has its layers' parts of `adapters`,
-    which the node fetches too. The first stage has the tower in the GGUF `mmproj`, "" for the
-    model's own.
+    first. `n_streamed` of the layers stay on disk. With `beside` the stage is loaded for a ring to
+    come while the ring that the node is in goes on: the same order without it takes the stage into
+    use. Where that is to come when the node named `stands_for` is lost, it is freed when the head
+    is. Activations are sent in `wire_dtype`, and received in `received_dtype`. The ring is in the
+    place of one that the node `instead_of` leads, "" for none: of that node orders of smaller
+    epochs are refused from then on. A stage that spans the `shard_nodes` is cut over them; this
+    node has part `shard` of each linear. `parts` say which of the node's devices have which of the
+    layers, [] that the first has all. The stage has its layers' parts of `adapters`, which the node
+    fetches too.
     """
 
+    form: StageForm
     rank: Rank
     n_stages: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
-    model: PathText
-    model_id: Digest
     layers: Layers
-    dtype: Name
-    wire_dtype: Name
-    context: Positions
+    wire_dtype: WireDType
+    received_dtype: WireDType
     threads: Threads
     addresses: Addresses
     sources: Addresses = []
-    quant: Quant = ""
-    kv_dtype: KvDTypeName = "auto"
-    streamed_layers: LayerNumber = 0
-    ignore_unknown_config: bool = False
+    n_streamed: LayerNumber = 0
     beside: bool = False
     stands_for: Name = ""
-    received_dtype: Name = ""
-    arith: ArithName = "fast"
+    arith: Arith = Arith.FAST
     instead_of: Name = ""
     shard_nodes: Addresses = []
     shard: Rank = 0
-    gather_dtype: Name = ""
     parts: Annotated[list[DevicePart], Meta(max_length=MAX_DEVICES)] = []
-    mtp: bool = False
     adapters: Annotated[list[RingAdapter], Meta(max_length=MAX_ADAPTERS)] = []
-    mmproj: PathText = ""
 
 
 class LoadProgress(Numbered, frozen=True, kw_only=True):

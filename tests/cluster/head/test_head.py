@@ -84,7 +84,7 @@ class EndlessRing:
 
     name = "r"
     other_names = ()
-    spec = SimpleNamespace(model=MODEL, config=SimpleNamespace(vocab_size=1))
+    spec = SimpleNamespace(form=SimpleNamespace(model=MODEL), config=SimpleNamespace(vocab_size=1))
 
     def __init__(self, *_: object) -> None:
         pass

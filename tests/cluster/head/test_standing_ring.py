@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from msgspec import structs
+from support.rings.stage_forms import FORM
 
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead
@@ -16,7 +18,7 @@ from shardnet.cluster.planning import planning
 from shardnet.cluster.planning.planning import Planner
 from shardnet.errors import BusyError, CheckpointError, DiskSilentError
 from shardnet.runtime.loading.model_facts import ModelFacts
-from shardnet.types import Arith, DType, NodeId
+from shardnet.types import Arith, NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
 HERE, HANGING = "/models/here", "/mnt/hangs"
@@ -71,14 +73,7 @@ class StandingRing:
 
     broken = None
     name = "r"
-    spec = SimpleNamespace(
-        context=64,
-        dtype=DType.FLOAT32,
-        wires=(),
-        gather_dtype=None,
-        threads=1,
-        model=HERE,
-    )
+    spec = SimpleNamespace(form=structs.replace(FORM, model=HERE, context=64), wires=(), threads=1)
     n_users = 0
 
     @property

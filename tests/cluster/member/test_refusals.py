@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.rings.stage_forms import FORM
 
 from shardnet.cluster.member.refusals import check_load_order
 from shardnet.errors import UsageError
+from shardnet.types import WireDType
 from shardnet.wire.messages.stages import DevicePart, LoadStage
 
 
 def order(*parts: DevicePart, **changes: Any) -> LoadStage:
     values: dict[str, Any] = {
-        "request": 1, "ring": "r", "epoch": 1, "rank": 0, "n_stages": 1, "model": "/m",
-        "model_id": "ab" * 32, "layers": (0, 4), "dtype": "float32", "wire_dtype": "float32",
-        "context": 256, "threads": 0, "addresses": ["a:1"], "parts": list(parts),
+        "request": 1, "ring": "r", "epoch": 1, "rank": 0, "n_stages": 1, "form": FORM,
+        "layers": (0, 4), "wire_dtype": WireDType.FLOAT32, "received_dtype": WireDType.FLOAT32,
+        "threads": 0, "addresses": ["a:1"], "parts": list(parts),
     }  # fmt: skip
     return LoadStage(**values | changes)
 
@@ -36,7 +38,7 @@ def test_parts_cover_the_layers_on_devices_that_are_here() -> None:
         (order(part(0, 2, 0), part(2, 4, 0)), "and this node has 2"),
         (order(part(0, 4, 1, 1)), "and this node has 2"),
         (order(part(0, 4, 2)), "and this node has 2"),
-        (order(part(0, 2, 0), part(2, 4, 1), streamed_layers=1), "are to be streamed"),
+        (order(part(0, 2, 0), part(2, 4, 1), n_streamed=1), "are to be streamed"),
     ):
         with pytest.raises(UsageError, match=complaint):
             check_load_order(bad, 8, 2)

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
+from support.rings.stage_forms import FORM
 
 from shardnet.cluster.member import stage_host as stage_host_module
 from shardnet.cluster.member import stage_loader
@@ -32,17 +33,14 @@ from shardnet.errors import (
 from shardnet.runtime.loading.loaded_stage import LoadedStage
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.transport.link import Link
-from shardnet.types import DType, LayerRange, WireDType
+from shardnet.types import LayerRange, WireDType
 from shardnet.wire.messages.stages import LoadStage
 
 AWAY = r"draining|no ring now"
 STAGE_ORDER = StageOrder(
-    model="/m",
+    form=FORM,
     folder=Path("/m"),
-    model_id="",
     layers=LayerRange(0, 1),
-    dtype=DType.FLOAT32,
-    context=1,
     is_tail=True,
     device="cpu",
 )
@@ -159,12 +157,10 @@ ORDER = LoadStage(
     epoch=1,
     rank=0,
     n_stages=1,
-    model="/m",
-    model_id="",
+    form=FORM,
     layers=(0, 1),
-    dtype="float32",
-    wire_dtype="float32",
-    context=256,
+    wire_dtype=WireDType.FLOAT32,
+    received_dtype=WireDType.FLOAT32,
     threads=1,
     addresses=["a:1"],
 )

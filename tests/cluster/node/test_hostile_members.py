@@ -23,12 +23,7 @@ from shardnet.runtime.loading.model_facts import ModelFacts, identify
 from shardnet.transport.memory import memory_pair
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.activity import ClockRead, RingActivity
-from shardnet.wire.messages.control import (
-    ControlMessage,
-    Done,
-    Redirect,
-    read_control,
-)
+from shardnet.wire.messages.control import ControlMessage, Done, Redirect, read_control
 from shardnet.wire.messages.deputies import AnswerFound, NodeFound, ValueFound, ValuesListed
 from shardnet.wire.messages.generation import Cancel, Finished, LastRun, TextPiece
 from shardnet.wire.messages.measurements import LinksMeasured, StageMeasured
@@ -48,7 +43,8 @@ LAST = (
     ValuesListed,
 )
 SLOW = {
-    *(f"LoadStage.{name}" for name in ("model", "quant", "kv_dtype", "streamed_layers")),
+    *(f"LoadStage.form.{name}" for name in ("model", "quant", "kv_dtype", "dtype", "gather_dtype")),
+    "LoadStage.n_streamed",
     *(f"Generate.choice.{name}" for name in ("model", "quant", "kv_dtype", "context")),
     "Generate.choice.stream_layers",
     "Generate.deterministic",
@@ -161,7 +157,7 @@ def test_every_field_at_its_extremes_without_a_model(tmp_path: Path) -> None:
         **choosing(NOWHERE),
         "PlanRequest": {"choice": choice},
         "Generate": {"choice": choice},
-        "LoadStage": {"model": NOWHERE},
+        "LoadStage": {"form": form(NOWHERE)},
         "IdentifyModel": {"model": NOWHERE},
         "ReportRequest": {"model": NOWHERE},
     }
@@ -195,16 +191,14 @@ def test_every_field_at_its_extremes_with_a_model_loaded(tmp_path: Path, facts: 
         {"layers": [2, 1]},
         {"layers": [1, n_layers], "rank": 1, "n_stages": 2, "addresses": ["a:1"]},
         {"layers": [1, n_layers], "rank": 2, "n_stages": 2, "addresses": ["a:1", "b:1"]},
-        {"context": 2**24},
-        {"context": 0},
+        {"form": load["form"] | {"context": 2**24}},
+        {"form": load["form"] | {"context": 0}},
         {"threads": 4096},
-        {"streamed_layers": 10_000},
-        {"dtype": "float64"},
-        {"wire_dtype": "float64"},
+        {"n_streamed": 10_000},
         {"ring": ""},
-        {"model_id": "0" * 64},
-        {"model_id": "0" * 64, "model": NOWHERE, "sources": ["a" * 100 + ":1", "²:²"]},
-        {"model_id": "0" * 64, "model": "/" + "x" * 4000},
+        {"form": form()},
+        {"form": form(NOWHERE), "sources": ["a" * 100 + ":1", "²:²"]},
+        {"form": form("/" + "x" * 4000)},
     ]
 
     async def main() -> None:
@@ -233,13 +227,16 @@ def whole_model(facts: ModelFacts) -> Meta:
         "n_stages": 1,
         "addresses": ["127.0.0.1:9"],
         "layers": [0, facts.config.n_layers],
-        "dtype": "float32",
         "wire_dtype": "float32",
-        "context": 64,
+        "received_dtype": "float32",
         "threads": 1,
-        "model": DEFAULT_MODEL_NAME,
-        "model_id": facts.model_id,
+        "form": form(DEFAULT_MODEL_NAME, facts.model_id),
     }
+
+
+def form(model: str = DEFAULT_MODEL_NAME, model_id: str = "0" * 64) -> Meta:
+    """What a ring computes with; no node has the model without another id."""
+    return {"model": model, "model_id": model_id, "dtype": "float32", "context": 64}
 
 
 def plain_of(name: str) -> Meta:

@@ -139,7 +139,7 @@ class Around:
     """
 
     def __init__(self, unused_s: float | None) -> None:
-        self.loaded = SimpleNamespace(order=SimpleNamespace(model="m"))
+        self.loaded = SimpleNamespace(order=SimpleNamespace(form=SimpleNamespace(model="m")))
         self.membership = SimpleNamespace(is_over=False, owner="b")
         self.idle_s = unused_s
         self.unloaded: list[float] = []

@@ -17,7 +17,7 @@ CARD = Device(kind="nvidia", index=0, description="nvidia:0 (A)", dtypes=(), ari
 
 
 def state_of(*devices: Device, is_over: bool = False) -> OwnState:
-    order = SimpleNamespace(model="/m", layers=LayerRange(1, 4))
+    order = SimpleNamespace(form=SimpleNamespace(model="/m"), layers=LayerRange(1, 4))
     return OwnState(
         settings=cast(
             Any,

@@ -415,7 +415,7 @@ def test_unknown_keys_of_the_config_end_the_plan_or_are_warned_of() -> None:
     choice = ModelChoice(model="/m", ignore_unknown_config=True)
     plan = make_plan(choice, asyncio.run(identified(choice)), [node("a")])
     assert "logit_scale = 0.1, spread = 7" in plan.warnings[0]
-    assert ring_spec(plan).ignore_unknown_config
+    assert ring_spec(plan).form.ignore_unknown_config
 
 
 def test_a_generation_disproves_what_was_predicted_far_off() -> None:
@@ -579,7 +579,7 @@ def test_a_stage_over_several_nodes_is_planned_told_and_ordered() -> None:
     assert sorted(plan.rounded_parts) == [*range(6)]
     spec = ring_spec(plan)
     order = spec.order(1, 1, ring="r", epoch=Epoch(1), sources=["c:1", "d:1"], instead_of="")
-    assert (order.rank, order.shard, order.gather_dtype) == (1, 1, "int8")
+    assert (order.rank, order.shard, order.form.gather_dtype) == (1, 1, WireDType.INT8)
     assert order.shard_nodes == ["c:1", "d:1"]
     assert order.addresses == ["a:1", "c:1"]
     assert order.sources == ["c:1"]

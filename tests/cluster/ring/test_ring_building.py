@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.rings.stage_forms import FORM
 
 from shardnet.cluster.member.stage_orders import PhaseProgress
 from shardnet.cluster.ring import ring as ring_module
@@ -21,22 +22,17 @@ from shardnet.cluster.ring.stage_port import StagePort
 from shardnet.errors import BusyError, CapacityError, PeerFailedError, ShardnetError, TakenError
 from shardnet.model.families.registry import parse_config
 from shardnet.runtime.ring.pipeline import Pipeline, StuckStage
-from shardnet.types import Arith, DType, Epoch, LayerRange, NodeId, StepId, WireDType
+from shardnet.types import Arith, Epoch, LayerRange, NodeId, StepId, WireDType
 from shardnet.wire.messages.stages import LoadStage, StageReady
 
 SPEC = RingSpec(
-    model="/m",
-    model_id="0" * 64,
+    form=FORM,
     stamp=(),
     addresses=("a:1", "b:2"),
     layers=(LayerRange(0, 1), LayerRange(1, 2)),
-    dtype=DType.FLOAT32,
-    quant="",
-    kv_dtype="auto",
-    streamed=(0, 0),
+    n_streamed=(0, 0),
     wires=(WireDType.FLOAT32,),
     ariths=(Arith.FAST, Arith.PORTABLE),
-    context=256,
     threads=1,
     config=parse_config(
         {
@@ -224,7 +220,7 @@ def test_heads_that_want_each_others_nodes_all_get_their_rings(wanted: list[list
                     SPEC,
                     addresses=tuple(nodes),
                     layers=(LayerRange(0, 1),) * len(nodes),
-                    streamed=(0,) * len(nodes),
+                    n_streamed=(0,) * len(nodes),
                     wires=(WireDType.FLOAT32,) * (len(nodes) - 1),
                     ariths=(Arith.FAST,) * len(nodes),
                 ),

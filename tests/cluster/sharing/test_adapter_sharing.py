@@ -12,6 +12,7 @@ import pytest
 from support.cluster.bulk_peers import Sources, open_sources
 from support.models.adapters import make_peft
 from support.models.checkpoints import make_llama
+from support.rings.stage_forms import FORM
 
 from shardnet.checkpoint.adapters.layer_files import AdapterFacts, read_layer_file
 from shardnet.cluster.sharing.adapter_sharing import AdapterSharing, adapter_facts, ring_adapter
@@ -20,7 +21,7 @@ from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import PeerFailedError, UsageError
 from shardnet.runtime.loading.model_facts import ModelFacts, identify
 from shardnet.stage.estimate.memory_estimate import WeightForm, stage_weight_bytes
-from shardnet.types import DType, LayerRange
+from shardnet.types import DType, LayerRange, WireDType
 from shardnet.wire.messages.bulk import Piece
 from shardnet.wire.messages.plans import ModelChoice, NamedAdapter
 from shardnet.wire.messages.stages import LoadStage
@@ -41,15 +42,14 @@ def path(facts: ModelFacts, tmp_path: Path) -> Path:
 
 def order(adapter: AdapterFacts, *addresses: str) -> LoadStage:
     """What the second node of a ring is told to load."""
-    fields: dict[str, Any] = {"request": 0, "ring": "r", "epoch": 1, "model": "/m", "threads": 1}
+    fields: dict[str, Any] = {"request": 0, "ring": "r", "epoch": 1, "threads": 1}
     return LoadStage(
         rank=1,
         n_stages=len(addresses),
-        model_id="0" * 64,
+        form=FORM,
         layers=(MIDDLE.start, MIDDLE.end),
-        dtype="float32",
-        wire_dtype="float32",
-        context=512,
+        wire_dtype=WireDType.FLOAT32,
+        received_dtype=WireDType.FLOAT32,
         addresses=[*addresses],
         adapters=[ring_adapter(adapter, MIDDLE)],
         **fields,

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from support.models.checkpoints import make_llama
+from support.rings.stage_forms import FORM
 from transformers import AutoConfig
 
 from shardnet.checkpoint.checkpoint import Checkpoint
@@ -19,7 +21,7 @@ from shardnet.model.families.wrappers import WRAPPERS
 from shardnet.runtime.loading.loading import load
 from shardnet.runtime.loading.model_facts import identify, identify_at
 from shardnet.runtime.stage.stage_order import StageOrder
-from shardnet.types import DType, LayerRange
+from shardnet.types import LayerRange
 
 TRANSFORMERS_4: dict[str, Any] = {
     "_attn_implementation_autoset": True,
@@ -187,15 +189,13 @@ def test_all_unknown_keys_are_named_at_once(strange: Path) -> None:
 
 def order(folder: Path, *, ignore_unknown: bool = False) -> StageOrder:
     return StageOrder(
-        model=str(folder),
+        form=structs.replace(
+            FORM, model_id=identify(folder).model_id, ignore_unknown_config=ignore_unknown
+        ),
         folder=folder,
-        model_id=identify(folder).model_id,
         layers=LayerRange(0, 1),
-        dtype=DType.FLOAT32,
-        context=64,
         is_tail=True,
         device="cpu",
-        ignore_unknown=ignore_unknown,
     )
 
 

@@ -7,24 +7,21 @@ from pathlib import Path
 
 import pytest
 from support.models.checkpoints import make_llama
+from support.rings.stage_forms import form_of, with_form
 
-from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError
 from shardnet.runtime.loading.loaded_stage import LoadedStage, join
 from shardnet.runtime.loading.loading import load
 from shardnet.runtime.stage.stage_order import StageOrder
-from shardnet.types import DType, LayerRange
+from shardnet.types import LayerRange
 
 
 def test_what_a_stage_lacks_is_loaded_beside_it_and_joined(tmp_path: Path) -> None:
     folder = make_llama(tmp_path, num_hidden_layers=3, max_position_embeddings=512)
     whole = StageOrder(
-        model="m",
+        form=form_of(folder),
         folder=folder,
-        model_id=Checkpoint.open(folder).model_id,
         layers=LayerRange(0, 3),
-        dtype=DType.FLOAT32,
-        context=512,
         is_tail=True,
         device="cpu",
     )
@@ -42,7 +39,7 @@ def test_what_a_stage_lacks_is_loaded_beside_it_and_joined(tmp_path: Path) -> No
     assert own.lacks(middle) == []
     for other in (
         replace(whole, layers=LayerRange(0, 1), is_tail=False),
-        replace(whole, context=256),
+        with_form(whole, context=256),
         replace(whole, n_streamed=1),
     ):
         assert own.lacks(other) == []
@@ -53,7 +50,7 @@ def test_what_a_stage_lacks_is_loaded_beside_it_and_joined(tmp_path: Path) -> No
     assert len({stage, own, own}) == 2
     assert stage.part(whole) is stage
     assert stage.part(middle) is own
-    assert stage.part(replace(middle, context=256)) is None
+    assert stage.part(with_form(middle, context=256)) is None
     small = replace(own, room_blocks=3)
     with pytest.raises(CapacityError, match="layers 0-2 together have room for 1 KV blocks"):
         join(whole, [small, stage.parts[0], stage.parts[2]])

@@ -12,9 +12,9 @@ from typing import Any, cast
 import pytest
 from support.models.checkpoints import make_llama
 from support.rings.stage_chain import even_split, random_prompt
+from support.rings.stage_forms import form_of
 from support.rings.torch_rings import LoadedStages, load_stages, request, run, tokens_of
 
-from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.runtime.loading.loaded_stage import (
     LoadedStage,
@@ -38,7 +38,6 @@ from shardnet.runtime.stage.torch_compute import HeldActivations
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import FreeSlot
 from shardnet.types import (
-    DType,
     Epoch,
     LayerRange,
     MicroBatch,
@@ -161,17 +160,14 @@ def test_two_groups_of_cores_give_the_tokens_of_one(tmp_path: Path) -> None:
         request(random_prompt(n, N_TOKENS, seed=n), 8, SamplingParams(temperature=t, seed=5))
         for n, t in ((5, 0.0), (37, 0.8))
     ]
-    model_id = Checkpoint.open(folder).model_id
+    form = form_of(folder)
     kinds: set[type] = set()
 
     def ordered(layers: LayerRange, middle: int) -> StageOrder:
         return StageOrder(
-            model=str(folder),
+            form=form,
             folder=folder,
-            model_id=model_id,
             layers=layers,
-            dtype=DType.FLOAT32,
-            context=512,
             is_tail=layers.end == 4,
             device="cpu",
             parts=(
@@ -241,12 +237,9 @@ def test_a_lost_shard_of_a_part_is_the_loss_of_the_stage(tmp_path: Path) -> None
     """It is loaded again, not kept nor joined; and what shards hold counts on each device."""
     folder = make_llama(tmp_path, num_hidden_layers=4)
     order = StageOrder(
-        model=str(folder),
+        form=form_of(folder),
         folder=folder,
-        model_id=Checkpoint.open(folder).model_id,
         layers=LayerRange(0, 2),
-        dtype=DType.FLOAT32,
-        context=512,
         is_tail=False,
         device="cpu",
     )

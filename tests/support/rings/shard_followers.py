@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from support.rings.stage_chain import CPU, ROOM_BLOCKS, probed
+from support.rings.stage_forms import form_of
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.runtime.shards import load_shard
@@ -55,15 +56,11 @@ def load_sharded(
     checkpoint = Checkpoint.open(folder)
     config = checkpoint.config
     order = StageOrder(
-        model=str(folder),
+        form=form_of(folder, context=context or config.default_context, kv_dtype=kv_dtype.value),
         folder=folder,
-        model_id=checkpoint.model_id,
         layers=layers,
-        dtype=DType.FLOAT32,
-        context=context or config.default_context,
         is_tail=layers.end == config.n_layers,
         device="cpu",
-        kv_dtype=kv_dtype,
         shards=tuple(StageDevice(place=n, name=f"cpu:{n}") for n in range(n_shards)),
     )
     return load_shard.load_leading(

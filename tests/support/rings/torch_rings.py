@@ -12,6 +12,7 @@ from typing import Any
 from support.rings.rings import NoText, running_ring
 from support.rings.shard_followers import load_sharded
 from support.rings.stage_chain import StageChain
+from support.rings.stage_forms import form_of
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.kernels.linear import KernelChoice
@@ -34,7 +35,6 @@ from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import OpenSequence
 from shardnet.types import (
     STATE_SLOTS,
-    DType,
     Epoch,
     KvDType,
     LayerRange,
@@ -134,12 +134,9 @@ def load_stages(
     loaded = [
         load(
             StageOrder(
-                model=str(folder),
+                form=form_of(folder, context=CONTEXT),
                 folder=folder,
-                model_id=checkpoint.model_id,
                 layers=layers,
-                dtype=DType.FLOAT32,
-                context=CONTEXT,
                 is_tail=layers.end == checkpoint.config.n_layers,
                 device="cpu",
             ),

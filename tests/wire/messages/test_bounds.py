@@ -13,9 +13,10 @@ from support.hostile.extremes import extremes, plain, structs, unbounded
 from support.strategies.wire_strategies import encoded
 
 import shardnet.wire.messages
-from shardnet import slot_operations, types
+from shardnet import slot_operations, stage_form, types
 from shardnet.errors import RemoteProtocolError
 from shardnet.slot_operations import SlotOperation
+from shardnet.stage_form import StageOptions
 from shardnet.wire.framing import schema
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.bulk import BulkMessage, read_bulk
@@ -42,11 +43,11 @@ def all_structs() -> set[type[Any]]:
     ]
     return {
         value
-        for module in (*modules, slot_operations)
+        for module in (*modules, slot_operations, stage_form)
         for value in vars(module).values()
         if isinstance(value, type)
         and issubclass(value, msgspec.Struct)
-        and value.__name__ not in {*vars(types), *vars(schema)}
+        and value.__name__ not in {*vars(types), *vars(schema), StageOptions.__name__}
     }
 
 
@@ -86,7 +87,7 @@ def test_a_field_without_a_bound_would_be_noticed(kind: Any) -> None:
     "value", ["../../x", "/somewhere/evil", "A" * 64, "a" * 63, "a" * 64 + "\n"]
 )
 def test_a_models_id_is_no_path(value: str) -> None:
-    for name in ("LoadStage", "PlanReply", "FetchPart", "IdentifyModel"):
+    for name in ("PlanReply", "FetchPart", "IdentifyModel"):
         kind = next(kind for kind in READERS if kind.__name__ == name)
         frame_kind, read = READERS[kind]
         meta = plain(kind) | {"model_id": value}
