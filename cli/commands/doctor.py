@@ -75,7 +75,7 @@ async def _run(
     mdns: bool,
     timeout_s: float,
     as_json: bool,
-    ignore_unknown: bool,
+    ignore_unknown_config: bool,
 ) -> None:
     from shardnet.api.diagnostics import FactSources, gather_facts
     from shardnet.cluster.diagnosis.diagnosis import diagnose
@@ -93,7 +93,7 @@ async def _run(
             browse=browse_all if mdns else None,
             model=model,
             timeout_s=timeout_s,
-            ignore_unknown=ignore_unknown,
+            ignore_unknown_config=ignore_unknown_config,
         )
     )
     findings = diagnose(facts)

@@ -240,7 +240,7 @@ def check_local(n_nodes: int, choice: ModelChoice) -> None:
     folder = find_folder(choice.model) if n_nodes > 1 else None
     if folder is None:
         return
-    n_layers = Checkpoint.open(folder, ignore_unknown=True).config.n_layers
+    n_layers = Checkpoint.open(folder, ignore_unknown_config=True).config.n_layers
     if n_nodes > n_layers:
         raise UsageError(
             f"--local {n_nodes}: {choice.model} has {n_layers} layers and every node needs one",

@@ -53,7 +53,7 @@ class FactSources:
     `here` are the nodes of this machine, `named` addresses (host:port) to try; `browse` looks for
     others by mDNS if no node runs here (None: do not). `model` is a path, "" for none.
     `timeout_s` bounds the wait for reports, in seconds. Unknown keys of the model's config count as
-    a problem unless `ignore_unknown`.
+    a problem unless `ignore_unknown_config`.
     """
 
     key: KeyFacts
@@ -63,7 +63,7 @@ class FactSources:
     browse: Browse | None
     model: str
     timeout_s: float
-    ignore_unknown: bool = False
+    ignore_unknown_config: bool = False
 
 
 async def gather_facts(sources: FactSources) -> Facts:
@@ -77,7 +77,7 @@ async def gather_facts(sources: FactSources) -> Facts:
         _probe_addresses([node.address for node in sources.here], sources.identity),
         _probe_addresses(sources.named, sources.identity),
         _found(sources, is_wanted=is_blind),
-        _look_at(sources.model, ignore_unknown=sources.ignore_unknown),
+        _look_at(sources.model, ignore_unknown_config=sources.ignore_unknown_config),
     )
     answers = [answer for _, answer in (*here, *named) if answer is not None]
     if not answers and found:
@@ -218,13 +218,13 @@ class _LocalModel:
     remedy: str = ""
 
 
-async def _look_at(model: str, *, ignore_unknown: bool) -> _LocalModel | None:
+async def _look_at(model: str, *, ignore_unknown_config: bool) -> _LocalModel | None:
     if not model:
         return None
     try:
         async with asyncio.timeout(ANSWER_S):
             looking = DaemonThreads(1, "shardnet-look").submit(
-                partial(identify_at, model, ignore_unknown=ignore_unknown)
+                partial(identify_at, model, ignore_unknown_config=ignore_unknown_config)
             )
             facts = await asyncio.wrap_future(looking)
             return _LocalModel(model=model, facts=facts)
@@ -278,7 +278,7 @@ def _of_node(
                 config = read_config(
                     reply.report.model_config,
                     f"{model} on {reply.name}",
-                    ignore_unknown=sources.ignore_unknown,
+                    ignore_unknown_config=sources.ignore_unknown_config,
                 )
                 return reply.report.model_id, config
     return "", None

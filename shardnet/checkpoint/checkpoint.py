@@ -58,12 +58,14 @@ class Checkpoint:
     those that a replica has, None if the checkpoint is whole.
     """
 
-    def __init__(self, path: Path, contents: Contents, *, ignore_unknown: bool = False) -> None:
+    def __init__(
+        self, path: Path, contents: Contents, *, ignore_unknown_config: bool = False
+    ) -> None:
         self.path = path
         self.folder = contents.folder
         unknown = [*contents.unknown_keys]
         self.config: ModelConfig = parse_config(contents.config, contents.where, unknown)
-        if unknown and not ignore_unknown:
+        if unknown and not ignore_unknown_config:
             raise unknown_keys_error(contents.where, unknown)
         self.unknown_keys = tuple(unknown)
         """Keys of the config that may change what is computed and are ignored, with values."""
@@ -85,11 +87,11 @@ class Checkpoint:
         self._bytes_read = dict.fromkeys(contents.files, 0)
 
     @classmethod
-    def open(cls, path: str | Path, *, ignore_unknown: bool = False) -> Checkpoint:
+    def open(cls, path: str | Path, *, ignore_unknown_config: bool = False) -> Checkpoint:
         """Read the config and the headers of the tensor files at `path`.
 
         That is a folder, or a GGUF file. Unknown keys of the config are refused, all named at once,
-        unless `ignore_unknown`: so for whoever computes nothing, or was told to.
+        unless `ignore_unknown_config`: so for whoever computes nothing, or was told to.
         Raises CheckpointError, which names the file, when one is missing, truncated or damaged;
         UnsupportedModelError for a model that is not implemented.
         """
@@ -98,7 +100,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{path}: no such checkpoint folder", remedy="check the path of --model"
             )
-        return cls(path, _read_contents(path), ignore_unknown=ignore_unknown)
+        return cls(path, _read_contents(path), ignore_unknown_config=ignore_unknown_config)
 
     @property
     def has_mtp(self) -> bool:

@@ -200,7 +200,7 @@ class Replica:
     def __init__(self, folder: Path) -> None:
         """Open the replica in `folder`. Raises CheckpointError if it is damaged."""
         self.folder = folder
-        self.checkpoint = Checkpoint.open(folder, ignore_unknown=True)
+        self.checkpoint = Checkpoint.open(folder, ignore_unknown_config=True)
         journal = self.checkpoint.journal
         if journal is None:
             raise CheckpointError(f"{folder}: this is no replica, {JOURNAL_FILE} is missing")
@@ -335,7 +335,7 @@ def begin_replica(folder: Path, model_id: str, peer: str) -> None:
 
     Raises CheckpointError, which names the `peer`, if they are of another model than `model_id`.
     """
-    checkpoint = Checkpoint.open(folder, ignore_unknown=True)
+    checkpoint = Checkpoint.open(folder, ignore_unknown_config=True)
     came = checkpoint.model_id
     if came != model_id:
         raise CheckpointError(f"{peer} offered model {model_id[:12]} and sent {came[:12]}")

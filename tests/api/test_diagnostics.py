@@ -31,7 +31,7 @@ def test_nodes_are_asked_for_what_this_machine_does_not_know(
     for module, deadline in ((diagnostics, "ANSWER_S"), (reporter, "IDENTIFY_S")):
         monkeypatch.setattr(module, deadline, 60.0)
 
-    def lacks(model: str, *, ignore_unknown: bool) -> None:
+    def lacks(model: str, *, ignore_unknown_config: bool) -> None:
         raise CheckpointError(f"there is no checkpoint folder at {model}")
 
     monkeypatch.setattr(diagnostics, "identify_at", lacks)

@@ -135,7 +135,7 @@ def _replica(
         with contextlib.closing(lay_out(staged, laid)) as opened:
             for file_name, head in heads.items():
                 opened.write(file_name, 0, memoryview(head))
-            checkpoint = Checkpoint.open(staged, ignore_unknown=True)
+            checkpoint = Checkpoint.open(staged, ignore_unknown_config=True)
             for file_name, offset, sample in source.samples(checkpoint.samples):
                 opened.write(file_name, offset, memoryview(sample))
         model_id = checkpoint.model_id

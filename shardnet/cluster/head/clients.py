@@ -378,7 +378,7 @@ class Clients:
             context=spec.form.context,
             has_state=spec.config.has_state,
             has_mtp=spec.form.mtp,
-            ignore_unknown=message.choice.ignore_unknown_config,
+            ignore_unknown_config=message.choice.ignore_unknown_config,
         )
         asked = None if message.constraint is None else message.constraint.params()
         constrained = await self.constraints.constrained(asked, lead.grammars)

@@ -59,13 +59,13 @@ class Drafts:
         context: int,
         has_state: bool,
         has_mtp: bool = False,
-        ignore_unknown: bool = False,
+        ignore_unknown_config: bool = False,
     ) -> Speculation | None:
         """Make the speculation that `how` asks for: off, ngram, mtp or the path of a draft model.
 
         At most `most` tokens are drafted at once; 0 adapts the number to the acceptance rate.
         `has_state` says whether layers of the model keep a state, `has_mtp` whether the ring's tail
-        can draft, `ignore_unknown` whether unknown
+        can draft, `ignore_unknown_config` whether unknown
         keys of a draft model's config are ignored. Raises UsageError if `most` is
         above 31 and where slots cannot be rewound, and what loading a draft model raises.
         """
@@ -87,7 +87,7 @@ class Drafts:
         if how == NGRAM:
             make = partial(NgramDrafts, before=self._texts)
             return Speculation(make_draft_source=lambda wake: make(), most=most)
-        model = await self._load(how, vocab_size, context, ignore_unknown)
+        model = await self._load(how, vocab_size, context, ignore_unknown_config)
         return Speculation(make_draft_source=model.draft_source, most=most)
 
     def close(self) -> None:
@@ -97,13 +97,13 @@ class Drafts:
             self._model = None
 
     async def _load(
-        self, name: str, vocab_size: int, context: int, ignore_unknown: bool
+        self, name: str, vocab_size: int, context: int, ignore_unknown_config: bool
     ) -> DraftModel:
         from shardnet.runtime.engine.draft_model import load_draft_model
 
         async with self._changing:
             path, stamped = await self.disk.run(name, lambda: _find(name))
-            key = (path, stamped, vocab_size, context, ignore_unknown)
+            key = (path, stamped, vocab_size, context, ignore_unknown_config)
             if self._model is None or self._key != key:
                 self.close()
                 spare_bytes, threads = self.spare_bytes(), self.threads()
@@ -116,7 +116,7 @@ class Drafts:
                         context=context,
                         memory_bytes=spare_bytes,
                         threads=threads,
-                        ignore_unknown=ignore_unknown,
+                        ignore_unknown_config=ignore_unknown_config,
                     ),
                 )
                 self._key = key

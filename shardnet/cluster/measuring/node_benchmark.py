@@ -233,7 +233,7 @@ class NodeBenchmark:
         config = read_config(
             message.config,
             f"the config.json that {asker} sent",
-            ignore_unknown=message.ignore_unknown_config,
+            ignore_unknown_config=message.ignore_unknown_config,
         )
         quantization = Quantization.named(message.quant)
         device = self._orders.devices[place]

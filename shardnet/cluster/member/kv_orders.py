@@ -418,12 +418,13 @@ def compute_layer(order: StageOrder, layer: int, before: bytes) -> bytes:
     from shardnet.stage.load import load_stage
     from shardnet.stage.stage_audit import rows_after
 
-    checkpoint = Checkpoint.open(order.folder, ignore_unknown=order.form.ignore_unknown_config)
-    check_model_id(order.folder, checkpoint.model_id, order.form.model_id)
+    form = order.form
+    checkpoint = Checkpoint.open(order.folder, ignore_unknown_config=form.ignore_unknown_config)
+    check_model_id(order.folder, checkpoint.model_id, form.model_id)
     config, device, layers = checkpoint.config, torch.device("cpu"), LayerRange(layer, layer + 1)
     check_layers(config, layers)
-    form, own = order.form, config.checkpoint_dtype
-    choice = probe(device, form.dtype, own, Quantization.named(form.quant), order.arith)
+    quantization, own = Quantization.named(form.quant), config.checkpoint_dtype
+    choice = probe(device, form.dtype, own, quantization, order.arith)
     n_bytes = stage_weight_bytes(config, layers, weight_form(checkpoint, choice))
     if n_bytes > MAX_BYTES:
         raise CapacityError(f"layer {layer} takes {n_bytes} bytes, more than is read for an audit")

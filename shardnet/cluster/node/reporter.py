@@ -225,7 +225,7 @@ class NodeReporter:
             return _Model()
         try:
             async with asyncio.timeout(IDENTIFY_S):
-                look = partial(identify_at, model, ignore_unknown=True)
+                look = partial(identify_at, model, ignore_unknown_config=True)
                 facts = await self.stage.disk.run(model, look)
                 return _Model(model_id=facts.model_id, config=config_text(facts))
         except ShardnetError as error:

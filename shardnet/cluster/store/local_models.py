@@ -349,7 +349,7 @@ class OpenModel:
     ) -> None:
         self._digests = digests
         self._use = use
-        self.checkpoint = Checkpoint.open(folder, ignore_unknown=True)
+        self.checkpoint = Checkpoint.open(folder, ignore_unknown_config=True)
         self.files = TensorFiles(self.checkpoint.folder)
 
     def part(self, tensor: str, number: int) -> TensorPart:

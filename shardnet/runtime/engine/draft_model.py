@@ -158,15 +158,15 @@ def load_draft_model(
     context: int,
     memory_bytes: int,
     threads: int,
-    ignore_unknown: bool = False,
+    ignore_unknown_config: bool = False,
 ) -> DraftModel:
     """Load the whole model at `path` into at most `memory_bytes`, its KV cache included.
 
     Runs on a loading thread. `vocab_size` is the ring's. Raises CheckpointError for a model of
     another vocabulary, UnsupportedModelError for one that cannot be rewound, and for unknown keys
-    of its config unless `ignore_unknown`, CapacityError when it does not fit.
+    of its config unless `ignore_unknown_config`, CapacityError when it does not fit.
     """
-    checkpoint = Checkpoint.open(path, ignore_unknown=ignore_unknown)
+    checkpoint = Checkpoint.open(path, ignore_unknown_config=ignore_unknown_config)
     config = checkpoint.config
     if config.vocab_size != vocab_size:
         raise CheckpointError(

@@ -132,10 +132,10 @@ def load(
     checkpoint.
     """
     started = time.perf_counter()
-    stamped = stamp(order.folder)
-    checkpoint = Checkpoint.open(order.folder, ignore_unknown=order.form.ignore_unknown_config)
-    check_model_id(order.folder, checkpoint.model_id, order.form.model_id)
-    if order.form.mtp:
+    stamped, form = stamp(order.folder), order.form
+    checkpoint = Checkpoint.open(order.folder, ignore_unknown_config=form.ignore_unknown_config)
+    check_model_id(order.folder, checkpoint.model_id, form.model_id)
+    if form.mtp:
         checkpoint.use_mtp()
     _check_order(order, checkpoint.config)
     job = StageJob(

@@ -92,16 +92,16 @@ class StageFigures(StageSeconds, frozen=True, kw_only=True):
         )
 
 
-def read_config(text: str, where: str, *, ignore_unknown: bool = False) -> ModelConfig:
+def read_config(text: str, where: str, *, ignore_unknown_config: bool = False) -> ModelConfig:
     """Read a config.json that came as text from `where`. Raises CheckpointError as parsing does.
 
-    Unknown keys are refused unless `ignore_unknown`.
+    Unknown keys are refused unless `ignore_unknown_config`.
     """
     try:
         raw = json.loads(text)
         if not isinstance(raw, dict):
             raise CheckpointError(f"{where}: expected a JSON object")
-        return parse_config(raw, where, [] if ignore_unknown else None)
+        return parse_config(raw, where, [] if ignore_unknown_config else None)
     except (ValueError, RecursionError) as error:  # of an error's text, too: it has the value
         raise CheckpointError(f"{where}: not readable as JSON ({error})") from error
 

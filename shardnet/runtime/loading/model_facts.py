@@ -121,7 +121,7 @@ class ModelFacts:
 
     def with_tower(self, mmproj: Path) -> ModelFacts:
         """Count the tower in the GGUF `mmproj` in place of its own. Blocks; raises as tower_of."""
-        checkpoint = Checkpoint.open(self.path, ignore_unknown=True)
+        checkpoint = Checkpoint.open(self.path, ignore_unknown_config=True)
         return replace(self, **_tower_sizes(checkpoint, mmproj))
 
     def check_known(self) -> None:
@@ -153,7 +153,7 @@ def identify(path: Path) -> ModelFacts:
     Unknown keys of its config are not refused: see `ModelFacts.check_known`.
     """
     stamped = stamp(path)
-    checkpoint = Checkpoint.open(path, ignore_unknown=True)
+    checkpoint = Checkpoint.open(path, ignore_unknown_config=True)
     return ModelFacts(
         model_id=checkpoint.model_id,
         path=path,
@@ -187,17 +187,17 @@ def _tower_sizes(checkpoint: Checkpoint, mmproj: Path | None = None) -> dict[str
     }
 
 
-def identify_at(model: str, *, ignore_unknown: bool = False) -> ModelFacts:
+def identify_at(model: str, *, ignore_unknown_config: bool = False) -> ModelFacts:
     """Identify the checkpoint that `model` names on this machine.
 
     Raises CheckpointError if there is none, or it is damaged, UnsupportedModelError if its config
-    has unknown keys, unless `ignore_unknown`.
+    has unknown keys, unless `ignore_unknown_config`.
     """
     folder = find_folder(model)
     if folder is None:
         raise CheckpointError(f"there is no checkpoint folder at {model}")
     facts = identify(folder)
-    if not ignore_unknown:
+    if not ignore_unknown_config:
         facts.check_known()
     return facts
 

@@ -74,7 +74,7 @@ def measure_wire_loss(
 
     from shardnet.model.kernels.linear import probe
 
-    checkpoint = Checkpoint.open(facts.path, ignore_unknown=True)
+    checkpoint = Checkpoint.open(facts.path, ignore_unknown_config=True)
     with torch.inference_mode():
         if checkpoint.model_id != facts.model_id:
             raise CheckpointError(

@@ -36,7 +36,7 @@ def load_shard(
 ) -> StageModel:
     """Load a shard. Raises what loading a stage raises."""
     order, form = job.order, job.order.form
-    checkpoint = Checkpoint.open(order.folder, ignore_unknown=form.ignore_unknown_config)
+    checkpoint = Checkpoint.open(order.folder, ignore_unknown_config=form.ignore_unknown_config)
     if checkpoint.model_id != form.model_id:
         raise CheckpointError(
             f"{order.folder}: it has changed while its shards were loaded", remedy="ask again"

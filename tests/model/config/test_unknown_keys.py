@@ -187,10 +187,10 @@ def test_all_unknown_keys_are_named_at_once(strange: Path) -> None:
         assert "--ignore-unknown-config" in error.value.remedy
 
 
-def order(folder: Path, *, ignore_unknown: bool = False) -> StageOrder:
+def order(folder: Path, *, ignore_unknown_config: bool = False) -> StageOrder:
     return StageOrder(
         form=structs.replace(
-            FORM, model_id=identify(folder).model_id, ignore_unknown_config=ignore_unknown
+            FORM, model_id=identify(folder).model_id, ignore_unknown_config=ignore_unknown_config
         ),
         folder=folder,
         layers=LayerRange(0, 1),
@@ -203,7 +203,8 @@ def test_unknown_keys_are_ignored_on_request(strange: Path) -> None:
     """A node that only identifies a model, to share it, needs no request."""
     facts = identify(strange)
     assert set(facts.unknown_keys) == {*NAMED, ROTATION}
-    assert load(order(strange, ignore_unknown=True), 1 << 30, lambda *_: None).room_blocks > 0
+    asked = order(strange, ignore_unknown_config=True)
+    assert load(asked, 1 << 30, lambda *_: None).room_blocks > 0
 
 
 def test_unknown_keys_of_a_wrapped_language_model_are_named() -> None:
