@@ -231,7 +231,7 @@ def whole_tokens(model: Any) -> list[int]:
 
 def load_stages(folder: Path) -> list[ModuleStage]:
     """Load a checkpoint as two stages."""
-    checkpoint = Checkpoint.open(folder, ignore_unknown=True)
+    checkpoint = Checkpoint.open(folder, ignore_unknown_config=True)
     n_layers, outline = checkpoint.config.n_layers, checkpoint.config.outline
     assert outline is not None
     cut = max(1, n_layers // 2) if outline.shared_kv_from is None else outline.shared_kv_from

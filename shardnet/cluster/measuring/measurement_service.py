@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
 from shardnet.cluster.measuring.measurement import Ariths, Measured, OnMeasured, StageRun, gather
@@ -22,6 +22,7 @@ from shardnet.errors import ShardnetError, UsageError
 from shardnet.model.config.panel_form import Quantization
 from shardnet.runtime.loading.model_facts import ModelFacts, config_text
 from shardnet.types import PREFILL_CHUNK_ROWS, Arith, DType, NodeId, Quant
+from shardnet.wire.framing.schema import OfModel
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.measurements import (
     MAX_PAYLOAD_BYTES,
@@ -106,8 +107,8 @@ class MeasurementService:
 
         Waits TELL_S at most; a node that does not take it is left alone.
         """
-        subject = asdict(await self._ask(choice, facts, dtype, again=False))
-        del subject["model"], subject["again"]
+        asked = await self._ask(choice, facts, dtype, again=False)
+        subject = {name: getattr(asked, name) for name in OfModel.__struct_fields__}
         by_id = {node.node: node for node in nodes}
 
         async def tell(run: StageRun) -> None:

@@ -45,6 +45,7 @@ from shardnet.runtime.loading.measuring import (
 from shardnet.runtime.loading.model_facts import find_folder
 from shardnet.runtime.processors.alertness import ProcessorUse
 from shardnet.types import Arith, DType, KvDType, LayerRange
+from shardnet.wire.framing.schema import OfModel
 from shardnet.wire.messages.measurements import (
     DeviceMeasured,
     MeasureStage,
@@ -226,7 +227,7 @@ class NodeBenchmark:
         return structs.replace(answer, devices=self._told(figures), gather_s=gather_s)
 
     def _subject(
-        self, message: MeasureStage | StageObserved, asker: str, place: int = 0
+        self, message: OfModel, asker: str, place: int = 0
     ) -> tuple[ModelConfig, DType, Quantization | None, FigureKey]:
         check_threads(message.threads, self._orders.most_threads)
         dtype = DType.named(message.dtype)

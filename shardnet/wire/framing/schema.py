@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.errors import RemoteProtocolError
-from shardnet.types import NO_NUL, U32, LayerNumber, Tagged
+from shardnet.types import NO_NUL, U32, KvDTypeName, LayerNumber, Quant, Tagged
 from shardnet.wire.framing.frames import Frame
 
 MAX_STAGES: Final = 256
@@ -92,6 +92,23 @@ class OfRing(Numbered, frozen=True, kw_only=True):
 
     ring: Name
     epoch: U32
+
+
+class OfModel(Numbered, frozen=True, kw_only=True):
+    """A request that concerns how fast a node is with a model, whether it has it or not.
+
+    `config` is the text of config.json, whose unknown keys are refused unless
+    `ignore_unknown_config`. `dtype`, `quant`, `kv_dtype` and `arith` are the ring's, `threads` 0
+    leaves the number to the node.
+    """
+
+    config: Text
+    dtype: Name
+    threads: Threads
+    quant: Quant = ""
+    kv_dtype: KvDTypeName = "auto"
+    ignore_unknown_config: bool = False
+    arith: ArithName = "fast"
 
 
 _T = TypeVar("_T")

@@ -10,12 +10,11 @@ from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta
 
-from shardnet.types import KvDTypeName, PathText, Quant, Strict
+from shardnet.types import PathText, Strict
 from shardnet.wire.framing.frames import Limits
 from shardnet.wire.framing.schema import (
     MAX_DEVICES,
     MAX_STAGES,
-    ArithName,
     Count,
     Explanation,
     Figure,
@@ -23,32 +22,23 @@ from shardnet.wire.framing.schema import (
     Moment,
     Name,
     Numbered,
+    OfModel,
     Seconds,
-    Text,
     Threads,
 )
 
 MAX_PAYLOAD_BYTES: Final = Limits().data_payload_bytes
 
 
-class MeasureStage(Numbered, frozen=True, kw_only=True):
+class MeasureStage(OfModel, frozen=True, kw_only=True):
     """Ask a node how fast it is with a model, with or without its checkpoint.
 
-    `config` is the text of config.json, `dtype`, `quant`, `kv_dtype` and `arith` are the ring's,
-    `threads` 0 leaves the number to the node. `model` is where the checkpoint may be, for the speed
-    of the disk. With `again` a figure that the node has kept does not do. LoadProgress precedes the
-    answer. Unknown keys of the config are refused unless `ignore_unknown_config`.
+    `model` is where the checkpoint may be, for the speed of the disk. With `again` a figure that
+    the node has kept does not do. LoadProgress precedes the answer.
     """
 
-    config: Text
-    dtype: Name
-    threads: Threads
     model: PathText = ""
     again: bool = False
-    quant: Quant = ""
-    kv_dtype: KvDTypeName = "auto"
-    ignore_unknown_config: bool = False
-    arith: ArithName = "fast"
 
 
 class StageSeconds(Strict, frozen=True, kw_only=True):
@@ -99,24 +89,16 @@ class StageMeasured(Numbered, frozen=True, kw_only=True):
     gather_s: Seconds | None = None
 
 
-class StageObserved(Numbered, frozen=True, kw_only=True):
+class StageObserved(OfModel, frozen=True, kw_only=True):
     """Tell a node how long its stage took for one token in a generation, `compute_s`.
 
-    It corrects its figure where that says something else by far. `layers` are the stage's, the
-    other fields as in MeasureStage. `step_s` is for the head: what a token took beside computing
-    and wire. Answered by Done.
+    It corrects its figure where that says something else by far. `layers` are the stage's.
+    `step_s` is for the head: what a token took beside computing and wire. Answered by Done.
     """
 
-    config: Text
-    dtype: Name
-    threads: Threads
     layers: Layers
     compute_s: Seconds
     step_s: Seconds | None = None
-    quant: Quant = ""
-    kv_dtype: KvDTypeName = "auto"
-    ignore_unknown_config: bool = False
-    arith: ArithName = "fast"
 
 
 class MeasureLinks(Numbered, frozen=True, kw_only=True):
