@@ -174,7 +174,7 @@ def _choice(name: str, config: ModelConfig) -> KernelChoice:
 def _format(config: ModelConfig, choice: KernelChoice) -> Format:
     """Make every product of a step in random weights, each with memory of its own."""
     tensors = stage_tensors(config, LayerRange(0, config.n_layers))
-    kind = choice.quantization
+    kind = choice.quant
     is_native = choice.kernel is Kernel.NATIVE
     stored = torch.bfloat16 if is_native else torch_dtype(choice.dtype)
     products = []
@@ -194,7 +194,7 @@ def _format(config: ModelConfig, choice: KernelChoice) -> Format:
         read_bytes=read_bytes_per_step(
             config,
             whole,
-            WeightForm(dtype=DType.BFLOAT16 if is_native else choice.dtype, quantization=kind),
+            WeightForm(dtype=DType.BFLOAT16 if is_native else choice.dtype, quant=kind),
         ),
     )
 
@@ -222,9 +222,7 @@ def _in_cache_s(kind: Format, n_rows: int) -> float:
 
 def _layer_ms(config: ModelConfig, choice: KernelChoice, rounds: int) -> float:
     """Milliseconds of one layer of a decode step: products, attention over 256 keys, norms."""
-    sample = synthetic_config(
-        config, WeightForm(dtype=choice.dtype, quantization=choice.quantization), 8 << 30
-    )
+    sample = synthetic_config(config, WeightForm(dtype=choice.dtype, quant=choice.quant), 8 << 30)
     assert sample is not None
     model = SyntheticModel(sample, choice, CPU, lambda: None)
     model.step(1)

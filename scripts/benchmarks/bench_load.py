@@ -105,7 +105,7 @@ class Contest:
 
     def load(self, progress: Callable[[int, int], None]) -> StageModel:
         """Load the stage as a node does."""
-        kind, packs = self.choice.quantization, None
+        kind, packs = self.choice.quant, None
         if kind is not None:
             packs = PackCache(self.packs, str(self.checkpoint.path), "bench", kind)
         return load_stage(

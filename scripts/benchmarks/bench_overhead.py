@@ -74,9 +74,7 @@ def _checkpoint(folder: Path, hidden: int) -> Checkpoint:
 
 def _choices() -> Mapping[str, KernelChoice]:
     def of(dtype: DType, kernel: Kernel, rounded: Quantization | None = None) -> KernelChoice:
-        return KernelChoice(
-            dtype=dtype, kernel=kernel, exact_rows=1, min_rows=1, quantization=rounded
-        )
+        return KernelChoice(dtype=dtype, kernel=kernel, exact_rows=1, min_rows=1, quant=rounded)
 
     choices = {
         "float32, torch": of(DType.FLOAT32, Kernel.PLAIN),

@@ -98,7 +98,7 @@ class Decoder:
         self.config = config = replace(config, max_positions=CONTEXT)
         self.layers = LayerRange(0, config.n_layers)
         self.choice = choice = probe(gpu.device, DTYPE, DTYPE, kind)
-        self.form = WeightForm(dtype=choice.dtype, quantization=kind)
+        self.form = WeightForm(dtype=choice.dtype, quant=kind)
         dtype = torch_dtype(choice.dtype)
         weights = NoiseWeights(config, choice, gpu.device)
         family = load_family_stage(config, self.layers, weights, CONTEXT, dtype, gpu.device)

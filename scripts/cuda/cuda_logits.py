@@ -48,14 +48,14 @@ class Way:
     """One way to compute the model."""
 
     dtype: DType = DType.BFLOAT16
-    quantization: Quantization | None = None
+    quant: Quantization | None = None
     kv_dtype: KvDType = KvDType.AUTO
     n_streamed: int = 0
 
     @property
     def name(self) -> str:
         """For people."""
-        weights = "" if self.quantization is None else f", {self.quantization.value} weights"
+        weights = "" if self.quant is None else f", {self.quant.value} weights"
         keys = "" if self.kv_dtype is KvDType.AUTO else f", {self.kv_dtype.value} keys and values"
         return self.dtype.value + weights + keys
 
@@ -79,7 +79,7 @@ WHOLE_TRIAL = Trial(
 )
 SHORT_TRIAL = Trial(shape=_shape(64, 6, 4, 300), n_prompt=40, row_counts=(5, 1, 2))
 PLAIN_WAYS = [Way(dtype=dtype) for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)]
-ROUNDED_WAYS = [Way(quantization=kind) for kind in Quantization]
+ROUNDED_WAYS = [Way(quant=kind) for kind in Quantization]
 
 
 @contextmanager
@@ -128,10 +128,10 @@ class SmallModel:
             stage = self._load(way)
             cuts = [0, *range(self._trial.n_prompt, len(self._ids) + 1)]
             parts = [_answer(stage, a, self._ids[a:b]) for a, b in pairwise(cuts)]
-            wide = way.quantization is not None or way.kv_dtype is not KvDType.AUTO
+            wide = way.quant is not None or way.kv_dtype is not KvDType.AUTO
             narrowest = stage.choice.hidden_dtype or stage.choice.dtype
             dtype = DType.BFLOAT16 if wide else narrowest
-            plain = PlainLlama(Checkpoint.open(self._folder), way.quantization)
+            plain = PlainLlama(Checkpoint.open(self._folder), way.quant)
             want = plain.logits(self._ids)
             yield _verdict(way.name, [torch.cat(parts).double().cpu()], [want], dtype)
 
@@ -152,14 +152,14 @@ class SmallModel:
     def streamed_against_resident(self) -> Iterator[Verdict]:
         """Hold decode steps of layers that are streamed against those in memory."""
         int4 = Quantization.INT4
-        for way in (Way(n_streamed=2), Way(n_streamed=5), Way(n_streamed=5, quantization=int4)):
-            resident = Way(dtype=way.dtype, quantization=way.quantization)
+        for way in (Way(n_streamed=2), Way(n_streamed=5), Way(n_streamed=5, quant=int4)):
+            resident = Way(dtype=way.dtype, quant=way.quant)
             got, want = self._decode(self._load(way)), self._decode(self._load(resident))
             name = f"{way.name}, {way.n_streamed} of {self._trial.shape['layers']} layers"
             yield _verdict(name, got, want, way.dtype)
 
     def _load(self, way: Way) -> StageModel:
-        checkpoint, kind = Checkpoint.open(self._folder), way.quantization
+        checkpoint, kind = Checkpoint.open(self._folder), way.quant
         return load_stage(
             checkpoint,
             LayerRange(0, checkpoint.config.n_layers),

@@ -134,8 +134,8 @@ def load_stage(
     form = weight_form(checkpoint, choice)
     forms = _stored_forms(checkpoint, tensors)
     choice = replace(choice, stored_forms=forms)
-    if forms and choice.quantization is not None:
-        kind = choice.quantization.value
+    if forms and choice.quant is not None:
+        kind = choice.quant.value
         log.info("weights stored as %s are quantised again, to %s", " and ".join(forms), kind)
     return StageModel(
         family,
@@ -254,7 +254,7 @@ def _check_streamed(
             f"--stream-layers: {device.type} cannot stream layers",
             remedy="start the node with --device cpu",
         )
-    if choice.quantization is None:
+    if choice.quant is None:
         found, packed = stored_dtype(checkpoint), packed_sizes(checkpoint)
         check_streamable(checkpoint.path, found, packed, choice.stored_dtype)
     elif packs is None:
@@ -271,7 +271,7 @@ def load_encoder(
     config, CapacityError if memory runs out.
     """
     dtype = torch_dtype(choice.dtype)
-    choice = replace(choice, quantization=None)
+    choice = replace(choice, quant=None)
     tensors = StageTensors(embedding={}, layers={0: pictures.table}, head={})
     too_much = f"{device} has no memory for the vision tower in {choice.dtype.value}"
     with capacity_error_for(too_much, remedy="give the node fewer layers"):

@@ -133,7 +133,7 @@ def test_an_adapter_gives_what_the_merged_model_gives(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantization"),
+    ("dtype", "quant"),
     [
         (DType.FLOAT32, None),
         (DType.BFLOAT16, None),
@@ -142,14 +142,14 @@ def test_an_adapter_gives_what_the_merged_model_gives(
     ids=["float32", "bfloat16", "int8"],
 )
 def test_in_one_batch_each_is_as_alone(
-    dtype: DType, quantization: Quantization | None, tmp_path: Path
+    dtype: DType, quant: Quantization | None, tmp_path: Path
 ) -> None:
     base = make_decoder(tmp_path / "base", "llama", seed=2, dtype=torch.bfloat16)
     adapters = [
         loaded("a", make_peft(tmp_path / "a", base, seed=1), base, tmp_path),
         loaded("b", make_peft(tmp_path / "b", base, seed=2, targets=ALL[:2]), base, tmp_path),
     ]
-    choice = probed(CPU, dtype, DType.BFLOAT16, quantization)
+    choice = probed(CPU, dtype, DType.BFLOAT16, quant)
     ranges = even_split(4, 2)
     together = AdaptedChain.of(base, ranges, adapters, choice)
     a, b = AdapterUse(adapter_id="a", scale=1.0), AdapterUse(adapter_id="b", scale=0.5)

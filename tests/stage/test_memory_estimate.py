@@ -143,9 +143,9 @@ def load(layers, progress):
 torch.set_num_threads(1)
 cpu = torch.device("cpu")
 checkpoint = Checkpoint.open(sys.argv[1])
-quantization = Quantization.named(sys.argv[2])
+quant = Quantization.named(sys.argv[2])
 dtype = "auto" if sys.argv[3] == "auto" else DType(sys.argv[3])
-choice = probe(cpu, dtype, checkpoint.config.checkpoint_dtype, quantization)
+choice = probe(cpu, dtype, checkpoint.config.checkpoint_dtype, quant)
 load(LayerRange(7, 8), lambda done, total: None)  # what the libraries take once, some 30 MB
 ctypes.CDLL(None).malloc_trim(0)
 idle = private_bytes()
@@ -183,10 +183,10 @@ def test_private_memory_is_that_of_the_range(quant: str, asked: str, large: Path
     figures = figures_of(MEASURE, str(large), quant, asked)
     config = Checkpoint.open(large).config
     dtype = DType(figures["dtype"])
-    quantization = Quantization.named(quant)
+    kind = Quantization.named(quant)
     stored = DType(figures["stored"])
     wide = WeightForm(dtype=dtype)
-    form = WeightForm(dtype=dtype, quantization=quantization, linear_dtype=stored)
+    form = WeightForm(dtype=dtype, quant=kind, linear_dtype=stored)
     predicted = stage_weight_bytes(config, LayerRange(0, 8), form)
     assert figures["counted"] == predicted
     if HAS_VECTORS:

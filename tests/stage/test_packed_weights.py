@@ -136,10 +136,10 @@ def test_a_row_reads_only_the_experts_that_it_visits(sparse: Path) -> None:
 def test_weights_that_are_quantised_again_count_so(tied: Path) -> None:
     checkpoint = Checkpoint.open(tied)
     config, kind = checkpoint.config, Quantization.INT8
-    choice = replace(CHOICE, quantization=kind)
+    choice = replace(CHOICE, quant=kind)
     form = weight_form(checkpoint, choice)
     assert form.packed is not None
-    plain = WeightForm(dtype=form.dtype, quantization=kind, linear_dtype=form.linear_dtype)
+    plain = WeightForm(dtype=form.dtype, quant=kind, linear_dtype=form.linear_dtype)
     saved = form.packed.embedding.n_weights * 4 - form.packed.embedding.n_bytes
     quantised = stage_weight_bytes(config, WHOLE, form)
     assert quantised == stage_weight_bytes(config, WHOLE, plain) - saved

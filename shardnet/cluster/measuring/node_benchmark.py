@@ -112,7 +112,7 @@ class NodeBenchmark:
         place: int,
     ) -> Figure:
         """Return the figure of one device, the known one or a new one; raises as `measure`."""
-        config, dtype, quantization, key = self._subject(message, asker, place)
+        config, dtype, quant, key = self._subject(message, asker, place)
         known = self._cache.get(key)
         is_like_first = place > 0 and key == self._subject(message, asker)[-1]
         if known is not None and (
@@ -126,7 +126,7 @@ class NodeBenchmark:
             return measure_stage(
                 config,
                 dtype,
-                quantization,
+                quant,
                 key.kv_dtype,
                 key.arith,
                 device=device,
@@ -236,13 +236,13 @@ class NodeBenchmark:
             f"the config.json that {asker} sent",
             ignore_unknown_config=message.ignore_unknown_config,
         )
-        quantization = Quantization.named(message.quant)
+        quant = Quantization.named(message.quant)
         device = self._orders.devices[place]
         threads = self._orders.threads_of(place, message.threads)
         key = FigureKey(
             shape=shape_of(config),
             dtype=dtype,
-            quant=quantization,
+            quant=quant,
             kv_dtype=KvDType(message.kv_dtype),
             arith=device.arith(Arith(message.arith)),
             # Equal groups of cores are measured once.
@@ -254,7 +254,7 @@ class NodeBenchmark:
             version=__version__,
             host=machine_name(),
         )
-        return config, dtype, quantization, key
+        return config, dtype, quant, key
 
     def _answer(
         self, message: MeasureStage, figure: Figure, disk_bytes_per_s: float | None

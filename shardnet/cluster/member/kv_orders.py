@@ -423,8 +423,8 @@ def compute_layer(order: StageOrder, layer: int, before: bytes) -> bytes:
     check_model_id(order.folder, checkpoint.model_id, form.model_id)
     config, device, layers = checkpoint.config, torch.device("cpu"), LayerRange(layer, layer + 1)
     check_layers(config, layers)
-    quantization, own = Quantization.named(form.quant), config.checkpoint_dtype
-    choice = probe(device, form.dtype, own, quantization, order.arith)
+    quant, own = Quantization.named(form.quant), config.checkpoint_dtype
+    choice = probe(device, form.dtype, own, quant, order.arith)
     n_bytes = stage_weight_bytes(config, layers, weight_form(checkpoint, choice))
     if n_bytes > MAX_BYTES:
         raise CapacityError(f"layer {layer} takes {n_bytes} bytes, more than is read for an audit")

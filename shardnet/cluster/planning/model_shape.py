@@ -88,9 +88,7 @@ def model_shape(
     The first stage has a tower of `tower_bytes` for pictures too.
     The shape also has the sizes with more of the model quantised than in `quantization`.
     """
-    form = WeightForm(
-        dtype=dtype, quantization=quantization.weights, linear_dtype=stored, packed=packed
-    )
+    form = WeightForm(dtype=dtype, quant=quantization.weights, linear_dtype=stored, packed=packed)
     weights = _quantized_sizes(config, form, context, quantization.kv_dtype)
     return ModelShape(
         **weights.each,
@@ -107,7 +105,7 @@ def model_shape(
         ),
         quantized_sizes=tuple(
             _quantized_sizes(
-                config, replace(form, quantization=more.weights), context, more.kv_dtype, flags
+                config, replace(form, quant=more.weights), context, more.kv_dtype, flags
             )
             for flags, more in quantization.more()
         ),

@@ -319,7 +319,7 @@ class Plan:
         last = self.forms[-1]
         form = WeightForm(
             dtype=last.dtype,
-            quantization=None if last.unpacks else Quantization.named(self.choice.quant),
+            quant=None if last.unpacks else Quantization.named(self.choice.quant),
             linear_dtype=last.linear,
             packed=None if last.unpacks else self.facts.packed,
         )

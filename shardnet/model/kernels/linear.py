@@ -62,7 +62,7 @@ class KernelChoice:
     kernel: Kernel
     exact_rows: int
     min_rows: int
-    quantization: Quantization | None = None
+    quant: Quantization | None = None
     """What the weights of linear layers are quantised to."""
     device: str = "cpu"
     """Type of the device: the compiled library runs on CPUs only."""
@@ -89,16 +89,16 @@ class KernelChoice:
 
     def weight_quantization(self, *, is_head: bool) -> Quantization | None:
         """Return what the weights of a layer's linear, or of the LM head, are quantised to."""
-        if self.quantization is None or not is_head:
-            return self.quantization
-        return self.quantization.of_head
+        if self.quant is None or not is_head:
+            return self.quant
+        return self.quant.of_head
 
     @property
     def name(self) -> str:
         """Display name: `packed bfloat16`, or `bfloat16 with int4 weights, avx512`."""
         weights = " and ".join(self.stored_forms)
-        if self.quantization is not None:
-            weights = self.quantization.value
+        if self.quant is not None:
+            weights = self.quant.value
         if not weights:
             return f"{self.by_text or self.kernel.value} {self.dtype.value}"
         native = None if self.unpacks else native_kernels()
@@ -275,19 +275,19 @@ def make_linear(
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
     device: torch.device,
-    quantization: Quantization | None = None,
+    quant: Quantization | None = None,
 ) -> Linear:
     """Join weights [N_i, K] (and biases [N_i], or none) into one linear layer on `device`.
 
     `weights` are of any float dtype and may be views of a mapped file: the layer shares no memory
-    with them. `quantization` is what they are quantised to.
+    with them. `quant` is what they are quantised to.
     """
     dtype = torch_dtype(choice.dtype)
-    if quantization is not None:
+    if quant is not None:
         n_out = sum(weight.shape[0] for weight in weights)
         shape = (n_out, weights[0].shape[1])
-        packed = pack_all(weights, quantization).to(device)
-        panels = Panels(packed=packed, form=quantization.form, shape=shape)
+        packed = pack_all(weights, quant).to(device)
+        panels = Panels(packed=packed, form=quant.form, shape=shape)
         return linear_of_panels(choice, [panels], join_biases(biases, device, torch.float32))
     bias = join_biases(biases, device, dtype)
     native = native_kernels() if choice.kernel is Kernel.NATIVE else None
@@ -326,7 +326,7 @@ def probe(
     device: torch.device,
     requested: DType | Literal["auto"],
     checkpoint_dtype: DType | None,
-    quantization: Quantization | None = None,
+    quant: Quantization | None = None,
     arith: Arith = Arith.FAST,
 ) -> KernelChoice:
     """Choose dtype and kernel for a device, and test up to how many rows it is batch-invariant.
@@ -336,7 +336,7 @@ def probe(
     and rounded after each layer. bfloat16 without instructions for it is many times slower than
     float32 at several rows, so it is computed in float32 too. With portable arithmetic a CPU
     computes in float32 by the compiled library, even in plain C. A GPU that does not compute the
-    dtype correctly computes in float32, and rounds. `quantization` is taken as given:
+    dtype correctly computes in float32, and rounds. `quant` is taken as given:
     every device computes with quantised weights. The library computes with weights of float16 in
     float32: bfloat16 would take 3 bits from them. Where the library was built, oneDNN computes only
     if asked to: its bits depend on the batch.
@@ -344,7 +344,7 @@ def probe(
     choice = _probe_dtype(device, requested, checkpoint_dtype, arith)
     if requested != "auto" and requested is not choice.dtype:
         choice = replace(choice, hidden_dtype=requested)
-    return choice if quantization is None else replace(choice, quantization=quantization)
+    return choice if quant is None else replace(choice, quant=quant)
 
 
 def _probe_dtype(

@@ -29,14 +29,14 @@ _SHRINKS: Final = (1.0, 0.92, 0.85, 0.78)
 """Scales to try for a group of int4, as factors of the one that clips nothing."""
 
 
-def quantized(weight: Tensor, quantization: Quantization) -> Panels:
+def quantized(weight: Tensor, quant: Quantization) -> Panels:
     """Quantise and pack weights [N, K] of any float dtype, on the same device."""
     shape = (weight.shape[0], weight.shape[1])
-    return Panels(packed=pack_all([weight], quantization), form=quantization.form, shape=shape)
+    return Panels(packed=pack_all([weight], quant), form=quant.form, shape=shape)
 
 
 def pack_all(
-    weights: Sequence[Tensor], quantization: Quantization, alive: Callable[[], None] = lambda: None
+    weights: Sequence[Tensor], quant: Quantization, alive: Callable[[], None] = lambda: None
 ) -> Tensor:
     """Quantise and pack the concatenation of weights [N_i, K]: uint8 [panels, blocks, bytes].
 
@@ -45,43 +45,43 @@ def pack_all(
     if any(weight.shape[0] % PANEL for weight in weights[:-1]):
         weights = [torch.cat(list(weights))]  # else a panel would be partly empty
     n_out, n_in = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-    packed = weights[0].new_empty(quantization.form.packed_shape(n_out, n_in), dtype=torch.uint8)
+    packed = weights[0].new_empty(quant.form.packed_shape(n_out, n_in), dtype=torch.uint8)
     done = 0
     for weight in weights:
         native = native_kernels() if can_pack(weight) else None
         chunk = _TORCH_CHUNK_WEIGHTS if native is None else _NATIVE_CHUNK_WEIGHTS
         for some in torch.split(weight, PANEL * max(1, chunk // (PANEL * n_in))):
             n_panels = -(-some.shape[0] // PANEL)
-            _pack_into(packed[done : done + n_panels], some, quantization, native)
+            _pack_into(packed[done : done + n_panels], some, quant, native)
             done += n_panels
             alive()
     return packed
 
 
 def _pack_into(
-    packed: Tensor, weight: Tensor, quantization: Quantization, native: NativeKernels | None
+    packed: Tensor, weight: Tensor, quant: Quantization, native: NativeKernels | None
 ) -> None:
     if native is None:
-        packed.copy_(_pack_panels(weight.float(), quantization))
+        packed.copy_(_pack_panels(weight.float(), quant))
     else:
-        pack_natively(native, weight, packed, quantization.form)
+        pack_natively(native, weight, packed, quant.form)
 
 
-def _pack_panels(weight: Tensor, quantization: Quantization) -> Tensor:
+def _pack_panels(weight: Tensor, quant: Quantization) -> Tensor:
     """Quantise and pack float32 [N, K]; returns [panels, blocks, bytes]."""
-    form = quantization.form
+    form = quant.form
     filled = F.pad(weight, (0, -weight.shape[1] % form.group, 0, -weight.shape[0] % PANEL))
-    scale, quantized = _quantize(filled.view(len(filled), -1, form.group), quantization)
+    scale, quantized = _quantize(filled.view(len(filled), -1, form.group), quant)
     codes = (quantized + form.offset).nan_to_num_(0).to(torch.uint8)
     return pack_codes(Codes(codes=codes.flatten(1), scales=scale.squeeze(-1)), form)
 
 
-def _quantize(grouped: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
+def _quantize(grouped: Tensor, quant: Quantization) -> tuple[Tensor, Tensor]:
     """Quantise [..., group]: float16 scales [..., 1] and integers in float32 [..., group].
 
     Every operation is one of csrc/pack.c too, so that both produce the same bits.
     """
-    if quantization is Quantization.INT8:
+    if quant is Quantization.INT8:
         scale = (grouped.abs().amax(-1, keepdim=True) / 127).half()
         return scale, _whole(grouped, scale, -127, 127)
     # int4 reaches -8 on one side: the scale maps the weight of largest magnitude there.

@@ -273,8 +273,8 @@ def _load_model(
     tower = tower_of(checkpoint, mmproj) if has_tower else None
     adapters = [LoadedAdapter.read(each.adapter_id, each.files) for each in order.adapters]
     config, device = with_adapters(checkpoint.config, adapters), torch.device(order.device)
-    quantization, kv_dtype = Quantization.named(form.quant), KvDType(form.kv_dtype)
-    choice = probe(device, form.dtype, config.checkpoint_dtype, quantization, order.arith)
+    quant, kv_dtype = Quantization.named(form.quant), KvDType(form.kv_dtype)
+    choice = probe(device, form.dtype, config.checkpoint_dtype, quant, order.arith)
     n_here, n_shards = len(order.shards) or 1, len(order.shards) or order.n_nodes
     room_blocks = kv_room_blocks(
         config,

@@ -109,7 +109,7 @@ def read_config(text: str, where: str, *, ignore_unknown_config: bool = False) -
 def measure_stage(
     config: ModelConfig,
     dtype: DType,
-    quantization: Quantization | None = None,
+    quant: Quantization | None = None,
     kv_dtype: KvDType = KvDType.AUTO,
     arith: Arith = Arith.FAST,
     *,
@@ -122,7 +122,7 @@ def measure_stage(
 ) -> StageFigures:
     """Measure a model of the shape of `config` in random weights, with `threads` threads.
 
-    `dtype`, `quantization`, `kv_dtype` and `arith` are the ring's; the compute dtype is chosen as
+    `dtype`, `quant`, `kv_dtype` and `arith` are the ring's; the compute dtype is chosen as
     in loading; with a `driver` the kernel text computes there. It takes one to three seconds for
     usual models and at most `memory_bytes`. `tick` is called between the parts; an error that it
     raises ends the measurement. Decode steps are run by `drive`, which tells what a token takes
@@ -143,12 +143,12 @@ def measure_stage(
     from shardnet.stage.synthetic_model import SyntheticModel, synthetic_config
 
     with _threads(threads):
-        choice = probe(torch.device(device), dtype, config.checkpoint_dtype, quantization, arith)
+        choice = probe(torch.device(device), dtype, config.checkpoint_dtype, quant, arith)
         if device == "cuda":
             memory_bytes -= graph_bytes(config, choice.dtype)
         form = WeightForm(
             dtype=choice.dtype,
-            quantization=None if choice.unpacks else quantization,
+            quant=None if choice.unpacks else quant,
             linear_dtype=choice.stored_dtype,
         )
         least = _LAYERS_ON_DEVICE if driver or device != "cpu" else 1

@@ -53,7 +53,7 @@ class WeightForm:
     """
 
     dtype: DType
-    quantization: Quantization | None = None
+    quant: Quantization | None = None
     linear_dtype: DType | None = None
     packed: PackedSizes | None = None
 
@@ -65,14 +65,14 @@ class WeightForm:
     @property
     def of_head(self) -> WeightForm:
         """The form of the LM head, which is quantised less."""
-        if self.quantization is None:
+        if self.quant is None:
             return self
-        return replace(self, quantization=self.quantization.of_head)
+        return replace(self, quant=self.quant.of_head)
 
     @property
     def packed_linears(self) -> PackedSizes | None:
         """The linear weights that stay as they are stored."""
-        return self.packed if self.quantization is None else None
+        return self.packed if self.quant is None else None
 
 
 def layer_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
@@ -400,7 +400,7 @@ def _table_bytes(tensors: Table, form: WeightForm) -> int:
     Quantised weights are padded to whole panels and groups; which axis is the output is unknown, so
     the larger result counts. What stays packed as it is stored counts as if it were plain.
     """
-    kind = form.quantization
+    kind = form.quant
     linears = {name: shape for name, shape in tensors.items() if is_quantizable(name, shape)}
     rest = [shape for name, shape in tensors.items() if name not in linears]
     if kind is None:
@@ -422,7 +422,7 @@ def _linear_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
 
 def _scratch_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
     """Return the bytes of a layer's packed linears that are not packed on disk or in reading."""
-    if form.quantization is not None:
+    if form.quant is not None:
         return 0
     packed_bytes = form.packed.layers[layer].n_bytes if form.packed is not None else 0
     return _linear_bytes(config, layer, form) - packed_bytes

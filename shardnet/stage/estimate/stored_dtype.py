@@ -76,7 +76,7 @@ def weight_form(checkpoint: Checkpoint, choice: KernelChoice) -> WeightForm:
     stays = linear_dtype(checkpoint) is choice.stored_dtype
     return WeightForm(
         dtype=choice.dtype,
-        quantization=choice.quantization,
+        quant=choice.quant,
         linear_dtype=choice.stored_dtype if stays else choice.dtype,
         packed=packed_sizes(checkpoint),
     )

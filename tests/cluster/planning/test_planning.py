@@ -179,7 +179,7 @@ def test_layers_without_experts_weigh_what_they_weigh(kind: Quantization | None)
     for start, end in ((0, 1), (0, 3), (1, 4), (2, 5), (0, 5)):
         layers = LayerRange(start, end)
         assert shape.weight_bytes(layers) == stage_weight_bytes(
-            config, layers, WeightForm(dtype=DType.BFLOAT16, quantization=kind)
+            config, layers, WeightForm(dtype=DType.BFLOAT16, quant=kind)
         )
     for lighter, (_, more) in zip(shape.quantized_sizes, rounding.more(), strict=True):
         rounded = model_shape(config, DType.BFLOAT16, 512, quantization=more)

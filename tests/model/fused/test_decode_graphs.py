@@ -61,11 +61,11 @@ def _functions_of_rows_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_functions, "native_kernels", lambda: None)
 
 
-def choice_of(quantization: Quantization | None = None) -> KernelChoice:
+def choice_of(quant: Quantization | None = None) -> KernelChoice:
     """A batch-invariant kernel of torch, which is what graphs are made of."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, "native_kernels", lambda: None)
-        choice = probe(CPU, DType.FLOAT32, None, quantization)
+        choice = probe(CPU, DType.FLOAT32, None, quant)
     if choice.exact_rows < MAX_EXACT_ROWS:
         pytest.skip("no kernel here is batch-invariant")
     return choice
@@ -183,13 +183,13 @@ def test_stages_keep_apart_what_they_replay(llama: Path, kv_dtype: KvDType) -> N
     assert capture.n_replayed == n_small(steps) * 7
 
 
-@pytest.mark.parametrize("quantization", Quantization)
+@pytest.mark.parametrize("quant", Quantization)
 def test_rounded_weights_are_replayed_as_torch_multiplies_them(
-    quantization: Quantization, llama: Path, monkeypatch: pytest.MonkeyPatch
+    quant: Quantization, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU there is no compiled library, and torch is not batch-invariant."""
     monkeypatch.setattr(panel_linear, "native_kernels", lambda: None)
-    choice = probe(CPU, DType.FLOAT32, None, quantization)
+    choice = probe(CPU, DType.FLOAT32, None, quant)
     capture, steps = TapeCapture(), traffic(12)
     got = answers(load(llama, capture, choice=choice), steps)
     for mine, theirs in zip(got, answers(load(llama, choice=choice), steps), strict=True):

@@ -194,7 +194,7 @@ def test_the_compiled_library_is_named_where_it_computes() -> None:
         kernel=Kernel.PLAIN,
         exact_rows=1,
         min_rows=1,
-        quantization=Quantization.INT4,
+        quant=Quantization.INT4,
     )
     assert choice.name != "bfloat16 with int4 weights, torch"
     assert replace(choice, device="cuda").name == "bfloat16 with int4 weights, unpacked"

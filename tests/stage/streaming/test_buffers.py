@@ -146,7 +146,7 @@ def use_device(monkeypatch: pytest.MonkeyPatch, device: LateTransfers, spare_byt
 def load(
     folder: Path, n_streamed: int, choice: KernelChoice = PLAIN, packs: Path | None = None
 ) -> StageModel:
-    kind = choice.quantization
+    kind = choice.quant
     return load_stage(
         Checkpoint.open(folder),
         LayerRange(0, 4),
@@ -209,7 +209,7 @@ def test_rounded_layers_on_a_device_are_not_the_compiled_librarys(
         own = StageWeights(
             checkpoint,
             stage_tensors(checkpoint.config, LayerRange(0, 4)),
-            replace(PLAIN, quantization=kind),
+            replace(PLAIN, quant=kind),
             device,
             lambda done, total: None,
             PackCache(tmp_path / "packs", str(tmp_path), "model", kind),

@@ -63,7 +63,7 @@ def load(
     folder: Path, n_streamed: int, choice: KernelChoice | None = None, packs: Path | None = None
 ) -> StageModel:
     choice = choice or choice_of(DType.FLOAT32)
-    kind = choice.quantization
+    kind = choice.quant
     return load_stage(
         Checkpoint.open(folder),
         WHOLE,
@@ -469,7 +469,7 @@ def test_resident_memory_is_what_was_predicted(quant: str, large: Path, tmp_path
     figures = figures_of(MEASURE, str(folder), quant)
     config, kind = Checkpoint.open(folder).config, Quantization.named(quant)
     dtype = DType(figures["dtype"])
-    form = WeightForm(dtype=dtype, quantization=kind)
+    form = WeightForm(dtype=dtype, quant=kind)
     predicted = stage_weight_bytes(config, LayerRange(0, 8), form, 8)
     resident = stage_weight_bytes(config, LayerRange(0, 8), form)
     slack = 6 << 20
