@@ -66,37 +66,20 @@ class Lead:
     def suits(self, choice: ModelChoice) -> bool:
         """Say whether the ring is what `choice` asks for.
 
-        A client that names no nodes takes any ring with its model. Settings that it leaves open
-        match, but for wire dtype, quantisation and KV dtype: their absence means lossless. Who
-        names nodes or layers with a head that is lost means the ring in its place.
+        A client that names no nodes takes any ring with its model; the absence of a wire dtype
+        means lossless. Who names nodes or layers with a head that is lost means the ring in its
+        place.
         """
-        had, spec = self.plan.choice, self.ring.spec
+        plan, had = self.plan, self.plan.choice
         lost = self.instead or had
         return (
-            choice.model == had.model
+            plan.computes(choice)
             and (not choice.nodes or choice.nodes in (had.nodes, lost.nodes))
             and (not choice.layers or choice.layers in (had.layers, lost.layers))
-            and (not choice.context or choice.context == spec.form.context)
-            and (choice.dtype == "auto" or choice.dtype == spec.form.dtype.value)
-            and (choice.quant, choice.kv_dtype) == (had.quant, had.kv_dtype)
-            and (had.mtp or not choice.mtp)
-            and all(adapter in had.adapters for adapter in choice.adapters)
-            and choice.mmproj in ("", had.mmproj)
             and choice.stream_layers in (0, "auto", had.stream_layers)
-            and choice.arith in ("auto", self.plan.arith.value)
-            and settle_wires(
-                choice.wire_dtype, spec.form.dtype, self.plan.nodes, self.plan.measured.links
-            )
-            == spec.wires
-            and parse_wires(choice.wire_dtype).gather == spec.form.gather_dtype
-            and choice.nodes_per_stage in (0, had.nodes_per_stage)
-            and (not choice.threads or choice.threads == spec.threads)
-            and (not choice.optimise or choice.optimise == self.plan.objective.value)
-            and (
-                choice.ignore_unknown_config
-                or not had.ignore_unknown_config
-                or not self.plan.facts.unknown_keys
-            )
+            and plan.wires
+            == settle_wires(choice.wire_dtype, plan.dtype, plan.nodes, plan.measured.links)
+            and parse_wires(choice.wire_dtype).gather == plan.gather_dtype
         )
 
 

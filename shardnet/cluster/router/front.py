@@ -87,23 +87,12 @@ class Front:
 
     def suits(self, choice: ModelChoice) -> bool:
         """Say whether it is what `choice` asks for; see Lead.suits."""
-        had, plan = self.choice, self.plan
         return (
-            choice.model == had.model
+            self.plan.computes(choice)
             and not choice.nodes
             and not choice.layers
             and choice.stream_layers in (0, "auto")
-            and choice.context in (0, plan.context)
-            and choice.dtype in ("auto", plan.dtype.value)
-            and choice.nodes_per_stage in (0, had.nodes_per_stage)
-            and (had.mtp or not choice.mtp)
-            and all(adapter in had.adapters for adapter in choice.adapters)
-            and (choice.quant, choice.kv_dtype) == (had.quant, had.kv_dtype)
-            and choice.wire_dtype == had.wire_dtype
-            and choice.arith in ("auto", plan.arith.value)
-            and choice.threads in (0, had.threads)
-            and choice.optimise in ("", had.optimise)
-            and (choice.ignore_unknown_config or not plan.facts.unknown_keys)
+            and choice.wire_dtype == self.choice.wire_dtype
         )
 
     async def opened(self, on_progress: OnProgress) -> None:

@@ -62,7 +62,9 @@ class Alone:
         """Plan a ring without nodes."""
         facts = SimpleNamespace(path=MODEL)
         choice = ModelChoice(model=MODEL)
-        return SimpleNamespace(choice=choice, nodes=(), ring_nodes=(), facts=facts)
+        return SimpleNamespace(
+            choice=choice, nodes=(), ring_nodes=(), facts=facts, computes=choice.__eq__
+        )
 
     async def prepare(self, plan: object) -> Any:
         """Give the ring, or raise why there is none."""
@@ -216,7 +218,9 @@ class Losing(Alone):
         facts = SimpleNamespace(path=MODEL)
         names = [SimpleNamespace(node=NodeId(node), name=node) for node in nodes]
         choice = ModelChoice(model=MODEL)
-        return SimpleNamespace(choice=choice, nodes=names, ring_nodes=names, facts=facts)
+        return SimpleNamespace(
+            choice=choice, nodes=names, ring_nodes=names, facts=facts, computes=choice.__eq__
+        )
 
     def ring(self, *_: object) -> Any:
         """Make a ring that is lost while it is built, as long as there are losses."""

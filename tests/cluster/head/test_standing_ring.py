@@ -18,7 +18,7 @@ from shardnet.cluster.planning import planning
 from shardnet.cluster.planning.planning import Planner
 from shardnet.errors import BusyError, CheckpointError, DiskSilentError
 from shardnet.runtime.loading.model_facts import ModelFacts
-from shardnet.types import Arith, NodeId
+from shardnet.types import DType, NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
 HERE, HANGING = "/models/here", "/mnt/hangs"
@@ -73,7 +73,7 @@ class StandingRing:
 
     broken = None
     name = "r"
-    spec = SimpleNamespace(form=structs.replace(FORM, model=HERE, context=64), wires=(), threads=1)
+    spec = SimpleNamespace(form=structs.replace(FORM, model=HERE))
     n_users = 0
 
     @property
@@ -128,7 +128,10 @@ def test_a_ring_that_stands_serves_while_another_model_is_looked_for() -> None:
             nodes=(),
             ring_nodes=(),
             measured=NOTHING_MEASURED,
-            arith=Arith.FAST,
+            computes=lambda choice: choice.model == HERE,
+            dtype=DType.FLOAT32,
+            wires=(),
+            gather_dtype=None,
         )
         head.led.lead = Lead(plan=cast(Any, plan), ring=cast(Any, ring), tokenizer=None, eos_ids=())
 

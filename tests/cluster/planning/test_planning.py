@@ -676,3 +676,13 @@ def test_what_predicts_further_tokens_is_on_no_stage_that_is_cut() -> None:
     cut = structs.replace(shared, tensor_parallel=0)
     [part] = make_plan(choice, model, [cut]).placement.stages[0].parts
     assert part.devices == (0,)
+
+
+def test_what_a_plan_computes_is_what_a_choice_asks_for_or_leaves_open() -> None:
+    plan = make_plan(ModelChoice(model="/m", quant="int8", mmproj="/p"), facts(), [node("a")])
+    open_choice = ModelChoice(model="/m", quant="int8")
+    assert plan.computes(open_choice)
+    for same in ({"mmproj": "/p"}, {"context": plan.context}, {"dtype": "bfloat16"}):
+        assert plan.computes(structs.replace(open_choice, **same)), same
+    for other in ({"mmproj": "/q"}, {"quant": ""}, {"context": 1}, {"mtp": True}, {"threads": 3}):
+        assert not plan.computes(structs.replace(open_choice, **other)), other
