@@ -129,8 +129,7 @@ def _load_shards(
         folder=folder,
         layers=LayerRange(0, checkpoint.config.n_layers),
         is_tail=True,
-        device="cpu",
-        shards=tuple(
+        devices=tuple(
             StageDevice(place=place, name=f"cpu:{place}", cores=cores)
             for place, cores in enumerate(groups)
         ),

@@ -117,7 +117,6 @@ def test_drafts_where_layers_are_cut_over_devices(folder: Path) -> None:
         folder=folder,
         layers=LayerRange(0, N_LAYERS),
         is_tail=True,
-        device="cpu",
         parts=tuple(
             StagePart(layers=layers, devices=(device,))
             for layers, device in zip(ranges, devices, strict=True)

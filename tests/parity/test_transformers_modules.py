@@ -211,7 +211,6 @@ def test_what_modules_do_not_do_is_refused(tmp_path: Path) -> None:
         folder=folder,
         layers=LayerRange(0, 4),
         is_tail=True,
-        device="cpu",
     )
     for wrong in (
         with_form(order, quant="int8"),

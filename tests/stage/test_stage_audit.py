@@ -46,7 +46,6 @@ def order_of(folder: Path, layers: LayerRange | None = None, **changes: Any) -> 
         folder=folder,
         layers=layers,
         is_tail=layers.end == n_layers,
-        device="cpu",
         arith=Arith.PORTABLE,
     )
 

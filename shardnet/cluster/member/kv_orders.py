@@ -324,7 +324,7 @@ async def audit_stage(host: StageHost, message: AuditStage) -> StageAudited:
     Raises WrongValuesError for what is wrong, UsageError where nothing can be said.
     """
     part = host.part_with(message.ring, message.epoch, message.layer)
-    audit, place = part.audit, part.order.place
+    audit, place = part.audit, part.order.device.place
     if audit is None or not (audit.promises_bits or audit.weight_bytes):
         raise UsageError("the stage of this node cannot be audited")
 

@@ -27,9 +27,9 @@ from shardnet.runtime.loading.loaded_stage import LoadedStage, computes_by_devic
 from shardnet.runtime.loading.loading import release_freed_memory, set_compute_threads
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.stage.compute import ComputePlugin, StageCompute
-from shardnet.runtime.stage.executor import ONE_DEVICE, ComputeThreads, ProgressReporter
+from shardnet.runtime.stage.executor import ComputeThreads, ProgressReporter
 from shardnet.runtime.stage.handover import Lane
-from shardnet.runtime.stage.stage_order import StageDevice, StageOrder
+from shardnet.runtime.stage.stage_order import ONE_DEVICE, StageDevice, StageOrder
 from shardnet.stage.packs.pack_cache import drop_pages
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, LayerRange, WireDType
@@ -92,8 +92,8 @@ class StageHost:
 
     def state(self) -> StageState | None:
         """Describe the loaded stage and its place in a ring, for people."""
-        names = [device.name for device in self._compute.devices]
-        return stage_state(self.loaded, self._prepared, self.membership, names)
+        n_devices = len(self._compute.devices)
+        return stage_state(self.loaded, self._prepared, self.membership, n_devices)
 
     @property
     def weight_bytes(self) -> int:

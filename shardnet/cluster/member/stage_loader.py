@@ -86,12 +86,13 @@ class StageLoader:
         def load_part(
             part: StageOrder, n_bytes: int, progress: Progress, kept: KeptWeights | None
         ) -> LoadedStage:
-            held = held_bytes[part.place] if held_bytes else 0
+            device = part.device
+            held = held_bytes[device.place] if held_bytes else 0
             loading = partial(
                 load, part, n_bytes, progress, self.packs, self.plugin, self.prefixes, held, kept
             )
-            if part.device == MPS or part.driver == METAL:  # two threads there end the process
-                return self.compute.of(part.place).call(loading)
+            if device.torch == MPS or device.driver == METAL:  # two threads there end the process
+                return self.compute.of(device.place).call(loading)
             return loading()
 
         try:
@@ -245,7 +246,7 @@ def stage_state(
     loaded: LoadedStage | None,
     prepared: PreparedStage | None,
     membership: RingMembership | None,
-    device_names: Sequence[str],
+    n_devices: int,
 ) -> StageState | None:
     """Describe a loaded stage, one that is ready, and the place in a ring, for people.
 
@@ -265,7 +266,7 @@ def stage_state(
         used_blocks=loaded.compute.used_blocks,
         prefixes=_prefix_state(loaded.prefixes),
         standby=standby,
-        parts=_parts(loaded, device_names) if len(device_names) > 1 else [],
+        parts=_parts(loaded) if n_devices > 1 else [],
     )
     if membership is None or membership.is_over:
         return state
@@ -279,12 +280,11 @@ def stage_state(
     )
 
 
-def _parts(loaded: LoadedStage, device_names: Sequence[str]) -> list[PartState]:
+def _parts(loaded: LoadedStage) -> list[PartState]:
     return [
         PartState(
             layers=(part.order.layers.start, part.order.layers.end),
-            devices=[device.name for device in part.order.shards]
-            or [device_names[part.order.place]],
+            devices=[device.name for device in part.order.devices],
             weight_bytes=part.weight_bytes,
         )
         for part in loaded.parts or (loaded,)

@@ -294,9 +294,7 @@ class StageOrders:
             folder=folder,
             layers=LayerRange(*message.layers),
             is_tail=message.rank == message.n_stages - 1,
-            device=devices[0].torch,
-            cores=devices[0].cores,
-            driver=devices[0].driver,
+            devices=(devices[0],),
             n_streamed=message.n_streamed,
             arith=(self.device if devices[0].driver else cpu).arith(message.arith),
             shard=message.shard,
@@ -312,7 +310,7 @@ class StageOrders:
 
         Raises `error` unless it did, and the CPU is one of its devices.
         """
-        places = {part.place for part in order.by_device}
+        places = {part.device.place for part in order.by_device}
         gpus = {place for place in places if self.devices[place].kind != CPU}
         cpu = next((each for each in stage_devices(self.devices) if each.torch == CPU), None)
         if not isinstance(error.__cause__, RuntimeError) or not gpus or cpu is None:

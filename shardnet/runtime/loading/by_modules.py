@@ -30,7 +30,7 @@ def load_by_modules(job: StageJob) -> PluggedStage:
     one context does not fit, CheckpointError for tensors that do not match the model.
     """
     order, checkpoint = job.order, job.checkpoint
-    config, device = checkpoint.config, torch.device(order.device)
+    config, device = checkpoint.config, torch.device(order.device.torch)
     assert config.outline is not None, "others are loaded with layers of ours"
     _check_order(order, config.outline)
     choice = probe(device, order.form.dtype, config.checkpoint_dtype, None, order.arith)

@@ -115,7 +115,7 @@ class LoadedStage:
         """The bytes of its weights on each device of the node, by the device's place."""
         n_bytes: Counter[int] = Counter()
         for part in self.parts or (self,):
-            places = [device.place for device in part.order.shards] or [part.order.place]
+            places = [device.place for device in part.order.devices]
             for place in places:
                 n_bytes[place] += part.weight_bytes // len(places)
         return n_bytes
@@ -148,8 +148,8 @@ class LoadedStage:
             parts=order.parts,
             adapters=order.adapters,
         )
-        if order.parts:
-            alike = replace(alike, device=order.device, place=order.place, cores=order.cores)
+        if order.parts and not alike.shards and alike.device.driver == order.device.driver:
+            alike = replace(alike, devices=order.devices)
         is_part = whole.start <= own.start and own.end <= whole.end
         if self.moves is None or order.n_streamed or alike != order or not is_part:
             return []
@@ -252,9 +252,9 @@ def join(order: StageOrder, stages: Sequence[LoadedStage]) -> LoadedStage:
     joined_moves = JoinedMoves(moves)
     block_bytes: Counter[int] = Counter()
     for part, own in zip(parts, moves, strict=True):
-        block_bytes[part.order.place] += own.block_bytes
+        block_bytes[part.order.device.place] += own.block_bytes
     room_blocks = min(
-        part.room_blocks * own.block_bytes // block_bytes[part.order.place]
+        part.room_blocks * own.block_bytes // block_bytes[part.order.device.place]
         if own.block_bytes
         else part.room_blocks
         for part, own in zip(parts, moves, strict=True)
@@ -294,7 +294,8 @@ def load_by_device(
     done and all there are. Raises what loading raises, and CapacityError as `join`.
     """
     stages: list[LoadedStage] = []
-    left_bytes, kept_at = [*memory_bytes], {each.order.place: each for each in reversed(kept)}
+    left_bytes = [*memory_bytes]
+    kept_at = {each.order.device.place: each for each in reversed(kept)}
     del kept  # what a part does not take is to be freed
     done_bytes = 0
     for part in order.by_device:
@@ -304,10 +305,10 @@ def load_by_device(
             sizes[:] = done, total
             progress(before + done, before + total)
 
-        places = [device.place for device in part.shards] or [part.place]
-        room_bytes = len(places) * min(left_bytes[place] for place in places)  # shares are equal
-        with on_cores(part.cores):  # what a thread touches first lies in the memory of its core
-            own = kept_at.pop(part.place, None)
+        sizes_left = [left_bytes[device.place] for device in part.devices]
+        room_bytes, first = len(sizes_left) * min(sizes_left), part.device  # shares are equal
+        with on_cores(first.cores):  # what a thread touches first lies in the memory of its core
+            own = kept_at.pop(first.place, None)
             stages.append(load_part(part, room_bytes, told, own))
             del own
         for place, n_bytes in stages[-1].weight_bytes_by_place.items():
@@ -322,7 +323,7 @@ def computes_by_device(stage: LoadedStage) -> list[tuple[int, StageCompute]]:
     A device is the node's first, second and so on, and comes twice if other layers lie between.
     """
     own = WireDType.own(stage.order.form.dtype)
-    parts = groupby(stage.parts or (stage,), key=lambda part: part.order.place)
+    parts = groupby(stage.parts or (stage,), key=lambda part: part.order.device.place)
     lanes = [(place, [part.compute for part in neighbours]) for place, neighbours in parts]
     if len(lanes) == 1:
         return [(lanes[0][0], stage.compute)]

@@ -212,7 +212,7 @@ def _load_with_torch(
         packs = (None, packs[1])
     model, room_blocks = _load_model(job, packs, had, group)
     release_freed_memory()  # quantising leaves some behind
-    if order.device == "mps":
+    if order.device.torch == "mps":
         torch.mps.empty_cache()  # on the thread that uses it alone
     make_compute = StreamingCompute if model.streams else TorchCompute
     arithmetic, kept = _prefixes(order, model, prefixes)
@@ -272,7 +272,7 @@ def _load_model(
     mmproj = Path(form.mmproj) if form.mmproj else None
     tower = tower_of(checkpoint, mmproj) if has_tower else None
     adapters = [LoadedAdapter.read(each.adapter_id, each.files) for each in order.adapters]
-    config, device = with_adapters(checkpoint.config, adapters), torch.device(order.device)
+    config, device = with_adapters(checkpoint.config, adapters), torch.device(order.device.torch)
     quant, kv_dtype = Quantization.named(form.quant), KvDType(form.kv_dtype)
     choice = probe(device, form.dtype, config.checkpoint_dtype, quant, order.arith)
     n_here, n_shards = len(order.shards) or 1, len(order.shards) or order.n_nodes
@@ -322,11 +322,11 @@ def _load_model(
 
 def _device_of(order: StageOrder) -> Device | None:
     """Return the device on which the kernel text computes a stage, None for none."""
-    if not order.driver:
+    if not order.device.driver:
         return None
     from shardnet.model.devices.bits import open_device
 
-    return open_device(order.driver)
+    return open_device(order.device.driver)
 
 
 def cut_of(config: ModelConfig, index: int, size: int) -> Cut:

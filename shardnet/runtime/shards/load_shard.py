@@ -41,7 +41,7 @@ def load_shard(
         raise CheckpointError(
             f"{order.folder}: it has changed while its shards were loaded", remedy="ask again"
         )
-    device, own = torch.device(order.device), checkpoint.config.checkpoint_dtype
+    device, own = torch.device(order.device.torch), checkpoint.config.checkpoint_dtype
     return load_stage(
         checkpoint,
         order.layers,
@@ -129,14 +129,14 @@ def load_leading(
     where a process cannot be given what it needs.
     """
     _check(order)
-    n_shards, config = len(order.shards), checkpoint.config
+    n_shards, config = len(order.devices), checkpoint.config
     mailbox_bytes = _MESSAGE_BYTES + _MOST_ROWS * 4 * config.hidden_size
     processes = ShardProcesses(n_shards, mailbox_bytes, launch)
 
     def job(index: int, memory: int, mailbox: int, n_bytes: int) -> ShardJob:
-        device = order.shards[index]
+        device = order.devices[index]
         return ShardJob(
-            order=replace(order, device=device.torch, cores=device.cores, shards=()),
+            order=replace(order, devices=(device,)),
             index=index,
             size=n_shards,
             memory=memory,
@@ -154,7 +154,7 @@ def load_leading(
         checkpoint,
         order.layers,
         choice=choice,
-        device=torch.device(order.shards[0].torch),
+        device=torch.device(order.device.torch),
         room_blocks=room_blocks,
         context=order.form.context,
         progress=progress,
@@ -182,12 +182,12 @@ def _check(order: StageOrder) -> None:
             "layers that are streamed from disk cannot be cut over devices",
             remedy="leave out --stream-layers, or give --tensor-parallel 1",
         )
-    if len(order.shards) > MAX_SHARDS:
+    if len(order.devices) > MAX_SHARDS:
         raise UsageError(
-            f"{len(order.shards)} shards of one stage, at most {MAX_SHARDS} are possible",
+            f"{len(order.devices)} shards of one stage, at most {MAX_SHARDS} are possible",
             remedy="name fewer devices",
         )
-    names = {device.torch for device in order.shards}
+    names = {device.torch for device in order.devices}
     if names != {"cpu"}:
         raise UsageError(
             f"layers are cut over groups of cores only, not over {', '.join(sorted(names))}",

@@ -59,8 +59,9 @@ def main() -> None:
     job = read_job(leader)
     logging.basicConfig(format=f"shard {job.index}: %(levelname)s %(message)s")
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    if job.order.cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, job.order.cores)  # before torch starts threads, and touches memory
+    cores = job.order.device.cores
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)  # before torch starts threads, and touches memory
     serve(job, leader)
     end_process(0)
 

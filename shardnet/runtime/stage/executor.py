@@ -14,7 +14,7 @@ from functools import partial
 from typing import Final, Protocol, TypeVar
 
 from shardnet.errors import CancelledRequestError, ShardnetError
-from shardnet.runtime.stage.stage_order import StageDevice
+from shardnet.runtime.stage.stage_order import ONE_DEVICE, StageDevice
 from shardnet.threads import DaemonThreads, contained
 
 T = TypeVar("T")
@@ -213,9 +213,6 @@ def _lower_priority(niceness: int) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, niceness)
-
-
-ONE_DEVICE: Final = (StageDevice(place=0, name="cpu"),)
 
 
 class ComputeThreads:

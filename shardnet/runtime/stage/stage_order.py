@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from shardnet.stage_form import StageForm
 from shardnet.types import Arith, LayerRange
@@ -22,6 +23,9 @@ class StageDevice:
     torch: str = "cpu"
     cores: tuple[int, ...] = ()
     driver: str = ""
+
+
+ONE_DEVICE: Final = (StageDevice(place=0, name="cpu"),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +56,8 @@ class StageAdapter:
 class StageOrder:
     """Which stage to load, in the ring's `form`. Equal orders give the same stage.
 
-    `folder` is where its checkpoint lies on this machine.
+    `folder` is where its checkpoint lies on this machine. Where there are several `devices`, each
+    has a shard of every layer; the first one leads.
     """
 
     form: StageForm
@@ -60,38 +65,25 @@ class StageOrder:
     layers: LayerRange
     is_tail: bool
     """Whether the stage has the last layer, so that it samples."""
-    device: str
+    devices: tuple[StageDevice, ...] = ONE_DEVICE
     n_streamed: int = 0
     """How many of the layers are streamed from disk."""
     arith: Arith = Arith.FAST
     shard: int = 0
     """Which part of a stage that spans `n_nodes` this node has."""
     n_nodes: int = 1
-    place: int = 0
-    """Which of the node's devices it is."""
-    cores: tuple[int, ...] = ()
-    """Cores that its threads run on, none for any."""
-    driver: str = ""
-    """By what the kernel text computes, "" where torch's device does."""
-    shards: tuple[StageDevice, ...] = ()
-    """The devices that share each layer, where there are several; the first is `device`."""
     parts: tuple[StagePart, ...] = ()
     """Which layers are on which device, where they are not all on one."""
     adapters: tuple[StageAdapter, ...] = ()
 
     def on(self, part: StagePart) -> StageOrder:
         """Return the order of the layers of this stage that are on one device, or its shards."""
-        first = part.devices[0]
         return replace(
             self,
             layers=part.layers,
             is_tail=self.is_tail and part.layers.end == self.layers.end,
-            device=first.torch,
-            place=first.place,
-            cores=first.cores,
-            driver=first.driver,
-            arith=Arith.PORTABLE if first.driver else self.arith,
-            shards=part.devices if len(part.devices) > 1 else (),
+            devices=part.devices,
+            arith=Arith.PORTABLE if part.devices[0].driver else self.arith,
             parts=(),
             adapters=self.adapters_within(part.layers),
         )
@@ -99,6 +91,16 @@ class StageOrder:
     def adapters_within(self, layers: LayerRange) -> tuple[StageAdapter, ...]:
         """Return what its adapters have for `layers`."""
         return tuple(adapter.within(layers) for adapter in self.adapters)
+
+    @property
+    def device(self) -> StageDevice:
+        """The device that computes it, or leads those that do."""
+        return self.devices[0]
+
+    @property
+    def shards(self) -> tuple[StageDevice, ...]:
+        """The devices that share each layer, where there are several."""
+        return self.devices if len(self.devices) > 1 else ()
 
     @property
     def by_device(self) -> list[StageOrder]:

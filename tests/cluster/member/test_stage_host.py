@@ -42,7 +42,6 @@ STAGE_ORDER = StageOrder(
     folder=Path("/m"),
     layers=LayerRange(0, 1),
     is_tail=True,
-    device="cpu",
 )
 
 

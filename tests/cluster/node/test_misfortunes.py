@@ -47,7 +47,7 @@ def test_a_gpu_without_memory_leaves_its_layers_to_the_cpu(
     n_layers = Checkpoint.open(model).config.n_layers
 
     def load_on(order: StageOrder, *others: Any) -> LoadedStage:
-        if order.device == "cpu":
+        if order.device.torch == "cpu":
             return load(order, *others)
         with capacity_error_for("cuda:0 has no memory for layers"):
             raise error

@@ -195,7 +195,6 @@ def order(folder: Path, *, ignore_unknown_config: bool = False) -> StageOrder:
         folder=folder,
         layers=LayerRange(0, 1),
         is_tail=True,
-        device="cpu",
     )
 
 

@@ -23,7 +23,6 @@ def test_what_a_stage_lacks_is_loaded_beside_it_and_joined(tmp_path: Path) -> No
         folder=folder,
         layers=LayerRange(0, 3),
         is_tail=True,
-        device="cpu",
     )
 
     def loaded(order: StageOrder) -> LoadedStage:

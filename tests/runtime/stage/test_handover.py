@@ -169,7 +169,6 @@ def test_two_groups_of_cores_give_the_tokens_of_one(tmp_path: Path) -> None:
             folder=folder,
             layers=layers,
             is_tail=layers.end == 4,
-            device="cpu",
             parts=(
                 StagePart(layers=LayerRange(layers.start, middle), devices=GROUPS[:1]),
                 StagePart(layers=LayerRange(middle, layers.end), devices=GROUPS[1:]),
@@ -212,10 +211,14 @@ def test_two_groups_of_cores_give_the_tokens_of_one(tmp_path: Path) -> None:
         own = loaded_stage(LayerRange(0, 2), 1)
         order = ordered(LayerRange(0, 4), 1)
         [lacking] = own.lacks(order)
-        assert (lacking.layers, lacking.place, lacking.is_tail) == (LayerRange(2, 4), 1, True)
+        assert (lacking.layers, lacking.device.place, lacking.is_tail) == (
+            LayerRange(2, 4),
+            1,
+            True,
+        )
         stage = join(order, [own, load(lacking, 1 << 28, lambda *_: None)])
         assert own.part(own.order) is own
-        assert [part.order.place for part in stage.parts] == [0, 1, 1]
+        assert [part.order.device.place for part in stage.parts] == [0, 1, 1]
         stage.compute.use_wire(WireDType.FLOAT32, WireDType.FLOAT32)
         lanes = computes_by_device(stage)
         assert [place for place, _ in lanes] == [0, 1]
@@ -241,10 +244,9 @@ def test_a_lost_shard_of_a_part_is_the_loss_of_the_stage(tmp_path: Path) -> None
         folder=folder,
         layers=LayerRange(0, 2),
         is_tail=False,
-        device="cpu",
     )
     part = load(order, 1 << 28, lambda *_: None)
-    stage = replace(part, parts=(replace(part, order=replace(order, shards=GROUPS)), part))
+    stage = replace(part, parts=(replace(part, order=replace(order, devices=GROUPS)), part))
     assert stage.fits(order)
     assert stage.lacks(replace(order, layers=LayerRange(0, 4), is_tail=True))
     half = part.weight_bytes // 2

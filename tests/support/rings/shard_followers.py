@@ -60,8 +60,7 @@ def load_sharded(
         folder=folder,
         layers=layers,
         is_tail=layers.end == config.n_layers,
-        device="cpu",
-        shards=tuple(StageDevice(place=n, name=f"cpu:{n}") for n in range(n_shards)),
+        devices=tuple(StageDevice(place=n, name=f"cpu:{n}") for n in range(n_shards)),
     )
     return load_shard.load_leading(
         order,

@@ -138,7 +138,6 @@ def load_stages(
                 folder=folder,
                 layers=layers,
                 is_tail=layers.end == checkpoint.config.n_layers,
-                device="cpu",
             ),
             1 << 30,
             lambda *_: None,
