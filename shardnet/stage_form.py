@@ -28,6 +28,18 @@ class StageOptions(Strict, frozen=True, kw_only=True):
     mtp: bool = False
     mmproj: PathText = ""
 
+    def are_met_by(self, had: StageOptions) -> bool:
+        """Say whether a ring with the options `had` will do: equal, or more than asked."""
+        may_be_more = {
+            "mtp": had.mtp or not self.mtp,
+            "mmproj": self.mmproj in ("", had.mmproj),
+            "ignore_unknown_config": True,  # matters where there are unknown keys only
+        }
+        return all(
+            may_be_more.get(name, getattr(self, name) == getattr(had, name))
+            for name in StageOptions.__struct_fields__
+        )
+
 
 class StageForm(StageOptions, frozen=True, kw_only=True):
     """The options of a ring's stages, and what its plan has settled on.

@@ -171,18 +171,14 @@ class Plan:
     def computes(self, choice: ModelChoice) -> bool:
         """Say whether its rings compute what `choice` asks for, by whichever nodes and links.
 
-        Settings that a choice leaves open match, but for quantisation and KV dtype: their absence
-        means lossless.
+        Settings that a choice leaves open match, but for the options of its stages.
         """
         had = self.choice
         return (
-            choice.model == had.model
+            choice.are_met_by(had)
             and choice.context in (0, self.context)
             and choice.dtype in ("auto", self.dtype.value)
-            and (choice.quant, choice.kv_dtype) == (had.quant, had.kv_dtype)
-            and (had.mtp or not choice.mtp)
             and all(adapter in had.adapters for adapter in choice.adapters)
-            and choice.mmproj in ("", had.mmproj)
             and choice.arith in ("auto", self.arith.value)
             and choice.nodes_per_stage in (0, had.nodes_per_stage)
             and choice.threads in (0, had.threads)
