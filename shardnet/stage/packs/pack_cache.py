@@ -73,7 +73,7 @@ class PackCache:
         if not folder or kind is None:
             return None
         cache = cls(Path(folder), identity, form.model, kind)
-        cache._touch()
+        cache.touch()
         return cache
 
     def get(
@@ -161,7 +161,7 @@ class PackCache:
         """Return the file of packed weights, cached or not, and their offset in it."""
         return self._path(names, kind), _DIGEST_BYTES
 
-    def _touch(self) -> None:
+    def touch(self) -> None:
         """Record that these weights are in use."""
         with contextlib.suppress(OSError):
             os.utime(self._folder / ABOUT)
