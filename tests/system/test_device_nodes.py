@@ -21,7 +21,8 @@ LONG = ["--max-tokens", "96", "--ignore-eos"]
 
 
 MODELS = (DEFAULT_MODEL_NAME, "hybrid", "latents")
-USUAL = [(HOST, DEFAULT_MODEL_NAME), (HOST, "hybrid")]
+USUAL = [(HOST, "hybrid")]
+"""It has keys and values, and states."""
 MORE = [(kind, model) for kind in (HOST, DEVICE) for model in MODELS]
 
 
