@@ -95,6 +95,21 @@ def read_decoder(
     )
 
 
+def read_layer_kinds(fields: Fields, n_layers: int, *kinds: str) -> list[str] | None:
+    """Read `layer_types`, one of the `kinds` for each layer, None where the key is missing.
+
+    Raises CheckpointError for a list of another length than `n_layers`, UnsupportedModelError for
+    other kinds.
+    """
+    given: list[str] | None = fields.take("layer_types", list, None)
+    if given is not None and len(given) != n_layers:
+        raise fields.damaged(f"layer_types has {len(given)} entries for {n_layers} layers")
+    for kind in given or ():
+        if kind not in kinds:
+            raise fields.unsupported("layer_types", kind, ", ".join(kinds))
+    return given
+
+
 def read_windows(
     fields: Fields, n_layers: int, window: int | None, is_local: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
@@ -103,14 +118,9 @@ def read_windows(
     Where the key is missing, the layers slide for which `is_local` is true. Raises CheckpointError
     for a list of another length than `n_layers`, and where layers slide and `window` is None.
     """
-    kinds = fields.take("layer_types", list, None)
+    kinds = read_layer_kinds(fields, n_layers, FULL, SLIDING)
     if kinds is None:
         kinds = [SLIDING if is_local(layer) else FULL for layer in range(n_layers)]
-    if len(kinds) != n_layers:
-        raise fields.damaged(f"layer_types has {len(kinds)} entries for {n_layers} layers")
-    for kind in kinds:
-        if kind not in (FULL, SLIDING):
-            raise fields.unsupported("layer_types", kind, f"{FULL}, {SLIDING}")
     if SLIDING in kinds and window is None:
         raise fields.damaged(f"layer_types names {SLIDING}, and there is no sliding_window")
     return tuple(window if kind == SLIDING else None for kind in kinds)
@@ -341,12 +351,7 @@ def check_state_size(fields: Fields, read: DeltaNet) -> None:
 def _read_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
     """Read `layer_types`, or by default all layers but each `full_attention_interval`-th."""
     interval = fields.positive("full_attention_interval", _INTERVAL)
-    kinds = fields.take("layer_types", list, None)
+    kinds = read_layer_kinds(fields, n_layers, LINEAR, FULL)
     if kinds is None:
         kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(n_layers)]
-    if len(kinds) != n_layers:
-        raise fields.damaged(f"layer_types has {len(kinds)} entries for {n_layers} layers")
-    for kind in kinds:
-        if kind not in (LINEAR, FULL):
-            raise fields.unsupported("layer_types", kind, f"{LINEAR}, {FULL}")
     return tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)

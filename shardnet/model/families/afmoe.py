@@ -53,21 +53,38 @@ def _read_config(fields: Fields) -> ModelConfig:
         windows=windows,
         nope_layers=tuple(n for n in range(config.n_layers) if windows[n] is None),
         embedding_multiplier=config.hidden_size**0.5 if is_multiplied else 1.0,
-        experts=_read_experts(fields, config.n_layers),
+        experts=read_experts(
+            fields,
+            tuple(range(max(0, fields.take("num_dense_layers", int, 1)), config.n_layers)),
+            counts=(64, 6),
+            inner=fields.positive("moe_intermediate_size", 1408),
+            n_shared=2,
+            output_scale=fields.number("route_scale", 1.0),
+        ),
     )
 
 
-def _read_experts(fields: Fields, n_layers: int) -> Experts | None:
-    n_experts, top_k = read_expert_counts(fields, ("num_experts", "num_local_experts"), 64, 6)
-    inner = fields.positive("moe_intermediate_size", 1408)
-    layers = tuple(range(max(0, fields.take("num_dense_layers", int, 1)), n_layers))
+def read_experts(
+    fields: Fields,
+    layers: tuple[int, ...],
+    *,
+    counts: tuple[int, int],
+    inner: int,
+    n_shared: int,
+    output_scale: float,
+) -> Experts | None:
+    """Read experts that stand in no groups, in `layers`; `counts` and `n_shared` are defaults.
+
+    `counts` are all experts, and those of a row.
+    """
+    n_experts, top_k = read_expert_counts(fields, ("num_experts", "num_local_experts"), *counts)
     experts = Experts(
         n_experts=n_experts,
         top_k=top_k,
         intermediate_size=inner,
         normalize_top_k=True,
-        shared_intermediate_size=inner * fields.positive("num_shared_experts", 2),
-        output_scale=fields.number("route_scale", 1.0),
+        shared_intermediate_size=inner * fields.positive("num_shared_experts", n_shared),
+        output_scale=output_scale,
         layers=layers,
     )
     return experts if layers else None

@@ -7,14 +7,13 @@ from functools import partial
 
 from shardnet.model.config.decoder_config import (
     read_decoder,
-    read_expert_counts,
     read_mlp_kinds,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.model_config import Experts, ModelConfig
+from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families import deepseek_v2, deepseek_v3
-from shardnet.model.families.afmoe import ROUTER_NAMES
+from shardnet.model.families.afmoe import ROUTER_NAMES, read_experts
 from shardnet.model.families.family import Stacking
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
@@ -38,23 +37,20 @@ def _read_config(fields: Fields) -> ModelConfig:
     fields.ignore("use_grouped_mm", "eod_token_id")
     inner = fields.positive("moe_intermediate_size", 1536)
     fields.require("expert_hidden_dim", inner)
-    n_experts, top_k = read_expert_counts(fields, ("num_experts", "num_local_experts"), 192, 8)
-    layers = read_mlp_kinds(fields, config.n_layers, fields.take("first_k_dense_replace", int, 1))
-    experts = Experts(
-        n_experts=n_experts,
-        top_k=top_k,
-        intermediate_size=inner,
-        normalize_top_k=True,
-        shared_intermediate_size=inner * fields.positive("num_shared_experts", 1),
+    experts = read_experts(
+        fields,
+        read_mlp_kinds(fields, config.n_layers, fields.take("first_k_dense_replace", int, 1)),
+        counts=(192, 8),
+        inner=inner,
+        n_shared=1,
         output_scale=fields.number("router_scaling_factor", 2.826),
-        layers=layers,
     )
     return replace(
         config,
         attention_bias=fields.take("attention_bias", bool, False),
         mlp_bias=fields.take("mlp_bias", bool, False),
         has_head_norms=True,
-        experts=experts if layers else None,
+        experts=experts,
     )
 
 

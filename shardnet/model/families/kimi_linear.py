@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.errors import shown
-from shardnet.model.config.decoder_config import FULL, LINEAR, check_state_size
+from shardnet.model.config.decoder_config import FULL, LINEAR, check_state_size, read_layer_kinds
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors
 from shardnet.model.config.model_config import DeltaNet, Experts, Latent, ModelConfig
@@ -99,7 +99,7 @@ def _read_delta_net(fields: Fields, n_layers: int) -> DeltaNet | None:
 def _read_layers(fields: Fields, own: Fields, n_layers: int) -> tuple[int, ...]:
     """Read which layers have KDA: by kinds, by their numbers from 1 on, or all but every fourth."""
     full, linear = (own.take(key, list, []) for key in ("full_attn_layers", "kda_layers"))
-    kinds = fields.take("layer_types", list, None)
+    kinds = read_layer_kinds(fields, n_layers, FULL, LINEAR)
     if kinds is None and (full or linear):
         if any(type(n) is not int for n in [*full, *linear]) or sorted([*full, *linear]) != [
             *range(1, n_layers + 1)
@@ -111,11 +111,6 @@ def _read_layers(fields: Fields, own: Fields, n_layers: int) -> tuple[int, ...]:
         return tuple(sorted(n - 1 for n in linear))
     if kinds is None:
         return tuple(n for n in range(n_layers) if n == 0 or n % _INTERVAL)
-    if len(kinds) != n_layers:
-        raise fields.damaged(f"layer_types has {len(kinds)} entries for {n_layers} layers")
-    for kind in kinds:
-        if kind not in (FULL, LINEAR):
-            raise fields.unsupported("layer_types", kind, f"{FULL}, {LINEAR}")
     return tuple(n for n in range(n_layers) if kinds[n] == LINEAR)
 
 

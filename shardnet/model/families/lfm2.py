@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from shardnet.model.config.decoder_config import FULL, read_decoder
+from shardnet.model.config.decoder_config import FULL, read_decoder, read_layer_kinds
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_kv_heads, read_gguf_sizes
 from shardnet.model.config.model_config import ModelConfig, ShortConv
@@ -63,14 +63,9 @@ def read_hybrid(fields: Fields, *, intermediate_size: int) -> ModelConfig:
 
 def _conv_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
     attention = fields.take("full_attn_idxs", list, [*range(n_layers)])
-    kinds = fields.take("layer_types", list, None)
+    kinds = read_layer_kinds(fields, n_layers, FULL, CONV)
     if kinds is None:
         return tuple(layer for layer in range(n_layers) if layer not in attention)
-    if len(kinds) != n_layers:
-        raise fields.damaged(f"layer_types has {len(kinds)} entries for {n_layers} layers")
-    for kind in kinds:
-        if kind not in (FULL, CONV):
-            raise fields.unsupported("layer_types", kind, f"{FULL}, {CONV}")
     return tuple(layer for layer in range(n_layers) if kinds[layer] == CONV)
 
 

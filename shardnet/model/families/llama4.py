@@ -16,6 +16,7 @@ from shardnet.model.config.decoder_config import (
     FULL,
     read_decoder,
     read_expert_counts,
+    read_layer_kinds,
     read_nope_layers,
 )
 from shardnet.model.config.fields import Fields
@@ -74,14 +75,9 @@ def _read_chunk(fields: Fields, n_layers: int, *, is_chunked: bool) -> int | Non
     """Read the positions of a chunk; None where no layer attends in chunks."""
     key = "attention_chunk_size"
     chunk = fields.optional(key) if fields.given(key) else 8192
-    kinds = fields.take("layer_types", list, None)
+    kinds = read_layer_kinds(fields, n_layers, FULL, CHUNKED)
     if kinds is None:
         return chunk if is_chunked else None
-    if len(kinds) != n_layers:
-        raise fields.damaged(f"layer_types has {len(kinds)} entries for {n_layers} layers")
-    for kind in kinds:
-        if kind not in (FULL, CHUNKED):
-            raise fields.unsupported("layer_types", kind, f"{FULL}, {CHUNKED}")
     return chunk if CHUNKED in kinds else None
 
 
