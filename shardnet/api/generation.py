@@ -87,8 +87,8 @@ class Generations:
     others fail with the same error, without planning and loading again for each. A request whose
     link ends before any output, and before it was copied, is sent once more: the link may have been
     cut long before, while the event loop stood still, or its head may be gone and another node
-    lead. One that is copied to another node is resumed there when its link ends,
-    or its head gives up; `on_copied` takes that node's address.
+    lead. One that is copied to another node is resumed there when its link ends, or its head gives
+    up; `on_copied` takes that node's address.
     """
 
     def __init__(

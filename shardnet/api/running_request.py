@@ -86,7 +86,7 @@ class RunningRequest:
         """Whether nothing is lost by sending it again as it was sent first."""
         if self.is_repeated:
             return False
-        has_output = self.token_ids or self.rows or len(self.prompt_logprobs) > 1
+        has_output = self.token_ids or self.rows or self.routing or len(self.prompt_logprobs) > 1
         return not self.is_answered or not (self.copied_to or self.resumes or has_output)
 
     def send(self, control: ControlLink, on_answer: Callable[[Answer], None]) -> None:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from shardnet.model.config.model_config import Activation
 from shardnet.model.config.panel_form import PANEL
+from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import Team, check_memory, is_bf16, native_kernels
+from shardnet.model.kernels.panel_linear import PanelLinear
 
 
 class NormStruct(ctypes.Structure):
@@ -233,6 +235,13 @@ class HeadMatmuls:
         padded = F.pad(weights, (0, -n_out % PANEL))
         packed = padded.view(n_heads, n_in, -1, PANEL).transpose(1, 2).contiguous()
         return cls(weights=packed, n_out=n_out, is_native=True)
+
+    def linears(self) -> list[PanelLinear]:
+        """Return the matmul of each head as a linear layer; only where the library multiplies."""
+        native = native_kernels()
+        assert native is not None, "is_native says so"
+        wide = self.weights.transpose(1, 2).flatten(2)[..., : self.n_out]  # [H, A, B]
+        return [float_linear([head.T.contiguous()], None, native) for head in wide]
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply rows [T, H, A]: [T, H, B] in their dtype."""

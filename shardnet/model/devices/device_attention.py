@@ -97,13 +97,8 @@ class Attend:
 
     def __call__(self, heads: Buffer, pages: tuple[Buffer, Buffer], step: StepBuffers) -> Buffer:
         """Attend with the queries in `heads`: [T, heads, columns of a value]."""
-        of, n_rows, n_blocks, columns = (
-            self._scratch.of,
-            step.n_rows,
-            step.n_blocks,
-            self._n_columns,
-        )
-        n_heads, n_kv_heads = self._n_heads
+        of, columns, (n_heads, n_kv_heads) = self._scratch.of, self._n_columns, self._n_heads
+        n_rows, n_blocks = step.n_rows, step.n_blocks
         attended = of("attended", 4 * n_rows * n_heads * columns)
         n_groups = n_heads // self._heads_of_group
         n_splits = max(1, min(n_blocks, _ENOUGH_GROUPS // (n_rows * n_groups)))

@@ -18,7 +18,9 @@ from shardnet.model.arithmetic.row_functions import ACTIVATIONS
 from shardnet.model.config.model_config import Activation, Experts
 from shardnet.model.devices.driver import THREADS, Array, Buffer
 from shardnet.model.devices.products import (
+    GATHERED_FROM,
     NO_ACTIVATION,
+    TILE,
     DeviceProduct,
     Gating,
     Rows,
@@ -44,9 +46,6 @@ Launch = Callable[..., None]
 """Launches a kernel by name: groups, buffers, numbers."""
 Put = Callable[[Array], Buffer]
 """Uploads an array."""
-_GATHERED_FROM: Final = 12
-"""From so many visits an expert on they are gathered by expert: 64 rows by tiles cost as many by
-themselves."""
 _ALONE: Final = ACTIVATIONS | {Activation.RELU_SQUARED: 3}
 """Activations of MLPs without gates."""
 _CLAMPED: Final = 3
@@ -141,9 +140,9 @@ class DeviceExperts:
     def _tiles(self, ids: Buffer, n_visits: int) -> Tiles | None:
         """Gather visits by expert, where that pays: an expert's weights are read once for many."""
         n_experts, of = self._router.shape[0], self._scratch.of
-        if n_experts == 1 or n_visits < _GATHERED_FROM * n_experts:
+        if n_experts == 1 or n_visits < GATHERED_FROM * n_experts:
             return None
-        n_tiles = n_visits // 64 + n_experts
+        n_tiles = n_visits // TILE + n_experts
         order, tiles = of("order", 4 * n_visits), of("tiles", 12 * n_tiles)
         starts = of("starts", 4 * n_experts)
         sizes = n_visits, n_experts, n_tiles

@@ -7,7 +7,6 @@ their contents works as on a CPU: copies, moves, prefixes on disk. Must not know
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Self
@@ -221,10 +220,11 @@ class DeviceKvCache(KvCache):
         for layer, heads in enumerate(self._heads) if begin < end else ():
             if layer in self._without_kv:
                 continue
-            first, size = self.first(slot, layer), heads.key_size
-            both = zip(self.layer(slot, layer), self._buffers[layer], strict=True)
-            for stored, buffer in itertools.islice(both, 2 if heads.value_size else 1):
-                at = max(begin, first)
+            first = self.first(slot, layer)
+            for stored, buffer in zip(self.layer(slot, layer), self._buffers[layer], strict=True):
+                at, size = max(begin, first), stored.shape[-1]
+                if size == 0:  # columns of the keys
+                    continue
                 while at < end:
                     stop = min(end, (at // PAGE + 1) * PAGE)
                     page = held.pages[at // PAGE] * heads.n_kv_heads

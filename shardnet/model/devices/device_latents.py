@@ -10,25 +10,16 @@ of a latent, V of a value.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 import numpy as np
 
-from shardnet.model.arithmetic.row_functions import HeadMatmuls
 from shardnet.model.devices.device_attention import Attend
 from shardnet.model.devices.device_kv import PAGE
 from shardnet.model.devices.driver import Array, Buffer
 from shardnet.model.devices.mixer_device import MixerDevice, StepBuffers
-from shardnet.model.devices.products import Tiles, Visits
-from shardnet.model.kernels.float_linear import pack_floats
-from shardnet.model.kernels.library import native_kernels
-from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.devices.products import GATHERED_FROM, TILE, Tiles, Visits
 from shardnet.model.layers.latent_attention import LatentAttention
 from shardnet.model.layers.native_attention import MAX_HEAD
-
-_TILE: Final = 64
-_TILES_FROM: Final = 12
-"""From so many rows on a head's weights are read once for many."""
 
 
 def why_no_latents(own: LatentAttention) -> str:
@@ -40,16 +31,6 @@ def why_no_latents(own: LatentAttention) -> str:
     return ""
 
 
-def linears_of_heads(own: HeadMatmuls) -> list[PanelLinear]:
-    """Return the matmul of each head as a linear of float panels."""
-    native = native_kernels()
-    assert native is not None, "is_native says so"
-    wide = own.weights.transpose(1, 2).flatten(2)[..., : own.n_out]  # [H, inputs, outputs]
-    return [
-        PanelLinear([pack_floats([head.T.contiguous()], native)], None, native) for head in wide
-    ]
-
-
 def visits_of_heads(n_rows: int, n_heads: int, put_in: Callable[[str, Array], Buffer]) -> Visits:
     """Say which head each of T x H rows is, so that a product by id multiplies it by that's matmul.
 
@@ -57,10 +38,10 @@ def visits_of_heads(n_rows: int, n_heads: int, put_in: Callable[[str, Array], Bu
     """
     heads = np.arange(n_rows * n_heads, dtype=np.uint32).reshape(n_rows, n_heads)
     ids, tiles = put_in("heads of rows", heads % n_heads), None
-    if n_rows >= _TILES_FROM:
-        firsts = range(0, n_rows, _TILE)
+    if n_rows >= GATHERED_FROM:
+        firsts = range(0, n_rows, TILE)
         of_head = [(head, first) for head in range(n_heads) for first in firsts]
-        some = [(head, head * n_rows + n, min(_TILE, n_rows - n)) for head, n in of_head]
+        some = [(head, head * n_rows + n, min(TILE, n_rows - n)) for head, n in of_head]
         tiles = Tiles(
             order=put_in("order of heads", heads.T),
             tiles=put_in("tiles of heads", np.array(some, np.uint32)),
@@ -82,8 +63,8 @@ class DeviceLatents:
             (on.put(norm.weight.float().numpy()), np.float32(norm.eps)) for norm in norms
         ]
         self.n_heads, rank, width = own.keys.weights.shape[0], own.latent.rank, own.latent.width
-        self._keys = on.make_by_id(*linears_of_heads(own.keys), n_columns=width)
-        self._values = on.make_by_id(*linears_of_heads(own.values))
+        self._keys = on.make_by_id(*own.keys.linears(), n_columns=width)
+        self._values = on.make_by_id(*own.values.linears())
         self._output = on.make(own.o_proj)
         self._grows = int(own.temperature is not None)
         self._attend = Attend(on, own.kind, (self.n_heads, 1), width, rank, self.n_heads * width)

@@ -18,7 +18,12 @@ from shardnet.model.kernels.panels import Panels
 ROWS: Final = (1, 2, 4, 8)
 """Rows that a group of threads multiplies a panel with: a text for each, and one for 64 rows."""
 MANY: Final = 24
-"""From so many rows on 64 are multiplied with four panels."""
+"""From so many rows on TILE are multiplied with four panels."""
+TILE: Final = 64
+GATHERED_FROM: Final = 12
+"""From so many visits an expert on they are gathered by expert: TILE rows together cost as many
+one by one.
+"""
 PRODUCT_PARTS: Final = ("vectors", "linear")
 """Of the text."""
 NO_ACTIVATION: Final = 4
@@ -268,7 +273,7 @@ class DeviceProduct:
             name, rows, groups = "multiply_many", 0, (-(-n_panels // 4), tiles.n)
             others = [tiles.order, tiles.tiles]
         elif visits is None and n_rows >= MANY:
-            name, rows, groups = "multiply_many", 0, (-(-n_panels // 4), -(-n_rows // 64))
+            name, rows, groups = "multiply_many", 0, (-(-n_panels // 4), -(-n_rows // TILE))
             others = [out, out]
         else:
             rows = 1 if visits else next(n for n in ROWS if n_rows <= n or n == ROWS[-1])
