@@ -263,7 +263,7 @@ def _models() -> Iterator[tuple[str, str]]:
     """List the models as `shardnet models` does, unopened."""
     from shardnet.assets import DEFAULT_MODEL_NAME
     from shardnet.checkpoint.hub_cache import cache_root, pulled_models
-    from shardnet.checkpoint.ollama_store import (
+    from shardnet.checkpoint.program_stores import (
         lm_studio_models,
         lm_studio_roots,
         models_below,

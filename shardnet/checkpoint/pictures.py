@@ -25,7 +25,7 @@ from shardnet.checkpoint.formats.gguf_header import (
 from shardnet.checkpoint.formats.gguf_ollama import projector_of
 from shardnet.checkpoint.formats.gguf_types import PLAIN, packing_of, unpack
 from shardnet.checkpoint.formats.huggingface import converted_tensors
-from shardnet.checkpoint.ollama_store import projectors_of
+from shardnet.checkpoint.program_stores import projectors_of
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_file
 from shardnet.checkpoint.tensors.json_files import read_json
 from shardnet.checkpoint.tensors.manifest import is_blob

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardnet.checkpoint import ollama_store
-from shardnet.checkpoint.ollama_store import (
+from shardnet.checkpoint import program_stores
+from shardnet.checkpoint.program_stores import (
     find_in_lm_studio,
     lm_studio_models,
     models_below,
@@ -94,6 +94,6 @@ def test_a_folder_of_very_many_is_left_at_a_bound(
 ) -> None:
     (root / "lab" / "round").symlink_to(root)
     assert len(list(models_below(root))) < 50, "links in a circle end at the depth"
-    monkeypatch.setattr(ollama_store, "MAX_FOLDERS", 3)
+    monkeypatch.setattr(program_stores, "MAX_FOLDERS", 3)
     [*_, last] = models_below(root)
     assert "holds more than 3 folders" in last.failure

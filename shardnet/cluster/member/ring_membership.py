@@ -27,7 +27,7 @@ from shardnet.runtime.processors.alertness import SPIN_NS, Alertness
 from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
 from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
 from shardnet.runtime.ring.shard_links import ShardLinks, ShardSink
-from shardnet.runtime.shards.link_group import SpanningCompute
+from shardnet.runtime.shards.spanning_stage import SpanningCompute
 from shardnet.runtime.stage.compute import StageCompute
 from shardnet.runtime.stage.handover import Lane, LaneWorkers
 from shardnet.runtime.stage.worker import StageSink, StageSource

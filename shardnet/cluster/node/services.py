@@ -38,8 +38,8 @@ from shardnet.cluster.planning.wire_loss import WireLoss
 from shardnet.cluster.pressure.policy import MemoryLook, OwnerLook
 from shardnet.cluster.recovery.audits import Audits
 from shardnet.cluster.recovery.node_watch import NodeWatch
-from shardnet.cluster.recovery.planned import PlannedChanges
 from shardnet.cluster.recovery.recovery import Recovery
+from shardnet.cluster.recovery.ring_replacement import PlannedChanges
 from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.cluster.recovery.standbys import Standbys
 from shardnet.cluster.router.router import Router

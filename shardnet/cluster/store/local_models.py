@@ -28,7 +28,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.formats.gguf_header import gguf_files
 from shardnet.checkpoint.hub_cache import cache_root, pulled_models
 from shardnet.checkpoint.model_names import FoundModel
-from shardnet.checkpoint.ollama_store import (
+from shardnet.checkpoint.program_stores import (
     lm_studio_models,
     lm_studio_roots,
     models_below,

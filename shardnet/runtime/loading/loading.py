@@ -197,7 +197,7 @@ def _load_with_torch(
     """
     import torch
 
-    from shardnet.runtime.shards.link_group import LinkGroup, SpanningCompute
+    from shardnet.runtime.shards.spanning_stage import LinkGroup, SpanningCompute
     from shardnet.runtime.stage.torch_compute import StreamingCompute, TorchCompute
 
     order, group = job.order, None

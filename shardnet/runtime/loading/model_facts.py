@@ -14,8 +14,8 @@ from shardnet.checkpoint.checkpoint import Checkpoint, names_checkpoint, no_mtp
 from shardnet.checkpoint.formats.gguf_header import gguf_files
 from shardnet.checkpoint.hub_cache import HubName, pulled_folder
 from shardnet.checkpoint.model_names import LM_STUDIO
-from shardnet.checkpoint.ollama_store import OllamaName, find_in_lm_studio, find_ollama
 from shardnet.checkpoint.pictures import Pictures, open_pictures
+from shardnet.checkpoint.program_stores import OllamaName, find_in_lm_studio, find_ollama
 from shardnet.checkpoint.recommended_sampling import read_recommended
 from shardnet.checkpoint.replica import NO_LAYERS, StoredLayers, stored_layers
 from shardnet.checkpoint.replica_journal import Journal

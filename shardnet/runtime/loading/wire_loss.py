@@ -145,7 +145,7 @@ def _both(
 ) -> tuple[Tensor, Tensor]:
     """Return the logits [R, V], exact and with rounding at the borders and of parts."""
     from shardnet.model.kernels.codec import pack_rows, unpack_rows
-    from shardnet.runtime.shards.link_group import RoundedGroup
+    from shardnet.runtime.shards.spanning_stage import RoundedGroup
 
     read = _BytesRead(checkpoint, progress, 2 if gathers else 1)
     exact: Tensor | None = None

@@ -1,1 +1,1 @@
-"""The shards of a stage on one machine, each a process: the node's own leads, the others follow."""
+"""The shards of a stage: processes of one machine of which the node's own leads, or nodes."""

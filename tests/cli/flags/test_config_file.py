@@ -8,7 +8,7 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-from shardnet.checkpoint.ollama_store import named_folders
+from shardnet.checkpoint.program_stores import named_folders
 from shardnet.cluster.machine.folders import config_path
 from shardnet.errors import ConfigurationError
 from shardnet_cli.flags.config import read_config

@@ -11,7 +11,7 @@ from support.hostile.small_files import GOOD
 from support.models.model_stores import KIND, put_in_ollama, write_manifest
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.checkpoint.ollama_store import (
+from shardnet.checkpoint.program_stores import (
     MAX_MANIFEST_BYTES,
     OllamaName,
     find_ollama,
@@ -164,7 +164,7 @@ def test_links_and_special_files_are_refused(root: Path, gguf: Path, tmp_path: P
 
 
 def test_too_many_models(root: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardnet.checkpoint.ollama_store.MAX_MODELS", 1)
+    monkeypatch.setattr("shardnet.checkpoint.program_stores.MAX_MODELS", 1)
     for name in ("a", "b"):
         put_in_ollama(root, gguf, name)
     with pytest.raises(CheckpointError, match="holds more than 1 models"):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardnet.errors import CapacityError, LostShardError, NumericalError, ShardnetError
 from shardnet.model.kernels.codec import pack_rows, unpack_rows
-from shardnet.runtime.shards.link_group import LinkGroup, SpanningCompute
+from shardnet.runtime.shards.spanning_stage import LinkGroup, SpanningCompute
 from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.slot_operations import FreeSlot, SlotOperation
 from shardnet.types import Epoch, MicroBatch, SlotId, StepId, WireDType

@@ -12,7 +12,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from shardnet.cluster.recovery import planned
-from shardnet.cluster.recovery.planned import PlannedChanges
+from shardnet.cluster.recovery.ring_replacement import PlannedChanges
 from shardnet.errors import PeerFailedError
 
 
