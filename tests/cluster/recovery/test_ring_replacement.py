@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from shardnet.cluster.recovery import planned
+from shardnet.cluster.recovery import ring_replacement
 from shardnet.cluster.recovery.ring_replacement import PlannedChanges
 from shardnet.errors import PeerFailedError
 
@@ -49,8 +49,8 @@ def test_a_ring_that_is_lost_while_the_next_one_loads_is_recovered_at_once(
             await asyncio.Event().wait()
 
         moves = Mock(prepare=load, drop=AsyncMock(side_effect=asyncio.Event().wait))
-        monkeypatch.setattr(planned, "RingMoves", lambda former, ring: moves)
-        monkeypatch.setattr(planned, "DROP_S", 0.01)
+        monkeypatch.setattr(ring_replacement, "RingMoves", lambda former, ring: moves)
+        monkeypatch.setattr(ring_replacement, "DROP_S", 0.01)
         lead: Any = SimpleNamespace(ring=led.former, is_recovering=False, is_replacing=False)
         changes = PlannedChanges(
             head=SimpleNamespace(led=led),  # type: ignore[arg-type]
