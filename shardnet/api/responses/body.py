@@ -56,10 +56,11 @@ class ItemBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     """An item of the conversation, with the fields of every type that is read.
 
     These are message (also without a type), reasoning, function_call, custom_tool_call and the
-    outputs of both.
+    outputs of both; item_reference names by its `id` an item of a response that is kept.
     """
 
     type: str = "message"
+    id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: str | Parts | None = None
     summary: Parts | None = None

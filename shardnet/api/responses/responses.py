@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
+from itertools import count
 from typing import Any, Final
 
 import msgspec
@@ -46,7 +47,12 @@ from shardnet.api.server.endpoint import (
 )
 from shardnet.api.server.errors import Fault, fault_of, refused
 from shardnet.api.server.service import Exchange
-from shardnet.errors import ContextExceededError, ShardnetError
+from shardnet.errors import ContextExceededError, ShardnetError, shown
+
+
+_PREFIX: Final = "resp_"
+_HEX: Final = 32
+"""Digits of a response's id. Those of its items begin with them: so a reference finds it."""
 
 
 class _KeptResponse(msgspec.Struct, frozen=True, array_like=True):
@@ -68,12 +74,13 @@ class Responses:
     """Answers conversations, and keeps them for requests that follow."""
 
     def __init__(self) -> None:
-        self._kept = Kept(what="response", prefix="resp_")
+        self._kept = Kept(what="response", prefix=_PREFIX)
 
     async def respond(self, exchange: Exchange, body: ResponseBody) -> Reply:
         """Answer a conversation."""
         served = await exchange.service.models.find(body.model)
         earlier = await self._earlier(exchange, body.previous_response_id)
+        await self._put_in_place(exchange, input_items(body))
         request = response_request(body, served.choice, earlier)
         response = _response(body, served.name)
         events = _events(
@@ -122,13 +129,37 @@ class Responses:
         """Return the conversation of a response. Raises HttpError 400 if it is not kept."""
         if not name:
             return []
-        content = await self._kept.find(exchange.service.client, exchange.owner, name)
-        if content is None:
+        items = await self._items(exchange, name)
+        if items is None:
             raise refused(
                 f"{self._kept.gone(name)}; send the whole conversation as input",
                 "previous_response_id",
                 code="previous_response_not_found",
             )
+        return items
+
+    async def _put_in_place(self, exchange: Exchange, items: list[ItemBody]) -> None:
+        """Replace references by the items they name. Raises HttpError 400 for what is not kept."""
+        found: dict[str | None, ItemBody] = {}
+        for place in reversed(range(len(items))):  # the last one's response has those before, too
+            name = items[place].id or ""
+            if items[place].type != "item_reference":
+                continue
+            if name not in found:
+                kept = await self._items(exchange, f"{_PREFIX}{name.partition('_')[2][:_HEX]}")
+                found |= {item.id: item for item in kept or ()}
+            if name not in found:
+                raise refused(
+                    f"input[{place}] refers to {shown(name)}, which is not kept: send the item",
+                    f"input[{place}].id",
+                )
+            items[place] = found[name]
+
+    async def _items(self, exchange: Exchange, name: str) -> list[ItemBody] | None:
+        """Return the conversation of a response, None if it is not kept."""
+        content = await self._kept.find(exchange.service.client, exchange.owner, name)
+        if content is None:
+            return None
         return msgspec.json.decode(_decoded(content).items, type=list[ItemBody])
 
 
@@ -162,7 +193,8 @@ async def _events(
     is_streamed: bool,
 ) -> AsyncGenerator[StreamEvent, None]:
     """Yield the events of a stream, and fill the response; `keep` it before its end is sent."""
-    items = ItemEvents(lambda prefix: f"{prefix}_{uuid.uuid4().hex}")
+    digits, numbers = response.id.removeprefix(_PREFIX), count()
+    items = ItemEvents(lambda prefix: f"{prefix}_{digits}{next(numbers):04x}")
     async with aclosing(run_chat(exchange, request, is_streamed=is_streamed)) as told_events:
         async for told in told_events:
             match told:
@@ -199,7 +231,7 @@ def _of_piece(items: ItemEvents, piece: Piece) -> Iterator[StreamEvent]:
 def _response(body: ResponseBody, model: str) -> Response:
     """Make the response that has nothing yet."""
     return Response(
-        id=f"resp_{uuid.uuid4().hex}",
+        id=_PREFIX + uuid.uuid4().hex,
         created_at=int(time.time()),
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
@@ -254,7 +286,7 @@ def failed_event(fault: Fault) -> bytes:
     """Write a fault as the end of a stream."""
     event = ResponseFailed(
         response=Response(
-            id=f"resp_{uuid.uuid4().hex}",
+            id=_PREFIX + uuid.uuid4().hex,
             created_at=int(time.time()),
             status="failed",
             model="",

@@ -89,9 +89,9 @@ class AnswerWriter:
             await self._start(200, self._media_type, headers)
 
     async def _start(self, status: int, media_type: str, headers: Headers) -> None:
-        self.status = status
         every = [("content-type", media_type), *headers, *self._headers]
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in every]
+        self.status = status
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
 

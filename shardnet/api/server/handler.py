@@ -81,18 +81,20 @@ class Handler:
         exchange.headers += ((name, exchange.request_id) for name in names)
         writer = AnswerWriter(send, exchange.headers)
         has_left = False
-        with self._counted():
-            try:
-                self._check_page(scope["method"], headers)
-                host = host_name(scope["client"][0]) if scope.get("client") else ""
-                await self._checked(exchange, headers, host, receive, writer)
-            except Disconnected:
-                has_left = True
-            except Exception as error:
-                await self._fail(exchange, error, writer)
-            finally:
-                exchange.leave()
-        self._note_end(exchange, CLIENT_LEFT if has_left else writer.status)
+        try:
+            with self._counted():
+                try:
+                    self._check_page(scope["method"], headers)
+                    host = host_name(scope["client"][0]) if scope.get("client") else ""
+                    await self._checked(exchange, headers, host, receive, writer)
+                except Disconnected:
+                    has_left = True
+                except Exception as error:
+                    await self._fail(exchange, error, writer)
+                finally:
+                    exchange.leave()
+        finally:
+            self._note_end(exchange, CLIENT_LEFT if has_left else writer.status)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -140,8 +142,10 @@ class Handler:
                 )
             if exchange.resumes:
                 exchange.n_received = _n_received(headers[RESUME_HEADER])
-            raw = await read_body(receive, headers, settings.most_body_bytes)
-            body = _decoded(endpoint, raw, headers.get(b"content-type", b""))
+            body = None
+            if endpoint.body is not None:  # else the server drops what comes, from strangers too
+                raw = await read_body(receive, headers, settings.most_body_bytes)
+                body = _decoded(endpoint, raw, headers.get(b"content-type", b""))
             await self._unless_left(receive, self._answer(exchange, body, writer))
 
     def _check_tokens(self, key: ApiKey | None) -> None:
@@ -259,8 +263,6 @@ def _request_id(headers: dict[bytes, bytes]) -> str:
 
 def _decoded(endpoint: Endpoint[Any], raw: bytes, content_type: bytes) -> Any:
     """Decode a body as the endpoint says. Raises HttpError 400, 413."""
-    if endpoint.body is None:
-        return None
     if endpoint.body_type == FORM:
         return decode_form(raw, content_type.decode("latin-1"), endpoint.body)
     return decode_body(raw, endpoint.body)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
@@ -252,8 +253,8 @@ class Exchange:
         prompts = await self._with_pictures(prompts)
         constraint = options.get("constraint")
         if constraint is not None and constraint.left_out:
-            left_out = ", ".join(constraint.left_out)[:MOST_HEADER]
-            self.headers.append((LEFT_OUT_HEADER, left_out.encode("ascii", "replace").decode()))
+            left_out = re.sub("[^ -~]", "?", ", ".join(constraint.left_out))[:MOST_HEADER]
+            self.headers.append((LEFT_OUT_HEADER, left_out.strip()))
         while True:
             await self.use(choice)
             has_begun = False

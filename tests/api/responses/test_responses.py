@@ -283,6 +283,21 @@ def test_a_request_follows_a_response_that_is_kept_for_its_key() -> None:
             assert [role for role, _ in turns] == ["user", "assistant", "tool", "assistant", "user"]
             assert [text for _, text in turns[1:]] == ["I look.", "b", "b", "c"]
 
+            named = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+            fourth = await told(input=[user("a"), *named, output, user("c")])
+            assert fourth.status == 200
+            turns = [(m.role, m.content or "") for m in server.node.asked[-1].messages or ()]
+            assert [role for role, _ in turns] == ["user", "assistant", "tool", "user"]
+            assert [text for _, text in turns] == ["a", "I look.", "b", "c"]
+            [asked] = [m for m in server.node.asked[-1].messages or () if m.role == "assistant"]
+            assert [c.id for c in asked.tool_calls] == [called]
+            for key, item in (
+                ("two", named[0]),
+                ("one", {"type": "item_reference", "id": "msg_x"}),
+            ):
+                answer = await told(key, input=[user("a"), item])
+                assert (answer.status, answer.json["error"]["param"]) == (400, "input[1].id")
+
             path = f"{RESPONSES}/{second['id']}"
             assert (await ask(server.app, path, headers=header("one"))).json == second
             assert (await ask(server.app, path, headers=header("two"))).status == 404
