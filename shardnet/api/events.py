@@ -198,7 +198,8 @@ class GenerationResult:
 class GenerationEvent:
     """A change of one request.
 
-    `request_id` is unique in its client. While it is QUEUED, `ahead` requests run before it. While
+    `request_id` is unique in its client. While it is QUEUED, `ahead` requests run before it. When
+    it begins to run its prompt has `n_prompt` tokens, elsewhere this is 0. While
     it is RECOVERING its ring is being replaced: `why` says what happened, `expected_s` how long
     that may take, 0 if not known. Tokens come in events that are RUNNING or RESUMED; `tokens` are
     their own texts ("" without a tokenizer), `text` is what they complete and may be empty.
@@ -213,6 +214,7 @@ class GenerationEvent:
     sample: int
     state: RequestState
     ahead: int = 0
+    n_prompt: int = 0
     prompt_tail: str = ""
     why: str = ""
     expected_s: float = 0.0

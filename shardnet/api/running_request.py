@@ -123,6 +123,7 @@ class RunningRequest:
                 return changed(
                     self._event(),
                     ahead=ahead,
+                    n_prompt=answer.n_prompt,
                     prompt_tail=tail,
                     why=answer.why,
                     expected_s=answer.expected_s,

@@ -6,6 +6,7 @@ Pure.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Final, TypeAlias
 
@@ -248,11 +249,20 @@ def stopped(ended: Ended, stops: Sequence[str], max_tokens: int) -> Stopped:
         is_full = result.usage.n_generated < max_tokens
         reason = "model_context_window_exceeded" if is_full else "max_tokens"
         return Stopped(stop_reason=reason, stop_sequence=None)
-    written = "".join(result.tokens)  # with the text that ended it, which the result's has not
-    found = min(((written.find(stop), stop) for stop in stops if stop in written), default=None)
+    found = next((stop for stop in stops if ends_with(result.tokens, stop)), None)
     if found is None:
         return Stopped(stop_reason="end_turn", stop_sequence=None)
-    return Stopped(stop_reason="stop_sequence", stop_sequence=found[1])
+    return Stopped(stop_reason="stop_sequence", stop_sequence=found)
+
+
+def ends_with(tokens: Sequence[str], stop: str) -> bool:
+    """Say whether a text ended tokens, a part of which may be all that the last one has of it.
+
+    Characters that are split over tokens are U+FFFD in these.
+    """
+    escaped = (re.escape(c) if c.isascii() else f"(?:{c}|\ufffd{{1,4}})" for c in stop)
+    last = len("".join(tokens[:-1]))
+    return any(found.end() > last for found in re.finditer("".join(escaped), "".join(tokens)))
 
 
 def tokens_used(ended: Ended | None = None) -> TokensUsed:

@@ -298,12 +298,8 @@ class Batches:
     ) -> None:
         """Answer lines, each in a place among those of all batches, until none is left."""
         for number, line in left:
-            async with self._places:
-                if batch.goes_on():
-                    answer = await answered(service, batch.key, endpoint, line, batch.goes_on)
-                    batch.take(number, answer)
-                else:
-                    batch.take(number, skipped(line, batch.end))
+            answer = await answered(service, batch.key, endpoint, line, batch.goes_on, self._places)
+            batch.take(number, answer or skipped(line, batch.end))
 
     async def _finish(self, service: Service, owner: str, batch: _Batch) -> None:
         described = batch.described

@@ -132,6 +132,8 @@ MAX_LINES: Final = 50_000
 """OpenAI's number."""
 LOWEST: Final = -100
 """The priority of these requests: any other one goes first."""
+LOOK_S: Final = 1.0
+"""How often a line that waits looks whether its batch was cancelled."""
 TRIES: Final = 3
 """How often a request is sent that a busy or broken ring turns away."""
 
@@ -221,22 +223,42 @@ async def answered(
     endpoint: Endpoint[Any],
     line: Line,
     goes_on: Callable[[], bool],
-) -> LineAnswer:
-    """Send a line's request, and return what came of it.
+    places: asyncio.Semaphore,
+) -> LineAnswer | None:
+    """Send a line's request in one of the `places`, and return what came of it.
 
     It is sent again while the ring is busy or broken, TRIES times at most, if its batch `goes_on`.
+    None if that has ended before it was sent.
     """
+    response = None
     for n_left in reversed(range(TRIES)):
-        if key is not None and (wait_s := service.settings.keys.wait_s(key, time.monotonic())):
-            await asyncio.sleep(wait_s)
-        exchange = Exchange(
-            service=service, request_id=uuid.uuid4().hex, path_parameters={}, key=key, hears=True
-        )
-        response, retry_s = await _asked(exchange, endpoint, line)
-        if retry_s is None or not n_left or not goes_on():
+        await _until_paid(service, key, goes_on)
+        async with places:
+            if not goes_on():
+                break
+            exchange = Exchange(
+                service=service,
+                request_id=uuid.uuid4().hex,
+                path_parameters={},
+                key=key,
+                hears=True,
+            )
+            response, retry_s = await _asked(exchange, endpoint, line)
+        if retry_s is None or not n_left:
             break
         await asyncio.sleep(retry_s)
+    if response is None:
+        return None
     return LineAnswer(id=_new_id(), custom_id=line.custom_id, response=response)
+
+
+async def _until_paid(service: Service, key: ApiKey | None, goes_on: Callable[[], bool]) -> None:
+    """Wait until a key may have tokens, or a batch ends."""
+    while key is not None and goes_on():
+        wait_s = service.settings.keys.wait_s(key, time.monotonic())
+        if not wait_s:
+            return
+        await asyncio.sleep(min(wait_s, LOOK_S))
 
 
 async def _asked(
@@ -250,7 +272,7 @@ async def _asked(
         body = decode_body(msgspec.json.encode(asked), endpoint.body or dict)
         reply = await endpoint.handle(exchange, body)
         assert isinstance(reply, Json)
-        value = reply.value
+        value: Any = msgspec.Raw(msgspec.json.encode(reply.value))
     except Exception as error:
         if not isinstance(error, ShardnetError | HttpError):
             _log.error("%s failed in a batch: %r in %s", endpoint.path, error, where(error))

@@ -22,6 +22,7 @@ from shardnet.api.chat_formats.choice import (
 from shardnet.api.chat_formats.marks import (
     OutputDelta,
     OutputParser,
+    ReasoningDelta,
     TokenText,
     ToolCallStarted,
 )
@@ -86,11 +87,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The end of one sample: `finish_reason` is stop, length or tool_calls."""
+    """The end of one sample: `finish_reason` is stop, length or tool_calls.
+
+    The last of its reasoning came with token number `n_thought`, counted from 1.
+    """
 
     sample: int
     finish_reason: str
     result: GenerationResult
+    n_thought: int = 0
 
 
 ChatEvent: TypeAlias = Accepted | Piece | Ended
@@ -114,14 +119,18 @@ async def run_chat(
         messages, request.sampling, n=request.n, model=request.model, **options
     )
     samples: dict[int, _Sample] = {}
+    tails: dict[int, str] = {}
     async with aclosing(events):
         async for event in events:
             if event.error is not None:
                 raise event.error
-            if not samples:
+            if not tails:
                 yield Accepted()
             if event.sample not in samples:
-                parser = reader.parser(event.prompt_tail)
+                tail = tails[event.sample] = event.prompt_tail or tails.get(event.sample, "")
+                if not event.token_ids and event.result is None:
+                    continue
+                parser = reader.parser(tail)
                 samples[event.sample] = _Sample(event.sample, parser, reader.format.name)
             for told in samples[event.sample].take(event):
                 yield told
@@ -214,6 +223,7 @@ class _Sample:
         self._calls = DistinctCalls()
         self._format_name = format_name
         self._has_called = False
+        self._n_tokens = self._n_thought = 0
 
     def take(self, event: GenerationEvent) -> list[ChatEvent]:
         """Turn an event of this sample into deltas and, at its end, into the end."""
@@ -222,6 +232,9 @@ class _Sample:
             deltas += [*self._calls.feed(self._parser.finish()), *self._calls.finish()]
         deltas = with_ids(deltas, self._format_name, secrets.choice)
         self._has_called |= any(isinstance(delta, ToolCallStarted) for delta in deltas)
+        self._n_tokens += len(event.token_ids)
+        if any(isinstance(delta, ReasoningDelta) for delta in deltas):
+            self._n_thought = self._n_tokens
         told: list[ChatEvent] = []
         if deltas or event.logprobs:
             logprobs = event.logprobs or ()
@@ -230,7 +243,14 @@ class _Sample:
             reason = event.result.finish_reason
             if self._has_called and reason == "stop":
                 reason = "tool_calls"
-            told.append(Ended(sample=self._number, finish_reason=reason, result=event.result))
+            told.append(
+                Ended(
+                    sample=self._number,
+                    finish_reason=reason,
+                    result=event.result,
+                    n_thought=self._n_thought,
+                )
+            )
         return told
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from shardnet.api.chat_formats.marks import SURROGATES
+
 MAX_DEPTH: Final = 64
 
 _PLAIN = re.compile('[^"\\\\\x00-\x1f\ud800-\udfff]+')
@@ -29,6 +31,16 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _SCALARS = {"boolean": ("true", "false"), "null": ("null",)}
 _TYPE_OF = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+
+
+def as_json(value: object, *, allow_nan: bool = True) -> str:
+    """Write a value as JSON. Half a pair of surrogates stays an escape: it is no character."""
+    return escape_halves(json.dumps(value, ensure_ascii=False, allow_nan=allow_nan))
+
+
+def escape_halves(text: str) -> str:
+    """Write halves of pairs of surrogates, in the strings of JSON text, as escapes."""
+    return SURROGATES.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
 
 def in_string(text: str) -> str:
@@ -227,7 +239,7 @@ def json_of(text: str, types: frozenset[str]) -> str:
 def _read_json(text: str) -> str:
     """Return an object or a list as strict JSON, "" if it is none."""
     try:
-        return json.dumps(json.loads(text, strict=False), ensure_ascii=False, allow_nan=False)
+        return as_json(json.loads(text, strict=False), allow_nan=False)
     except (ValueError, RecursionError):
         return ""
 

@@ -6,10 +6,9 @@ is a call only if it names a tool that was offered.
 
 from __future__ import annotations
 
-import json
 from typing import ClassVar
 
-from shardnet.api.chat_formats.json_text import MAX_DEPTH, ObjectWriter, json_of
+from shardnet.api.chat_formats.json_text import MAX_DEPTH, ObjectWriter, as_json, json_of
 from shardnet.api.chat_formats.marked import MarkedReader
 from shardnet.api.chat_formats.reader import NotACallError, Steps
 
@@ -108,7 +107,7 @@ class LlamaReader(MarkedReader):
         if depth > MAX_DEPTH:
             raise NotACallError
         if first in "\"'":
-            return json.dumps((yield from self._python_string()), ensure_ascii=False)
+            return as_json((yield from self._python_string()))
         if first in "[(":
             items = yield from self._python_items("]" if first == "[" else ")", depth, is_map=False)
             return "[" + ", ".join(items) + "]"

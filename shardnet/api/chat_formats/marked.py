@@ -9,6 +9,7 @@ import json
 import re
 from typing import ClassVar
 
+from shardnet.api.chat_formats.json_text import escape_halves
 from shardnet.api.chat_formats.reader import SPACE, NotACallError, Reader, Sink, Steps
 
 
@@ -162,7 +163,7 @@ def object_in(text: str) -> str:
     try:
         inner = str(json.loads(text))
         if isinstance(json.loads(inner), dict):
-            return inner
+            return escape_halves(inner)
     except (ValueError, RecursionError):
         pass
     raise NotACallError

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final, TypeAlias, TypeVar
 
-from shardnet.api.chat_formats.json_text import JsonFollower, Tool
+from shardnet.api.chat_formats.json_text import JsonFollower, Tool, escape_halves
 from shardnet.api.chat_formats.marks import (
     SURROGATES,
     ContentDelta,
@@ -283,7 +283,10 @@ class Reader(ABC):
             parts.append(text)
 
         yield from self.json_value(collect)
-        return str(json.loads("".join(parts)))
+        name = str(json.loads("".join(parts)))
+        if escape_halves(name) != name:
+            raise NotACallError
+        return name
 
     # --- writing --------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from functools import partial
 from itertools import count
@@ -20,10 +20,8 @@ from shardnet.api.openai.logprobs import chat_logprobs
 from shardnet.api.responses.answers import (
     Incomplete,
     InputTokens,
-    Item,
     ItemEvents,
     OutputTokens,
-    ReasoningItem,
     Response,
     ResponseCompleted,
     ResponseCreated,
@@ -48,7 +46,6 @@ from shardnet.api.server.endpoint import (
 from shardnet.api.server.errors import Fault, fault_of, refused
 from shardnet.api.server.service import Exchange
 from shardnet.errors import ContextExceededError, ShardnetError, shown
-
 
 _PREFIX: Final = "resp_"
 _HEX: Final = 32
@@ -210,7 +207,7 @@ async def _events(
                     for event in items.end(response.status):
                         yield event
                     response.output = items.items
-                    response.usage = _usage(told, items.items)
+                    response.usage = _usage(told)
                     if is_cut:
                         response.incomplete_details = Incomplete(reason="max_output_tokens")
                     await keep()
@@ -252,34 +249,15 @@ def _response(body: ResponseBody, model: str) -> Response:
     )
 
 
-def _usage(ended: Ended, items: Sequence[Item]) -> ResponseUsage:
+def _usage(ended: Ended) -> ResponseUsage:
     usage = ended.result.usage
-    thoughts = [
-        "".join(part.text for part in item.content)
-        for item in items
-        if isinstance(item, ReasoningItem)
-    ]
-    n_thought = tokens_up_to(thoughts, ended.result.tokens)
     return ResponseUsage(
         input_tokens=usage.n_prompt,
         input_tokens_details=InputTokens(cached_tokens=usage.n_reused),
         output_tokens=usage.n_generated,
-        output_tokens_details=OutputTokens(reasoning_tokens=n_thought),
+        output_tokens_details=OutputTokens(reasoning_tokens=ended.n_thought),
         total_tokens=usage.n_prompt + usage.n_generated,
     )
-
-
-def tokens_up_to(texts: Sequence[str], tokens: Sequence[str]) -> int:
-    """Return how many tokens were written when the last of `texts` ended, as far as found."""
-    written, end = "".join(tokens), 0
-    for text in texts:
-        at = written.find(text, end)
-        end = end if at < 0 else at + len(text)
-    n_tokens = n_characters = 0
-    while n_characters < end and n_tokens < len(tokens):
-        n_characters += len(tokens[n_tokens])
-        n_tokens += 1
-    return n_tokens
 
 
 def failed_event(fault: Fault) -> bytes:

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -53,6 +53,13 @@ MOST_OF_HOST: Final = 64
 LOG_EVERY_S: Final = 60.0
 
 
+class WaitingConnection(Protocol):
+    """One that can be closed without a word."""
+
+    def abort(self) -> None:
+        """Close it."""
+
+
 @dataclass(slots=True)
 class Waiting:
     """The connections that wait, oldest first, and how many were closed since the last line.
@@ -61,12 +68,12 @@ class Waiting:
     """
 
     log: Callable[[str], None]
-    _hosts: dict[WaitingProtocol, str] = field(default_factory=dict)
+    _hosts: dict[WaitingConnection, str] = field(default_factory=dict)
     _n_of_host: Counter[str] = field(default_factory=Counter)
     _closed: Counter[str] = field(default_factory=Counter)
     _logged_s: float = -LOG_EVERY_S
 
-    def begin(self, connection: WaitingProtocol, host: str) -> None:
+    def begin(self, connection: WaitingConnection, host: str) -> None:
         """Count a connection that waits from now on; close another where there are too many."""
         self.end(connection)
         self._hosts[connection] = host
@@ -77,7 +84,7 @@ class Waiting:
             [(most, _)] = self._n_of_host.most_common(1)
             self._close_oldest(most)
 
-    def end(self, connection: WaitingProtocol) -> None:
+    def end(self, connection: WaitingConnection) -> None:
         """Count one no more that has asked or is gone."""
         host = self._hosts.pop(connection, None)
         if host is not None:
@@ -85,13 +92,13 @@ class Waiting:
             if not self._n_of_host[host]:
                 del self._n_of_host[host]
 
-    def close(self, connection: WaitingProtocol) -> None:
+    def close(self, connection: WaitingConnection) -> None:
         """Close one that has waited too long, or that makes room."""
         if connection not in self._hosts:
             return
         self._closed[self._hosts[connection]] += 1
         self.end(connection)
-        connection.transport.abort()
+        connection.abort()
         now_s = time.monotonic()
         if now_s - self._logged_s >= LOG_EVERY_S:
             [(host, _)] = self._closed.most_common(1)
@@ -134,6 +141,10 @@ class WaitingProtocol(H11Protocol):
         self._wait_no_more()
         super().connection_lost(exc)
 
+    def abort(self) -> None:
+        """See WaitingConnection."""
+        self.transport.abort()
+
     def _wait(self) -> None:
         self._wait_no_more()
         self._waiting.begin(self, host_name(self.client[0]) if self.client else "")
@@ -146,8 +157,43 @@ class WaitingProtocol(H11Protocol):
             self._timer = None
 
 
+@dataclass(slots=True, eq=False)
+class Handshake:
+    """A connection on its way to TLS: it waits as others do for a request, and makes room too."""
+
+    waiting: Waiting
+    context: ssl.SSLContext
+    factory: Callable[[], WaitingProtocol]
+    _shaking: asyncio.Task[None] | None = None
+
+    def begin(self, plain: socket.socket, host: str) -> asyncio.Task[None]:
+        """Begin it; return the task, which does not raise."""
+        self._shaking = asyncio.create_task(self._shake(plain))
+        self.waiting.begin(self, host)
+        return self._shaking
+
+    def abort(self) -> None:
+        """See WaitingConnection."""
+        if self._shaking is not None:
+            self._shaking.cancel()
+
+    async def _shake(self, plain: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(HEADERS_S):
+                await loop.connect_accepted_socket(self.factory, plain, ssl=self.context)
+        except TimeoutError:
+            self.waiting.close(self)
+        except OSError:
+            pass
+        finally:
+            self.waiting.end(self)
+
+
 STOP_S: Final = 5
 """Whole seconds that running requests have to end when a server stops."""
+ACCEPT_AGAIN_S: Final = 1.0
+"""After so long a connection is accepted again where this process had no descriptors left."""
 
 
 def application(service: Service, added: Sequence[Endpoint[Any]] = ()) -> ASGIApp:
@@ -200,7 +246,8 @@ async def serving(
     app = application(service, [*installed_endpoints(), *added])
     bound = _bind(listening.host, listening.port)
     try:
-        server = _Server(_config(app, listening))
+        waiting = Waiting(settings.log)
+        server = _Server(_config(app, listening), waiting)
     except BaseException:
         bound.close()
         raise
@@ -235,16 +282,52 @@ async def _load(service: Service, on_loaded: Callable[[ShardnetError | None], No
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the program."""
+    """A server that leaves signals to the program, and shakes hands itself where it has TLS."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, waiting: Waiting) -> None:
         super().__init__(config)
+        self._waiting = waiting
+        self._protocol = partial(WaitingProtocol, waiting=waiting)
+        config.http_protocol_class = self._protocol  # type: ignore[assignment]
         self._accepts = asyncio.Event()
+        self._shaking: set[asyncio.Task[None]] = set()
+        """Handshakes, and the task that accepts connections for them."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections."""
-        await super().startup(sockets)
+        assert sockets is not None
+        context = self.config.ssl
+        await super().startup([] if context is not None else sockets)
+        if context is not None:
+            self._shaking |= {asyncio.create_task(self._accept(one, context)) for one in sockets}
         self._accepts.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more, and end requests."""
+        shaking = [*self._shaking]
+        for task in shaking:
+            task.cancel()
+        await asyncio.gather(*shaking, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    async def _accept(self, bound: socket.socket, context: ssl.SSLContext) -> None:
+        loop = asyncio.get_running_loop()
+        factory = partial(
+            self._protocol,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        while True:
+            try:
+                plain, address = await loop.sock_accept(bound)
+            except OSError:
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
+            handshake = Handshake(self._waiting, context, factory)
+            task = handshake.begin(plain, host_name(address[0]))
+            self._shaking.add(task)
+            task.add_done_callback(self._shaking.discard)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -275,8 +358,6 @@ def _config(app: ASGIApp, listening: Listening) -> uvicorn.Config:
     )
     try:
         config.load()
-        waiting = Waiting(listening.settings.log)
-        config.http_protocol_class = partial(WaitingProtocol, waiting=waiting)  # type: ignore[assignment]
         if listening.cluster_secret:
             config.ssl = _cluster_context(listening)
     except (OSError, ssl.SSLError) as error:

@@ -145,7 +145,11 @@ class Handler:
             body = None
             if endpoint.body is not None:  # else the server drops what comes, from strangers too
                 raw = await read_body(receive, headers, settings.most_body_bytes)
-                body = _decoded(endpoint, raw, headers.get(b"content-type", b""))
+                if endpoint.body_type == FORM:
+                    kind = headers.get(b"content-type", b"").decode("latin-1")
+                    body = decode_form(raw, kind, endpoint.body)
+                else:
+                    body = decode_body(raw, endpoint.body)
             await self._unless_left(receive, self._answer(exchange, body, writer))
 
     def _check_tokens(self, key: ApiKey | None) -> None:
@@ -259,13 +263,6 @@ def _request_id(headers: dict[bytes, bytes]) -> str:
     """Return the id that the client gave, if it is a sound one, or make one."""
     given = headers.get(b"x-request-id", b"").decode("latin-1")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def _decoded(endpoint: Endpoint[Any], raw: bytes, content_type: bytes) -> Any:
-    """Decode a body as the endpoint says. Raises HttpError 400, 413."""
-    if endpoint.body_type == FORM:
-        return decode_form(raw, content_type.decode("latin-1"), endpoint.body)
-    return decode_body(raw, endpoint.body)
 
 
 def _n_received(value: bytes) -> int:

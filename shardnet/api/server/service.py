@@ -41,7 +41,7 @@ from shardnet.errors import (
     shown,
 )
 from shardnet.sampling_params import SamplingParams
-from shardnet.wire.messages.chat import TokenizerDescribed
+from shardnet.wire.messages.chat import MAX_PICTURES_BYTES, TokenizerDescribed
 from shardnet.wire.messages.generation import Detokenized, Encode, Encoded, Tokenized
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 
@@ -266,6 +266,7 @@ class Exchange:
                 prompts, sampling, n=n, model=choice, on_loading=self.loading, **options
             )
             last_s: dict[int, float] = {}
+            counted: set[int] = set()
             try:
                 async with aclosing(events):
                     async for event in events:
@@ -274,7 +275,7 @@ class Exchange:
                                 raise event.error
                             self._note_failure(choice, event.error)
                         has_begun = True
-                        self._count(event, last_s)
+                        self._count(event, last_s, counted)
                         yield event
             except ShardnetError as error:
                 self._note_failure(choice, error)
@@ -349,6 +350,7 @@ class Exchange:
         """
         if not isinstance(prompt, list):
             return prompt
+        n_bytes = 0
         for said in prompt:
             content = said.get("content") if isinstance(said, dict) else None
             for part in content if isinstance(content, list) else ():
@@ -360,6 +362,12 @@ class Exchange:
                         "data: URL in base64, or start the server with --fetch-images"
                     )
                 part["image"] = await fetch_picture(part["image"])
+                n_bytes += len(part["image"])
+                if n_bytes > MAX_PICTURES_BYTES:
+                    raise UsageError(
+                        f"the pictures have more than {MAX_PICTURES_BYTES} bytes together",
+                        remedy="send fewer, or smaller ones",
+                    )
         return prompt
 
     def _next_key(self) -> str:
@@ -414,8 +422,15 @@ class Exchange:
             self.leave()
             self.service.switch.lost(choice.model, is_broken=is_broken)
 
-    def _count(self, event: GenerationEvent, last_s: dict[int, float]) -> None:
+    def _count(self, event: GenerationEvent, last_s: dict[int, float], counted: set[int]) -> None:
+        """Count what an event says: a prompt when it runs, since its client may leave then."""
         metrics = self.service.metrics
+        result = event.result
+        n_prompt = result.usage.n_prompt if result is not None else event.n_prompt
+        if n_prompt and event.request_id not in counted:
+            counted.add(event.request_id)
+            metrics.prompt_tokens.inc(n_prompt)
+            self.n_prompt += n_prompt
         if event.ahead:
             self.note = f"queued behind {event.ahead}"
         elif event.state is RequestState.RECOVERING:
@@ -432,13 +447,10 @@ class Exchange:
             last_s[event.request_id] = now
             metrics.generated_tokens.inc(len(event.token_ids))
             self.n_generated += len(event.token_ids)
-        if event.result is not None:
-            usage = event.result.usage
-            metrics.prompt_tokens.inc(usage.n_prompt)
-            metrics.cached_tokens.inc(usage.n_reused)
-            self.n_prompt += usage.n_prompt
-            if event.result.trace is not None and len(self.traces) < MAX_TRACED_AT_ONCE:
-                self.traces[f"{self.request_id} {len(self.traces)}"] = event.result.trace
+        if result is not None:
+            metrics.cached_tokens.inc(result.usage.n_reused)
+            if result.trace is not None and len(self.traces) < MAX_TRACED_AT_ONCE:
+                self.traces[f"{self.request_id} {len(self.traces)}"] = result.trace
 
 
 def _is_displaced(error: ShardnetError) -> bool:

@@ -448,6 +448,7 @@ class Clients:
                                 request=message.request,
                                 state=state,
                                 ahead=ahead,
+                                n_prompt=len(request.prompt) if state is LiveState.RUNNING else 0,
                                 n_kept=n_kept,
                                 prompt_tail="" if n_tokens else tail,
                                 why=explanation(event.why),

@@ -114,13 +114,15 @@ class Generate(Numbered, frozen=True, kw_only=True):
 class StateChanged(Numbered, frozen=True, kw_only=True):
     """Tells how a Generate stands that has not ended. `ahead` requests go before it in the queue.
 
-    The first `n_kept` positions of its prompt were there already when it began to run.
+    When it begins to run its prompt has `n_prompt` tokens, and the first `n_kept` positions of
+    these were there already.
     `prompt_tail` is the text of the prompt's last tokens, special ones too. While its ring
     recovers, `why` says what happened, and `expected_s` how long that may take, 0 if not known.
     """
 
     state: LiveState
     ahead: U32 = 0
+    n_prompt: Positions = 0
     n_kept: Positions = 0
     prompt_tail: Annotated[str, Meta(max_length=MAX_PROMPT_TAIL)] = ""
     why: Explanation = ""

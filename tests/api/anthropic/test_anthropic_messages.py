@@ -10,7 +10,7 @@ import pytest
 from support.servers.asgi_client import ask, asking
 from support.servers.http_app import served
 
-from shardnet.api.anthropic.answers import ToolUseBlock, whole_blocks
+from shardnet.api.anthropic.answers import ToolUseBlock, ends_with, whole_blocks
 from shardnet.api.anthropic.body import ContinuedBody, continued
 from shardnet.api.anthropic.endpoints import fault_answer
 from shardnet.api.chat.request import ChatTurn
@@ -226,6 +226,14 @@ def test_an_answer_and_its_stream_say_the_same() -> None:
             assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", "ell")
 
     asyncio.run(main())
+
+
+def test_what_ended_tokens_is_found_though_a_character_is_split() -> None:
+    assert ends_with(["a", "\ufffd", "\ufffd", "\ufffdb"], "。")
+    assert ends_with(["a", "E", "ND."], "END")
+    assert not ends_with(["a", "\ufffd\ufffd", "<|end|>"], "。")
+    assert not ends_with(["END", "<|end|>"], "END")
+    assert not ends_with([], "END")
 
 
 def test_calls_and_thinking_are_blocks_of_their_own() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -12,7 +13,7 @@ import httpx
 import pytest
 from support.servers.http_app import Served, served
 
-from shardnet.api.batches import batches
+from shardnet.api.batches import batches, files
 from shardnet.api.batches.files import LOWEST, FileForm
 from shardnet.api.server.bodies import decode_form
 from shardnet.api.server.errors import HttpError
@@ -114,6 +115,29 @@ def test_what_is_cancelled_or_expired_begins_no_more_lines(monkeypatch: pytest.M
             assert wrong[1]["error"]["code"] == "batch_cancelled"
             [late] = await lines_of(client, other.error_file_id)
             assert late["error"]["code"] == "batch_expired"
+
+    asyncio.run(main())
+
+
+def test_who_waits_for_tokens_keeps_no_place_and_may_be_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(batches, "AT_ONCE", 1)
+    monkeypatch.setattr(files, "LOOK_S", 0.01)
+
+    async def main() -> None:
+        async with asked("eve:one:0:60") as (client, server):
+            keys = server.service.settings.keys
+            eve = keys.find("one")
+            assert eve is not None
+            keys.spend(eve, 10**6, time.monotonic())
+            batch = await begun(client, line("a", "b"), line("c", "d"))
+            await asyncio.sleep(0.1)
+            assert not server.node.asked
+            await client.batches.cancel(batch.id)
+            batch = await ended(client, batch)
+            assert (batch.status, batch.request_counts.failed) == ("cancelled", 2)
+            assert not server.node.asked
 
     asyncio.run(main())
 

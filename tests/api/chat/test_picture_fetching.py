@@ -6,9 +6,13 @@ import asyncio
 from typing import Any
 
 import pytest
+from support.servers.asgi_client import Exchanged, ask
+from support.servers.http_app import served
 
 from shardnet.api.chat import request
 from shardnet.api.chat.request import fetch_picture
+from shardnet.api.server import service
+from shardnet.api.server.settings import Settings
 from shardnet.errors import UsageError
 
 
@@ -75,3 +79,28 @@ def test_answers_are_bounded_and_redirects_are_checked(
         return
     with pytest.raises(UsageError, match=why):
         asyncio.run(main())
+
+
+def test_pictures_of_one_request_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[str] = []
+
+    async def fetch(url: str) -> bytes:
+        fetched.append(url)
+        return b"x" * 20
+
+    monkeypatch.setattr(service, "fetch_picture", fetch)
+    monkeypatch.setattr(service, "MAX_PICTURES_BYTES", 50)
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"http://a.test/{number}"}}
+        for number in range(9)
+    ]
+
+    async def main() -> Exchanged:
+        async with served(Settings(fetches_pictures=True)) as server:
+            body = {"messages": [{"role": "user", "content": parts}]}
+            return await ask(server.app, "/v1/chat/completions", body)
+
+    answer = asyncio.run(main())
+    assert answer.status == 400
+    assert "the pictures have more than 50 bytes together" in answer.json["error"]["message"]
+    assert len(fetched) == 3

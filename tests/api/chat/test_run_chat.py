@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from support.cluster.scripted_node import ScriptedNode, client_of
@@ -17,6 +18,7 @@ from shardnet.api.chat_formats.marks import (
     ToolCallDelta,
     ToolCallStarted,
 )
+from shardnet.api.events import GenerationEvent, RequestState
 from shardnet.constraints import Constraint
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages import generation
@@ -80,6 +82,46 @@ def test_reasoning_content_and_calls_are_told_apart() -> None:
             assert "".join(d.text for d in deltas_of(events) if isinstance(d, ContentDelta)) == CALL
             assert isinstance(events[-1], Ended)
             assert events[-1].finish_reason == "stop"
+
+    asyncio.run(main())
+
+
+def test_reasoning_is_counted_and_found_behind_a_lost_ring() -> None:
+    """The end of the prompt, in which reasoning began, may come with a later state."""
+    fields: dict[str, Any] = {"request_id": 1, "index": 0, "sample": 0}
+    running = {**fields, "state": RequestState.RUNNING}
+    told = [
+        GenerationEvent(**fields, state=RequestState.RECOVERING, why="lost"),
+        GenerationEvent(**running, prompt_tail="<think>"),
+        *(
+            GenerationEvent(**running, token_ids=(1,), text=text)
+            for text in ("h", "m ", "</think>")
+        ),
+    ]
+
+    class Lost:
+        """A client whose ring is lost before the first state."""
+
+        def __init__(self, client: Any) -> None:
+            self.client = client
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.client, name)
+
+        async def generate(self, *_: Any, **__: Any) -> AsyncGenerator[GenerationEvent, None]:
+            for event in told:
+                yield event
+            async for event in self.client.generate("Hi", SamplingParams(), model="m"):
+                yield replace(event, **fields)
+
+    async def main() -> None:
+        async with client_of(ScriptedNode()) as client:
+            events = await collected(run_chat(Lost(client), chat(user("a")), is_streamed=True))
+        deltas = deltas_of(events)
+        assert "".join(d.text for d in deltas if isinstance(d, ReasoningDelta)).strip() == "hm"
+        assert "".join(d.text for d in deltas if isinstance(d, ContentDelta)) == "Hi"
+        [end] = [event for event in events if isinstance(event, Ended)]
+        assert end.n_thought == 2
 
     asyncio.run(main())
 

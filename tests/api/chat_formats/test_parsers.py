@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -198,6 +199,32 @@ def test_arguments_come_as_they_are_written() -> None:
         ToolCallDelta(0, 'd", "n": '),
         ToolCallDelta(0, "1}"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "output"),
+    [
+        ("hermes", r"""<tool_call>{"name": "f", "arguments": "{\"s\": \"\ud83d\"}"}</tool_call>"""),
+        ("hermes", r"""<tool_call>{"name": "\ud83d", "arguments": {}}</tool_call>"""),
+        (
+            "qwen-xml",
+            "<tool_call>\n<function=f>\n<parameter=a>\n"
+            r"""["\ud83d"]"""
+            "\n</parameter>\n</function>\n</tool_call>",
+        ),
+    ],
+)
+def test_half_a_surrogate_pair_can_be_sent(name: str, output: str) -> None:
+    """It is an escape in JSON, and no character that UTF-8 has."""
+    properties = {"a": {"type": "array"}, "s": {"type": "string"}}
+    tool = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    parser = BY_NAME[name].parser(tokens={}, tools=[{"type": "function", "function": tool}])
+    deltas = [*parser.feed([], output), *parser.finish()]
+    assert deltas
+    for delta in deltas:
+        assert msgspec.json.decode(msgspec.json.encode(delta))
+    called = "".join(delta.text for delta in deltas if isinstance(delta, ToolCallDelta))
+    assert not called or r"\ud83d" in called
 
 
 def test_a_long_call_is_not_held_back_to_its_end() -> None:

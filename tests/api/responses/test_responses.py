@@ -12,7 +12,7 @@ from support.servers.http_app import served
 
 from shardnet.api.chat.request import ChatTurn
 from shardnet.api.responses.body import ResponseBody, response_request
-from shardnet.api.responses.responses import failed_event, tokens_up_to
+from shardnet.api.responses.responses import failed_event
 from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.errors import HttpError, fault_of
 from shardnet.api.server.keys import Keyring, parse_key
@@ -315,11 +315,3 @@ def test_a_request_follows_a_response_that_is_kept_for_its_key() -> None:
 
 def header(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
-
-
-def test_reasoning_is_counted_to_its_end() -> None:
-    tokens = ["<t>", "a", "b ", "</t>", "c", "<t>", "a", "</t>", "d"]
-    assert tokens_up_to(["ab"], tokens) == 3
-    assert tokens_up_to(["ab", "a"], tokens) == 7
-    assert tokens_up_to([], tokens) == 0
-    assert tokens_up_to(["ab", "not there"], tokens) == 3

@@ -8,7 +8,9 @@ import datetime
 import resource
 import ssl
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -96,6 +98,39 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_half_handshakes_keep_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait in the same queue as half requests do, and end with the server."""
+    monkeypatch.setattr(server, "HEADERS_S", 3.0)
+    cert, key = certificate(tmp_path)
+    lines: list[str] = []
+
+    async def ended(*opened: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
+        async with asyncio.timeout(9):
+            await asyncio.gather(*(one.read() for one, _ in opened), return_exceptions=True)
+        for _, writer in opened:
+            writer.transport.abort()
+
+    async def main() -> None:
+        settings = Settings(log=lines.append)
+        listening = Listening(
+            host="127.0.0.1", port=0, certificate=cert, private_key=key, settings=settings
+        )
+        context = ssl.create_default_context(cafile=cert)
+        async with client_of(ScriptedNode()) as client, AsyncExitStack() as stack:
+            url = await stack.enter_async_context(serving(client, listening))
+            port = int(url.rpartition(":")[2])
+            opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
+            assert b'"text":"the owner asks"' in await asked(port, ssl=context)
+            await ended(*opened[:36])  # more than 64 of one address
+            await ended(*opened[36:])
+            last = await asyncio.open_connection("127.0.0.1", port)
+            await stack.aclose()
+            await ended(last)
+
+    asyncio.run(main())
+    assert any("connections without a whole request" in line for line in lines)
+
+
 HALF = b"GET /healthz HTTP/1.1\r\nHost: a"
 WHOLE = HALF + b"\r\nConnection: close\r\n\r\n"
 
@@ -111,9 +146,10 @@ async def half_open(port: int, n: int, n_hosts: int) -> list[asyncio.StreamWrite
     return writers
 
 
-async def asked(port: int) -> bytes:
+async def asked(port: int, **options: Any) -> bytes:
     """Ask for a text, which is the prompt."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    host = {"server_hostname": "localhost"} if options else {}
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, **options, **host)
     body = b'{"prompt": "the owner asks"}'
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: "
     writer.write(head + b"%d\r\n\r\n" % len(body) + body)

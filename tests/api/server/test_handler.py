@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
-from support.servers.asgi_client import ask, asking
+from support.servers.asgi_client import Exchanged, ask, asking
 from support.servers.http_app import served
 
 from shardnet.api.openai.faults import OPENAI
@@ -92,6 +92,68 @@ def test_a_key_has_its_tokens_a_minute_and_no_more() -> None:
             assert (await ask(server.app, COMPLETIONS, {"prompt": "a"}, **others)).status == 200
 
     asyncio.run(main())
+
+
+def test_a_prompt_counts_for_its_key_though_its_client_leaves() -> None:
+    async def main() -> None:
+        mine = {"headers": {"Authorization": "Bearer one"}}
+        async with served(Settings(keys=keyring("alice:one:0:60"))) as server:
+            for n in (1, 2):
+                body = {"prompt": "wait", "stream": True}
+                async with asking(server.app, COMPLETIONS, body, **mine) as running:
+                    await running.until_said(b'"w"')
+                    running.leave()
+                    await server.node.until_given_up(n)
+            told = (await ask(server.app, "/metrics", **mine)).content.decode()
+            assert "shardnet_prompt_tokens_total 4.0" in told
+
+    asyncio.run(main())
+
+
+def test_what_strangers_send_where_no_body_is_read_is_not_kept() -> None:
+    n_asked = 0
+
+    async def main() -> None:
+        nonlocal n_asked
+        async with served(Settings(keys=keyring("alice:one"))) as server:
+
+            async def receive() -> dict[str, Any]:
+                nonlocal n_asked
+                n_asked += 1
+                await asyncio.sleep(0)
+                return {"type": "http.request", "body": b"x" * 2**20, "more_body": True}
+
+            for path, status in (("/healthz", 200), ("/nothing", 404)):
+                sent: list[dict[str, Any]] = []
+
+                async def send(message: dict[str, Any], sent: list[Any] = sent) -> None:
+                    sent.append(message)
+
+                scope: dict[str, Any] = {"type": "http", "headers": [], "query_string": b""}
+                scope |= {"method": "GET", "path": path, "raw_path": path.encode()}
+                async with asyncio.timeout(10):
+                    await server.app({**scope, "root_path": ""}, receive, send)
+                assert sent[0]["status"] == status
+
+    asyncio.run(main())
+    assert n_asked < 30  # it comes for ever: nobody waits for its end
+
+
+@pytest.mark.parametrize("named", ["", " ", "x\ny", "ä", "ok"])
+def test_any_keyword_of_a_schema_can_be_named_in_a_header(named: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": named}}}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    body = {"messages": [{"role": "user", "content": "{}"}], "response_format": form}
+
+    async def main() -> Exchanged:
+        async with served() as server:
+            return await ask(server.app, "/v1/chat/completions", body)
+
+    answer = asyncio.run(main())
+    told = answer.headers["x-shardnet-schema-left-out"]
+    assert (answer.status, told.isascii(), told.isprintable()) == (200, True, True)
+    assert told.startswith("format")
+    assert told == told.strip()
 
 
 def test_who_is_turned_away_is_told_when_a_place_should_be_free() -> None:

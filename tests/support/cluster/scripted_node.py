@@ -145,7 +145,7 @@ class ScriptedNode:
         answers: list[ControlMessage] = [
             _plan(number, message.choice),
             StateChanged(request=number, state=LiveState.QUEUED, ahead=2),
-            StateChanged(request=number, state=LiveState.RUNNING, n_kept=1),
+            StateChanged(request=number, state=LiveState.RUNNING, n_prompt=2, n_kept=1),
         ]
         for answer in answers:
             control.send(answer)
