@@ -22,6 +22,32 @@ FEW_FIELDS = 5
 ALIKE = 0.7
 """The share of the fields of the larger one that two structs may not have in common."""
 
+MOST_LINES = 60
+"""Of a function, without its docstring."""
+MOST_PARAMETERS = 8
+
+WIDER = {
+    "cli/commands/generate.py generate": "the flags of a command are its parameters",
+    "shardnet/api/ollama/endpoints.py endpoints": "a table",
+    "shardnet/api/openai/endpoints.py endpoints": "a table",
+    "shardnet/cluster/planning/candidates.py candidates_of": "all that a plan weighs meets here",
+    "shardnet/cluster/planning/model_shape.py model_shape": "all that a plan weighs meets here",
+    "shardnet/model/arithmetic/row_functions.py _call": "the arguments of functions in C",
+    "shardnet/model/cache/kv_cache.py KvCache.__init__": "what layers keep differs in so much",
+    "shardnet/model/config/decoder_config.py read_decoder": "what families' configs differ in",
+    "shardnet/model/config/rope.py read_rope": "what families' configs differ in",
+    "shardnet/model/families/deepseek_v2.py read_latent_attention": "what families differ in",
+    "shardnet/model/fused/decoder.py DecoderStage.__init__": "the parts of a stage",
+    "shardnet/model/layers/attention.py plan_step": "the arguments of a step in C",
+    "shardnet/model/layers/attention.py step_over": "the arguments of a step in C",
+    "shardnet/runtime/engine/engine.py Engine.generate": "a request from its begin to its end",
+    "shardnet/runtime/loading/loading.py kv_room_blocks": "all that takes memory beside keys",
+    "shardnet/runtime/loading/measuring.py measure_stage": "what a measurement stands for",
+    "shardnet/stage/load.py _kv_cache": "all that a stage is made of meets here",
+    "shardnet/stage/load.py load_stage": "all that a stage is made of meets here",
+}
+"""Functions that are longer, or take more, and why. Who shortens one takes it out of here."""
+
 AT_THE_ORDER = """
 from pathlib import Path
 from unittest.mock import Mock
@@ -87,6 +113,32 @@ def alike(structs: dict[str, set[str]]) -> set[str]:
     }
 
 
+def wide(modules: dict[str, str]) -> set[str]:
+    """The functions that are too long or take too much."""
+    found = set()
+    for path, source in modules.items():
+        tree = ast.parse(source)
+        owners = {
+            each: f"{owner.name}."
+            for owner in ast.walk(tree)
+            if isinstance(owner, ast.ClassDef)
+            for each in owner.body
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) and node.body[1:] else node.body
+                n_lines = (node.end_lineno or 0) - body[0].lineno + 1
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                n_parameters = sum(each.arg not in ("self", "cls") for each in given)
+                if n_lines > MOST_LINES or n_parameters > MOST_PARAMETERS:
+                    found.add(f"{path} {owners.get(node, '')}{node.name}")
+    return found
+
+
+def test_functions_are_short_and_take_little() -> None:
+    assert wide(sources()) == set(WIDER)
+
+
 def test_no_new_small_module_has_one_importer() -> None:
     check_shrinking("small_modules.txt", small_modules(sources()))
 
@@ -101,6 +153,9 @@ def test_what_should_be_found_is_found() -> None:
     modules["shardnet/wire/b.py"] += "    b: int\n\n\ndef f() -> None:\n    from . import a\n"
     assert small_modules(modules) == {"shardnet/wire/a.py"}
     assert alike(fields_of_structs(modules)) == {"shardnet/wire/a.py A = shardnet/wire/b.py B"}
+    long = "class C:\n    def f(self):\n" + "        pass\n" * (MOST_LINES + 1)
+    many = f"def g({', '.join(f'a{n}' for n in range(MOST_PARAMETERS + 1))}): pass\n"
+    assert wide({"a.py": long + many + "def h(): pass\n"}) == {"a.py C.f", "a.py g"}
     modules["shardnet/wire/c.py"] = "from .a import A\n"
     assert small_modules(modules) == set()
 

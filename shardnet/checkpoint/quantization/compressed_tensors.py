@@ -7,11 +7,11 @@ quantised here, whatever the config says of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from shardnet.checkpoint.quantization.fp8 import fp8_tensor, read_scales
+from shardnet.checkpoint.quantization.fp8 import ScaleLayout, fp8_tensor, read_scales
 from shardnet.checkpoint.quantization.gptq import order_of_groups
 from shardnet.checkpoint.quantization.mxfp4 import MXFP4_FORM
 from shardnet.checkpoint.quantization.weight_parts import (
@@ -160,41 +160,7 @@ def _combine_integers(parts: WeightParts, *, scheme: WeightScheme) -> ModelTenso
         sources["zeros"] = parts.part(".weight_zero_point", ("I8",), scales.shape)
     if ".weight_g_idx" in parts.parts:
         sources["groups"] = parts.part(".weight_g_idx", ("I32", "I64"), (n_in,))
-    places = {name: place for place, name in enumerate(sources)}
-
-    def input_order(stored: Sequence[Tensor]) -> Tensor | None:
-        groups = stored[places["groups"]]
-        if bool((groups == -1).all()):  # the library's value for groups in order
-            return None
-        return order_of_groups(groups, scheme.group_size or n_in, parts, ".weight_g_idx")
-
-    def zero_points(stored: Sequence[Tensor], begin: int, end: int) -> Tensor | None:
-        from shardnet.checkpoint.quantization.packed_codes import biased, split_bits
-
-        if "zeros" not in places:
-            return None
-        zeros = stored[places["zeros"]]
-        if scheme.symmetric:
-            if zeros.any():
-                raise parts.damaged(".weight_zero_point", "is not all zeros, as symmetric ones are")
-            return None
-        if not is_packed:
-            return layout.of_rows(biased(zeros), begin, end)
-        packed = zeros[begin // each : -(-end // each)]
-        return split_bits(packed.T, bits)[:, : end - begin].T.contiguous()
-
-    def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
-        from shardnet.checkpoint.quantization.packed_codes import biased, split_bits
-
-        taken = stored[0][begin:end]
-        codes = split_bits(taken, bits)[:, :n_in] if is_packed else biased(taken)
-        order = input_order(stored) if "groups" in places else None
-        return Codes(
-            codes=codes if order is None else codes[:, order],
-            scales=layout.of_rows(stored[1], begin, end),
-            minimums=zero_points(stored, begin, end),
-        )
-
+    stored = _StoredIntegers(parts, scheme, layout, [*sources], is_packed=is_packed)
     form = PanelForm(
         name=f"INT{bits}",
         bits=bits,
@@ -208,9 +174,59 @@ def _combine_integers(parts: WeightParts, *, scheme: WeightScheme) -> ModelTenso
         parts.shape,
         list(sources.values()),
         form=form,
-        rows=rows,
-        input_order=input_order if "groups" in places else None,
+        rows=stored.rows,
+        input_order=stored.input_order if "groups" in sources else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredIntegers:
+    """Reads rows of integers from the tensors of one weight, which come in the order of `names`."""
+
+    parts: WeightParts
+    scheme: WeightScheme
+    layout: ScaleLayout
+    names: Sequence[str]
+    _: KW_ONLY
+    is_packed: bool
+
+    def input_order(self, stored: Sequence[Tensor]) -> Tensor | None:
+        """Return the inputs in the order of their groups, None if they are (InputOrder)."""
+        groups = stored[self.names.index("groups")]
+        if bool((groups == -1).all()):  # the library's value for groups in order
+            return None
+        size = self.scheme.group_size or self.parts.shape[1]
+        return order_of_groups(groups, size, self.parts, ".weight_g_idx")
+
+    def rows(self, stored: Sequence[Tensor], begin: int, end: int) -> Codes:
+        """Return the codes of rows [begin, end) (ReadRows)."""
+        from shardnet.checkpoint.quantization.packed_codes import biased, split_bits
+
+        taken, n_in = stored[0][begin:end], self.parts.shape[1]
+        codes = split_bits(taken, self.scheme.bits)[:, :n_in] if self.is_packed else biased(taken)
+        order = self.input_order(stored) if "groups" in self.names else None
+        return Codes(
+            codes=codes if order is None else codes[:, order],
+            scales=self.layout.of_rows(stored[1], begin, end),
+            minimums=self._zero_points(stored, begin, end),
+        )
+
+    def _zero_points(self, stored: Sequence[Tensor], begin: int, end: int) -> Tensor | None:
+        from shardnet.checkpoint.quantization.packed_codes import biased, split_bits
+
+        if "zeros" not in self.names:
+            return None
+        zeros = stored[self.names.index("zeros")]
+        if self.scheme.symmetric:
+            if zeros.any():
+                what = "is not all zeros, as symmetric ones are"
+                raise self.parts.damaged(".weight_zero_point", what)
+            return None
+        if not self.is_packed:
+            return self.layout.of_rows(biased(zeros), begin, end)
+        each = 32 // self.scheme.bits
+        packed = zeros[begin // each : -(-end // each)]
+        return split_bits(packed.T, self.scheme.bits)[:, : end - begin].T.contiguous()
 
 
 def _combine_fp8(parts: WeightParts, *, scheme: WeightScheme) -> ModelTensor:
