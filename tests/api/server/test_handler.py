@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
@@ -283,7 +284,11 @@ def test_a_body_has_a_limit_whether_announced_or_not() -> None:
             for headers in ({}, {"content-length": "120"}, {"content-length": "9" * 30}):
                 answer = await ask(server.app, COMPLETIONS, body, headers=headers)
                 assert answer.status == 413
-            assert (await ask(server.app, COMPLETIONS, {"prompt": "a"})).status == 200
+            full = {"prompt": "a" * 86}
+            assert len(json.dumps(full)) == 100
+            for headers in ({}, {"content-length": "100"}):
+                answer = await ask(server.app, COMPLETIONS, full, headers=headers)
+                assert answer.status == 200
 
     asyncio.run(main())
 
