@@ -96,6 +96,7 @@ async def _browse(*, beyond: bool, on_heard: Callable[[], None] = lambda: None) 
     return await browse(
         interfaces,
         own_host_id=make_host_id(),
+        only_here=not beyond,
         longest_s=HERE_S if set(interfaces) <= {LOOPBACK_HOST} else LONGEST_S,
         quiet_s=QUIET_S,
         on_heard=on_heard,

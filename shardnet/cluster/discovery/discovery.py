@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import ip_address
 from typing import Any, Final
 
 from zeroconf import DNSIncoming  # type: ignore[attr-defined]  # public, but not in __all__
@@ -244,7 +245,13 @@ class Discovery:
     ) -> None:
         """Announce and browse until the interfaces change."""
         record = own()
-        reader = RecordReader(own=record.node, own_host_id=record.host_id, warnings=warnings)
+        reader = RecordReader(
+            own=record.node,
+            own_host_id=record.host_id,
+            warnings=warnings,
+            only_here=not self.fingerprint
+            and all(ip_address(host).is_loopback for host in record.hosts),
+        )
         async with browsing(zeroconf, reader, on_event):
             # Node ids are unique: asking around whether the name is taken would cost a second.
             announcing = await zeroconf.async_register_service(
@@ -282,12 +289,14 @@ async def browse(
     interfaces: Sequence[str],
     *,
     own_host_id: str,
+    only_here: bool,
     longest_s: float,
     quiet_s: float,
     on_heard: Callable[[], None] = lambda: None,
 ) -> list[NodeRecord]:
     """Browse for nodes without announcing one; return their records, sorted by name.
 
+    With `only_here` those of this machine alone count, whatever comes on the `interfaces`.
     Calls `on_heard` at each record that comes. Ends after `longest_s` seconds, or when some are
     found and there was no event for `quiet_s` seconds. Returns none if mDNS does not work here.
     """
@@ -303,7 +312,10 @@ async def browse(
         on_heard()
 
     reader = RecordReader(
-        own=NodeId(""), own_host_id=own_host_id, warnings=RecordWarnings(_nowhere)
+        own=NodeId(""),
+        own_host_id=own_host_id,
+        warnings=RecordWarnings(_nowhere),
+        only_here=only_here,
     )
     try:
         with contextlib.suppress(TimeoutError):

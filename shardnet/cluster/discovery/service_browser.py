@@ -14,7 +14,7 @@ import re
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import Final
 
@@ -219,12 +219,19 @@ async def browsing(
 
 
 class RecordReader:
-    """Reads records of other nodes; skips this node's own, and logs unusable ones."""
+    """Reads records of other nodes; skips this node's own, and logs unusable ones.
 
-    def __init__(self, *, own: NodeId, own_host_id: str, warnings: RecordWarnings) -> None:
+    With `only_here` it also skips those of other machines: sockets on loopback get these too, as
+    unicast to mDNS's port and from groups that other programs have joined.
+    """
+
+    def __init__(
+        self, *, own: NodeId, own_host_id: str, warnings: RecordWarnings, only_here: bool
+    ) -> None:
         self._own = own
         self._own_host_id = own_host_id
         self._warnings = warnings
+        self._only_here = only_here
 
     async def read(self, zeroconf: Zeroconf, name: str) -> NodeRecord | None:
         """Request the record `name` and validate it; None if missing, unusable or the own one."""
@@ -239,7 +246,10 @@ class RecordReader:
         except Exception as error:  # strangers write records: none may end discovery
             self._warnings.add(name, f"it cannot be read ({error!r})")
             return None
-        return record if record.node != self._own else None
+        if self._only_here:
+            hosts = tuple(host for host in record.hosts if ip_address(host).is_loopback)
+            record = replace(record, hosts=hosts)
+        return record if record.hosts and record.node != self._own else None
 
 
 class _FollowedRecords:

@@ -168,9 +168,41 @@ def test_a_command_finds_nodes_without_being_one() -> None:
         async with running(anna, bert):
             await anna.sees(bert.record)
             await bert.sees(anna.record)
-            found = await browse(LOOPBACK, own_host_id=RECORD.host_id, longest_s=60.0, quiet_s=5.0)
+            how: dict[str, Any] = {"own_host_id": RECORD.host_id, "longest_s": 60.0, "quiet_s": 5.0}
+            found = await browse(LOOPBACK, only_here=False, **how)
             assert {anna.record, bert.record} <= set(found)
-        assert await browse(["203.0.113.7"], own_host_id="x", longest_s=1.0, quiet_s=1.0) == []
+        how = {"own_host_id": "x", "longest_s": 1.0, "quiet_s": 1.0}
+        assert await browse(["203.0.113.7"], only_here=False, **how) == []
+
+    asyncio.run(main())
+
+
+def test_without_a_key_nobody_beyond_this_machine_is_found() -> None:
+    """Whatever comes on loopback's sockets: also other machines' records come there."""
+
+    async def main() -> None:
+        here = {"hosts": ("127.0.0.1", "::1"), "fingerprint": ""}
+        anna = Watcher(replace(new_record("anna"), **here))
+        bert = Watcher(replace(new_record("bert"), **here))
+        hosts = ("192.168.1.66", "127.0.0.1")
+        stranger = Watcher(replace(new_record("eve"), host_id="another", hosts=hosts))
+        liar = Watcher(replace(new_record("lia"), hosts=hosts))  # says that it is on this machine
+        async with running(stranger, liar, anna, bert):
+            found = await browse(
+                LOOPBACK,
+                own_host_id=RECORD.host_id,
+                only_here=True,
+                longest_s=60.0,
+                quiet_s=5.0,
+            )
+            at_home = {one.record.node for one in (anna, bert, liar)}
+            assert at_home <= {one.node for one in found}
+            assert {host for one in found for host in one.hosts} <= {"127.0.0.1", "::1"}
+            await anna.sees(bert.record)
+            await anna.sees(replace(liar.record, hosts=("127.0.0.1",)))
+        assert stranger.record.node not in {one.node for one in found}
+        nodes = {event.node for event in anna.events if isinstance(event, NodeRecord)}
+        assert stranger.record.node not in nodes
 
     asyncio.run(main())
 
