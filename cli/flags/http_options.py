@@ -26,7 +26,7 @@ class HttpOptions:
 
     api_key: list[str] | None = flag(
         None,
-        "--api-key [NAME:]KEY[:LIMIT[:TOKENS]]",
+        "--api-key KEY|NAME:KEY[:LIMIT[:TOKENS]]",
         "A key that programs must send; LIMIT is how many requests it may have at once, "
         "TOKENS how many tokens a minute; 0 is any number. May be given several times.",
         env=True,

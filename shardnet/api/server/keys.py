@@ -23,6 +23,9 @@ from shardnet.errors import ConfigurationError
 MAX_LIMIT = 1_000_000
 MAX_TOKENS = 1_000_000_000
 MINUTE_S: Final = 60.0
+_NAMED: Final = "NAME:KEY[:LIMIT[:TOKENS]]"
+_SHORT_DIGITS: Final = len(str(MAX_LIMIT))
+"""Fewer digits than that alone are a limit, not a key."""
 MOST_GUESSES: Final = 10
 GUESS_S: Final = 3.0
 MAX_HOSTS: Final = 4096
@@ -51,17 +54,22 @@ class ApiKey:
 def parse_key(text: str, number: int) -> ApiKey:
     """Read `KEY` or `NAME:KEY[:LIMIT[:TOKENS]]`. A key without a name is called by its `number`.
 
-    Raises ConfigurationError, which does not repeat the key, if it is neither.
+    Raises ConfigurationError, which does not repeat the key, if it is neither, and for a named key
+    of few digits: KEY:LIMIT is meant, and whoever sends the limit would get in.
     """
     parts = text.strip().split(":")
     what = f"API key {number}"
     if len(parts) > 4 or not all(part.isascii() and part.isprintable() for part in parts):
-        form = "KEY or NAME:KEY[:LIMIT[:TOKENS]]"
-        raise ConfigurationError(f"{what} is not {form}", remedy="correct it")
+        raise ConfigurationError(f"{what} is not KEY or {_NAMED}", remedy="correct it")
+    if len(parts) == 2 and parts[1].isdecimal() and len(parts[1]) < _SHORT_DIGITS:
+        raise ConfigurationError(
+            f"{what} has a short number behind its one colon, which reads as the KEY of NAME:KEY",
+            remedy="write NAME:KEY:LIMIT for a limit, or take a longer key",
+        )
     if len(parts) == 1:
         parts = [str(number), *parts]
     if not parts[0] or not parts[1]:
-        raise ConfigurationError(f"{what} has an empty part", remedy="write NAME:KEY[:LIMIT]")
+        raise ConfigurationError(f"{what} has an empty part", remedy=f"write {_NAMED}")
     limits = [*parts[2:], "0", "0"][:2]
     for limit, most in zip(limits, (MAX_LIMIT, MAX_TOKENS), strict=True):
         if not limit.isdecimal() or int(limit) > most:

@@ -24,6 +24,13 @@ def test_what_is_no_key_is_refused_without_repeating_it(text: str) -> None:
         parse_key(text, 3)
 
 
+def test_a_limit_behind_a_key_without_a_name_is_not_taken_for_the_key() -> None:
+    with pytest.raises(ConfigurationError, match=r"reads as the KEY of .*write NAME:KEY:LIMIT"):
+        parse_key("s3cret:4", 1)
+    assert parse_key("4", 1).secret == "4"
+    assert parse_key("alice:1234567", 1).secret == "1234567"
+
+
 def test_a_key_is_found_by_its_whole_secret() -> None:
     keys = Keyring([parse_key("a:one", 1), parse_key("b:two", 2)])
     found = keys.find("two")
