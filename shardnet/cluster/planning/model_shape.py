@@ -86,10 +86,12 @@ def model_shape(
     weights in memory, None for `dtype`, except for those `packed`, which stay as they are stored.
     `gather_dtype` is that of parts between the nodes of one stage, None for `dtype`.
     The first stage has a tower of `tower_bytes` for pictures too.
-    The shape also has the sizes with more of the model quantised than in `quantization`.
+    The shape also has the sizes with more of the model quantised than in `quantization`, and those
+    of streaming, unless transformers' modules compute: these do neither.
     """
     form = WeightForm(dtype=dtype, quant=quantization.weights, linear_dtype=stored, packed=packed)
     weights = _quantized_sizes(config, form, context, quantization.kv_dtype)
+    is_ours = config.outline is None
     return ModelShape(
         **weights.each,
         n_layers=config.n_layers,
@@ -102,12 +104,14 @@ def model_shape(
             buffer_bytes=layer_buffer_bytes(config, form),
             working_bytes=layer_scratch_bytes(config, form)
             + waiting_bytes(config, PREFILL_CHUNK_ROWS, dtype, context),
-        ),
+        )
+        if is_ours
+        else None,
         quantized_sizes=tuple(
             _quantized_sizes(
                 config, replace(form, quant=more.weights), context, more.kv_dtype, flags
             )
-            for flags, more in quantization.more()
+            for flags, more in (quantization.more() if is_ours else ())
         ),
         n_tail_layers=int(config.has_mtp),
         gathers=_gathers(config, gather_dtype or WireDType.own(dtype)),

@@ -402,7 +402,7 @@ def _as_little_streamed(inputs: _Inputs) -> Placement:
     try:
         return _resident(inputs)
     except PlanError:
-        placement = _streaming(inputs, None)
+        placement = None if inputs.facts.config.outline else _streaming(inputs, None)
         if placement is None:
             raise
         return placement
@@ -412,6 +412,8 @@ def _streamed(inputs: _Inputs) -> Placement:
     """Place with so many layers of each stage on disk. Raises as make_plan."""
     n_streamed, n_layers = inputs.choice.stream_layers, inputs.shape.n_layers
     assert n_streamed != "auto", "another strategy applies before"
+    if (outline := inputs.facts.config.outline) is not None:
+        raise outline.refusal("--stream-layers")
     if n_streamed > n_layers:
         raise UsageError(
             f"--stream-layers {n_streamed}: the model has {n_layers} layers",

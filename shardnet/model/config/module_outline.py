@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shardnet.errors import UnsupportedModelError
 from shardnet.types import BLOCK_POSITIONS, DType, LayerRange
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -43,6 +44,14 @@ class ModuleOutline:
     def has_state(self) -> bool:
         """Whether layers keep what cannot be rewound."""
         return any(self.state_bytes)
+
+    def refusal(self, flag: str) -> UnsupportedModelError:
+        """Return the error for a `flag` that asks for what only layers of ours do."""
+        return UnsupportedModelError(
+            f"{flag}: {self.model_type} is computed by transformers' own modules, which do not do "
+            "that",
+            remedy=f"leave {flag} out",
+        )
 
     def block_bytes(self, layers: LayerRange, dtype: DType) -> int:
         """Return the bytes of one KV block (256 positions) over `layers`."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from shardnet.errors import UnsupportedModelError
 from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import probe
@@ -71,8 +70,4 @@ def _check_order(order: StageOrder, outline: ModuleOutline) -> None:
         ("--mtp", order.form.mtp),
     ):
         if is_asked:
-            raise UnsupportedModelError(
-                f"{flag}: {outline.model_type} is computed by transformers' own modules, which do "
-                "not do that",
-                remedy=f"leave {flag} out",
-            )
+            raise outline.refusal(flag)

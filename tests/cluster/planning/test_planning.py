@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 from unittest.mock import AsyncMock, Mock
 
 import pytest
@@ -22,6 +22,7 @@ from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
 from shardnet.cluster.planning import planning
 from shardnet.cluster.planning.model_shape import QuantizationChoice, model_shape
 from shardnet.cluster.planning.placing import fits, make_plan, plan_again
+from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import PlanCandidates, Planner
 from shardnet.cluster.sharing.replica_sources import ReplicaSource
 from shardnet.errors import (
@@ -31,6 +32,7 @@ from shardnet.errors import (
     UnsupportedModelError,
     UsageError,
 )
+from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import parse_config
 from shardnet.runtime.loading.loading import cut_of, kv_room_blocks
@@ -373,6 +375,40 @@ def packed(bits: int) -> PackedSizes:
         can_stream=True,
         is_all=True,
     )
+
+
+def test_what_transformers_modules_do_not_do_is_no_way_out() -> None:
+    told = replace(facts("float32"), stored_dtype=DType.FLOAT32)
+    layer = {"weight": (64, 64)}
+    outline = ModuleOutline(
+        model_type="clvp",
+        config_text="{}",
+        layer_list="layers",
+        layers=(layer,) * 6,
+        embedding=layer,
+        everywhere={},
+        head=layer,
+        output_counts=(1,) * 6,
+        kv_numbers=(64,) * 6,
+        state_bytes=(0,) * 6,
+        shared_kv_from=None,
+    )
+    plugged = replace(told, config=replace(told.config, outline=outline))
+
+    def planned(model: ModelFacts, n_streamed: int | Literal["auto"]) -> Plan:
+        shape = model_shape(model.config, DType.FLOAT32, 256)
+        little = node("anna", memory=shape.memory_bytes(shape.whole) - 1)
+        choice = ModelChoice(model="/m", stream_layers=n_streamed, context=256)
+        return make_plan(choice, model, [little])
+
+    with pytest.raises(PlanError, match=r"--quant int8 .*--kv-dtype int8 .*--stream-layers auto"):
+        planned(told, 0)
+    n_streamed: int | Literal["auto"]
+    for n_streamed in (0, "auto"):
+        with pytest.raises(PlanError, match=r"Ways out: (add|give) [^-]*--memory \S+$"):
+            planned(plugged, n_streamed)
+    with pytest.raises(UnsupportedModelError, match="leave --stream-layers out"):
+        planned(plugged, 2)
 
 
 def test_the_quality_of_int4_is_warned_of() -> None:
