@@ -56,6 +56,7 @@ def written(parts: Sequence[Part]) -> list[ContentPart]:
 FETCH_S: Final = 20.0
 """How long one picture may take, redirects included."""
 MAX_HOPS: Final = 4
+"""So many redirects are followed."""
 _PORTS: Final = {"http": 80, "https": 443}
 
 
@@ -67,7 +68,7 @@ async def fetch_picture(url: str) -> bytes:
     """
     try:
         async with asyncio.timeout(FETCH_S):
-            for _ in range(MAX_HOPS):
+            for _ in range(MAX_HOPS + 1):
                 content, url = await _ask(url)
                 if content is not None:
                     return content

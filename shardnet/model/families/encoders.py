@@ -113,8 +113,9 @@ def read_encoder_config(raw: Mapping[str, Any], where: str) -> EncoderConfig:
         raise fields.unsupported("num_labels", _n_labels(raw), "1, a score")
     if fields.take("is_decoder", bool, False):
         raise fields.unsupported("is_decoder", True, "false")
-    if fields.take("position_embedding_type", str, "absolute") not in ("absolute", "rotary"):
-        raise fields.unsupported("position_embedding_type", "relative_key", "absolute")
+    positions = fields.take("position_embedding_type", str, "absolute")
+    if positions not in ("absolute", "rotary"):
+        raise fields.unsupported("position_embedding_type", positions, "absolute, rotary")
     distils = model_type == "distilbert"
     fields.positive("vocab_size", at_most=MAX_VOCABULARY)
     fields.positive("hidden_dim" if distils else "intermediate_size", at_most=MAX_WIDTH)

@@ -79,6 +79,7 @@ def test_answers_are_bounded_and_redirects_are_checked(
         return
     with pytest.raises(UsageError, match=why):
         asyncio.run(main())
+    assert len(answering) == (5 if "/again" in head else 1)
 
 
 def test_pictures_of_one_request_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:

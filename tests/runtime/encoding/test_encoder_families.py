@@ -137,7 +137,10 @@ def test_what_is_not_implemented_or_damaged_is_named(tmp_path: Path) -> None:
     refused("num_labels = 2 is not supported", id2label={"0": "a", "1": "b"})
     refused("architectures = .*Question.* is not supported", architectures=["BertForQuestion"])
     refused("is_decoder = True", is_decoder=True)
-    refused("position_embedding_type", position_embedding_type="relative_key")
+    refused(
+        "position_embedding_type = 'relative_key_query' .*absolute, rotary",
+        position_embedding_type="relative_key_query",
+    )
     refused("expected 1 to 512", num_hidden_layers=10**9)
     refused("FP8", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     refused("transformers makes no BertForSequence", num_attention_heads=5)
