@@ -40,7 +40,7 @@ _SUMMARIES: Final = {
     "plan": "Show the plan that would be used, and why.",
     "generate": "Generate on the ring and stream the text.",
     "chat": "Chat with the model: each line is a message, the answer streams.",
-    "serve": "Serve the model over HTTP, as OpenAI's API and Ollama's.",
+    "serve": "Serve over HTTP, as OpenAI's, Anthropic's and Ollama's API.",
     "connect": "Print the settings with which a program asks a server.",
     "inspect": "Write the logits and hidden states of a prompt to a file.",
     "bench": "Measure the ring's speed, or the perplexity of a text.",

@@ -89,9 +89,10 @@ def chat(
 ) -> None:
     """Chat with the model: each line is a message, the answer streams.
 
-    Needs a model with a chat template. Enter sends, Alt-Enter begins a new line, pasted text is one
-    message, Ctrl-C stops an answer, Ctrl-D leaves; /help lists the commands, such as /system, /save
-    and /retry. Standard input may be a file or a pipe: each of its lines is a message.
+    Enter sends, Alt-Enter begins a new line, pasted text is one message, Ctrl-C stops an answer,
+    Ctrl-D leaves; /help lists the commands, such as /system, /save and /retry. Standard input may
+    be a file or a pipe: each of its lines is a message. A model without a chat template is shown
+    the conversation in a form whose tokens it has, or as a dialogue.
     """
     params, options = sampling.params(), sampling.generation()
     if sampling.temperature != 0:  # else the most likely token was asked for, as it is

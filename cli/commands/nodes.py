@@ -188,7 +188,8 @@ def drain(
 ) -> None:
     """Have a node give its layers to others without losing a request, and end.
 
-    Requests go on over the other nodes. A node that leads the requests of others ends with them.
+    Requests go on over the other nodes. A node that leads the requests of others ends
+    with them, unless its deputy goes on with them.
     """
     run_command(_drain(node, deadline, check_addresses(peer), access, not no_mdns))
 

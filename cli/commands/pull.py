@@ -57,7 +57,8 @@ def pull(
     keeps (HF_HOME), so other programs share them. Nodes then take --model ORG/NAME, and those that
     lack it fetch their layers from here.
 
-    An interrupted download is resumed. The last line, on standard output, is the path.
+    Of an interrupted download the files that came whole are kept, with --layers the tensors. The
+    last line, on standard output, is the path.
     """
     keep_offline(offline)
     _refuse_paths_and_urls(model)
@@ -110,7 +111,7 @@ def _downloading() -> Iterator[DownloadBars]:
             fail(str(error))
         except KeyboardInterrupt:
             bars.stop()
-            say("interrupted: run the command again to resume the download")
+            say("interrupted: run the command again; what came whole is kept")
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 

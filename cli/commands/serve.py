@@ -51,7 +51,7 @@ def serve(
     log_format: LogFormat = "",
     as_json: Json = False,
 ) -> None:
-    """Serve the model over HTTP, as OpenAI's API and Ollama's; Ctrl-C ends it.
+    """Serve the model over HTTP, as OpenAI's, Anthropic's and Ollama's API; Ctrl-C ends it.
 
     Asks the nodes of --nodes or --local, else the node of this machine, else the nearest one found
     on the network; without any, the model runs in this process. Prints one line when it is ready.

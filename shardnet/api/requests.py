@@ -361,7 +361,7 @@ def _prompt_fields(content: str | Sequence[int] | Sequence[Message]) -> dict[str
         why = find_refused(messages, list[ChatMessage]) or str(error)
         raise UsageError(
             f"the messages cannot be sent: {why}",
-            remedy="give each a role and a content, both text",
+            remedy="give each a role, and a content: text, or a list of texts and pictures",
         ) from error
     return fields | {"pictures": pictures} if pictures else fields
 

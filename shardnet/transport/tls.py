@@ -25,8 +25,8 @@ from shardnet.wire.framing.frames import KIB, PREAMBLE_MAGIC, TLS_RECORDS, Buffe
 
 _OTHER_KEY: Final = "it holds another cluster key"
 _SHARE_KEY: Final = (
-    "run `shardnet key show` on one of the two machines and `shardnet key join` with that key on "
-    "the other"
+    "run `shardnet key show` on one of the two machines and `shardnet key join --replace` with "
+    "that key on the other, then start its node again"
 )
 _REFUSALS: Final = (
     "UNKNOWN_CA",

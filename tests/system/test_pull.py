@@ -234,7 +234,7 @@ def test_without_the_network_there_is_one_line(machine: Machine) -> None:
     assert "downloads are switched off" in result.error_line
 
 
-def test_an_interrupted_pull_says_how_to_resume(machine: Machine, hub: Hub) -> None:
+def test_an_interrupted_pull_says_what_is_kept(machine: Machine, hub: Hub) -> None:
     hub.holds = True
     command = machine.begin("pull", REPO)
     command.stderr.wait_for("model.safetensors: ")
@@ -242,7 +242,7 @@ def test_an_interrupted_pull_says_how_to_resume(machine: Machine, hub: Hub) -> N
     result = command.wait()
     hub.holds = False
     assert result.code == 130
-    assert "run the command again to resume" in result.stderr
+    assert "run the command again; what came whole is kept" in result.stderr
     assert machine.run("pull", REPO).code == 0
 
 

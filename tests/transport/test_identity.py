@@ -177,7 +177,7 @@ async def read_all(port: int, context: ssl.SSLContext | None, sent: bytes) -> by
 def test_another_key_is_refused_by_both_sides_by_name(harness: Harness) -> None:
     async def scenario(harness: Harness) -> None:
         reported = await Reported.listen(harness)
-        match = f"^{LOCAL}:{reported.port}: it holds another cluster key; .*`shardnet key join`"
+        match = f"^{LOCAL}:{reported.port}: it holds another cluster key; .* join --replace`"
         with pytest.raises(AuthenticationError, match=match):
             await connect(LOCAL, reported.port, hello(), options=holding(OTHER))
         error = await reported.errors.get()

@@ -65,7 +65,7 @@ class Pulls:
         self._running: set[str] = set()
 
     async def __call__(self, exchange: Exchange, body: OllamaPull) -> Reply:
-        """Pull a model of the Hub to this machine; a later pull resumes where one was given up."""
+        """Pull a model of the Hub to this machine; files of one given up are kept if whole."""
         name = _hub_name(body.model or body.name or "")
         lines = self._lines(exchange, name)
         if body.stream is not False:

@@ -39,6 +39,8 @@ from shardnet.model.families.registry import gguf_families
 
 ANSWERS: Final = ["yes", "no"]
 """What a reranker answers; others' rows of the LM head are no use to it."""
+_POOLINGS: Final = (0, 3, 4)
+"""None, that of vectors by the last token, a reranker's."""
 
 
 def config_of_metadata(
@@ -62,9 +64,9 @@ def config_of_metadata(
     families = gguf_families()
     if arch == "clip":
         raise UnsupportedModelError(
-            f"{where}: general.architecture = 'clip': this projects images into a language model's "
-            "inputs, and images are not implemented",
-            remedy="name the file of the language model",
+            f"{where}: general.architecture = 'clip': this reads pictures for a language model, "
+            "and writes nothing",
+            remedy="name the language model's file with --model, and this one with --mmproj",
         )
     if arch in GGUF_TYPES:
         raise writes_nothing(where)
@@ -72,7 +74,7 @@ def config_of_metadata(
         raise UnsupportedModelError(
             f"{where}: general.architecture = {shown(arch)}: of encoders these are read from GGUF: "
             f"{', '.join(GGUF_TYPES)}",
-            remedy="take the model's own repository, with safetensors",
+            remedy="use an encoder of one of these kinds, as GGUF or safetensors (docs/models.md)",
         )
     own = {
         key.removeprefix(f"{arch}."): value
@@ -96,11 +98,7 @@ def config_of_metadata(
     if config is None:
         raise general.unsupported("general.architecture", arch, ", ".join(sorted(families)))
     fields.ignore("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
-    if own.get("pooling_type") in (
-        0,
-        3,
-        4,
-    ):  # none, that of vectors by the last token, a reranker's
+    if own.get("pooling_type") in _POOLINGS:
         fields.ignore("pooling_type")
     labels = fields.take("classifier.output_labels", list, ANSWERS)
     if labels != ANSWERS:

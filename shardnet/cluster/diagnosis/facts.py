@@ -232,8 +232,8 @@ _REMEDIES: Mapping[Seen, str] = MappingProxyType(
         "hangs": "read that node's output, or restart it: it may be frozen",
         "unreachable": "check address, cable and routes between the two machines",
         "other key": (
-            "run `shardnet key show` on one of the two machines and `shardnet key join` with that "
-            "key on the other, then start its node again"
+            "run `shardnet key show` on one of the two machines and `shardnet key join --replace` "
+            "with that key on the other, then start its node again"
         ),
         "other version": "install the same version of shardnet on both",
         "other node": "",

@@ -72,7 +72,7 @@ MAX_IN_VAIN: Final = 5
 _SLACK_BYTES: Final = 1 << 20
 """What may come beyond the announced size before a download ends: it is counted in pieces."""
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-RESUME: Final = "run the command again to resume the download"
+RESUME: Final = "run the command again; what came whole is kept"
 PROXY_VARIABLES: Final = "HTTP_PROXY, HTTPS_PROXY or ALL_PROXY"
 
 
@@ -104,7 +104,8 @@ def pull(
 ) -> PulledModel:
     """Download the missing files of a model: config, tokenizer and one format of weights, no code.
 
-    Resumes an interrupted download. `root` is the cache folder, by default that of huggingface_hub.
+    Files that an interrupted download completed are kept. `root` is the cache folder, by default
+    that of huggingface_hub.
     `tokenizer_for` says what needs a tokenizer, without which nothing is downloaded then, "" for
     nothing.
     Raises HubError if the Hub does not answer, refuses, or sends other bytes than it announced, or
@@ -259,7 +260,7 @@ def fetch_small(name: HubName, commit: str, file: HubFile, root: Path) -> bytes:
 
 
 def _fetch(name: HubName, commit: str, file: HubFile, root: Path, counter: _Counter) -> Path:
-    """Download a file, or the rest of it, and check its size and SHA-256."""
+    """Download a file and check its size and SHA-256."""
     from huggingface_hub import hf_hub_download
 
     bar: Any = counter  # whatever can be called like a bar's class will do
@@ -341,7 +342,8 @@ def named_errors(name: HubName) -> Iterator[None]:
         ) from error
     except errors.RevisionNotFoundError as error:
         raise HubError(
-            f"{name}: {name.repo} has no revision {name.revision}", remedy="check --revision"
+            f"{name}: {name.repo} has no revision {name.revision}",
+            remedy="check what stands behind @, or --revision of `shardnet pull`",
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise HubError(
@@ -384,8 +386,8 @@ async def pull_beside(
 ) -> None:
     """Pull a model, reporting progress to `on_bytes` and lines for people to `log`.
 
-    Cancelling stops at the next piece; a later pull resumes there. `tokenizer_for` and errors as
-    hub.pull.
+    Cancelling stops at the next piece; a later pull keeps the files that came whole.
+    `tokenizer_for` and errors as hub.pull.
     """
     from shardnet.cluster.download import hub
 

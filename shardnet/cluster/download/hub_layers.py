@@ -68,10 +68,10 @@ def pull_layers(
 ) -> PulledLayers:
     """Download the tensors of a stage with `layers`, embedding and head included.
 
-    Resumes an interrupted download. The Hub states no digests of single tensors: their integrity
-    rests on the encrypted connection. Raises HubError as hub.pull; CheckpointError if the model is
-    not supported or has no such layers, or if its tensors are not in safetensors; CapacityError if
-    the cache has no room.
+    Tensors that an interrupted download completed are kept. The Hub states no digests of single
+    tensors: their integrity rests on the encrypted connection. Raises HubError as hub.pull;
+    CheckpointError if the model is not supported or has no such layers, or if its tensors are not
+    in safetensors; CapacityError if the cache has no room.
     """
     root = cache_root()
     with named_errors(name):

@@ -9,7 +9,7 @@ are dropped as the slot grows, so such a slot can be rewound by at most `REWIND_
 
 A layer with a recurrence keeps no positions but its state after the last one (slot_blocks.py), of a
 fixed size: such a slot cannot be rewound but to its beginning, to before rows that were drafts, and
-to the state that was noted last on the way through a prompt.
+to one of the two states that were noted last on the way through a prompt.
 
 A slot that is copied shares whole blocks with its source, where the compiled library computes: it
 finds rows block by block. Such blocks lie apart and nobody writes to them. A slot that is rewound

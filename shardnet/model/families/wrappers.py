@@ -1,8 +1,9 @@
 """Multimodal checkpoints whose language part is a model of a family: what stands around it.
 
 Knows where such a config.json has the language model's own config, and how its tensors are called.
-What belongs to images, sound or video is left out by name: it is never read. Must not know
-families but by name, nor import torch.
+What belongs to images, sound or video is left out by name: it is no part of the language model.
+Pictures are read by the towers of model/vision, on the ring's first node. Must not know families
+but by name, nor import torch.
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def _kernels() -> NativeKernels:
     if kernels is None:
         raise ConfigurationError(
             "stages are cut over groups of cores by the compiled library, which is not here",
-            remedy="build it (scripts/setup), or name one device",
+            remedy="install a C compiler and then shardnet again, or name one device",
         )
     return kernels
 

@@ -71,14 +71,15 @@ class Generate(Numbered, frozen=True, kw_only=True):
     """Ask for the continuation of one prompt: `token_ids` if there are any, else `messages` in the
     model's chat template, else `prompt`. The template gets `tools` and `template_options` too.
 
-    `speculate` is off, ngram or the path of a draft model on the head; `draft_tokens` 0 drafts as
-    many as pay. `deterministic` is design decision 4's; with `lockstep` it decodes in one step with
-    all that run, once no prompt is left to compute, and begins when all `lockstep_size` requests of
-    the set `lockstep_set` on its link are ready or gone. A larger `priority` goes first;
-    `deadline_s` counts from when the ring has the request. Fields of `sampling` that are named in
-    `recommended` are as the model's makers recommend, if they do. All of the output matches
-    `constraint`. With `trace` TracePieces precede Finished. With a `key` it is copied to a deputy,
-    and Resume finds it by that. The answer begins with the tokens `made`, which are not sent again.
+    `speculate` is off, ngram, mtp or the path of a draft model on the head; `draft_tokens` 0 drafts
+    as many as pay. `deterministic` is design decision 4's; with `lockstep` it decodes in one step
+    with all that run, once no prompt is left to compute, and begins when all `lockstep_size`
+    requests of the set `lockstep_set` on its link are ready or gone. A larger `priority` goes
+    first; `deadline_s` counts from when the ring has the request. Fields of `sampling` that are
+    named in `recommended` are as the model's makers recommend, if they do. All of the output
+    matches `constraint`. With `trace` TracePieces precede Finished. With a `key` it is copied to a
+    deputy, and Resume finds it by that. The answer begins with the tokens `made`, which are not
+    sent again.
     """
 
     choice: ModelChoice

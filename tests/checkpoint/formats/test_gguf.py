@@ -277,7 +277,9 @@ class TestRefusals:
     def test_a_projector_of_images(self, small: Path, tmp_path: Path) -> None:
         """Beside a model it is passed over; by itself it says what it is."""
         write_no_model(tmp_path / "mmproj-model-f16.gguf", "clip")
-        with pytest.raises(UnsupportedModelError, match=r"'clip': this projects images into a"):
+        with pytest.raises(
+            UnsupportedModelError, match=r"'clip': this reads pictures .*with --mmproj"
+        ):
             Checkpoint.open(tmp_path)
         shutil.copy(small, tmp_path / "model.gguf")
         assert Checkpoint.open(tmp_path).config.n_layers == 2
