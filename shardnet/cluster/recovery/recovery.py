@@ -239,6 +239,10 @@ class Recovery:
 
 
 def _blames(ring: Ring) -> list[Blame]:
+    """Return what the nodes beside the head have to do with the end of a ring.
+
+    The head is never left out: no other node has its requests. It is asked again.
+    """
     blames: list[Blame] = []
     kind: BlameKind
     for node, error in ring.blamed.items():
@@ -248,7 +252,8 @@ def _blames(ring: Ring) -> list[Blame]:
     for node, error in ring.unreached.items():
         if node not in ring.blamed:
             blames.append(Blame(node=node, error=error, kind="unreached"))
-    return blames
+    head = ring.ports[0].node
+    return [blame for blame in blames if blame.node != head]
 
 
 @dataclass(slots=True, kw_only=True)

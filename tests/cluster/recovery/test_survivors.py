@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,16 @@ from shardnet.api.client import Client, connect
 from shardnet.cluster.machine.profile import MemoryBudget
 from shardnet.cluster.node.node import Node, listening
 from shardnet.cluster.recovery import node_watch
-from shardnet.errors import PlanError, ShardnetError
+from shardnet.errors import CapacityError, PlanError, ShardnetError
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import NodeId
 from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.stages import StageReady
 
 MEMORY_BYTES = 42 << 20
 """Of each node: two hold the model, one does not."""
+NAMES = ["bert", "cleo", "dora"]
+"""Nodes beside anna."""
 SAMPLED = SamplingParams(temperature=0.8, seed=4)
 N_TOKENS = 60
 PROMPTS = [random_prompt(n, 300, seed=n) for n in (20, 40)]
@@ -134,5 +138,50 @@ def test_what_survivors_cannot_hold_is_streamed_or_fails_by_name_until_a_node_co
             assert anna.head.latest is not None
             assert [node.name for node in anna.head.latest.plan.nodes] == ["anna", "cleo"]
             assert await said(client, choice) == wanted
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("n_failures", [1, 1000])
+def test_a_head_that_cannot_load_leads_again_or_its_error_ends_the_requests(
+    n_failures: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardnet.cluster.recovery.policy.DELAYS_S", (0.0, 0.0, 0.0))
+    choice = ModelChoice(model=str(model), context=256)
+
+    async def main() -> None:
+        async with AsyncExitStack() as nodes:
+            anna, _ = await started("anna", tmp_path, [], nodes)
+            peers = [await started(name, tmp_path, [], nodes, anna.address) for name in NAMES]
+            client = await nodes.enter_async_context(connect(anna.address))
+
+            async def has_all() -> bool:
+                return len((await client.status(with_peers=True)).peers) == len(NAMES)
+
+            await until(has_all)
+            wanted = await said(client, choice)
+            leaving: list[asyncio.Task[None]] = []
+            full, load = repeat(CapacityError("no room"), n_failures), anna._stage.host.load
+
+            async def fails_first(*args: Any, **named: Any) -> StageReady:
+                for error in full:
+                    raise error
+                return await load(*args, **named)
+
+            def leave() -> None:
+                assert anna.head.latest is not None
+                second = anna.head.latest.plan.nodes[1].name
+                anna._stage.host.load = fails_first  # type: ignore[method-assign]
+                leaving.append(asyncio.create_task(peers[NAMES.index(second)][1].aclose()))
+
+            async with asyncio.timeout(60):
+                got = await said(client, choice, leave)
+            await leaving[0]
+            if n_failures > 1:
+                assert all("no room" in str(error) for error in got)
+                return
+            assert got == wanted
+            assert anna.head.latest is not None
+            assert anna.head.latest.plan.nodes[0].name == "anna"
 
     asyncio.run(main())
