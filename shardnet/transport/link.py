@@ -43,7 +43,8 @@ class LinkOptions:
     TCP_USER_TIMEOUT. It counts also against a live peer that has stopped reading because it is
     busy, so it is far longer than `silence_s`.
     `unsent_bytes`: so much may wait on a control or bulk link when more is to be sent; a peer that
-    lets more wait ends the link. On data links every sender waits for `drain`.
+    lets more wait ends the link. It is more than two of the largest control frames: these wait for
+    a moment though the peer reads. On data links every sender waits for `drain`.
     `receive_frames`: reading pauses while this many received frames wait; what one read of at most
     64 KiB has already brought still joins them.
     `socket_buffer_bytes`: size of the kernel's buffers each way, None for its own choice.
@@ -61,7 +62,7 @@ class LinkOptions:
     handshake_s: float = 5.0
     close_s: float = 2.0
     user_timeout_s: float = 120.0
-    unsent_bytes: int = 16 * MIB
+    unsent_bytes: int = 80 * MIB
     receive_frames: int = 64
     socket_buffer_bytes: int | None = None
     max_unfinished: int = 512

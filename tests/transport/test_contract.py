@@ -25,7 +25,7 @@ from shardnet.errors import (
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
 from shardnet.transport.tcp import connect
-from shardnet.wire.framing.frames import HEADER, MIB, PREAMBLE, Frame, FrameKind
+from shardnet.wire.framing.frames import HEADER, MIB, PREAMBLE, Frame, FrameKind, Limits
 from shardnet.wire.messages.handshake import Purpose, error_frame, hello_frame
 
 
@@ -319,6 +319,17 @@ def test_cancelling_a_send_in_the_middle_aborts_the_link(harness: Harness) -> No
 # --- peers that do not read
 
 
+async def control_pair(harness: Harness, options: LinkOptions) -> tuple[Link, Link]:
+    """Both ends of a control link."""
+    own = hello("a", Purpose.CONTROL)
+    if not harness.tcp:
+        return await memory_pair(own, hello("b", Purpose.CONTROL), options=options)
+    accepted: asyncio.Queue[Link] = asyncio.Queue()
+    listener = await harness.listen(accepted.put, options=options)
+    options = replace(options, identity=harness.identity)
+    return await connect("127.0.0.1", listener.port, own, options=options), await accepted.get()
+
+
 def test_a_control_link_to_a_peer_that_reads_nothing_holds_a_bounded_memory(
     harness: Harness,
 ) -> None:
@@ -326,20 +337,7 @@ def test_a_control_link_to_a_peer_that_reads_nothing_holds_a_bounded_memory(
 
     async def scenario(harness: Harness) -> None:
         options = replace(SMALL_BUFFERS, unsent_bytes=100_000)
-        accepted: asyncio.Queue[Link] = asyncio.Queue()
-        if harness.tcp:
-            listener = await harness.listen(accepted.put, options=options)
-            near = await connect(
-                "127.0.0.1",
-                listener.port,
-                hello("a", Purpose.CONTROL),
-                options=replace(options, identity=harness.identity),
-            )
-            far = await accepted.get()
-        else:
-            near, far = await memory_pair(
-                hello("a", Purpose.CONTROL), hello("b", Purpose.CONTROL), options=options
-            )
+        near, far = await control_pair(harness, options)
 
         async def send_much() -> None:
             for _ in range(1000):
@@ -351,6 +349,20 @@ def test_a_control_link_to_a_peer_that_reads_nothing_holds_a_bounded_memory(
         assert near.closed
         far.abort("it has read nothing")
         await near.close()
+
+    harness.run(scenario)
+
+
+def test_a_control_link_carries_the_largest_messages_one_after_the_other(harness: Harness) -> None:
+    """A peer that reads them does not read too little while it has them to read."""
+    sizes = [Limits().control_meta_bytes] * 2 + [100, 100]
+
+    async def scenario(harness: Harness) -> None:
+        near, far = await control_pair(harness, OPTIONS)
+        for size in sizes:
+            near.send(Frame(kind=FrameKind.CONTROL, meta=bytes(size)))
+        assert [len((await far.receive()).meta) for _ in sizes] == sizes
+        await close_both(near, far)
 
     harness.run(scenario)
 
