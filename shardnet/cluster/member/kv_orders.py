@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 
 KEPT_S: Final = 60.0
-"""How long something that was moved waits to be opened, and a link for more to be moved."""
+"""How long something that was moved waits to be opened, and a link for more to be moved: from the
+last of it that came."""
 ANSWER_S: Final = 10.0
 """Timeout while a node sends nothing of what it was asked for."""
 
@@ -225,6 +226,7 @@ class KvOrders:
                     moves.part_of(layer).write(sequence_id, layer, *part, data)
 
                 await self._host.on_arrivals(to, write)
+                self._expire_later()
         await self._host.on_arrivals(
             to, lambda moves: moves.part_of(layer).came(sequence_id, layer, end)
         )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from msgspec.structs import replace
 from support.cluster.bulk_peers import hello
 
+from shardnet.cluster.member.kv_orders import KvOrders
 from shardnet.cluster.sharing.bulk_client import BulkServer, KvClient, SendRate, SourceRefused
 from shardnet.cluster.store.adapter_store import AdapterStore
 from shardnet.cluster.store.disk_jobs import DiskJobs
@@ -18,6 +21,7 @@ from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import LinkError, RemoteProtocolError, UsageError
 from shardnet.transport.memory import memory_pair
 from shardnet.wire.messages.bulk import FetchKv, KvRows, KvSent, Piece, bulk_frame
+from shardnet.wire.messages.stages import KvSource, MoveKv
 
 ASK = FetchKv(
     request=0, ring="r", epoch=1, sequence_id=3, slot=0, layer=2, begin=10, end=600, form="f"
@@ -86,3 +90,42 @@ def test_rows_that_changed_on_the_way_are_noticed() -> None:
         await far.close()
 
     asyncio.run(main())
+
+
+def test_a_move_that_takes_long_is_not_given_up_while_rows_come(tmp_path: Path) -> None:
+    """The time that what was moved is kept begins anew with each block."""
+    kept_until_s: list[float] = []
+
+    class Arrivals(Mock):
+        """A stage that is ready, and notes when what came would be dropped."""
+
+        async def on_arrivals(self, to: str, job: Callable[[Any], Any]) -> Any:
+            assert orders._expiry is not None
+            kept_until_s.append(orders._expiry.when())
+            return job(moves)
+
+    async def use(client: KvClient) -> None:
+        nonlocal orders
+        orders = KvOrders(host, AsyncMock(return_value=client.link))
+        moved = await orders.move(message)
+        assert moved.n_bytes == 344 * ROW
+        assert orders._expiry is not None
+        assert kept_until_s[0] < kept_until_s[-1] <= orders._expiry.when()
+        assert len(set(kept_until_s)) > 2
+        orders._expiry.cancel()
+
+    orders: Any = None
+    part = Mock(next_wanted=Mock(return_value=ASK.begin))
+    moves = Mock(form=ASK.form, part_of=Mock(return_value=part), is_whole=Mock(return_value=True))
+    host = Arrivals(membership=None, prepared_layers=Mock(return_value=[ASK.layer]))
+    message = MoveKv(
+        request=1,
+        ring=ASK.ring,
+        epoch=ASK.epoch,
+        to="s",
+        sequence_id=ASK.sequence_id,
+        slot=ASK.slot,
+        token_ids=bytes(4 * ASK.end),
+        sources=[KvSource(layers=(ASK.layer, ASK.layer + 1), address="far:1")],
+    )
+    served(tmp_path, use)
