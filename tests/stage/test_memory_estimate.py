@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from support.models.checkpoints import make_decoder, make_gpt2
+from support.models.pictured_model import make_pictured
 from support.needs import HAS_VECTORS
 from support.own_process import figures_of, make_large
 from support.rings.stage_chain import CPU
+from support.rings.stage_forms import form_of
 from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
@@ -21,6 +23,10 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import FAMILIES, family_of
 from shardnet.model.kernels.codec import torch_dtype
+from shardnet.runtime.loading import loading
+from shardnet.runtime.loading.loading import load
+from shardnet.runtime.loading.model_facts import tower_of
+from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     embedding_weight_bytes,
@@ -195,3 +201,26 @@ def test_private_memory_is_that_of_the_range(quant: str, asked: str, large: Path
         assert figures["read"] == stage_weight_bytes(config, LayerRange(0, 8), wide)
     assert 0.9 * predicted <= figures["loaded"] <= 1.15 * predicted
     assert figures["most"] <= 1.15 * predicted + layer_weight_bytes(config, wide)
+
+
+def test_the_room_for_keys_and_values_is_beside_the_tower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_pictured(tmp_path)
+    checkpoint, memory_bytes = Checkpoint.open(folder), 1 << 25
+    order = StageOrder(
+        form=form_of(folder, context=256),
+        folder=folder,
+        layers=LayerRange(0, checkpoint.config.n_layers),
+        is_tail=True,
+    )
+    tower = tower_of(checkpoint)
+    assert tower is not None
+
+    def room_blocks(memory_bytes: int) -> int:
+        return load(order, memory_bytes, lambda *_: None).room_blocks
+
+    found = room_blocks(memory_bytes)
+    monkeypatch.setattr(loading, "tower_of", lambda *_: None)
+    assert found < room_blocks(memory_bytes)
+    assert found == room_blocks(memory_bytes - tower.weight_bytes(order.form.dtype))

@@ -275,17 +275,19 @@ def _load_model(
     config, device = with_adapters(checkpoint.config, adapters), torch.device(order.device.torch)
     quant, kv_dtype = Quantization.named(form.quant), KvDType(form.kv_dtype)
     choice = probe(device, form.dtype, config.checkpoint_dtype, quant, order.arith)
+    tower_bytes = tower.weight_bytes(choice.dtype) if tower is not None else 0
     n_here, n_shards = len(order.shards) or 1, len(order.shards) or order.n_nodes
     room_blocks = kv_room_blocks(
         config,
         order.layers,
         weight_form(checkpoint, choice),
         form.context,
-        job.memory_bytes // n_here,  # each shard has room for what is whole in all of them
+        # each shard has room for what is whole in all of them
+        (job.memory_bytes - tower_bytes) // n_here,
         kv_dtype,
         order.n_streamed,
         device=device.type,
-        held_bytes=job.held_bytes + (tower.weight_bytes(choice.dtype) if tower else 0),
+        held_bytes=job.held_bytes,
         cut=cut_of(config, order.shard, n_shards) if n_shards > 1 else None,
     )
     folder, files = packs
