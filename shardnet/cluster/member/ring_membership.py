@@ -302,8 +302,11 @@ class RingMembership:
         if self._expiry is not None:
             self._expiry.cancel()
         lanes, self._slots = self._slots, ()
-        for lane in lanes:
-            await lane.executor.run(lane.compute.reset)
+        freed = [lane.executor.submit(lane.compute.reset) for lane in lanes]
+        if freed:
+            await asyncio.wait(freed)
+        for reset in freed:
+            reset.result()
         for link in self._open_links():
             if is_broken:
                 link.abort("the ring broke")

@@ -169,6 +169,26 @@ def test_who_fell_silent_is_told_to_the_head_and_no_other_neighbour_takes_it_for
     asyncio.run(main())
 
 
+def test_slots_are_freed_though_whoever_leaves_gives_up_while_something_is_computed() -> None:
+    async def main() -> None:
+        compute, executor, computed = BrokenCompute(), Executor("test"), threading.Event()
+        one = membership(print)
+        await one.join([Lane(compute, executor)], idle_pipeline())
+        executor.submit(computed.wait)
+        leaving = asyncio.create_task(one.leave())
+        for _ in range(50):  # until it waits for the thread that computes
+            await asyncio.sleep(0)
+        assert not one._slots
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        computed.set()
+        await one.leave()
+        assert await asyncio.to_thread(compute.was_reset.wait, 30)
+        executor.join()
+
+    asyncio.run(main())
+
+
 def test_a_seat_that_is_left_while_it_connects_keeps_no_link() -> None:
     async def main() -> None:
         node = Hello(purpose=Purpose.CONTROL, role=PeerRole.NODE, node="n", name="n", version="0")
