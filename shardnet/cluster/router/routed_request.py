@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Sequence
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -44,6 +45,10 @@ from shardnet.wire.messages.plans import NodeProgress, PlanReply
 
 RING_ERRORS = (LinkError, PeerFailedError, BusyError, PlanError, CheckpointError)
 """What ends a request on one ring, and not on another."""
+MOST_IN_VAIN: Final = 3
+IN_VAIN_S: Final = 30.0
+"""How many rings may be lost with a request one after the other before it has a token of one, and
+how long that may go on: it is likely to be what ends them. As recovery/policy.py has it."""
 EXPECTED_S = 0.5
 """How long it is expected to take until it goes on."""
 
@@ -84,6 +89,8 @@ class RoutedRequest:
         self._n_rings = 0
         self._began_s = time.monotonic()
         self._first_s = 0.0
+        self._n_in_vain = 0
+        self._in_vain_since_s = 0.0
 
     async def run(self, front: Front) -> None:
         """Relay the answer, from whichever rings. Raises what ended it."""
@@ -107,11 +114,28 @@ class RoutedRequest:
                     raise  # not one ring: another node leads them all
                 if len(self._made) > n_made:
                     tried.clear()
+                    self._n_in_vain = 0
                 tried.add((ring, n_times))
                 last = error
+                self._check_in_vain(error)
                 self._tell_moved(error)
             else:
                 return
+
+    def _check_in_vain(self, error: ShardnetError) -> None:
+        """Raise the `error` that a ring ended with if too many did before the next token."""
+        if not isinstance(error, LinkError | PeerFailedError):
+            return
+        if not self._n_in_vain:
+            self._in_vain_since_s = time.monotonic()
+        self._n_in_vain += 1
+        took_s = time.monotonic() - self._in_vain_since_s
+        if self._n_in_vain > MOST_IN_VAIN and took_s >= IN_VAIN_S:
+            raise type(error)(
+                f"{error.message} (and {self._n_in_vain - 1} rings before it, in {took_s:.0f} s, "
+                "were lost without a token)",
+                remedy=error.remedy,
+            )
 
     async def _on(self, ring: KeptRing, front: Front) -> None:
         """Relay what one ring makes of it."""

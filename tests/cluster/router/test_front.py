@@ -1,16 +1,21 @@
-"""Requests that wait for one of several rings end when those are left."""
+"""Requests for one of several rings end when those are left, or are lost one after the other."""
 
 from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from shardnet.cluster.peers.supervision import SupervisedJobs
+from shardnet.cluster.router import routed_request
 from shardnet.cluster.router.front import Front
+from shardnet.cluster.router.routed_request import RoutedRequest
 from shardnet.errors import PeerFailedError, ShardnetError, SupersededError
+from shardnet.sampling_params import SamplingParams
+from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
 
 
@@ -48,3 +53,27 @@ def test_whoever_waits_for_a_ring_learns_that_none_is_kept(is_superseded: bool) 
                     await one
 
     asyncio.run(main())
+
+
+class Breaking(RoutedRequest):
+    """A request that breaks each ring that it is given to; the ring is whole again at once."""
+
+    n_broken = 0
+
+    async def _on(self, ring: Any, front: Front) -> None:
+        self.n_broken += 1
+        ring.n_times += 1
+        self._made += [7] * (self.n_broken == 2)
+        raise PeerFailedError("the ring broke")
+
+
+def test_a_request_that_breaks_ring_after_ring_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routed_request, "IN_VAIN_S", 0.0)
+    ring = Mock(n_times=1, n_taken_over=0)
+    message = Generate(
+        request=1, choice=ModelChoice(model="m"), sampling=SamplingParams(), token_ids=[1]
+    )
+    request = Breaking(Mock(), message, prompt=b"", made=[], n_sent=0, copy=None)
+    with pytest.raises(PeerFailedError, match=r"the ring broke \(and 3 rings before it"):
+        asyncio.run(request.run(Mock(ring_for=AsyncMock(return_value=ring))))
+    assert request.n_broken == 5, "the second made a token"
