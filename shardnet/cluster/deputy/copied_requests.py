@@ -23,6 +23,8 @@ KEEP_S: Final = 60.0
 MAX_REQUESTS: Final = 2048
 MAX_NUMBERS: Final = 1 << 23
 """Most token ids and logprobs of the requests of one head."""
+MAX_PICTURE_BYTES: Final = 512 << 20
+"""Most bytes of their pictures. Answers that ended first make room for the next ones."""
 
 End = Literal["", "complete", "left", "failed"]
 
@@ -40,14 +42,23 @@ class CopiedRequest:
     ended_at_s: float = 0.0
     n_numbers: int = 0
 
+    @property
+    def picture_bytes(self) -> int:
+        """The size of its pictures."""
+        return sum(len(picture.data) for picture in self.generate.pictures)
+
 
 class CopiedRequests:
     """The requests of one head. Moments are of one clock, in seconds."""
 
-    def __init__(self, *, most_numbers: int = MAX_NUMBERS) -> None:
+    def __init__(
+        self, *, most_numbers: int = MAX_NUMBERS, most_picture_bytes: int = MAX_PICTURE_BYTES
+    ) -> None:
         self._most_numbers = most_numbers
+        self._most_picture_bytes = most_picture_bytes
         self._requests: dict[str, CopiedRequest] = {}
         self._n_numbers = 0
+        self._picture_bytes = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -66,9 +77,12 @@ class CopiedRequests:
         """Begin to keep a request, in the place of one with its key; None if there is no room."""
         self._forget_old(now_s)
         self.forget(generate.key)
-        if len(self._requests) >= MAX_REQUESTS:
+        request = CopiedRequest(generate=generate)
+        has_room = self._make_room(request.picture_bytes)
+        if len(self._requests) >= MAX_REQUESTS or not has_room:
             return None
-        request = self._requests[generate.key] = CopiedRequest(generate=generate)
+        self._requests[generate.key] = request
+        self._picture_bytes += request.picture_bytes
         return request if self._count(request, len(generate.token_ids or ())) else None
 
     def add(
@@ -94,6 +108,7 @@ class CopiedRequests:
         request = self._requests.pop(key, None)
         if request is not None:
             self._n_numbers -= request.n_numbers
+            self._picture_bytes -= request.picture_bytes
 
     def take_over(self, other: CopiedRequests, choice: ModelChoice, now_s: float) -> None:
         """Take all that another head had copied, asking for what `choice` says by now.
@@ -115,6 +130,15 @@ class CopiedRequests:
             self.forget(request.generate.key)
             return False
         return True
+
+    def _make_room(self, n_bytes: int) -> bool:
+        """Forget answers with pictures until `n_bytes` more have room; return whether they do."""
+        ended = [one for one in self._requests.values() if one.end and one.picture_bytes]
+        for request in sorted(ended, key=lambda one: one.ended_at_s):
+            if self._picture_bytes + n_bytes <= self._most_picture_bytes:
+                break
+            self.forget(request.generate.key)
+        return self._picture_bytes + n_bytes <= self._most_picture_bytes
 
     def _forget_old(self, now_s: float) -> None:
         old = [

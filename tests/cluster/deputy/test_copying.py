@@ -16,6 +16,7 @@ from shardnet.cluster.recovery.stand_in import MAX_DUTIES, StandIn
 from shardnet.runtime.engine.requests import MadeToken
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import NodeId
+from shardnet.wire.messages.chat import Picture
 from shardnet.wire.messages.deputies import RingNode, StandBy, StandByRefused, TokensCopied
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
@@ -153,3 +154,30 @@ def test_a_ring_is_described_once_for_its_deputy() -> None:
     first, lead.ring = lead.told, SimpleNamespace(epoch=2)  # type: ignore[assignment]
     assert lead.told is not first
     plan.stand_by.assert_called_with(2)
+
+
+def test_pictures_of_copied_requests_are_counted_and_answers_make_room_for_them() -> None:
+    kept = CopiedRequests(most_picture_bytes=10)
+
+    def opened(key: str, n_bytes: int, at_s: float) -> bool:
+        generate = Generate(
+            request=1,
+            choice=CHOICE,
+            sampling=SamplingParams(),
+            token_ids=[1],
+            key=key,
+            pictures=[Picture(data=bytes(n_bytes))],
+        )
+        return kept.open(generate, at_s) is not None
+
+    assert opened("a", 4, 0.0)
+    assert opened("b", 4, 1.0)
+    assert not opened("c", 4, 2.0), "two others run"
+    kept.add("b", 0, [TOKEN], "left", 3.0)
+    kept.add("a", 0, [TOKEN], "complete", 4.0)
+    assert opened("c", 6, 5.0)
+    assert kept.find("b", 5.0) is None, "the first that ended"
+    assert kept.find("a", 5.0) is not None
+    kept.forget("c")
+    assert opened("d", 6, 6.0)
+    assert kept.find("a", 6.0) is not None
