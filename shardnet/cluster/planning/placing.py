@@ -315,6 +315,19 @@ def _divided(division: Division, inputs: _Inputs) -> Plan:
     )
 
 
+def _with_another_model(
+    facts: ModelFacts, nodes: Sequence[NodeInfo], holdings: Holdings
+) -> list[LeftOut]:
+    """Name the nodes that have another whole checkpoint where the model of `facts` should be."""
+    found = []
+    for node in nodes:
+        held = holdings.get(NodeId(node.node))
+        if held is not None and held.is_complete and held.model_id != facts.model_id:
+            why = f"it has another model there: {held.model_id[:12]}"
+            found.append(LeftOut(node=node.node, name=node.name, why=why))
+    return found
+
+
 def plan_again(
     choice: ModelChoice,
     facts: ModelFacts,
@@ -326,8 +339,12 @@ def plan_again(
 ) -> Plan:
     """Plan as `make_plan`, with the first node as head, which has the requests.
 
-    If the choice names nodes, `nodes` are those of them that are left.
+    If the choice names nodes, `nodes` are those of them that are left. Nodes with another model at
+    the same path are left out: with them no ring could be built.
     """
+    unlike = _with_another_model(facts, nodes[1:], holdings)
+    silent, left_out = (*silent, *unlike), {one.node for one in unlike}
+    nodes = [node for node in nodes if node.node not in left_out]
     head, *others = nodes
 
     def exactly(ring: Sequence[NodeInfo]) -> Plan:

@@ -482,6 +482,28 @@ def test_a_generation_disproves_what_was_predicted_far_off() -> None:
     assert many.disproved_by((0.003, 0.003), timing(100)) == []
 
 
+def test_a_node_with_another_model_at_the_path_is_in_no_ring_that_replaces_one() -> None:
+    """Nodes would refuse a ring with it; the others can go on."""
+    known = [node("a"), node("b"), node("c")]
+    ids = ("ab" * 32, "cd" * 32, "ab" * 32)
+    holdings = {
+        NodeId(one.node): ReplicaSource(
+            node=NodeId(one.node),
+            name=one.name,
+            address=one.address,
+            model_id=model_id,
+            is_complete=True,
+        )
+        for one, model_id in zip(known, ids, strict=True)
+    }
+    for named in ([], [one.address for one in known]):
+        choice = ModelChoice(model="/m", nodes=named, standby=True)
+        plan = plan_again(choice, facts(), known, NOTHING_MEASURED, (), holdings, Arith.FAST)
+        assert "b" not in [one.name for one in plan.ring_nodes]
+        [out] = [out for out in plan.reply(1).left_out if out.name == "b"]
+        assert out.why == f"it has another model there: {ids[1][:12]}"
+
+
 def test_what_a_plan_fetches_is_told_with_its_sources() -> None:
     whole = facts()
     model = replace(whole, layers=StoredLayers(size_bytes=(10**6,) * 6, held=()))
