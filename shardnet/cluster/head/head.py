@@ -91,6 +91,8 @@ class Head:
             node=self.node, host=self.host, builder=self.builder, on_broken=self.on_broken
         )
         """The ring itself."""
+        self._providing = asyncio.Lock()
+        """Held by who downloads a model."""
         self._gave_way = _NOBODY
         self._gives_way = asyncio.Event()
         self.is_draining = False
@@ -196,10 +198,7 @@ class Head:
         has none. Raises BusyError when another model's requests run, CheckpointError for a model
         without a tokenizer, and what planning or loading raises.
         """
-        if self.is_draining and self.led.other_head() is None:
-            raise draining()
-        if self.rests and self.model is not None:
-            raise resting(self.rests)
+        self._check_takes_requests()
         with contextlib.ExitStack() as stack:
             lead: Lead | Elsewhere | None = await self._standing(choice)
             if isinstance(lead, Lead):
@@ -211,7 +210,10 @@ class Head:
                 on_plan(lead.plan)
             else:
                 await self.until_settled()
+                await self._provide(choice, tokenizer_for, on_progress)
+                await self.until_settled()  # again: a download takes long
                 async with self.led.lock:
+                    self._check_takes_requests()
                     with self.led.opened(choice.model, on_progress) as told:
                         lead = await self._find_or_build(
                             choice, tokenizer_for, on_plan, told, on_loaded
@@ -332,6 +334,32 @@ class Head:
                     ours.fell_silent(reporter or self.node, silent, error)
                 ours.lost(f"the ring broke: {lost_first(str(error), ours.other_names)}")
 
+    def _check_takes_requests(self) -> None:
+        """Raise what a request is refused with while this node drains or rests."""
+        if self.is_draining and self.led.other_head() is None:
+            raise draining()
+        if self.rests and self.model is not None:
+            raise resting(self.rests)
+
+    async def _provide(
+        self, choice: ModelChoice, tokenizer_for: str, on_progress: OnStageProgress
+    ) -> None:
+        """Download the model of `choice` if no node has it, one model at a time.
+
+        That may take hours, in which the ring that stands is recovered or left: it is not kept from
+        changing. Raises BusyError when another model's requests run, and as `Planner.provide`.
+        """
+        async with self._providing:
+            if await self._standing(choice) or self.led.elsewhere_with(choice):
+                return
+            self.led.check_idle()
+            with self.led.opened(choice.model, on_progress) as told:
+                await self.planner.provide(
+                    choice.model,
+                    lambda done, total: told(0, "downloading", done, total),
+                    tokenizer_for,
+                )
+
     async def _find_or_build(
         self,
         choice: ModelChoice,
@@ -348,11 +376,6 @@ class Head:
         if elsewhere is not None:
             return elsewhere
         self.led.check_idle()
-        await self.planner.provide(
-            choice.model,
-            lambda done, total: on_progress(0, "downloading", done, total),
-            tokenizer_for,
-        )
         plan = await self.planner.plan(
             choice, lambda done, total: on_progress(0, "measuring", done, total)
         )

@@ -83,8 +83,12 @@ class LedRing:
         """That of the ring that was begun last."""
         self.building: Ring | None = None
         """The ring that is being built."""
-        self.opening: Opening | None = None
-        """What is done now to have a ring for a request."""
+        self._openings: list[Opening] = []
+
+    @property
+    def opening(self) -> Opening | None:
+        """What is done now to have a ring for a request; the latest, while one is downloaded."""
+        return self._openings[-1] if self._openings else None
 
     @property
     def is_in_use(self) -> bool:
@@ -99,7 +103,8 @@ class LedRing:
     @contextlib.contextmanager
     def opened(self, model: str, on_progress: OnStageProgress) -> Iterator[OnStageProgress]:
         """Keep the progress within the context; yield what takes it, for `on_progress` too."""
-        opening = self.opening = Opening(model=model, began_s=time.monotonic())
+        opening = Opening(model=model, began_s=time.monotonic())
+        self._openings.append(opening)
 
         def take(rank: int, phase: Phase, done: int, total: int) -> None:
             opening.take(rank, phase, done, total)
@@ -108,7 +113,7 @@ class LedRing:
         try:
             yield take
         finally:
-            self.opening = None
+            self._openings.remove(opening)
 
     def elsewhere_with(self, choice: ModelChoice) -> Elsewhere | None:
         """Return another head whose ring with this node, built or being built, has the model."""

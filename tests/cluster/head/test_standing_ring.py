@@ -90,7 +90,7 @@ class StandingRing:
 
 
 class Around:
-    """All that is around a head; planning HANGING waits for `answers`."""
+    """All that is around a head; downloading HANGING waits for `answers`."""
 
     membership = None
 
@@ -111,8 +111,8 @@ class Around:
         return SimpleNamespace(tokenizer=None)
 
 
-def test_a_ring_that_stands_serves_while_another_model_is_looked_for() -> None:
-    """And who looked for the other one does not take the ring from who came meanwhile."""
+def test_a_ring_that_stands_serves_while_another_model_is_downloaded() -> None:
+    """And may change; who wanted the other one does not take it from who came meanwhile."""
 
     async def main() -> None:
         around, ring = Around(), StandingRing()
@@ -133,7 +133,8 @@ def test_a_ring_that_stands_serves_while_another_model_is_looked_for() -> None:
             wires=(),
             gather_dtype=None,
         )
-        head.led.lead = Lead(plan=cast(Any, plan), ring=cast(Any, ring), tokenizer=None, eos_ids=())
+        standing = Lead(plan=cast(Any, plan), ring=cast(Any, ring), tokenizer=None, eos_ids=())
+        head.led.lead = standing
 
         async def lead(model: str) -> None:
             choice = ModelChoice(model=model)
@@ -145,6 +146,9 @@ def test_a_ring_that_stands_serves_while_another_model_is_looked_for() -> None:
 
         other = asyncio.create_task(lead(HANGING))
         await around.asked.wait()
+        async with asyncio.timeout(30), head.led.changing(standing):
+            assert head.opening is not None
+            assert head.opening.model == HANGING
         async with asyncio.timeout(30):
             await lead(HERE)
         assert ring.n_users == 0
