@@ -57,8 +57,8 @@ def pull(
     keeps (HF_HOME), so other programs share them. Nodes then take --model ORG/NAME, and those that
     lack it fetch their layers from here.
 
-    Of an interrupted download the files that came whole are kept, with --layers the tensors. The
-    last line, on standard output, is the path.
+    An interrupted download goes on where it stopped when the command is run again, with --layers
+    from the tensor on. The last line, on standard output, is the path.
     """
     keep_offline(offline)
     _refuse_paths_and_urls(model)
@@ -111,7 +111,7 @@ def _downloading() -> Iterator[DownloadBars]:
             fail(str(error))
         except KeyboardInterrupt:
             bars.stop()
-            say("interrupted: run the command again; what came whole is kept")
+            say("interrupted: run the command again to go on")
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 

@@ -31,6 +31,7 @@ from shardnet.checkpoint.hub_cache import (
     repo_folder,
 )
 from shardnet.checkpoint.tensors.manifest import TENSOR_SUFFIXES
+from shardnet.cluster.download.hub_ranges import RESUME, HubFile, HubRanges
 from shardnet.errors import CancelledRequestError, HubError, ShardnetError
 from shardnet.threads import DaemonThreads
 from shardnet.tokenizers.formats.tokenizer_files import has_tokenizer
@@ -72,17 +73,7 @@ MAX_IN_VAIN: Final = 5
 _SLACK_BYTES: Final = 1 << 20
 """What may come beyond the announced size before a download ends: it is counted in pieces."""
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-RESUME: Final = "run the command again; what came whole is kept"
 PROXY_VARIABLES: Final = "HTTP_PROXY, HTTPS_PROXY or ALL_PROXY"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubFile:
-    """A file of a model on the Hub, which states `sha256` (hex) for large files only, else ""."""
-
-    name: str
-    size_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +95,8 @@ def pull(
 ) -> PulledModel:
     """Download the missing files of a model: config, tokenizer and one format of weights, no code.
 
-    Files that an interrupted download completed are kept. `root` is the cache folder, by default
-    that of huggingface_hub.
+    An interrupted download goes on where it stopped. `root` is the cache folder, by default that of
+    huggingface_hub.
     `tokenizer_for` says what needs a tokenizer, without which nothing is downloaded then, "" for
     nothing.
     Raises HubError if the Hub does not answer, refuses, or sends other bytes than it announced, or
@@ -120,9 +111,10 @@ def pull(
         present = _present(name, commit, files, root)
         missing = [file for file in files if file.name not in present]
         n_missing = sum(file.size_bytes for file in missing)
+        n_new = n_missing - sum(_n_come(_part(name, file, root), file) for file in missing)
         check_room(
             str(name),
-            n_missing,
+            n_new,
             root,
             else_do="set HF_HOME to a folder on a larger disk",
             error=HubError,
@@ -137,7 +129,7 @@ def pull(
     if folder is None:
         raise HubError(f"{name}: the downloaded files are gone from {root} again", remedy=RESUME)
     return PulledModel(
-        name=str(name), commit=commit, folder=folder, files=tuple(files), n_new_bytes=n_missing
+        name=str(name), commit=commit, folder=folder, files=tuple(files), n_new_bytes=n_new
     )
 
 
@@ -263,6 +255,8 @@ def _fetch(name: HubName, commit: str, file: HubFile, root: Path, counter: _Coun
     """Download a file and check its size and SHA-256."""
     from huggingface_hub import hf_hub_download
 
+    if file.sha256:
+        _go_on(name, commit, file, root, counter)
     bar: Any = counter  # whatever can be called like a bar's class will do
     path = hf_hub_download(
         name.repo,
@@ -275,6 +269,52 @@ def _fetch(name: HubName, commit: str, file: HubFile, root: Path, counter: _Coun
     )
     _check(name, file, Path(path))
     return Path(path)
+
+
+def _go_on(name: HubName, commit: str, file: HubFile, root: Path, counter: _Counter) -> None:
+    """Download a large file to where huggingface_hub finds it, on from what has come of it.
+
+    huggingface_hub itself begins anew. It is left to do so where another program downloads the
+    file, where the Hub keeps it under another name than its SHA-256, and where it sends no ranges.
+    """
+    from filelock import FileLock, Timeout
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    part = _part(name, file, root)
+    whole = part.with_suffix("")
+    stored = get_hf_file_metadata(hf_hub_url(name.repo, file.name, revision=commit))
+    if whole.exists() or stored.etag != file.sha256:
+        return
+    lock = root / ".locks" / repo_folder(name, root).name / f"{file.sha256}.lock"
+    for folder in (lock.parent, part.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(Timeout), FileLock(lock, timeout=0):
+        begin = n_come = _n_come(part, file)
+        try:
+            with part.open("ab") as out:
+                out.truncate(begin)
+                counter.update(begin)
+                for piece in HubRanges(name, commit).stream(file.name, begin, file.size_bytes):
+                    out.write(piece)
+                    n_come += len(piece)
+                    counter.update(len(piece))
+            part.replace(whole)
+        except HubError:
+            if n_come > begin:
+                raise
+            part.unlink()
+            counter.update(-begin)
+
+
+def _part(name: HubName, file: HubFile, root: Path) -> Path:
+    """Return where a file is kept as long as it is not whole."""
+    return repo_folder(name, root) / "blobs" / f"{file.sha256 or file.name}.incomplete"
+
+
+def _n_come(part: Path, file: HubFile) -> int:
+    """Return how many bytes of a file have come, 0 where it cannot be what is asked for."""
+    size_bytes = part.stat().st_size if part.exists() else 0
+    return size_bytes if size_bytes <= file.size_bytes else 0
 
 
 def _check(name: HubName, file: HubFile, path: Path) -> None:
@@ -386,7 +426,7 @@ async def pull_beside(
 ) -> None:
     """Pull a model, reporting progress to `on_bytes` and lines for people to `log`.
 
-    Cancelling stops at the next piece; a later pull keeps the files that came whole.
+    Cancelling stops at the next piece; a later pull goes on from there.
     `tokenizer_for` and errors as hub.pull.
     """
     from shardnet.cluster.download import hub

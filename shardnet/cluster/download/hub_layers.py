@@ -9,15 +9,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
-import httpx2
-
-from shardnet import __version__
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.hub_cache import HubName, cache_root
 from shardnet.checkpoint.replica import (
@@ -29,26 +24,12 @@ from shardnet.checkpoint.replica import (
     range_tensors,
 )
 from shardnet.checkpoint.tensors.manifest import TENSOR_SUFFIXES
-from shardnet.checkpoint.tensors.stored_tensor import MAX_HEADER_BYTES, ByteRange, FileHead
-from shardnet.cluster.download.hub import (
-    RESUME,
-    HubFile,
-    Report,
-    fetch_small,
-    look_up,
-    named_errors,
-)
+from shardnet.checkpoint.tensors.stored_tensor import FileHead
+from shardnet.cluster.download.hub import Report, fetch_small, look_up, named_errors
+from shardnet.cluster.download.hub_ranges import HubFile, HubRanges
 from shardnet.cluster.store.model_cache import ModelCache
-from shardnet.errors import CheckpointError, HubError
+from shardnet.errors import CheckpointError
 from shardnet.types import LayerRange
-
-SILENCE_S: Final = 15.0
-"""Timeout while the Hub sends no byte."""
-TRIES: Final = 5
-"""Attempts in a row without a byte before a download fails."""
-_LENGTH_BYTES: Final = 8
-_CONNECTIONS: Final = 8
-"""Samples requested at one time: each takes a round trip, and few bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +58,7 @@ def pull_layers(
     with named_errors(name):
         commit, files = look_up(name, root)
         _refuse_other_formats(name, files)
-        source = _HubRanges(name, commit)
+        source = HubRanges(name, commit)
         folder, model_id = _replica(name, commit, files, source, cache, root)
         with (
             contextlib.closing(cache.use(model_id)),
@@ -116,7 +97,7 @@ def _replica(
     name: HubName,
     commit: str,
     files: Sequence[HubFile],
-    source: _HubRanges,
+    source: HubRanges,
     cache: ModelCache,
     root: Path,
 ) -> tuple[Path, str]:
@@ -149,7 +130,7 @@ def _replica(
 def _fill(
     replica: Replica,
     layers: LayerRange,
-    source: _HubRanges,
+    source: HubRanges,
     report: Report,
     cache: ModelCache,
     model_id: str,
@@ -202,86 +183,3 @@ def _take(run: Sequence[TensorPart], pieces: Iterator[bytes], replica: Replica) 
                 replica.record(waiting.popleft(), digest.hexdigest())
                 digest, at = hashlib.sha256(), 0
         yield len(piece)
-
-
-class _HubRanges:
-    """Reads byte ranges of a commit's files."""
-
-    def __init__(self, name: HubName, commit: str) -> None:
-        from huggingface_hub import get_session
-        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-
-        self._name, self._commit = name, commit
-        self._session = get_session()
-        self._headers = build_hf_headers(library_name="shardnet", library_version=__version__)
-
-    def header(self, file: HubFile) -> bytes:
-        """Fetch the header of a safetensors file, its length prefix included."""
-        damaged = HubError(
-            f"{self._name}: {file.name} is no safetensors file", remedy="report it to its authors"
-        )
-        if file.size_bytes < _LENGTH_BYTES:
-            raise damaged
-        length = b"".join(self.stream(file.name, 0, _LENGTH_BYTES))
-        end = _LENGTH_BYTES + int.from_bytes(length, "little")
-        if end > min(file.size_bytes, _LENGTH_BYTES + MAX_HEADER_BYTES):
-            raise damaged
-        return length + b"".join(self.stream(file.name, _LENGTH_BYTES, end))
-
-    def samples(
-        self, ranges: Mapping[str, Sequence[ByteRange]]
-    ) -> Iterator[tuple[str, int, bytes]]:
-        """Fetch byte ranges of several files, a few at a time; yield (file, offset, bytes)."""
-
-        def fetch(asked: tuple[str, int, int]) -> tuple[str, int, bytes]:
-            file, offset, n_bytes = asked
-            return file, offset, b"".join(self.stream(file, offset, offset + n_bytes))
-
-        wanted = [(file, *part) for file, parts in ranges.items() for part in parts]
-        with ThreadPoolExecutor(_CONNECTIONS) as pool:
-            yield from pool.map(fetch, wanted)
-
-    def stream(self, file: str, begin: int, end: int) -> Iterator[bytes]:
-        """Yield the bytes [begin, end) of a file, reconnecting if a connection breaks.
-
-        Raises HubError, or httpx2.TransportError, after TRIES attempts in a row without a byte.
-        """
-        left = TRIES
-        while begin < end:
-            had, failure = begin, None
-            try:
-                for piece in self._connect(file, begin, end):
-                    begin += len(piece)
-                    yield piece
-            except httpx2.TransportError as error:
-                failure = error
-            left = TRIES if begin > had else left - 1
-            if not left:
-                raise failure or HubError(
-                    f"{self._name}: {file} ends after {begin} bytes", remedy=RESUME
-                )
-
-    def _connect(self, file: str, begin: int, end: int) -> Iterator[bytes]:
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import hf_raise_for_status  # type: ignore[attr-defined]
-
-        url = hf_hub_url(self._name.repo, file, revision=self._commit)
-        headers = {**self._headers, "Range": f"bytes={begin}-{end - 1}"}
-        with self._session.stream(
-            "GET", url, headers=headers, timeout=SILENCE_S, follow_redirects=True
-        ) as response:
-            hf_raise_for_status(response)
-            said = response.headers.get("Content-Range", "")
-            if not said.startswith(f"bytes {begin}-{end - 1}/"):
-                raise HubError(
-                    f"{self._name}: asked for bytes {begin} to {end} of {file}, the Hub sends "
-                    f"{said or 'all'}",
-                    remedy="pull the whole model",
-                )
-            for piece in response.iter_raw():
-                if len(piece) > end - begin:
-                    raise HubError(
-                        f"{self._name}: more of {file} came than was asked for", remedy=RESUME
-                    )
-                begin += len(piece)
-                yield piece

@@ -30,6 +30,9 @@ class Hub:
     """The first answer with a body longer than this is cut there."""
     holds: bool = False
     """Bodies of large files do not come as long as this is set."""
+    holds_after_cut: bool = False
+    """Whether none comes any more once one was cut."""
+    held: threading.Event = field(default_factory=threading.Event)
     lies_about: str = ""
     """A file that comes with other bytes than the Hub says."""
     address: str = ""
@@ -38,6 +41,10 @@ class Hub:
         """Take a folder's files in."""
         self.repos[repo] = {p.name: p.read_bytes() for p in folder.iterdir()} | more
         self.commits[repo] = COMMIT
+
+    def until_held(self) -> None:
+        """Wait until a body was asked for that does not come."""
+        assert self.held.wait(60)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -131,10 +138,12 @@ class _Handler(BaseHTTPRequestHandler):
         if not with_body:
             return
         while self.hub.holds and len(body) > 100_000:
+            self.hub.held.set()
             time.sleep(0.01)
         cut = self.hub.cut_after_bytes
         if cut and len(body) > cut:
             self.hub.cut_after_bytes = 0
+            self.hub.holds |= self.hub.holds_after_cut
             self.wfile.write(body[:cut])
             self.close_connection = True
             return
