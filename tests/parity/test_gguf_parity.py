@@ -184,6 +184,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "glm4_moe": ({"num_hidden_layers": 2, "attention_bias": True}, {}),
+    "solar_open": ({"num_hidden_layers": 2}, {"leading_dense_block_count": 0}),
     "gpt_oss": ({"num_hidden_layers": 3, "sliding_window": 20}, {}),
     "phi3": (
         {
@@ -296,7 +297,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nemotron_h": ({}, {}),
 }
 
-SELDOM = ["llama4_text"]
+WHOLE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+PARTIAL = ("glm4", "nemotron", "gpt_neox", "stablelm", "phi", "qwen3_next", "qwen3_5_text")
+"""Families that turn a part of each head where config.json is silent."""
+CASES |= {f"{family}-whole": ({"rope_parameters": WHOLE}, {}) for family in PARTIAL}
+SELDOM = ["llama4_text", "stablelm-whole", "phi-whole"]
 
 
 def pack_experts(values: Any, kind: gguf.GGMLQuantizationType) -> Any:

@@ -29,12 +29,15 @@ def read_gguf_decoder(
     *,
     intermediate_size: int | None = None,
     norm: tuple[str, str] = RMS_NORM,
+    may_be_partial: bool = False,
 ) -> dict[str, Any]:
     """Read what all architectures but GPT-2's say in the same words, as config.json would.
 
     `tensors` are the names in the file, `intermediate_size` is a default, None for none, `norm` the
-    keys of what is added in norms, in the file and in config.json. Raises CheckpointError for a
-    missing or malformed key, UnsupportedModelError for a value that is not implemented.
+    keys of what is added in norms, in the file and in config.json. With `may_be_partial` the family
+    takes a part of each head to turn where config.json is silent: a whole one is said too. Raises
+    CheckpointError for a missing or malformed key, UnsupportedModelError for a value that is not
+    implemented.
     """
     config = read_gguf_sizes(fields, factors, intermediate_size=intermediate_size, norm=norm)
     n_heads = config["num_attention_heads"]
@@ -44,7 +47,8 @@ def read_gguf_decoder(
     if value_size != head_size:
         raise fields.unsupported("attention.value_length", value_size, f"key_length, {head_size}")
     rotated = fields.positive("rope.dimension_count", head_size)
-    share = {} if rotated == head_size else {"partial_rotary_factor": rotated / head_size}
+    is_silent = rotated == head_size and not may_be_partial
+    share = {} if is_silent else {"partial_rotary_factor": rotated / head_size}
     return (
         config
         | share

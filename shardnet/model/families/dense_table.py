@@ -52,8 +52,8 @@ def _read_biases(fields: Fields, config: ModelConfig, *, default: bool = False) 
 def _read_layer_norm_gguf(
     fields: Fields, tensors: Container[str], factors: Factors
 ) -> dict[str, Any]:
-    """Read the metadata of a family with LayerNorms."""
-    return read_gguf_decoder(fields, tensors, factors, norm=_LAYER_NORM_EPS)
+    """Read the metadata of a family with LayerNorms; a part of each head turns in some."""
+    return read_gguf_decoder(fields, tensors, factors, norm=_LAYER_NORM_EPS, may_be_partial=True)
 
 
 # Llama with other defaults

@@ -43,7 +43,7 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "rope_interleave": fields.missing("rope.dimension_sections"),
     }
-    return read_gguf_decoder(fields, tensors, factors) | own
+    return read_gguf_decoder(fields, tensors, factors, may_be_partial=True) | own
 
 
 FAMILY = record(

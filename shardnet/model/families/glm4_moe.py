@@ -71,7 +71,7 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     """Read the metadata. What no key says, the tensors do."""
     fields.require("expert_gating_func", 2)  # sigmoid
     return (
-        read_gguf_decoder(fields, tensors, factors)
+        read_gguf_decoder(fields, tensors, factors, may_be_partial=True)
         | deepseek_v2.read_gguf_experts(fields)
         | {
             "attention_bias": "blk.0.attn_q.bias" in tensors,

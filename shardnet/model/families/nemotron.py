@@ -42,7 +42,8 @@ def read_config(fields: Fields) -> ModelConfig:
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata."""
     norm = ("attention.layer_norm_epsilon", "norm_eps")
-    return read_gguf_decoder(fields, tensors, factors, norm=norm) | gguf_biases(tensors)
+    config = read_gguf_decoder(fields, tensors, factors, norm=norm, may_be_partial=True)
+    return config | gguf_biases(tensors)
 
 
 FAMILY = record(

@@ -42,9 +42,8 @@ def read_text_config(fields: Fields, *, n_kv_heads: int, intermediate_size: int)
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata."""
-    return read_gguf_decoder(fields, tensors, factors) | read_gguf_delta_net(
-        fields, takes_turns=True
-    )
+    config = read_gguf_decoder(fields, tensors, factors, may_be_partial=True)
+    return config | read_gguf_delta_net(fields, takes_turns=True)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> Table:

@@ -244,7 +244,9 @@ def read_gguf_hybrid(fields: Fields, tensors: Container[str], factors: Factors) 
     inner = fields.positive("expert_feed_forward_length")
     fields.require("expert_weights_norm", True)
     shared = fields.positive("expert_shared_feed_forward_length")
-    config = read_gguf_decoder(fields, tensors, factors, intermediate_size=inner)
+    config = read_gguf_decoder(
+        fields, tensors, factors, intermediate_size=inner, may_be_partial=True
+    )
     sizes = {"moe_intermediate_size": inner, "shared_expert_intermediate_size": shared}
     return config | read_gguf_experts(fields) | sizes
 

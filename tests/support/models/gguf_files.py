@@ -62,6 +62,7 @@ ARCHITECTURES = {
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "glm4_moe": "glm4moe",
+    "solar_open": "glm4moe",
     "glm4_moe_lite": "deepseek2",
     "glm_moe_dsa": "glm-dsa",
     "gpt2": "gpt2",
@@ -559,7 +560,7 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
                 ],
                 "rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"]),
             }
-        case "glm4_moe" | "dots1":
+        case "glm4_moe" | "solar_open" | "dots1":
             made |= _grouped_experts(config)
         case "gemma3_text" | "exaone4" | "olmo3" | "phi3":
             made |= {"attention.sliding_window": config["sliding_window"]}
