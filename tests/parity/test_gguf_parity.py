@@ -145,6 +145,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "attention__temperature_scale": 0.5,
         },
     ),
+    "ministral3-plain": (
+        {"rope_parameters": YARN | GROWING | {"mscale_all_dim": 0.0, "llama_4_scaling_beta": 0.0}},
+        {
+            "rope__scaling__type": "yarn",
+            "rope__scaling__factor": 4.0,
+            "rope__scaling__original_context_length": 128,
+            "rope__scaling__yarn_log_multiplier": 0.0,
+            "attention__temperature_scale": 0.0,
+        },
+    ),
     "seed_oss": ({"head_dim": 10}, {}),
     "mixtral": ({"sliding_window": None, "head_dim": 10, "num_hidden_layers": 3}, {}),
     "arcee": ({"num_hidden_layers": 2}, {}),

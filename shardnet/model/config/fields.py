@@ -157,6 +157,10 @@ class Fields:
         """Return a number in the range `within`, None where the key is absent or null."""
         return None if self.missing(key) else self.number(key, within=within)
 
+    def nonzero(self, key: str) -> float | None:
+        """Return a number in the range SCALES, None where the key is absent, null or 0."""
+        return self.optional_number(key) if self.take(key, float, None) else None
+
     def numbers(self, key: str, count: int, *, within: Range) -> tuple[float, ...]:
         """Return a list of `count` numbers in the range `within`."""
         values: list[Any] = self.take(key, list)

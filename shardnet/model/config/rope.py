@@ -183,7 +183,7 @@ def _yarn(rope: Fields, plain: Rope, max_positions: int) -> Rope:
         raise rope.damaged(f"rope_theta is {plain.theta}, expected more than 1 with yarn")
     factor = _factor(rope, max_positions / plain.original_max_positions)
     magnitude = rope.optional_number("attention_factor")
-    mscale, all_dim = rope.optional_number("mscale"), rope.optional_number("mscale_all_dim")
+    mscale, all_dim = rope.nonzero("mscale"), rope.nonzero("mscale_all_dim")
     if magnitude is None and mscale and all_dim:
         magnitude = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
     return replace(

@@ -113,7 +113,7 @@ def read_latent_attention(
     for key, (found, only) in sizes.items():
         if found != only:
             raise fields.unsupported(key, found, str(only))
-    all_dim = rope_object(fields, scaling).optional_number("mscale_all_dim")
+    all_dim = rope_object(fields, scaling).nonzero("mscale_all_dim")
     magnitude = yarn_magnitude(config.rope.factor, all_dim) if config.rope and all_dim else 1.0
     return replace(
         config,
@@ -266,7 +266,7 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     if whole <= rope_size:
         raise fields.damaged(f"attention.key_length{own} is {whole}, expected over {rope_size}")
     scaling, log = config["rope_scaling"], "rope.scaling.yarn_log_multiplier"
-    multiplier = fields.optional_number(log)
+    multiplier = fields.nonzero(log)
     if scaling is not None and multiplier is not None:
         scaling |= {"mscale": 10 * multiplier, "mscale_all_dim": 10 * multiplier}
     return (

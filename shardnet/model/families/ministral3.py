@@ -53,8 +53,8 @@ def read_config(fields: Fields) -> ModelConfig:
 def read_temperature(
     fields: Fields, config: ModelConfig, scaling: Mapping[str, Any]
 ) -> Temperature | None:
-    """Read how queries grow: not at all without the key. `scaling` is as in `read_rope`."""
-    beta = rope_object(fields, scaling).optional_number(BETA)
+    """Read how queries grow: not at all without the key or by 0. `scaling` is as in `read_rope`."""
+    beta = rope_object(fields, scaling).nonzero(BETA)
     if beta is None or config.rope is None:
         return None
     return Temperature(scale=beta, floor=config.rope.original_max_positions)
@@ -77,9 +77,9 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata."""
     config = read_gguf_decoder(fields, tensors, factors)
-    scale, log = fields.optional_number("attention.temperature_scale"), "yarn_log_multiplier"
+    scale, log = fields.nonzero("attention.temperature_scale"), "yarn_log_multiplier"
     scaling = config["rope_scaling"] or {"rope_type": "default"}
-    if (multiplier := fields.optional_number(f"rope.scaling.{log}")) is not None:
+    if (multiplier := fields.nonzero(f"rope.scaling.{log}")) is not None:
         scaling |= {"mscale": multiplier, "mscale_all_dim": multiplier}
     return config | {"rope_scaling": scaling | {BETA: scale}}
 

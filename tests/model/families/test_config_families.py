@@ -536,6 +536,8 @@ def test_deepseek_v3() -> None:
     assert config.rope is not None
     assert config.rope.magnitude == 1  # mscale by mscale_all_dim
     assert config.max_positions == 163840
+    scaling = DEEPSEEK_V3["rope_scaling"] | {"mscale": 0, "mscale_all_dim": 0.0}
+    assert parse(DEEPSEEK_V3, rope_scaling=scaling).attention_scale == pytest.approx(192**-0.5)
     plain = {key: DEEPSEEK_V3[key] for key in DEEPSEEK_V3 if key != "rope_scaling"}
     assert parse(plain).attention_scale == pytest.approx(192**-0.5)
     assert parse(DEEPSEEK_V3, first_k_dense_replace=7).experts is None

@@ -47,6 +47,7 @@ READ: dict[str, dict[str, Any]] = {
         "temperature": Temperature(scale=0.1, floor=16384),
         "max_positions": 262144,
     },
+    "devstral-2-123b": {"family": "ministral3", "temperature": None, "max_positions": 262144},
     "minimax-m2": {
         "rope": Rope(theta=5e6, share=0.5),
         "sparse_layers": tuple(range(62)),
