@@ -81,6 +81,15 @@ def test_a_sequence_that_fills_its_context_is_as_in_transformers(
     check_generation(chain, reference, [random_prompt(context + 1 - n_tokens, 300)], n_tokens)
 
 
+def test_layers_may_be_listed_by_their_older_names(tmp_path: Path) -> None:
+    make_decoder(tmp_path, "nemotron_h")
+    path = tmp_path / "config.json"
+    text = path.read_text().replace('"linear_attention"', '"mamba"')
+    path.write_text(text.replace('"full_attention"', '"attention"'))
+    chain = StageChain.load(tmp_path, even_split(4, 2))
+    check_generation(chain, load_reference(tmp_path), [random_prompt(40, 300)], 8)
+
+
 IN_BFLOAT16 = ["llama", "gpt2", "qwen3", "gemma3_text", "qwen2_moe", "gpt_oss", "deepseek_v3"]
 
 

@@ -55,11 +55,13 @@ def _read_nemotron_h(fields: Fields) -> ModelConfig:
         max_positions=4096,
         norm_key="layer_norm_epsilon",
         norm_eps=1e-5,
-        head_size=128,
+        head_size=fields.positive("attention_head_dim", 128),
         intermediate_size=21504,
         activation_key="mlp_hidden_act",
         activation="relu2",
     )
+    fields.require("attention_head_dim", config.head_size)
+    fields.require("rms_norm_eps", config.norm_eps)
     config = replace(
         config,
         attention_bias=fields.take("attention_bias", bool, False),
@@ -94,7 +96,7 @@ def _read_own_mamba(fields: Fields, kinds: list[Any]) -> DeltaNet | None:
     fields.ignore("time_step_floor", "time_step_max", "time_step_min", "time_step_rank")
     return read_sizes(
         fields,
-        layers_of(fields, kinds, len(kinds), LINEAR),
+        layers_of(fields, kinds, len(kinds), LINEAR, "mamba"),
         n_heads=fields.positive("mamba_num_heads", 128),
         head_size=fields.positive("mamba_head_dim", 64),
         n_groups=fields.positive("n_groups", 8),

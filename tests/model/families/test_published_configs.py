@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from shardnet.errors import UnsupportedModelError
 from shardnet.model.config.model_config import (
     Activation,
     DeltaNet,
@@ -180,3 +181,18 @@ READ: dict[str, dict[str, Any]] = {
 def test_no_key_of_the_makers_refuses_a_model(name: str) -> None:
     config = parse_config(json.loads((FOLDER / f"{name}.json").read_text()), "config.json")
     assert {key: getattr(config, key) for key in READ[name]} == READ[name]
+
+
+def test_nemotron_h_says_the_same_in_other_words() -> None:
+    """Layers as a list, and what its larger and older models say besides."""
+    raw = json.loads((FOLDER / "nemotron-3-nano.json").read_text())
+    config = parse_config(raw, "config.json")
+    pattern = raw.pop("hybrid_override_pattern")
+    names = {"M": "mamba", "E": "moe", "*": "attention"}
+    listed = raw | {"layers_block_type": [names[letter] for letter in pattern]}
+    assert parse_config(listed, "config.json") == config
+    more = listed | {"attention_head_dim": raw.pop("head_dim"), "rms_norm_eps": 1e-5}
+    assert parse_config(more, "config.json") == config
+    for change in ({"attention_head_dim": 64}, {"rms_norm_eps": 1e-6}):
+        with pytest.raises(UnsupportedModelError, match=next(iter(change))):
+            parse_config(more | {"head_dim": 128} | change, "config.json")
