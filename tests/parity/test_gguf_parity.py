@@ -303,6 +303,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         FALCON_H1 | {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
         {},
     ),
+    "granitemoehybrid-rotated": (
+        {
+            "num_hidden_layers": 3,
+            "num_local_experts": 0,
+            "layer_types": ["full_attention"] * 3,
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 80,
+        },
+        {"architecture": "granite", "rope__scaling__finetuned": True},
+    ),
     "granitemoehybrid-dense": ({"num_hidden_layers": 4, "num_local_experts": 0}, {}),
     "nemotron_h": ({}, {}),
 }

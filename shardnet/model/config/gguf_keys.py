@@ -49,14 +49,8 @@ def read_gguf_decoder(
     rotated = fields.positive("rope.dimension_count", head_size)
     is_silent = rotated == head_size and not may_be_partial
     share = {} if is_silent else {"partial_rotary_factor": rotated / head_size}
-    return (
-        config
-        | share
-        | {
-            "num_key_value_heads": fields.positive("attention.head_count_kv", n_heads),
-            "head_dim": head_size,
-        }
-    )
+    n_kv_heads = _read_even_kv_heads(fields, config["num_hidden_layers"], n_heads)
+    return config | share | {"num_key_value_heads": n_kv_heads, "head_dim": head_size}
 
 
 def read_gguf_sizes(
@@ -79,6 +73,18 @@ def read_gguf_sizes(
         "rope_theta": fields.number("rope.freq_base", 10000.0, within=THETAS),
         "rope_scaling": _read_scaling(fields, factors),
     }
+
+
+def _read_even_kv_heads(fields: Fields, n_layers: int, default: int) -> int:
+    """Read the heads of keys, which may be said of each layer, and are as many in all of them."""
+    key = "attention.head_count_kv"
+    each: int | list[int] = fields.take(key, (int, list), default)
+    if isinstance(each, int):
+        return fields.positive(key, default)
+    is_even = len(each) == n_layers and each == each[:1] * n_layers
+    if not is_even or type(each[0]) is not int or each[0] < 1:
+        raise fields.unsupported(key, each, f"one number, the same in all {n_layers} layers")
+    return each[0]
 
 
 def read_gguf_kv_heads(fields: Fields, n_layers: int) -> tuple[int, list[bool]]:

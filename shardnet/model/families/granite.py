@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, gguf_biases, read_gguf_decoder
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families import llama
 from shardnet.model.families.family import Family, GgufFormat
+
+_SSM: Final = ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -25,9 +27,18 @@ def read_config(fields: Fields) -> ModelConfig:
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
-    """Read the metadata."""
+    """Read the metadata, with experts or without."""
+    fields.require("rope.scaling.finetuned", only=True)  # false where there are no positions
     config = read_gguf_decoder(fields, tensors, factors) | gguf_biases(tensors)
     return config | read_gguf_multipliers(fields)
+
+
+def _read_dense_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata. Granite 4 without Mamba says of which sizes Mamba would be."""
+    fields.ignore(*(f"ssm.{key}" for key in _SSM))
+    fields.require("expert_count", 0)
+    fields.ignore("expert_used_count", "expert_shared_feed_forward_length")
+    return read_gguf(fields, tensors, factors)
 
 
 def read_gguf_multipliers(fields: Fields) -> dict[str, Any]:
@@ -46,5 +57,5 @@ FAMILY = Family(
     read_config=read_config,
     layer_tensors=llama.layer_tensors,
     load_stage=llama.FAMILY.load_stage,
-    gguf=GgufFormat(architecture="granite", read=read_gguf, interleaved_rotary=True),
+    gguf=GgufFormat(architecture="granite", read=_read_dense_gguf, interleaved_rotary=True),
 )
