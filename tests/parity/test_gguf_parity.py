@@ -167,6 +167,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "minimax_m2": ({"num_hidden_layers": 3, "rotary_dim": 6}, {}),
     "mimo_v2_flash": ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, {}),
     "mimo_v2_flash-windows": ({"head_dim": 24, "v_head_dim": 16}, {"expert_weights_norm": None}),
+    "mimo_v2_flash-ahead": (
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+        {
+            "block_count": 6,
+            "nextn_predict_layers": 3,
+            "attention__head_count_kv": [1, 2, 2, 2, 2, 2],
+            "attention__sliding_window_pattern": [0, 1, 1, 1, 1, 1],
+            "extra": {"blk.5.attn_q.weight": np.zeros((4, 4), np.float32)},
+        },
+    ),
     "afmoe": ({"num_hidden_layers": 4, "mup_enabled": True, "sliding_window": 20}, {}),
     "kimi_linear": ({"linear_num_heads": 6, "layer_types": KINDS, "num_hidden_layers": 3}, {}),
     "olmoe": ({"num_hidden_layers": 3}, {}),
@@ -315,6 +328,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "granitemoehybrid-dense": ({"num_hidden_layers": 4, "num_local_experts": 0}, {}),
     "nemotron_h": ({}, {}),
+    "nemotron_h-ahead": (
+        {},
+        {
+            "block_count": 5,
+            "nextn_predict_layers": 1,
+            "attention__head_count_kv": [0, 0, 2, 0, 2],
+            "feed_forward_length": [0, 80, 0, 80, 0],
+            "extra": {"blk.4.nextn.eh_proj.weight": np.zeros((4, 4), np.float32)},
+        },
+    ),
 }
 
 WHOLE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}

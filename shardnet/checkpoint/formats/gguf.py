@@ -84,7 +84,11 @@ def config_of_metadata(
     fields = Fields(own, where, f"{arch}.", unknown)
     n_ahead = _n_layers_ahead(fields)
     if n_ahead:
-        own["block_count"] = fields.positive("block_count") - n_ahead
+        n_blocks = fields.positive("block_count")
+        for key, value in own.items():
+            if isinstance(value, list) and len(value) == n_blocks:
+                own[key] = value[:-n_ahead]
+        own["block_count"] = n_blocks - n_ahead
     config = None
     for family in families.get(arch, ()):
         if config is None and family.gguf is not None and family.gguf.claims(fields):
