@@ -127,6 +127,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     )
 }
 """By `model_type`."""
+_OTHER_NAMES: Final = {"kimi_k2": "deepseek_v3"}
+"""Names of `model_type` that stand for another one."""
 
 
 def family_of(config: ModelConfig) -> Family:
@@ -159,6 +161,8 @@ def parse_config(
     refused. Raises CheckpointError for a missing or malformed field, UnsupportedModelError for an
     architecture or a value that is not implemented, and for unknown keys, all named at once.
     """
+    if (name := _OTHER_NAMES.get(str(raw.get("model_type")))) is not None:
+        raw = {**raw, "model_type": name}
     own = fields = Fields(raw, where, unknown=unknown)
     wrapper = WRAPPERS.get(fields.take("model_type", str))
     if wrapper is not None:

@@ -541,6 +541,7 @@ def test_deepseek_v3() -> None:
     plain = {key: DEEPSEEK_V3[key] for key in DEEPSEEK_V3 if key != "rope_scaling"}
     assert parse(plain).attention_scale == pytest.approx(192**-0.5)
     assert parse(DEEPSEEK_V3, first_k_dense_replace=7).experts is None
+    assert parse(DEEPSEEK_V3, model_type="kimi_k2") == config
 
 
 def test_deepseek_v2() -> None:

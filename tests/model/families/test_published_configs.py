@@ -146,6 +146,7 @@ READ: dict[str, dict[str, Any]] = {
         "local_rope": Rope(theta=1e4, share=0.334),
         "sparse_layers": tuple(range(1, 48)),
     },
+    "kimi-k2": {"family": "deepseek_v3", "sparse_layers": tuple(range(1, 61))},
     "kimi-linear-48b-a3b": {
         "max_positions": 1048576,
         "n_kv_heads": 1,
