@@ -260,6 +260,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         LLAMA4 | {"num_hidden_layers": 4, "interleave_moe_layer_step": 2},
         {"expert_gating_func": 2},
     ),
+    "llama4_text-none": (
+        LLAMA4
+        | {
+            "num_hidden_layers": 4,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "moe_layers": [],
+            "interleave_moe_layer_step": 0,
+            "no_rope_layers": [1] * 4,
+        },
+        {"attention__sliding_window": 0},
+    ),
     "deepseek_v2": ({"num_hidden_layers": 3, "first_k_dense_replace": 1}, {}),
     "deepseek_v2-groups-whole": (
         {

@@ -82,9 +82,13 @@ def _read_chunk(fields: Fields, n_layers: int, *, is_chunked: bool) -> int | Non
 
 
 def _read_experts(fields: Fields, config: ModelConfig) -> Experts | None:
+    layers = fields.take("moe_layers", list, None)
+    if layers == [] or (layers is None and fields.take("num_local_experts", int, 16) == 0):
+        fields.ignore("num_local_experts", "num_experts", "num_experts_per_tok")
+        fields.ignore("interleave_moe_layer_step")
+        return None
     n_experts, top_k = read_expert_counts(fields, ("num_local_experts", "num_experts"), 16, 1)
     step = fields.positive("interleave_moe_layer_step", 1)
-    layers = fields.take("moe_layers", list, None)
     if layers is None:
         layers = list(range(step - 1, config.n_layers, step))
     most = config.n_layers
@@ -151,17 +155,32 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata. What no key says is llama.cpp's own, which is the published models'."""
     config = read_gguf_decoder(fields, tensors, factors)
-    n_experts = fields.positive("expert_count")
+    n_experts = fields.take("expert_count", int, 0)
+    config |= {
+        "num_local_experts": n_experts,
+        "intermediate_size_mlp": config["intermediate_size"],
+        "use_qk_norm": n_experts <= _MOST_EXPERTS_WITH_NORM,
+        **_read_gguf_chunk(fields, config["num_hidden_layers"]),
+    }
+    if n_experts == 0:
+        fields.ignore("expert_used_count", "expert_feed_forward_length", "expert_gating_func")
+        fields.ignore("interleave_moe_layer_step")
+        return config
     fields.require("expert_gating_func", 2)  # sigmoid
     return config | {
-        "num_local_experts": n_experts,
+        "num_local_experts": fields.positive("expert_count"),
         "num_experts_per_tok": fields.positive("expert_used_count"),
         "interleave_moe_layer_step": fields.positive("interleave_moe_layer_step"),
-        "intermediate_size_mlp": config["intermediate_size"],
         "intermediate_size": fields.positive("expert_feed_forward_length"),
-        "attention_chunk_size": fields.positive("attention.sliding_window", 8192),
-        "use_qk_norm": n_experts <= _MOST_EXPERTS_WITH_NORM,
     }
+
+
+def _read_gguf_chunk(fields: Fields, n_layers: int) -> dict[str, Any]:
+    """Read the positions of a chunk. By 0 no layer attends in chunks, and all have positions."""
+    key = "attention.sliding_window"
+    if fields.take(key, int, 8192) == 0:
+        return {"attention_chunk_size": None, "no_rope_layers": [1] * n_layers}
+    return {"attention_chunk_size": fields.positive(key, 8192)}
 
 
 FAMILY = Family(

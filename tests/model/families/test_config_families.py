@@ -590,6 +590,7 @@ def test_llama4() -> None:
     assert untuned.thinned(2).nope_layers == (0, 1)
     assert parse(LLAMA4, interleave_moe_layer_step=2).sparse_layers == (1, 3, 5)
     assert parse(LLAMA4, moe_layers=[5, 2]).sparse_layers == (2, 5)
+    assert parse(LLAMA4, num_local_experts=0, num_experts_per_tok=0).experts is None
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ READ: dict[str, dict[str, Any]] = {
             layers=tuple(n for n, kind in enumerate(NANO) if kind == "M"),
         ),
     },
+    "mobilellm-r1-950m": {"experts": None, "intermediate_size": 6144, "nope_layers": ()},
     "lfm2-1.2b": {
         "intermediate_size": 8192,
         "short_conv": ShortConv(
