@@ -70,7 +70,7 @@ def _read_rest(fields: Fields, config: ModelConfig, defaults: Experts) -> ModelC
 def _read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata of GLM-5."""
     fields.require("expert_gating_func", 2)  # sigmoid
-    fields.ignore("attention.indexer.head_count", "attention.indexer.key_length")
+    fields.ignore(*(f"attention.indexer.{key}" for key in ("head_count", "key_length", "types")))
     config = deepseek_v2.read_gguf(fields, tensors, factors)
     return config | {"index_topk": fields.positive("attention.indexer.top_k")}
 

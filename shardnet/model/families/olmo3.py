@@ -45,7 +45,9 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     """Read the metadata of a file that has windows; the layers are those of llama.cpp."""
     fields.ignore("attention.sliding_window_pattern")
     window = fields.positive("attention.sliding_window")
-    return read_gguf_decoder(fields, tensors, factors) | {"sliding_window": window}
+    config = read_gguf_decoder(fields, tensors, factors)
+    fields.require("rope.freq_base_swa", config["rope_theta"])
+    return config | {"sliding_window": window}
 
 
 FAMILY = record(
