@@ -211,11 +211,11 @@ def _read_hunyuan_moe(fields: Fields) -> ModelConfig:
 def _one_for_all(fields: Fields, key: str, default: int) -> int:
     """Take one number, or a list that has the same for each layer."""
     value = fields.take(key, (int, list), default)
-    each = set(value) if isinstance(value, list) else {value}
-    if len(each) != 1 or not all(type(one) is int and one > 0 for one in each):
+    each: list[int] = value if isinstance(value, list) else [value]
+    is_count = all(type(one) is int and one > 0 for one in each)
+    if not is_count or len(found := set(each)) != 1:
         raise fields.unsupported(key, value, "one number above 0 in all layers")
-    found: int = each.pop()
-    return found
+    return found.pop()
 
 
 def _shared_mlp(config: ModelConfig, layer: int) -> Table:
