@@ -33,6 +33,14 @@ _GONE = ".gone-"
 """Prefix of a folder that is being deleted."""
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a path with its `~` replaced; of a user who is not there it stays a name.
+
+    Path.expanduser raises RuntimeError for such a one, which no message of a file names.
+    """
+    return Path(os.path.expanduser(path))
+
+
 class NotOwnError(PermissionError):
     """A file or folder that another user could have made or may change."""
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Final
 import typer
 
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.errors import ShardnetError, UsageError
+from shardnet.errors import ShardnetError, UsageError, shown
+from shardnet.files import expanded
 from shardnet.sampling_params import SamplingParams
 
 from ..conversation.conversation import Conversation, dropped, load, open_editor, read_piped, save
@@ -171,7 +172,7 @@ def _do(command: str, rest: str, conversation: Conversation) -> None:
         case "/image":
             if not rest:
                 raise UsageError("/image needs the name of a file")
-            path = Path(rest.strip("'\"")).expanduser()
+            path = _path(rest.strip("'\""))
             conversation.attach(path)
             say(f"(picture {path.name}: it goes with the next message)")
         case "/stats":
@@ -180,7 +181,7 @@ def _do(command: str, rest: str, conversation: Conversation) -> None:
         case "/save" | "/load":
             if not rest:
                 raise UsageError(f"{command} needs the name of a file")
-            path = Path(rest).expanduser()
+            path = _path(rest)
             if command == "/save":
                 save(conversation.messages, path)
             else:
@@ -189,6 +190,14 @@ def _do(command: str, rest: str, conversation: Conversation) -> None:
             say(f"({len(conversation.messages)} messages {done} {path})")
         case _:
             say(f"{command} is not a command: {HINT}")
+
+
+def _path(text: str) -> Path:
+    """Read the name of a file. Raises UsageError for what can be none."""
+    path = expanded(text)
+    if "\0" in text or str(path).startswith("~"):  # of a user who is not there
+        raise UsageError(f"{shown(text)} is no name of a file", remedy="name another file")
+    return path
 
 
 def _at_terminal() -> Callable[[], str | None]:

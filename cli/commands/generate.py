@@ -22,7 +22,7 @@ from shardnet.api.requests import (
 )
 from shardnet.api.traces import RequestTrace, chrome_trace
 from shardnet.errors import ConfigurationError, UsageError
-from shardnet.files import write_whole
+from shardnet.files import expanded, write_whole
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.framing.schema import MAX_TEXT
@@ -308,7 +308,7 @@ class TraceFile:
     """Collects the traces of requests. Raises ConfigurationError if it cannot be written later."""
 
     def __init__(self, name: str) -> None:
-        self._path = Path(name).expanduser()
+        self._path = expanded(name)
         self._traces: dict[str, RequestTrace] = {}
         if not self._path.parent.is_dir():
             raise ConfigurationError(

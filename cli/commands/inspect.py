@@ -14,7 +14,7 @@ import typer
 
 from shardnet.api.client import GREEDY
 from shardnet.errors import ConfigurationError, SamplingError, ShardnetError
-from shardnet.files import replacing
+from shardnet.files import expanded, replacing
 from shardnet.output_params import ALL_ROWS, OutputParams
 from shardnet.wire.messages.plans import PlanReply
 
@@ -87,7 +87,7 @@ def inspect(
     """
     if (prompt is None) == (not token_ids):
         raise typer.BadParameter("give one of PROMPT and --token-ids")
-    path = Path(out).expanduser()
+    path = expanded(out)
     if not path.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {path.parent}", param_hint="--out")
     job = _Job(

@@ -40,7 +40,8 @@ def top(
         int | None,
         option(
             "--count N",
-            "End after so many looks; 0 for none. Default: 1 where nobody could watch.",
+            "End after so many looks; 0 for none. Default: 0, and 1 where nobody could watch "
+            "(but for --json).",
             min=0,
         ),
     ] = None,

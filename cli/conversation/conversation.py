@@ -23,7 +23,7 @@ from shardnet.api.events import GenerationResult
 from shardnet.api.requests import ContentPart, GenerationOptions, Message, picture_of
 from shardnet.cluster.machine.folders import cache_dir
 from shardnet.errors import ShardnetError, UsageError
-from shardnet.files import make_own_folder, open_own, read_own, write_whole
+from shardnet.files import expanded, make_own_folder, open_own, read_own, write_whole
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.framing.schema import MAX_TEXT
 from shardnet.wire.messages.extras import RecommendedSampling
@@ -300,7 +300,7 @@ def dropped(text: str) -> tuple[str, list[Path]]:
         written = quoted or re.sub(r"\\(.)", r"\1", bare)
         path = Path(unquote(written[7:]) if written.startswith("file://") else written)
         with contextlib.suppress(OSError, RuntimeError, ValueError):
-            path = path.expanduser()
+            path = expanded(path)
             if path.is_file():
                 paths.append(path)
                 return " "
@@ -359,7 +359,7 @@ def history_path(environment: Mapping[str, str]) -> Path | None:
     """Return the file that keeps what was typed, None where nothing is to be kept."""
     named = environment.get(HISTORY_VARIABLE)
     if named is not None:
-        return Path(named).expanduser() if named else None
+        return expanded(named) if named else None
     return cache_dir(environment) / "chat-history.jsonl"
 
 

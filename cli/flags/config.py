@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
-from shardnet.errors import ConfigurationError, ShardnetError
+from shardnet.errors import ConfigurationError, ShardnetError, shown
 from shardnet.files import check_own
 
 
@@ -64,6 +64,9 @@ def read_config(path: Path, group: TyperGroup) -> dict[str, Any]:
     return defaults
 
 
+_LISTS: Final = MappingProxyType({"peers": "peer", "model_folders": "model_folder"})
+"""The keys of flags that may be given several times, and these flags."""
+
 _Place = tuple[dict[str, str], dict[str, Any]]
 """A command's flags, from name in the file to parameter, and where their values go."""
 
@@ -83,6 +86,12 @@ def _places(command: object, default_map: dict[str, Any]) -> list[_Place]:
 def _put(key: str, value: object, places: Sequence[_Place], where: str) -> None:
     """Set a key for every command that has the flag. Raises ConfigurationError if none has."""
     _check(key, {flag for known, _ in places for flag in known}, where)
+    is_list = isinstance(value, list) and all(isinstance(one, str) for one in value)
+    if key in _LISTS and not is_list:
+        raise ConfigurationError(
+            f"{where}: {key} should be a list of texts, not {shown(value)}",
+            remedy=f'write {key} = ["…"]',
+        )
     for known, default_map in places:
         if key in known:
             default_map[known[key]] = value
@@ -97,8 +106,7 @@ def _flags(parameters: Sequence[object]) -> dict[str, str]:
         for option in parameter.opts
         if option.startswith("--") and option not in ("--help", "--until-stdin-closes")
     }
-    lists = {"peers": "peer", "model_folders": "model_folder"}
-    return flags | {several: flags[one] for several, one in lists.items() if one in flags}
+    return flags | {several: flags[one] for several, one in _LISTS.items() if one in flags}
 
 
 def _check(key: str, known: set[str], where: str) -> None:

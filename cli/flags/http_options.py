@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import typer
 
@@ -12,6 +11,7 @@ from shardnet.api.server.keys import Keyring, parse_key
 from shardnet.api.server.settings import Listening, Settings
 from shardnet.api.switching.model_switch import parse_duration
 from shardnet.errors import ConfigurationError
+from shardnet.files import expanded
 
 from ..output.exit_codes import say
 from .options import Access, check_choice, flag, is_loopback
@@ -146,7 +146,7 @@ class HttpOptions:
         """Read the keys of the file, without empty lines and those that begin with #."""
         if not self.api_key_file:
             return []
-        path = Path(self.api_key_file).expanduser()
+        path = expanded(self.api_key_file)
         try:
             with path.open("rb") as file:
                 raw = file.read(MAX_KEY_FILE_BYTES)

@@ -21,6 +21,7 @@ from shardnet.api.requests import name_model
 from shardnet.checkpoint.model_names import FOLDERS_VARIABLE
 from shardnet.cluster.machine.folders import ClusterKey, load_key
 from shardnet.errors import ConfigurationError, UsageError
+from shardnet.files import expanded
 from shardnet.transport.address import split_address
 
 from ..output.exit_codes import FORMATS, keep_log_format
@@ -220,7 +221,7 @@ def is_loopback(host: str) -> bool:
 def keep_model_folders(folders: Sequence[Path] | None) -> None:
     """Have this process, and the nodes that it starts, look for models in these folders too."""
     if folders:
-        named = [str(folder.expanduser().absolute()) for folder in folders]
+        named = [str(expanded(folder).absolute()) for folder in folders]
         os.environ[FOLDERS_VARIABLE] = os.pathsep.join(named)
 
 

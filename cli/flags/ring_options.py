@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import typer
@@ -16,6 +15,7 @@ from msgspec import structs
 
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import UsageError
+from shardnet.files import expanded
 from shardnet.model.shards.cut import MAX_SHARDS
 from shardnet.slot_operations import MAX_ADAPTERS
 from shardnet.types import parse_layers, parse_wires
@@ -244,7 +244,7 @@ class RingOptions:
             mtp=self.mtp,
             nodes_per_stage=_nodes_per_stage(self.nodes_per_stage),
             adapters=_adapters(self.lora or []),
-            mmproj=str(Path(self.mmproj).expanduser().absolute()) if self.mmproj else "",
+            mmproj=str(expanded(self.mmproj).absolute()) if self.mmproj else "",
         )
 
 
@@ -274,7 +274,7 @@ def _adapters(named: Sequence[str]) -> list[NamedAdapter]:
             )
         if any(name == known.name for known in adapters):
             raise typer.BadParameter(f"two adapters are called {name}", param_hint="--lora")
-        adapters.append(NamedAdapter(name, str(Path(path).expanduser().absolute())))
+        adapters.append(NamedAdapter(name, str(expanded(path).absolute())))
     if len(adapters) > MAX_ADAPTERS:
         raise typer.BadParameter(
             f"{len(adapters)} adapters, a ring has at most {MAX_ADAPTERS}", param_hint="--lora"

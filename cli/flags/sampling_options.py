@@ -11,7 +11,6 @@ import secrets
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, cast, get_args
 
 import msgspec
@@ -22,6 +21,7 @@ from shardnet.api.requests import GenerationOptions, Prompt, name_model
 from shardnet.api.validation import find_refused
 from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS, Constraint, ConstraintKind
 from shardnet.errors import SamplingError, UsageError
+from shardnet.files import expanded
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.generation import RecommendedName
 from shardnet.wire.messages.plans import ModelChoice
@@ -222,7 +222,7 @@ def _read(flag: str, name: str) -> str:
     Raises typer.BadParameter for one that cannot be read.
     """
     try:
-        with Path(name).expanduser().open(encoding="utf-8-sig") as file:
+        with expanded(name).open(encoding="utf-8-sig") as file:
             return file.read(MAX_CONSTRAINT_CHARACTERS + 1)
     except OSError as error:
         raise typer.BadParameter(f"{name}: {error.strerror}", param_hint=flag) from error
@@ -312,7 +312,7 @@ def read_prompts(name: str, sampling: SamplingParams) -> tuple[list[int], list[P
     Raises typer.BadParameter, which names the line, for a line that is not a prompt.
     """
     try:
-        raw = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
+        raw = sys.stdin.buffer.read() if name == "-" else expanded(name).read_bytes()
         lines = raw.decode("utf-8-sig").split("\n")
     except OSError as error:
         raise typer.BadParameter(f"{name}: {error.strerror}", param_hint=FLAG) from error

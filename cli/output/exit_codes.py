@@ -7,6 +7,7 @@ reader goes away, as with `| head -1`, exits with 1 and no line.
 from __future__ import annotations
 
 import datetime
+import errno
 import os
 import signal
 import sys
@@ -58,6 +59,11 @@ def exit_codes() -> Iterator[None]:
         fail(str(first_error(group)))
     except BrokenPipeError:
         _nobody_reads()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _silence(sys.stdout)  # a help text of click's
+        fail(f"there is no room to write: {error}")
     except KeyboardInterrupt:
         say("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -24,6 +24,7 @@ from shardnet.cluster.machine.folders import default_key_path, load_key, runtime
 from shardnet.cluster.machine.local_nodes import LocalNodes, share_of_cores
 from shardnet.cluster.machine.profile import available_cores
 from shardnet.errors import ConfigurationError, PeerFailedError, UsageError
+from shardnet.files import expanded
 from shardnet.wire.messages.plans import ModelChoice
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ THIS_PROCESS = "this process"
 
 def key_path(key_file: str) -> Path:
     """Return the path of the cluster key: `key_file`, or the default for ""."""
-    return Path(key_file).expanduser() if key_file else default_key_path(os.environ)
+    return expanded(key_file) if key_file else default_key_path(os.environ)
 
 
 def load_identity(key_file: str = "", *, insecure: bool = False) -> Identity | None:

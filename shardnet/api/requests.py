@@ -19,6 +19,7 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.model_names import has_prefix, may_be_name
 from shardnet.constraints import Constraint
 from shardnet.errors import RemoteProtocolError, SamplingError, UsageError, shown
+from shardnet.files import expanded
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages import generation
@@ -207,7 +208,7 @@ def name_model(model: str) -> str:
             "a model is a path or a name of the Hub, not a URL",
             remedy="download the file and give its path",
         )
-    path = Path(model).expanduser()
+    path = expanded(model)
     if model == DEFAULT_MODEL_NAME or has_prefix(model):
         return model
     if may_be_name(model) and not os.path.exists(path):
@@ -343,7 +344,7 @@ def picture_of(image: object, detail: Any = "auto") -> Picture:
 
 def read_picture(path: Path) -> bytes:
     """Read the file of a picture, one byte more than may be sent at most. Raises OSError."""
-    with path.expanduser().open("rb") as file:
+    with expanded(path).open("rb") as file:
         return file.read(MAX_PICTURES_BYTES + 1)
 
 

@@ -22,7 +22,7 @@ from shardnet.checkpoint.formats.safetensors_files import weight_map
 from shardnet.checkpoint.model_names import FoundModel
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
 from shardnet.errors import CheckpointError
-from shardnet.files import write_whole
+from shardnet.files import expanded, write_whole
 
 MAX_NAMED: Final = 12
 """How many files a message names."""
@@ -242,10 +242,10 @@ class HubName:
 def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the cache folder of huggingface_hub, by its own rule, the same on all systems."""
     if environment.get("HF_HUB_CACHE"):
-        return Path(environment["HF_HUB_CACHE"]).expanduser()
+        return expanded(environment["HF_HUB_CACHE"])
     home = environment.get("HF_HOME")
     if home:
-        return Path(home).expanduser() / "hub"
+        return expanded(home) / "hub"
     base = environment.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "huggingface" / "hub"
 

@@ -23,6 +23,7 @@ from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_fil
 from shardnet.checkpoint.tensors.json_files import parse_object, read_file
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN
 from shardnet.errors import CheckpointError
+from shardnet.files import expanded
 
 MAX_MANIFEST_BYTES: Final = 1 << 20
 MAX_MODELS: Final = 4096
@@ -73,7 +74,7 @@ class OllamaName:
 def ollama_roots(environment: Mapping[str, str] = os.environ) -> list[Path]:
     """List the folders that may be Ollama's store: the user's and the system service's."""
     own = environment.get("OLLAMA_MODELS")
-    places = [Path(own).expanduser()] if own else []
+    places = [expanded(own)] if own else []
     places += [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
     return list(dict.fromkeys(places))
 
@@ -198,7 +199,7 @@ def lm_studio_roots() -> list[Path]:
 def named_folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
     """List the folders of SHARDNET_MODEL_FOLDERS."""
     named = environment.get(FOLDERS_VARIABLE, "").split(os.pathsep)
-    return [Path(os.path.abspath(Path(folder).expanduser())) for folder in named if folder]
+    return [Path(os.path.abspath(expanded(folder))) for folder in named if folder]
 
 
 def find_in_lm_studio(model: str, roots: list[Path] | None = None) -> Path | None:

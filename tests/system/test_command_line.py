@@ -297,6 +297,22 @@ def test_a_node_that_is_not_asked_is_not_denied(machine: Machine) -> None:
     assert "no node of this machine can be asked" in told.error
 
 
+@pytest.mark.parametrize(
+    "usage",
+    [
+        ["generate", "x", "--model", "~nobody-here/x"],
+        ["generate", "x", "--trace", "~nobody-here/x"],
+        ["generate", "--prompts-file", "~nobody-here/x"],
+        ["generate", "x", "--json-schema", "~nobody-here/x"],
+    ],
+)
+def test_the_home_of_a_user_who_is_not_there_is_named(machine: Machine, usage: list[str]) -> None:
+    result = machine.run(*usage)
+    assert result.code in (1, 2)
+    assert "~nobody-here" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
 def test_unloading_nothing_is_said(machine: Machine) -> None:
     machine.start_nodes("empty")
     assert "no model was loaded" in machine.run("unload").stderr

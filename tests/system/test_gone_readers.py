@@ -63,6 +63,7 @@ def test_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     machine = through_shell(tmp_path / "full", 'exec "$@" >/dev/full')
     error = machine.run("cache", "ls", "--json").error
     assert error.startswith("standard output cannot be written: No space left on device")
+    assert machine.run("--help").error.startswith("there is no room to write: ")
 
 
 def test_streams_that_are_closed_before_the_start_are_done_without(tmp_path: Path) -> None:

@@ -160,6 +160,11 @@ def test_commands_change_and_keep_the_conversation(
     assert talk.messages == []
     _do("/load", str(saved), talk)
     assert talk.messages == before
+    for command in ("/save", "/load", "/image"):
+        for name in ("~nobody-here/x", "a\0b"):
+            with pytest.raises(UsageError):
+                _do(command, name, talk)
+    assert talk.messages == before
     _do("/nope", "", talk)
     _do("/help", "", talk)
     shown = capsys.readouterr().err

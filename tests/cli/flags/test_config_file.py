@@ -65,6 +65,8 @@ def test_a_key_holds_for_the_commands_of_a_group_too(tmp_path: Path) -> None:
         ("[nod]\nport = 3\n", "unknown key 'nod'"),
         ("generate = 3\n", "'generate' should be a table"),
         ("port = \n", "config.toml: "),
+        ('peers = "a:1"\n', "peers should be a list of texts, not 'a:1'"),
+        ("[generate]\npeers = [1]\n", r"\[generate\]: peers should be a list of texts"),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path: Path, text: str, message: str) -> None:

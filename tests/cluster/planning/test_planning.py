@@ -497,7 +497,7 @@ def test_a_node_with_another_model_at_the_path_is_in_no_ring_that_replaces_one()
         for one, model_id in zip(known, ids, strict=True)
     }
     for named in ([], [one.address for one in known]):
-        choice = ModelChoice(model="/m", nodes=named, standby=True)
+        choice = ModelChoice(model="/m", nodes=named)
         plan = plan_again(choice, facts(), known, NOTHING_MEASURED, (), holdings, Arith.FAST)
         assert "b" not in [one.name for one in plan.ring_nodes]
         [out] = [out for out in plan.reply(1).left_out if out.name == "b"]

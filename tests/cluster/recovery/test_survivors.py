@@ -23,7 +23,6 @@ from shardnet.errors import CapacityError, PlanError, ShardnetError
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import NodeId
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet.wire.messages.stages import StageReady
 
 MEMORY_BYTES = 42 << 20
 """Of each node: two hold the model, one does not."""
@@ -163,7 +162,7 @@ def test_a_head_that_cannot_load_leads_again_or_its_error_ends_the_requests(
             leaving: list[asyncio.Task[None]] = []
             full, load = repeat(CapacityError("no room"), n_failures), anna._stage.host.load
 
-            async def fails_first(*args: Any, **named: Any) -> StageReady:
+            async def fails_first(*args: Any, **named: Any) -> Any:
                 for error in full:
                     raise error
                 return await load(*args, **named)
@@ -171,7 +170,7 @@ def test_a_head_that_cannot_load_leads_again_or_its_error_ends_the_requests(
             def leave() -> None:
                 assert anna.head.latest is not None
                 second = anna.head.latest.plan.nodes[1].name
-                anna._stage.host.load = fails_first  # type: ignore[method-assign]
+                anna._stage.host.load = fails_first  # type: ignore[assignment, method-assign]
                 leaving.append(asyncio.create_task(peers[NAMES.index(second)][1].aclose()))
 
             async with asyncio.timeout(60):

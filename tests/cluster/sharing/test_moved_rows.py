@@ -95,6 +95,7 @@ def test_rows_that_changed_on_the_way_are_noticed() -> None:
 def test_a_move_that_takes_long_is_not_given_up_while_rows_come(tmp_path: Path) -> None:
     """The time that what was moved is kept begins anew with each block."""
     kept_until_s: list[float] = []
+    orders: Any = None
 
     class Arrivals(Mock):
         """A stage that is ready, and notes when what came would be dropped."""
@@ -114,7 +115,6 @@ def test_a_move_that_takes_long_is_not_given_up_while_rows_come(tmp_path: Path) 
         assert len(set(kept_until_s)) > 2
         orders._expiry.cancel()
 
-    orders: Any = None
     part = Mock(next_wanted=Mock(return_value=ASK.begin))
     moves = Mock(form=ASK.form, part_of=Mock(return_value=part), is_whole=Mock(return_value=True))
     host = Arrivals(membership=None, prepared_layers=Mock(return_value=[ASK.layer]))
