@@ -253,9 +253,9 @@ class AdmissionQueue:
         """Let a sequence run in the slot of `start`."""
         request = sequence.request
         slot = sequence.slot = start.slot
-        slot.tokens, slot.n_held = sequence.tokens, start.n_kept
+        slot.tokens, slot.n_held, slot.n_kept = sequence.tokens, start.n_kept, start.n_kept
         slot.adapters, slot.pictures = request.adapters, request.pictures
-        sequence.n_sent = start.n_kept
+        sequence.n_sent, sequence.is_unsure = start.n_kept, start.is_unsure
         self.running[sequence.sequence_id] = sequence
         self.note_ready(sequence)
         self.pending.append(
@@ -336,6 +336,10 @@ class AdmissionQueue:
         sequence.may_restore = False
         sequence.land()
 
+    def unsure(self) -> list[LiveSequence]:
+        """List the sequences that were started with rows which were in flight, and may still be."""
+        return [each for each in (*self.running.values(), *self.waiting) if each.is_unsure]
+
     def end(self, sequence: LiveSequence, *, keep_warm: bool) -> None:
         """End a sequence. Steps of it that are in flight reach the stages before its slot is
         closed.
@@ -345,8 +349,9 @@ class AdmissionQueue:
             self.anew.discard(sequence.sequence_id)
             return
         assert sequence.slot is not None
-        n_held = sequence.slot.n_held if keep_warm and not sequence.is_restoring else 0
-        self._leave(sequence, n_kept=n_held if n_held >= self.kv_blocks.least_copied else 0)
+        self._leave(
+            sequence, n_kept=self.kv_blocks.worth_keeping(sequence.slot) if keep_warm else 0
+        )
 
     def secure_row(self, sequence: LiveSequence) -> bool:
         """Book room for one more row, pausing the youngest sequences if needed.
@@ -379,7 +384,7 @@ class AdmissionQueue:
         given_up: tuple[Slot, ...] = ()
         stored = self._stored(sequence, slot) if n_kept else ()
         if n_kept:
-            given_up = self.kv_blocks.keep_warm(slot)
+            given_up = self.kv_blocks.keep_warm(slot, n_kept)
         else:
             self.kv_blocks.drop(slot)
         self.pending.append(

@@ -1,8 +1,8 @@
 """Slots of the KV cache: owners, prefixes kept warm, and booked blocks. Pure.
 
 A slot belongs to one sequence, or it is warm: free, its content kept until the room is needed. The
-head's view holds on every stage in data order, so a slot may be reused or copied while rows for it
-are still in flight.
+head's view holds on every stage in data order, so a slot may be copied while rows for it are still
+in flight. Should these fail, the copy is worth nothing. A warm slot holds what was answered alone.
 
 A key stands for all tokens from the first up to the end of its block, and for the ring that
 computed them: two rings whose keys and values differ in a bit never share a key.
@@ -43,10 +43,10 @@ class Slot:
 
     `n_chunked` of them were computed in whole prompt chunks. `n_written` is the highest position
     ever written plus one, rejected drafts included. The first of its `n_blocks` may be `shared`.
-    `n_shared` counts the sequences that were started with a copy of it. The rows of the first
-    `n_answered` positions were answered: every stage has computed them. All were computed with the
-    same `adapters`, and with `pictures`. Stages have noted the state of layers that keep one after
-    each of the `noted` positions.
+    `n_shared` counts the sequences that were started with a copy of it. Its sequence was started
+    with the first `n_kept`. The rows of the first `n_answered` positions were answered: every stage
+    has computed them. All were computed with the same `adapters`, and with `pictures`. Stages have
+    noted the state of layers that keep one after each of the `noted` positions.
     """
 
     slot: SlotId
@@ -56,6 +56,7 @@ class Slot:
     n_held: int = 0
     n_chunked: int = 0
     n_written: int = 0
+    n_kept: int = 0
     n_answered: int = 0
     noted: tuple[int, ...] = ()
     n_blocks: int = 0
@@ -65,8 +66,11 @@ class Slot:
     used_at: int = 0
 
     def note_answered(self, position: int, end: int) -> None:
-        """Note that rows `[position, end)` were answered. Rows are answered in their order."""
-        if position <= self.n_answered:
+        """Note that rows `[position, end)` were answered. Rows are answered in their order.
+
+        So are steps: with a slot's first rows those are known that it was started with.
+        """
+        if position <= self.n_answered or position == self.n_kept:
             self.n_answered = end
 
     def note_state(self, position: int, n_rows: int) -> None:
@@ -83,14 +87,15 @@ class Slot:
 class Start:
     """A slot assigned to a sequence, its first `n_kept` positions computed already.
 
-    They are in the slot, copied from the slot `source`, or were read from disk. The warm slots
-    `given_up` must be freed before.
+    They are in the slot, copied from the slot `source`, or were read from disk. Where it
+    `is_unsure`, rows of theirs are still in flight. The warm slots `given_up` must be freed before.
     """
 
     slot: Slot
     n_kept: int
     source: SlotId | None = None
     is_restored: bool = False
+    is_unsure: bool = False
     given_up: tuple[Slot, ...] = ()
 
 
@@ -247,8 +252,13 @@ class KvBlockManager:
         slot = self._new(n_blocks, source.shared[:n_shared])
         slot.n_chunked = min(source.n_chunked, n_kept)
         slot.n_written = source.n_written  # the copy lacks what the source has forgotten
-        slot.n_answered = min(source.n_answered, n_kept)
-        return Start(slot=slot, n_kept=n_kept, source=source.slot, given_up=given_up)
+        return Start(
+            slot=slot,
+            n_kept=n_kept,
+            source=source.slot,
+            is_unsure=source.n_answered < n_kept,
+            given_up=given_up,
+        )
 
     def start_empty(self, n_blocks: int) -> Start:
         """Assign an empty slot with `n_blocks` blocks, which must be available."""
@@ -260,7 +270,7 @@ class KvBlockManager:
 
         With a window that is its end alone: the slot cannot be rewound before it.
         """
-        slot.n_held = slot.n_answered = n_positions
+        slot.n_held = n_positions
         slot.n_written = n_positions + (REWIND_ROWS if self.window is not None else 0)
 
     def grow(self, slot: Slot, n_positions: int) -> tuple[Slot, ...] | None:
@@ -277,12 +287,24 @@ class KvBlockManager:
         self._book(slot, slot.n_blocks + more, slot.shared)
         return given_up
 
-    def keep_warm(self, slot: Slot) -> tuple[Slot, ...]:
-        """Keep a sequence's slot with what it holds, warm for a prompt that begins alike.
+    def worth_keeping(self, slot: Slot) -> int:
+        """Count the first positions with which a sequence's slot can be kept warm; 0 for none.
+
+        Their rows were answered, and it can be rewound to behind them.
+        """
+        n_kept = min(slot.n_held, slot.n_answered)
+        if self.state_slots is not None:
+            n_kept = max((n for n in slot.known_states() if n <= n_kept), default=0)
+        return n_kept if n_kept >= max(self.least_copied, self.floor(slot)) else 0
+
+    def keep_warm(self, slot: Slot, n_kept: int) -> tuple[Slot, ...]:
+        """Keep the first positions of a sequence's slot, warm for a prompt that begins alike.
 
         Returns the warm slots that were dropped for it, beyond `most_warm_blocks`.
         """
         slot.is_warm = True
+        self._rewind(slot, n_kept)
+        slot.n_held = n_kept
         self._book(slot, blocks_for(slot.n_held), slot.shared[: settled_blocks(slot.n_held)])
         self._touch(slot)
         dropped = []
@@ -313,12 +335,15 @@ class KvBlockManager:
         if more > room_beside:
             return None
         slot.is_warm = False
-        slot.n_chunked = min(slot.n_chunked, n_kept)
-        slot.n_answered = min(slot.n_answered, n_kept)
-        slot.noted = tuple(n for n in slot.noted if n < n_kept)  # one may have become the state
+        self._rewind(slot, n_kept)
         given_up = self._make_room(more)
         self._book(slot, n_blocks, shared)
         return Start(slot=slot, n_kept=n_kept, given_up=given_up)
+
+    def _rewind(self, slot: Slot, n_kept: int) -> None:
+        slot.n_chunked = min(slot.n_chunked, n_kept)
+        slot.n_answered = min(slot.n_answered, n_kept)
+        slot.noted = tuple(n for n in slot.noted if n < n_kept)  # one may have become the state
 
     def _make_room(
         self, n_blocks: int, *, n_slots: int = 0, spare: Slot | None = None

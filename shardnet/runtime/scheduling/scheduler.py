@@ -221,6 +221,7 @@ class Scheduler:
         for group, sequence, flight in groups:
             sampled = token_ids[row : row + group.n_sampled]
             if self._queue.is_live(sequence) and self._counts(sequence, flight):
+                sequence.is_unsure = False  # the steps before were answered
                 outcomes += self._answer(sequence, group, sampled, row)
             row += group.n_sampled
         return outcomes
@@ -230,7 +231,8 @@ class Scheduler:
 
         Where memory was short, one fails, that of the lowest rank, and the others start anew: what
         it held is free then. None has to where one of the step's sequences has failed already.
-        Where the values of one are wrong, that one fails.
+        Where the values of one are wrong, that one fails. Those who were started with rows that may
+        be its own start anew, too.
         """
         groups = self._take_step(step)
         failed = [
@@ -251,6 +253,8 @@ class Scheduler:
         for sequence in failed:
             self._queue.end(sequence, keep_warm=False)
         for sequence in anew:
+            self._queue.start_anew(sequence)
+        for sequence in self._queue.unsure():
             self._queue.start_anew(sequence)
         return [SequenceFailed(sequence_id=one.sequence_id, error=error) for one in failed]
 
@@ -441,7 +445,8 @@ class Scheduler:
         slot = sequence.slot
         if slot is not None:
             slot.n_held = n_positions
-            if position <= slot.n_answered:  # as Slot.note_answered, at each token's cost
+            # As Slot.note_answered, at each token's cost.
+            if position <= slot.n_answered or position == slot.n_kept:
                 slot.n_answered = n_positions
 
     def _finish(self, sequence: LiveSequence, reason: FinishReason) -> SequenceFinished:

@@ -199,9 +199,10 @@ class LiveSequence:
     `tokens` holds prompt and output; the rows of the first `n_sent` positions have been sent and
     are valid, if the drafts `ahead` are right, which were sent behind `tokens`; `drafted_by` made
     them. `n_in_flight` counts its steps in flight. Those sent in another `flight` than the present
-    one say nothing: a draft before them was wrong. It has a slot and no rows are sent while it
-    `is_restoring`, or `is_encoding` its pictures. Every stage of the next ring has its first
-    `n_moved` positions, and gives them to the slot that it opens.
+    one say nothing: a draft before them was wrong. It `is_unsure` while it is not known whether
+    every stage has computed what its slot was started with. It has a slot and no rows are sent
+    while it `is_restoring`, or `is_encoding` its pictures. Every stage of the next ring has its
+    first `n_moved` positions, and gives them to the slot that it opens.
     """
 
     request: SequenceRequest
@@ -213,6 +214,7 @@ class LiveSequence:
     ahead: list[int] = field(default_factory=list)
     drafted_by: Drafter | None = None
     flight: int = 0
+    is_unsure: bool = False
     is_restoring: bool = False
     is_encoding: bool = False
     may_restore: bool = True
@@ -238,6 +240,7 @@ class LiveSequence:
         """End the flight: what is in flight behind the rows that were answered says nothing."""
         self.ahead.clear()
         self.flight += 1
+        self.is_unsure = False
 
     @property
     def rank(self) -> tuple[int, int]:

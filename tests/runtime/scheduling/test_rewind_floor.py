@@ -12,7 +12,8 @@ def warm_slot(book: KvBlockManager, n_held: int, n_written: int) -> Slot:
     slot = book.start_empty(8).slot
     slot.tokens = list(range(n_held))
     slot.n_held, slot.n_written, slot.n_chunked = n_held, n_written, n_held // 256 * 256
-    book.keep_warm(slot)
+    slot.n_answered = n_held
+    book.keep_warm(slot, n_held)
     return slot
 
 
@@ -86,6 +87,20 @@ def test_the_state_before_the_last_rows_of_a_prompt_is_noted_too() -> None:
     book.start_empty(1)
     assert book.start([*range(690), 7], 4).n_kept == 680
     assert slot.noted == (512,)
+
+
+def test_rows_that_were_not_answered_are_kept_by_no_slot() -> None:
+    for limits, n_kept in (({}, 900), ({"window": WINDOW}, 900), ({"state_slots": 2}, 256)):
+        book = KvBlockManager(room_blocks=64, **limits)
+        slot = book.start_empty(8).slot
+        slot.n_held = slot.n_written = 1000
+        slot.n_answered, slot.noted = 900, (256, 980)
+        assert book.worth_keeping(slot) == n_kept
+        slot.n_answered = 1000
+        assert book.worth_keeping(slot) == 1000
+        slot.n_answered = 700
+        if "window" in limits:
+            assert book.worth_keeping(slot) == 0
 
 
 def test_slots_with_states_are_few_whatever_they_hold() -> None:

@@ -215,6 +215,40 @@ def test_a_failed_step_fails_its_sequences_alone() -> None:
     assert one.said == {SequenceId(2): text_of(prompt(2, 64), 3, CONTEXT)}
 
 
+@pytest.mark.parametrize("shares_blocks", [False, True])
+def test_what_begins_with_rows_in_flight_starts_anew_if_they_fail(shares_blocks: bool) -> None:
+    """Of three prompts the second is started with the first one's rows, the third with its own."""
+    one = ring(n_stages=4, room_blocks=12, shares_blocks=shares_blocks)
+    one.failing = {StepId(6): CapacityError("no room")}
+    system = prompt(7, 330)
+    for number in (1, 2, 3):
+        one.scheduler.submit(request(number, (*system, *[number // 2] * 40, number), max_tokens=9))
+        one.pump()
+    one.run()
+    kept = [opened.n_kept for opened in one.operations(OpenSequence)]
+    assert kept == [0, 330, 352, 0, 370]
+    assert one.finished == {2, 3}
+    for number in (2, 3):
+        alone = text_of((*system, *[number // 2] * 40, number), 9, CONTEXT)
+        assert one.said[SequenceId(number)] == alone
+
+
+def test_rows_that_fail_after_their_client_has_left_are_not_kept() -> None:
+    one = ring()
+    one.failing = {StepId(2): CapacityError("no room")}
+    long = prompt(7, 300)
+    one.scheduler.submit(request(1, long, max_tokens=9))
+    one.pump()
+    one.answer()
+    one.scheduler.end(SequenceId(1))
+    one.pump()
+    one.answer()
+    one.scheduler.submit(request(2, (*long, 1), max_tokens=9))
+    one.run()
+    assert [opened.n_kept for opened in one.operations(OpenSequence)] == [0, 64]
+    assert one.said[SequenceId(2)] == text_of((*long, 1), 9, CONTEXT)
+
+
 def test_an_answer_to_no_step_is_our_own_bug() -> None:
     one = ring()
     one.scheduler.submit(request(1, 2))
@@ -546,7 +580,7 @@ events = st.lists(
     st.one_of(
         requests,
         st.tuples(st.just("answer"), st.integers(1, 12)),
-        st.tuples(st.just("fail"), st.just(0)),
+        st.tuples(st.just("fail"), st.integers(0, 3)),  # how many steps go before
         st.tuples(st.just("end"), st.integers(1, 12)),
     ),
     max_size=50,
@@ -597,8 +631,8 @@ def test_every_request_ends_exactly_once_and_says_what_it_says_alone(
             case "answer":
                 for _ in range(min(number, len(one.in_flight))):
                     one.answer()
-            case "fail" if one.in_flight:
-                one.fail(CapacityError("x"))
+            case "fail":
+                one.failing[StepId(len(one.sent) + number + 1)] = CapacityError("x")
             case "end" if one.scheduler.end(SequenceId(number)):
                 one.ended[SequenceId(number)] += 1
                 ended_from_outside.add(number)
@@ -644,13 +678,16 @@ def test_drafts_go_behind_drafts_where_stages_have_nothing_else_to_do(
 
 
 def test_a_frame_behind_a_wrong_draft_fails_nobody() -> None:
-    one = ring()
-    one.scheduler.submit(request(1, 5, max_tokens=9, drafter=Oracle(errs=7, most=1)))
-    one.pump()
-    while one.scheduler.counting(one.in_flight[0][0].step):
-        one.answer()
+    failing: dict[StepId, ShardnetError] = {}
+    for _ in range(2):
+        one = ring()
+        one.failing = failing
+        one.scheduler.submit(request(1, 5, max_tokens=9, drafter=Oracle(errs=7, most=1)))
         one.pump()
-    one.fail(WrongValuesError("not finite"))
+        while one.scheduler.counting(step := one.in_flight[0][0].step):
+            one.answer()
+            one.pump()
+        failing = {step: WrongValuesError("not finite")}
     one.run()
     assert one.said[SequenceId(1)] == text_of(prompt(1, 5), 9, CONTEXT)
 

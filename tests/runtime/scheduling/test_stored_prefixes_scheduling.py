@@ -107,7 +107,7 @@ def test_deterministic_and_whole_prompts_are_computed() -> None:
         assert opened.n_kept == 0
 
 
-def test_rows_that_were_not_answered_are_not_kept_on_disk() -> None:
+def test_rows_that_were_not_answered_are_not_kept() -> None:
     """The steps of a prompt that is cancelled are under way: one of them may still fail."""
     queue = scheduler()
     queue.submit(wanted(n_stored=0, prompt=tuple(range(1500))))
@@ -118,7 +118,7 @@ def test_rows_that_were_not_answered_are_not_kept_on_disk() -> None:
     queue.on_tokens(steps[1].batch.step, [])
     queue.end(ONE)
     [closed] = operations(queue.next_instructions(), CloseSequence)
-    assert closed.n_kept == 768
+    assert closed.n_kept == 512
     assert len(closed.stored) == 2
     queue.on_step_failed(steps[2].batch.step, CapacityError("no room"))
 

@@ -122,8 +122,9 @@ class SimulatedRing:
 
     def _compute(self, batch: MicroBatch) -> StepAnswer | StepFailed:
         assert batch.epoch == self._epoch
-        ids = self.stage.compute(batch)  # of a step that fails too: its rows count as sent
-        if self._chance.random() < self._fails:
+        fails = self._chance.random() < self._fails
+        ids = self.stage.compute(batch, fails=fails)
+        if fails:
             return StepFailed(step=batch.step, error=CapacityError(FAILURE))
         scored: list[ScoredToken] = []
         blocks: list[RowBlock] = []

@@ -1,7 +1,7 @@
 """A ring that computes in integers: its slots hold the tokens whose keys a real one would hold.
 
 Its "model" makes the next token from all tokens before, so that whatever a slot holds wrongly
-shows in the text. It checks every promise that stages rely on.
+shows in the text. It checks every promise that stages rely on. Of steps that fail it has no keys.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from shardnet.errors import ShardnetError
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
     Instruction,
@@ -28,6 +29,7 @@ from shardnet.types import (
     RowGroup,
     SequenceId,
     SlotId,
+    StepId,
     blocks_for,
     settled_blocks,
 )
@@ -36,6 +38,8 @@ Operation = TypeVar("Operation", OpenSequence, CloseSequence, FreeSlot)
 
 VOCABULARY = 12
 STOP_ID = 3
+HOLE = -1
+"""In place of a token whose key was not computed."""
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -117,10 +121,10 @@ class ToyStage:
                 assert self.slots.pop(slot).owner is None
         assert self.n_blocks <= self.room_blocks
 
-    def compute(self, batch: MicroBatch) -> list[int]:
-        """Take the rows in and sample those that are to be sampled."""
+    def compute(self, batch: MicroBatch, *, fails: bool = False) -> list[int]:
+        """Take the rows in, or holes if it `fails`, and sample those that are to be sampled."""
         sampled: list[int] = []
-        ids = iter(batch.token_ids)
+        ids = iter([HOLE] * batch.n_rows if fails else batch.token_ids)
         for group in batch.groups:
             held = self.slots[group.slot]
             assert held.owner == group.sequence_id
@@ -144,7 +148,9 @@ class ToyRing:
 
     scheduler: Scheduler
     stage: ToyStage = field(init=False)
-    in_flight: deque[tuple[MicroBatch, list[int]]] = field(default_factory=deque)
+    in_flight: deque[tuple[MicroBatch, list[int] | ShardnetError]] = field(default_factory=deque)
+    failing: dict[StepId, ShardnetError] = field(default_factory=dict)
+    """The steps that fail once they are sent, and with what."""
     sent: list[SendStep] = field(default_factory=list)
     said: dict[SequenceId, list[int]] = field(default_factory=dict)
     ended: Counter[SequenceId] = field(default_factory=Counter)
@@ -169,7 +175,9 @@ class ToyRing:
                 steps.append(instruction)
                 batch = instruction.batch
                 assert len(batch.token_ids) == batch.n_rows > 0
-                self.in_flight.append((batch, self.stage.compute(batch)))
+                error = self.failing.get(batch.step)
+                sampled = self.stage.compute(batch, fails=error is not None)
+                self.in_flight.append((batch, error or sampled))
             else:
                 operation = instruction.operation
                 self.stage.carry_out(operation)
@@ -185,12 +193,9 @@ class ToyRing:
     def answer(self) -> list[Outcome]:
         """Let the oldest step come round."""
         batch, sampled = self.in_flight.popleft()
+        if isinstance(sampled, ShardnetError):
+            return self.take(self.scheduler.on_step_failed(batch.step, sampled))
         return self.take(self.scheduler.on_tokens(batch.step, sampled))
-
-    def fail(self, error: Exception) -> None:
-        """Let the oldest step fail."""
-        batch, _ = self.in_flight.popleft()
-        self.take(self.scheduler.on_step_failed(batch.step, error))  # type: ignore[arg-type]
 
     def take(self, outcomes: list[Outcome]) -> list[Outcome]:
         for outcome in outcomes:
