@@ -33,8 +33,9 @@ _MOST_TEXTS = 4
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Drafts:
-    """Makes the speculation of requests. Holds at most one draft model.
+    """Makes the speculation of requests. Holds one draft model at most, that asked for last.
 
+    Requests that run go on without the one before.
     `disk` reads it. `spare_bytes` returns the memory that a draft model may take, `threads` its
     compute threads.
     """

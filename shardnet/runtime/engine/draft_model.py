@@ -52,9 +52,11 @@ class DraftModel:
     _free_slots: list[SlotId] = field(
         default_factory=lambda: [*map(SlotId, range(MAX_DRAFTED_SEQUENCES))]
     )
+    is_closed: bool = False
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread. Draft sources that are in use draft nothing more."""
+        self.is_closed = True
         self.executor.close()
 
     def draft_source(self, wake: Callable[[], None]) -> ModelDrafts:
@@ -64,6 +66,8 @@ class DraftModel:
 
     def give_back(self, slot: SlotId) -> None:
         """Release a slot when its last draft is done."""
+        if self.is_closed:
+            return
         self.executor.submit(lambda: self.model.kv.free(slot)).add_done_callback(
             lambda _: self._free_slots.append(slot)
         )
@@ -114,6 +118,8 @@ class ModelDrafts:
         if self._slot is None or self._n_tokens == len(tokens):
             return True
         if self._job is None:
+            if self._draft.is_closed:
+                return True
             slot, text = self._slot, list(tokens)
             n_held = common_prefix(self._held, text, min(len(self._held), len(text) - 1))
             self._job = self._draft.executor.submit(
@@ -135,10 +141,12 @@ class ModelDrafts:
     def _take(self, text: list[int], job: asyncio.Future[list[int]]) -> None:
         """Keep the drafts of a finished job. After a failure the model is not asked again."""
         self._job = None
-        if self._slot is None or job.cancelled():
+        if self._slot is None:
             return
-        error = job.exception()
-        if isinstance(error, ShardnetError):
+        error = None if job.cancelled() else job.exception()
+        if job.cancelled():  # the model was closed
+            self.close()
+        elif isinstance(error, ShardnetError):
             log.warning("the draft model stops drafting for this text: %s", error)
             self.close()
         elif error is not None:  # our own bug: the ring continues without drafts

@@ -226,15 +226,15 @@ class Engine:
                 expiry.cancel()
             self._live.pop(sequence_id, None)
             self._encoding.store.leave(digests)
-            if drafter is not None:
-                self.totals.n_drafted += drafter.n_proposed
-                self.totals.n_accepted += drafter.n_accepted
-                drafter.draft_source.close()
             if self._replayed:
                 self._note_replayed(sequence_id)
             if self._scheduler.end(sequence_id):
                 self._pump()
                 self._live.report_queue_positions()
+            if drafter is not None:
+                self.totals.n_drafted += drafter.n_proposed
+                self.totals.n_accepted += drafter.n_accepted
+                drafter.draft_source.close()
 
     def drop_warm(self) -> None:
         """Free what is kept in KV caches for requests to come."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from support.soak import cases, is_soak
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.runtime.engine.draft_model import DraftModel, load_draft_model
-from shardnet.runtime.engine.requests import GenerationRequest, Speculation
+from shardnet.runtime.engine.requests import GenerationRequest, Speculation, TokenGenerated
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, DraftSource, NgramDrafts
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.step_cost import StepLimits
@@ -212,6 +213,49 @@ def test_a_ninth_guesser_has_nothing_to_say_and_holds_nobody_up(folder: Path) ->
             draft_source.close()
 
     asyncio.run(scenario())
+    draft.executor.join()
+
+
+def test_drafts_that_wait_for_a_draft_model_that_is_closed_hold_nobody_up(folder: Path) -> None:
+    draft, may_end = draft_model(folder), threading.Event()
+
+    async def scenario() -> None:
+        woken = asyncio.Event()
+        draft_source = draft.draft_source(woken.set)
+        draft.executor.submit(may_end.wait)
+        assert not draft_source.prepare([1, 2, 3], 2)
+        draft.close()
+        await woken.wait()
+        for each in (draft_source, draft.draft_source(woken.set)):
+            assert each.prepare([1, 2, 3], 2)
+            assert each.draft([1, 2, 3], 2) == []
+            each.close()
+        may_end.set()
+
+    asyncio.run(scenario())
+    draft.executor.join()
+
+
+@pytest.mark.usefixtures("drafts_always_pay")
+def test_a_text_goes_on_without_the_draft_model_once_it_is_closed(
+    folder: Path, plain: list[list[int]]
+) -> None:
+    """As where the next request names another one."""
+    draft = draft_model(folder)
+    speculation = Speculation(make_draft_source=draft.draft_source)
+
+    async def scenario() -> list[int]:
+        said: list[int] = []
+        async with real_ring(folder, probed(CPU, DType.FLOAT32, None), n_stages=2) as engine:
+            async for event in engine.generate(guessing(requests()[1], speculation)):
+                if isinstance(event, TokenGenerated):
+                    said.append(event.token_id)
+                if len(said) == 5:
+                    draft.close()
+            assert engine.n_active == 0
+        return said
+
+    assert asyncio.run(scenario()) == plain[1]
     draft.executor.join()
 
 
