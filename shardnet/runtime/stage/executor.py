@@ -234,7 +234,10 @@ class ComputeThreads:
         return self._executors[place].submit(job)
 
     async def run(self, job: Callable[[], T]) -> T:
-        """Run `job` on the first device's thread while no other one computes."""
+        """Run `job` on the first device's thread while no other one computes.
+
+        It runs also where the caller is cancelled meanwhile: the others wait for its end.
+        """
         first, *others = self._executors
         if not others:
             return await first.run(job)
@@ -256,7 +259,7 @@ class ComputeThreads:
         # Queued at once, in one order: two such jobs never wait for each other.
         for other in others:
             other.post(wait, _nothing, _nothing)
-        return await first.run(alone)
+        return await asyncio.shield(first.submit(alone))
 
     def share_cores(self, n_threads: int, set_threads: Callable[[int], None]) -> None:
         """Have each thread call `set_threads` with its share of `n_threads`, before its next job.

@@ -8,7 +8,8 @@ from collections.abc import Awaitable
 
 import pytest
 
-from shardnet.runtime.stage.executor import Executor
+from shardnet.runtime.stage.executor import ComputeThreads, Executor
+from shardnet.runtime.stage.stage_order import StageDevice
 
 DEADLINE_S = 30.0
 
@@ -55,6 +56,25 @@ def test_what_a_job_raises_is_told_as_an_exception(error: BaseException) -> None
                 assert type(error).__name__ in repr(told)
             assert await executor.run(lambda: "the thread lives") == "the thread lives"
         executor.join()
+
+    asyncio.run(main())
+
+
+def test_a_job_for_all_devices_holds_none_up_once_its_caller_has_gone() -> None:
+    async def main() -> None:
+        devices = [StageDevice(place=place, name=f"cpu:{place}") for place in range(2)]
+        threads, may_end = ComputeThreads(devices), threading.Event()
+        computing = threads.submit(may_end.wait)
+        moving = asyncio.ensure_future(threads.run(lambda: "moved"))
+        await asyncio.sleep(0)  # it is queued
+        moving.cancel()
+        await asyncio.gather(moving, return_exceptions=True)
+        may_end.set()
+        async with asyncio.timeout(DEADLINE_S):
+            await computing
+            assert await threads.submit(lambda: "computed", 1) == "computed"
+            assert await threads.run(lambda: "moved") == "moved"
+        threads.close()
 
     asyncio.run(main())
 
