@@ -70,6 +70,7 @@ class Prefixes:
         self.seed = seed
         self._row_s = row_s
         self._one_by_one = asyncio.Lock()
+        self._unforgotten: set[SequenceId] = set()
         self.restored_positions = 0
         """Positions that were read from disk instead of being computed."""
 
@@ -128,6 +129,8 @@ class Prefixes:
         keys = block_keys(self.seed, prompt, n_positions, adapters, pictures)
         token_ids = struct.pack(f"<{n_positions}I", *prompt[:n_positions])
         async with self._one_by_one:
+            for each in [*self._unforgotten]:
+                await self.forget(each)
             with contextlib.suppress(ShardnetError):  # the positions are computed instead
                 if await self._stages.restore(sequence_id, keys, token_ids):
                     self.restored_positions += n_positions
@@ -137,8 +140,10 @@ class Prefixes:
 
     async def forget(self, sequence_id: SequenceId) -> None:
         """Have the stages forget what they have read for a sequence that does not begin."""
-        with contextlib.suppress(ShardnetError):  # it goes with the next one, or with the ring
+        self._unforgotten.add(sequence_id)
+        with contextlib.suppress(ShardnetError):  # it is tried again before the next one is read
             await self._stages.forget(sequence_id)
+            self._unforgotten.discard(sequence_id)
 
 
 @dataclass(slots=True, kw_only=True)

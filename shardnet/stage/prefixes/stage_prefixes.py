@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 MAX_WAITING_BYTES: Final = 1 << 30
 """Slots that wait to be written hold at most this much, unless it is only one."""
 MAX_RESTORED: Final = 2
-"""Prefixes that were read and whose sequence has not begun; the head reads one after the other."""
+"""Prefixes that were read and whose sequence has not begun; more are computed instead."""
 _NICENESS: Final = 10
 
 
@@ -190,18 +190,19 @@ class StagePrefixes:
     ) -> bool:
         """Read the blocks `keys` for a sequence that will begin with `token_ids`.
 
-        Returns whether all of them came. Without any keys what was read before is forgotten.
+        Returns whether all of them came. None are read while MAX_RESTORED others wait. Without any
+        keys what was read before is forgotten.
         """
         self._restored.pop(sequence_id, None)
         self._wanted.pop(sequence_id, None)
         if not keys:
             return True
+        if len(self._restored) >= MAX_RESTORED:
+            return False
         this = self._wanted[sequence_id] = object()
         contents = self._read(keys, token_ids)
         if contents is None or self._wanted.get(sequence_id) is not this:
             return False
-        while len(self._restored) >= MAX_RESTORED:
-            self._restored.pop(next(iter(self._restored)), None)
         self._restored[sequence_id] = _Restored(
             contents=contents, n_blocks=len(keys), token_ids=token_ids
         )

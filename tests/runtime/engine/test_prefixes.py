@@ -26,6 +26,7 @@ class Stages:
         self.failing: Exception | None = None
         self.hangs = False
         self.is_whole = True
+        self.forgets_nothing = False
         self.forgotten: list[int] = []
 
     async def find(self, keys: Sequence[bytes]) -> list[FoundPrefix]:
@@ -44,6 +45,8 @@ class Stages:
         return self.is_whole
 
     async def forget(self, sequence_id: SequenceId) -> None:
+        if self.forgets_nothing:
+            raise LinkClosedError("gone")
         self.forgotten.append(sequence_id)
 
 
@@ -104,3 +107,18 @@ def test_a_prefix_that_one_stage_could_not_read_is_forgotten_by_all() -> None:
     assert asyncio.run(restored(whole)) == (1024, 1024)
     assert asyncio.run(restored(partly)) == asyncio.run(restored(failing)) == (0, 0)
     assert (whole.forgotten, partly.forgotten, failing.forgotten) == ([], [3], [3])
+
+
+def test_what_could_not_be_forgotten_is_before_the_next_prefix_is_read() -> None:
+    """A stage holds a few prefixes at most: what nobody begins with would be in the way."""
+
+    async def scenario(stages: Stages) -> None:
+        prefixes = Prefixes(stages, b"ring")
+        stages.forgets_nothing = True
+        await prefixes.forget(SequenceId(3))
+        stages.forgets_nothing = False
+        for number in (4, 5):
+            assert await prefixes.restore(SequenceId(number), PROMPT, 1024) == 1024
+        assert stages.forgotten == [3]
+
+    asyncio.run(scenario(Stages()))
