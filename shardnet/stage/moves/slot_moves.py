@@ -208,8 +208,9 @@ class SlotMoves:
     def take_own(
         self, sequence_id: SequenceId, other: Moves, slot: SlotId, layer: int, end: int
     ) -> None:
-        """Take a layer from a slot of another stage of this node, copied only where it is shared.
+        """Take a layer from a slot of another stage of this node; rows are copied where shared.
 
+        A state is copied without those that were noted, of which the head's new slot knows nothing.
         Nothing before `end` may be written there afterwards. Raises UsageError as `held`, and if
         the slot has gone on so far that its window has dropped what the next row attends to.
         """
@@ -226,7 +227,7 @@ class SlotMoves:
         if there in contents.states:
             found = contents.states[there].at(end)
             assert found is not None, "held has looked"
-            arriving.contents.states[here] = found
+            arriving.contents.states[here] = found.clone()
         else:
             rows = (there, contents.first(there), contents.end(there))
             arriving.contents.keys[here] = contents.rows(*rows)
