@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
@@ -51,7 +52,8 @@ class Executor:
 
         self._pause = _Pause()
         self._thread = DaemonThreads(1, name, start, self._pause)
-        self._n_queued = self._n_ended = 0  # the loop's count, and the thread's
+        # Counts of jobs with one writer each: the loop of the first two, the thread of the last.
+        self._n_queued = self._n_cancelled = self._n_ended = 0
 
     def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
         """Queue `job` for the thread at once; the future holds its result or what it raised.
@@ -60,13 +62,14 @@ class Executor:
         """
         self._n_queued += 1
         submitted = self._thread.submit(self._counted, job)
+        submitted.add_done_callback(self._note_cancelled)
         self._pause.n_queued.value += 1
         return asyncio.wrap_future(submitted)
 
     @property
     def is_idle(self) -> bool:
         """Whether every job has ended. To ask where jobs are submitted: then none can come."""
-        return self._n_queued == self._n_ended
+        return self._n_queued == self._n_ended + self._n_cancelled
 
     def post(
         self,
@@ -113,6 +116,10 @@ class Executor:
     def call(self, job: Callable[[], T]) -> T:
         """Run `job` on the thread, and wait for it on the calling one, which is no loop's."""
         return self._thread.submit(job).result()
+
+    def _note_cancelled(self, submitted: Future[T]) -> None:
+        if submitted.cancelled():  # before it began, by who submitted it
+            self._n_cancelled += 1
 
     def _counted(self, job: Callable[[], T]) -> T:
         try:

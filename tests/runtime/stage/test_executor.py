@@ -60,6 +60,24 @@ def test_what_a_job_raises_is_told_as_an_exception(error: BaseException) -> None
     asyncio.run(main())
 
 
+def test_a_thread_is_idle_again_after_a_job_that_was_cancelled() -> None:
+    async def main() -> None:
+        executor, may_end = Executor("jobs"), threading.Event()
+        running = executor.submit(may_end.wait)
+        waiting = executor.submit(lambda: None)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        assert not executor.is_idle
+        may_end.set()
+        async with asyncio.timeout(DEADLINE_S):
+            await running
+            await executor.run(lambda: None)
+        assert executor.is_idle
+        executor.join()
+
+    asyncio.run(main())
+
+
 def test_a_job_for_all_devices_holds_none_up_once_its_caller_has_gone() -> None:
     async def main() -> None:
         devices = [StageDevice(place=place, name=f"cpu:{place}") for place in range(2)]
