@@ -287,7 +287,9 @@ class LiveRequests(dict[SequenceId, LiveRequest]):
         """Report to its request that a sequence starts, resumes or is paused."""
         match instruction.operation:
             case OpenSequence(sequence_id=sequence_id, n_kept=n_kept):
-                live = self[sequence_id]
+                live = self.get(sequence_id)
+                if live is None:  # its client has left since it was to be opened
+                    return
                 was_paused = live.state is LiveState.PAUSED
                 if not was_paused:
                     totals.add_prompt(len(live.request.prompt), n_kept)

@@ -178,6 +178,7 @@ class Restoring:
         """Begin to read for a sequence."""
         if self.prefixes is None:  # nobody found anything
             self.scheduler.restored(wanted.sequence_id, 0)
+            asyncio.get_running_loop().call_soon(self.on_end)
             return
         restoring = asyncio.create_task(self._restore(self.prefixes, wanted, requests))
         self._tasks.add(restoring)

@@ -14,6 +14,7 @@ from support.rings.rings import pipeline_maker, running_stages
 
 from shardnet.errors import CapacityError, DeadlineError, PeerFailedError, ShardnetError
 from shardnet.runtime.engine.engine import Engine
+from shardnet.runtime.engine.prefixes import Restoring
 from shardnet.runtime.engine.requests import (
     GenerationRequest,
     MadeToken,
@@ -152,6 +153,37 @@ def test_a_request_that_can_never_fit_the_next_ring_fails_alone() -> None:
                     await large.task
                 await small.task
             assert small.tokens == expected_tokens([2], 100)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_what_was_found_on_disk_is_computed_on_a_ring_that_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    """The ring where it was found is gone; of one whose client leaves at once nothing is left."""
+
+    async def main() -> None:
+        was_found = asyncio.Event()
+
+        async def find(self: Restoring, request: GenerationRequest) -> int:
+            was_found.set()
+            return 512
+
+        monkeypatch.setattr(Restoring, "find", find)
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            fake_ring(2, over="memory", chunk_rows=64) as ring,
+        ):
+            prompt = [number % 40 for number in range(600)]
+            running = Running(ring.engine, request_of(prompt, 3))
+            if leaves:
+                await was_found.wait()
+                running.task.cancel()
+                await asyncio.gather(running.task, return_exceptions=True)
+                running = Running(ring.engine, request_of(prompt, 3))
+            await running.task
+            assert running.tokens == expected_tokens(prompt, 3)
 
     asyncio.run(main())
 
