@@ -9,6 +9,8 @@ Rules it keeps (design decisions 1, 2, 4 to 7; docs/scheduling.md):
 - while sequences decode, as many steps are in flight as there are stages: each carries its share
   of the sequences plus up to `mixed_rows` prompt rows, limited by how much they slow decoding
   down; with prompts alone, twice as many steps;
+- where prompt rows may not travel beside those that decode, they go by themselves, every second
+  step;
 - prompt chunks end at multiples of a fixed size counted from position 0;
 - where steps could be in flight and no sequence is ready, drafts go behind drafts that are in
   flight (docs/scheduling.md);
@@ -82,6 +84,8 @@ class Scheduler:
     beside: set[StepId] = field(init=False, default_factory=set)
     """These, and those that were in flight with one of them."""
     _next_step: int = 1
+    _is_prompt_due: bool = False
+    """Whether the last step had decode rows alone although a prompt is being computed."""
     _n_round: int = 0
     """Rows of the lockstep round that are still to be sent, `_round_share` in each step."""
     _round_share: int = 0
@@ -308,8 +312,11 @@ class Scheduler:
             return self._send(rows, is_decode=False)
         if len(self._steps) - len(self.behind) >= self.n_stages:
             return False
-        all_decode = n_decoding == len(running)
         chooser = self._chooser
+        is_due, self._is_prompt_due = self._is_prompt_due, False
+        if is_due and self._send(chooser.prompt_rows(self.mixed_rows), is_decode=False):
+            return True
+        all_decode = n_decoding == len(running)
         n_frames = max(1, self.max_in_flight // n_decoding) if n_decoding < self.n_stages else 1
         if all_decode and not self._queue.ready:
             return n_frames > 1 and self._send(chooser.flight_rows(n_frames), is_decode=True)
@@ -318,6 +325,7 @@ class Scheduler:
         prompts: Sequence[Rows] = ()
         if not all_decode and not any(rows.sequence.request.deterministic for rows in decode):
             prompts = chooser.prompt_rows(self.mixed_rows, beside=decode)
+        self._is_prompt_due = bool(decode) and not (all_decode or prompts)
         return self._send([*decode, *prompts], is_decode=bool(decode))
 
     def _send_in_lockstep(self) -> bool:

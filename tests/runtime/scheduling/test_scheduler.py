@@ -555,6 +555,34 @@ def test_deterministic_sequences_travel_in_exact_steps() -> None:
     assert one.finished == {1, 2, 3, 4}
 
 
+@pytest.mark.parametrize("n_stages", [1, 2])
+@pytest.mark.parametrize(("decodes", "arrives"), [(False, True), (True, False), (True, True)])
+def test_a_prompt_goes_on_by_itself_where_it_may_not_travel_beside_others(
+    n_stages: int, decodes: bool, arrives: bool
+) -> None:
+    one = ring(n_stages=n_stages, room_blocks=40)
+    for number in range(1, n_stages + 1):
+        one.scheduler.submit(request(number, 20, max_tokens=200, deterministic=decodes))
+    one.pump()
+    for _ in range(8):
+        one.answer()
+        one.pump()
+    before = len(one.sent)
+    one.scheduler.submit(request(9, 150, max_tokens=2, deterministic=arrives))
+    one.pump()
+    while SequenceId(9) not in one.finished:
+        one.answer()
+        one.pump()
+    meanwhile = [step.is_decode for step in one.sent[before:]]
+    assert len(meanwhile) < 20
+    assert meanwhile.count(True) >= len(meanwhile) // 2
+    one.run()
+    exact = {1: 20, 2: 20} if decodes else {}
+    exact |= {9: 150} if arrives else {}
+    check_exact(one, {SequenceId(number): n_prompt for number, n_prompt in exact.items()})
+    assert one.said[SequenceId(9)] == text_of(prompt(9, 150), 2, CONTEXT)
+
+
 def test_deterministic_sequences_reuse_whole_chunks_alone() -> None:
     one = ring()
     first = prompt(1, 150)
