@@ -230,7 +230,10 @@ class Discovery:
                     self.listener.listening(interfaces, rank(read_interfaces())),
                 ):
                     self.hosts, self.failure = interfaces, ""
-                    await self._keep(zeroconf, interfaces, own, note, warnings)
+                    try:
+                        await self._keep(zeroconf, interfaces, own, note, warnings)
+                    finally:
+                        self._unfollow(note)
             except* (OSError, ZeroconfError) as group:
                 self._fail(_first(group))
                 await self._until_due()
@@ -265,6 +268,11 @@ class Discovery:
                     return
                 announcing = await zeroconf.async_update_service(to_service(record))
 
+    def _unfollow(self, on_event: OnEvent) -> None:
+        """Withdraw all records: nobody hears what becomes of them until they are heard again."""
+        for node in list(self.records):
+            on_event(Goodbye(node=node))
+
     async def _until_due(self) -> None:
         """Wait until a record is to be announced."""
         with contextlib.suppress(TimeoutError):
@@ -277,7 +285,6 @@ class Discovery:
 
     def _fail(self, error: Exception) -> None:
         before, self.hosts, self.failure = self.failure, (), str(error)
-        self.records.clear()
         if before != self.failure:
             self._log(
                 f"warning: mDNS does not work here ({error}), so nodes do not find each other: "

@@ -123,6 +123,24 @@ def test_without_multicast_there_is_one_warning_and_another_attempt() -> None:
     asyncio.run(main())
 
 
+def test_records_are_withdrawn_when_the_interfaces_change_and_found_anew() -> None:
+    """A node that died meanwhile says no goodbye, and its record is in no cache to expire."""
+
+    async def main() -> None:
+        anna = Watcher(new_record("anna"), reannounce_s=0.01)
+        bert = Watcher(new_record("bert"), reannounce_s=0.01)
+        async with running(anna, bert):
+            await anna.sees(bert.record)
+            anna._discovery._fixed_interfaces = ("203.0.113.7",)
+            await anna.sees(Goodbye(node=bert.record.node))
+            assert bert.record.node not in anna._discovery.records
+            anna.events.clear()
+            anna._discovery._fixed_interfaces = ("127.0.0.1",)
+            await anna.sees(bert.record)
+
+    asyncio.run(main())
+
+
 def test_a_machine_that_cannot_list_its_addresses_tries_again() -> None:
     """As when too many files are open: the node goes on."""
 
