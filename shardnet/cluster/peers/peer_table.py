@@ -24,7 +24,7 @@ NAMED: Final = "named"
 """Sources of reports besides node ids: an mDNS record, and a person (--peer)."""
 
 MAX_KNOWN: Final = 256
-"""Largest number of nodes in the table; reports of further ones are ignored."""
+"""Largest number of nodes in the table; where it is full, members displace hearsay."""
 
 HESITATE_S: Final = 0.5
 """Delay of the node with the larger id before its first attempt to dial the other."""
@@ -84,6 +84,16 @@ class KnownNode:
         return self.reports.get(self._latest) or self.addresses
 
     @property
+    def vouched(self) -> tuple[str, ...]:
+        """The addresses to pass on: the node's own report, else what members and people report.
+
+        Its record does not count, since a stranger may have written it.
+        """
+        others = (told for source, told in self.reports.items() if source != MDNS)
+        own = self.reports.get(self.node)
+        return own or tuple(dict.fromkeys(address for told in others for address in told))
+
+    @property
     def _latest(self) -> str:
         """The source of the later one of its record and its own report, "" without both."""
         both = [source for source in self.reports if source in (self.node, MDNS)]
@@ -131,7 +141,7 @@ class PeerTable:
 
         New addresses make it due for another attempt.
         """
-        known = self._entry(node, name, now)
+        known = self._entry(node, name, now, source=source)
         if known is None:
             return
         if known.unreported_since is not None:
@@ -158,9 +168,12 @@ class PeerTable:
         source: str,
         now: float,
     ) -> bool:
-        """Record why a reported node must not be linked to; return whether that is new."""
-        known = self._entry(node, name, now)
-        if known is None:
+        """Record why a reported node must not be linked to; return whether that is new.
+
+        A linked node has shown that it is a member, whatever a record says.
+        """
+        known = self._entry(node, name, now, source=source)
+        if known is None or known.is_linked:
             return False
         is_new = known.refusal != why
         known.reports[source] = tuple(addresses)
@@ -195,7 +208,7 @@ class PeerTable:
 
         `dialled_at` is the address at which this node dialled, "" if the peer has opened it.
         """
-        known = self._entry(node, name, now)
+        known = self._entry(node, name, now, source=node)
         if known is None:
             return
         known.is_linked = True
@@ -261,7 +274,10 @@ class PeerTable:
     # --- nodes that are due
 
     def due(self, now: float) -> list[KnownNode]:
-        """Return the nodes to dial now, and remove those unreported for PATIENCE_S."""
+        """Return the nodes to dial now, and remove those unreported for PATIENCE_S.
+
+        Those that have waited longest come first: however many do not answer, each has its turn.
+        """
         for known in list(self._known.values()):
             unreported_since = known.unreported_since
             if (
@@ -270,23 +286,48 @@ class PeerTable:
                 and now - unreported_since > PATIENCE_S
             ):
                 del self._known[known.node]
-        return [k for k in self._known.values() if k.is_wanted and k.next_try <= now]
+        wanted = [k for k in self._known.values() if k.is_wanted and k.next_try <= now]
+        return sorted(wanted, key=lambda known: known.next_try)
 
     def next_due(self) -> float | None:
         """Return when the next node is due, None without one."""
         return min((k.next_try for k in self._known.values() if k.is_wanted), default=None)
 
-    def _entry(self, node: NodeId, name: str, now: float) -> KnownNode | None:
+    def _entry(self, node: NodeId, name: str, now: float, *, source: str) -> KnownNode | None:
+        """Return the entry of a node that `source` names; None without room, or for this node.
+
+        A record does not rename a linked node.
+        """
         if node == self._own:
             return None
         known = self._known.get(node)
         if known is None:
-            if len(self._known) >= MAX_KNOWN:
+            if len(self._known) >= MAX_KNOWN and not self._make_room(source):
                 return None
             known = KnownNode(node=node, name=name, next_try=self._first_try(node, now))
             self._known[node] = known
-        known.name = name
+        if not (known.is_linked and source == MDNS):
+            known.name = name
         return known
+
+    def _make_room(self, source: str) -> bool:
+        """Forget a node in favour of one that `source` reports; return whether there was any.
+
+        Only nodes without a link go: those that nobody reports any more, and, where `source` is
+        more than a record, those known by their record alone. Of these the first to go has never
+        answered, is refused, or has failed most often.
+        """
+        going = [
+            known
+            for known in self._known.values()
+            if not known.is_linked
+            and (not known.reported_by or (source != MDNS and known.reported_by == (MDNS,)))
+        ]
+        if not going:
+            return False
+        least = max(going, key=lambda k: (not k.address, bool(k.refusal), k.n_failed))
+        del self._known[least.node]
+        return True
 
     def _forget_refused_at(self, known: KnownNode) -> None:
         """Forget the nodes with a refusal whose addresses are all of this one now.

@@ -414,7 +414,7 @@ class Peers:
         for node in self.links.in_use():
             known = self._table.get(node)
             if known is not None and node != peer_link.control.link.peer.node:
-                entries.append(entry_for(node, known.name, known.announced, reader_at=reader_at))
+                entries.append(entry_for(node, known.name, known.vouched, reader_at=reader_at))
         message = PeersKnown(peers=entries, rests=explanation(self.rests()))
         if message != peer_link.last_sent and not peer_link.control.link.closed:
             peer_link.last_sent = message

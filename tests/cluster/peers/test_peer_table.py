@@ -117,7 +117,7 @@ def test_what_a_lost_peer_told_counts_only_for_a_while() -> None:
     known.linked(A, "ann", 0.0, dialled_at=THERE)
     known.add_report(Z, "zoe", (HERE,), source=A, now=0.0)
     known.lost(A, 10.0)
-    assert due(known, 10.0 + HESITATE_S) == [A, Z]
+    assert due(known, 10.0 + HESITATE_S) == [Z, A]
     assert due(known, 11.0 + PATIENCE_S) == []
 
 
@@ -199,6 +199,76 @@ def test_the_book_has_an_end() -> None:
     for number in range(MAX_KNOWN + 50):
         known.add_report(NodeId(f"n{number}"), "n", (HERE,), source=MDNS, now=0.0)
     assert len(known.known()) == MAX_KNOWN
+
+
+def full_of_records() -> PeerTable:
+    known = book()
+    for number in range(MAX_KNOWN):
+        known.add_report(NodeId(f"n{number}"), "n", (THERE,), source=MDNS, now=0.0)
+    return known
+
+
+def test_members_have_room_where_records_have_taken_all() -> None:
+    """Whoever is on the network can write any number of records."""
+    known = full_of_records()
+    known.answered(NodeId("n0"), THERE, 0.1, {})
+    known.linked(Z, "zoe", 1.0, dialled_at="")
+    known.add_report(A, "ann", (HERE,), source=Z, now=1.0)
+    assert entry(known, Z).is_linked
+    assert entry(known, A).addresses == (HERE,)
+    assert known.get(NodeId("n0")) is not None, "it has answered"
+    assert len(known.known()) == MAX_KNOWN
+
+
+def test_members_do_not_displace_members() -> None:
+    known = book()
+    for number in range(MAX_KNOWN):
+        known.linked(NodeId(f"n{number}"), "n", 0.0, dialled_at=THERE)
+    known.linked(Z, "zoe", 1.0, dialled_at="")
+    assert known.get(Z) is None
+
+
+def test_a_record_takes_the_place_of_one_that_was_withdrawn() -> None:
+    known = full_of_records()
+    known.add_report(Z, "zoe", (HERE,), source=MDNS, now=1.0)
+    assert known.get(Z) is None
+    known.retract(NodeId("n7"), source=MDNS, now=2.0)
+    known.add_report(Z, "zoe", (HERE,), source=MDNS, now=3.0)
+    assert entry(known).addresses == (HERE,)
+    assert known.get(NodeId("n7")) is None
+
+
+def test_who_has_waited_longest_is_tried_first() -> None:
+    known = book()
+    for number in range(20):
+        known.add_report(NodeId(f"n{number:02}"), "n", (THERE,), source=MDNS, now=0.0)
+    known.add_report(Z, "zoe", (HERE,), source=MDNS, now=0.1)
+    for number in range(20):
+        known.failed(NodeId(f"n{number:02}"), {}, 5.0)
+    assert due(known, 6.0)[0] == Z
+
+
+def test_a_record_has_no_say_in_a_linked_node() -> None:
+    known = book()
+    known.linked(Z, "zoe", 0.0, dialled_at="")
+    known.add_report(Z, "zoe", (HERE,), source=Z, now=0.0)
+    known.add_report(Z, "eve", (THERE,), source=MDNS, now=1.0)
+    assert entry(known).name == "zoe"
+    assert entry(known).vouched == (HERE,)
+    assert not known.refuse(Z, "eve", (THERE,), "another key", source=MDNS, now=2.0)
+    known.lost(Z, 3.0)
+    assert (entry(known).name, entry(known).refusal) == ("zoe", "")
+    assert due(known, 3.0) == [Z]
+
+
+def test_what_is_passed_on_is_what_members_and_people_report() -> None:
+    known = told(Z, THERE)
+    assert entry(known).vouched == ()
+    known.add_report(Z, "zoe", (HERE,), source=A, now=1.0)
+    assert entry(known).vouched == (HERE,)
+    known.linked(Z, "zoe", 1.0, dialled_at="nas.lan:1")
+    known.add_report(Z, "zoe", (), source=Z, now=1.0)
+    assert entry(known).vouched == (HERE, "nas.lan:1")
 
 
 Change = tuple[str, NodeId]

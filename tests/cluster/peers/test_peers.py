@@ -325,6 +325,24 @@ def test_a_candidate_of_another_cluster_is_left_out_with_one_line() -> None:
     asyncio.run(main())
 
 
+def test_a_forged_record_of_a_peer_is_passed_on_to_nobody() -> None:
+    async def main() -> None:
+        async with town("a", "b", "c") as (a, b, c):
+            a.run()
+            b.run(a.address)
+            await a.until(lambda: a.linked == {"b"} and a.known("b").address == b.address)
+            a.peers.propose(b.node, "eve", ["10.0.0.66:7433"])
+            c.run(a.address)
+            await c.until_linked("a", "b")
+            a.addresses.append("10.0.0.200:7433")
+            a.peers.addresses_changed()
+            await c.until(lambda: len(c.known("a").addresses) == 2)
+            assert c.known("b").name == "b"
+            assert c.known("b").addresses == (b.address,)
+
+    asyncio.run(main())
+
+
 def test_until_an_address_has_answered_the_one_it_has_dialled_from_is_given() -> None:
     async def main() -> None:
         async with town("a", "b") as (a, b):
