@@ -32,9 +32,14 @@ AGAIN_S: Final = 0.5
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PeerLink:
-    """A control link to a peer, and whether the smaller of both node ids has opened it."""
+    """A control link to a peer.
+
+    `dialled_at` is the address that this node dialled, "" if the peer has opened the link;
+    `by_smaller` whether the smaller of both node ids has opened it.
+    """
 
     control: ControlLink
+    dialled_at: str
     by_smaller: bool
     rtts_s: deque[float] = field(default_factory=lambda: deque(maxlen=8))
     is_retired: bool = False
@@ -101,6 +106,11 @@ class PeerLinks:
         peer = self._peers.get(node)
         return peer.peer_link.control if peer is not None else None
 
+    def is_dialled(self, node: NodeId, address: str) -> bool:
+        """Return whether a link to a node that is up was dialled at `address`."""
+        peer = self._peers.get(node)
+        return peer is not None and any(one.dialled_at == address for one in peer.links)
+
     def rtt_s(self, node: NodeId) -> float | None:
         """Return the shortest recent round trip to a node (s), None before it is measured."""
         peer = self._peers.get(node)
@@ -130,7 +140,9 @@ class PeerLinks:
             self._peers[node] = peer
         smaller = self.node < node
         peer_link = PeerLink(
-            control=ControlLink(link, self.handler), by_smaller=bool(dialled_at) == smaller
+            control=ControlLink(link, self.handler),
+            dialled_at=dialled_at,
+            by_smaller=bool(dialled_at) == smaller,
         )
         if peer is None:
             peer = self._peers[node] = _Peer()

@@ -175,8 +175,7 @@ class Peers:
         dialling = self._dialling.setdefault(address, _Dialling())
         n_failed = dialling.n_failed
         async with dialling.lock:
-            node = self._node_at.get(address)
-            linked = self.links.link_of(node) if node is not None else None
+            linked = self._linked_at(address)
             if linked is not None:
                 return linked
             if dialling.error is not None and dialling.n_failed > n_failed:
@@ -192,6 +191,18 @@ class Peers:
                 await link.close()
                 return None
             return self._link_up(link, dialled_at=address)
+
+    def _linked_at(self, address: str) -> ControlLink | None:
+        """Return the link to the node found at `address`, None without one, or if it may have left.
+
+        It is still there if a link dialled there is up, or if it reports the address itself.
+        """
+        node = self._node_at.get(address)
+        known = self._table.get(node) if node is not None else None
+        if node is None or known is None:
+            return None
+        is_there = address in known.reports.get(node, ()) or self.links.is_dialled(node, address)
+        return self.links.link_of(node) if is_there else None
 
     async def link_to(self, address: str) -> ControlLink:
         """Return the control link to another node as `find`; raise UsageError if it is this one."""

@@ -142,6 +142,49 @@ def test_a_second_link_to_a_known_node_is_not_dialled() -> None:
     asyncio.run(main())
 
 
+def test_an_address_that_has_passed_to_another_node_leads_to_that_one() -> None:
+    """The node that had it is still linked, by the link that it has opened from its new place."""
+
+    async def main() -> None:
+        async with town("a", "b", "c") as (a, b, c):
+            before = b.address
+            a.run(before)
+            b.run(a.address)
+            await a.until(lambda: a.linked == {"b"} and a.known("b").address == before)
+            b.take(["10.0.0.77:7433"])
+            b.peers.addresses_changed()
+            await a.until(lambda: a.known("b").announced == tuple(b.addresses))
+            await b.peers._open(b.peers._table.known()[0], a.address)
+            for _, owner, link in a.town.links:
+                if owner is b:
+                    link.abort("the network between is cut")
+            await a.until(lambda: not a.peers.links.is_dialled(b.node, before))
+            assert a.linked == {"b"}
+            a.town.owners[before] = c
+            found = await a.peers.link_to(before)
+            assert found.link.peer.node == c.node
+
+    asyncio.run(main())
+
+
+def test_a_node_is_not_dialled_anew_at_an_address_that_it_reports() -> None:
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            a.run(b.address)
+            b.run(a.address)
+            await a.until(lambda: a.linked == {"b"} and b.node in a.known("b").reported_by)
+            a.peers._node_at[b.address] = b.node
+            for _, owner, link in a.town.links:
+                if owner is b:
+                    link.abort("one of two links")
+            await a.until_linked("b")
+            n_dialled = len(a.town.links)
+            assert (await a.peers.link_to(b.address)).link.peer.node == b.node
+            assert len(a.town.links) == n_dialled
+
+    asyncio.run(main())
+
+
 def test_a_node_that_meets_itself_says_so_and_goes_on() -> None:
     async def main() -> None:
         async with town("a", "b") as (a, b):
