@@ -152,7 +152,9 @@ GOODBYE_S: Final = 0.8
 """Timeout of withdrawing the own record."""
 
 MAX_RECORDS: Final = 256
-"""Largest number of records followed at one time; more are ignored."""
+"""Largest number of records followed at one time; more wait for room."""
+MAX_WAITING: Final = 1024
+"""Largest number of records that wait; more are ignored."""
 MAX_WARNINGS: Final = 32
 """Largest number of unusable records that are logged."""
 
@@ -264,24 +266,44 @@ class _FollowedRecords:
         self._tasks = tasks
         self._reading: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, NodeId] = {}
+        self._waiting: dict[str, None] = {}
+        """Names that came while there was no room, oldest first: zeroconf reports each once."""
 
     def changed(
         self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
     ) -> None:
         """Handle a change of one record. zeroconf passes the arguments by name."""
         if state_change is ServiceStateChange.Removed:
+            self._waiting.pop(name, None)
             self._stop_reading(name)
             node = self._known.pop(name, None)
             if node is not None:
                 self._on_event(Goodbye(node=node))
-        elif name in self._known or len(self._known.keys() | self._reading.keys()) < MAX_RECORDS:
-            self._stop_reading(name)
-            self._reading[name] = self._tasks.create_task(self._read(name))
+            self._read_waiting()
+        elif name in self._known or self._has_room:
+            self._begin_reading(name)
+        elif len(self._waiting) < MAX_WAITING:
+            self._waiting[name] = None
 
     def stop(self) -> None:
         """Cancel all pending reads of records."""
         for name in list(self._reading):
             self._stop_reading(name)
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._known.keys() | self._reading.keys()) < MAX_RECORDS
+
+    def _read_waiting(self) -> None:
+        """Begin to read the records that wait, as far as there is room."""
+        while self._waiting and self._has_room:
+            name = next(iter(self._waiting))
+            del self._waiting[name]
+            self._begin_reading(name)
+
+    def _begin_reading(self, name: str) -> None:
+        self._stop_reading(name)
+        self._reading[name] = self._tasks.create_task(self._read(name))
 
     def _stop_reading(self, name: str) -> None:
         task = self._reading.pop(name, None)
@@ -297,6 +319,8 @@ class _FollowedRecords:
         if record is not None:
             self._known[name] = record.node
             self._on_event(record)
+        else:
+            self._read_waiting()
 
 
 class RecordWarnings:

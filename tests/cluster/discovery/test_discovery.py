@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cluster.watchers import LOOPBACK, RECORD, Watcher, new_record, running
+from zeroconf import ServiceStateChange
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from shardnet.cluster.discovery import service_browser
@@ -23,11 +24,15 @@ from shardnet.cluster.discovery.service_browser import (
     SERVICE_TYPE,
     Goodbye,
     NodeRecord,
+    RecordReader,
+    RecordWarnings,
     UnusableRecordError,
+    _FollowedRecords,
     from_service,
     to_service,
 )
 from shardnet.transport.loop import run
+from shardnet.types import NodeId
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,6 +110,42 @@ def test_records_that_are_no_good_are_named_once_and_harm_nobody() -> None:
                 await anna.sees(bert.record)
         assert len([line for line in anna.lines if "not an id" in line]) == 1
         assert all("\n" not in line for line in anna.lines)
+
+    asyncio.run(main())
+
+
+def test_records_that_came_without_room_are_read_when_there_is_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their nodes announce them again and again, but zeroconf reports only what is new."""
+
+    async def read(reader: RecordReader, zeroconf: Any, name: str) -> NodeRecord | None:
+        return replace(RECORD, node=NodeId(name)) if name != "unusable" else None
+
+    monkeypatch.setattr(service_browser, "MAX_RECORDS", 2)
+    monkeypatch.setattr(service_browser, "MAX_WAITING", 3)
+    monkeypatch.setattr(RecordReader, "read", read)
+
+    async def main() -> None:
+        events: list[NodeRecord | Goodbye] = []
+        reader = RecordReader(own=NodeId(""), own_host_id="", warnings=RecordWarnings(print))
+        zeroconf: Any = None
+        async with asyncio.TaskGroup() as tasks:
+            seen = _FollowedRecords(zeroconf, reader, events.append, tasks)
+            added, removed = ServiceStateChange.Added, ServiceStateChange.Removed
+
+            async def change(how: ServiceStateChange, *names: str) -> list[str]:
+                events.clear()
+                for name in names:
+                    seen.changed(zeroconf, SERVICE_TYPE, name, how)
+                for _ in range(4):
+                    await asyncio.sleep(0)
+                return [event.node for event in events if isinstance(event, NodeRecord)]
+
+            assert await change(added, "a", "unusable", "b", "c", "d", "e") == ["a", "b"]
+            assert await change(removed, "c") == []
+            assert await change(removed, "a") == ["d"]
+            assert await change(removed, "b", "d") == [], "it was one too many to wait"
 
     asyncio.run(main())
 
