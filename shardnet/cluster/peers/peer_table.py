@@ -168,18 +168,17 @@ class PeerTable:
         source: str,
         now: float,
     ) -> bool:
-        """Record why a reported node must not be linked to; return whether that is new.
+        """Record why a reported node must not be linked to; return whether that is kept.
 
         A linked node has shown that it is a member, whatever a record says.
         """
         known = self._entry(node, name, now, source=source)
         if known is None or known.is_linked:
             return False
-        is_new = known.refusal != why
         known.reports[source] = tuple(addresses)
         known.unreported_since = None
         known.refusal = why
-        return is_new
+        return True
 
     def retract(self, node: NodeId, *, source: str, now: float) -> None:
         """Record that `source` does not report a node any more, from the time `now` (s).

@@ -35,6 +35,8 @@ from shardnet.wire.messages.membership import PeersKnown
 
 MAX_VISITS: Final = 8
 """Nodes dialled at one time."""
+MAX_LEFT_OUT: Final = 32
+"""Largest number of nodes of which the log says that they are left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,9 @@ class Peers:
         self._dialling: WeakValueDictionary[str, _Dialling] = WeakValueDictionary()
         self.unreached: dict[str, ShardnetError] = {}
         """Why there is no link to named peers, by the address that was named."""
+        self._left_out: set[NodeId] = set()
+        """Nodes of which the log says that they are left out, for whatever reason they had first:
+        strangers choose the words."""
         self._visiting: set[NodeId] = set()
         self._changed = asyncio.Event()
         self._news = asyncio.Event()
@@ -246,10 +251,18 @@ class Peers:
         now = time.monotonic()
         if refusal:
             if self._table.refuse(node, name, addresses, refusal, source=MDNS, now=now):
-                self.log(f"node {name} ({', '.join(addresses)}) is left out: {refusal}")
+                self._log_refusal(
+                    node, f"node {name} ({', '.join(addresses)}) is left out: {refusal}"
+                )
         else:
             self._table.add_report(node, name, addresses, source=MDNS, now=now)
         self._changed.set()
+
+    def _log_refusal(self, node: NodeId, line: str) -> None:
+        """Log that a node is left out, once for each node, and of so many nodes alone."""
+        if node not in self._left_out and len(self._left_out) < MAX_LEFT_OUT:
+            self._left_out.add(node)
+            self.log(line)
 
     def withdraw(self, node: NodeId) -> None:
         """Record that discovery does not report a node any more. A link that lives stays."""

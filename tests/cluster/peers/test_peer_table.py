@@ -133,7 +133,6 @@ def test_a_list_of_peers_takes_the_place_of_the_one_before() -> None:
 def test_a_refused_node_is_kept_with_the_reason_and_not_tried() -> None:
     known = book()
     assert known.refuse(Z, "zoe", (HERE,), "another key", source=MDNS, now=0.0)
-    assert not known.refuse(Z, "zoe", (HERE,), "another key", source=MDNS, now=1.0)
     assert due(known, 10.0) == []
     assert known.next_due() is None
     assert entry(known).refusal == "another key"

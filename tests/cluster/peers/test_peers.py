@@ -11,6 +11,7 @@ from support.cluster.town import TIMES, Member, hello, town
 
 from shardnet.cluster.peers import peer_links as peer_links_module
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.cluster.peers.peers import MAX_LEFT_OUT
 from shardnet.errors import LinkError, PeerUnreachableError, ShardnetError, UsageError
 from shardnet.transport.asyncio_link import AsyncioLink
 from shardnet.transport.link import Link, LinkOptions
@@ -364,6 +365,20 @@ def test_a_candidate_of_another_cluster_is_left_out_with_one_line() -> None:
             a.peers.propose(b.node, "b", [b.address])
             await a.until_linked("b")
             assert a.town.dialled[0] == ("a", b.address)
+
+    asyncio.run(main())
+
+
+def test_strangers_do_not_fill_the_log_with_refusals() -> None:
+    async def main() -> None:
+        async with town("a") as (a,):
+            for version in range(100):
+                a.peers.propose(NodeId("eve"), "eve", ["10.0.0.66:1"], f"version {version}")
+            assert a.said("is left out") == 1
+            for number in range(100):
+                a.peers.propose(NodeId(f"eve{number}"), "eve", ["10.0.0.66:1"], "another key")
+            assert a.said("is left out") == MAX_LEFT_OUT
+            assert a.known("eve99").refusal == "another key"
 
     asyncio.run(main())
 
