@@ -44,7 +44,7 @@ _LINUX_IP_MULTICAST_ALL: Final = 49
 """If off, a socket receives only the groups it has joined itself, on the interface it named."""
 
 MAX_HEARD: Final = 256
-"""Largest number of pairs of a node and an interface."""
+"""Largest number of pairs of a node and an interface; the one heard longest ago goes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class MdnsListener:
         """When it began to listen, by time.monotonic."""
 
     def heard(self) -> list[Heard]:
-        """Return the nodes heard per interface, in the order of the first time."""
+        """Return the nodes heard per interface, the latest last."""
         return [Heard(node=node, interface=i, at=at) for (node, i), at in self._heard.items()]
 
     @asynccontextmanager
@@ -122,8 +122,10 @@ class MdnsListener:
             if node == name or not node.isprintable() or len(node) > 63:
                 continue
             key = (NodeId(node), interface)
-            if key in self._heard or len(self._heard) < MAX_HEARD:
-                self._heard[key] = time.monotonic()
+            self._heard.pop(key, None)
+            self._heard[key] = time.monotonic()
+            if len(self._heard) > MAX_HEARD:
+                del self._heard[next(iter(self._heard))]
 
 
 class _Receiver(asyncio.DatagramProtocol):

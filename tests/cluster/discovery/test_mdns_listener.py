@@ -50,11 +50,16 @@ def test_a_node_is_noted_with_the_interface_it_was_heard_on() -> None:
     assert all(heard.at >= listener.since for heard in listener.heard())
 
 
-def test_the_room_for_names_is_bounded() -> None:
+def test_the_room_for_names_is_bounded_and_those_heard_lately_stay() -> None:
+    """A node has a new id whenever it is started again."""
     listener = MdnsListener(SERVICE_TYPE)
     for number in range(MAX_HEARD + 50):
         listener.take(answer(f"node-{number}"), "eth0")
-    assert len(listener.heard()) == MAX_HEARD
+        listener.take(answer("steady"), "eth0")
+    heard = [heard.node for heard in listener.heard()]
+    assert len(heard) == MAX_HEARD
+    assert heard[-2:] == [f"node-{MAX_HEARD + 49}", "steady"]
+    assert "node-0" not in heard
 
 
 @given(st.binary(max_size=200) | st.binary(max_size=60).map(lambda b: answer("a")[:40] + b))
