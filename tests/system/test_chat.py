@@ -147,7 +147,7 @@ def test_messages_in_the_python_api(node: NodeProcess, talker: Path) -> None:
         assert special[described.eos_ids[0]].startswith("<")
         with pytest.raises(UsageError, match="'messages' is not the name"):
             await client.complete(messages, template_options={"messages": "x"})
-        with pytest.raises(UsageError, match="give each a role and a content"):
+        with pytest.raises(UsageError, match="give each a role, and a content"):
             await client.complete([{"role": "user"}])  # type: ignore[list-item]
         (talker / "chat_template.jinja").write_text("{{ nothing.at_all }}")
         with pytest.raises(CheckpointError, match=r"chat_template\.jinja line 1: UndefinedError"):
