@@ -128,7 +128,8 @@ def test_records_that_came_without_room_are_read_when_there_is_some(
 
     async def main() -> None:
         events: list[NodeRecord | Goodbye] = []
-        reader = RecordReader(own=NodeId(""), own_host_id="", warnings=RecordWarnings(print))
+        warnings = RecordWarnings(print)
+        reader = RecordReader(own=NodeId(""), own_host_id="", warnings=warnings, only_here=False)
         zeroconf: Any = None
         async with asyncio.TaskGroup() as tasks:
             seen = _FollowedRecords(zeroconf, reader, events.append, tasks)
