@@ -32,7 +32,7 @@ USUAL = [
     *("qwen3-windows-host", "gemma2-host", "gpt_oss-host", "qwen2_moe-host", "ernie4_5_moe-host"),
     *("glm4_moe-groups-host", f"qwen2-windows-{DEVICE}"),
     *("qwen3_5_moe_text-host", "nemotron_h-host", "falcon_h1-host", f"lfm2-{DEVICE}"),
-    *("deepseek_v2-host", f"mistral4-{DEVICE}", "youtu-host", "mistral3-ministral3-host"),
+    *("deepseek_v2-host", "mistral4-host", "youtu-host", "mistral3-ministral3-host"),
 ]
 ALL = [f"{case}-{kind}" for case in CASES for kind in (HOST, DEVICE)]
 
