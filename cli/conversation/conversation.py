@@ -299,7 +299,7 @@ def dropped(text: str) -> tuple[str, list[Path]]:
         quoted, bare = found[1] or found[2], found[3] or ""
         written = quoted or re.sub(r"\\(.)", r"\1", bare)
         path = Path(unquote(written[7:]) if written.startswith("file://") else written)
-        with contextlib.suppress(OSError, RuntimeError, ValueError):
+        with contextlib.suppress(OSError, ValueError):
             path = expanded(path)
             if path.is_file():
                 paths.append(path)

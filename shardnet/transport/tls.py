@@ -24,10 +24,11 @@ from shardnet.errors import (
 from shardnet.wire.framing.frames import KIB, PREAMBLE_MAGIC, TLS_RECORDS, Buffer
 
 _OTHER_KEY: Final = "it holds another cluster key"
-_SHARE_KEY: Final = (
+SHARE_KEY: Final = (
     "run `shardnet key show` on one of the two machines and `shardnet key join --replace` with "
     "that key on the other, then start its node again"
 )
+"""What to do about nodes that belong together and hold unlike keys."""
 _REFUSALS: Final = (
     "UNKNOWN_CA",
     "BAD_CERTIFICATE",
@@ -48,7 +49,7 @@ def handshake_error(error: ssl.SSLError, *, initiator: bool, began_with: bytes) 
     if began_with == PREAMBLE_MAGIC:
         return AuthenticationError("it has no cluster key", remedy="run `shardnet key join` there")
     if isinstance(error, ssl.SSLCertVerificationError) or _is_refusal(reason):
-        return AuthenticationError(_OTHER_KEY, remedy=_SHARE_KEY)
+        return AuthenticationError(_OTHER_KEY, remedy=SHARE_KEY)
     if "DID_NOT_RETURN_A_CERTIFICATE" in reason:
         return AuthenticationError("it showed no certificate; only holders of the key may connect")
     if (
@@ -78,7 +79,7 @@ def stream_error(error: ssl.SSLError) -> LinkError:
     """
     reason = error.reason or str(error)
     if _is_refusal(reason):
-        return AuthenticationError(f"it refuses our certificate: {_OTHER_KEY}", remedy=_SHARE_KEY)
+        return AuthenticationError(f"it refuses our certificate: {_OTHER_KEY}", remedy=SHARE_KEY)
     return RemoteProtocolError(f"the encrypted stream is damaged ({reason})")
 
 

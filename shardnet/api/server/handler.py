@@ -81,20 +81,18 @@ class Handler:
         exchange.headers += ((name, exchange.request_id) for name in names)
         writer = AnswerWriter(send, exchange.headers)
         has_left = False
-        try:
-            with self._counted():
-                try:
-                    self._check_page(scope["method"], headers)
-                    host = host_name(scope["client"][0]) if scope.get("client") else ""
-                    await self._checked(exchange, headers, host, receive, writer)
-                except Disconnected:
-                    has_left = True
-                except Exception as error:
-                    await self._fail(exchange, error, writer)
-                finally:
-                    exchange.leave()
-        finally:
-            self._note_end(exchange, CLIENT_LEFT if has_left else writer.status)
+        with self._counted():
+            try:
+                self._check_page(scope["method"], headers)
+                host = host_name(scope["client"][0]) if scope.get("client") else ""
+                await self._checked(exchange, headers, host, receive, writer)
+            except Disconnected:
+                has_left = True
+            except Exception as error:
+                await self._fail(exchange, error, writer)
+            finally:
+                exchange.leave()
+                self._note_end(exchange, CLIENT_LEFT if has_left else writer.status)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from typing import Literal
 from shardnet.cluster.placement.figures import ModelShape
 from shardnet.errors import UsageError
 from shardnet.transport.address import split_address
+from shardnet.transport.tls import SHARE_KEY
 from shardnet.types import DType, NodeId
 from shardnet.wire.messages.diagnostics import AddressView, MdnsRecord, Seen
 from shardnet.wire.messages.membership import NodeInfo, ReportReply
@@ -231,18 +232,13 @@ _REMEDIES: Mapping[Seen, str] = MappingProxyType(
         ),
         "hangs": "read that node's output, or restart it: it may be frozen",
         "unreachable": "check address, cable and routes between the two machines",
-        "other key": (
-            "run `shardnet key show` on one of the two machines and `shardnet key join --replace` "
-            "with that key on the other, then start its node again"
-        ),
+        "other key": SHARE_KEY,
         "other version": "install the same version of shardnet on both",
         "other node": "",
         "failed": "see whether a node of shardnet listens there",
         "not tried": "",
     }
 )
-
-SHARE_KEY = _REMEDIES["other key"]
 
 TOPICS: Mapping[Seen, Topic] = MappingProxyType({"other key": "key", "other version": "version"})
 """The topic of an address that does not answer, if it is not the port."""

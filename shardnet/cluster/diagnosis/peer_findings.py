@@ -14,7 +14,6 @@ from types import MappingProxyType
 
 from shardnet.cluster.diagnosis.facts import (
     HERE,
-    SHARE_KEY,
     TOPICS,
     Facts,
     Finding,
@@ -30,6 +29,7 @@ from shardnet.cluster.diagnosis.facts import (
 from shardnet.cluster.peers.peer_table import MDNS
 from shardnet.errors import AuthenticationError, LinkClosedError, VersionMismatchError
 from shardnet.transport.address import host_of
+from shardnet.transport.tls import SHARE_KEY
 from shardnet.wire.messages.diagnostics import (
     AddressView,
     InterfaceAddress,
