@@ -30,7 +30,7 @@ for torch alone. What the CPU does not have is not taken from it.
 """
 
 _LIBRARY: Final = "_quantized.so"
-KERNELS_VERSION: Final = 22
+KERNELS_VERSION: Final = 23
 """Counts up when the library's functions or structs change."""
 _KEPT_BYTES: Final = 1 << 22
 """Scratch memory that each thread keeps: enough for a decode step."""
@@ -132,6 +132,7 @@ class _LinearStruct(ctypes.Structure):
         ("is_bf16", ctypes.c_int32),
         ("has_pairs", ctypes.c_int32),
         ("pairs", ctypes.c_int32),
+        ("has_tiles", ctypes.c_int32),
     )
 
 
@@ -159,8 +160,8 @@ class PackedPart(Protocol):
 class NativeKernels:
     """The compiled library, and the instruction set it uses here.
 
-    `has_pairs`: it multiplies pairs of bfloat16. `has_tiles`: the machine multiplies whole tiles
-    (AMX), which oneDNN uses and the library does not.
+    `has_pairs`: it multiplies pairs of bfloat16. `has_tiles`: it multiplies tiles of bytes (AMX)
+    where rows are many.
     """
 
     isa: Isa
@@ -257,6 +258,7 @@ def _struct_of(
         n_groups=-(-n_in // form.block_inputs) * form.block_inputs // form.token_group,
         form=FormStruct.of(form),
         has_pairs=kernels.has_pairs,
+        has_tiles=kernels.has_tiles,
     )
 
 
@@ -352,7 +354,7 @@ def find_kernels(environment: Mapping[str, str]) -> NativeKernels | None:
     return NativeKernels(
         isa=isa,
         has_pairs=has_pairs and wanted != "avx512",
-        has_tiles=bool(library.shardnet_has_bf16_tiles()),
+        has_tiles=isa is Isa.AVX512 and not wanted and bool(library.shardnet_has_tiles()),
         _library=library,
         _parallel=_parallel_function(),
     )

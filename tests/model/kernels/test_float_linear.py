@@ -186,7 +186,8 @@ def test_the_library_finds_what_the_system_says_of_the_machine() -> None:
     kernels = kernels_named("")
     assert kernels.isa is want
     assert kernels.has_pairs == (want is Isa.AVX512 and "avx512_bf16" in found)
-    assert kernels.has_tiles == ("amx_bf16" in found)
+    assert kernels.has_tiles == (want is Isa.AVX512 and "amx_int8" in found)
+    assert not kernels_named("avx512_bf16").has_tiles
 
 
 def test_weights_of_several_dtypes_are_joined_in_float32() -> None:

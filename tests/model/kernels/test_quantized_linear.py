@@ -270,7 +270,7 @@ def test_every_instruction_set_and_batch_give_the_same_bits(
     whole = multiply(NATIVE, rows)
     assert torch.equal(torch.cat([multiply(NATIVE, row[None]) for row in rows]), whole)
     assert torch.equal(multiply(NATIVE, rows[n_rows // 2 :]), whole[n_rows // 2 :])
-    for name in ("portable", "avx2"):
+    for name in ("portable", "avx2", "avx512"):
         other = find_kernels({"SHARDNET_ISA": name})
         assert other is not None
         assert torch.equal(multiply(other, rows), whole)

@@ -30,75 +30,6 @@
 #endif
 #endif
 
-/* --- rows quantised to int8 */
-
-/* Finds where a row's group `g` begins in its tile, and the stride in bytes between its quads. */
-INLINE int8_t *tile_of(const struct linear *p, int64_t row, int64_t g, int32_t *stride) {
-    int64_t first = row / MAX_TILE * MAX_TILE;
-    int64_t n_rows = p->n_rows - first < MAX_TILE ? p->n_rows - first : MAX_TILE;
-    *stride = (int32_t)n_rows * 4;
-    const int64_t group = p->form.token_group;
-    return p->quantized + first * p->n_groups * group + g * group * n_rows + (row - first) * 4;
-}
-
-/* The input of a row that input `i` of the weights belongs to. */
-INLINE int64_t input_of(const struct linear *p, int64_t i) { return p->order ? p->order[i] : i; }
-
-INLINE float number_of(const struct linear *p, int64_t row, int64_t i) {
-    const int64_t at = row * p->n_in + input_of(p, i);
-    return p->is_bf16 ? from_bf16(((const uint16_t *)p->rows)[at]) : ((const float *)p->rows)[at];
-}
-
-INLINE void quantize_row(const struct linear *p, int64_t row) {
-    const int32_t group = p->form.token_group, bias = code_bias(p);
-    float values[MAX_TOKEN_GROUP];
-    int8_t quantized[MAX_TOKEN_GROUP];
-    for (int64_t g = 0; g < p->n_groups; g++) {
-        int64_t begin = g * group;
-        const int32_t n = (int32_t)(p->n_in - begin < 0 ? 0 : p->n_in - begin < group ? p->n_in - begin : group);
-        float largest = 0;
-        if (p->order)
-            for (int32_t i = 0; i < n; i++) values[i] = number_of(p, row, begin + i);
-        else if (p->is_bf16)
-            for (int32_t i = 0; i < n; i++) values[i] = from_bf16(((const uint16_t *)p->rows)[row * p->n_in + begin + i]);
-        else
-            memcpy(values, (const float *)p->rows + row * p->n_in + begin, sizeof(float) * (size_t)n);
-        for (int32_t i = n; i < group; i++) values[i] = 0;
-        int is_finite = 1;
-        for (int32_t i = 0; i < group; i++) {
-            float size = fabsf(values[i]);
-            largest = size > largest ? size : largest;
-            is_finite &= size <= 3.402823466e38f;
-        }
-        /* A value that is not finite makes every output NaN: the caller detects and reports it. */
-        float scale = is_finite ? largest / 127.0f : NAN;
-        float inverse = is_finite && largest > 1e-36f ? 127.0f / largest : 0.0f;
-        int32_t stride;
-        int8_t *out = tile_of(p, row, g, &stride);
-        int32_t sum = 0;
-        for (int32_t i = 0; i < group; i++) {
-            /* Adding 1.5 * 2^23 rounds to even and leaves the number in the low bits. */
-            float shifted = (is_finite ? values[i] * inverse : 0.0f) + 12582912.0f;
-            int32_t bits;
-            memcpy(&bits, &shifted, 4);
-            quantized[i] = (int8_t)(bits - 0x4b400000);
-            sum += bits - 0x4b400000;
-        }
-        for (int32_t i = 0; i < group; i += 4) memcpy(out + i / 4 * stride, quantized + i, 4);
-        p->scales[row * p->n_groups + g] = scale;
-        p->offsets[row * p->n_groups + g] = -bias * sum;
-        p->sums[row * p->n_groups + g] = (float)sum * scale;
-        if (!has_levels(&p->form)) continue;
-        const int32_t inputs = p->form.group;
-        int16_t *group_sums = p->group_sums + (row * p->n_groups + g) * (group / inputs);
-        for (int32_t i = 0; i < group / inputs; i++) {
-            int32_t own = 0;
-            for (int32_t j = 0; j < inputs; j++) own += quantized[i * inputs + j];
-            group_sums[i] = (int16_t)own;
-        }
-    }
-}
-
 /* --- rows for weights that are floats: [tile][inputs][rows of the tile], float32 or pairs of bfloat16 */
 
 INLINE void lay_out_row(const struct linear *p, int64_t row) {
@@ -161,6 +92,7 @@ INLINE int shares_rows(const struct linear *before, const struct linear *p) {
 }
 
 static void prepare_rows(const struct linear *first, int64_t begin, int64_t end) {
+    const quantize_function quantize = shardnet_quantize_for(first->team.isa);
     const struct linear *before = NULL;
     for (const struct linear *p = first; p; before = p, p = p->next) {
         if (shares_rows(before, p)) continue;
@@ -170,7 +102,7 @@ static void prepare_rows(const struct linear *first, int64_t begin, int64_t end)
             else if (is_float(&p->form))
                 lay_out_row(p, row);
             else
-                quantize_row(p, row);
+                quantize(p, row);
     }
 }
 
@@ -189,10 +121,10 @@ static void multiply_floats(const struct linear *p, int64_t begin, int64_t end) 
         }
 }
 
-/* From how many rows on a panel's codes are unpacked for them. */
-#define MANY_ROWS 16
-
 static many_function many_for(const struct linear *p) {
+#if defined(SHARDNET_HAS_AMX)
+    if (uses_amx(p)) return shardnet_amx_many(p);
+#endif
 #if defined(__x86_64__)
     if (p->team.isa == AVX2 && p->n_rows >= MANY_ROWS) return shardnet_avx2_many(p);
 #endif
@@ -201,10 +133,11 @@ static many_function many_for(const struct linear *p) {
 }
 
 static void multiply_many(const struct linear *p, many_function many, int64_t begin, int64_t end) {
-    float sums[MOST_ROWS + 3][PANEL];
+    float sums[MOST_ROWS + 3][PANEL] __attribute__((aligned(64)));
+    const int most = uses_amx(p) ? MOST_ROWS : MOST_ROWS / 2;
     for (int64_t panel = begin; panel < end; panel++)
-        for (int64_t row = 0; row < p->n_rows; row += MOST_ROWS) {
-            const int n_rows = (int)(p->n_rows - row < MOST_ROWS ? p->n_rows - row : MOST_ROWS);
+        for (int64_t row = 0; row < p->n_rows; row += most) {
+            const int n_rows = (int)(p->n_rows - row < most ? p->n_rows - row : most);
             memset(sums, 0, sizeof sums);
             many(p, p->weights + panel * bytes_of_panel(p), row, n_rows, sums);
             for (int r = 0; r < n_rows; r++) store(p, row + r, panel, sums[r]);
@@ -338,6 +271,8 @@ INLINE int has_all(uint32_t found, uint32_t wanted) { return (found & wanted) ==
 #define AVX512_VNNI (1u << 11)                                        /* leaf 7, ecx */
 #define YMM_SAVED 0x06u
 #define ZMM_SAVED 0xe6u
+#define TILES_SAVED 0x60000u
+#define AMX_OF_BYTES (1u << 24 | 1u << 25) /* leaf 7, edx */
 #endif
 
 /* The best instruction set of this machine. */
@@ -357,7 +292,7 @@ int32_t shardnet_isa(void) {
     return PORTABLE;
 }
 
-/* Whether pairs of bfloat16 are multiplied at once, and whether whole tiles are (AMX). */
+/* Whether pairs of bfloat16 are multiplied at once. */
 int32_t shardnet_has_bf16_pairs(void) {
 #if defined(__x86_64__)
     return query_machine().leaf71_a >> 5 & 1;
@@ -366,16 +301,18 @@ int32_t shardnet_has_bf16_pairs(void) {
 #endif
 }
 
-int32_t shardnet_has_bf16_tiles(void) {
-#if defined(__x86_64__)
-    return query_machine().leaf7_d >> 22 & 1;
+/* Whether this process may multiply tiles of bytes (AMX), for which the system is asked. */
+int32_t shardnet_has_tiles(void) {
+#if defined(SHARDNET_HAS_AMX)
+    const struct machine m = query_machine();
+    return has_all(m.saved, TILES_SAVED) && has_all(m.leaf7_d, AMX_OF_BYTES) && shardnet_may_use_tiles();
 #else
     return 0;
 #endif
 }
 
 /* Its name is the version of the structs: kernels/library.py looks for its own. */
-void shardnet_version_22(void) {}
+void shardnet_version_23(void) {}
 
 /* Gives a part its share of the scratch memory at `from`, and returns what is left. */
 static int8_t *place(struct linear *p, const struct linear *before, int8_t *from) {

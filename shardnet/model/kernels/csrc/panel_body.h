@@ -1,8 +1,6 @@
 /* Included once for each instruction set, given by TARGET, NAME, LANES, HALVES and BYTES: reads the scales of panels.
  *
- * HALVES(from, out) converts 16 float16, BYTES(from) makes a vector of LANES words of as many bytes. WITHOUT_LEVELS
- * leaves scales of two levels out.
- */
+ * HALVES(from, out) converts 16 float16, BYTES(from) makes a vector of LANES words of as many bytes. */
 
 typedef float NAME(panel_floats) __attribute__((vector_size(4 * LANES)));
 typedef int32_t NAME(panel_ints) __attribute__((vector_size(4 * LANES)));
@@ -155,7 +153,6 @@ static TARGET void NAME(read_scales)(const struct form *f, const struct stretch 
     }
 }
 
-#ifndef WITHOUT_LEVELS
 INLINE TARGET void NAME(read_numbers)(int is_signed, int64_t n, const uint8_t *restrict from, int16_t *restrict out) {
     if (is_signed)
         for (int64_t i = 0; i < n; i++) out[i] = (int8_t)from[i];
@@ -184,4 +181,3 @@ static TARGET void NAME(read_levels)(const struct form *f, const struct stretch 
     else
         memcpy(other, scale, (size_t)n * sizeof *other);
 }
-#endif

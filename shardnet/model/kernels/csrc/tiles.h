@@ -17,14 +17,21 @@ struct tiles {
     tile_function one, two; /* `two` may be NULL */
 };
 
-#define MOST_ROWS 128 /* that a panel's codes are unpacked for */
+#define MANY_ROWS 16  /* from which on a panel's codes are unpacked for them */
+#define MOST_ROWS 256 /* that they are unpacked for at a time */
 
 /* sums[row][output] of one panel and up to MOST_ROWS rows from `row` on, which begin a tile: adds to what is there, and
  * may add to the three rows behind them. */
 typedef void (*many_function)(const struct linear *p, const uint8_t *w, int64_t row, int n_rows, float (*sums)[PANEL]);
 
+#if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#define SHARDNET_HAS_AMX /* in the compiler */
+#endif
+
 #if defined(__x86_64__)
 many_function shardnet_avx2_many(const struct linear *p); /* NULL where tiles are as fast */
+many_function shardnet_amx_many(const struct linear *p);
+int32_t shardnet_may_use_tiles(void);
 struct tiles shardnet_avx2_tiles(const struct linear *p); /* in files of their own, to be compiled side by side */
 struct tiles shardnet_avx512_tiles(const struct linear *p);
 #endif
@@ -53,6 +60,36 @@ INLINE const uint16_t *pairs_of(const struct linear *p, int64_t row) {
 /* Where a tile's quantised rows lie: [quads of inputs][rows of the tile][4]. */
 INLINE const int8_t *quads_of(const struct linear *p, int64_t row) { return p->quantized + row * padded_inputs(p); }
 
+/* The input of a row that input `i` of the weights belongs to. */
+INLINE int64_t input_of(const struct linear *p, int64_t i) { return p->order ? p->order[i] : i; }
+
+INLINE float number_of(const struct linear *p, int64_t row, int64_t i) {
+    const int64_t at = row * p->n_in + input_of(p, i);
+    return p->is_bf16 ? from_bf16(((const uint16_t *)p->rows)[at]) : ((const float *)p->rows)[at];
+}
+
+/* Quantises a row to int8 by token group, to where its part's scratch memory has room for it. */
+typedef void (*quantize_function)(const struct linear *p, int64_t row);
+quantize_function shardnet_quantize_for(int32_t isa);
+
+/* Whether rows are multiplied by tiles of AMX. */
+INLINE int uses_amx(const struct linear *p) {
+    return p->has_tiles && p->team.isa == AVX512 && p->n_rows >= MANY_ROWS && !is_float(&p->form);
+}
+
+/* Where the quantised inputs of a row lie for AMX, from `input` on up to the next multiple of a line, and the bytes to
+ * the next row: [lines of 64 inputs][rows][64], of which the last line may be shorter. */
+INLINE int8_t *lined_up(const struct linear *p, int64_t row, int64_t input, int64_t *stride) {
+    const int64_t before = input & -QUAD_BYTES, left = p->n_groups * p->form.token_group - before;
+    *stride = left < QUAD_BYTES ? left : QUAD_BYTES;
+    return p->quantized + before * p->n_rows + row * *stride + (input - before);
+}
+
+/* Where scales, offsets and sums of a row's token group are: for AMX those of all rows lie side by side. */
+INLINE int64_t token_at(const struct linear *p, int64_t row, int64_t token) {
+    return uses_amx(p) ? token * p->n_rows + row : row * p->n_groups + token;
+}
+
 /* Books of a narrow range are made unsigned by this; offsets correct for it. */
 #define NARROW_BOOK 25
 
@@ -68,6 +105,7 @@ INLINE int32_t book_bias(const struct form *f) {
 /* What a tile's codes are too large by: offsets correct for it. Where bytes are signed, 128 was subtracted. */
 INLINE int32_t code_bias(const struct linear *p) {
     const int isa = p->team.isa;
+    if (uses_amx(p)) return p->form.bits == 8 ? p->form.offset - 128 : 0;
     if (p->form.code == BOOK) {
         const int32_t bias = book_bias(&p->form);
         return isa == AVX512 || (isa == AVX2 && bias < 128) ? bias : 0;
