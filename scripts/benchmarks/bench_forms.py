@@ -1,8 +1,8 @@
-"""Benchmark the product of one row with weights in every form they are stored in, in the caches.
+"""Benchmark the product of rows with weights in every form they are stored in, in the caches.
 
 Each form takes turns with a twin of the same codes whose groups are whole rows of inputs: what the
-form takes longer is its share for scales, reading and applying them. Times are the fastest of the
-rounds.
+form takes longer is its share for scales, reading and applying them. With --beside it takes turns
+with itself by another instruction set. Times are the fastest of the rounds.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from shardnet.model.config.panel_form import (
     Quantization,
     Scale,
 )
-from shardnet.model.kernels.library import ISA_VARIABLE
+from shardnet.model.kernels.library import ISA_VARIABLE, find_kernels
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 
-N_OUT, N_IN = 128, 4096
+N_IN = 4096
 _PUBLISHED = (
     PanelForm(name="MXFP8", bits=8, group=32, scale=Scale.EXPONENT, code=Code.E4M3),
     PanelForm(name="FP8, blocks", bits=8, group=128, scale=Scale.FLOAT32, code=Code.E4M3),
@@ -49,28 +49,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, prog="scripts/bench forms")
     parser.add_argument("forms", nargs="*", help=f"of {', '.join(form.name for form in FORMS)}")
     parser.add_argument("--isa", default="", help="avx512, avx2, portable, ...")
+    parser.add_argument("--beside", default="", help="another one, in place of the twin")
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--outputs", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--calls", type=int, default=100, help="products in a round")
     arguments = parser.parse_args()
     if arguments.isa:
         os.environ[ISA_VARIABLE] = arguments.isa
     torch.set_num_threads(1)
-    print("| form | µs | GB/s | for scales |\n|---|---|---|---|")
+    other = find_kernels({ISA_VARIABLE: arguments.beside}) if arguments.beside else None
+    last = f"times {arguments.beside}" if other else "for scales"
+    print(f"| form | µs | GB/s | G weights times rows/s | {last} |\n|---|---|---|---|---|")
     for form in FORMS:
         if arguments.forms and form.name not in arguments.forms:
             continue
-        own, twin = _product(form), _product(_twin(form))
-        rows = torch.randn(1, N_IN)
+        own = _product(form, arguments.outputs)
+        twin = PanelLinear(own.parts, None, other)
+        if other is None:
+            twin = _product(_twin(form), arguments.outputs)
+        rows = torch.randn(arguments.rows, N_IN)
         times = [
             (_call_s(own, rows, arguments.calls), _call_s(twin, rows, arguments.calls))
             for _ in range(arguments.rounds)
         ]
         taken, of_twin = (min(side) for side in zip(*times, strict=True))
-        share = 1 - of_twin / taken
-        speed = form.packed_bytes(N_OUT, N_IN) / taken / 1e9
-        print(
-            f"| {form.name} | {taken * 1e6:.1f} | {speed:.1f} | {max(0, share):.0%} |", flush=True
-        )
+        speed = form.packed_bytes(arguments.outputs, N_IN) / taken / 1e9
+        products = arguments.rows * arguments.outputs * N_IN / taken / 1e9
+        share = f"{of_twin / taken:.2f}" if other else f"{max(0, 1 - of_twin / taken):.0%}"
+        cells = (form.name, f"{taken * 1e6:.1f}", f"{speed:.1f}", f"{products:.0f}", share)
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def _twin(form: PanelForm) -> PanelForm:
@@ -79,14 +87,14 @@ def _twin(form: PanelForm) -> PanelForm:
     return replace(one, group=N_IN)
 
 
-def _product(form: PanelForm) -> PanelLinear:
+def _product(form: PanelForm, n_out: int) -> PanelLinear:
     """Make a linear of random codes with scales of an ordinary size."""
     generator = torch.Generator().manual_seed(1)
-    shape = form.packed_shape(N_OUT, N_IN)
+    shape = form.packed_shape(n_out, N_IN)
     packed = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     header = packed[..., : form.header_bytes]
     header.copy_(_ordinary(form).repeat(-(-form.header_bytes // 4))[: form.header_bytes])
-    return PanelLinear([Panels(packed=packed, form=form, shape=(N_OUT, N_IN))], None)
+    return PanelLinear([Panels(packed=packed, form=form, shape=(n_out, N_IN))], None)
 
 
 def _ordinary(form: PanelForm) -> Tensor:
