@@ -170,7 +170,7 @@ class Arith(enum.Enum):
 
     PORTABLE is in float32 by the compiled library, whose bits are the same on every CPU. FAST may
     use bfloat16 instructions where a CPU has them. ONEDNN leaves linears that are not quantised to
-    torch's oneDNN, faster for prompts where a CPU has tiles (AMX): its bits depend on the batch.
+    torch's oneDNN, whose bits depend on the batch.
     """
 
     PORTABLE = "portable"
@@ -186,7 +186,9 @@ class Arith(enum.Enum):
 PORTABLE_ARITHMETIC: Final = "portable"
 """What a node says of its arithmetic whose CPU computes with the compiled library in float32."""
 PAIRS_ARITHMETIC: Final = "AVX-512 bfloat16"
-"""The same with the bfloat16 instructions that the library uses."""
+"""The same with AVX-512's bfloat16 instructions."""
+TILES_ARITHMETIC: Final = "AMX bfloat16"
+"""The same with AMX's, which add in another order."""
 
 ANY_ROWS = 2**31 - 1
 """As a number of rows up to which bits do not depend on a batch: any number."""

@@ -137,7 +137,7 @@ def arithmetic_of(model: StageModel) -> str:
         choice.min_rows,
         native.isa.name if native is not None else "torch",
         KERNELS_VERSION,
-        native.has_pairs if native is not None else False,
+        (native.has_pairs, native.has_tiles) if native is not None else None,
         torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     ]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -26,23 +26,23 @@ SHORT = ["-k", "llama or deepseek_v3 or spans_two_nodes or unlike"]
 SHORT_OF_NODES = {"avx2", "portable"}
 """The classes whose nodes the suite starts: the most common one, and the one without vectors."""
 CLASSES = {
-    "avx512_bf16": (Isa.AVX512, True),
-    "avx512": (Isa.AVX512, False),
-    "avx2": (Isa.AVX2, False),
-    "neon": (Isa.NEON, False),
-    "neon_plain": (Isa.NEON_PLAIN, False),
-    "portable": (Isa.PORTABLE, False),
+    "avx512_bf16": (Isa.AVX512, True, False),
+    "avx512": (Isa.AVX512, False, False),
+    "avx2": (Isa.AVX2, False, False),
+    "neon": (Isa.NEON, False, False),
+    "neon_plain": (Isa.NEON_PLAIN, False, False),
+    "portable": (Isa.PORTABLE, False, False),
     "off": None,
 }
-"""What SHARDNET_ISA may be, with the instruction set, and whether it has pairs of bfloat16."""
+"""What SHARDNET_ISA may be: the instruction set, whether it has pairs of bfloat16, and tiles."""
 OF_TORCH = {"avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}}
 """Has torch take no more of the CPU than the library does."""
 
 
-def class_told(name: str | None = None) -> tuple[Isa, bool] | None:
+def class_told(name: str | None = None) -> tuple[Isa, bool, bool] | None:
     """What this machine computes with where SHARDNET_ISA is `name`, by default what it is now."""
     found = find_kernels(os.environ if name is None else {ISA_VARIABLE: name})
-    return (found.isa, found.has_pairs) if found is not None else None
+    return (found.isa, found.has_pairs, found.has_tiles) if found is not None else None
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -19,6 +19,7 @@ from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.types import (
     PAIRS_ARITHMETIC,
     PORTABLE_ARITHMETIC,
+    TILES_ARITHMETIC,
     Arith,
     DType,
     NodeId,
@@ -128,12 +129,12 @@ def node_form(
             by_library=False,
         )
     if computes is not DType.FLOAT32 or not is_cpu:
-        pairs = is_cpu and arithmetic == PAIRS_ARITHMETIC
+        by_library = is_cpu and arithmetic in (PAIRS_ARITHMETIC, TILES_ARITHMETIC)
         return NodeForm(
             dtype=computes,
             linear=computes,
             arithmetic=arithmetic,
-            by_library=pairs,
+            by_library=by_library,
             unpacks=node.device.startswith((CUDA, MPS)),
         )
     keeps = has_library and own in _HALVES and linear_dtype is own
@@ -186,7 +187,7 @@ def exactness(
         if kinds == [PORTABLE_ARITHMETIC]:
             why += ", on every CPU with the compiled kernels and every GPU with their bits"
         elif len(kinds) == 1:
-            why += ", on CPUs with AVX-512 bfloat16"
+            why += f", on CPUs with {kinds[0]}"
     elif outline is not None:
         why += "; the same beside any others, not in other chunks: for that --deterministic"
     else:

@@ -34,6 +34,8 @@ KERNELS_VERSION: Final = 23
 """Counts up when the library's functions or structs change."""
 _KEPT_BYTES: Final = 1 << 22
 """Scratch memory that each thread keeps: enough for a decode step."""
+_LINE_BYTES: Final = 64
+"""Of a row of bfloat16 as tiles of AMX read it: at least one line."""
 _OPENMP: Final = ("libgomp*", "libomp.*", "libiomp5.*")
 
 
@@ -160,8 +162,8 @@ class PackedPart(Protocol):
 class NativeKernels:
     """The compiled library, and the instruction set it uses here.
 
-    `has_pairs`: it multiplies pairs of bfloat16. `has_tiles`: it multiplies tiles of bytes (AMX)
-    where rows are many.
+    `has_pairs`: it multiplies pairs of bfloat16. `has_tiles`: it multiplies tiles (AMX), of bytes
+    where rows are many, and of pairs of bfloat16.
     """
 
     isa: Isa
@@ -266,7 +268,7 @@ def _row_bytes(form: PanelForm, n_in: int) -> int:
     """Return the scratch memory that a row needs for one part."""
     inputs = -(-n_in // form.block_inputs) * form.block_inputs
     if form.is_float:
-        return 4 * inputs
+        return max(4 * inputs, _LINE_BYTES)
     sums = 2 * inputs // form.group if form.has_levels else 0
     return inputs + 12 * inputs // form.token_group + sums
 

@@ -25,7 +25,13 @@ from shardnet.model.kernels.packing import FLOAT_FORMS
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels, unpack_whole
 from shardnet.model.kernels.quantized_linear import pack_all
-from shardnet.types import PAIRS_ARITHMETIC, PORTABLE_ARITHMETIC, Arith, DType
+from shardnet.types import (
+    PAIRS_ARITHMETIC,
+    PORTABLE_ARITHMETIC,
+    TILES_ARITHMETIC,
+    Arith,
+    DType,
+)
 
 MAX_EXACT_ROWS = 32
 """Largest batch for which the probe tests batch invariance."""
@@ -382,7 +388,8 @@ def cpu_arithmetic() -> str:
     """Name how this CPU computes in a ring of 16 bits; CPUs of equal names give equal bits."""
     native = native_kernels()
     if native is not None and native.isa is not Isa.PORTABLE:
-        return PAIRS_ARITHMETIC if native.has_pairs else PORTABLE_ARITHMETIC
+        by_pairs = TILES_ARITHMETIC if native.has_tiles else PAIRS_ARITHMETIC
+        return by_pairs if native.has_pairs else PORTABLE_ARITHMETIC
     by = "oneDNN of torch" if _packs(DType.BFLOAT16) else "torch"
     return f"{by} {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
 

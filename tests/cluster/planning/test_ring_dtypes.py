@@ -29,6 +29,7 @@ from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.types import (
     PAIRS_ARITHMETIC,
     PORTABLE_ARITHMETIC,
+    TILES_ARITHMETIC,
     Arith,
     DType,
     NodeId,
@@ -56,6 +57,10 @@ def pairs(name: str) -> NodeInfo:
     """A CPU with the bfloat16 instructions that the library uses."""
     made = node(name, "bfloat16", "float32")
     return structs.replace(made, isa="avx512", arithmetic=PAIRS_ARITHMETIC)
+
+
+def tiles(name: str) -> NodeInfo:
+    return structs.replace(pairs(name), arithmetic=TILES_ARITHMETIC)
 
 
 def plain_c(name: str) -> NodeInfo:
@@ -136,6 +141,8 @@ def test_layers_are_streamed_where_the_node_keeps_them_as_they_are_stored() -> N
     [
         ([pairs("a")], Arith.FAST, [PAIRS_ARITHMETIC]),
         ([pairs("a"), pairs("b")], Arith.FAST, [PAIRS_ARITHMETIC] * 2),
+        ([tiles("a"), tiles("b")], Arith.FAST, [TILES_ARITHMETIC] * 2),
+        ([tiles("a"), pairs("b")], Arith.PORTABLE, [PORTABLE_ARITHMETIC] * 2),
         ([pairs("a"), avx2("b")], Arith.PORTABLE, [PORTABLE_ARITHMETIC] * 2),
         ([avx2("a"), arm("b")], Arith.FAST, [PORTABLE_ARITHMETIC] * 2),
         ([gpu("a"), pairs("b")], Arith.FAST, [gpu("a").arithmetic, PAIRS_ARITHMETIC]),
@@ -175,6 +182,7 @@ def test_a_plan_names_what_holds_for_its_ring() -> None:
     assert told([avx2("a"), arm("b")])[:2] == (True, True)
     assert "every CPU with the compiled kernels" in told([avx2("a"), pairs("b")])[2]
     assert "CPUs with AVX-512 bfloat16" in told([pairs("a"), pairs("b")])[2]
+    assert told([tiles("a"), tiles("b")])[2].endswith("threads, on CPUs with AMX bfloat16")
     split, batch, why = told([avx2("a"), avx2("b")], wire_dtype="int8")
     assert (split, batch) == (False, True)
     assert "a narrower wire rounds" in why

@@ -48,7 +48,7 @@ def kernels_named(name: str) -> NativeKernels:
     return found
 
 
-@pytest.mark.parametrize("name", ["portable", "avx2", ""])
+@pytest.mark.parametrize("name", ["portable", "avx2", "avx512_bf16", ""])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,7 +79,7 @@ def test_a_row_has_the_same_bits_in_any_batch(
     n_out: int, n_in: int, n_rows: int, is_wide: bool, stored: torch.dtype
 ) -> None:
     rows = numbers(n_rows, n_in).to(torch.float32 if is_wide else torch.bfloat16)
-    for name in ("portable", "avx2", ""):
+    for name in ("portable", "avx2", "avx512_bf16", ""):
         linear = float_linear([numbers(n_out, n_in).to(stored)], None, kernels_named(name))
         whole = linear(rows)
         assert torch.equal(torch.cat([linear(row[None]) for row in rows]), whole)
@@ -186,7 +186,7 @@ def test_the_library_finds_what_the_system_says_of_the_machine() -> None:
     kernels = kernels_named("")
     assert kernels.isa is want
     assert kernels.has_pairs == (want is Isa.AVX512 and "avx512_bf16" in found)
-    assert kernels.has_tiles == (want is Isa.AVX512 and "amx_int8" in found)
+    assert kernels.has_tiles == (want is Isa.AVX512 and {"amx_int8", "amx_bf16"} <= found)
     assert not kernels_named("avx512_bf16").has_tiles
 
 

@@ -37,6 +37,15 @@ INLINE void lay_out_row(const struct linear *p, int64_t row) {
     const int64_t n_rows = p->n_rows - first < MAX_TILE ? p->n_rows - first : MAX_TILE;
     const float *wide = (const float *)p->rows + row * n_in;
     const uint16_t *narrow = (const uint16_t *)p->rows + row * n_in;
+    if (uses_amx_pairs(p)) {
+        for (int64_t i = 0; i < n_in; i += QUAD_BYTES / 2) {
+            const int64_t left = n_in - i < QUAD_BYTES / 2 ? n_in - i : QUAD_BYTES / 2;
+            int8_t *out = p->quantized + 2 * i * p->n_rows + row * QUAD_BYTES;
+            memcpy(out, narrow + i, 2 * (size_t)left);
+            memset(out + 2 * left, 0, (size_t)(QUAD_BYTES - 2 * left));
+        }
+        return;
+    }
     if (p->pairs) {
         uint16_t *out = (uint16_t *)p->quantized + first * padded + (row - first) * 2;
         for (int64_t i = 0; i + 1 < n_in; i += 2) memcpy(out + i * n_rows, narrow + i, 4);
@@ -144,12 +153,32 @@ static void multiply_many(const struct linear *p, many_function many, int64_t be
         }
 }
 
+#if defined(SHARDNET_HAS_AMX)
+static void multiply_pairs(const struct linear *p, int64_t begin, int64_t end) {
+    float sums[2][TILE_ROWS][PANEL] __attribute__((aligned(64)));
+    for (int64_t panel = begin; panel < end; panel += 2)
+        for (int64_t row = 0; row < p->n_rows; row += TILE_ROWS) {
+            const int n_panels = panel + 1 < end ? 2 : 1;
+            const int n_rows = (int)(p->n_rows - row < TILE_ROWS ? p->n_rows - row : TILE_ROWS);
+            shardnet_amx_pairs(p, p->weights + panel * bytes_of_panel(p), n_panels, row, n_rows, sums);
+            for (int i = 0; i < n_panels; i++)
+                for (int r = 0; r < n_rows; r++) store(p, row + r, panel + i, sums[i][r]);
+        }
+}
+#endif
+
 /* Computes the panels [begin, end) of one part. */
 static void multiply_part(const struct linear *p, int64_t begin, int64_t end) {
     if (p->form.bits == 32) {
         multiply_floats(p, begin, end);
         return;
     }
+#if defined(SHARDNET_HAS_AMX)
+    if (uses_amx_pairs(p)) {
+        multiply_pairs(p, begin, end);
+        return;
+    }
+#endif
     const many_function many = many_for(p);
     if (many) {
         multiply_many(p, many, begin, end);
@@ -272,7 +301,7 @@ INLINE int has_all(uint32_t found, uint32_t wanted) { return (found & wanted) ==
 #define YMM_SAVED 0x06u
 #define ZMM_SAVED 0xe6u
 #define TILES_SAVED 0x60000u
-#define AMX_OF_BYTES (1u << 24 | 1u << 25) /* leaf 7, edx */
+#define AMX (1u << 22 | 1u << 24 | 1u << 25) /* leaf 7, edx: bfloat16, tiles, bytes */
 #endif
 
 /* The best instruction set of this machine. */
@@ -301,11 +330,11 @@ int32_t shardnet_has_bf16_pairs(void) {
 #endif
 }
 
-/* Whether this process may multiply tiles of bytes (AMX), for which the system is asked. */
+/* Whether this process may multiply tiles of bytes and of bfloat16 (AMX), for which the system is asked. */
 int32_t shardnet_has_tiles(void) {
 #if defined(SHARDNET_HAS_AMX)
     const struct machine m = query_machine();
-    return has_all(m.saved, TILES_SAVED) && has_all(m.leaf7_d, AMX_OF_BYTES) && shardnet_may_use_tiles();
+    return has_all(m.saved, TILES_SAVED) && has_all(m.leaf7_d, AMX) && shardnet_may_use_tiles();
 #else
     return 0;
 #endif
@@ -323,7 +352,10 @@ static int8_t *place(struct linear *p, const struct linear *before, int8_t *from
         return from;
     }
     p->quantized = from;
-    if (is_float(&p->form)) return from + p->n_rows * padded_inputs(p) * (int64_t)sizeof(float);
+    if (is_float(&p->form)) {
+        const int64_t bytes = padded_inputs(p) * (int64_t)sizeof(float);
+        return from + p->n_rows * (bytes > QUAD_BYTES ? bytes : QUAD_BYTES);
+    }
     const int64_t n = p->n_rows * p->n_groups;
     p->scales = (float *)(from + n * p->form.token_group);
     p->offsets = (int32_t *)(p->scales + n);

@@ -79,7 +79,7 @@ struct linear {
     int32_t is_bf16;   /* the type of rows and out */
     int32_t has_pairs; /* the machine multiplies pairs of bfloat16 */
     int32_t pairs;     /* and this call does so: bfloat16 weights and rows */
-    int32_t has_tiles; /* the process may use AMX's tiles of bytes */
+    int32_t has_tiles; /* the process may use AMX */
 };
 
 /* out = rows * weights^T + bias, by all parts. Everything in `p` has been checked by the caller. */

@@ -19,6 +19,7 @@ struct tiles {
 
 #define MANY_ROWS 16  /* from which on a panel's codes are unpacked for them */
 #define MOST_ROWS 256 /* that they are unpacked for at a time */
+#define TILE_ROWS 32  /* that AMX multiplies by pairs of bfloat16 at once */
 
 /* sums[row][output] of one panel and up to MOST_ROWS rows from `row` on, which begin a tile: adds to what is there, and
  * may add to the three rows behind them. */
@@ -31,6 +32,8 @@ typedef void (*many_function)(const struct linear *p, const uint8_t *w, int64_t 
 #if defined(__x86_64__)
 many_function shardnet_avx2_many(const struct linear *p); /* NULL where tiles are as fast */
 many_function shardnet_amx_many(const struct linear *p);
+void shardnet_amx_pairs(const struct linear *p, const uint8_t *w, int n_panels, int64_t row, int n_rows,
+                        float sums[2][TILE_ROWS][PANEL]);
 int32_t shardnet_may_use_tiles(void);
 struct tiles shardnet_avx2_tiles(const struct linear *p); /* in files of their own, to be compiled side by side */
 struct tiles shardnet_avx512_tiles(const struct linear *p);
@@ -72,7 +75,10 @@ INLINE float number_of(const struct linear *p, int64_t row, int64_t i) {
 typedef void (*quantize_function)(const struct linear *p, int64_t row);
 quantize_function shardnet_quantize_for(int32_t isa);
 
-/* Whether rows are multiplied by tiles of AMX. */
+/* Whether rows of bfloat16 are multiplied by tiles of AMX: laid out in [lines of 32 inputs][rows][32], zeros last. */
+INLINE int uses_amx_pairs(const struct linear *p) { return p->pairs && p->has_tiles; }
+
+/* Whether quantised rows are. */
 INLINE int uses_amx(const struct linear *p) {
     return p->has_tiles && p->team.isa == AVX512 && p->n_rows >= MANY_ROWS && !is_float(&p->form);
 }

@@ -1,8 +1,12 @@
-/* Many quantised rows times one panel, for AMX: sixteen rows by sixteen outputs and up to 64 inputs are one
- * instruction. Sums inside a group are integers, so that bits are those of all other instruction sets.
+/* Rows times panels, for AMX: sixteen rows by sixteen outputs and a line of 64 bytes of their inputs are one
+ * instruction.
  *
- * Where scales have two levels, codes are multiplied by their groups' scales first: the products of 16 bits are two
- * planes of bytes, and a token group is summed without a stop. Elsewhere each token group is summed from zero. */
+ * Of many quantised rows sums inside a group are integers, so that bits are those of all other instruction sets. Where
+ * scales have two levels, codes are multiplied by their groups' scales first: the products of 16 bits are two planes of
+ * bytes, and a token group is summed without a stop. Elsewhere each token group is summed from zero.
+ *
+ * Rows of bfloat16, few ones too, are multiplied by pairs of bfloat16. An instruction adds the first of each pair and
+ * the second by themselves, then both to what is there: other bits than by AVX-512, the same in any batch. */
 
 #define _GNU_SOURCE /* for syscall */
 #include "tiles.h"
@@ -14,7 +18,7 @@
 #include "tiles_avx512.h"
 
 #define WITH_AMX                                                                                            \
-    __attribute__((target("amx-tile,amx-int8,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
+    __attribute__((target("amx-tile,amx-int8,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
 
 #define ROWS 16 /* of a tile */
 
@@ -32,12 +36,12 @@ struct shapes {
     uint8_t rows[16];
 };
 
-/* Shapes all tiles for `inputs` inputs at a time. */
-INLINE WITH_AMX void amx_begin(int inputs) {
+/* Shapes tiles for `bytes` of each row's inputs at a time. Tiles of an odd number are of `second` rows. */
+INLINE WITH_AMX void amx_begin(int bytes, int first, int second) {
     struct shapes shapes = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
-        shapes.row_bytes[tile] = (uint16_t)(tile == INPUTS_0 || tile == INPUTS_1 ? inputs : QUAD_BYTES);
-        shapes.rows[tile] = (uint8_t)(tile < CODES_0 ? ROWS : inputs / 4);
+        shapes.row_bytes[tile] = (uint16_t)(tile == INPUTS_0 || tile == INPUTS_1 ? bytes : QUAD_BYTES);
+        shapes.rows[tile] = (uint8_t)(tile >= CODES_0 ? bytes / 4 : tile % 2 ? second : first);
     }
     _tile_loadconfig(&shapes);
 }
@@ -245,7 +249,7 @@ INLINE WITH_AMX void amx_many_of(const int adds_minimum, const struct linear *p,
     struct planes planes;
     products found;
     int64_t token = 0;
-    amx_begin(f->token_group);
+    amx_begin(f->token_group, ROWS, ROWS);
     for (; next_stretch(f, &s); token += s.n_blocks * s.n_inputs / f->token_group) {
         const int n = (int)(s.n_blocks * s.n_inputs / f->token_group);
         avx512_read_scales(f, &s, &scales);
@@ -275,7 +279,7 @@ INLINE WITH_AMX void amx_many_levels_of(const int groups, const struct linear *p
     struct planes planes;
     products found;
     int64_t token = 0, stride;
-    amx_begin(QUAD_BYTES);
+    amx_begin(QUAD_BYTES, ROWS, ROWS);
     for (; next_stretch(f, &s); token += s.n_inputs / MAX_TOKEN_GROUP) {
         avx512_read_levels(f, &s, &paired.levels);
         for (int g = 0; groups && g < s.n_inputs / f->group; g++)
@@ -315,6 +319,59 @@ many_function shardnet_amx_many(const struct linear *p) {
     if (!has_levels(&p->form)) return has_minimum(&p->form) ? amx_many_with_minimum : amx_many;
     if (!has_minimum(&p->form)) return amx_many_levels;
     return p->form.group == UNIT ? amx_many_levels_with_4 : amx_many_levels_with_8;
+}
+
+/* --- bfloat16 */
+
+/* A panel's pairs from line `k` on: copied, with zeros behind them, where the panel has less than a whole tile. */
+INLINE const uint8_t *amx_pairs(const uint8_t *w, int64_t k, int64_t n_lines, uint8_t copy[ROWS][QUAD_BYTES]) {
+    if (k + ROWS <= n_lines) return w + k * QUAD_BYTES;
+    memset(copy, 0, ROWS * QUAD_BYTES);
+    memcpy(copy, w + k * QUAD_BYTES, (size_t)(n_lines - k) * QUAD_BYTES);
+    WRITTEN();
+    return copy[0];
+}
+
+INLINE WITH_AMX void amx_pairs_of(const int has_second, const int n_panels, const struct linear *p, const uint8_t *w,
+                                  int64_t row, float sums[2][TILE_ROWS][PANEL]) {
+    const int64_t n_lines = padded_inputs(p) / 2, panel = bytes_of_panel(p);
+    const uint8_t *x = (const uint8_t *)p->quantized + row * QUAD_BYTES;
+    uint8_t copies[2][ROWS][QUAD_BYTES] LINED;
+    _tile_zero(0);
+    if (has_second) _tile_zero(1);
+    if (n_panels > 1) _tile_zero(2);
+    if (n_panels > 1 && has_second) _tile_zero(3);
+    for (int64_t k = 0; k < n_lines; k += ROWS, x += p->n_rows * QUAD_BYTES) {
+        _tile_loadd(INPUTS_0, x, QUAD_BYTES);
+        if (has_second) _tile_loadd(INPUTS_1, x + ROWS * QUAD_BYTES, QUAD_BYTES);
+        _tile_loadd(CODES_0, amx_pairs(w, k, n_lines, copies[0]), QUAD_BYTES);
+        if (n_panels > 1) _tile_loadd(CODES_1, amx_pairs(w + panel, k, n_lines, copies[1]), QUAD_BYTES);
+        _tile_dpbf16ps(0, INPUTS_0, CODES_0);
+        if (has_second) _tile_dpbf16ps(1, INPUTS_1, CODES_0);
+        if (n_panels > 1) _tile_dpbf16ps(2, INPUTS_0, CODES_1);
+        if (n_panels > 1 && has_second) _tile_dpbf16ps(3, INPUTS_1, CODES_1);
+    }
+    _tile_stored(0, sums[0][0], QUAD_BYTES);
+    if (has_second) _tile_stored(1, sums[0][ROWS], QUAD_BYTES);
+    if (n_panels > 1) _tile_stored(2, sums[1][0], QUAD_BYTES);
+    if (n_panels > 1 && has_second) _tile_stored(3, sums[1][ROWS], QUAD_BYTES);
+    WRITTEN();
+}
+
+/* sums[panel][row][output] of one panel or two and at most TILE_ROWS rows from `row` on. */
+WITH_AMX void shardnet_amx_pairs(const struct linear *p, const uint8_t *w, int n_panels, int64_t row, int n_rows,
+                                 float sums[2][TILE_ROWS][PANEL]) {
+    const int first = n_rows < ROWS ? n_rows : ROWS, second = n_rows - first;
+    amx_begin(QUAD_BYTES, first, second ? second : first);
+    if (second && n_panels > 1)
+        amx_pairs_of(1, 2, p, w, row, sums);
+    else if (second)
+        amx_pairs_of(1, 1, p, w, row, sums);
+    else if (n_panels > 1)
+        amx_pairs_of(0, 2, p, w, row, sums);
+    else
+        amx_pairs_of(0, 1, p, w, row, sums);
+    _tile_release();
 }
 
 /* Asks the system for the tiles' registers, which a process has only then. */
