@@ -17,7 +17,7 @@
 
 #include "tiles_avx512.h"
 
-#define WITH_AMX                                                                                            \
+#define WITH_AMX \
     __attribute__((target("amx-tile,amx-int8,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
 
 #define ROWS 16 /* of a tile */
@@ -89,7 +89,8 @@ INLINE WITH_AMX void amx_unpack_of(const int bits, const int is_book, const stru
     for (int64_t b = 0; b < s->n_blocks; b++) {
         const uint8_t *unit = s->blocks + b * f->block_bytes + f->header_bytes + s->from / UNIT * bits * QUAD_BYTES;
         for (int64_t k = 0; k < s->n_inputs; k += UNIT, unit += bits * QUAD_BYTES) {
-            for (int line = 0; line < bits; line++) _mm_prefetch((const char *)unit + line * QUAD_BYTES + AHEAD, _MM_HINT_T1);
+            for (int line = 0; line < bits; line++)
+                _mm_prefetch((const char *)unit + line * QUAD_BYTES + AHEAD, _MM_HINT_T1);
             UNROLLED for (int q = 0; q < UNIT / 4; q++, at++) {
                 const __m512i codes = amx_codes(bits, is_book, unit, q, book, offset);
                 if (!levels) {
@@ -98,7 +99,8 @@ INLINE WITH_AMX void amx_unpack_of(const int bits, const int is_book, const stru
                 }
                 if (q % 4 == 0) {
                     const int16_t *own = levels->scale[4 * at / f->group];
-                    scales = _mm512_permutexvar_epi16(twice, _mm512_castsi256_si512(_mm256_loadu_si256((const void *)own)));
+                    scales =
+                        _mm512_permutexvar_epi16(twice, _mm512_castsi256_si512(_mm256_loadu_si256((const void *)own)));
                 }
                 amx_scale(codes, scales, out->low[at], out->high[at]);
             }
@@ -113,8 +115,8 @@ static WITH_AMX void amx_unpack(const struct linear *p, const struct stretch *s,
         return;
     }
     switch (p->form.bits) {
-#define BITS(bits)                                   \
-    case bits:                                       \
+#define BITS(bits)                                 \
+    case bits:                                     \
         amx_unpack_of(bits, 0, p, s, levels, out); \
         return;
         BITS(2)
@@ -139,14 +141,14 @@ INLINE WITH_AMX void amx_multiply(const struct linear *p, const uint8_t (*codes)
                                   int64_t token, const int n, products out) {
     const int inputs = p->form.token_group;
     int64_t stride;
-#define GROUP(i, INPUTS, CODES)                                                 \
-    if (i < n) {                                                                \
-        const int8_t *x = lined_up(p, row, (token + i) * inputs, &stride);      \
-        _tile_zero(i);                                                          \
-        _tile_loadd(INPUTS, x, stride);                                         \
-        _tile_loadd(CODES, codes + i * inputs / 4, QUAD_BYTES);                 \
-        _tile_dpbssd(i, INPUTS, CODES);                                         \
-        _tile_stored(i, out[i], QUAD_BYTES);                                    \
+#define GROUP(i, INPUTS, CODES)                                            \
+    if (i < n) {                                                           \
+        const int8_t *x = lined_up(p, row, (token + i) * inputs, &stride); \
+        _tile_zero(i);                                                     \
+        _tile_loadd(INPUTS, x, stride);                                    \
+        _tile_loadd(CODES, codes + i * inputs / 4, QUAD_BYTES);            \
+        _tile_dpbssd(i, INPUTS, CODES);                                    \
+        _tile_stored(i, out[i], QUAD_BYTES);                               \
     }
     GROUP(0, INPUTS_0, CODES_0)
     GROUP(1, INPUTS_1, CODES_1)
@@ -218,7 +220,7 @@ struct paired_levels {
 INLINE WITH_AMX void amx_add_levels(const int groups, const struct linear *p, const struct paired_levels *paired, int t,
                                     int64_t at, int skipped, int32_t (*found)[ROWS][PANEL], float (*sums)[PANEL]) {
     const __m512 outer = _mm512_loadu_ps(paired->levels.outer), below = _mm512_loadu_ps(paired->levels.below);
-    const int16_t (*minimums)[PANEL][2] = paired->minimums + t * groups / 2;
+    const int16_t(*minimums)[PANEL][2] = paired->minimums + t * groups / 2;
     const int16_t *group_sums = p->group_sums + at * groups;
     const float *x_scales = p->scales + at;
     for (int r = skipped; r < ROWS; r++) {
@@ -257,7 +259,7 @@ INLINE WITH_AMX void amx_many_of(const int adds_minimum, const struct linear *p,
         WRITTEN();
         for (int r = 0; r < n_rows; r += ROWS)
             for (int g = 0; g < n; g += SUMS) {
-                const uint8_t (*codes)[QUAD_BYTES] = planes.low + g * f->token_group / 4;
+                const uint8_t(*codes)[QUAD_BYTES] = planes.low + g * f->token_group / 4;
                 const int begin = sixteen_at(r, n_rows), some = n - g < SUMS ? n - g : SUMS;
                 const int64_t at = token_at(p, row + begin, token + g);
                 amx_multiply(p, codes, row + begin, token + g, some, found);
@@ -306,7 +308,7 @@ INLINE WITH_AMX void amx_many_levels_of(const int groups, const struct linear *p
 
 #define AMX_MANY(NAME, WORK, with)                                                               \
     static WITH_AMX void NAME(const struct linear *p, const uint8_t *w, int64_t row, int n_rows, \
-                              float (*sums)[PANEL]) {                                            \
+                              float(*sums)[PANEL]) {                                             \
         WORK(with, p, w, row, n_rows, sums);                                                     \
     }
 AMX_MANY(amx_many, amx_many_of, 0)
@@ -375,5 +377,7 @@ WITH_AMX void shardnet_amx_pairs(const struct linear *p, const uint8_t *w, int n
 }
 
 /* Asks the system for the tiles' registers, which a process has only then. */
-int32_t shardnet_may_use_tiles(void) { return !syscall(SYS_arch_prctl, 0x1023, 18); } /* ARCH_REQ_XCOMP_PERM, XTILEDATA */
+int32_t shardnet_may_use_tiles(void) {
+    return !syscall(SYS_arch_prctl, 0x1023, 18);
+} /* ARCH_REQ_XCOMP_PERM, XTILEDATA */
 #endif
