@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.soak import cases
-from support.system.nodes import Machine, NodeProcess
+from support.system.nodes import Machine, NodeProcess, open_machine
 from support.system.parrot import LONG, Parrots
 
 from shardnet.api import Client, Message, connect
@@ -30,10 +31,12 @@ def talker(parrots: Parrots, tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def node(machine: Machine) -> NodeProcess:
-    [node] = machine.start_nodes("rosa")
-    return node
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    """A node of another machine than the commands."""
+    with open_machine(tmp_path_factory.mktemp("rosa") / "machine") as machine:
+        [node] = machine.start_nodes("rosa")
+        yield node
 
 
 @pytest.mark.parametrize("stages", cases([""], ["--local=2"]))
