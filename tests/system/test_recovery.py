@@ -35,7 +35,7 @@ REQUESTS: Sequence[Request] = (
     (  # a step may make many tokens of it
         "The cat and the",
         SamplingParams(temperature=0.7, seed=5),
-        {"speculate": "ngram", "max_tokens": 6 * N_TOKENS},
+        {"speculate": "ngram", "max_tokens": 4 * N_TOKENS},
     ),
     (
         "A list of words: ",

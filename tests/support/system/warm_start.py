@@ -40,11 +40,15 @@ PRELOADED = [
     *(f"shardnet_cli.commands.{name}" for name in ("pull",)),
     "shardnet.cluster.diagnosis.facts",
     "shardnet.model.fused.layers",
-    *(f"shardnet.runtime.stage.{name}" for name in ("sampling_stage", "torch_compute")),
+    "shardnet.model.devices.opencl",
+    "shardnet.runtime.stage.torch_compute",
     *(f"shardnet.stage.{name}" for name in ("load", "packs.pack_writer", "moves.slot_moves")),
+    "shardnet.stage.stage_audit",
     "shardnet.stage.prefixes.stage_prefixes",
     "shardnet.stage.streaming.layer_stream",
     "shardnet.stage.synthetic_model",
+    "shardnet.tokenizers.grammar.matcher",
+    *("filelock", "httpcore2", "httpx2", "yaml"),  # of what huggingface_hub imports
     "encodings.idna",
     "rich.progress",
     "typer._adapters",  # with pydantic, where that is installed
