@@ -238,7 +238,8 @@ def test_an_interrupted_pull_goes_on_where_it_stopped(
 ) -> None:
     size = len(hub.repos[REPO]["model.safetensors"])
     hub.cut_after_bytes, hub.holds_after_cut = size // 2, True
-    command = machine.begin("pull", REPO)
+    begin = machine.begin if how is signal.SIGINT else machine.begin_copy
+    command = begin("pull", REPO)
     hub.until_held()
     command.signal(how)
     result = command.wait()
