@@ -9,11 +9,13 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 
+import pytest
 from support.golden import check_shrinking
-from support.source import ROOT, UNLIMITED, code_lines, importers, sources
+from support.source import ROOT, UNLIMITED, code_lines, importers, nodes, sources
 
 SMALL = 50
 """A module with fewer lines of code and one importer is better a part of it."""
@@ -73,6 +75,13 @@ print(orders._order(read, Path("/m"), ()).form.added)
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _parse_once() -> Iterator[None]:
+    """Let go of what was parsed when all has looked at it."""
+    yield
+    nodes.cache_clear()
+
+
 def small_modules(modules: dict[str, str]) -> set[str]:
     """The modules that should be a part of their one importer.
 
@@ -91,7 +100,7 @@ def fields_of_structs(modules: dict[str, str]) -> dict[str, set[str]]:
     """The fields of every dataclass and msgspec struct, without those of its bases."""
     found = {}
     for path, source in modules.items():
-        for node in ast.walk(ast.parse(source)):
+        for node in nodes(source):
             if isinstance(node, ast.ClassDef) and (node.bases or node.decorator_list):
                 fields = {
                     line.target.id
@@ -117,14 +126,13 @@ def wide(modules: dict[str, str]) -> set[str]:
     """The functions that are too long or take too much."""
     found = set()
     for path, source in modules.items():
-        tree = ast.parse(source)
         owners = {
             each: f"{owner.name}."
-            for owner in ast.walk(tree)
+            for owner in nodes(source)
             if isinstance(owner, ast.ClassDef)
             for each in owner.body
         }
-        for node in ast.walk(tree):
+        for node in nodes(source):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) and node.body[1:] else node.body
                 n_lines = (node.end_lineno or 0) - body[0].lineno + 1

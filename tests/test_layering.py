@@ -1,14 +1,28 @@
-"""Who may import whom, as the design says; which modules stay pure; what stays clear of torch."""
+"""Who may import whom, as the design says; which modules stay pure; what stays clear of torch.
+
+What is imported is declared, and what is declared is imported, each for a reason.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
-from support.source import ROOMS, ROOT, UNLIMITED, imported_modules, module_of, sources
+from support.source import (
+    ROOMS,
+    ROOT,
+    UNLIMITED,
+    imported_modules,
+    module_of,
+    nodes,
+    sources,
+)
 
 # Low to high: a package may import itself and those named beside it, which stand above it here.
 BASE = {"errors", "json_schemas", "constraints", "types", "assets", "__init__"} | {
@@ -56,6 +70,16 @@ ALLOWED = {
     "shardnet/runtime/encoding/encoder.py": {"transformers"},
 }
 """What installed packages add, the commands in a table, and classes of the extra."""
+OWN = {"shardnet", "shardnet_cli"}
+IMPORTED_AS = {"pillow": "PIL"}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _parse_once() -> Iterator[None]:
+    """Let go of what was parsed when all has looked at it."""
+    yield
+    nodes.cache_clear()
 
 
 def is_pure(path: str) -> bool:
@@ -147,7 +171,7 @@ def test_imports_go_downward_only() -> None:
 def asks_for_family(source: str) -> bool:
     """Whether something is decided by the name of a model's family."""
     decisions: list[ast.AST] = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Compare):
             decisions += [node.left, *node.comparators]
         elif isinstance(node, ast.Match):
@@ -264,3 +288,29 @@ print("heavy:", *sorted(heavy))
     assert result.returncode == 0, result.stderr
     assert "generate" in result.stdout
     assert result.stdout.splitlines()[-1] == "heavy:"
+
+
+def test_the_declared_dependencies_are_the_imported_ones() -> None:
+    extras = PROJECT["optional-dependencies"]
+    lines = [*PROJECT["dependencies"], *extras["transformers"], *extras["opencl"]]
+    declared = {IMPORTED_AS.get(name, name.replace("-", "_")) for name in map(package_of, lines)}
+    found = {
+        module.partition(".")[0]
+        for path, source in sources().items()
+        for module in imported_modules(path, source)
+    }
+    assert found - sys.stdlib_module_names - OWN == declared
+
+
+def test_every_dependency_has_its_reason() -> None:
+    reasons = (ROOT / "docs" / "adr" / "0001-libraries.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\*\*([\w-]+)\*\*", reasons))
+    for line in PROJECT["dependencies"]:
+        assert package_of(line) in named
+
+
+def package_of(line: str) -> str:
+    """The package that a line of pyproject.toml names."""
+    found = re.match(r"[\w-]+", line)
+    assert found is not None
+    return found[0]

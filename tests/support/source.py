@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-import io
+import inspect
 import re
-import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -72,10 +72,6 @@ ROOMS: dict[str, list[str]] = {
 
 UNLIMITED = {"shardnet/model/families"}
 """Rooms that grow by one file for each model family: nobody reads them from end to end."""
-NO_CODE = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER),
-    *(tokenize.INDENT, tokenize.DEDENT),
-}
 TABLE_HEAD = "| module | what it does |\n|---|---|\n"
 
 
@@ -83,6 +79,12 @@ def sources() -> dict[str, str]:
     """Path relative to the checkout → source, of every module that is installed."""
     files = [*ROOT.glob("shardnet/**/*.py"), *ROOT.glob("cli/**/*.py")]
     return {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files}
+
+
+@cache
+def nodes(source: str) -> list[ast.AST]:
+    """Everything in a module, parsed once: who is done calls `nodes.cache_clear()` (200 MB)."""
+    return [*ast.walk(ast.parse(source))]
 
 
 def module_of(path: str) -> str:
@@ -93,7 +95,7 @@ def module_of(path: str) -> str:
 def imported_modules(path: str, source: str) -> Iterator[str]:
     """Everything named by an import statement anywhere in the source, by absolute names."""
     package = module_of(path).split(".")[:-1]
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -119,20 +121,24 @@ def importers(modules: dict[str, str]) -> dict[str, set[str]]:
 
 def code_lines(source: str) -> int:
     """Count the lines of code: none that are blank, comments or docstrings."""
-    docstrings = {
-        line
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if isinstance(node.value.value, str)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-    code = {
-        line
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type not in NO_CODE
-        for line in range(token.start[0], token.end[0] + 1)
-    }
+    lines = enumerate(source.split("\n"), 1)
+    code = {number for number, line in lines if line.strip() and line.strip()[0] != "#"}
+    docstrings: set[int] = set()
+    for node in nodes(source):
+        if isinstance(node, ast.Expr) and _is_text(node.value):
+            docstrings |= _lines_of(node)
+        elif isinstance(node, ast.expr) and _is_text(node):
+            code |= _lines_of(node)
     return len(code - docstrings)
+
+
+def _is_text(node: ast.expr) -> bool:
+    is_constant = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return is_constant or isinstance(node, ast.JoinedStr)
+
+
+def _lines_of(node: ast.expr | ast.stmt) -> set[int]:
+    return {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
 
 
 def modules_of(folder: Path) -> list[Path]:
@@ -150,10 +156,13 @@ def room_folders() -> Iterator[tuple[str, Path]]:
 
 def summary(path: Path) -> str:
     """The first paragraph of a module's docstring, which says what the module does."""
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    text = path.read_text(encoding="utf-8")
+    head = re.match(r'(?:#.*\n|\s)*(""".*?""")', text, re.DOTALL)  # to parse it all takes long
+    docstring = "" if head is None else inspect.cleandoc(ast.literal_eval(head[1]))
     return " ".join(docstring.partition("\n\n")[0].split())
 
 
+@cache
 def structure_table() -> str:
     """The table of docs/structures.md: every room and every module, as their docstrings say."""
     rows = [_row(f"`{path.name}`", path) for path in modules_of(ROOT / "shardnet")]
