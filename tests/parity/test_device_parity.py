@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.devices import DEVICE, HAS_VECTORS, HOST, compared, device_of
+from support.devices import DEVICE, HAS_VECTORS, HOST, HostOnce, compared, device_of
 from support.models.checkpoints import make_decoder
 from support.models.family_cases import CASES
 from support.rings import stage_chain
@@ -20,7 +20,6 @@ from shardnet.model.config.panel_form import Quantization
 from shardnet.model.devices import bits
 from shardnet.model.devices import driver as drivers
 from shardnet.model.devices.driver import Driver
-from shardnet.model.devices.host import HostDriver
 from shardnet.model.kernels.linear import probe
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
@@ -41,13 +40,16 @@ ALL = [f"{case}-{kind}" for case in CASES for kind in (HOST, DEVICE)]
 def test_a_stage_on_a_device_has_the_librarys_bits(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the text does not compute of a family the library does: the words are the same."""
+    """What the text does not compute of a family the library does: the words are the same.
+
+    Weights have 4 bits, by OpenCL 8 in the usual form: its compiler takes 2 s for a text.
+    """
     name, _, kind = case.rpartition("-")
     folder = make_decoder(tmp_path, name.split("-")[0], **CASES[name])
     n_layers = Checkpoint.open(folder).config.n_layers
-    choice = probe(
-        torch.device("cpu"), DType.FLOAT32, None, Quantization.INT4, arith=Arith.PORTABLE
-    )
+    of_4_bits = kind == HOST or case not in USUAL  # those of 8 bits are beside them: texts more
+    quantization = Quantization.INT4 if of_4_bits else Quantization.INT8
+    choice = probe(torch.device("cpu"), DType.FLOAT32, None, quantization, arith=Arith.PORTABLE)
     whole = StageChain.load(folder, even_split(n_layers, 1), choice).generate(PROMPTS, 3)
     device = device_of(kind)
     monkeypatch.setattr(stage_chain, "load_stage", functools.partial(load_stage, on=device))
@@ -200,11 +202,13 @@ def _states(chain: StageChain, before: Any) -> list[torch.Tensor]:
 
 
 def test_a_device_with_other_bits_is_a_class_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bits.error_of(HostDriver()) == 0
+    assert bits.error_of(HostOnce()) == 0
     own = drivers.part_of_text
+    exact = "exponential(ADD(score[at], -most[at / KEYS]))"
+    assert exact in own("attention")
     monkeypatch.setattr(
         drivers,
         "part_of_text",
-        lambda name: own(name).replace("FMA(y, rest, 0.5f)", "FMA(y, rest, 0.50001f)"),
+        lambda name: own(name).replace(exact, exact.replace("ADD(", "MUL(1.00001f, ADD(") + ")"),
     )
-    assert 0 < bits.error_of(HostDriver()) < 1e-2
+    assert 0 < bits.error_of(HostOnce()) < 1e-2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from shardnet.errors import ConfigurationError
 from shardnet.model.devices.bits import open_device
 from shardnet.model.devices.device_layers import Device
+from shardnet.model.devices.driver import Kernel
 from shardnet.model.devices.host import HostDriver
 from shardnet.model.kernels.library import Isa, native_kernels
 
@@ -24,6 +26,20 @@ the batch."""
 compared = pytest.mark.skipif(_NATIVE is None, reason="it is compared with the library")
 
 
+class HostOnce(HostDriver):
+    """The kernel text by this machine's C compiler, each text compiled once a process."""
+
+    def compile(self, text: str, names: Sequence[str]) -> Mapping[str, Kernel]:
+        """See Driver."""
+        key = self._command, text
+        if key not in _COMPILED:
+            _COMPILED[key] = super().compile(text, names)
+        return _COMPILED[key]
+
+
+_COMPILED: dict[tuple[tuple[str, ...], str], Mapping[str, Kernel]] = {}
+
+
 @functools.cache
 def device_of(kind: str) -> Device:
     """Return a device; skip the test where it is not here.
@@ -31,7 +47,7 @@ def device_of(kind: str) -> Device:
     A kind other than `DEVICE` and `host` is the order in which the host runs a group's threads.
     """
     if kind != DEVICE:
-        return Device(HostDriver() if kind == HOST else HostDriver(kind))
+        return Device(HostOnce() if kind == HOST else HostOnce(kind))
     try:
         return open_device(DEVICE)
     except ConfigurationError as error:

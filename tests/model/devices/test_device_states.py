@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.devices import DEVICE, compared, device_of
+from support.devices import DEVICE, HostOnce, compared, device_of
 
 from shardnet.model.devices.device_recurrence import STATE_NAMES, STATE_PARTS
 from shardnet.model.devices.device_states import NO_CELL
 from shardnet.model.devices.driver import THREADS, Array, Buffer, Driver, launch, whole_text
-from shardnet.model.devices.host import HostDriver
 
 pytestmark = compared
 KERNEL = """
@@ -46,7 +45,7 @@ def test_decays_by_whole_numbers_have_the_bits_of_doubles() -> None:
 
 
 def _decays(given: Array, options: tuple[str, ...]) -> Array:
-    driver = HostDriver(options=options)
+    driver = HostOnce(options=options)
     text = whole_text(driver.dialect, {}, *STATE_PARTS) + KERNEL
     buffers = _put(driver, given), driver.empty(given.nbytes)
     kernel = driver.compile(text, ["decays"])["decays"]
@@ -56,10 +55,10 @@ def _decays(given: Array, options: tuple[str, ...]) -> Array:
 
 @pytest.mark.parametrize("kind", ["(THREADS - 1 - (i))", "without doubles", DEVICE])
 def test_states_have_the_same_bits_in_any_order_and_dialect(kind: str) -> None:
-    driver: Driver = HostDriver(options=WITHOUT_DOUBLES)
+    driver: Driver = HostOnce(options=WITHOUT_DOUBLES)
     if kind != "without doubles":
         driver = device_of(kind).driver
-    for found, expected in zip(_all(driver), _all(HostDriver()), strict=True):
+    for found, expected in zip(_all(driver), _all(HostOnce()), strict=True):
         assert np.array_equal(found.view(np.uint32), expected.view(np.uint32))
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.devices import DEVICE, HOST, device_of
+from support.devices import DEVICE, HOST, HostOnce, device_of
 from support.models.random_panels import FORMS, random_panels
 from support.soak import cases
 from torch import Tensor
@@ -17,7 +17,6 @@ from shardnet.errors import ConfigurationError
 from shardnet.model.config.panel_form import FLOAT16, GGUF_FORMS
 from shardnet.model.devices import driver as drivers
 from shardnet.model.devices.device_layers import Device
-from shardnet.model.devices.host import HostDriver
 from shardnet.model.devices.products import DeviceProduct
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.panel_linear import PanelLinear
@@ -124,4 +123,4 @@ def test_a_wrong_text_is_found_out(
     )  # fmt: skip
     linear = PanelLinear([random_panels(Q6_K, 16, 1024)], None)
     with pytest.raises(ConfigurationError, match="has other bits for Q6_K"):
-        Device(HostDriver()).product(linear)
+        Device(HostOnce()).product(linear)
