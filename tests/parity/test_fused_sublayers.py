@@ -53,6 +53,7 @@ from shardnet.types import (
 
 pytestmark = needs_library
 ISAS = ("portable", "avx2", "")
+DTYPES = (torch.float32, torch.bfloat16)
 WIDTH, INNER = 40, 72
 
 SUBLAYERS_BY_FAMILY = {
@@ -71,6 +72,7 @@ SUBLAYERS_BY_FAMILY = {
     "deepseek_v2": (False, True),
 }
 """Families whose first layer has its attention, its MLP computed by the library."""
+IN_INT8 = ["mistral-odd", "phi3-partial-tied", "gemma2", "olmo2", "gpt_oss", "deepseek_v2"]
 IN_BFLOAT16 = ["mistral-odd", "phi3-partial-tied", "gemma2", "olmo2", "gpt_oss", "deepseek_v2"]
 
 
@@ -86,11 +88,6 @@ def kernels_named(name: str) -> NativeKernels:
 
 def native(dtype: DType) -> KernelChoice:
     return KernelChoice(dtype=dtype, kernel=Kernel.NATIVE, exact_rows=32, min_rows=1)
-
-
-@pytest.fixture(params=list(SUBLAYERS_BY_FAMILY))
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def chains(folder: Path, choice: KernelChoice, kv_dtype: KvDType) -> tuple[StageChain, StageChain]:
@@ -125,7 +122,13 @@ def batches() -> Iterator[tuple[Rows, ...]]:
     yield (rows(0, 274, 1), rows(3, 33, 32))
 
 
-@pytest.mark.parametrize("kv_dtype", [KvDType.AUTO, KvDType.INT8], ids=["kv", "kv-int8"])
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"),
+    cases(
+        [*product(SUBLAYERS_BY_FAMILY, [KvDType.AUTO]), *product(IN_INT8, [KvDType.INT8])],
+        [(family, KvDType.INT8) for family in SUBLAYERS_BY_FAMILY if family not in IN_INT8],
+    ),
+)
 def test_every_family_computes_what_torch_does(
     family: str, kv_dtype: KvDType, tmp_path: Path
 ) -> None:
@@ -262,10 +265,19 @@ class Runner:
             return self.layer(hidden.to(self.dtype), 0, self.table.at(step.positions), step)
 
 
-@pytest.mark.parametrize("name", ISAS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+SHAPES = [(8, (6, 2)), (64, (9, 1)), (128, (2, 2)), (22, (20, 2))]
+EACH_SHAPE = [*product(ISAS, DTYPES, SHAPES)]
+USUAL_SHAPES = [
+    (name, DTYPES[(place + other) % 2], shape)
+    for place, name in enumerate(ISAS)
+    for other, shape in enumerate(SHAPES)
+]
+"""Each shape for each instruction set, in one dtype and the other in turns."""
+
+
 @pytest.mark.parametrize(
-    "shape", [(8, (6, 2)), (64, (9, 1)), (128, (2, 2)), (22, (20, 2))], ids=str
+    ("name", "dtype", "shape"),
+    cases(USUAL_SHAPES, [each for each in EACH_SHAPE if each not in USUAL_SHAPES]),
 )
 def test_every_instruction_set_computes_what_torch_does(
     name: str, dtype: torch.dtype, shape: tuple[int, tuple[int, int]]
@@ -374,8 +386,6 @@ KINDS = {
     "sinks": AttentionKind(window=200, sinks=numbers(2, 3, 1)),
 }
 
-
-DTYPES = (torch.float32, torch.bfloat16)
 EACH_WAY = [*product(KINDS, DTYPES, KvDType)]
 USUAL_WAYS = [
     (kind, dtype, kv_dtype)
@@ -418,8 +428,14 @@ def test_a_position_has_the_same_bits_in_any_chunk_on_any_machine(
         assert all(map(torch.equal, result, results[0]))
 
 
-@pytest.mark.parametrize("name", ISAS)
-@pytest.mark.parametrize("window", [None, 20, 300])
+WINDOWS = (None, 20, 300)
+IN_TURNS = [*zip(ISAS, WINDOWS, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    cases(IN_TURNS, [each for each in product(ISAS, WINDOWS) if each not in IN_TURNS]),
+)
 def test_a_slot_is_read_where_it_is_after_it_has_moved(name: str, window: int | None) -> None:
     """It grows in blocks, gives up what its window does not see, and shares blocks with a copy."""
     plain = layer_by_torch(name, window=window)

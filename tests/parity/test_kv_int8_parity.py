@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from support.models.checkpoints import make_decoder, make_gpt2
+from support.models.family_cases import CASES as FLOAT_CASES
+from support.models.family_cases import SELDOM
 from support.oracles.oracle import FLOAT32_TOLERANCE, load_reference, reference_logits
 from support.oracles.plain_kv import plain_groups, plain_restored, plain_scale
 from support.rings.stage_chain import CPU, Rows, StageChain, even_split, probed, random_prompt
@@ -40,6 +42,15 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2_moe-24": {"head_dim": 24},
     "youtu": {"pad_token_id": None},  # transformers makes zeros of the head's row of padding
 }
+OWN_WAYS = (
+    *("llama", "llama-wide", "llama-odd", "llama-20", "llama-22", "qwen2_moe-24", "gpt2"),
+    *("gpt_oss", "gemma3_text", "phi3", "deepseek_v2", "deepseek_v3", "deepseek_v32", "youtu"),
+    *("llama4_text", "qwen3_next", "mimo_v2_flash", "kimi_linear", "falcon_h1", "gemma4_text"),
+)
+"""Sizes of heads, windows, sinks, latents, rows that are chosen, pairs, states beside."""
+IN_FLOATS = {case.split("-")[0] for case in FLOAT_CASES if case not in SELDOM}
+"""Families that test_family_parity.py has in the suite."""
+USUAL = [case for case in CASES if case in OWN_WAYS or case not in IN_FLOATS]
 ERROR, ERROR_WITH_EXPERTS = 0.04, 0.25
 """How far rounding moves the logits of these random models at most, as a share of their size. With
 experts some rows visit others."""
@@ -132,14 +143,14 @@ def given_logits(reference: Any, cache: GivenCache, ids: list[int]) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(USUAL, [case for case in CASES if case not in USUAL]))
 def test_logits_are_those_of_transformers_with_these_keys_and_values(
     case: str, tmp_path: Path
 ) -> None:
     """A prompt, then decoding; and how far all of it is from what nobody rounded."""
     folder = make(tmp_path, case)
     chain, reference = load(folder), load_reference(folder)
-    prompt = random_prompt(50, 300)
+    prompt = random_prompt(40, 300)
     (logits,) = chain.generate([prompt], 5)
     ids = prompt + logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
     config = Checkpoint.open(folder).config

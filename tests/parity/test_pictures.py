@@ -7,6 +7,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from support.rings.stage_chain import (
     probed,
     random_prompt,
 )
+from support.soak import cases
 from torch import Tensor
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 
@@ -53,6 +55,10 @@ from shardnet.types import DType, LayerRange
 N_TOKENS = 6
 HOW = {"max_new_tokens": N_TOKENS, "min_new_tokens": N_TOKENS, "do_sample": False}
 CHOICE = probed(CPU, DType.FLOAT32, None)
+WITH_FILES = [name for name, case in CASES.items() if case.wrapper in PROJECTORS]
+KINDS = (Kind.F16, Kind.BF16, Kind.Q8_0)
+PLAIN = [*product(WITH_FILES, [Kind.F32]), *product(WITH_FILES[:1], KINDS)]
+ROUNDED = [*product(WITH_FILES[1:], KINDS)]
 SIZES = [(37, 53), (100, 61), (60, 60), (7, 90)]
 
 
@@ -219,7 +225,7 @@ def test_whole_models_write_the_same_at_every_split(
         ].tolist()
     n_layers = Checkpoint.open(folder).config.n_layers
     seen: list[Tensor] = []
-    for n_stages in range(1, n_layers + 1):
+    for n_stages in cases([1, n_layers], range(2, n_layers)):
         chain = StageChain.load(folder, even_split(n_layers, n_stages))
         logits = prompt.logits(chain)
         torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32_TOLERANCE)
@@ -269,13 +275,17 @@ async def in_a_ring(
         return [said.tokens for said in (alone, one, other)]
 
 
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0], ids=str)
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        pytest.param(CASES[name], kind, id=f"{name}-{kind.name}")
+        for name, kind in cases(PLAIN, ROUNDED)
+    ],
+)
 def test_a_projector_file_gives_the_rows_of_its_weights(
     case: VisionCase, kind: Kind, tmp_path: Path
 ) -> None:
     """Of a file with the values of `kind` in float32; of F32 also those of the safetensors."""
-    if case.wrapper not in PROJECTORS:
-        pytest.skip("llama.cpp has no projector of this kind")
     folder = case.make(tmp_path / "whole", **case.wide)
     text = make_decoder(tmp_path / "text", "llama")
     model = write_gguf(text, tmp_path / "model.gguf")

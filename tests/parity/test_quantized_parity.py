@@ -15,6 +15,7 @@ from support.models.checkpoints import make_decoder, make_gpt2
 from support.needs import needs_library
 from support.oracles.oracle import check_generation, load_reference, reference_logits
 from support.rings.stage_chain import CPU, StageChain, even_split, probed, random_prompt
+from support.soak import cases
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -38,6 +39,11 @@ CASES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "gpt2": {},
 }
+EACH = [(family, kind) for family in CASES for kind in Quantization]
+IN_TURNS = [list(Quantization)[place % len(Quantization)] for place in range(len(CASES))]
+BY_TORCH = [*zip(CASES, IN_TURNS, strict=True)]
+BY_LIBRARY = [way for way in EACH if way not in BY_TORCH]
+"""Each family with one kind by torch and the other by the library."""
 KEPT = (
     *("shared_expert_gate", "kv_b_proj", "in_proj_a", "in_proj_b"),
     *(".b_proj", ".f_a_proj", ".f_b_proj"),
@@ -85,8 +91,7 @@ def choice_of(kind: Quantization) -> KernelChoice:
     return probed(CPU, DType.FLOAT32, None, kind)
 
 
-@pytest.mark.parametrize("kind", list(Quantization))
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize(("family", "kind"), cases(BY_TORCH, BY_LIBRARY))
 def test_logits_are_those_of_transformers_with_these_weights(
     family: str, kind: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,8 +104,7 @@ def test_logits_are_those_of_transformers_with_these_weights(
 
 
 @needs_library
-@pytest.mark.parametrize("kind", list(Quantization))
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize(("family", "kind"), cases(BY_LIBRARY, BY_TORCH))
 def test_compiled_products_stay_near_and_splits_change_nothing(
     family: str, kind: Quantization, tmp_path: Path
 ) -> None:

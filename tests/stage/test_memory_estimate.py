@@ -39,8 +39,12 @@ from shardnet.stage.estimate.memory_estimate import (
 )
 from shardnet.types import DType, KvDType, LayerRange, SlotId
 
+TIED = ("llama", "gpt2", "gemma3_text", "qwen3_moe", "deepseek_v3", "qwen3_next", "lfm2")
+USUAL = [*product(FAMILIES, ["own-head"]), *product(TIED, ["tied"])]
+OTHERS = [each for each in product(FAMILIES, ["tied"]) if each not in USUAL]
 
-@pytest.fixture(scope="module", params=product(FAMILIES, ["own-head", "tied"]), ids="-".join)
+
+@pytest.fixture(scope="module", params=cases(USUAL, OTHERS), ids="-".join)
 def stored_and_tied(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Checkpoint, bool]:

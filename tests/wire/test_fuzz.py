@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.soak import examples
 from support.strategies.wire_strategies import feed, hello, joined, pair
 
 from shardnet.errors import LinkError, RemoteProtocolError, ShardnetError
@@ -40,7 +41,7 @@ from shardnet.wire.messages.generation import Cancel
 from shardnet.wire.messages.handshake import Purpose, error_frame, hello_frame, read_error
 from shardnet.wire.payloads.data import StepData, data_frame, read_data, read_tokens, tokens_frame
 
-ROUNDS = 5000
+ROUNDS = examples(1500)
 SMALL = Limits(
     hello_meta_bytes=500,
     error_meta_bytes=500,

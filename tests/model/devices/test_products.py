@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.devices import DEVICE, HOST, HostOnce, device_of
 from support.models.random_panels import FORMS, random_panels
-from support.soak import cases
+from support.soak import cases, is_soak
 from torch import Tensor
 
 from shardnet.errors import ConfigurationError
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(native_kernels() is None, reason="it is compared
 REVERSE, SHUFFLED = "(255 - (i))", "((i) * 5 + 3) % 256"
 Q4_K, Q6_K = GGUF_FORMS["Q4_K"], GGUF_FORMS["Q6_K"]
 BY_DEVICE = [f"{form.name}-{DEVICE}" for form in (Q4_K,)]
+IN_ALL_ROWS = {*BY_DEVICE, f"{Q4_K.name}-{HOST}", f"{FLOAT16.name}-{HOST}"}
 ALL = [f"{form.name}-{kind}" for kind in (HOST, DEVICE) for form in FORMS]
 
 
@@ -62,16 +63,16 @@ def same(found: Tensor, expected: Tensor) -> bool:
     cases([name for name in ALL if HOST in name] + BY_DEVICE, [n for n in ALL if DEVICE in n]),
 )
 def test_every_form_has_the_librarys_bits(case: str) -> None:
-    """Of 1, 2, 8 and 33 rows with odd sizes; values that are no number come through."""
+    """Of 1 and 33 rows with odd sizes, some of 2 and 8; values that are no number come through."""
     name, _, kind = case.rpartition("-")
     form = next(form for form in FORMS if form.name == name)
     n_out, n_in = 40, 300 if form.block_inputs < 256 else 2 * form.block_inputs
     panels, device = random_panels(form, n_out, n_in), device_of(kind)
     linear = PanelLinear([panels], None)
     assert linear.is_native
-    for n_rows in (1, 2, 8, 33):
+    for n_rows in (1, 2, 8, 33) if is_soak() or case in IN_ALL_ROWS else (1, 33):
         rows = random_rows(n_rows, n_in)
-        rows[n_rows // 2, 7] = math.nan if n_rows == 8 else 1e-30
+        rows[n_rows // 2, 7] = math.nan if n_rows > 2 else 1e-30
         assert same(multiplied(device, [panels], rows, None), linear(rows)), n_rows
 
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.soak import examples
 from support.strategies.msgspec_strategies import values
 from support.strategies.wire_strategies import encoded, hello
 
@@ -42,7 +43,7 @@ from shardnet.wire.messages.handshake import (
 
 @pytest.mark.parametrize("kind", ControlMessage.__args__, ids=lambda kind: kind.__name__)
 def test_control_round_trip(kind: type[Any]) -> None:
-    @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples(8), suppress_health_check=[HealthCheck.too_slow])
     @given(values(kind))
     def round_trip(message: Any) -> None:
         assert read_control(control_frame(message)) == message
@@ -52,7 +53,7 @@ def test_control_round_trip(kind: type[Any]) -> None:
 
 @pytest.mark.parametrize("kind", BulkMessage.__args__, ids=lambda kind: kind.__name__)
 def test_bulk_round_trip(kind: type[Any]) -> None:
-    @settings(max_examples=20)
+    @settings(max_examples=examples(8))
     @given(values(kind))
     def round_trip(message: Any) -> None:
         assert read_bulk(bulk_frame(message)) == message

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.soak import examples
 from support.strategies.msgspec_strategies import values
 
 from shardnet.wire.framing.frames import Frame, FrameKind
@@ -19,7 +20,7 @@ MESSAGES: tuple[type[msgspec.Struct], ...] = get_args(ControlMessage)
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 def test_any_library_reads_and_writes_a_control_message(kind: type[msgspec.Struct]) -> None:
-    @settings(max_examples=20)
+    @settings(max_examples=examples(6))
     @given(values(kind))
     def check(message: Any) -> None:
         meta = bytes(control_frame(message).meta)
