@@ -26,7 +26,7 @@ ADDED_ID = 310
 HOLES = [n for n in range(N_TOKENS, VOCAB_SIZE) if n != ADDED_ID]
 """The checkpoint's ids without a token: before and behind one that a file adds."""
 
-MAX_TOKENS = 24
+MAX_TOKENS = 12
 PROMPTS = [random_prompt(n, N_TOKENS, seed=n) for n in (5, 17, 40)]
 
 

@@ -29,7 +29,7 @@ from shardnet.types import Epoch, LayerRange, LiveState, SequenceId
 
 @pytest.fixture(
     scope="module",
-    params=cases(["qwen3_5_text", "lfm2", "nemotron_h", "falcon_h1"], ["kimi_linear"]),
+    params=cases(["qwen3_5_text", "lfm2", "falcon_h1"], ["nemotron_h", "kimi_linear"]),
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family: str = request.param

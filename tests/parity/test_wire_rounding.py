@@ -15,6 +15,7 @@ from support.rings.stage_chain import (
     probed,
     random_prompt,
 )
+from support.soak import cases
 from torch import Tensor
 
 from shardnet.errors import WrongValuesError
@@ -130,7 +131,7 @@ def sampled(logits: Tensor, positions: range) -> list[Samples]:
 
 
 @pytest.mark.parametrize("wire", NARROW, ids=lambda d: d.value)
-@pytest.mark.parametrize("ranges", SPLITS, ids=["in-two", "layer-by-layer"])
+@pytest.mark.parametrize("ranges", cases(SPLITS[1:], SPLITS[:1]), ids=lambda ranges: len(ranges))
 def test_a_ring_is_the_model_that_rounds_at_its_borders(
     folder: Path, choice: KernelChoice, ranges: list[LayerRange], wire: WireDType
 ) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +10,10 @@ import torch
 from support.models.checkpoints import make_decoder, make_gpt2, make_llama
 from support.models.family_cases import CASES
 from support.needs import HAS_VECTORS, needs_library
+from support.rings.stage_chain import CPU
 from support.rings.stage_forms import form_of, with_form
 from support.soak import cases, is_soak
+from xxhash import xxh3_64
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.member.kv_orders import compute_layer
@@ -25,10 +24,13 @@ from shardnet.errors import (
     RemoteProtocolError,
     WrongValuesError,
 )
-from shardnet.model.kernels.library import Isa, native_kernels
+from shardnet.model.kernels.codec import to_bytes
+from shardnet.model.kernels.library import ISA_VARIABLE, Isa, native_kernels
+from shardnet.model.kernels.linear import probe
 from shardnet.runtime.loading.loaded_stage import LoadedStage
 from shardnet.runtime.loading.loading import load
 from shardnet.runtime.stage.stage_order import StageOrder
+from shardnet.stage.load import load_stage
 from shardnet.stage.stage_audit import StageAudit
 from shardnet.types import BLOCK_POSITIONS, Arith, DType, LayerRange, SlotId
 
@@ -184,49 +186,43 @@ def test_what_cannot_be_computed_is_refused_by_name(
         compute_layer(order, 1, b"")
 
 
-MANY = """
-import sys
-from pathlib import Path
-import torch
-from xxhash import xxh3_64
-from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.model.kernels.linear import probe
-from shardnet.model.kernels.codec import to_bytes
-from shardnet.stage.load import load_stage
-from shardnet.types import Arith, DType, LayerRange
-
-torch.set_num_threads(1)
-cpu, n_chunks = torch.device("cpu"), int(sys.argv[2])
-model = load_stage(
-    Checkpoint.open(Path(sys.argv[1])), LayerRange(1, 3), device=cpu, room_blocks=1,
-    choice=probe(cpu, DType.BFLOAT16, DType.BFLOAT16, arith=Arith.PORTABLE),
-    progress=lambda done, total: None, context=256,
-)
-noise, digest = torch.Generator().manual_seed(1), xxh3_64()
-for _ in range(n_chunks):
-    rows = torch.randn(256, model.width, generator=noise).bfloat16().float()
-    for state in model.trial(rows, 256):
-        digest.update(to_bytes(state))
-print(digest.hexdigest())
-"""
+def digest(folder: Path, n_chunks: int) -> str:
+    """Of what two layers give for random rows."""
+    choice = probe(CPU, DType.BFLOAT16, DType.BFLOAT16, arith=Arith.PORTABLE)
+    model = load_stage(
+        Checkpoint.open(folder),
+        LayerRange(1, 3),
+        device=CPU,
+        room_blocks=1,
+        choice=choice,
+        progress=lambda done, total: None,
+        context=256,
+    )
+    noise, made = torch.Generator().manual_seed(1), xxh3_64()
+    for _ in range(n_chunks):
+        rows = torch.randn(256, model.width, generator=noise).bfloat16().float()
+        for state in model.trial(rows, 256):
+            made.update(to_bytes(state))
+    return made.hexdigest()
 
 
 @pytest.mark.timeout(3000 if is_soak() else 120)
 def test_no_row_is_unlike_over_instruction_sets(tmp_path: Path) -> None:
     """In the long form a million rows."""
     folder = make_llama(tmp_path / "llama", dtype=torch.bfloat16)
-    n_chunks = 3907 if is_soak() else 3
+    n_chunks = 3907 if is_soak() else 8
     native = native_kernels()
     assert native is not None
     sets = {native.isa.name.lower(), "portable"} | ({"avx2"} if native.isa is Isa.AVX512 else set())
 
-    def digest(isa: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-c", MANY, str(folder), str(n_chunks)],
-            env=os.environ | {"SHARDNET_ISA": isa},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-
-    assert len({digest(isa) for isa in sets}) == 1
+    found = set()
+    for isa in sets:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(ISA_VARIABLE, isa)
+            native_kernels.cache_clear()
+            taken = native_kernels()
+            assert taken is not None
+            assert taken.isa.name.lower() == isa
+            found.add(digest(folder, n_chunks))
+        native_kernels.cache_clear()
+    assert len(found) == 1
