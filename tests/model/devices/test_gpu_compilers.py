@@ -64,7 +64,9 @@ def test_clang_takes_all_texts_for_amd(architecture: str, tmp_path: Path) -> Non
         found = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
         assert found.returncode == 0, found.stderr[:2000]
         # Scalars that find no register of their own lie in vector registers: memory is what costs.
-        spilled = re.findall(r"(?:vgpr_spill_count|private_segment_fixed_size): +(\d+)", found.stdout)
+        spilled = re.findall(
+            r"(?:vgpr_spill_count|private_segment_fixed_size): +(\d+)", found.stdout
+        )
         assert spilled
         assert set(spilled) == {"0"}
 
