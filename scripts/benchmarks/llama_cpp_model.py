@@ -168,7 +168,6 @@ def quantise(source: Path, target: Path, kind: str, threads: int) -> Path:
     return target
 
 
-@cache
 class LlamaCppTower:
     """A projector file in llama.cpp, beside a language model of its width. To be closed."""
 
@@ -221,6 +220,7 @@ class LlamaCppTower:
                 raise SystemExit("llama.cpp failed to encode the picture")
 
 
+@cache
 def start() -> object:
     """Start llama.cpp without its log, once; return what it calls to log, which must outlive it."""
     import llama_cpp
