@@ -153,7 +153,8 @@ def no_tower() -> ShardnetError:
     """Return the error of a picture for a stage that cannot encode it."""
     return UnsupportedModelError(
         "the ring's first stage has no tower that could encode pictures",
-        remedy="lead the ring by a node that has all of the model's files",
+        remedy="lead the ring by a node that has all of the model's files; if they came after the "
+        "model was loaded, first: shardnet unload",
     )
 
 
