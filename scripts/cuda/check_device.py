@@ -109,7 +109,7 @@ def machine(device: torch.device) -> Iterator[Cells]:
     yield "compiled kernels", find_isa(os.environ) or "none for this system"
     native = native_kernels()
     if native is not None:
-        yield "bfloat16 pairs, tiles of bytes", str(native.has_pairs), str(native.has_tiles)
+        yield "bfloat16 pairs, tiles (AMX)", str(native.has_pairs), str(native.has_tiles)
     yield "device", str(device)
 
 

@@ -247,7 +247,7 @@ class NodeBenchmark:
             arith=device.arith(Arith(message.arith)),
             # Equal groups of cores are measured once.
             device=device.kind if device.cores else device.description,
-            isa=device.isa,
+            isa=f"{device.isa}, {device.arithmetic}",
             torch=device.torch,
             threads=threads,
             cores=available_cores(),
