@@ -376,8 +376,9 @@ WITH_AMX void shardnet_amx_pairs(const struct linear *p, const uint8_t *w, int n
     _tile_release();
 }
 
+#define ARCH_REQ_XCOMP_PERM 0x1023
+#define XTILEDATA 18
+
 /* Asks the system for the tiles' registers, which a process has only then. */
-int32_t shardnet_may_use_tiles(void) {
-    return !syscall(SYS_arch_prctl, 0x1023, 18);
-} /* ARCH_REQ_XCOMP_PERM, XTILEDATA */
+int32_t shardnet_may_use_tiles(void) { return !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA); }
 #endif
