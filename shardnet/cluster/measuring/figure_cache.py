@@ -47,8 +47,8 @@ _SHAPE_FIELDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureKey:
-    """What a figure depends on: `isa` is a `Device`'s with its arithmetic, `torch` that of `Device`,
-    `cores` are those that the process may use.
+    """What a figure depends on: `isa`, `arithmetic` and `torch` are those of `Device`, `cores` are
+    those that the process may use.
     """
 
     shape: tuple[tuple[str, str], ...]
@@ -58,6 +58,7 @@ class FigureKey:
     arith: Arith = Arith.FAST
     device: str
     isa: str
+    arithmetic: str
     torch: str
     threads: int
     cores: int

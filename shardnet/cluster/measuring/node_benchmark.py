@@ -247,7 +247,8 @@ class NodeBenchmark:
             arith=device.arith(Arith(message.arith)),
             # Equal groups of cores are measured once.
             device=device.kind if device.cores else device.description,
-            isa=f"{device.isa}, {device.arithmetic}",
+            isa=device.isa,
+            arithmetic=device.arithmetic,
             torch=device.torch,
             threads=threads,
             cores=available_cores(),

@@ -44,6 +44,7 @@ def key(dtype: DType = DType.BFLOAT16, **changes: Any) -> FigureKey:
     values = {
         "device": "cpu",
         "isa": "avx2",
+        "arithmetic": "portable",
         "torch": "2",
         "threads": 2,
         "cores": 4,
@@ -81,6 +82,7 @@ def test_what_another_node_of_the_machine_has_corrected_counts(tmp_path: Path) -
         {"device": "cuda (X)"},
         {"isa": "none"},
         {"isa": "off"},
+        {"arithmetic": "AMX bfloat16"},
         {"torch": "3"},
         {"threads": 1},
         {"cores": 2},
