@@ -80,7 +80,7 @@ INLINE int uses_amx_pairs(const struct linear *p) { return p->pairs && p->has_ti
 
 /* Whether quantised rows are. */
 INLINE int uses_amx(const struct linear *p) {
-    return p->has_tiles && p->team.isa == AVX512 && p->n_rows >= MANY_ROWS && !is_float(&p->form);
+    return p->has_tiles && p->n_rows >= MANY_ROWS && !is_float(&p->form);
 }
 
 /* Where the quantised inputs of a row lie for AMX, from `input` on up to the next multiple of a line, and the bytes to
