@@ -65,9 +65,10 @@ def main() -> None:
         if arguments.forms and form.name not in arguments.forms:
             continue
         own = _product(form, arguments.outputs)
-        twin = PanelLinear(own.parts, None, other)
         if other is None:
             twin = _product(_twin(form), arguments.outputs)
+        else:
+            twin = PanelLinear(own.parts, None, other)
         rows = torch.randn(arguments.rows, N_IN)
         times = [
             (_call_s(own, rows, arguments.calls), _call_s(twin, rows, arguments.calls))
