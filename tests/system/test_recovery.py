@@ -123,7 +123,9 @@ def test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(machine: Machin
             first, second = await until_over(client, 2)
             assert (first.lost, first.nodes) == (["bert"], ["anna", "cleo"])
             assert (second.lost, second.nodes) == (["cleo"], ["anna"])
-            assert first.n_requests >= (1 if IS_DETERMINISTIC else len(REQUESTS))
+            # A fast ring may be done with one before its tokens of the kill are here.
+            n_recovered = sum(RequestState.RECOVERING in seen for seen in states)
+            assert 1 <= first.n_requests <= n_recovered
             if first.error:  # the tail was lost before all had caught up
                 assert "cleo" in first.error
                 first_error.append(first.error)
