@@ -1,18 +1,21 @@
 """Benchmark one request whose drafts fly over two nodes, beside drafts that wait and none.
 
 The drafter knows the text, which is the model's own, and errs at a given rate; or drafts are looked
-up, and the text is a given one (--script). Figures are medians over rounds of one run, in which the
-contestants take turns. A delay of the links is made at the head: answers are held back for two.
+up, and the text is a given one (--script). One node alone takes part with --alone: plain, and with
+the same drafts. Figures are medians over rounds of one run, in which the contestants take turns. A
+delay of the links is made at the head: answers are held back for two.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,8 @@ from shardnet.tokenizers.tokenizer import Tokenizer
 from shardnet.transport.loop import run
 
 Make = Callable[[], DraftSource]
+Contestant = tuple[Engine, Make | None]
+"""What computes, and what drafts for it."""
 
 
 class Erring:
@@ -78,28 +83,32 @@ async def main() -> None:
     options = _parse_options()
     if options.delay_ms:
         delay_answers(options.delay_ms / 1000)
-    async with open_ring(options.checkpoint, options.stages, options.threads) as engine:
-        found = await (_scripts if options.script else _rates)(engine, options)
+    async with AsyncExitStack() as stack:
+        rings = [
+            await stack.enter_async_context(
+                open_ring(options.checkpoint, n_stages, options.threads)
+            )
+            for n_stages in (options.stages, *([1] if options.alone else []))
+        ]
+        found = await (_scripts if options.script else _rates)(rings, options)
     print(json.dumps({"stages": options.stages, "delay_ms": options.delay_ms, **found}, indent=2))
 
 
-async def _rates(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
+async def _rates(rings: Sequence[Engine], options: argparse.Namespace) -> dict[str, Any]:
     """Measure drafters that err at given rates, on what the model says by itself."""
     prompt = make_prompt(3, 16, 1000)
-    said = (await follow(engine, request(prompt, options.tokens))).tokens
+    said = (await follow(rings[0], request(prompt, options.tokens))).tokens
     text = [*prompt, *said]
     report = {}
     for right in options.rate:
-        makers: dict[str, Make | None] = {
-            "plain": None,
-            "waits": lambda right=right: Erring(text, right, flies=False),  # type: ignore[misc]
-            "flies": lambda right=right: Erring(text, right, flies=True),  # type: ignore[misc]
-        }
-        report[f"right {right:g}"] = await _by_turns(engine, prompt, options, makers)
+        waits = functools.partial(Erring, text, right, flies=False)
+        flies = functools.partial(Erring, text, right, flies=True)
+        contestants = _contestants(rings, waits, flies)
+        report[f"right {right:g}"] = await _by_turns(contestants, prompt, options)
     return report
 
 
-async def _scripts(engine: Engine, options: argparse.Namespace) -> dict[str, Any]:
+async def _scripts(rings: Sequence[Engine], options: argparse.Namespace) -> dict[str, Any]:
     """Measure look-up on given texts: what is sampled is replaced by the text's tokens."""
     tokenizer = Tokenizer.load(DEFAULT_MODEL_PATH)
     report = {}
@@ -107,27 +116,44 @@ async def _scripts(engine: Engine, options: argparse.Namespace) -> dict[str, Any
         parts = path.read_text(encoding="utf-8").partition(PROMPT_MARK)
         prompt, said = (tokenizer.encode(part, bos="off") for part in (parts[0], parts[2]))
         options.tokens = min(len(said), options.most_tokens)
-        real = engine._scheduler
-        engine._scheduler = Forcing(real, [*prompt, *said])  # type: ignore[assignment]
-        makers: dict[str, Make | None] = {
-            "plain": None,
-            "waits": WaitingNgrams,
-            "flies": NgramDrafts,
-        }
-        report[path.stem] = await _by_turns(engine, prompt, options, makers)
-        engine._scheduler = real
+        contestants = _contestants(rings, WaitingNgrams, NgramDrafts)
+        with _forced(rings, [*prompt, *said]):
+            report[path.stem] = await _by_turns(contestants, prompt, options)
     tokenizer.close()
     return report
 
 
+def _contestants(rings: Sequence[Engine], waits: Make, flies: Make) -> dict[str, Contestant]:
+    ring, *alone = rings
+    found: dict[str, Contestant] = {
+        "plain": (ring, None),
+        "waits": (ring, waits),
+        "flies": (ring, flies),
+    }
+    for node in alone:
+        found |= {"alone, plain": (node, None), "alone, drafts": (node, waits)}
+    return found
+
+
+@contextmanager
+def _forced(rings: Sequence[Engine], text: Sequence[int]) -> Iterator[None]:
+    real = [engine._scheduler for engine in rings]
+    for engine in rings:
+        engine._scheduler = Forcing(engine._scheduler, text)  # type: ignore[assignment]
+    yield
+    for engine, scheduler in zip(rings, real, strict=True):
+        engine._scheduler = scheduler
+
+
 async def _by_turns(
-    engine: Engine, prompt: list[int], options: argparse.Namespace, makers: dict[str, Make | None]
+    contestants: dict[str, Contestant], prompt: list[int], options: argparse.Namespace
 ) -> dict[str, Any]:
-    streams: dict[str, list[Stream]] = {name: [] for name in makers}
+    streams: dict[str, list[Stream]] = {name: [] for name in contestants}
     costs: dict[str, list[float]] = {}
-    totals, flown = engine.totals, {name: [0, 0] for name in makers}
+    flown = {name: [0, 0] for name in contestants}
     for _ in range(options.rounds):
-        for name, make in makers.items():
+        for name, (engine, make) in contestants.items():
+            totals = engine.totals
             speculation = Speculation(make_draft_source=lambda wake, make=make: make())  # type: ignore[misc]
             asked = request(prompt, options.tokens, speculation=speculation if make else None)
             before = totals.n_flown, totals.n_wasted
@@ -140,8 +166,11 @@ async def _by_turns(
             "flown_and_wasted": flown[name],
             "row_slowest_company_one_row_s": [round(figure, 3) for figure in costs[name]],
             "tok_s": round(statistics.median(one.tok_s for one in some), 2),
-            "to_plain": _ratio(some, streams["plain"]),
-            "to_waits": _ratio(some, streams["waits"]),
+            **{
+                f"to {other}": _ratio(some, streams[other])
+                for other in streams
+                if other not in ("flies", name)
+            },
             "accepted": round(
                 sum(s.n_accepted for s in some) / max(1, sum(s.n_drafted for s in some)), 3
             ),
@@ -161,6 +190,7 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help="instead of the 1.1B shape")
     parser.add_argument("--bundled", action="store_true", help="the bundled model")
     parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--alone", action="store_true", help="one node alone beside them")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=200)
