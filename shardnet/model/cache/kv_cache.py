@@ -554,6 +554,7 @@ class KvCache:
             if held is None:
                 held = self._new_slot()
             shared = held.shared if shared is None else shared
+            end = self._end(slot) if source is None else source.blocks * BLOCK_POSITIONS
             moved: list[tuple[int, Tensor, Tensor, int]] = []
             is_alike = source is None and shared == held.shared
             for layer, window in enumerate(self._windows):
@@ -564,8 +565,8 @@ class KvCache:
                 if window is not None:
                     needed_from = max(0, seen_from - window + 1)
                     first = max(first, needed_from // BLOCK_POSITIONS * BLOCK_POSITIONS)
-                keys = self._moved(old, layer, first, blocks, values=False)
-                values = self._moved(old, layer, first, blocks, values=True)
+                keys = self._moved(old, layer, (first, end), blocks, values=False)
+                values = self._moved(old, layer, (first, end), blocks, values=True)
                 moved.append((layer, keys, values, first))
                 if is_alike:
                     held.place(*moved.pop())
@@ -627,14 +628,26 @@ class KvCache:
             },
         )
 
+    def _end(self, slot: SlotId) -> int:
+        """Return behind which position the slot's tensors hold nothing yet."""
+        return self._slots[slot].blocks * BLOCK_POSITIONS if slot in self._slots else 0
+
     def _moved(
-        self, old: SlotContents, layer: int, first: int, blocks: int, *, values: bool
+        self,
+        old: SlotContents,
+        layer: int,
+        positions: tuple[int, int],
+        blocks: int,
+        *,
+        values: bool,
     ) -> Tensor:
-        """Copy the positions from `first` on to a new tensor that begins there."""
+        """Copy the positions `[first, end)` to a new tensor that begins with the first."""
+        first, end = positions
         n_heads, _, width = (old.values if values else old.keys)[layer].shape
         new = self._empty(n_heads, max(0, blocks * BLOCK_POSITIONS - first), width)
         for begin, rows in old.parts(layer, values=values):
-            low, high = max(begin, first), min(begin + rows.shape[1], first + new.shape[1])
+            low = max(begin, first)
+            high = min(begin + rows.shape[1], first + new.shape[1], end)
             if low < high:
                 new[:, low - first : high - first] = rows[:, low - begin : high - begin]
         return new

@@ -116,6 +116,11 @@ class DeviceKvCache(KvCache):
             held.n_host = span.position + span.end - span.start
             held.n_device = min(held.n_device, span.position)
 
+    def _end(self, slot: SlotId) -> int:
+        """See KvCache: what a device alone holds is not copied here, and takes no memory here."""
+        held = self._held.get(slot) if self._driver else None
+        return super()._end(slot) if held is None else held.n_host
+
     def _pull(self, slot: SlotId) -> None:
         held = self._held.get(slot) if self._driver else None
         if held is not None and held.n_host < held.n_device:
@@ -188,10 +193,10 @@ class DeviceKvCache(KvCache):
         held.pages += [self._free_pages.pop() for _ in range(missing)]
 
     def _add_pages(self, missing: int) -> None:
-        """Move to twice as many pages, or as are needed."""
+        """Move to twice as many pages, at most those of the room, or to as many as are needed."""
         assert self._driver is not None
         before, driver = self._n_pages, self._driver
-        n_pages = max(2 * before, before + missing)
+        n_pages = max(min(2 * before, self.room_blocks), before + missing)
         for layer, heads in enumerate(self._heads):
             sizes = heads.key_size, heads.value_size
             if layer in self._without_kv:
