@@ -339,7 +339,7 @@ class KvCache:
                 layer: (state.at(n_positions) or state).clone()
                 for layer, state in held.states.items()
             }
-        self._resize(target, wanted, n_positions - REWIND_ROWS, held.shared[:n_shared], held)
+        self._resize(target, wanted, n_positions - REWIND_ROWS, held.shared[:n_shared], source)
         self._slots[target].states.update(states)
         self._slots[target].digests = held.digests.cut(n_positions)
 
@@ -540,7 +540,7 @@ class KvCache:
         blocks: int,
         seen_from: int,
         shared: tuple[SharedBlock, ...] | None = None,
-        source: _Slot | None = None,
+        source: SlotId | None = None,
     ) -> None:
         """Move the slot to tensors that end after `blocks` blocks, layer by layer.
 
@@ -554,13 +554,14 @@ class KvCache:
             if held is None:
                 held = self._new_slot()
             shared = held.shared if shared is None else shared
-            end = self._end(slot) if source is None else source.blocks * BLOCK_POSITIONS
+            given = held if source is None else self._slots[source]
+            end = self._end(slot if source is None else source)
             moved: list[tuple[int, Tensor, Tensor, int]] = []
             is_alike = source is None and shared == held.shared
             for layer, window in enumerate(self._windows):
                 if layer in self._without_kv:
                     continue
-                old = (source or held).contents
+                old = given.contents
                 first = max(old.first(layer), len(shared) * BLOCK_POSITIONS)
                 if window is not None:
                     needed_from = max(0, seen_from - window + 1)

@@ -14,6 +14,7 @@ from typing import Final, Self
 import numpy as np
 import torch
 
+from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.slot_blocks import SlotContents
 from shardnet.model.devices.device_states import Cell, Cells, DeviceState, advance
@@ -133,12 +134,16 @@ class DeviceKvCache(KvCache):
         return super().contents(slot)
 
     def copy(self, source: SlotId, target: SlotId, n_positions: int) -> None:
-        """See KvCache."""
-        self._pull(source)
+        """See KvCache: what is on the device is copied there."""
         super().copy(source, target, n_positions)
         if self._driver and source != target:
-            self._forget(target)
-            self._held[target] = _Held(n_host=n_positions)
+            held = self._held.get(source, _Held())
+            made = self._held[target] = _Held(n_host=min(held.n_host, n_positions))
+            try:
+                self._copy_pages(held, made, min(held.n_device, n_positions))
+            except CapacityError:
+                self.free(target)
+                raise
 
     def adopt(self, slot: SlotId, contents: SlotContents, n_blocks: int) -> None:
         """See KvCache."""
@@ -189,7 +194,7 @@ class DeviceKvCache(KvCache):
         """Give a slot pages up to so many. Raises CapacityError."""
         missing = n_pages - len(held.pages)
         if missing > len(self._free_pages):
-            self._add_pages(missing)
+            self._add_pages(missing - len(self._free_pages))
         held.pages += [self._free_pages.pop() for _ in range(missing)]
 
     def _add_pages(self, missing: int) -> None:
@@ -197,11 +202,8 @@ class DeviceKvCache(KvCache):
         assert self._driver is not None
         before, driver = self._n_pages, self._driver
         n_pages = max(min(2 * before, self.room_blocks), before + missing)
-        for layer, heads in enumerate(self._heads):
-            sizes = heads.key_size, heads.value_size
-            if layer in self._without_kv:
-                sizes = 0, 0
-            each = [4 * heads.n_kv_heads * size * PAGE for size in sizes]
+        for layer in range(len(self._heads)):
+            each = self._page_bytes(layer)
             keys, values = (driver.empty(n_pages * n_bytes) for n_bytes in each)
             if not before:
                 self._buffers.append((keys, values))
@@ -212,6 +214,26 @@ class DeviceKvCache(KvCache):
             self._buffers[layer] = keys, values
         self._free_pages += range(n_pages - 1, before - 1, -1)
         self._n_pages = n_pages
+
+    def _page_bytes(self, layer: int) -> tuple[int, int]:
+        """Return the bytes of a page of keys and of one of values of a layer."""
+        if layer in self._without_kv:
+            return 0, 0
+        heads = self._heads[layer]
+        each = 4 * heads.n_kv_heads * PAGE
+        return each * heads.key_size, each * heads.value_size
+
+    def _copy_pages(self, source: _Held, target: _Held, n_positions: int) -> None:
+        """Copy the first positions of a slot to pages of another. Raises CapacityError."""
+        assert self._driver is not None
+        self._grow(target, blocks_for(n_positions))
+        for layer, both in enumerate(self._buffers):
+            for buffer, n_bytes in zip(both, self._page_bytes(layer), strict=True):
+                for page, other in zip(source.pages, target.pages, strict=False):
+                    if n_bytes:
+                        at = page * n_bytes, other * n_bytes
+                        self._driver.copy(buffer, buffer, n_bytes, at)
+        target.n_device = n_positions
 
     def _move(
         self,

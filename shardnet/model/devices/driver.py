@@ -47,8 +47,10 @@ class Driver(Protocol):
     def download(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
         """Wait for all launches, and copy from a buffer into contiguous `array`."""
 
-    def copy(self, source: Buffer, target: Buffer, n_bytes: int) -> None:
-        """Copy the beginning of a buffer to that of another."""
+    def copy(
+        self, source: Buffer, target: Buffer, n_bytes: int, at: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Copy from one buffer to another, from and to so many bytes behind their beginnings."""
 
     def launch(
         self, kernel: Kernel, groups: tuple[int, int], arguments: Sequence[Argument]

@@ -267,10 +267,12 @@ class GpuDriver:
         target, n_bytes = ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes)
         self._call("down", target, buffer.at(offset), n_bytes)
 
-    def copy(self, source: Buffer, target: Buffer, n_bytes: int) -> None:
+    def copy(
+        self, source: Buffer, target: Buffer, n_bytes: int, at: tuple[int, int] = (0, 0)
+    ) -> None:
         """See Driver."""
         self._enter()
-        self._call("across", target.at(0), source.at(0), ctypes.c_size_t(n_bytes))
+        self._call("across", target.at(at[1]), source.at(at[0]), ctypes.c_size_t(n_bytes))
 
     def launch(
         self, kernel: Kernel, groups: tuple[int, int], arguments: Sequence[Argument]

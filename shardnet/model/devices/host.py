@@ -71,9 +71,11 @@ class HostDriver:
         self.n_waits += 1
         array.reshape(-1).view(np.uint8)[:] = buffer[offset : offset + array.nbytes]
 
-    def copy(self, source: Buffer, target: Buffer, n_bytes: int) -> None:
+    def copy(
+        self, source: Buffer, target: Buffer, n_bytes: int, at: tuple[int, int] = (0, 0)
+    ) -> None:
         """See Driver."""
-        target[:n_bytes] = source[:n_bytes]
+        target[at[1] : at[1] + n_bytes] = source[at[0] : at[0] + n_bytes]
 
     def launch(
         self, kernel: Kernel, groups: tuple[int, int], arguments: Sequence[Argument]

@@ -78,9 +78,11 @@ class MetalDriver:
         taken = buffer[offset : offset + array.nbytes].cpu()
         array.reshape(-1).view(np.uint8)[:] = taken.numpy()
 
-    def copy(self, source: Buffer, target: Buffer, n_bytes: int) -> None:
+    def copy(
+        self, source: Buffer, target: Buffer, n_bytes: int, at: tuple[int, int] = (0, 0)
+    ) -> None:
         """See Driver."""
-        target[:n_bytes].copy_(source[:n_bytes])
+        target[at[1] : at[1] + n_bytes].copy_(source[at[0] : at[0] + n_bytes])
 
     def launch(
         self, kernel: Kernel, groups: tuple[int, int], arguments: Sequence[Argument]

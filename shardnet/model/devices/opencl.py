@@ -98,9 +98,12 @@ class OpenClDriver:
         self.n_waits += 1
         self._cl.enqueue_copy(self._queue, array, buffer, src_offset=offset, is_blocking=True)
 
-    def copy(self, source: Buffer, target: Buffer, n_bytes: int) -> None:
+    def copy(
+        self, source: Buffer, target: Buffer, n_bytes: int, at: tuple[int, int] = (0, 0)
+    ) -> None:
         """See Driver."""
-        self._cl.enqueue_copy(self._queue, target, source, byte_count=n_bytes)
+        places = {"src_offset": at[0], "dst_offset": at[1]}
+        self._cl.enqueue_copy(self._queue, target, source, byte_count=n_bytes, **places)
 
     def launch(
         self, kernel: Kernel, groups: tuple[int, int], arguments: Sequence[Argument]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import psutil
 import torch
 from support.devices import HostOnce, compared
@@ -22,7 +23,9 @@ class OwnMemory(HostOnce):
         """Return nothing."""
         return None
 
-    def copy(self, source: Buffer, target: Buffer, n_bytes: int) -> None:
+    def copy(
+        self, source: Buffer, target: Buffer, n_bytes: int, at: tuple[int, int] = (0, 0)
+    ) -> None:
         """Do nothing."""
 
 
@@ -53,3 +56,21 @@ def test_what_a_device_holds_takes_no_memory_of_the_host() -> None:
     grown(kv, n_pages)
     assert kv.layer(SLOT, 0)[0].shape == (1, n_pages * PAGE, size)
     assert this.memory_info().rss - before < 16 << 20
+
+
+def test_a_slot_is_copied_on_the_device() -> None:
+    driver, size, n_kept, n_changed, other = HostOnce(), 4, 2 * PAGE + 10, 2 * PAGE + 5, SlotId(1)
+    kv = grown(cache_on(driver, 6, size), 3)
+    for buffer in kv.pages_of(0):
+        driver.upload(buffer, np.arange(3 * PAGE * size, dtype=np.float32))
+    kv.copy(SLOT, other, n_kept)
+    for slot in (SLOT, other):  # rows of their own, behind what both have
+        kv.ensure(slot, n_changed + 1, 1)
+        kv.bring([Span(slot=slot, start=0, end=1, position=n_changed, masks=None)])
+    assert driver.n_waits == 0
+    assert kv.n_made[0] == 6
+    driver.upload(kv.pages_of(0)[0], np.zeros(3 * PAGE * size, np.float32))
+    held, copied = kv.contents(SLOT).keys[0], kv.contents(other).keys[0]
+    assert not held[0, :n_changed].any()
+    expected = torch.arange(n_changed * size, dtype=torch.float32).view(n_changed, size)
+    assert torch.equal(copied[0, :n_changed], expected)
