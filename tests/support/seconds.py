@@ -1,8 +1,8 @@
 """What tests take, by folder and of the dearest files: processor seconds, and seconds of the clock.
 
 A machine that does other things too changes the clock's, and hardly the processor's. Those of a
-process that a test started count once the test has waited for it; those of a copy of the fork
-server once that has.
+process that a test started count once the test has waited for it; those of copies of the fork
+server, which many tests may share, at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path, PurePosixPath
 
@@ -19,6 +20,7 @@ KEY = "processor seconds"
 MOST_FILES = 12
 FEW_FILES = 20
 """So many files need no table."""
+TICKS = os.sysconf("SC_CLK_TCK")
 _before = pytest.StashKey[float]()
 
 Taken = dict[str, tuple[float, float]]
@@ -86,10 +88,20 @@ def _line(one: tuple[str, tuple[float, float]]) -> str:
 
 
 def _processor_s() -> float:
-    """What this process, its fork server and those that either has waited for have computed."""
+    """What this process, its fork server, its copies and those they waited for have computed."""
     own_s = sum(os.times()[:4])
-    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
-    if pid is None or not (stat := Path(f"/proc/{pid}/stat")).exists():
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if server is None or not Path("/proc").is_dir():
         return own_s
-    of_server = stat.read_text().rpartition(") ")[2].split()[11:15]
-    return own_s + sum(map(int, of_server)) / os.sysconf("SC_CLK_TCK")
+    copies = Path(f"/proc/{server}/task/{server}/children")
+    with suppress(FileNotFoundError):
+        return own_s + sum(map(_ticks, [server, *copies.read_text().split()])) / TICKS
+    return own_s
+
+
+def _ticks(pid: int | str) -> int:
+    """What a process and those it has waited for have computed; 0 once it is gone."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return sum(map(int, stat.rpartition(") ")[2].split()[11:15]))
+    return 0
