@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from shardnet.errors import CheckpointError, shown
+from shardnet.model.config.fields import TEXT
 from shardnet.model.config.limits import MAX_EOS
-from shardnet.model.families.wrappers import TEXT
 from shardnet.tokenizers.backends.token_files import read_object
 from shardnet.tokenizers.formats.tokenizer_files import tokenizer_place
 

@@ -120,3 +120,15 @@ def test_a_node_never_imports_the_library() -> None:
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+
+
+def test_the_process_that_reads_tokenizers_imports_no_families() -> None:
+    """They take longer than all else that it imports, and each node starts such a process."""
+    program = (
+        "import sys; from pathlib import Path; from shardnet.assets import DEFAULT_MODEL_PATH; "
+        "from shardnet.tokenizers.text_backend import TextBackend; "
+        "assert TextBackend.load_optional(Path(DEFAULT_MODEL_PATH)) is not None; "
+        "assert not [name for name in sys.modules if name.startswith('shardnet.model.families')]"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)

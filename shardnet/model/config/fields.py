@@ -12,6 +12,9 @@ from typing import Any, Final
 from shardnet.errors import CheckpointError, UnsupportedModelError, shown
 from shardnet.model.config.limits import SCALES, Range
 
+TEXT: Final = "text_config"
+"""The key of the language model's own config in that of a multimodal checkpoint."""
+
 MAX_SIZE = 2**31 - 1
 """Cap on what a config may claim, so that a damaged one cannot make us fill the memory."""
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from shardnet.model.config.fields import Fields
+from shardnet.model.config.fields import TEXT, Fields
 from shardnet.model.vision import (
     gemma4,
     gemma4_unified,
@@ -26,8 +26,6 @@ from shardnet.model.vision import (
     siglip,
 )
 from shardnet.model.vision.vision_family import VisionFamily
-
-TEXT: Final = "text_config"
 
 _LANGUAGE: Final = re.compile(
     r"(model\.(language|text)_model\.|language_model\.model\.|language_model\.)"

@@ -12,7 +12,6 @@ import tokenizers
 
 from shardnet.checkpoint.tensors.json_files import MAX_WHOLE_BYTES
 from shardnet.errors import CheckpointError
-from shardnet.model.families.registry import find_family
 from shardnet.tokenizers.backends.added_tokens import NamedToken, read_added_tokens
 from shardnet.tokenizers.backends.byte_level import merged_backend
 from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, GPT2, QWEN2, Pretokenizer
@@ -61,6 +60,8 @@ def _pretokenizer(folder: Path) -> Pretokenizer:
     path = folder / "tokenizer_config.json"
     named = read_object(path).get("tokenizer_class")
     if named is None:
+        from shardnet.model.families.registry import find_family  # all families: 0.3 s
+
         model_type = read_object(folder / "config.json").get("model_type")
         family = find_family(model_type) if isinstance(model_type, str) else None
         if family is not None and family.pretokenizer:
