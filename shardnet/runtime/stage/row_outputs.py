@@ -10,6 +10,7 @@ import msgspec
 from msgspec.structs import replace
 from torch import Tensor
 
+from shardnet.errors import WrongValuesError
 from shardnet.model.kernels.codec import to_bytes
 from shardnet.model.sampling.penalties import RowContext, TokenHistory, needs_context
 from shardnet.model.sampling.sampler import Sampler, SampleRow
@@ -258,7 +259,11 @@ class SamplingStage:
                     hidden=hidden[start:end],
                     logits=logits[len(rows) : len(rows) + group.n_sampled],
                 )
-                self._outputs.add(owner, part, given)
+                try:
+                    self._outputs.add(owner, part, given)
+                except WrongValuesError as error:  # its rows are not all sampled ones
+                    error.sequence = owner.sequence_id
+                    raise
             drawn = self._sample_rows(owner, group)
             if masks:
                 drawn = [

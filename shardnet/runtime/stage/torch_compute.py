@@ -254,8 +254,9 @@ class TorchCompute:
             try:
                 answer = self._tail.answer(batch, output)
             except WrongValuesError as error:
-                sampled = [group.n_sampled for group in batch.groups]
-                error.sequence = _owner(batch.groups, error.rows[0], sampled)
+                if error.sequence is None:
+                    sampled = [group.n_sampled for group in batch.groups]
+                    error.sequence = _owner(batch.groups, error.rows[0], sampled)
                 raise
             return replace(answer, routing=routing, blocks=[*blocks, *answer.blocks])
         if self._sent is None:

@@ -1,15 +1,17 @@
-"""A stage that runs out of memory: what needed it fails by name, and the stage goes on."""
+"""A stage that runs out of memory or of numbers: what needed it fails by name, others go on."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 from support.models.checkpoints import make_llama
 from support.rings.torch_rings import TorchStages
 
-from shardnet.errors import CapacityError
+from shardnet.errors import CapacityError, WrongValuesError
 from shardnet.model.cache.kv_cache import KvCache
+from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import CloseSequence, OpenSequence
 from shardnet.types import BLOCK_POSITIONS, LayerRange, SequenceId, SlotId
@@ -65,3 +67,23 @@ def test_without_memory_a_step_or_a_sequence_fails_and_the_stage_goes_on(
         assert raised.value.__cause__ is None
     assert stages.step(2, ids[2:], 1, slot=2).token_ids == expected
     assert stages.step(0, ids, 1, slot=1).token_ids == expected
+
+
+@pytest.mark.parametrize("n_sampled", [0, 1])
+def test_a_prompt_whose_logprobs_are_no_numbers_names_its_sequence(
+    n_sampled: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are not sampled ones: fewer of these are in the step, or none."""
+    stages = TorchStages(make_llama(tmp_path / "model"), [LayerRange(0, 4)])
+    [compute] = stages.computes
+    stages.open(SamplingParams(), slot=3, n_prompt=20, outputs=OutputParams(n_prompt_logprobs=0))
+
+    def overflown(_: object, rows: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(len(rows), stages.vocab_size)
+        logits[3:4] = torch.nan
+        return logits
+
+    monkeypatch.setattr("shardnet.stage.stage_model.StageModel.logits", overflown)
+    with pytest.raises(WrongValuesError, match="row 3 have maximum nan") as raised:
+        stages.step(0, [*range(10)], n_sampled, slot=3)
+    assert raised.value.sequence == 3
