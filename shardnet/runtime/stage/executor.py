@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -228,6 +229,7 @@ class ComputeThreads:
     def __init__(self, devices: Sequence[StageDevice] = ONE_DEVICE) -> None:
         self.devices = tuple(devices)
         self._executors: list[Executor] = []
+        self._meetings: weakref.WeakSet[threading.Barrier] = weakref.WeakSet()
         for device in self.devices:
             name = "shardnet-compute" + (f"-{device.place}" if len(self.devices) > 1 else "")
             self._executors.append(Executor(name, set_up=_keeping_to(device.cores)))
@@ -248,20 +250,26 @@ class ComputeThreads:
         first, *others = self._executors
         if not others:
             return await first.run(job)
-        is_over = threading.Event()
-        arrived = threading.Semaphore(0)
+        meeting = threading.Barrier(len(self._executors))
+        self._meetings.add(meeting)
+
+        def meet() -> None:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                meeting.wait()
 
         def wait() -> None:
-            arrived.release()
-            is_over.wait()
+            meet()
+            meet()
 
         def alone() -> T:
             try:
-                for _ in others:
-                    arrived.acquire()
+                meeting.wait()
+            except threading.BrokenBarrierError:
+                raise CancelledRequestError("the threads of the devices have ended") from None
+            try:
                 return job()
             finally:
-                is_over.set()
+                meet()
 
         # Queued at once, in one order: two such jobs never wait for each other.
         for other in others:
@@ -284,9 +292,14 @@ class ComputeThreads:
             executor.post(set_own, _nothing, _nothing)
 
     def close(self) -> None:
-        """End the threads once they have nothing to do, or leave behind those that hang."""
+        """End the threads once they have nothing to do, or leave behind those that hang.
+
+        None waits for another whose job was dropped.
+        """
         for executor in self._executors:
             executor.close()
+        for meeting in [*self._meetings]:
+            meeting.abort()
 
 
 @contextlib.contextmanager

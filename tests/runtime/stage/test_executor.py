@@ -8,6 +8,7 @@ from collections.abc import Awaitable
 
 import pytest
 
+from shardnet.errors import CancelledRequestError
 from shardnet.runtime.stage.executor import ComputeThreads, Executor
 from shardnet.runtime.stage.stage_order import StageDevice
 
@@ -93,6 +94,31 @@ def test_a_job_for_all_devices_holds_none_up_once_its_caller_has_gone() -> None:
             assert await threads.submit(lambda: "computed", 1) == "computed"
             assert await threads.run(lambda: "moved") == "moved"
         threads.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_threads_that_end_leave_none_behind_that_waits_for_another(busy: int) -> None:
+    """The job of the one that computes is dropped; the other waits for it."""
+
+    async def main() -> None:
+        devices = [StageDevice(place=place, name=f"cpu:{place}") for place in range(2)]
+        threads, may_end, has_begun = ComputeThreads(devices), threading.Event(), asyncio.Event()
+        computing = threads.submit(may_end.wait, busy)
+        loop = asyncio.get_running_loop()
+        told = threads.submit(lambda: loop.call_soon_threadsafe(has_begun.set), 1 - busy)
+        moving = asyncio.ensure_future(threads.run(lambda: "moved"))
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(told, has_begun.wait())
+            threads.close()
+            may_end.set()
+            await computing
+            assert isinstance(
+                await _raised_by(moving), asyncio.CancelledError | CancelledRequestError
+            )
+            for place in range(2):
+                await asyncio.to_thread(threads.of(place).join)
 
     asyncio.run(main())
 
