@@ -76,10 +76,11 @@ class PrefixStore:
         self.used_bytes = sum(file.size_bytes for file in _files(self.folder))
         return StageFolder(self, self.folder / name, {"model": model, "layers": layers})
 
-    def make_room(self, n_bytes: int, keep: Collection[Path]) -> int:
+    def make_room(self, n_bytes: int, keep: Collection[Path], *, all_or_none: bool = False) -> int:
         """Delete the files not used for longest, but those of `keep`, until `n_bytes` more fit.
 
-        Returns how many bytes may be added now, which may be fewer. Raises OSError.
+        Returns how many bytes may be added now, which may be fewer; with `all_or_none` no file is
+        deleted then. Raises OSError.
         """
         sweep_cache(self.folder)
         files = sorted(_files(self.folder), key=lambda file: file.used_ns)
@@ -90,6 +91,9 @@ class PrefixStore:
             limit_bytes=self.limit_bytes,
         )
 
+        kept_bytes = sum(file.size_bytes for file in files if file.path in keep)
+        most_bytes = min(share.limit_bytes, share.used_bytes + share.free_bytes) - kept_bytes
+
         def delete(file: _File) -> int | None:
             if file.path in keep:
                 return None
@@ -98,7 +102,8 @@ class PrefixStore:
                 return file.size_bytes
             return None
 
-        share.evict(n_bytes, files, delete)
+        if n_bytes <= most_bytes or not all_or_none:
+            share.evict(n_bytes, files, delete)
         self.used_bytes = share.used_bytes
         return max(0, min(share.limit_bytes - share.used_bytes, share.free_bytes))
 

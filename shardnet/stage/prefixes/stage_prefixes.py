@@ -269,9 +269,10 @@ class StagePrefixes:
         ]
         wanted = sum(part.size_bytes for _, part, _ in missing)
         keep = {path for _, _, path in files}
-        room = self._files.store.make_room(wanted, keep) if wanted else 0
-        if wanted > room and any(part.window is not None for part in self._parts):
-            return  # its end is what counts
+        whole = any(part.window is not None for part in self._parts)  # its end is what counts
+        room = self._files.store.make_room(wanted, keep, all_or_none=whole) if wanted else 0
+        if whole and wanted > room:
+            return
         for block, part, path in missing:
             room -= part.size_bytes
             if room < 0 or self._is_closed:

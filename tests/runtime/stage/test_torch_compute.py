@@ -75,7 +75,6 @@ def test_a_prompt_whose_logprobs_are_no_numbers_names_its_sequence(
 ) -> None:
     """Its rows are not sampled ones: fewer of these are in the step, or none."""
     stages = TorchStages(make_llama(tmp_path / "model"), [LayerRange(0, 4)])
-    [compute] = stages.computes
     stages.open(SamplingParams(), slot=3, n_prompt=20, outputs=OutputParams(n_prompt_logprobs=0))
 
     def overflown(_: object, rows: torch.Tensor) -> torch.Tensor:

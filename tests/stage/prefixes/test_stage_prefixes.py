@@ -118,6 +118,18 @@ def test_slots_that_wait_for_a_slow_disk_hold_little_memory(
     assert stage.prefixes.figures.saved == 512
 
 
+def test_a_prompt_that_never_fits_whole_drives_no_other_from_the_disk(stage: Stage) -> None:
+    """With windows its end is what counts: without that its beginning is worth nothing."""
+    stage.fill(SLOT, 512)
+    stage.prefixes.save(SLOT, KEYS[:2])
+    stage.prefixes.settle(10.0)
+    stage.prefixes.files.store.limit_bytes = 3 * stage.prefixes.block_bytes
+    stage.fill(OTHER, 5 * 256)
+    stage.prefixes.save(OTHER, [bytes([number]) * 16 for number in range(10, 15)])
+    stage.prefixes.settle(10.0)
+    assert restorable(stage) == [1, 2]
+
+
 def test_only_what_was_read_whole_for_a_sequence_is_adopted(stage: Stage) -> None:
     stage.fill(SLOT, 512)
     stage.prefixes.save(SLOT, KEYS[:2])
