@@ -22,7 +22,7 @@ from support.rings.torch_rings import TorchStages, request, run
 from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.errors import LostShardError
+from shardnet.errors import CapacityError, LostShardError
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.shards.group import ShardGroup
@@ -187,8 +187,11 @@ def _move(old: TorchStages, new: TorchStages, prompt: list[int]) -> None:
 
 
 def test_a_lost_shard_is_named_and_ends_the_stage(tmp_path: Path) -> None:
+    """A step that no shard can compute does not."""
     stages = TorchStages(make_decoder(tmp_path, "llama"), [LayerRange(0, 4)], n_shards=2)
     stages.open(SAMPLED)
+    with pytest.raises(CapacityError, match="beyond the context"):  # on each shard
+        stages.step(stages.context, [1], 1)
     stages.step(0, [1, 2, 3], 1)
     assert not stages.computes[0].is_lost
     followers = stages.computes[0]._model.followers

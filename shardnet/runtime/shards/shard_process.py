@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 import msgspec
 
-from shardnet.errors import ShardnetError, internal_error
+from shardnet.errors import CapacityError, ShardnetError, internal_error
 from shardnet.runtime.shards.calls import (
     Adopt,
     AdoptRows,
@@ -204,7 +204,11 @@ class _Shard:
                 if min(n_threads, self._job.n_threads) != torch.get_num_threads():
                     torch.set_num_threads(min(n_threads, self._job.n_threads))
                 run = stage_runs.Run(batch=batch, hidden=rows, pictures=self._pictures(call))
-                self._model.run_alone(run)
+                try:
+                    self._model.run_alone(run)
+                except CapacityError as error:  # the first shard has met it too
+                    if error.__cause__ is not None:  # but for a lack of memory
+                        raise
             case Deep(layer=layer):
                 assert rows is not None
                 self._deep[layer] = rows
