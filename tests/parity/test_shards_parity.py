@@ -166,9 +166,9 @@ def _move(old: TorchStages, new: TorchStages, prompt: list[int]) -> None:
     """Move sequence 0 as nodes do it."""
     sequence, slot, end = SequenceId(0), SlotId(0), len(prompt)
     source, target = old.computes[0].moves, new.computes[0].moves
-    assert source.form == target.form
     target.begin(sequence, prompt)
     for layer in range(2):
+        assert source.form(layer) == target.form(layer)
         held = source.held(sequence, slot, layer, 0, end)
         target.expect(sequence, layer, held, end)
         for part in [(0, end)] if held.is_state else [*block_spans(held.first, end)]:

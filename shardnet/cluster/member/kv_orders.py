@@ -59,9 +59,12 @@ class HostedKv:
         """Say what is here. Raises UsageError as SlotMoves.held, and for other rows than here."""
 
         def look(moves: Moves) -> KvRows:
-            if ask.form != moves.form:
-                raise UsageError(f"rows of {ask.form} were asked for, and here are {moves.form}")
-            held = moves.part_of(ask.layer).held(*_which(ask), ask.begin, ask.end)
+            part = moves.part_of(ask.layer)
+            held = part.held(*_which(ask), ask.begin, ask.end)
+            if ask.form != part.form(ask.layer):
+                raise UsageError(
+                    f"rows of {ask.form} were asked for, and here are {part.form(ask.layer)}"
+                )
             return KvRows(
                 request=ask.request,
                 first=held.first,
@@ -168,12 +171,13 @@ class KvOrders:
         """Ask for all layers, then take what comes, block by block."""
         sequence_id = SequenceId(message.sequence_id)
 
-        def wanted(moves: Moves) -> tuple[str, list[int]]:
-            return moves.form, [
-                moves.part_of(layer).next_wanted(sequence_id, layer) for layer in layers
+        def wanted(moves: Moves) -> list[tuple[int, int, str]]:
+            parts = [(layer, moves.part_of(layer)) for layer in layers]
+            return [
+                (layer, part.next_wanted(sequence_id, layer), part.form(layer))
+                for layer, part in parts
             ]
 
-        form, begins = await self._host.on_arrivals(message.to, wanted)
         asked = [
             client.ask(
                 FetchKv(
@@ -188,7 +192,7 @@ class KvOrders:
                     form=form,
                 )
             )
-            for layer, begin in zip(layers, begins, strict=True)
+            for layer, begin, form in await self._host.on_arrivals(message.to, wanted)
         ]
         n_bytes = 0
         for request, layer in zip(asked, layers, strict=True):

@@ -213,15 +213,12 @@ class KvCache:
         """Whether rows are stored quantised."""
         return self._is_quantized
 
-    @property
-    def form(self) -> str:
-        """What rows look like: caches of one model exchange them where this is equal."""
+    def form(self, layer: int) -> str:
+        """What rows of a layer look like: caches of one model exchange them where it is equal."""
         stored, dtype = (str(each).rpartition(".")[2] for each in (self._stored_dtype, self._dtype))
-        shapes = dict.fromkeys(
-            f"{self._n_whole_heads(heads)}x{heads.key_size}+{heads.value_size}"
-            for heads in self._heads
-        )
-        return f"{stored} {' and '.join(shapes)} of {dtype}"
+        heads = self._heads[layer]
+        n_heads = self._n_whole_heads(heads)
+        return f"{stored} {n_heads}x{heads.key_size}+{heads.value_size} of {dtype}"
 
     @property
     def room_blocks(self) -> int:

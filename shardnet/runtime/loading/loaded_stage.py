@@ -243,11 +243,11 @@ def join(order: StageOrder, stages: Sequence[LoadedStage]) -> LoadedStage:
     The KV room of the one that was loaded last is what all of them on one device share. No prefixes
     are kept on disk. Raises CapacityError if that room does not hold a context.
     """
-    from shardnet.stage.moves.slot_moves import JoinedMoves
+    from shardnet.stage.moves.slot_moves import JoinedMoves, SlotMoves
 
     stages = sorted(stages, key=lambda stage: stage.order.layers.start)
     parts = [part for stage in stages for part in stage.parts or (stage,)]
-    moves = [part.moves for part in parts if part.moves is not None]
+    moves = [part.moves for part in parts if isinstance(part.moves, SlotMoves)]
     assert len(moves) == len(parts), "what cannot be moved is not joined"
     joined_moves = JoinedMoves(moves)
     block_bytes: Counter[int] = Counter()

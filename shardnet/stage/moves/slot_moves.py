@@ -51,10 +51,9 @@ class SlotMoves:
         self._owners = owners
         self._arriving: dict[SequenceId, _Arriving] = {}
 
-    @property
-    def form(self) -> str:
-        """What the rows of this stage look like; only equal ones can be taken in."""
-        return self._kv.form
+    def form(self, layer: int) -> str:
+        """What the rows of a layer look like here; only equal ones can be taken in."""
+        return self._kv.form(layer - self._layers.start)
 
     @property
     def block_bytes(self) -> int:
@@ -211,11 +210,16 @@ class SlotMoves:
         """Take a layer from a slot of another stage of this node; rows are copied where shared.
 
         A state is copied without those that were noted, of which the head's new slot knows nothing.
-        Nothing before `end` may be written there afterwards. Raises UsageError as `held`, and if
-        the slot has gone on so far that its window has dropped what the next row attends to.
+        Nothing before `end` may be written there afterwards. Raises UsageError as `held`, for rows
+        of another form, and if the slot has gone on so far that its window has dropped what the
+        next row attends to.
         """
         source = other.part_of(layer)
         first = source.held(sequence_id, slot, layer, 0, end).first
+        if source.form(layer) != self.form(layer):
+            raise UsageError(
+                f"rows of {self.form(layer)} are needed, and here are {source.form(layer)}"
+            )
         contents, there = source._contents(sequence_id, slot, layer)
         window = self._kv.windows[layer - self._layers.start]
         if first and window is not None and end - window + 1 < first:
@@ -304,22 +308,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 class JoinedMoves:
     """Gives away and takes in for `parts`, in the order of their layers; each moves its own."""
 
-    def __init__(self, parts: Sequence[Moves]) -> None:
+    def __init__(self, parts: Sequence[SlotMoves]) -> None:
         self._parts = tuple(parts)
-
-    @property
-    def form(self) -> str:
-        """See SlotMoves: parts of unlike rows match no other stage."""
-        return " ".join(dict.fromkeys(part.form for part in self._parts))
-
-    @property
-    def block_bytes(self) -> int:
-        """See SlotMoves."""
-        return sum(part.block_bytes for part in self._parts)
-
-    def has_layer(self, layer: int) -> bool:
-        """See SlotMoves."""
-        return any(part.has_layer(layer) for part in self._parts)
 
     def begin(self, sequence_id: SequenceId, token_ids: Sequence[int]) -> None:
         """See SlotMoves."""
@@ -330,15 +320,6 @@ class JoinedMoves:
         """See SlotMoves."""
         return all(part.is_whole(sequence_id, n_positions) for part in self._parts)
 
-    def has(self, sequence_id: SequenceId) -> bool:
-        """See SlotMoves."""
-        return any(part.has(sequence_id) for part in self._parts)
-
-    def adopt(self, sequence_id: SequenceId, slot: SlotId, n_positions: int) -> Sequence[int]:
-        """See SlotMoves."""
-        *_, token_ids = [part.adopt(sequence_id, slot, n_positions) for part in self._parts]
-        return token_ids
-
     def forget(self, sequence_id: SequenceId | None = None) -> None:
         """See SlotMoves."""
         for part in self._parts:
@@ -346,8 +327,7 @@ class JoinedMoves:
 
     def part_of(self, layer: int) -> SlotMoves:
         """See SlotMoves; the first part refuses a layer that none has."""
-        having = [part for part in self._parts if part.has_layer(layer)]
-        return (having or self._parts)[0].part_of(layer)
+        return next((part for part in self._parts if part.has_layer(layer)), self._parts[0])
 
 
 Moves: TypeAlias = SlotMoves | JoinedMoves

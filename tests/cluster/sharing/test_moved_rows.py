@@ -115,8 +115,8 @@ def test_a_move_that_takes_long_is_not_given_up_while_rows_come(tmp_path: Path) 
         assert len(set(kept_until_s)) > 2
         orders._expiry.cancel()
 
-    part = Mock(next_wanted=Mock(return_value=ASK.begin))
-    moves = Mock(form=ASK.form, part_of=Mock(return_value=part), is_whole=Mock(return_value=True))
+    part = Mock(next_wanted=Mock(return_value=ASK.begin), form=Mock(return_value=ASK.form))
+    moves = Mock(part_of=Mock(return_value=part), is_whole=Mock(return_value=True))
     host = Arrivals(membership=None, prepared_layers=Mock(return_value=[ASK.layer]))
     message = MoveKv(
         request=1,

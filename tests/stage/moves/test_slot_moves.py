@@ -1,0 +1,51 @@
+"""Which rows of another stage a stage takes in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardnet.errors import UsageError
+from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.config.model_config import HeadShape
+from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import OpenSequence
+from shardnet.stage.moves.slot_moves import JoinedMoves, SlotMoves
+from shardnet.types import KvDType, LayerRange, SequenceId, SlotId
+
+ONE, SLOT = SequenceId(1), SlotId(0)
+NARROW = HeadShape(n_kv_heads=2, key_size=8, value_size=8)
+WIDE = HeadShape(n_kv_heads=1, key_size=16, value_size=16)
+MODEL = (NARROW, WIDE, NARROW)
+"""Heads by layer, as Gemma 4 has others in layers without a window."""
+
+
+def stage(layers: LayerRange, kv_dtype: KvDType = KvDType.AUTO) -> SlotMoves:
+    """Make what moves slots of layers, in the first of which sequence 1 has ten positions."""
+    heads = [MODEL[layer] for layer in layers]
+    cpu = torch.device("cpu")
+    kv = KvCache(len(layers), 2, 8, torch.float32, cpu, 4, kv_dtype=kv_dtype, heads=heads)
+    kv.ensure(SLOT, 10, 10)
+    owner = OpenSequence(sequence_id=ONE, slot=SLOT, sampling=SamplingParams())
+    return SlotMoves(kv, layers, {SLOT: owner})
+
+
+def test_rows_of_a_layer_look_alike_whatever_other_layers_are_beside_it() -> None:
+    whole = stage(LayerRange(0, 3))
+    parts = JoinedMoves([stage(LayerRange(0, 1)), stage(LayerRange(1, 3))])
+    forms = [whole.form(layer) for layer in range(3)]
+    assert forms == [parts.part_of(layer).form(layer) for layer in range(3)]
+    assert forms[0] == forms[2] == "float32 2x8+8 of float32"
+    assert forms[1] == "float32 1x16+16 of float32"
+
+
+def test_rows_of_another_form_on_the_same_node_are_refused() -> None:
+    """So it is where a layer goes from one of its devices to one that computes in another dtype."""
+    source, target = stage(LayerRange(0, 2)), stage(LayerRange(1, 3), KvDType.INT8)
+    target.begin(ONE, range(10))
+    with pytest.raises(UsageError, match=r"rows of int8 .* are needed, and here are float32 1x16"):
+        target.take_own(ONE, source, SLOT, 1, 10)
+    target = stage(LayerRange(1, 3))
+    target.begin(ONE, range(10))
+    target.take_own(ONE, source, SLOT, 1, 10)
+    assert target.next_wanted(ONE, 1) == 10
