@@ -157,7 +157,7 @@ class KvCache:
         self._room_blocks = room_blocks
         self._slots: dict[SlotId, _Slot] = {}
         self._blocks_used = 0
-        self._turn: Iterator[tuple[_Slot, int, int]] = iter(())
+        self._turn: Iterator[tuple[SlotId, int, int]] = iter(())
         self.before_write: Callable[[SlotId, int, Sequence[Tensor]], None] | None = None
         """Called before rows are written: slot, first position, and the slot's keys by layer."""
 
@@ -410,7 +410,8 @@ class KvCache:
         """
         for turn in (self._turn, self._blocks()):
             self._turn = turn
-            for held, layer, block in turn:
+            for slot, layer, block in turn:
+                held = self._slots[slot]
                 begin, contents = block * BLOCK_POSITIONS, held.contents
                 if begin >= contents.first(layer) and block < settled_blocks(held.digests.end):
                     rows = (layer, begin, begin + BLOCK_POSITIONS)
@@ -418,15 +419,18 @@ class KvCache:
                     return held.digests.look(layer, block, keys, values)
         return 0
 
-    def _blocks(self) -> Iterator[tuple[_Slot, int, int]]:
-        """Go through slots, layers and blocks, as they are when their turn comes."""
+    def _blocks(self) -> Iterator[tuple[SlotId, int, int]]:
+        """Go through slots, layers and blocks, as they are when their turn comes.
+
+        It waits between two looks, and must keep no slot's memory meanwhile.
+        """
         is_looked_at = self._device.type == "cpu"
         for slot in [*self._slots] if is_looked_at else ():
             for layer in range(self._n_layers):
                 block = 0
-                while (held := self._slots.get(slot)) and block < held.blocks:
+                while slot in self._slots and block < self._slots[slot].blocks:
                     if layer not in self._without_kv:
-                        yield held, layer, block
+                        yield slot, layer, block
                     block += 1
 
     def clear(self) -> None:

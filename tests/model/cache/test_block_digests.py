@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import pytest
 import torch
@@ -59,6 +60,16 @@ def test_a_flipped_bit_is_found(value_size: int | None, kv_dtype: KvDType, is_co
     held[1, 200].view(torch.uint8)[3] ^= 4
     with pytest.raises(ChangedMemoryError, match=r"positions 0 to 256 .* in layer 0.*memtest86"):
         a_turn(cache)
+
+
+def test_a_slot_that_was_looked_at_is_freed_at_once() -> None:
+    cache = make_cache()
+    write(cache, SLOT, 0, 2 * BLOCK_POSITIONS)
+    assert cache.look() > 0
+    keys = weakref.ref(cache.own(SLOT, 0)[0][0])
+    cache.free(SLOT)
+    assert keys() is None
+    assert cache.look() == 0
 
 
 def test_what_is_written_again_moved_copied_and_freed_raises_no_alarm() -> None:
