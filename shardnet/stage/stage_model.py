@@ -165,9 +165,14 @@ class StageModel:
             return sampled[1]
         if self.followers is not None:
             self.followers.logits(rows)
-        return self._logits(rows)
+        return self.new_logits(rows)
 
-    def _logits(self, rows: Tensor) -> Tensor:
+    @torch.inference_mode()
+    def new_logits(self, rows: Tensor) -> Tensor:
+        """Compute logits as `logits`, also of rows that equal those sampled last.
+
+        For followers, which are told each time and must then take part.
+        """
         try:
             logits = self.family.logits(rows).float()
         except BaseException:
@@ -235,7 +240,7 @@ class StageModel:
         if self.group is not None and self.last and run.batch.n_sampled:
             # All shards know that these will be asked for: one call of them less in each step.
             rows = sampled_rows(result, run.batch)
-            self._sampled = rows, self._logits(rows)
+            self._sampled = rows, self.new_logits(rows)
         return result
 
     def trial(self, hidden: Tensor | None, n_rows: int) -> list[Tensor]:

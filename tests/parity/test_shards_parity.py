@@ -29,7 +29,18 @@ from shardnet.model.shards.group import ShardGroup
 from shardnet.runtime.engine.requests import TokenGenerated
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import OpenSequence
-from shardnet.types import DType, KvDType, LayerRange, SequenceId, SlotId, block_spans
+from shardnet.types import (
+    DType,
+    Epoch,
+    KvDType,
+    LayerRange,
+    MicroBatch,
+    RowGroup,
+    SequenceId,
+    SlotId,
+    StepId,
+    block_spans,
+)
 
 pytestmark = needs_library
 
@@ -184,6 +195,26 @@ def _move(old: TorchStages, new: TorchStages, prompt: list[int]) -> None:
         is_restored=True,
     )
     new.computes[0].operate(opened)
+
+
+def test_rows_that_equal_those_sampled_are_computed_by_all_shards(tmp_path: Path) -> None:
+    """So it is where a token is repeated and the logprobs of the prompt are asked for, too."""
+    folder = make_decoder(tmp_path, "llama", num_hidden_layers=2)
+    whole, cut = (TorchStages(folder, [LayerRange(0, 2)], n_shards=n) for n in (1, 2))
+    for stages in (whole, cut):
+        stages.open(SAMPLED)
+    assert cut.step(0, [5, 5], 2) == whole.step(0, [5, 5], 2)
+    [model] = [compute._model for compute in cut.computes]
+    step = MicroBatch(
+        epoch=Epoch(1),
+        step=StepId(2),
+        groups=(
+            RowGroup(sequence_id=SequenceId(0), slot=SlotId(0), position=2, n_rows=2, n_sampled=2),
+        ),
+        token_ids=[6, 7],
+    )
+    rows = model.run(step, None)
+    assert torch.equal(model.logits(rows), model.logits(rows))
 
 
 def test_a_lost_shard_is_named_and_ends_the_stage(tmp_path: Path) -> None:

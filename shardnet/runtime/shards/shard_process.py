@@ -214,7 +214,7 @@ class _Shard:
                 self._deep[layer] = rows
             case Logits():
                 assert rows is not None
-                self._model.logits(rows)
+                self._model.new_logits(rows)
             case Trim(slot=slot, n_positions=n_positions):
                 kv.trim(slot, n_positions)
             case Copy(source=source, target=target, n_positions=n_positions):
