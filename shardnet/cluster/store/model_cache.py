@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardnet.checkpoint.replica import disk_error
@@ -185,8 +185,8 @@ class ModelCache:
     def make_room(self, n_bytes: int, keep: str) -> list[CachedModel]:
         """Evict the least recently used replicas until `n_bytes` more fit; return the evicted ones.
 
-        Replicas in use and the one with the id `keep` stay. Raises CapacityError if that is not
-        enough, CheckpointError if the folder cannot be read.
+        Replicas in use and the one with the id `keep` stay. Raises CapacityError, and deletes
+        nothing, if that is not enough, CheckpointError if the folder cannot be read.
         """
         self._sweep()
         models = self.models()
@@ -199,14 +199,22 @@ class ModelCache:
         if self._limit_bytes is not None:
             share.limit_bytes = self._limit_bytes
 
+        unused = [m for m in reversed(models) if m.model_id != keep and not m.in_use]
+        spare = sum(model.size_bytes for model in unused)
+        with_all = replace(share, used_bytes=used - spare, free_bytes=free + spare)
+        self._check_room(with_all, n_bytes)  # else all would be deleted in vain
+
         def delete(model: CachedModel) -> int | None:
-            if model.model_id == keep or model.in_use:
-                return None
             with contextlib.suppress(BusyError):
                 return self.remove(model.model_id)
             return None
 
-        deleted = share.evict(n_bytes, reversed(models), delete)
+        deleted = share.evict(n_bytes, unused, delete)
+        self._check_room(share, n_bytes)
+        return deleted
+
+    def _check_room(self, share: DiskShare, n_bytes: int) -> None:
+        """Raise CapacityError if `n_bytes` more do not fit within the limit and on the disk."""
         if share.exceeds_limit(n_bytes):
             raise CapacityError(
                 f"{self._models}: {n_bytes} bytes of weights more would make "
@@ -219,7 +227,6 @@ class ModelCache:
                 "are free",
                 remedy="free room there, or name another place with SHARDNET_CACHE_DIR",
             )
-        return deleted
 
     def _sweep(self) -> None:
         """Delete temporary folders that killed processes have left."""

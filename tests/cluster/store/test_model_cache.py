@@ -103,6 +103,17 @@ def test_room_is_made_by_deleting_what_was_used_longest_ago(tmp_path: Path) -> N
     use.close()
 
 
+def test_nothing_is_deleted_for_what_does_not_fit_anyway(tmp_path: Path) -> None:
+    cache = ModelCache(tmp_path, limit_bytes=4 * MIB)
+    for model_id in (A, B):
+        put(cache, model_id)
+    for n_bytes in (4 * MIB, 1 << 60):
+        with pytest.raises(CapacityError, match="above the limit of"):
+            cache.make_room(n_bytes, keep=B)
+    assert cache.find(A)
+    assert [model.model_id for model in cache.make_room(2 * MIB + MIB // 2, keep=B)] == [A]
+
+
 def test_what_a_killed_process_left_is_swept_away(cache: ModelCache) -> None:
     put(cache, A)
     old, new = (cache.folder / "models" / name for name in (".new-old", ".new-just-now"))
