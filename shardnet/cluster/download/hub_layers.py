@@ -27,6 +27,7 @@ from shardnet.checkpoint.tensors.manifest import TENSOR_SUFFIXES
 from shardnet.checkpoint.tensors.stored_tensor import FileHead
 from shardnet.cluster.download.hub import Report, fetch_small, look_up, named_errors
 from shardnet.cluster.download.hub_ranges import HubFile, HubRanges
+from shardnet.cluster.store.local_models import LocalModels
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import CheckpointError
 from shardnet.types import LayerRange
@@ -120,11 +121,12 @@ def _replica(
             for file_name, offset, sample in source.samples(checkpoint.samples):
                 opened.write(file_name, offset, memoryview(sample))
         model_id = checkpoint.model_id
-        folder = cache.find(model_id)
-        if folder is None:
-            begin_replica(staged, model_id, "the Hub")
-            folder = cache.install(staged, model_id)
-    return folder, model_id
+        models = LocalModels(cache)
+        found = models.replica(model_id)
+        if found is not None:
+            return found.path, model_id
+        begin_replica(staged, model_id, "the Hub")
+        return models.install(staged, model_id), model_id
 
 
 def _fill(

@@ -362,9 +362,8 @@ class Sharing:
 
         Records that the path `model` means it.
         """
-        folder = await self._in_cache.run(partial(self.cache.find, model_id))
-        if folder is None:
-            folder = await self._begin_replica(model_id, sources)
+        found = await self._in_cache.run(partial(self._models.replica, model_id))
+        folder = found.path if found is not None else await self._begin_replica(model_id, sources)
         await self._in_cache.run(partial(self.cache.remember, model, model_id))
         return folder
 
@@ -373,12 +372,15 @@ class Sharing:
         for source in sources:
             try:
                 link = await self.dial(source)
-                try:
-                    return await self._fetch_skeleton(BulkClient(link, model_id), model_id)
-                finally:
-                    await link.close()
+            except ShardnetError as error:  # whatever a peer refuses a link with
+                failures.append(str(error))
+                continue
+            try:
+                return await self._fetch_skeleton(BulkClient(link, model_id), model_id)
             except (LinkError, SourceRefused, CheckpointError, BusyError) as error:
                 failures.append(str(error))
+            finally:
+                await link.close()
         raise PeerFailedError(
             f"no node sends the headers of model {model_id[:12]}: "
             f"{'; '.join(failures) or 'no node to ask'}",
@@ -401,7 +403,7 @@ class Sharing:
                 finally:
                     disk.submit(files.close)
                 await disk.run(partial(begin_replica, staged, model_id, client.name))
-                return await disk.run(partial(self.cache.install, staged, model_id))
+                return await disk.run(partial(self._models.install, staged, model_id))
 
     @contextlib.asynccontextmanager
     async def _staging(self) -> AsyncIterator[Path]:

@@ -37,17 +37,17 @@ from shardnet.checkpoint.program_stores import (
     ollama_roots,
 )
 from shardnet.checkpoint.replica import StoredLayers, TensorFiles, TensorPart, part_of
-from shardnet.checkpoint.replica_journal import FileStamp
+from shardnet.checkpoint.replica_journal import JOURNAL_FILE, FileStamp
 from shardnet.checkpoint.tensors.checkpoint_files import find_file, folder_entries, open_file
 from shardnet.checkpoint.tensors.manifest import is_blob
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.model_cache import ModelCache, ModelUse
-from shardnet.errors import CheckpointError, ShardnetError
+from shardnet.errors import CheckpointError, ShardnetError, UnsupportedModelError
 from shardnet.files import make_own_folder, open_own, read_own
 from shardnet.guard.helper_process import HelperProcess, JobFailedError, JobLimits
 from shardnet.model.families.registry import parse_config
-from shardnet.runtime.loading.model_facts import ModelFacts, find_folder, identify, stamp
+from shardnet.runtime.loading.model_facts import ModelFacts, Stamp, find_folder, identify, stamp
 from shardnet.stage.estimate.packed_sizes import PackedSizes
 from shardnet.threads import DaemonThreads
 from shardnet.types import DType
@@ -290,7 +290,8 @@ class LocalModels:
 
     def __init__(self, cache: ModelCache) -> None:
         self._cache = cache
-        self._facts: dict[Path, ModelFacts] = {}
+        self._facts: dict[Path, tuple[Stamp, ModelFacts]] = {}
+        """What was found, and `_state` of its folder before."""
 
     def at(self, model: str) -> ModelFacts | None:
         """Inspect the checkpoint at the path `model`, else the replica last used for that path.
@@ -298,23 +299,49 @@ class LocalModels:
         None if there is neither. Raises CheckpointError if the folder is damaged.
         """
         folder = find_folder(model)
-        if folder is None:
-            model_id = self._cache.recall(model)
-            folder = self._cache.find(model_id) if model_id is not None else None
-            facts = self.inspect(folder) if folder is not None else None
-            # A replica of an earlier release lacks bytes that the id covers today.
-            return facts if facts is not None and facts.model_id == model_id else None
-        return self.inspect(folder)
+        if folder is not None:
+            return self.inspect(folder)
+        model_id = self._cache.recall(model)
+        return self.replica(model_id) if model_id is not None else None
 
     def by_id(self, model_id: str) -> ModelFacts | None:
         """Find a model by its id: a checkpoint folder inspected before, else a replica."""
-        for facts in [*self._facts.values()]:
+        for _, facts in [*self._facts.values()]:
             if facts.model_id == model_id and facts.is_complete and os.path.exists(facts.path):
                 now = self.inspect(facts.path)
                 if now.model_id == model_id:
                     return now
+        return self.replica(model_id)
+
+    def replica(self, model_id: str) -> ModelFacts | None:
+        """Inspect the replica of a model; None if there is none that can be used.
+
+        A power cut may have left one without its headers, and one of an earlier release lacks bytes
+        that the id covers today.
+        """
         folder = self._cache.find(model_id)
-        return self.inspect(folder) if folder is not None else None
+        if folder is None:
+            return None
+        try:
+            facts = self.inspect(folder)
+        except UnsupportedModelError:
+            raise
+        except CheckpointError as error:
+            cause = error.__cause__
+            is_lost = isinstance(cause, FileNotFoundError)
+            if isinstance(cause, OSError | JobFailedError) and not is_lost:
+                raise  # it may be read another time
+            return None
+        return facts if facts.model_id == model_id else None
+
+    def install(self, staged: Path, model_id: str) -> Path:
+        """Move a staged replica to its place, as ModelCache.install.
+
+        One that cannot be used makes way for it.
+        """
+        if self.replica(model_id) is None:
+            self._cache.discard(model_id)
+        return self._cache.install(staged, model_id)
 
     def open(self, model_id: str) -> OpenModel:
         """Open a model to read parts of it. Raises CheckpointError if it is not on this machine."""
@@ -335,10 +362,22 @@ class LocalModels:
 
     def inspect(self, folder: Path) -> ModelFacts:
         """Identify the model in a folder; cached until the folder changes."""
-        known = self._facts.get(folder)
-        if known is None or known.stamp != stamp(folder):
-            known = self._facts[folder] = identify_guarded(folder)
-        return known
+        state, known = _state(folder), self._facts.get(folder)
+        if known is None or known[0] != state:
+            known = self._facts[folder] = state, identify_guarded(folder)
+        return known[1]
+
+
+def _state(folder: Path) -> Stamp:
+    """Return what changes with anything that ModelFacts tell: of a replica, also with a new part.
+
+    Raises CheckpointError as `stamp`.
+    """
+    with contextlib.suppress(OSError):
+        journal = find_file(folder / JOURNAL_FILE)
+        if journal is not None:
+            return ((JOURNAL_FILE, journal.st_size, journal.st_mtime_ns),)
+    return stamp(folder)
 
 
 class OpenModel:

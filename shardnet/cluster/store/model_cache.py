@@ -175,12 +175,30 @@ class ModelCache:
                         remedy="run `shardnet unload`, or stop the node",
                     )
                 freed = _size_bytes(folder)
-                doomed = folder.with_name(f".old-{os.getpid()}-{model_id}")
-                folder.rename(doomed)
-                shutil.rmtree(doomed)
+                self._delete(folder)
         except OSError as error:
             raise disk_error(error, folder) from error
         return freed
+
+    def discard(self, model_id: str) -> None:
+        """Delete a damaged replica, if there is one, whoever has asked for it.
+
+        Raises CheckpointError if it cannot be deleted.
+        """
+        folder = self.find(model_id)
+        if folder is not None:
+            try:
+                self._delete(folder)
+            except OSError as error:
+                raise disk_error(error, folder) from error
+
+    def _delete(self, folder: Path) -> None:
+        """Delete a replica, out of its place first. Raises OSError if it stays there."""
+        doomed = Path(tempfile.mkdtemp(dir=self._models, prefix=".old-"))
+        try:
+            folder.rename(doomed / folder.name)
+        finally:
+            shutil.rmtree(doomed, ignore_errors=True)
 
     def make_room(self, n_bytes: int, keep: str) -> list[CachedModel]:
         """Evict the least recently used replicas until `n_bytes` more fit; return the evicted ones.

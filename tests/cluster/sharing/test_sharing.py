@@ -1,0 +1,171 @@
+"""A node's replicas: begun from whoever sends the headers, told truly, and begun anew if damaged."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from msgspec.structs import replace
+from support.cluster.bulk_peers import Sources, open_sources, same_bytes
+from support.models.checkpoints import make_llama
+from support.rings.stage_forms import FORM
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.checkpoint.replica import range_tensors
+from shardnet.cluster.sharing.bulk_client import SendRate
+from shardnet.cluster.sharing.sharing import Sharing
+from shardnet.cluster.store.disk_jobs import DiskJobs
+from shardnet.cluster.store.model_cache import ModelCache
+from shardnet.errors import CheckpointError, PeerFailedError
+from shardnet.transport.link import Link
+from shardnet.types import LayerRange, NodeId, WireDType
+from shardnet.wire.messages.membership import IdentifyModel
+from shardnet.wire.messages.stages import LoadStage
+
+MODEL = "/models/tales"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("source"))
+
+
+@dataclass
+class Receiver:
+    """A node without the checkpoint, beside the source `anna` with it."""
+
+    source: Path
+    cache: ModelCache
+    sources: Sources
+    disk: DiskJobs
+    begun: list[Sharing] = field(default_factory=list)
+
+    def sharing(self, dial: Callable[[str], Awaitable[Link]] | None = None) -> Sharing:
+        """Start it anew."""
+        sharing = Sharing(
+            node=NodeId("bert"),
+            name="bert",
+            cache=self.cache,
+            peers=cast(Any, None),
+            dial=dial or self.sources.dial,
+            rate=SendRate(None),
+            disk=self.disk,
+            log=lambda line: None,
+        )
+        self.begun.append(sharing)
+        return sharing
+
+    async def load(self, sharing: Sharing, *layers: int, sources: tuple[str, ...]) -> Path:
+        """Fetch a stage; check that its tensors are those of the source."""
+        fields: dict[str, Any] = {"request": 0, "ring": "r", "epoch": 1, "threads": 1, "rank": 0}
+        order = LoadStage(
+            n_stages=1,
+            form=replace(FORM, model=MODEL, model_id=self.model_id),
+            layers=layers,
+            wire_dtype=WireDType.FLOAT32,
+            received_dtype=WireDType.FLOAT32,
+            addresses=["bert"],
+            sources=list(sources),
+            **fields,
+        )
+        folder = await sharing.folder(order, lambda done, total: None)
+        wanted = range_tensors(Checkpoint.open(self.source), LayerRange(*layers))
+        assert same_bytes(folder, self.source, wanted)
+        return folder
+
+    @property
+    def model_id(self) -> str:
+        """The id of the model of the source."""
+        return Checkpoint.open(self.source).model_id
+
+
+def receiving(
+    source: Path, tmp_path: Path, scenario: Callable[[Receiver], Awaitable[None]]
+) -> None:
+    async def main() -> None:
+        async with open_sources() as sources:
+            sources.add("anna", source, tmp_path / "anna")
+            disk = DiskJobs("test-sharing")
+            receiver = Receiver(source, ModelCache(tmp_path / "bert"), sources, disk)
+            try:
+                await scenario(receiver)
+            finally:
+                for sharing in receiver.begun:
+                    await sharing.close()
+                disk.close()
+
+    asyncio.run(main())
+
+
+def test_layers_that_came_are_told_from_then_on(source: Path, tmp_path: Path) -> None:
+    async def scenario(receiver: Receiver) -> None:
+        sharing = receiver.sharing()
+        ask = IdentifyModel(request=1, model=MODEL, model_id=receiver.model_id)
+        assert (await sharing.answer(ask)).model_id == ""
+        for end in (1, 3):
+            await receiver.load(sharing, 0, end, sources=("anna",))
+            assert (await sharing.answer(ask)).layers == [(0, end)]
+
+    receiving(source, tmp_path, scenario)
+
+
+def zero(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [("model.safetensors", zero), ("config.json", zero), ("config.json", Path.unlink)],
+)
+def test_a_replica_that_a_power_cut_has_damaged_comes_anew(
+    name: str, damage: Callable[[Path], None], source: Path, tmp_path: Path
+) -> None:
+    async def scenario(receiver: Receiver) -> None:
+        folder = await receiver.load(receiver.sharing(), 0, 2, sources=("anna",))
+        damage(folder / name)
+        sharing = receiver.sharing()
+        ask = IdentifyModel(request=1, model=MODEL, model_id=receiver.model_id)
+        assert (await sharing.answer(ask)).model_id == ""
+        assert await receiver.load(sharing, 0, 2, sources=("anna",)) == folder
+        assert (await sharing.answer(ask)).layers == [(0, 2)]
+        assert [model.model_id for model in receiver.cache.models()] == [receiver.model_id]
+
+    receiving(source, tmp_path, scenario)
+
+
+def test_a_replica_that_cannot_be_read_now_is_kept(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(receiver: Receiver) -> None:
+        folder = await receiver.load(receiver.sharing(), 0, 2, sources=("anna",))
+        (folder / "mark").touch()
+        real = Checkpoint.open
+
+        def fail(path: Path, **named: Any) -> Checkpoint:
+            if path == folder:
+                raise CheckpointError(f"{path}: Too many open files") from OSError(24, "")
+            return real(path, **named)
+
+        monkeypatch.setattr(Checkpoint, "open", fail)
+        with pytest.raises(CheckpointError, match="Too many open files"):
+            await receiver.load(receiver.sharing(), 0, 3, sources=("anna",))
+        monkeypatch.undo()
+        assert (folder / "mark").exists()
+
+    receiving(source, tmp_path, scenario)
+
+
+def test_a_source_that_takes_no_link_is_passed_over(source: Path, tmp_path: Path) -> None:
+    async def scenario(receiver: Receiver) -> None:
+        async def dial(name: str) -> Link:
+            if name == "cleo":
+                raise PeerFailedError("cleo is leaving")
+            return await receiver.sources.dial(name)
+
+        await receiver.load(receiver.sharing(dial), 0, 2, sources=("cleo", "anna"))
+
+    receiving(source, tmp_path, scenario)
