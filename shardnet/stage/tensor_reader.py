@@ -209,9 +209,12 @@ class TensorReader:
         ]
 
     def _file(self, name: str) -> FilePart:
-        """Locate a file, as it was when it was needed first: it must stay as it is."""
+        """Locate a file, as it was when it was needed first: what is read must stay as it is."""
         if name not in self._files:
-            self._files[name] = FilePart.of(self._checkpoint.folder / name, 0, 0)
+            journal = self._checkpoint.journal
+            n_dropped = journal.n_dropped if journal is not None else None
+            path = self._checkpoint.folder / name
+            self._files[name] = FilePart.of(path, 0, 0, n_dropped)
         return self._files[name]
 
     def read_ahead(self) -> None:

@@ -27,6 +27,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from shardnet.checkpoint.replica_journal import Journal
 from shardnet.checkpoint.tensors.checkpoint_files import open_file
 from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.kernels.devices import capacity_error_for
@@ -264,25 +265,56 @@ class Packing(Protocol):
         """Pack whole units, or the last ones, uint8. Must be thread-safe."""
 
 
+class FileState:
+    """What a file was when it was named: its size, time of change and number.
+
+    One of a replica that has dropped `n_dropped` parts may get further tensors, but none anew.
+    """
+
+    def __init__(self, path: Path, n_dropped: int | None) -> None:
+        self._path = path
+        self._n_dropped = n_dropped
+        self._stamp = self._now()
+
+    def check(self) -> None:
+        """Raise FileChanged unless the file has what it had, OSError if it is missing."""
+        now = self._now()
+        if now == self._stamp:
+            return
+        journal = Journal.find(self._path.parent) if self._n_dropped is not None else None
+        if journal is None or journal.n_dropped != self._n_dropped or now[1:] != self._stamp[1:]:
+            raise FileChanged
+        self._stamp = now
+
+    def _now(self) -> tuple[int, int, int]:
+        found = os.stat(self._path)
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePart:
-    """Bytes of a file that must stay as it is. `stamp` is its size, time of change and number."""
+    """Bytes of a file that must stay what they are."""
 
     path: Path
     offset: int
     size_bytes: int
-    stamp: tuple[int, int, int]
+    state: FileState
 
     @classmethod
-    def of(cls, path: Path, offset: int, size_bytes: int) -> FilePart:
-        """Name bytes of a file as it is now. Raises CheckpointError if it cannot be accessed."""
+    def of(
+        cls, path: Path, offset: int, size_bytes: int, n_dropped: int | None = None
+    ) -> FilePart:
+        """Name bytes of a file as it is now; for `n_dropped` see FileState.
+
+        Raises CheckpointError if it cannot be accessed.
+        """
         try:
-            stamp = _stamp(path)
+            state = FileState(path, n_dropped)
         except OSError as error:
             raise CheckpointError(
                 f"{path} cannot be read ({error.strerror})", remedy="bring it back, then ask again"
             ) from error
-        return cls(path=path, offset=offset, size_bytes=size_bytes, stamp=stamp)
+        return cls(path=path, offset=offset, size_bytes=size_bytes, state=state)
 
     def cut(self, at_a_time: int) -> Iterator[FilePart]:
         """Split into parts of `at_a_time` bytes; the last may be shorter."""
@@ -319,8 +351,7 @@ def bring(buffer: Tensor, piece: Piece) -> None:
     Raises FileChanged, OSError if the file cannot be read, CheckpointError for a special file.
     """
     target, part, packing = buffer[piece.begin : piece.end], piece.part, piece.packing
-    if _stamp(part.path) != part.stamp:
-        raise FileChanged
+    part.state.check()
     with open_file(part.path) as file:
         file.seek(part.offset)
         if packing is None:
@@ -347,8 +378,3 @@ def _read(file: RawIOBase, target: Tensor) -> None:
         if not n_bytes:
             raise FileChanged
         view = view[n_bytes:]
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    found = os.stat(path)
-    return found.st_size, found.st_mtime_ns, found.st_ino

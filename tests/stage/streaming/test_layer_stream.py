@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cluster.bulk_peers import empty_replica
 from support.models.checkpoints import make_decoder, make_gpt2, make_llama
 from support.needs import needs_library, needs_vectors
 from support.own_process import figures_of, make_large
@@ -22,6 +23,7 @@ from support.rings.stage_chain import CPU, Rows, StageChain, batch_of, probed, r
 from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.checkpoint.replica import Replica, TensorFiles, TensorPart, range_tensors
 from shardnet.errors import CapacityError, CheckpointError, ShardnetError, UsageError
 from shardnet.files import CacheFolder
 from shardnet.model.config.panel_form import BFLOAT16, Quantization
@@ -248,6 +250,33 @@ def test_a_file_that_does_not_stay_is_named(damage: str, tmp_path: Path) -> None
         said(model)
     with pytest.raises(CheckpointError, match="shardnet unload"):
         said(model)
+
+
+def test_a_replica_may_get_other_tensors_but_none_anew(tmp_path: Path) -> None:
+    """As while layers for another stage come from other nodes."""
+    source = make_llama(tmp_path / "source", with_tokenizer=False, num_hidden_layers=5)
+    replica = Replica(empty_replica(source, tmp_path / "replica"))
+    files = TensorFiles(source)
+
+    def take(parts: Sequence[TensorPart]) -> None:
+        for part in parts:
+            replica.write(part, 0, memoryview(files.read(part.file, part.offset, part.size_bytes)))
+            replica.record(part, files.digest(part))
+
+    held = replica.parts(range_tensors(replica.checkpoint, WHOLE))
+    take(held)
+    resident, streamed = load(source, 0), load(replica.folder, 4)
+    take(replica.parts(range_tensors(replica.checkpoint, LayerRange(4, 5))))
+    for sequence in range(2):
+        step = batch((sequence, 0, [5, 6, 7]))
+        assert torch.equal(streamed.forward(step, None), resident.forward(step, None))
+    replica.drop(held[0])
+    take(held[:1])
+    os.utime(replica.folder / held[0].file, ns=(1, 1))  # also where its clock stood still
+    with pytest.raises(CheckpointError, match="it has changed while layers were streamed"):
+        streamed.forward(batch((2, 0, [5, 6, 7])), None)
+    for opened in (replica, files):
+        opened.close()
 
 
 def test_after_an_error_the_same_layers_serve_again(tmp_path: Path) -> None:
