@@ -301,9 +301,7 @@ class FilePart:
     state: FileState
 
     @classmethod
-    def of(
-        cls, path: Path, offset: int, size_bytes: int, n_dropped: int | None = None
-    ) -> FilePart:
+    def of(cls, path: Path, offset: int, size_bytes: int, n_dropped: int | None = None) -> FilePart:
         """Name bytes of a file as it is now; for `n_dropped` see FileState.
 
         Raises CheckpointError if it cannot be accessed.

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -44,10 +43,44 @@ ALIGNMENT: Final = 64
 """Alignment of each linear's weights in a buffer, in bytes."""
 _READERS: Final = 2
 """Threads that read: one alone copies from the page cache slower than a core multiplies."""
-_SHARED_BYTES: Final = 1 << 23
+PIECE_BYTES: Final = 1 << 23
 """Bytes of a piece: small enough to share, large enough to read sequentially."""
 SILENCE_S: Final = 30.0
 """How long the disk may bring no piece: sleeping disks take 10 s to spin up."""
+
+
+class DiskWatch:
+    """Waits for what a disk brings, as long as it brings anything in `silence_s`.
+
+    `what` is streamed from it. Only the compute thread waits.
+    """
+
+    def __init__(self, silence_s: float, what: str) -> None:
+        self._silence_s = silence_s
+        self._what = what
+        self._n_brought = 0
+        self._is_silent = False
+
+    def brought(self) -> None:
+        """Count a piece, on any thread: one that is lost among others does not matter."""
+        self._n_brought += 1
+
+    def wait_for(self, reads: Collection[Future[None]], path: Path) -> None:
+        """Wait for the end of reads from `path`.
+
+        Raises CheckpointError once no piece comes, and at once while that lasts.
+        """
+        n_brought = self._n_brought
+        while wait(reads, 0 if self._is_silent else self._silence_s).not_done:
+            self._is_silent = self._n_brought == n_brought
+            if self._is_silent:
+                raise CheckpointError(
+                    f"{path}: the disk does not answer for {self._silence_s:g} s, and "
+                    f"{self._what} are streamed from it",
+                    remedy="bring it back or `shardnet unload`, then ask again",
+                )
+            n_brought = self._n_brought
+        self._is_silent = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +90,7 @@ class _StreamedLayer:
 
     def add(self, part: FilePart, begin: int, packing: Packing | None) -> int:
         """Place a part at offset `begin` of the buffer; return its end."""
-        pieces = list(pieces_of([(part, packing)], begin, _SHARED_BYTES))
+        pieces = list(pieces_of([(part, packing)], begin, PIECE_BYTES))
         self.pieces += pieces
         end = pieces[-1].end if pieces else begin
         self.size_bytes = max(self.size_bytes, end)
@@ -84,9 +117,7 @@ class LayerStream:
         A disk that brings nothing for `silence_s` fails what waits for it.
         """
         self._buffers = buffers or HostBuffers()
-        self._silence_s = silence_s
-        self._is_silent = False
-        self._brought: list[None] = []
+        self._disk = DiskWatch(silence_s, "layers")
         self._n_buffers = 0
         self._layers: dict[int, _StreamedLayer] = {}
         self._order: list[int] = []
@@ -155,7 +186,7 @@ class LayerStream:
         self._wait_for([self._fetches[0]])
         try:
             self._fetches[0].done.result()
-        except CheckpointError:
+        except Exception:
             self._drop()
             raise
         self._buffers.receive(self._fetches[0].buffer)
@@ -186,16 +217,10 @@ class LayerStream:
         self.made.clear()
 
     def _wait_for(self, fetches: Collection[_Fetch]) -> None:
-        """Wait for the end of reads, while pieces come. Raises CheckpointError once none do."""
-        reads = [fetch.done for fetch in fetches]
-        n_brought = len(self._brought)
-        while wait_for(reads, 0 if self._is_silent else self._silence_s).not_done:
-            self._is_silent = len(self._brought) == n_brought
-            if self._is_silent:
-                part = self._layers[next(iter(fetches)).layer].pieces[0].part
-                raise no_answer(part.path, self._silence_s, "layers")
-            n_brought = len(self._brought)
-        self._is_silent = False
+        """Wait for the end of reads. Raises CheckpointError as DiskWatch.wait_for."""
+        if fetches:
+            part = self._layers[next(iter(fetches)).layer].pieces[0].part
+            self._disk.wait_for([fetch.done for fetch in fetches], part.path)
 
     def _after(self, layer: int) -> int:
         return self._order[(self._order.index(layer) + 1) % len(self._order)]
@@ -204,23 +229,19 @@ class LayerStream:
         assert self._reader is not None
         self.n_fetched += 1
         wanted = self._layers[layer]
-        self._brought.clear()
-        read = partial(_read_layer, self._workers, wanted, self._brought)
+        read = partial(_read_layer, self._workers, wanted, self._disk)
         done = self._reader.submit(self._buffers.fill, layer, buffer, wanted.size_bytes, read)
         self._fetches.append(_Fetch(layer=layer, buffer=buffer, done=done))
 
 
 def _read_layer(
-    workers: WorkerPool, layer: _StreamedLayer, brought: list[None], buffer: Tensor
+    workers: WorkerPool, layer: _StreamedLayer, disk: DiskWatch, buffer: Tensor
 ) -> None:
-    """Read all pieces of a layer into `buffer`, and count them in `brought`.
-
-    Raises CheckpointError, which names the file.
-    """
+    """Read all pieces of a layer into `buffer`. Raises CheckpointError, which names the file."""
 
     def read(piece: Piece) -> None:
         read_piece(buffer, piece)
-        brought.append(None)
+        disk.brought()
 
     workers.run(read, layer.pieces)
 
@@ -238,14 +259,6 @@ def read_piece(buffer: Tensor, piece: Piece) -> None:
 def aligned(size_bytes: int) -> int:
     """Round up to where the weights of a linear may begin."""
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def no_answer(path: Path, silence_s: float, what: str) -> CheckpointError:
-    """Make the error for a disk that brings nothing of `what` is streamed from it."""
-    return CheckpointError(
-        f"{path}: the disk does not answer for {silence_s:g} s, and {what} are streamed from it",
-        remedy="bring it back or `shardnet unload`, then ask again",
-    )
 
 
 def _unreadable(path: Path, error: OSError) -> CheckpointError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Final, NamedTuple
@@ -18,7 +17,6 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from shardnet.errors import CheckpointError
 from shardnet.model.families.stage_tensors import Shape
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import capacity_error_for
@@ -39,16 +37,15 @@ from shardnet.model.kernels.panels import Panels
 from shardnet.stage.estimate.memory_estimate import N_BUFFERS
 from shardnet.stage.streaming.buffers import FilePart, Packing, Piece, pieces_of
 from shardnet.stage.streaming.layer_stream import (
+    PIECE_BYTES,
     SILENCE_S,
+    DiskWatch,
     LayerStream,
     aligned,
-    no_answer,
     read_piece,
 )
 from shardnet.threads import DaemonThreads
 
-_WHOLE: Final = 1 << 62
-"""No part is cut: several experts are read at once."""
 _READERS: Final = 4
 """Experts that are read at once: an SSD has all its speed only when it is asked for several."""
 
@@ -90,7 +87,7 @@ class PooledExpert:
     def reserve_each(self, layer: int, parts: Iterable[tuple[FilePart, Packing | None]]) -> int:
         """Add parts, each with a packing of its own; return their offset."""
         begin = aligned(self.own.size_bytes)
-        pieces = [*pieces_of(parts, begin, _WHOLE)]
+        pieces = [*pieces_of(parts, begin, PIECE_BYTES)]
         self.own.pieces += pieces
         self.own.size_bytes = max((piece.end for piece in pieces), default=begin)
         return begin
@@ -112,8 +109,9 @@ class PooledExpert:
 class ExpertPool:
     """Places in memory for experts of a stage's streamed layers; the least recently used go."""
 
-    def __init__(self) -> None:
-        self._is_silent = False
+    def __init__(self, *, silence_s: float = SILENCE_S) -> None:
+        """A disk that brings nothing for `silence_s` fails what waits for it."""
+        self._disk = DiskWatch(silence_s, "experts")
         self._experts: dict[tuple[int, int], _Expert] = {}
         self._held: OrderedDict[_Expert, None] = OrderedDict()
         """Those in memory or on their way, the least recently used first."""
@@ -161,7 +159,7 @@ class ExpertPool:
         self.n_read += 1
         expert.place = self._free.pop()
         self._held[expert] = None
-        read = partial(_read, expert.pieces, self._memory[expert.place])
+        read = partial(_read, expert.pieces, self._memory[expert.place], self._disk)
         expert.read = self._readers.submit(read)
 
     def need(self, expert: _Expert) -> None:
@@ -177,7 +175,7 @@ class ExpertPool:
         self._wait(expert, expert.read)
         try:
             expert.read.result()
-        except CheckpointError:
+        except Exception:
             self._give_up(expert)
             raise
         expert.read = None
@@ -191,15 +189,13 @@ class ExpertPool:
         expert.place, expert.read = -1, None
 
     def _wait(self, expert: _Expert, read: Future[None]) -> None:
-        waited_s = 0 if self._is_silent else SILENCE_S
-        self._is_silent = bool(wait_for([read], waited_s).not_done)
-        if self._is_silent:
-            raise no_answer(expert.pieces[0].part.path, SILENCE_S, "experts")
+        self._disk.wait_for([read], expert.pieces[0].part.path)
 
 
-def _read(pieces: Iterable[Piece], place: Tensor) -> None:
+def _read(pieces: Iterable[Piece], place: Tensor, disk: DiskWatch) -> None:
     for piece in pieces:
         read_piece(place, piece)
+        disk.brought()
 
 
 class Place(NamedTuple):

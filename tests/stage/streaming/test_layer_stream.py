@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from shardnet.stage.load import load_stage
 from shardnet.stage.packs.pack_cache import PackCache, packed_models
 from shardnet.stage.runs import Run
 from shardnet.stage.stage_model import StageModel
-from shardnet.stage.streaming import buffers, layer_stream
+from shardnet.stage.streaming import buffers, layer_stream, streamed_linear
 from shardnet.stage.streaming.buffers import FilePart
 from shardnet.stage.streaming.layer_stream import LayerStream
 from shardnet.stage.streaming.streamed_linear import ExpertPool
@@ -537,6 +538,69 @@ def test_a_disk_that_does_not_answer_fails_what_waits_for_it(
     for layer in range(3):
         wait_until_read(stream, layer)
         stream.done(layer)
+
+
+def test_experts_that_come_slowly_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each time that a disk may be silent for, it brings one piece."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(40)))
+    begun, may_come = threading.Semaphore(0), threading.Semaphore(0)
+
+    def bring(buffer: torch.Tensor, piece: Any) -> None:
+        begun.release()
+        may_come.acquire()
+        buffers.bring(buffer, piece)
+
+    def wait_once(reads: Sequence[Future[None]], silence_s: float) -> Any:
+        may_come.release()
+        while not begun.acquire(timeout=0.01) and not reads[0].done():
+            pass
+        return wait(reads, 0)
+
+    monkeypatch.setattr(layer_stream, "bring", bring)
+    monkeypatch.setattr(layer_stream, "wait", wait_once)
+    monkeypatch.setattr(streamed_linear, "PIECE_BYTES", 10)
+    pool = ExpertPool()
+    expert = pool.expert(0, 0)
+    expert.reserve(0, [FilePart.of(path, 0, 40)])
+    pool.start()
+    expert.fetch()
+    begun.acquire()
+    assert expert.weights(0, 40, expert.buffer_of(0)).tolist() == [*range(40)]
+
+
+@pytest.mark.parametrize("kind", ["layer", "expert"])
+def test_a_read_that_failed_once_is_tried_again(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where there was no memory to pack in."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(8)))
+    failures: list[Exception] = [MemoryError("once")]
+
+    def bring(buffer: torch.Tensor, piece: Any) -> None:
+        if failures:
+            raise failures.pop()
+        buffers.bring(buffer, piece)
+
+    monkeypatch.setattr(layer_stream, "bring", bring)
+    stream, pool = LayerStream(), ExpertPool()
+    stream.reserve(0, [FilePart.of(path, 0, 8)])
+    expert = pool.expert(0, 0)
+    expert.reserve(0, [FilePart.of(path, 0, 8)])
+
+    def read() -> torch.Tensor:
+        if kind == "expert":
+            return expert.weights(0, 8, expert.buffer_of(0))
+        stream.need(0)
+        return stream.weights(0, 8, stream.buffer_of(0))
+
+    (pool if kind == "expert" else stream).start()
+    with pytest.raises(MemoryError):
+        read()
+    assert read().tolist() == [*range(8)]
 
 
 def wait_until_read(stream: LayerStream, layer: int) -> None:
