@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from time import sleep
 from typing import Final
 
 from shardnet import __version__
@@ -17,8 +18,11 @@ from shardnet.errors import HubError
 
 SILENCE_S: Final = 15.0
 """Timeout while the Hub sends no byte."""
-TRIES: Final = 5
-"""Attempts in a row without a byte before a download fails."""
+WAITS_S: Final = (0.0, 2.0, 5.0, 10.0)
+"""Waits between attempts in a row without a byte: a network that is gone comes back in seconds.
+After one attempt more a download fails."""
+PASSING: Final = (429, 500, 502, 503, 504)
+"""HTTP statuses of a server that may answer the same request later."""
 RESUME: Final = "run the command again to go on"
 _LENGTH_BYTES: Final = 8
 _CONNECTIONS: Final = 8
@@ -74,24 +78,35 @@ class HubRanges:
     def stream(self, file: str, begin: int, end: int) -> Iterator[bytes]:
         """Yield the bytes [begin, end) of a file, reconnecting if a connection breaks.
 
-        Raises HubError, or httpx2.TransportError, after TRIES attempts in a row without a byte.
+        Raises HubError, httpx2.TransportError or HfHubHTTPError after several attempts in a row
+        without a byte, see WAITS_S.
         """
         import httpx2
+        from huggingface_hub.errors import HfHubHTTPError
 
-        left = TRIES
+        waits = iter(WAITS_S)
         while begin < end:
-            had, failure = begin, None
+            had = begin
+            failure: Exception = HubError(
+                f"{self._name}: {file} ends after {begin} bytes", remedy=RESUME
+            )
             try:
                 for piece in self._connect(file, begin, end):
                     begin += len(piece)
                     yield piece
             except httpx2.TransportError as error:
                 failure = error
-            left = TRIES if begin > had else left - 1
-            if not left:
-                raise failure or HubError(
-                    f"{self._name}: {file} ends after {begin} bytes", remedy=RESUME
-                )
+            except HfHubHTTPError as error:
+                if error.response.status_code not in PASSING:
+                    raise
+                failure = error
+            if begin > had:
+                waits = iter(WAITS_S)
+                continue
+            wait_s = next(waits, None)
+            if wait_s is None:
+                raise failure
+            sleep(wait_s)
 
     def _connect(self, file: str, begin: int, end: int) -> Iterator[bytes]:
         from huggingface_hub import hf_hub_url

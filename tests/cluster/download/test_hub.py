@@ -6,10 +6,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import close_session  # type: ignore[attr-defined]
+from support.servers.hub_server import COMMIT, open_hub
 
 from shardnet.api.requests import name_model
 from shardnet.checkpoint.hub_cache import HubName
-from shardnet.cluster.download import hub
+from shardnet.cluster.download import hub, hub_ranges
 from shardnet.cluster.download.hub import check_proxies, pull
 from shardnet.errors import CheckpointError, HubError, ShardnetError, UsageError
 
@@ -149,3 +153,40 @@ def test_nothing_is_downloaded_of_a_model_without_the_tokenizer_that_is_needed(
         with pytest.raises(HubError, match="begun"):
             pull(model, lambda *_: None, root=tmp_path, tokenizer_for=tokenizer_for)
     assert begun == ["config.json", "config.json", "a.gguf"]
+
+
+REFUSING = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize("is_away", [True, False])
+def test_a_download_waits_for_a_network_or_a_hub_that_comes_back(
+    *, is_away: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not try again at once only, when nothing can have changed."""
+    with open_hub() as served:
+        served.repos["a/b"], served.commits["a/b"] = {"f.bin": bytes(range(200))}, COMMIT
+        waited: list[float] = []
+
+        def point_at(address: str) -> None:
+            template = address + "/{repo_id}/resolve/{revision}/{filename}"
+            monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+        def wait(seconds: float) -> None:
+            waited.append(seconds)
+            if len(waited) == 3:
+                point_at(served.address)
+                served.fails_with = 0
+
+        monkeypatch.setattr(hub_ranges, "sleep", wait)
+        point_at(REFUSING if is_away else served.address)
+        served.fails_with = 503
+        name = HubName.parse("a/b")
+        assert name is not None
+        ranges = hub_ranges.HubRanges(name, COMMIT)
+        assert b"".join(ranges.stream("f.bin", 5, 200)) == bytes(range(5, 200))
+        assert waited == [0, 2, 5]
+        served.fails_with = 503
+        with pytest.raises(HfHubHTTPError, match="503"):
+            b"".join(ranges.stream("f.bin", 0, 1))
+        close_session()
+        assert waited[3:] == [*hub_ranges.WAITS_S]
