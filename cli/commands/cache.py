@@ -89,48 +89,47 @@ def remove(
     cache = ModelCache(cache_dir(os.environ))
     packs = packed_models(cache.folder / PACKS_FOLDER)
     prompts = stored_prefixes(cache.folder / PREFIXES_FOLDER)
-    n_deleted = _delete("quantised weights", packs, model_id)
-    n_deleted += _delete("prompts", prompts, model_id)
-    if n_deleted and not everything:
-        return
     try:
-        for model in _chosen(cache, model_id):
+        models = cache.models()
+        if model_id:
+            ids = [model.model_id for model in models]
+            ids += [one.folder.name for one in (*packs, *prompts)]
+            model_id = _one_id(ids, model_id, cache)
+        _delete("quantised weights", packs, model_id)
+        _delete("prompts", prompts, model_id)
+        for model in models:
+            if not model.model_id.startswith(model_id):
+                continue
+            if everything and model.in_use:
+                say(f"{model.model_id[:12]} is in use and stays: `shardnet unload` frees it")
+                continue
             freed = cache.remove(model.model_id)
             say(f"deleted {model.model_id[:12]} ({freed / MIB:.1f} MiB) {model.name}".rstrip())
     except ShardnetError as error:
         fail(str(error))
 
 
-def _delete(what: str, stored: Iterable[CacheFolder], prefix: str) -> int:
-    """Delete those whose folder's name begins with `prefix`; return how many there were."""
-    chosen = [one for one in stored if one.folder.name.startswith(prefix)]
-    for one in chosen:
+def _delete(what: str, stored: Iterable[CacheFolder], prefix: str) -> None:
+    """Delete those whose folder's name begins with `prefix`."""
+    for one in stored:
+        if not one.folder.name.startswith(prefix):
+            continue
         if not one.remove():
             fail(f"{one.folder} cannot be deleted; delete it as the user who owns it")
         say(f"deleted {what} of {one.model} ({one.size_bytes / MIB:.1f} MiB)")
-    return len(chosen)
 
 
-def _chosen(cache: ModelCache, prefix: str) -> list[CachedModel]:
-    """Return the one model with this id prefix or, without one, all that no node uses.
-
-    Raises UsageError unless exactly one model matches.
-    """
-    models = cache.models()
-    if not prefix:
-        for model in models:
-            if model.in_use:
-                say(f"{model.model_id[:12]} is in use and stays: `shardnet unload` frees it")
-        return [model for model in models if not model.in_use]
-    found = [model for model in models if model.model_id.startswith(prefix)]
+def _one_id(ids: Iterable[str], prefix: str, cache: ModelCache) -> str:
+    """Return the one of `ids` that begins with `prefix`. Raises UsageError unless it is one."""
+    found = [one for one in ids if one.startswith(prefix)]
     if len(found) != 1:
-        ids = ", ".join(model.model_id[:12] for model in found)
-        matches = f"the ids of {len(found)} models ({ids})" if found else "no model's id"
+        several = ", ".join(one[:12] for one in found)
+        matches = f"the ids of {len(found)} models ({several})" if found else "no model's id"
         raise UsageError(
             f"{prefix} begins {matches} in {cache.folder}",
             remedy="give the first digits of one id that `shardnet cache ls` lists",
         )
-    return found
+    return found[0]
 
 
 def _as_json(model: CachedModel) -> dict[str, object]:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from support.cluster.checkup_facts import reply
 from typer.testing import CliRunner
 
+from shardnet.files import note_model
 from shardnet.stage.prefixes.prefix_store import PrefixStore
 from shardnet.wire.messages.diagnostics import (
     DeputyState,
@@ -49,6 +50,24 @@ def test_prompts_are_listed_and_deleted(tmp_path: Path, monkeypatch: pytest.Monk
     assert (left["model_id"], left["prompts"]) == (names[1], "layers 4-7")
     assert cli.invoke(app, ["cache", "rm", "--all"]).exit_code == 0
     assert json.loads(cli.invoke(app, ["cache", "ls", "--json"]).stdout) == []
+
+
+def test_nothing_is_deleted_by_digits_that_begin_two_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDNET_CACHE_DIR", str(tmp_path))
+    for cache, form, name in (("packed", "quant", "ab1"), ("prefixes", "layers", "ab2")):
+        note_model(tmp_path / cache / name, {"model": "/m/llama", form: "int8"})
+    replica = tmp_path / "models" / ("ab3" + "0" * 61)
+    replica.mkdir(parents=True, mode=0o700)
+    cli = CliRunner()
+    refused = cli.invoke(app, ["cache", "rm", "ab"])
+    assert refused.exit_code == 1
+    assert "ab begins the ids of 3 models (ab3000000000, ab1, ab2)" in refused.stderr
+    for prefix in ("ab2", "ab3"):
+        assert cli.invoke(app, ["cache", "rm", prefix]).exit_code == 0
+    [left] = json.loads(cli.invoke(app, ["cache", "ls", "--json"]).stdout)
+    assert left["model_id"] == "ab1"
 
 
 def test_status_tells_of_prompts_where_any_are_kept_and_for_whom_it_stands_by() -> None:
