@@ -23,7 +23,7 @@ from shardnet.checkpoint.replica import (
     lay_out,
     range_tensors,
 )
-from shardnet.checkpoint.tensors.manifest import TENSOR_SUFFIXES
+from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, TENSOR_SUFFIXES
 from shardnet.checkpoint.tensors.stored_tensor import FileHead
 from shardnet.cluster.download.hub import Report, fetch_small, look_up, named_errors
 from shardnet.cluster.download.hub_ranges import HubFile, HubRanges
@@ -57,7 +57,8 @@ def pull_layers(
     """
     root = cache_root()
     with named_errors(name):
-        commit, files = look_up(name, root)
+        commit, found = look_up(name, root)
+        files = [file for file in found if _is_of_replica(file)]
         _refuse_other_formats(name, files)
         source = HubRanges(name, commit)
         folder, model_id = _replica(name, commit, files, source, cache, root)
@@ -81,6 +82,11 @@ def pull_layers(
         layers=layers,
         n_new_bytes=n_bytes,
     )
+
+
+def _is_of_replica(file: HubFile) -> bool:
+    """Whether replicas have such a file: none of those that only encoders of texts have beside."""
+    return file.name in (*ID_FILES, *INDEX_FILES) or file.name.endswith(TENSOR_SUFFIXES)
 
 
 def _refuse_other_formats(name: HubName, files: Sequence[HubFile]) -> None:

@@ -9,13 +9,17 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import close_session  # type: ignore[attr-defined]
+from support.models.checkpoints import make_llama
 from support.servers.hub_server import COMMIT, open_hub
 
 from shardnet.api.requests import name_model
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.cluster.download import hub, hub_ranges
 from shardnet.cluster.download.hub import check_proxies, pull
+from shardnet.cluster.download.hub_layers import pull_layers
+from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import CheckpointError, HubError, ShardnetError, UsageError
+from shardnet.types import LayerRange
 
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 
@@ -155,6 +159,13 @@ def test_nothing_is_downloaded_of_a_model_without_the_tokenizer_that_is_needed(
     assert begun == ["config.json", "config.json", "a.gguf"]
 
 
+def point_at(address: str, patch: pytest.MonkeyPatch) -> None:
+    """Let huggingface_hub ask a Hub at another address."""
+    patch.setattr(constants, "ENDPOINT", address)
+    template = address + "/{repo_id}/resolve/{revision}/{filename}"
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
 REFUSING = "http://127.0.0.1:9"
 
 
@@ -167,18 +178,14 @@ def test_a_download_waits_for_a_network_or_a_hub_that_comes_back(
         served.repos["a/b"], served.commits["a/b"] = {"f.bin": bytes(range(200))}, COMMIT
         waited: list[float] = []
 
-        def point_at(address: str) -> None:
-            template = address + "/{repo_id}/resolve/{revision}/{filename}"
-            monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-
         def wait(seconds: float) -> None:
             waited.append(seconds)
             if len(waited) == 3:
-                point_at(served.address)
+                point_at(served.address, monkeypatch)
                 served.fails_with = 0
 
         monkeypatch.setattr(hub_ranges, "sleep", wait)
-        point_at(REFUSING if is_away else served.address)
+        point_at(REFUSING if is_away else served.address, monkeypatch)
         served.fails_with = 503
         name = HubName.parse("a/b")
         assert name is not None
@@ -190,3 +197,22 @@ def test_a_download_waits_for_a_network_or_a_hub_that_comes_back(
             b"".join(ranges.stream("f.bin", 0, 1))
         close_session()
         assert waited[3:] == [*hub_ranges.WAITS_S]
+
+
+def test_layers_of_an_encoder_come_without_what_replicas_do_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sentence-transformers lays such models out."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    beside = {"modules.json": b"[]", "1_Pooling/config.json": b"{}"}
+    with open_hub() as served:
+        served.add("a/b", make_llama(tmp_path / "model"), **beside)
+        point_at(served.address, monkeypatch)
+        name = HubName.parse("a/b")
+        assert name is not None
+        cache = ModelCache(tmp_path / "cache")
+        pulled = pull_layers(name, LayerRange(0, 1), lambda *_: None, cache)
+        close_session()
+    assert pulled.n_new_bytes
+    [held] = cache.models()
+    assert held.name == "a/b"
