@@ -243,7 +243,8 @@ class Sharing:
     async def folder(self, order: LoadStage, on_progress: FetchProgress) -> Path:
         """Return a folder with the tensors of a stage, fetched if they are not on this machine.
 
-        The folder is not deleted before the next order, or `release`. Raises CheckpointError if
+        The folder is not deleted before the next order (one that loads beside it: before its weights
+        have come), or `release`. Raises CheckpointError if
         this node has another model at that path; as Fetch.run if fetching fails.
         """
         facts = await self._at(order.form.model)
@@ -281,6 +282,8 @@ class Sharing:
         with contextlib.ExitStack() as unless_fetched:
             use = await self._in_cache.run(partial(self.cache.use, order.form.model_id))
             unless_fetched.callback(use.close)
+            if not order.beside:  # the ring that used the last one has been left
+                self.release()
             form, sources = order.form, order.sources
             folder = await self._find_or_begin_replica(form.model, form.model_id, sources)
             await self._fetch(folder, order, on_progress)

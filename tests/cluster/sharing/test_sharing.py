@@ -20,7 +20,7 @@ from shardnet.cluster.sharing.bulk_client import SendRate
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.model_cache import ModelCache
-from shardnet.errors import CheckpointError, PeerFailedError
+from shardnet.errors import CapacityError, CheckpointError, PeerFailedError
 from shardnet.transport.link import Link
 from shardnet.types import LayerRange, NodeId, WireDType
 from shardnet.wire.messages.membership import IdentifyModel
@@ -59,12 +59,21 @@ class Receiver:
         self.begun.append(sharing)
         return sharing
 
-    async def load(self, sharing: Sharing, *layers: int, sources: tuple[str, ...]) -> Path:
-        """Fetch a stage; check that its tensors are those of the source."""
+    async def load(
+        self,
+        sharing: Sharing,
+        *layers: int,
+        sources: tuple[str, ...],
+        beside: bool = False,
+        model: Path | None = None,
+    ) -> Path:
+        """Fetch a stage; check that its tensors are those of the source, which has the `model`."""
+        model = model or self.source
         fields: dict[str, Any] = {"request": 0, "ring": "r", "epoch": 1, "threads": 1, "rank": 0}
         order = LoadStage(
             n_stages=1,
-            form=replace(FORM, model=MODEL, model_id=self.model_id),
+            form=replace(FORM, model=MODEL, model_id=Checkpoint.open(model).model_id),
+            beside=beside,
             layers=layers,
             wire_dtype=WireDType.FLOAT32,
             received_dtype=WireDType.FLOAT32,
@@ -73,8 +82,8 @@ class Receiver:
             **fields,
         )
         folder = await sharing.folder(order, lambda done, total: None)
-        wanted = range_tensors(Checkpoint.open(self.source), LayerRange(*layers))
-        assert same_bytes(folder, self.source, wanted)
+        wanted = range_tensors(Checkpoint.open(model), LayerRange(*layers))
+        assert same_bytes(folder, model, wanted)
         return folder
 
     @property
@@ -167,5 +176,27 @@ def test_a_source_that_takes_no_link_is_passed_over(source: Path, tmp_path: Path
             return await receiver.sources.dial(name)
 
         await receiver.load(receiver.sharing(dial), 0, 2, sources=("cleo", "anna"))
+
+    receiving(source, tmp_path, scenario)
+
+
+def test_the_next_model_may_take_the_room_of_the_last_but_not_beside_it(
+    source: Path, tmp_path: Path
+) -> None:
+    """A ring of another model has been left when its stage is ordered, unless it is beside it."""
+    other = make_llama(tmp_path / "other", seed=1)
+
+    async def scenario(receiver: Receiver) -> None:
+        receiver.sources.add("cleo", other, tmp_path / "cleo")
+        await receiver.load(receiver.sharing(), 0, 4, sources=("anna",))
+        [first] = receiver.cache.models()
+        receiver.cache = ModelCache(receiver.cache.folder, first.size_bytes * 3 // 2)
+        receiver.begun.pop().release()
+        sharing = receiver.sharing()
+        await receiver.load(sharing, 0, 4, sources=("anna",))
+        with pytest.raises(CapacityError, match="raise --cache-limit"):
+            await receiver.load(sharing, 0, 4, sources=("cleo",), model=other, beside=True)
+        await receiver.load(sharing, 0, 4, sources=("cleo",), model=other)
+        assert receiver.cache.find(first.model_id) is None
 
     receiving(source, tmp_path, scenario)
