@@ -13,7 +13,13 @@ from shardnet.checkpoint.adapters.layer_files import AdapterFacts, LayerPart
 from shardnet.cluster.sharing.bulk_client import AdapterClient, SourceRefused
 from shardnet.cluster.store.adapter_store import AdapterStore
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import PeerFailedError, ShardnetError, UsageError
+from shardnet.errors import (
+    CapacityError,
+    DiskSilentError,
+    PeerFailedError,
+    ShardnetError,
+    UsageError,
+)
 from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.runtime.stage.stage_order import StageAdapter
 from shardnet.transport.link import Link
@@ -75,7 +81,7 @@ class AdapterSharing:
         """Have the parts that a stage needs on this disk; return where they are.
 
         `on_progress` takes (bytes done, bytes in all). Raises PeerFailedError if no node of the
-        ring sends a part.
+        ring sends a part, CapacityError if the disk is full, DiskSilentError.
         """
         others = [a for rank, a in enumerate(order.addresses) if rank != order.rank]
         await self.have(order.adapters, [*others, *order.sources], on_progress)
@@ -113,6 +119,8 @@ class AdapterSharing:
                 await self._fetch_from(source, lacking, total, on_progress)
             except SourceRefused as refusal:
                 failures[source] = str(refusal)
+            except (CapacityError, DiskSilentError):  # of the disk here: no other source helps
+                raise
             except ShardnetError as error:
                 failures[source] = error.message
         if lacking:

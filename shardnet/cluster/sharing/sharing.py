@@ -243,9 +243,9 @@ class Sharing:
     async def folder(self, order: LoadStage, on_progress: FetchProgress) -> Path:
         """Return a folder with the tensors of a stage, fetched if they are not on this machine.
 
-        The folder is not deleted before the next order (one that loads beside it: before its weights
-        have come), or `release`. Raises CheckpointError if
-        this node has another model at that path; as Fetch.run if fetching fails.
+        The folder is not deleted before the next order (one that loads beside it: before its
+        weights have come), or `release`. Raises CheckpointError if this node has another model at
+        that path; as Fetch.run if fetching fails.
         """
         facts = await self._at(order.form.model)
         if facts is None or not facts.is_complete:

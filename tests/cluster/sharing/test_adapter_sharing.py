@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.cluster.bulk_peers import Sources, open_sources
+from support.full_disk import full_disk
 from support.models.adapters import make_peft
 from support.models.checkpoints import make_llama
 from support.rings.stage_forms import FORM
@@ -18,7 +19,7 @@ from shardnet.checkpoint.adapters.layer_files import AdapterFacts, read_layer_fi
 from shardnet.cluster.sharing.adapter_sharing import AdapterSharing, adapter_facts, ring_adapter
 from shardnet.cluster.store.adapter_store import AdapterStore
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import PeerFailedError, UsageError
+from shardnet.errors import CapacityError, PeerFailedError, UsageError
 from shardnet.runtime.loading.model_facts import ModelFacts, identify
 from shardnet.stage.estimate.memory_estimate import WeightForm, stage_weight_bytes
 from shardnet.types import DType, LayerRange, WireDType
@@ -109,6 +110,19 @@ def test_a_part_that_no_node_has_or_that_is_another_is_an_error(
             await sharing.fetch(order(adapter, "anna", "bert", "cleo"), lambda *done: None)
         assert "is not here" in str(raised.value)
         assert "other bytes" in str(raised.value)
+
+    fetching(tmp_path, scenario)
+
+
+def test_a_full_disk_is_not_the_fault_of_who_sends(
+    facts: ModelFacts, path: Path, tmp_path: Path
+) -> None:
+    adapter = AdapterStore(tmp_path / "anna" / "adapters").take("tales", str(path), facts)
+
+    async def scenario(sources: Sources, sharing: AdapterSharing) -> None:
+        with full_disk(100), pytest.raises(CapacityError, match="free room there"):
+            await sharing.fetch(order(adapter, "anna", "bert"), lambda *done: None)
+        assert sources.dialled == ["anna"]
 
     fetching(tmp_path, scenario)
 

@@ -1,4 +1,4 @@
-"""A node's replicas: begun from whoever sends the headers, told truly, and begun anew if damaged."""
+"""A node's replicas: begun from any source, told truly, begun anew if damaged, let go in time."""
 
 from __future__ import annotations
 
