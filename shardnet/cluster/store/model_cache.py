@@ -146,11 +146,11 @@ class ModelCache:
         """
         try:
             names = {model_id: path for path, model_id in self._hints()}
-            found = [
-                self._describe(folder, names.get(folder.name, ""))
-                for folder in self._models.glob("*")
-                if _is_id(folder.name) and folder.is_dir()
-            ]
+            found = []
+            for folder in self._models.glob("*"):
+                with contextlib.suppress(FileNotFoundError):  # another process has deleted it
+                    if _is_id(folder.name) and folder.is_dir():
+                        found.append(self._describe(folder, names.get(folder.name, "")))
         except OSError as error:
             raise disk_error(error, self._models) from error
         return sorted(found, key=lambda model: -model.used_s)
@@ -160,12 +160,13 @@ class ModelCache:
 
         Raises BusyError if a process of this machine uses it, UsageError if there is none.
         """
+        missing = UsageError(
+            f"{self._models}: there is no model {model_id[:12]} here",
+            remedy="`shardnet cache ls` lists them",
+        )
         folder = self.find(model_id)
         if folder is None:
-            raise UsageError(
-                f"{self._models}: there is no model {model_id[:12]} here",
-                remedy="`shardnet cache ls` lists them",
-            )
+            raise missing
         lock = self._lock_path(model_id)
         try:
             with os.fdopen(open_own(lock, os.O_RDWR | os.O_CREAT), "rb+") as file:
@@ -176,6 +177,8 @@ class ModelCache:
                     )
                 freed = _size_bytes(folder)
                 self._delete(folder)
+        except FileNotFoundError as error:  # another process was faster
+            raise missing from error
         except OSError as error:
             raise disk_error(error, folder) from error
         return freed
@@ -223,9 +226,12 @@ class ModelCache:
         self._check_room(with_all, n_bytes)  # else all would be deleted in vain
 
         def delete(model: CachedModel) -> int | None:
-            with contextlib.suppress(BusyError):
+            try:
                 return self.remove(model.model_id)
-            return None
+            except BusyError:
+                return None
+            except UsageError:  # it is gone by now
+                return model.size_bytes
 
         deleted = share.evict(n_bytes, unused, delete)
         self._check_room(share, n_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -112,6 +113,25 @@ def test_nothing_is_deleted_for_what_does_not_fit_anyway(tmp_path: Path) -> None
             cache.make_room(n_bytes, keep=B)
     assert cache.find(A)
     assert [model.model_id for model in cache.make_room(2 * MIB + MIB // 2, keep=B)] == [A]
+
+
+def test_what_another_process_deletes_meanwhile_is_gone(
+    cache: ModelCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(cache, A)
+    put(cache, B)
+    real = model_cache._size_bytes
+
+    def size_bytes(folder: Path) -> int:
+        if folder.name == A:
+            shutil.rmtree(folder)
+        return real(folder)
+
+    monkeypatch.setattr(model_cache, "_size_bytes", size_bytes)
+    assert [model.model_id for model in cache.models()] == [B]
+    put(cache, A)
+    with pytest.raises(UsageError, match="no model aaaaaaaaaaaa"):
+        cache.remove(A)
 
 
 def test_what_a_killed_process_left_is_swept_away(cache: ModelCache) -> None:
