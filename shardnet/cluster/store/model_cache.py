@@ -291,17 +291,24 @@ class ModelUse:
 
     def __init__(self, lock: Path) -> None:
         make_own_folder(lock.parent)
+        self._lock = lock
         self._file = os.fdopen(open_own(lock, os.O_RDWR | os.O_CREAT), "rb+")
         try:
             _lock_shared(self._file.fileno(), lock)
-            os.utime(self._file.fileno() if os.utime in os.supports_fd else lock)
+            self._note_time()
         except BaseException:
             self._file.close()
             raise
 
     def close(self) -> None:
-        """End the use."""
+        """End the use: it was used until now, for however long."""
+        if not self._file.closed:
+            with contextlib.suppress(OSError):
+                self._note_time()
         self._file.close()
+
+    def _note_time(self) -> None:
+        os.utime(self._file.fileno() if os.utime in os.supports_fd else self._lock)
 
 
 def _checked(model_id: str) -> str:

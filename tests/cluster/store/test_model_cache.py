@@ -104,6 +104,18 @@ def test_room_is_made_by_deleting_what_was_used_longest_ago(tmp_path: Path) -> N
     use.close()
 
 
+def test_a_model_is_used_until_its_use_ends(tmp_path: Path) -> None:
+    """One that a node had for weeks is not the first to go when it is freed."""
+    cache = ModelCache(tmp_path, limit_bytes=3 * MIB)
+    for model_id in (A, B):
+        put(cache, model_id, used_s=2)
+    use = cache.use(A)
+    os.utime(tmp_path / "models" / f"{A}.lock", (1, 1))
+    use.close()
+    use.close()
+    assert [model.model_id for model in cache.make_room(2 * MIB - MIB // 2, keep=C)] == [B]
+
+
 def test_nothing_is_deleted_for_what_does_not_fit_anyway(tmp_path: Path) -> None:
     cache = ModelCache(tmp_path, limit_bytes=4 * MIB)
     for model_id in (A, B):
