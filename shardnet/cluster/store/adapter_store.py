@@ -25,9 +25,12 @@ from shardnet.checkpoint.replica import disk_error
 from shardnet.errors import CapacityError, CheckpointError, UnsupportedModelError
 from shardnet.files import DiskShare, make_own_folder, read_own, write_whole
 from shardnet.runtime.loading.model_facts import ModelFacts, Stamp, stamp
+from shardnet.slot_operations import MAX_ADAPTERS
 
 SHARE_OF_DISK: Final = 0.1
 """Adapters take at most this share of the disk's free space and their own."""
+N_KEPT: Final = 2 * MAX_ADAPTERS
+"""The adapters that were used last stay: those of a ring, and of one that is built."""
 
 
 class AdapterStore:
@@ -39,8 +42,8 @@ class AdapterStore:
         """What was found, by path and by the id of the model that it was read for."""
         self._whole: set[tuple[str, int]] = set()
         """Adapters and layers whose files were held against their digests."""
-        self._used: set[str] = set()
-        """Ids of adapters that this process has used: they stay."""
+        self._used: dict[str, None] = {}
+        """Ids of adapters that this process has used, the last one last."""
 
     def take(self, name: str, path: str, facts: ModelFacts) -> AdapterFacts:
         """Read the adapter at a path for the model of `facts`, and keep the files of its layers.
@@ -80,7 +83,7 @@ class AdapterStore:
 
     def has(self, adapter: str, part: LayerPart) -> bool:
         """Say whether the file of a layer is here and whole; a damaged one is deleted."""
-        self._used.add(adapter)
+        self._use(adapter)
         path, key = self.file(adapter, part.layer), (adapter, part.layer)
         try:
             if path.stat().st_size == part.size_bytes and key in self._whole:
@@ -104,7 +107,7 @@ class AdapterStore:
             )
         path = self.file(adapter, part.layer)
         try:
-            self._used.add(adapter)
+            self._use(adapter)
             self._make_room(len(content))
             write_whole(path, content)
         except OSError as error:
@@ -120,11 +123,15 @@ class AdapterStore:
                 f"layer {layer} of adapter {adapter[:12]} is not here", remedy="ask another node"
             ) from error
 
+    def _use(self, adapter: str) -> None:
+        self._used.pop(adapter, None)
+        self._used[adapter] = None
+
     def _has_all(self, facts: AdapterFacts) -> bool:
         return all(self.has(facts.adapter_id, part) for part in facts.parts)
 
     def _make_room(self, n_bytes: int) -> None:
-        """Delete what this process does not use until `n_bytes` more fit. Raises OSError."""
+        """Delete what was used longest ago until `n_bytes` more fit. Raises OSError."""
         make_own_folder(self.folder)
         entries = [entry for entry in self.folder.iterdir() if entry.is_dir()]
         sizes = {entry: _size(entry) for entry in entries}
@@ -133,13 +140,16 @@ class AdapterStore:
             used_bytes=sum(sizes.values()),
             free_bytes=shutil.disk_usage(self.folder).free,
         )
-        unused = [entry for entry in entries if entry.name not in self._used]
+        numbers = {adapter: number for number, adapter in enumerate(self._used)}
+        kept = {*[*self._used][-N_KEPT:]}
+        idle = [entry for entry in entries if entry.name not in kept]
+        idle.sort(key=lambda entry: (numbers.get(entry.name, -1), os.path.getmtime(entry)))
 
         def delete(entry: Path) -> int:
             shutil.rmtree(entry, ignore_errors=True)
             return sizes[entry]
 
-        share.evict(n_bytes, sorted(unused, key=os.path.getmtime), delete)
+        share.evict(n_bytes, idle, delete)
         if n_bytes > share.free_bytes:
             raise CapacityError(
                 f"{self.folder} has no room for {n_bytes} bytes of an adapter",

@@ -17,6 +17,7 @@ from support.rings.stage_forms import FORM
 
 from shardnet.checkpoint.adapters.layer_files import AdapterFacts, read_layer_file
 from shardnet.cluster.sharing.adapter_sharing import AdapterSharing, adapter_facts, ring_adapter
+from shardnet.cluster.store import adapter_store
 from shardnet.cluster.store.adapter_store import AdapterStore
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import CapacityError, PeerFailedError, UsageError
@@ -146,6 +147,24 @@ def test_an_adapter_is_read_again_when_its_files_change(
             await sharing.identify(twice, facts)
 
     fetching(tmp_path, scenario)
+
+
+def test_adapters_that_a_node_used_long_ago_make_room(
+    facts: ModelFacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where one is trained again and again: those that may be used now stay."""
+    monkeypatch.setattr(adapter_store, "SHARE_OF_DISK", 0)
+    monkeypatch.setattr(adapter_store, "N_KEPT", 2)
+    store = AdapterStore(tmp_path / "adapters")
+    ids = []
+    for seed in range(4):
+        path = make_peft(tmp_path / str(seed), facts.path, seed=seed)
+        ids.append(store.take("tales", str(path), facts).adapter_id)
+        if seed == 1:
+            store.take("tales", str(tmp_path / "0"), facts)
+    assert {entry.name for entry in store.folder.iterdir()} == {ids[2], ids[3]}
+    assert store.take("tales", str(tmp_path / "1"), facts).adapter_id == ids[1]
+    assert {entry.name for entry in store.folder.iterdir()} == {ids[1], ids[3]}
 
 
 def test_a_plan_counts_what_adapters_take(facts: ModelFacts, path: Path, tmp_path: Path) -> None:
