@@ -116,7 +116,7 @@ class DiskJobs:
                 f"{place}: this node reads {MAX_BUSY} other folders just now",
                 remedy="ask again later",
             )
-        for name in idle[: len(idle) - MAX_IDLE + 1]:
+        for name in idle[: max(0, len(idle) - MAX_IDLE + 1)]:
             self._lanes.pop(name).threads.close()
         lane = self._lanes[place] = _Lane(
             place, self._name, self._niceness, self._silence_s, self._lane_answers, self._lane_hangs

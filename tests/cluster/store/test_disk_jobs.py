@@ -58,6 +58,18 @@ def test_jobs_of_one_place_run_in_order_and_raise_what_they_raise() -> None:
     with_jobs(main)
 
 
+def test_idle_places_keep_their_threads_up_to_a_number() -> None:
+    async def main(jobs: DiskJobs) -> None:
+        places = [f"/{n}" for n in range(disk_jobs.MAX_IDLE)]
+        threads = [await jobs.run(place, threading.current_thread) for place in places]
+        again = [await jobs.run(place, threading.current_thread) for place in places]
+        assert again == threads
+        await jobs.run("/one more", threading.current_thread)
+        assert await jobs.run(places[0], threading.current_thread) is not threads[0]
+
+    with_jobs(main, silence_s=DEADLINE_S)
+
+
 def test_a_disk_that_hangs_is_named_and_others_go_on(mount: threading.Event) -> None:
     async def main(jobs: DiskJobs) -> None:
         assert await jobs.run("/good", lambda: 1) == 1
