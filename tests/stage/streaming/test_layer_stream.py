@@ -398,7 +398,7 @@ def test_what_is_packed_on_its_way_is_what_is_packed_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Piece by piece, by two threads, and a last panel that is not full."""
-    monkeypatch.setattr(layer_stream, "_SHARED_BYTES", shared_bytes)
+    monkeypatch.setattr(layer_stream, "PIECE_BYTES", shared_bytes)
     monkeypatch.setattr(buffers, "_PACKED_AT_A_TIME", shared_bytes // 2)
     native = native_kernels()
     assert native is not None
