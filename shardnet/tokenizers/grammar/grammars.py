@@ -74,15 +74,14 @@ class Grammars:
         from shardnet.tokenizers.grammar.matcher import GrammarMatcher
         from shardnet.tokenizers.grammar.vocabulary import Vocabulary
 
-        if self._process is None or self._tokenizer is None:
+        if self._process is None:
             vocabulary = Vocabulary.of(self._table, self._n_ids, self._eos_ids)
             self._process = CompileProcess(vocabulary)
             if self._is_closed:
                 self._process.close()
-            grammar = self._process.grammar(constraint)
-            self._tokenizer = vocabulary.tokenizer()
-        else:
-            grammar = self._process.grammar(constraint)
+        grammar = self._process.grammar(constraint)
+        if self._tokenizer is None:
+            self._tokenizer = self._process.vocabulary.tokenizer()
         return GrammarMatcher.compiled(grammar, self._tokenizer, self._n_ids)
 
 
@@ -90,7 +89,7 @@ class CompileProcess:
     """Compiles constraints for the tokens of one model. Starts its process at the first."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._process = HelperProcess(_MODULE)
         self._loaded_in = 0
         """Which of its processes has the tokens: the first is number 1."""
@@ -108,7 +107,7 @@ class CompileProcess:
         process = self._process
         try:
             if process.pid is None or self._loaded_in != process.n_started:
-                said, block = self._vocabulary.pack()
+                said, block = self.vocabulary.pack()
                 process.call("load", {"vocabulary": said}, LOAD, block)
                 self._loaded_in = process.n_started
             arguments = {"kind": constraint.kind, "text": constraint.text}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
+import psutil
 import pytest
 
 from shardnet.constraints import Constraint, TokenMask
@@ -148,6 +150,18 @@ def test_a_grammar_that_ends_its_process_does_not_end_the_node() -> None:
         assert follow(matcher, "b").is_complete
     finally:
         grammars.close()
+
+
+def test_refused_constraints_share_one_process() -> None:
+    """Also before the first that can be compiled."""
+    before = {child.pid for child in psutil.Process().children()}
+    with closing(Grammars(TABLE, n_ids=N_IDS, eos_ids=[EOS])) as grammars:
+        for text in ("([", "(", "["):
+            with pytest.raises(UsageError, match="the regex cannot be compiled"):
+                grammars.matcher(Constraint(kind="regex", text=text))
+        mine = [child for child in psutil.Process().children() if child.pid not in before]
+        assert len(mine) == 1
+        assert grammars.matcher(Constraint(kind="regex", text="yes"))
 
 
 def test_a_tokenizer_whose_tokens_change_where_they_join_is_refused() -> None:
