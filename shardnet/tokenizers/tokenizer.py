@@ -89,9 +89,8 @@ class TextProcess:
 
     def encode(self, text: str, bos: Bos, parse_special: bool) -> list[int]:
         """Encode text. Raises CheckpointError if it fails or exceeds its limits."""
-        self.ready()
         arguments = {"text": text, "bos": bos, "parse_special": parse_special}
-        _, block = self._call("encode", arguments, ENCODE)
+        block = self._encoded("encode", arguments)
         token_ids = array("I")
         token_ids.frombytes(block)
         return token_ids.tolist()
@@ -109,14 +108,13 @@ class TextProcess:
         The longer one is cut so that there are at most `most_tokens`, special ones included, None
         for all. Raises CheckpointError if it fails or exceeds its limits.
         """
-        self.ready()
         arguments = {
             "text": text,
             "pair": pair,
             "special_tokens": special_tokens,
             "most_tokens": most_tokens,
         }
-        _, block = self._call("encode_input", arguments, ENCODE)
+        block = self._encoded("encode_input", arguments)
         numbers = array("I")
         numbers.frombytes(block)
         n_tokens = len(numbers) // 2
@@ -135,6 +133,17 @@ class TextProcess:
     def close(self) -> None:
         """End the process."""
         self._process.close()
+
+    def _encoded(self, job: str, arguments: Mapping[str, Any]) -> bytes:
+        """Encode in a process that has the tokenizer: another text may end it while this waits."""
+        while True:
+            self.ready()
+            number = self._process.n_started
+            try:
+                return self._call(job, arguments, ENCODE)[1]
+            except CheckpointError:
+                if self._process.n_started == number:
+                    raise
 
     def _call(self, job: str, arguments: Mapping[str, Any], limits: JobLimits) -> tuple[Any, bytes]:
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -75,6 +77,25 @@ def test_a_process_that_is_gone_is_replaced(tmp_path: Path) -> None:
         kill(tokenizer)
         assert tokenizer.decode(ids) == TEXT
         assert tokenizer.encode(TEXT) == ids
+
+
+def test_a_text_that_waits_outlives_the_process_of_the_one_before_it(tmp_path: Path) -> None:
+    """One that ends its process fails alone."""
+    with Tokenizer.load(small.save(tmp_path, small.byte_level())) as tokenizer:
+        ids = tokenizer.encode(TEXT)
+        coder = tokenizer._coder
+        assert isinstance(coder, TextProcess)
+        turn = coder._process._turn
+        turn.acquire()
+        waits = threading.Event()
+        with ThreadPoolExecutor() as threads, pytest.MonkeyPatch.context() as patch:
+            call = coder._call
+            patch.setattr(coder, "_call", lambda *asked: (waits.set(), call(*asked))[1])
+            waiting = threads.submit(tokenizer.encode, TEXT)
+            assert waits.wait(GONE_S)
+            kill(tokenizer)
+            turn.release()
+            assert waiting.result(GONE_S) == ids
 
 
 def test_a_file_that_has_changed_is_not_taken_for_the_one_that_was_read(tmp_path: Path) -> None:
