@@ -25,6 +25,16 @@ from shardnet.tokenizers.chat.chat_template import MAX_TEMPLATE_BYTES, ChatTempl
 
 _KEY = "tokenizer.ggml."
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_ENDS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>"),
+    *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<end_of_turn>", "<end_of_utterance>"),
+    *("<eos>", "<turn|>", "<|tool_response>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+)
+"""Tokens that end a text or a turn in whatever file has them, as in llama.cpp: converters name one
+of several, as Gemma's <eos>, which a model for conversations never writes.
+"""
+_HARMONIES = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
+"""Where these are, <|end|> is the end of a message, behind which another one may follow."""
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _MARKS = (
     *("cls_token_id", "seperator_token_id", "padding_token_id"),  # as the format spells them
@@ -67,12 +77,11 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> LoadedTokeni
     if metadata.get("general.architecture") in GGUF_TYPES:
         _mark_ends(values, tokens, loaded.backend)
         return loaded
-    ends = [values.token_id(key, tokens) for key in _END_KEYS]
     adds_bos = values.one("add_bos_token", bool)
     return LoadedTokenizer(
         backend=loaded.backend,
         bos_id=values.token_id("bos_token_id", tokens),
-        eos_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
+        eos_ids=_eos_ids(values, tokens),
         adds_bos=loaded.adds_bos if adds_bos is None else adds_bos,
         template=_template(values, tokens),
     )
@@ -235,6 +244,15 @@ def _read_words(values: _Metadata, tokens: list[str]) -> LoadedTokenizer:
 def _are_few(words: list[str], change: Callable[[str], str]) -> bool:
     """Say whether a change would leave all words but one in a hundred as they are."""
     return 100 * sum(change(word) != word for word in words) < len(words)
+
+
+def _eos_ids(values: _Metadata, tokens: list[str]) -> tuple[int, ...]:
+    """Return the ids that end a text: those that the file names first, then those known by text."""
+    named = (values.token_id(key, tokens) for key in _END_KEYS)
+    known = {text: token_id for token_id, text in enumerate(tokens) if text in _ENDS}
+    if any(marks <= known.keys() for marks in _HARMONIES):
+        known.pop("<|end|>", None)
+    return tuple(dict.fromkeys([*(end for end in named if end is not None), *known.values()]))
 
 
 def _mark_ends(values: _Metadata, tokens: list[str], backend: tokenizers.Tokenizer) -> None:

@@ -158,6 +158,26 @@ def test_special_ids_and_padding() -> None:
     assert ranked.n_tokens == first + 3
 
 
+@pytest.mark.parametrize(
+    ("marks", "ends"),
+    [
+        (["<start_of_turn>", "<end_of_turn>"], ["<end_of_turn>"]),
+        (["<|user|>", "<|end|>"], ["<|end|>"]),
+        (["<|return|>", "<|end|>", "<|call|>"], ["<|return|>", "<|call|>"]),
+        (["<|return|>", "<|end|>"], ["<|return|>", "<|end|>"]),
+    ],
+)
+def test_turns_end_by_tokens_that_the_file_does_not_name(marks: list[str], ends: list[str]) -> None:
+    """As in Gemma's, Phi-3's and gpt-oss' files; a message of Harmony is not the whole answer."""
+    said = trained.gguf_pieces("llama")
+    tokens = said["tokenizer.ggml.tokens"]
+    said["tokenizer.ggml.tokens"] = [*tokens, *marks]
+    said["tokenizer.ggml.scores"] += [0.0] * len(marks)
+    said["tokenizer.ggml.token_type"] += [3] * len(marks)
+    expected = (2, *(len(tokens) + marks.index(end) for end in ends))
+    assert gguf_tokenizer_of(said).eos_ids == expected
+
+
 def test_a_bos_stands_before_a_text_as_the_file_or_else_its_kind_says() -> None:
     for pre, by_default in (("llama-bpe", True), ("qwen2", False), ("tekken", True)):
         said = trained.gguf_ranks(LLAMA3, pre)
