@@ -63,8 +63,8 @@ _PORTS: Final = {"http": 80, "https": 443}
 async def fetch_picture(url: str) -> bytes:
     """Return what is at `url`.
 
-    Raises UsageError for addresses that are not public, at redirects too, for answers other than
-    200, for more bytes than a picture may have, and for what takes more than FETCH_S.
+    Raises UsageError for addresses that are none or not public, at redirects too, for answers other
+    than 200, for more bytes than a picture may have, and for what takes more than FETCH_S.
     """
     try:
         async with asyncio.timeout(FETCH_S):
@@ -74,7 +74,7 @@ async def fetch_picture(url: str) -> bytes:
                     return content
     except TimeoutError:
         raise _failed(url, f"it took more than {FETCH_S:g} s") from None
-    except (httpx2.HTTPError, OSError) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError) as error:
         raise _failed(url, str(error) or type(error).__name__) from None
     raise _failed(url, f"it redirects more than {MAX_HOPS} times")
 
@@ -82,7 +82,7 @@ async def fetch_picture(url: str) -> bytes:
 async def _ask(url: str) -> tuple[bytes | None, str]:
     """Ask one server; return what it gives, or None and where it redirects to."""
     parts = urlsplit(url)
-    host, scheme = parts.hostname or "", parts.scheme.lower()
+    host, scheme = (parts.hostname or "").encode("idna").decode(), parts.scheme.lower()
     if scheme not in _PORTS or not host:
         raise _failed(url, "it is no URL of the web")
     try:
@@ -93,7 +93,7 @@ async def _ask(url: str) -> tuple[bytes | None, str]:
     where = f"[{address}]" if ":" in address else address
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     target = f"{scheme}://{where}:{port}{path}"
-    named = parts.netloc.rpartition("@")[2]
+    named = (f"[{host}]" if ":" in host else host) + (f":{parts.port}" if parts.port else "")
     async with (
         httpx2.AsyncClient(trust_env=False, follow_redirects=False, timeout=FETCH_S) as client,
         client.stream(

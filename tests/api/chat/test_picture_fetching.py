@@ -26,6 +26,10 @@ from shardnet.errors import UsageError
         ("https://user:secret@192.168.1.1/", "which is no public address"),
         ("http://localhost:99999/", "its port is none"),
         ("ftp://example.org/a.png", "no URL of the web"),
+        ("http://[::1/a.png", "Invalid IPv6 URL"),
+        (f"http://{'a' * 64}.org/a.png", "label (empty or )?too long"),
+        ("http://a..b/a.png", "label empty"),
+        ("http://1.1.1.1/\0", "non-printable"),
     ],
 )
 def test_what_is_not_public_is_not_asked(url: str, why: str) -> None:
@@ -50,17 +54,19 @@ def test_answers_are_bounded_and_redirects_are_checked(
     public = request._public
 
     async def at_hand(url: str, host: str, port: int) -> str:
-        return "127.0.0.1" if host == "pictures.test" else await public(url, host, port)
+        return "127.0.0.1" if host == "xn--fiq228c.test" else await public(url, host, port)
 
     monkeypatch.setattr(request, "_public", at_hand)
 
+    hosts: list[bytes] = []
     answering: list[asyncio.Task[Any]] = []
 
     async def answer(reader: Any, writer: Any) -> None:
         task = asyncio.current_task()
         assert task is not None
         answering.append(task)
-        await reader.readuntil(b"\r\n\r\n")
+        asked = await reader.readuntil(b"\r\n\r\n")
+        hosts.append(asked.lower().partition(b"host: ")[2].partition(b":")[0])
         writer.write(f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
         await writer.drain()
         writer.close()
@@ -70,12 +76,13 @@ def test_answers_are_bounded_and_redirects_are_checked(
         port = server.sockets[0].getsockname()[1]
         async with server:
             try:
-                return await fetch_picture(f"http://pictures.test:{port}/a.png")
+                return await fetch_picture(f"http://中文.test:{port}/a.png")
             finally:
                 await asyncio.gather(*answering, return_exceptions=True)
 
     if not why:
         assert asyncio.run(main()) == body
+        assert hosts == [b"xn--fiq228c.test"]
         return
     with pytest.raises(UsageError, match=why):
         asyncio.run(main())
