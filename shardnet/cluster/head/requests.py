@@ -252,7 +252,8 @@ def described(message: DescribeTokenizer, lead: Lead) -> TokenizerDescribed:
             f"{lead.plan.facts.path} has no tokenizer", remedy="ask for token ids instead of text"
         )
     try:
-        template = tokenizer.chat_template().source
+        found = tokenizer.chat_template()
+        template = found.with_tools or found.source  # what calls look like
     except UsageError:
         template = ""
     added = [AddedToken(*token) for token in tokenizer.added_tokens(MAX_ADDED_TEXT)]

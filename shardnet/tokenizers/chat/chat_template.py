@@ -23,6 +23,8 @@ _TOKEN_NAMES = (
 )
 AGAIN = "fetch the checkpoint again, or give the prompt without a template"
 
+OF_TOOLS: Final = "tool_use"
+"""What transformers calls the template for requests with tools, where there are several."""
 CONTINUES = "continue_final_message"
 """The option with which a prompt ends within the last message."""
 _FORMS: Final[Mapping[str, tuple[tuple[str, ...], str, str]]] = {
@@ -94,13 +96,15 @@ NO_OPTIONS = TemplateOptions()
 class ChatTemplate:
     """A jinja2 template, its source file, and the special tokens it may use.
 
-    At one of the texts `stops` an answer ends, beside the model's own ends.
+    At one of the texts `stops` an answer ends, beside the model's own ends. Requests with tools are
+    shown by `with_tools`, if its makers have one of its own for these.
     """
 
     source: str
     where: str
     tokens: Mapping[str, str]
     stops: Sequence[str] = ()
+    with_tools: str = ""
 
     @classmethod
     def default(cls, added: Container[str], bos: str) -> ChatTemplate:
@@ -127,8 +131,8 @@ class ChatTemplate:
         """Find the template of a checkpoint folder.
 
         It is the first of `chat_template.jinja`, `chat_template` in tokenizer_config.json (one, or
-        of several the one named "default"), chat_template.json, and `own`, that of the tokenizer's
-        file. Raises UsageError if there is none, CheckpointError for an unreadable or invalid file.
+        of several those named "default" and "tool_use"), chat_template.json, and `own`, that of the
+        tokenizer's file. Raises UsageError if there is none, CheckpointError for an unreadable or invalid file.
         """
         config = _read_json(folder / "tokenizer_config.json")
         tokens = _special_tokens(folder, config)
@@ -141,9 +145,8 @@ class ChatTemplate:
         ):
             if content.get("chat_template") is not None:
                 where = f"{folder / name}: chat_template"
-                return cls(
-                    source=_named(content["chat_template"], where), where=where, tokens=tokens
-                )
+                source, with_tools = _named(content["chat_template"], where)
+                return cls(source=source, where=where, tokens=tokens, with_tools=with_tools)
         if own is not None:
             return own
         raise UsageError(
@@ -153,17 +156,18 @@ class ChatTemplate:
         )
 
 
-def _named(value: object, where: str) -> str:
-    """Return the template, of several the one named default."""
+def _named(value: object, where: str) -> tuple[str, str]:
+    """Return the template, of several the one named default, and "" or that of tools."""
+    with_tools = ""
     if isinstance(value, list):
         named = {e.get("name"): e.get("template") for e in value if isinstance(e, dict)}
-        value = named.get("default")
-    if not isinstance(value, str):
+        value, with_tools = named.get("default"), named.get(OF_TOOLS, "")
+    if not isinstance(value, str) or not isinstance(with_tools, str):
         raise CheckpointError(
             f"{where} is neither a template nor a list with one named default",
             remedy=AGAIN,
         )
-    return value
+    return value, with_tools
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -81,17 +81,19 @@ def render_template(
     shown = [shown_message(message) for message in messages]
     if continues:
         shown[-1]["content"] = f"{shown[-1].get('content') or ''}{_END}"
+    tools = read_tools(options.tools)
     variables = {
         **template.tokens,
         **options.values,
         "messages": shown,
-        "tools": read_tools(options.tools),
+        "tools": tools,
         "documents": None,
         "add_generation_prompt": not continues,
     }
     line: int | None = None
     try:
-        text = render(template.source, variables, MAX_TEXT_BYTES)
+        source = (template.with_tools if tools else "") or template.source
+        text = render(source, variables, MAX_TEXT_BYTES)
     except RefusedByTemplateError as error:
         raise UsageError(f"{template.where} refuses these messages: {error}") from None
     except jinja2.TemplateSyntaxError as error:

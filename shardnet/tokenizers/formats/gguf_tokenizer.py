@@ -21,7 +21,7 @@ from shardnet.tokenizers.backends.byte_level import merged_backend
 from shardnet.tokenizers.backends.piece_tokenizer import SPACE, PieceKind, Pieces, build_backend
 from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, Pretokenizer
 from shardnet.tokenizers.backends.token_files import LoadedTokenizer
-from shardnet.tokenizers.chat.chat_template import MAX_TEMPLATE_BYTES, ChatTemplate
+from shardnet.tokenizers.chat.chat_template import MAX_TEMPLATE_BYTES, OF_TOOLS, ChatTemplate
 
 _KEY = "tokenizer.ggml."
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -149,15 +149,13 @@ class _Metadata:
             raise self.damaged(key, f"is {token_id}, but there are {len(tokens)} tokens")
         return token_id
 
-    def template(self) -> str | None:
-        """Return the chat template, None if there is none."""
-        value = self._metadata.get("tokenizer.chat_template")
-        if value is None:
-            return None
+    def template(self, name: str = "") -> str:
+        """Return the chat template, or the one of a `name`; "" if there is none."""
+        key = f"tokenizer.chat_template{name}"
+        value = self._metadata.get(key, "")
         if not isinstance(value, str) or not _is_unicode(value) or len(value) > MAX_TEMPLATE_BYTES:
             raise CheckpointError(
-                f"{self.where}: tokenizer.chat_template must be a text of at most "
-                f"{MAX_TEMPLATE_BYTES} bytes",
+                f"{self.where}: {key} must be a text of at most {MAX_TEMPLATE_BYTES} bytes",
                 remedy=_AGAIN,
             )
         return value
@@ -320,7 +318,7 @@ def _merges(values: _Metadata) -> list[tuple[str, str]]:
 
 def _template(values: _Metadata, tokens: list[str]) -> ChatTemplate | None:
     source = values.template()
-    if source is None:
+    if not source:
         return None
     ids = {role: values.token_id(f"{role}_token_id", tokens) for role in _ROLES}
     return ChatTemplate(
@@ -331,4 +329,5 @@ def _template(values: _Metadata, tokens: list[str]) -> ChatTemplate | None:
             for role, token_id in ids.items()
             if token_id is not None
         },
+        with_tools=values.template(f".{OF_TOOLS}"),
     )

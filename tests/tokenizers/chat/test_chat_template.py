@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def test_the_environment_of_the_node_is_not_there(
                     ]
                 }
             },
-            "D",
+            "D|T",
         ),
     ],
 )
@@ -211,7 +212,16 @@ def test_where_templates_are_found(files: dict[str, Any], source: str, tmp_path:
     for name, said in files.items():
         text = said if isinstance(said, str) else json.dumps(said)
         (tmp_path / name).write_text(text, encoding="utf-8")
-    assert ChatTemplate.find(tmp_path).source == source
+    found = ChatTemplate.find(tmp_path)
+    assert "|".join(filter(None, (found.source, found.with_tools))) == source
+
+
+def test_tools_are_shown_by_the_template_that_is_for_them(process: TemplateProcess) -> None:
+    """As in Hermes 2 Pro, Hermes 3 and Command R: the other one knows none."""
+    template = replace(make_template("plain"), with_tools="{{ tools[0].name }}")
+    for tools, shown in (("", "plain"), ("[]", "plain"), ('[{"name": "f"}]', "f")):
+        options = TemplateOptions(tools=tools)
+        assert process.render(template, TALK, options, seconds=PATIENCE_S) == shown
 
 
 def test_special_tokens_come_from_the_files_beside_it(

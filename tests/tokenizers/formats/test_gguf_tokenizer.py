@@ -242,6 +242,10 @@ def test_the_template_comes_with_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("beside")
     assert ChatTemplate.find(tmp_path, tokenizer.template).source == "beside"
     assert gguf_tokenizer("llama3").template is None
+    said = trained.gguf_pieces("llama") | {"tokenizer.chat_template.tool_use": "tools"}
+    of_both = gguf_tokenizer_of(said).template
+    assert of_both is not None
+    assert (of_both.source, of_both.with_tools) == (tokenizer.template.source, "tools")
 
 
 def test_metadata_without_a_tokenizer() -> None:
