@@ -80,7 +80,9 @@ def render_template(
     continues = bool(options.values.get(CONTINUES))
     shown = [shown_message(message) for message in messages]
     if continues:
-        shown[-1]["content"] = f"{shown[-1].get('content') or ''}{_END}"
+        if not shown:
+            raise UsageError("there is no last message, which was to go on")
+        shown[-1]["content"] = with_end(shown[-1].get("content"))
     tools = read_tools(options.tools)
     variables = {
         **template.tokens,
@@ -108,6 +110,16 @@ def render_template(
         return up_to_end(text, template) if continues else text
     where = f"{template.where} line {line}" if line else template.where
     raise CheckpointError(f"{where}: {failed}", remedy=AGAIN)
+
+
+def with_end(content: str | Sequence[Mapping[str, Any]] | None) -> str | list[Mapping[str, Any]]:
+    """Put the mark behind a content, which is a text or parts."""
+    if content is None or isinstance(content, str):
+        return f"{content or ''}{_END}"
+    before, last = content[:-1], content[-1]
+    if last["type"] == "text":
+        return [*before, {**last, "text": f"{last['text']}{_END}"}]
+    return [*content, {"type": "text", "text": _END}]
 
 
 def up_to_end(text: str, template: ChatTemplate) -> str:

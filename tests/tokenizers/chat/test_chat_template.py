@@ -122,6 +122,21 @@ def test_a_last_message_goes_on_as_in_transformers(
         process.render(make_template("a"), talk, options, seconds=PATIENCE_S)
 
 
+@pytest.mark.parametrize(("parts", "shown"), [("ti", "Hi <image>"), ("it", "<image>Hi ")])
+def test_a_message_of_parts_that_goes_on_ends_with_the_last_one(
+    process: TemplateProcess, parts: str, shown: str
+) -> None:
+    written = {"t": {"type": "text", "text": "Hi "}, "i": {"type": "image"}}
+    said = [{"role": "assistant", "content": [written[part] for part in parts]}]
+    template = make_template(
+        "{% for part in messages[0].content %}{{ part.text or '<image>' }}{% endfor %}<end>"
+    )
+    options = TemplateOptions(values={CONTINUES: True})
+    assert process.render(template, said, options, seconds=PATIENCE_S) == shown
+    with pytest.raises(UsageError, match="no last message"):
+        process.render(template, [], options, seconds=PATIENCE_S)
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [
