@@ -16,35 +16,46 @@ from shardnet.tokenizers.tokenizer import Tokenizer
 class IncrementalDecoder:
     """Decodes one sequence's tokens, releasing only text that no later token can change.
 
-    The released parts joined, `finish` included, equal `Tokenizer.decode` of all ids. The work per
-    token does not grow with the text.
+    The released parts joined, `finish` included, equal `Tokenizer.decode` of all ids; behind others
+    they equal what these ids add to the text of those. The work per token does not grow with the
+    text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, keep_special_tokens: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        keep_special_tokens: bool = False,
+        behind: Sequence[int] = (),
+    ) -> None:
+        """`behind` are the ids, or the last of them, behind whose text the sequence goes on."""
         self._tokenizer = tokenizer
         self._keep_special_tokens = keep_special_tokens
-        self._released: list[int] = []
+        self._released = [token_id for token_id in behind if self._is_shown(token_id)][-1:]
         """The ids released last: later ones are decoded after them, to get spaces between right."""
-        self._has_begun = False
+        self._has_begun = bool(self._released) and tokenizer.decodes_behind
         """Whether there is text, behind which tokens are decoded without those before them."""
         self._held: list[int] = []
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         """Add the next token; return the text that is now final, often empty."""
-        flags = self._tokenizer.flags(token_id)
-        if not flags & HAS_TOKEN or (flags & IS_SPECIAL and not self._keep_special_tokens):
+        if not self._is_shown(token_id):
             return ""
         self._held.append(token_id)
-        return self._release() if self._ends_whole(token_id, flags) else ""
+        return self._release() if self._ends_whole(token_id) else ""
 
     def finish(self) -> str:
         """Return the remaining text; incomplete characters become U+FFFD."""
         return self._release() if self._held else ""
 
-    def _ends_whole(self, token_id: int, flags: int) -> bool:
+    def _is_shown(self, token_id: int) -> bool:
+        flags = self._tokenizer.flags(token_id)
+        return bool(flags & HAS_TOKEN and (self._keep_special_tokens or not flags & IS_SPECIAL))
+
+    def _ends_whole(self, token_id: int) -> bool:
         """Say whether the text after this token ends on a character boundary, whatever follows."""
-        if flags & IS_BYTE:
+        if self._tokenizer.flags(token_id) & IS_BYTE:
             return False  # a run of byte pieces is valid or invalid as a whole
         if self._tokenizer.is_byte_level:
             self._characters.decode(self._tokenizer.token_bytes(token_id))
@@ -139,10 +150,11 @@ class TextStream:
         *,
         stops: Sequence[str] = (),
         keep_special_tokens: bool = False,
+        behind: Sequence[int] = (),
     ) -> None:
-        """Raise SamplingError if a stop string is empty."""
+        """Raise SamplingError if a stop string is empty. `behind` is as in IncrementalDecoder."""
         self._decoder = (
-            IncrementalDecoder(tokenizer, keep_special_tokens=keep_special_tokens)
+            IncrementalDecoder(tokenizer, keep_special_tokens=keep_special_tokens, behind=behind)
             if tokenizer
             else None
         )

@@ -21,6 +21,7 @@ from support.system.parrot import Parrots
 from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.errors import UsageError
+from shardnet.tokenizers.tokenizer import Tokenizer
 from shardnet.wire.messages.plans import ModelChoice
 
 BEYOND_ID = 258
@@ -33,6 +34,11 @@ def write_words(folder: Path) -> None:
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
     (folder / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+
+
+def behind(tokenizer: Tokenizer, prompt: list[int], token_ids: list[int]) -> str:
+    """What ids add to the text of a prompt."""
+    return tokenizer.decode(prompt + token_ids)[len(tokenizer.decode(prompt)) :]
 
 
 FORMS: dict[str, Callable[[Path], object]] = {
@@ -52,9 +58,9 @@ def test_generate_speaks_through_every_form(trio: Crew, tmp_path: Path, form: st
     FORMS[form](folder)
     tokenizer = load_here(folder)
     where = ["--nodes", trio.addresses(0), "--json", "--ignore-eos", "--max-tokens", "12"]
-    said = trio.generate("Café: the cat 你好", folder, *where, "--logprobs", "2").json
-    assert said["prompt_token_ids"] == tokenizer.encode("Café: the cat 你好")
-    assert said["text"] == tokenizer.decode(said["token_ids"])
+    said = trio.generate("Café: 你好 the cat", folder, *where, "--logprobs", "2").json
+    assert said["prompt_token_ids"] == tokenizer.encode("Café: 你好 the cat")
+    assert said["text"] == behind(tokenizer, said["prompt_token_ids"], said["token_ids"])
     assert said["tokens"] == [tokenizer.token_text(token_id) for token_id in said["token_ids"]]
     assert all(tokenizer.has_token(token_id) for token_id in said["token_ids"])
     assert [entry["bytes"] for entry in said["logprobs"]] == [
@@ -88,7 +94,7 @@ def test_a_gguf_brings_its_tokenizer_and_its_template(
     where = ["--nodes", trio.addresses(0), "--json", "--max-tokens", "30"]
     plain = trio.generate("Café: the  cat", path, *where, "--ignore-eos").json
     assert plain["prompt_token_ids"] == tokenizer.encode("Café: the  cat")
-    assert plain["text"] == tokenizer.decode(plain["token_ids"])
+    assert plain["text"] == behind(tokenizer, plain["prompt_token_ids"], plain["token_ids"])
     assert all(tokenizer.has_token(token_id) for token_id in plain["token_ids"])
     chatted = trio.generate("the cat", path, *where, "--chat").json
     begin, end = (tokenizer.token_text(n) for n in (tokenizer.bos_id, tokenizer.eos_ids[0]))

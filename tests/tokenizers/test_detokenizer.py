@@ -33,6 +33,18 @@ def test_parts_join_to_the_whole(kind: str, data: st.DataObject) -> None:
     )
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+def test_behind_a_prompt_parts_join_to_what_it_goes_on_with(kind: str, data: st.DataObject) -> None:
+    """A space between both is not lost; a bos alone is no text."""
+    tokenizer = tokenizer_of(kind)
+    prompt = tokenizer.encode(data.draw(st.sampled_from(["", "the cat", "sat on the"])), bos="off")
+    prompt += data.draw(st.sampled_from([[], [1]]))
+    ids = data.draw(st.lists(st.integers(0, tokenizer.n_tokens + 1), max_size=20))
+    whole, before = tokenizer.decode([*prompt, *ids]), tokenizer.decode(prompt)
+    assert "".join(parts_of(tokenizer, ids, behind=prompt)) == whole[len(before) :]
+
+
 @given(text=st.text(max_size=30))
 def test_encoded_text_comes_back_without_broken_characters(text: str) -> None:
     tokenizer = tokenizer_of("byte_level")

@@ -47,6 +47,7 @@ from shardnet.cluster.head.requests import (
     sampling_params,
     stop_ids,
     text_stream,
+    turn_of,
     with_ids,
 )
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
@@ -332,7 +333,7 @@ class Clients:
     ) -> list[int]:
         """Return the token ids of a prompt, each of its pictures as one."""
         job = partial(prompt_ids, message, lead, may_be_long=may_be_long, processor=processor)
-        if message.messages is None:
+        if not turn_of(message):
             return await self.reader.run(job)
         # A chat template is an untrusted program: it must not delay other prompts. Its process has
         # limits of its own, so that the disk is not blamed for the time it takes.
@@ -387,7 +388,7 @@ class Clients:
             sampling=sampling_params(message, lead),
             max_tokens=message.max_tokens,
             stop_ids=stop_ids(message, lead),
-            text=text_stream(message, lead),
+            text=text_stream(message, lead, prompt),
             priority=message.priority,
             deadline_s=message.deadline_s,
             speculation=speculation,

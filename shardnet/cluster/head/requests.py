@@ -20,7 +20,7 @@ from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.routing import MAX_ROUTING_BYTES
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import AdapterUse
-from shardnet.tokenizers.chat.chat_template import TemplateOptions
+from shardnet.tokenizers.chat.chat_template import CONTINUES, TemplateOptions
 from shardnet.tokenizers.detokenizer import TextStream
 from shardnet.tokenizers.grammar.grammars import Grammars
 from shardnet.tokenizers.tokenizer import check_token_ids, no_tokenizer
@@ -41,6 +41,7 @@ from shardnet.wire.messages.generation import (
     Detokenize,
     Detokenized,
     Generate,
+    Turn,
 )
 
 _TAIL_TOKENS = 64
@@ -77,6 +78,8 @@ def prompt_ids(
     vocab_size = lead.ring.spec.config.vocab_size
     if message.token_ids is not None:
         token_ids = list(message.token_ids)
+        if message.turn and lead.tokenizer is not None:
+            lead.tokenizer.chat_template()  # whose stops end the answer
     elif lead.tokenizer is None:
         raise no_tokenizer(lead.plan.facts.path, needs_tokenizer(message))
     elif message.messages is not None:
@@ -122,6 +125,13 @@ def check_length(n_prompt: int, message: Generate, lead: Lead, *, may_be_long: b
         )
 
 
+def turn_of(message: Generate) -> Turn:
+    """Say whether a request's answer is a new message, goes on with one, or with a text."""
+    if message.messages is None:
+        return message.turn
+    return "begun" if dict(message.template_options).get(CONTINUES) else "new"
+
+
 def in_order(message: Generate) -> list[Picture]:
     """Return the pictures of a request as they stand in its prompt.
 
@@ -161,6 +171,7 @@ def with_ids(message: Generate, prompt: Sequence[int]) -> Generate:
         template_options=[],
         token_ids=list(prompt),
         pictures=in_order(message),
+        turn=turn_of(message),
     )
 
 
@@ -270,22 +281,28 @@ def described(message: DescribeTokenizer, lead: Lead) -> TokenizerDescribed:
 def stop_ids(message: Generate, lead: Lead) -> frozenset[int]:
     """Return the token ids that end an answer."""
     ids = frozenset(message.stop_token_ids)
-    if lead.tokenizer is not None and message.messages is not None:
+    if lead.tokenizer is not None and turn_of(message):
         ids |= lead.tokenizer.template_stop_ids
     return ids if message.ignore_eos else ids | frozenset(lead.eos_ids)
 
 
-def text_stream(message: Generate, lead: Lead) -> TextStream:
-    """Make the stream that turns token ids into text.
+def text_stream(message: Generate, lead: Lead, prompt: Sequence[int]) -> TextStream:
+    """Make the stream that turns token ids into text, which goes on behind that of the prompt
+    unless it is a new message.
 
     Raises CheckpointError for stop texts if the checkpoint has no tokenizer.
     """
     if lead.tokenizer is None and message.stop:
         raise no_tokenizer(lead.plan.facts.path, needs_tokenizer(message))
     stops = [*message.stop]
-    if lead.tokenizer is not None and message.messages is not None:
+    if lead.tokenizer is not None and turn_of(message):
         stops += lead.tokenizer.template_stops
-    return TextStream(lead.tokenizer, stops=stops, keep_special_tokens=message.keep_special_tokens)
+    return TextStream(
+        lead.tokenizer,
+        stops=stops,
+        keep_special_tokens=message.keep_special_tokens,
+        behind=() if turn_of(message) == "new" else prompt[-_TAIL_TOKENS:],
+    )
 
 
 def adapter_uses(message: Generate, lead: Lead) -> tuple[AdapterUse, ...]:

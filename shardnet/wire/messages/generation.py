@@ -67,6 +67,9 @@ class Constraint(Strict, frozen=True, kw_only=True):
         return constraints.Constraint(kind=self.kind, text=self.text)
 
 
+Turn = Literal["", "new", "begun"]
+
+
 class Generate(Numbered, frozen=True, kw_only=True):
     """Ask for the continuation of one prompt: `token_ids` if there are any, else `messages` in the
     model's chat template, else `prompt`. The template gets `tools` and `template_options` too.
@@ -79,7 +82,8 @@ class Generate(Numbered, frozen=True, kw_only=True):
     named in `recommended` are as the model's makers recommend, if they do. All of the output
     matches `constraint`. With `trace` TracePieces precede Finished. With a `key` it is copied to a
     deputy, and Resume finds it by that. The answer begins with the tokens `made`, which are not
-    sent again.
+    sent again. `token_ids` that messages became say by `turn` whether the answer is a new message,
+    or goes on with one that was begun; "" is the continuation of a text.
     """
 
     choice: ModelChoice
@@ -110,6 +114,7 @@ class Generate(Numbered, frozen=True, kw_only=True):
     key: RequestKey = ""
     made: TokenIds = []
     pictures: Annotated[list[Picture], Meta(max_length=MAX_PICTURES)] = []
+    turn: Turn = ""
 
 
 class StateChanged(Numbered, frozen=True, kw_only=True):
