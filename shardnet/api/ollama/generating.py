@@ -8,6 +8,7 @@ from contextlib import aclosing
 from typing import Any, Final
 
 import msgspec
+from msgspec import UNSET
 
 from shardnet.api.chat.request import ChatRequest, ChatTurn, OptionValue, Part, Tool, TurnPicture
 from shardnet.api.chat.run import Accepted, ChatEvent, Ended, Piece, run_chat
@@ -320,7 +321,8 @@ async def _lines(
                     first: Sequence[TokenLogprob] = logprobs
                     for delta in deltas:
                         for written in _written(calls, delta, first, form):
-                            first = ()
+                            if written.logprobs is not UNSET:
+                                first = ()
                             yield line(written)
                     if first:  # of a token whose text is held back
                         yield line(form.write(logprobs=first))

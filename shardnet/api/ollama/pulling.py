@@ -95,11 +95,13 @@ class Pulls:
             yield line(OllamaProgress(status="pulling manifest"))
             while not (pulling.done() and told.empty()):
                 getting = asyncio.ensure_future(told.get())
-                await asyncio.wait({pulling, getting}, return_when=asyncio.FIRST_COMPLETED)
-                if getting.done():
+                try:
+                    await asyncio.wait({pulling, getting}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    if not getting.done():
+                        getting.cancel()
+                if getting.done() and not getting.cancelled():
                     yield line(getting.result())
-                else:
-                    getting.cancel()
             await pulling
             yield line(OllamaProgress(status="success"))
         finally:

@@ -132,7 +132,8 @@ class ChatTemplate:
 
         It is the first of `chat_template.jinja`, `chat_template` in tokenizer_config.json (one, or
         of several those named "default" and "tool_use"), chat_template.json, and `own`, that of the
-        tokenizer's file. Raises UsageError if there is none, CheckpointError for an unreadable or invalid file.
+        tokenizer's file. Raises UsageError if there is none, CheckpointError for an unreadable or
+        invalid file.
         """
         config = _read_json(folder / "tokenizer_config.json")
         tokens = _special_tokens(folder, config)

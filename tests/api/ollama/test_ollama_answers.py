@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from support.servers.asgi_client import Exchanged, ask, asking
 from support.servers.http_app import served
 
-from shardnet.api.ollama.body import OLLAMA
+from shardnet.api.chat.run import ChatEvent, Piece
+from shardnet.api.chat_formats.marks import ToolCallStarted
+from shardnet.api.events import TokenLogprob
+from shardnet.api.ollama.body import OLLAMA, AnswerForm
+from shardnet.api.ollama.generating import _lines
 from shardnet.api.ollama.models import capabilities_of
 from shardnet.api.ollama.pulling import OllamaPull, Pulls
 from shardnet.api.server.app import make_app
-from shardnet.api.server.endpoint import Endpoint
+from shardnet.api.server.endpoint import Endpoint, Stream
+from shardnet.api.server.service import Exchange
 from shardnet.api.server.settings import Settings
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.errors import HubError
@@ -89,6 +94,22 @@ def test_a_call_comes_whole_with_an_object_and_reasoning_apart() -> None:
             assert all(call["id"] for call in calls)
 
     asyncio.run(main())
+
+
+def test_logprobs_of_the_token_that_ends_a_call_are_told() -> None:
+    async def main() -> list[dict[str, Any]]:
+        async def events() -> AsyncGenerator[ChatEvent, None]:
+            for name in ("f", "g"):
+                called = ToolCallStarted(0, name, name)
+                chosen = TokenLogprob(token_id=1, token=name, bytes=b"", logprob=-1.0, top=())
+                yield Piece(sample=0, deltas=[called], logprobs=(chosen,))
+
+        form = AnswerForm("m", is_chat=True)
+        return [json.loads(line) async for line in _lines(events(), form)]
+
+    told = asyncio.run(main())
+    assert [one["token"] for line in told for one in line.get("logprobs", ())] == ["f", "g"]
+    assert [len(line["message"].get("tool_calls", ())) for line in told] == [0, 1, 0]
 
 
 def test_nothing_to_say_only_loads() -> None:
@@ -233,6 +254,29 @@ def test_a_model_is_pulled_with_progress() -> None:
             assert (wrong.status, "give ORG/NAME" in wrong.json["error"]) == (400, True)
             pushed = await ask(server.app, "/api/push", {"model": "a"})
             assert (pushed.status, pushed.json["error"][:9]) == (400, "/api/push")
+
+    asyncio.run(main())
+
+
+def test_a_pull_that_is_given_up_leaves_no_task() -> None:
+    async def main() -> None:
+        never = asyncio.Event()
+
+        async def pulling(*_: object) -> None:
+            await never.wait()
+
+        async with served() as server:
+            exchange = Exchange(service=server.service, request_id="1", path_parameters={})
+            before = asyncio.all_tasks()
+            reply = await Pulls(pulling)(exchange, OllamaPull(model="org/name"))
+            assert isinstance(reply, Stream)
+            assert b"manifest" in await anext(reply.chunks)
+            waiting = asyncio.ensure_future(anext(reply.chunks))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            await asyncio.sleep(0)
+            assert asyncio.all_tasks() == before
 
     asyncio.run(main())
 
