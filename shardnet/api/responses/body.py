@@ -65,7 +65,7 @@ class ItemBody(msgspec.Struct, kw_only=True, omit_defaults=True):
     content: str | Parts | None = None
     summary: Parts | None = None
     call_id: str | None = None
-    name: ToolName | None = None
+    name: str | None = None
     arguments: str | dict[str, Any] | None = None
     input: str | None = None
     output: str | Parts | dict[str, Any] | None = None

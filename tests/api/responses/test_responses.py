@@ -313,5 +313,23 @@ def test_a_request_follows_a_response_that_is_kept_for_its_key() -> None:
     asyncio.run(main())
 
 
+def test_a_call_by_a_name_that_no_tool_has_can_be_followed() -> None:
+    """Where the model does not end a name, what follows is refused by field."""
+
+    async def main() -> None:
+        async with served() as server:
+            for name, status in (("other", 200), ("x" * 300, 400)):
+                text = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
+                body = {"input": text, "tools": [SHELL]}
+                first = (await ask(server.app, RESPONSES, body)).json
+                assert first["output"][0]["name"] == name
+                more = {"input": "b", "previous_response_id": first["id"]}
+                second = await ask(server.app, RESPONSES, more)
+                assert second.status == status
+            assert "tool_calls[0].name is text of 300" in second.json["error"]["message"]
+
+    asyncio.run(main())
+
+
 def header(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
