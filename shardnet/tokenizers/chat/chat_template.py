@@ -159,7 +159,7 @@ class ChatTemplate:
 
 def _named(value: object, where: str) -> tuple[str, str]:
     """Return the template, of several the one named default, and "" or that of tools."""
-    with_tools = ""
+    with_tools: object = ""
     if isinstance(value, list):
         named = {e.get("name"): e.get("template") for e in value if isinstance(e, dict)}
         value, with_tools = named.get("default"), named.get(OF_TOOLS, "")

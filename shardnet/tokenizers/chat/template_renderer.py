@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache, partial
 from typing import Any
 
 import jinja2
@@ -34,6 +35,8 @@ MAX_DEPTH = 64
 """Of objects and lists in tools and arguments. Templates write them by recursion."""
 _END = "\ue000last message ends\ue000 "
 """Marks the end of a message that goes on; the space shows whether the template cuts space."""
+_PROBE = "\ue000a text\ue000"
+"""A text that no template has."""
 OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -78,12 +81,15 @@ def render_template(
                 remedy="give names such as enable_thinking",
             )
     continues = bool(options.values.get(CONTINUES))
+    tools = read_tools(options.tools)
+    source = (template.with_tools if tools else "") or template.source
     shown = [shown_message(message) for message in messages]
+    if shows_only_parts(source, tuple(template.tokens.items())):
+        shown = [in_parts(message) for message in shown]
     if continues:
         if not shown:
             raise UsageError("there is no last message, which was to go on")
         shown[-1]["content"] = with_end(shown[-1].get("content"))
-    tools = read_tools(options.tools)
     variables = {
         **template.tokens,
         **options.values,
@@ -94,7 +100,6 @@ def render_template(
     }
     line: int | None = None
     try:
-        source = (template.with_tools if tools else "") or template.source
         text = render(source, variables, MAX_TEXT_BYTES)
     except RefusedByTemplateError as error:
         raise UsageError(f"{template.where} refuses these messages: {error}") from None
@@ -110,6 +115,34 @@ def render_template(
         return up_to_end(text, template) if continues else text
     where = f"{template.where} line {line}" if line else template.where
     raise CheckpointError(f"{where}: {failed}", remedy=AGAIN)
+
+
+@lru_cache(maxsize=8)
+def shows_only_parts(source: str, tokens: tuple[tuple[str, str], ...]) -> bool:
+    """Say whether a template shows a text where it is a part in a list, and no other: those of
+    LLaVA, Idefics and SmolVLM loop over parts, and find none in a text.
+    """
+    message = {"role": "user", "content": _PROBE}
+    as_text, as_part = (
+        partial(shows_probe, source, dict(tokens), one) for one in (message, in_parts(message))
+    )
+    return not as_text() and as_part()
+
+
+def shows_probe(source: str, tokens: Mapping[str, str], message: Mapping[str, Any]) -> bool:
+    """Say whether a template shows a message's text; it may refuse it, or fail."""
+    variables = {**tokens, "messages": [message], "add_generation_prompt": False}
+    try:
+        return _PROBE in render(source, variables, MAX_TEXT_BYTES)
+    except Exception:  # an untrusted expression may raise anything
+        return False
+
+
+def in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Write a message's text as the one part of a list."""
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**message, "content": parts}
 
 
 def with_end(content: str | Sequence[Mapping[str, Any]] | None) -> str | list[Mapping[str, Any]]:

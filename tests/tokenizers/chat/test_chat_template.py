@@ -122,6 +122,21 @@ def test_a_last_message_goes_on_as_in_transformers(
         process.render(make_template("a"), talk, options, seconds=PATIENCE_S)
 
 
+def test_texts_are_parts_for_templates_that_show_no_others(process: TemplateProcess) -> None:
+    """As SmolVLM's: what was said before a picture came would not be there."""
+    template = make_template(
+        "{% for m in messages %}{{ m.role }}:{% for part in m.content %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}<image>{% endif %}{% endfor %};{% endfor %}"
+    )
+    parts = [{"type": "image"}, {"type": "text", "text": "What?"}]
+    said = [*TALK[:3], {"role": "user", "content": parts}]
+    shown = "system:Be brief.;user:Hi;assistant:Hello\nyou;user:<image>What?;"
+    assert process.render(template, said, seconds=PATIENCE_S) == shown
+    options = TemplateOptions(values={CONTINUES: True})
+    shown = shown.partition("you;")[0] + "you"
+    assert process.render(template, TALK[:3], options, seconds=PATIENCE_S) == shown
+
+
 @pytest.mark.parametrize(("parts", "shown"), [("ti", "Hi <image>"), ("it", "<image>Hi ")])
 def test_a_message_of_parts_that_goes_on_ends_with_the_last_one(
     process: TemplateProcess, parts: str, shown: str
