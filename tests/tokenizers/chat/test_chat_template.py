@@ -126,7 +126,8 @@ def test_texts_are_parts_for_templates_that_show_no_others(process: TemplateProc
     """As SmolVLM's: what was said before a picture came would not be there."""
     template = make_template(
         "{% for m in messages %}{{ m.role }}:{% for part in m.content %}"
-        "{% if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}<image>{% endif %}{% endfor %};{% endfor %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}<image>"
+        "{% endif %}{% endfor %};{% endfor %}"
     )
     parts = [{"type": "image"}, {"type": "text", "text": "What?"}]
     said = [*TALK[:3], {"role": "user", "content": parts}]
