@@ -377,7 +377,9 @@ class Head:
             return elsewhere
         self.led.check_idle()
         plan = await self.planner.plan(
-            choice, lambda done, total: on_progress(0, "measuring", done, total)
+            choice,
+            lambda done, total: on_progress(0, "measuring", done, total),
+            divides=False,  # several are the router's
         )
         if isinstance(plan, Elsewhere):
             return plan

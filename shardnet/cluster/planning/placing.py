@@ -64,6 +64,7 @@ def make_plan(
     silent: Sequence[LeftOut] = (),
     holdings: Holdings = NO_HOLDINGS,
     arith: Arith | None = None,
+    divides: bool = True,
 ) -> Plan:
     """Plan `choice` over `nodes`: exactly these if the choice names nodes, else the best of them.
 
@@ -71,14 +72,14 @@ def make_plan(
     placement/estimate.py says. `holdings` say what nodes have of the model; one that is not there
     is taken to have all. The `silent` nodes would be candidates if they had answered: the
     plan, or the error, names them. `arith` is that of the figures, None for what these nodes
-    settle on.
+    settle on. Unless it `divides` there is one ring, whatever several would give.
 
     Raises PlanError if the model does not fit, UsageError for a context that the model does not
     have, for an unknown dtype, and where `mtp` is asked for and the model has no such layer, or the
     stage would be cut over nodes or devices.
     """
     inputs = _inputs(choice, facts, nodes, measured, silent, holdings, arith)
-    division = _division(inputs)
+    division = _division(inputs) if divides else None
     if division is not None:
         return _divided(division, inputs)
     try:
@@ -272,9 +273,11 @@ def _division(inputs: _Inputs) -> Division | None:
     """Divide the nodes among several rings, where that does more of what is asked for.
 
     None where it does not, where something fixes one ring, and where others do not reach all nodes.
+    Adapters do: they are read by the head of a ring, which alone has them.
     """
     choice = inputs.choice
     is_fixed = choice.nodes or choice.layers or choice.stream_layers or choice.nodes_per_stage > 1
+    is_fixed = is_fixed or choice.adapters
     if inputs.objective is not Objective.THROUGHPUT or is_fixed:
         return None
     if not all(node.address for node in inputs.nodes):
@@ -337,7 +340,7 @@ def plan_again(
     holdings: Holdings,
     arith: Arith,
 ) -> Plan:
-    """Plan as `make_plan`, with the first node as head, which has the requests.
+    """Plan one ring as `make_plan`, with the first node as head, which has the requests.
 
     If the choice names nodes, `nodes` are those of them that are left. Nodes with another model at
     the same path are left out: with them no ring could be built.
@@ -358,7 +361,7 @@ def plan_again(
 
     if choice.nodes:
         return exactly(nodes)
-    plan = make_plan(choice, facts, nodes, measured, silent, holdings, arith)
+    plan = make_plan(choice, facts, nodes, measured, silent, holdings, arith, divides=False)
     if plan.nodes[0].node == head.node:
         return plan
     chosen = [node for node in plan.nodes if node.node != head.node]

@@ -105,10 +105,11 @@ class Planner:
         measure_one: bool = False,
         again: bool = False,
         without: Collection[str] = (),
+        divides: bool = True,
     ) -> Plan | Elsewhere:
         """Plan `choice` without the nodes `without`, or name the node that would be its head.
 
-        `on_measured`, `measure_one` and `again` as in `measure`. Raises PlanError, CheckpointError,
+        `on_measured`, `measure_one` and `again` as in `measure`, `divides` as in `make_plan`. Raises PlanError, CheckpointError,
         UsageError or LinkError if there can be no plan.
         """
         candidates = await self.find_candidates(choice, without)
@@ -119,7 +120,8 @@ class Planner:
         async def placed(arith: Arith) -> Plan:
             settled = replace(model, arith=arith)
             figures = await self.measure(settled, on_measured, measure_one=measure_one, again=again)
-            return await self.threads.run(f"planning {choice.model}", partial(place, figures))
+            job = partial(place, figures, divides=divides)
+            return await self.threads.run(f"planning {choice.model}", job)
 
         plan = await _settled(choice.arith, model.arith, placed)
         if plan.nodes[0].node != self.node:
@@ -424,8 +426,8 @@ async def _settled(
     return portable
 
 
-def place(figures: PlanFigures) -> Plan:
-    """Choose the ring. Raises PlanError if the model does not fit, and as `make_plan`."""
+def place(figures: PlanFigures, *, divides: bool) -> Plan:
+    """Choose the ring, or several if it `divides`. Raises PlanError if the model does not fit, and as `make_plan`."""
     model, candidates = figures.model, figures.model.candidates
     return make_plan(
         candidates.choice,
@@ -435,4 +437,5 @@ def place(figures: PlanFigures) -> Plan:
         candidates.silent,
         figures.holdings,
         model.arith,
+        divides,
     )

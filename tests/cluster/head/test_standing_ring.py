@@ -104,7 +104,8 @@ class Around:
         self.asked.set()
         await self.answers.wait()
 
-    async def plan(self, choice: ModelChoice, on_measured: object) -> Any:
+    async def plan(self, choice: ModelChoice, on_measured: object, *, divides: bool) -> Any:
+        assert not divides, "several rings are the router's"
         return SimpleNamespace(choice=choice, nodes=(), ring_nodes=())
 
     async def prepare(self, plan: object) -> Any:

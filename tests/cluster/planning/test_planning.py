@@ -42,7 +42,7 @@ from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import Arith, DType, Epoch, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.messages.generation import MeanStageTime, Timing
 from shardnet.wire.messages.membership import DeviceInfo, NodeInfo
-from shardnet.wire.messages.plans import LeftOut, ModelChoice
+from shardnet.wire.messages.plans import LeftOut, ModelChoice, NamedAdapter
 
 GIB = 2**30
 
@@ -577,6 +577,28 @@ def test_rings_behind_one_head_compute_alike_and_are_told() -> None:
     for fixed in ({"optimise": "latency"}, {"nodes": ["a:1", "b:1"]}, {"stream_layers": "auto"}):
         one = make_plan(structs.replace(choice, **fixed), facts(), known[:2], measured)
         assert not one.beside
+
+
+def test_whoever_leads_one_ring_has_it_over_all_nodes_that_help() -> None:
+    """Not over its part of them, where several rings would give as much: with adapters, and where
+    a ring is replaced, nobody builds the others."""
+    speed = StageSpeed(layer_s=0.001, layer_256_s=1, embed_s=0, head_s=0)
+    known = (node("a"), node("b"))
+    measured = Measured(
+        speeds={NodeId(one.node): speed for one in known},
+        links={(NodeId("id-a"), NodeId("id-b")): LinkSpeed(round_trip_s=1e-4, bytes_per_s=1e8)},
+    )
+    choice = ModelChoice(model="/m", optimise="throughput")
+    adapted = structs.replace(choice, adapters=[NamedAdapter(name="tales", path="/tales")])
+    assert len(make_plan(choice, facts(), known, measured).rings) == 2
+    for plan in (
+        make_plan(adapted, facts(), known, measured),
+        make_plan(choice, facts(), known, measured, divides=False),
+        plan_again(choice, facts(), known, measured, (), {}, Arith.FAST),
+    ):
+        assert {one.name for one in plan.nodes} == {"a", "b"}
+        assert not plan.beside
+        assert plan.placement.predicted_tok_s == pytest.approx(1 / 0.003, rel=0.01)
 
 
 def test_members_that_leave_are_used_where_a_lost_ring_cannot_do_without(
