@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shardnet import __version__
@@ -23,14 +24,12 @@ from shardnet.cluster.machine.kernels import are_built
 from shardnet.cluster.machine.local_nodes import LocalNode
 from shardnet.cluster.machine.profile import make_host_id
 from shardnet.cluster.peers.rtt_probe import HANDSHAKE_S, ProbeAnswer, probe_address
-from shardnet.cluster.planning.model_shape import model_shape
-from shardnet.cluster.planning.ring_dtypes import node_ariths, node_form, settle_arith, settle_dtype
+from shardnet.cluster.planning.placing import unmeasured
+from shardnet.cluster.planning.ring_dtypes import settle_dtype
 from shardnet.errors import ShardnetError
-from shardnet.model.config.model_config import ModelConfig
 from shardnet.runtime.loading.measuring import read_config
 from shardnet.runtime.loading.model_facts import ModelFacts, identify_at
 from shardnet.threads import DaemonThreads
-from shardnet.types import NodeId
 from shardnet.wire.framing.frames import PROTOCOL_VERSION
 from shardnet.wire.messages.diagnostics import AddressView, MdnsRecord
 from shardnet.wire.messages.membership import ReportReply
@@ -237,41 +236,29 @@ async def _look_at(model: str, *, ignore_unknown_config: bool) -> _LocalModel | 
 def _model_asked(
     looked: _LocalModel | None, replies: Sequence[ReportReply], sources: FactSources
 ) -> ModelAsked | None:
-    """Return the model's shape in the dtype that these nodes would choose with --dtype auto.
+    """Return the model and the nodes as a plan with no flag sees them.
 
-    What is not on this machine is what the first of the nodes means by that name that has it.
+    What is not on this machine is what the first of the nodes means by that name that has it; how
+    that is packed is not known.
     """
     if looked is None:
         return None
-    if looked.facts is not None:
-        model_id, config = looked.facts.model_id, looked.facts.config
-    else:
-        model_id, its_config = _of_node(looked.model, replies, sources)
-        if its_config is None:
-            return ModelAsked(model=looked.model, failure=looked.failure, remedy=looked.remedy)
-        config = its_config
+    facts = looked.facts or _of_node(looked.model, replies, sources)
+    if facts is None:
+        return ModelAsked(model=looked.model, failure=looked.failure, remedy=looked.remedy)
     infos = [reply.info for reply in replies if reply.info is not None]
-    dtype = settle_dtype("auto", config, infos)
-    ariths = node_ariths("auto", settle_arith("auto", infos), infos)
-    own = config.checkpoint_dtype
-    forms = [node_form(info, dtype, ariths[NodeId(info.node)], config, own) for info in infos]
-    shapes = [
-        model_shape(config, form.dtype, config.default_context, stored=form.linear)
-        for form in forms
-    ]
+    shape, candidates = unmeasured(facts, infos)
     return ModelAsked(
         model=looked.model,
-        model_id=model_id,
-        shape=shapes[0] if shapes else model_shape(config, dtype, config.default_context),
-        shapes={NodeId(info.node): held for info, held in zip(infos, shapes, strict=True)},
-        dtype=dtype,
+        model_id=facts.model_id,
+        shape=shape,
+        held={candidate.node: candidate.held(shape) for candidate in candidates},
+        dtype=settle_dtype("auto", facts.config, infos),
     )
 
 
-def _of_node(
-    model: str, replies: Sequence[ReportReply], sources: FactSources
-) -> tuple[str, ModelConfig | None]:
-    """Return the id and the config of a model, as the first node that has it."""
+def _of_node(model: str, replies: Sequence[ReportReply], sources: FactSources) -> ModelFacts | None:
+    """Return what the first node that has a model tells of it, None where none has it."""
     for reply in replies:
         if reply.report is not None and reply.report.model_config:
             with contextlib.suppress(ShardnetError):
@@ -280,5 +267,13 @@ def _of_node(
                     f"{model} on {reply.name}",
                     ignore_unknown_config=sources.ignore_unknown_config,
                 )
-                return reply.report.model_id, config
-    return "", None
+                return ModelFacts(
+                    model_id=reply.report.model_id,
+                    path=Path(model),
+                    config=config,
+                    config_text=reply.report.model_config,
+                    stamp=(),
+                    is_complete=False,
+                    linear_dtype=config.checkpoint_dtype,
+                )
+    return None

@@ -6,10 +6,13 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import pytest
 from support.cluster.checkup_facts import findings
 from support.cluster.small_node import small_settings
 from support.cluster.watchers import new_record
+from support.models.checkpoints import make_llama
+from support.models.gguf_files import pack_as, write_gguf
 
 from shardnet.api import diagnostics
 from shardnet.api.diagnostics import FactSources, gather_facts
@@ -19,7 +22,9 @@ from shardnet.cluster.discovery.service_browser import NodeRecord
 from shardnet.cluster.machine.local_nodes import LocalNode
 from shardnet.cluster.node import reporter
 from shardnet.cluster.node.node import listening
+from shardnet.cluster.planning.placing import unmeasured
 from shardnet.errors import CheckpointError
+from shardnet.runtime.loading.model_facts import identify
 from shardnet.types import NodeId
 
 
@@ -72,3 +77,26 @@ def test_nodes_are_asked_for_what_this_machine_does_not_know(
     assert facts.model.shape is not None
     assert facts.model.model_id == facts.asked_reply.report.model_id  # type: ignore[union-attr]
     assert ("problem", "model") not in {found[:2] for found in findings(facts)}
+
+
+def test_a_packed_model_is_weighed_as_a_plan_weighs_it(tmp_path: Path) -> None:
+    """Doctor said of a file of 4 bits what it would take unpacked."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    source = make_llama(tmp_path / "plain", num_attention_heads=4, vocab_size=64, **wide)
+    pack = pack_as(gguf.GGMLQuantizationType.Q4_0)
+    packed = write_gguf(source, tmp_path / "packed.gguf", pack=pack)
+    sources = FactSources(
+        key=KeyFacts(path="/none"),
+        identity=None,
+        here=[],
+        named=[],
+        browse=None,
+        model=str(packed),
+        timeout_s=60.0,
+    )
+    told = asyncio.run(gather_facts(sources)).model
+    assert told is not None
+    assert told.shape is not None
+    usual, _ = unmeasured(identify(packed), [])
+    assert told.shape == usual
+    assert told.shape.layer_bytes < 0.4 * 2 * 4 * 256 * (256 + 512)

@@ -28,7 +28,7 @@ from shardnet.cluster.diagnosis.multicast_findings import multicast_findings
 from shardnet.cluster.diagnosis.peer_findings import key_findings, pair_findings, seconds_apart
 from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.addresses import Verdict, is_loopback
-from shardnet.cluster.placement.figures import CandidateNode, ModelShape
+from shardnet.cluster.placement.figures import CandidateNode, HeldModel, ModelShape
 from shardnet.cluster.placement.room import StageRole, rooms_of, shortest_ring
 from shardnet.cluster.placement.words import shortfall_words, size
 from shardnet.cluster.pressure.policy import MemoryLook
@@ -53,15 +53,13 @@ def model_findings(facts: Facts) -> Iterator[Finding]:
 
 
 def _memory(facts: Facts, asked: ModelAsked, shape: ModelShape) -> Finding:
-    candidates = [
-        CandidateNode(
-            node=NodeId(i.node),
-            name=facts.label(i.node),
-            memory_bytes=i.memory_bytes,
-            shape=asked.shapes.get(NodeId(i.node)),
+    candidates = []
+    for info in facts.infos:
+        node, usual = NodeId(info.node), HeldModel(shape=shape, memory_bytes=info.memory_bytes)
+        held, name = asked.held.get(node, usual), facts.label(node)
+        candidates.append(
+            CandidateNode(node=node, name=name, memory_bytes=held.memory_bytes, shape=held.shape)
         )
-        for i in facts.infos
-    ]
     rooms = rooms_of([candidate.held(shape) for candidate in candidates])
     dtype = f" in {asked.dtype.value}" if asked.dtype is not None else ""
     needs = (

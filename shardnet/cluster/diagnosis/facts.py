@@ -13,7 +13,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
-from shardnet.cluster.placement.figures import ModelShape
+from shardnet.cluster.placement.figures import HeldModel, ModelShape
 from shardnet.errors import UsageError
 from shardnet.transport.address import split_address
 from shardnet.transport.tls import SHARE_KEY
@@ -108,14 +108,14 @@ class KeyFacts:
 class ModelAsked:
     """The model to check the nodes for.
 
-    `shapes` are its sizes on nodes that hold it in another form than `shape` says. `failure` says
-    why it is unknown here, `remedy` how to fix that.
+    `held` says how nodes would hold it, where that is not as `shape` says and with the memory that
+    they report. `failure` says why it is unknown here, `remedy` how to fix that.
     """
 
     model: str
     model_id: str = ""
     shape: ModelShape | None = None
-    shapes: Mapping[NodeId, ModelShape] = field(default_factory=dict)
+    held: Mapping[NodeId, HeldModel] = field(default_factory=dict)
     dtype: DType | None = None
     failure: str = ""
     remedy: str = ""

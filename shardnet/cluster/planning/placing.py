@@ -376,6 +376,17 @@ def fits(facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
 
     By memory alone, as if nothing had been measured: no speed is looked at.
     """
+    shape, candidates = unmeasured(facts, nodes)
+    return fits_somehow([candidate.held(shape) for candidate in candidates])
+
+
+def unmeasured(
+    facts: ModelFacts, nodes: Sequence[NodeInfo]
+) -> tuple[ModelShape, list[CandidateNode]]:
+    """Describe a model and `nodes` as a plan sees them with no flag given and nothing measured.
+
+    The shape is that on the first node, without one as most would hold it.
+    """
     dtype = settle_dtype("auto", facts.config, nodes)
     arith = settle_arith("auto", nodes)
     shapes = Shapes(
@@ -386,9 +397,9 @@ def fits(facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
         narrow_hops={},
     )
     forms = forms_of(facts, nodes, dtype, "auto", arith)
-    candidates = candidates_of(facts, dtype, nodes, NOTHING_MEASURED, {}, shapes, forms)
-    shape = shapes.of(NodeForm(dtype=dtype, linear=dtype, arithmetic="", by_library=False))
-    return fits_somehow([candidate.held(shape) for candidate in candidates])
+    found = candidates_of(facts, dtype, nodes, NOTHING_MEASURED, {}, shapes, forms)
+    usual = NodeForm(dtype=dtype, linear=dtype, arithmetic="", by_library=False)
+    return shapes.of(forms[NodeId(nodes[0].node)] if nodes else usual), found
 
 
 def _resident(inputs: _Inputs) -> Placement:

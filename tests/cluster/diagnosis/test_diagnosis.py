@@ -31,14 +31,14 @@ from support.strategies.msgspec_strategies import values
 
 from shardnet.cluster.diagnosis.diagnosis import diagnose
 from shardnet.cluster.diagnosis.facts import Facts, KeyFacts, ModelAsked, Severity
-from shardnet.cluster.placement.figures import ModelShape
+from shardnet.cluster.placement.figures import HeldModel, ModelShape
 from shardnet.errors import (
     AuthenticationError,
     LinkClosedError,
     PeerSilentError,
     VersionMismatchError,
 )
-from shardnet.types import DType
+from shardnet.types import DType, NodeId
 from shardnet.wire.messages.diagnostics import AddressView, PressureState, RefusedHost
 from shardnet.wire.messages.membership import ReportReply
 
@@ -408,6 +408,14 @@ def test_whether_a_model_fits_and_where(gib: list[int], severity: Severity, word
     [finding] = [f for f in diagnose(with_memory(*gib)) if f.where == "/m"]
     assert finding.severity is severity
     assert words in finding.line
+
+
+def test_a_node_that_has_less_for_a_stage_than_it_reports_counts_with_that() -> None:
+    """As one of two devices between which a layer does not lie."""
+    held = {NodeId("anna-id"): HeldModel(shape=SHAPE, memory_bytes=4 * GIB)}
+    for model, severity in ((asked(), Severity.OK), (asked(held=held), Severity.PROBLEM)):
+        [finding] = [f for f in diagnose(with_memory(16, model=model)) if f.where == "/m"]
+        assert finding.severity is severity
 
 
 def test_a_checkpoint_that_is_missing_or_another_one() -> None:
