@@ -109,8 +109,8 @@ class Planner:
     ) -> Plan | Elsewhere:
         """Plan `choice` without the nodes `without`, or name the node that would be its head.
 
-        `on_measured`, `measure_one` and `again` as in `measure`, `divides` as in `make_plan`. Raises PlanError, CheckpointError,
-        UsageError or LinkError if there can be no plan.
+        `on_measured`, `measure_one` and `again` as in `measure`, `divides` as in `make_plan`.
+        Raises PlanError, CheckpointError, UsageError or LinkError if there can be no plan.
         """
         candidates = await self.find_candidates(choice, without)
         if choice.nodes and candidates.nodes[0].node != self.node:
@@ -427,7 +427,10 @@ async def _settled(
 
 
 def place(figures: PlanFigures, *, divides: bool) -> Plan:
-    """Choose the ring, or several if it `divides`. Raises PlanError if the model does not fit, and as `make_plan`."""
+    """Choose the ring, or several if it `divides`.
+
+    Raises PlanError if the model does not fit, and as `make_plan`.
+    """
     model, candidates = figures.model, figures.model.candidates
     return make_plan(
         candidates.choice,
