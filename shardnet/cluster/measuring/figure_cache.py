@@ -41,8 +41,17 @@ _SHAPE_FIELDS = (
     "mlp_bias",
     "attention_soft_cap",
     "experts",
+    "checkpoint_dtype",
+    "value_size",
+    "has_gates",
+    "latent",
+    "delta_net",
+    "short_conv",
+    "mixerless_layers",
+    "n_chosen",
 )
-"""Fields of a config that the time of a step depends on."""
+"""Fields of a config that the time of a step depends on. In which dtype weights are stored decides
+how they are held, and computed, in a ring of another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

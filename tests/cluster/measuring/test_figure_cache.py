@@ -93,11 +93,19 @@ def test_what_another_node_of_the_machine_has_corrected_counts(tmp_path: Path) -
         {"model": {"hidden_size": 128}},
         {"model": {"num_hidden_layers": 7}},
         {"model": {"attention_bias": True}},
+        {"model": {"torch_dtype": "float16"}},
     ],
 )
 def test_a_figure_speaks_of_nothing_else(tmp_path: Path, other: dict[str, Any]) -> None:
     FigureCache(tmp_path, print).put(key(), FIGURE)
     assert FigureCache(tmp_path, print).get(key(**other)) is None
+
+
+@pytest.mark.parametrize(
+    "change", [{"value_size": 8}, {"has_gates": True}, {"mixerless_layers": (1,)}, {"n_chosen": 4}]
+)
+def test_layers_of_another_kind_have_figures_of_their_own(change: dict[str, Any]) -> None:
+    assert shape_of(dataclasses.replace(config(), **change)) != shape_of(config())
 
 
 def test_where_the_model_lies_and_how_it_ends_texts_does_not_matter(tmp_path: Path) -> None:
