@@ -485,23 +485,26 @@ def _streaming(inputs: _Inputs, n_streamed: int | None) -> Placement | None:
 
 
 def _in_order(inputs: _Inputs) -> Sequence[CandidateNode]:
-    """Return the candidates: as many as there are stages, where only these are given."""
+    """Return the candidates: as many as the stages take, where only their layers are given."""
     layers, candidates = inputs.choice.layers, inputs.candidates
     if not layers or inputs.choice.nodes:
         return candidates
-    if len(layers) > len(candidates):
-        raise _too_few_nodes(len(layers), candidates)
-    return candidates[: len(layers)]
+    n_needed = len(layers) * max(1, inputs.n_each)
+    if n_needed > len(candidates):
+        raise _too_few_nodes(len(layers), n_needed, candidates)
+    return candidates[:n_needed]
 
 
-def _too_few_nodes(n_ranges: int, candidates: Sequence[CandidateNode]) -> PlanError:
+def _too_few_nodes(n_ranges: int, n_needed: int, candidates: Sequence[CandidateNode]) -> PlanError:
     known = "only one node is known"
     if len(candidates) > 1:
         names = ", ".join(candidate.name for candidate in candidates[:LISTED])
         known = f"only {len(candidates)} nodes are known ({names})"
+    n_each = n_needed // n_ranges
+    each = "one for each node" if n_each == 1 else f"one for each {n_each} nodes"
     return PlanError(
-        f"--layers has {n_ranges} ranges, one for each node, and {known}",
-        remedy=f"name {n_ranges} nodes with --nodes, start them with --local {n_ranges}, or give "
+        f"--layers has {n_ranges} ranges, {each}, and {known}",
+        remedy=f"name {n_needed} nodes with --nodes, start them with --local {n_needed}, or give "
         "fewer ranges",
     )
 

@@ -636,6 +636,19 @@ def test_members_that_leave_are_used_where_a_lost_ring_cannot_do_without(
     assert tried == ["a", "ab", "a"]
 
 
+def test_layers_of_stages_that_span_nodes_need_no_names_of_nodes() -> None:
+    choice = ModelChoice(model="/m", layers=[(0, 2), (2, 6)], nodes_per_stage=2)
+    nodes = [node(name) for name in "abcde"]
+    plan = make_plan(choice, facts(), nodes)
+    assert [(one.node, one.shards, str(one.layers)) for one in plan.placement.stages] == [
+        ("id-a", ("id-b",), "0-2"),
+        ("id-c", ("id-d",), "2-6"),
+    ]
+    with pytest.raises(PlanError, match="2 ranges, one for each 2 nodes, and only 3 nodes") as few:
+        make_plan(choice, facts(), nodes[:3])
+    assert few.value.remedy.startswith("name 4 nodes")
+
+
 def test_a_stage_over_several_nodes_is_planned_told_and_ordered() -> None:
     """Named nodes make stages in their order; when one is lost, the others do without such stages.
 
