@@ -64,12 +64,12 @@ def choice_words(candidates: Sequence[CandidateNode], problem: Problem, ring: Ri
         return f"{words}; split {_names(candidates, pair)}: about {_number(pair)} ({times})"
     alone = _fastest_alone(problem)
     name = candidates[alone.nodes[0]].name
-    if alone.cost_s <= ring.cost_s:
+    fits = problem.room[alone.nodes[0]][StageRole.ALONE] >= problem.n_layers
+    if alone.cost_s <= ring.cost_s and not fits:
         return (
             f"alone on {name}: {_rate(alone)}; split {split}. "
             f"Split only because it does not fit on {name}."
         )
-    fits = problem.room[alone.nodes[0]][StageRole.ALONE] >= problem.n_layers
     where = name if fits else f"{name}, where it does not fit"
     return f"split {split}; alone on {where}: {_rate(alone)}"
 
@@ -170,8 +170,15 @@ def exclusion_words(
     with_it = best_of(problem, rings_with(node, ring.nodes))
     if with_it is None:
         held = candidates[node].held(shape)
-        if any(room_of(held.shape, held.memory_bytes)):
+        room = room_of(held.shape, held.memory_bytes)
+        if room[StageRole.FIRST] or room[StageRole.LAST] or (any(room) and len(ring.nodes) > 1):
             return f"a model of {shape.n_layers} layers has none left for one more stage"
+        if any(room):
+            ends = held.shape.embedding_bytes, held.shape.head_bytes
+            return (
+                f"its {size(held.memory_bytes)} hold no layer beside the embedding "
+                f"({size(ends[0])}) or the LM head ({size(ends[1])})"
+            )
         middle = shape.n_layers // 2
         needed = held.shape.memory_bytes(LayerRange(middle, middle + 1))
         return f"its {size(held.memory_bytes)} hold no layer: one needs {size(needed)} here"

@@ -76,6 +76,22 @@ def test_a_node_too_small_for_a_layer_is_told_what_one_needs() -> None:
     ]
 
 
+def test_a_node_too_small_for_either_end_of_the_model_is_told_what_these_take() -> None:
+    model = replace(shape(), embedding_bytes=200 * MIB, head_bytes=300 * MIB)
+    a, b = candidate("A", 800, speed(5)), candidate("B", 60, speed(1))
+    assert [out.why for out in place(model, [a, b], lan(a, b)).left_out] == [
+        "its 60 MiB hold no layer beside the embedding (200 MiB) or the LM head (300 MiB)"
+    ]
+
+
+def test_a_node_that_fits_the_model_and_lacks_it_is_not_said_to_be_too_small() -> None:
+    a = replace(candidate("A", 500, speed(5)), lacking=(2**40,) * 8, fetch_bytes_per_s=1e6)
+    b, c = candidate("B", 60, speed(9)), candidate("C", 60, speed(9))
+    why = place(shape(), [b, a, c], lan(a, b, c)).why
+    assert why.startswith("split C+B: about 12 (C 36 ms + wire 8 ms + B 36 ms); alone on A: 25 tok")
+    assert "faster, 25 tok/s, would be A, but 8192.00 GiB would have to be fetched first" in why
+
+
 def test_what_was_not_measured_is_named() -> None:
     a, b = candidate("A", 60, speed(6)), candidate("B", 60)
     assert place(shape(), [a, b]).why == (
