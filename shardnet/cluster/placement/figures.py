@@ -22,6 +22,12 @@ MARGIN = 0.02
 """Share of a stage's predicted memory that is kept free for what is not predicted."""
 
 
+LEAST_S = 1e-12
+"""A layer takes no less: what another node reports may be nonsense."""
+LEAST_BYTES_PER_S = 1.0
+"""Nor is a link or a disk slower."""
+
+
 class Objective(enum.Enum):
     """What a plan minimises. The value is the name used in flags.
 
@@ -233,8 +239,8 @@ class StageSpeed(StageSeconds, frozen=True, kw_only=True):
     is_steady: bool = True
 
     def __post_init__(self) -> None:
-        _check(self.layer_s > 0, "a layer's time for 1 row", self.layer_s)
-        _check(self.layer_256_s > 0, "a layer's time for 256 rows", self.layer_256_s)
+        _check(self.layer_s >= LEAST_S, "a layer's time for 1 row", self.layer_s)
+        _check(self.layer_256_s >= LEAST_S, "a layer's time for 256 rows", self.layer_256_s)
         _check(self.embed_s >= 0, "the embedding's time", self.embed_s)
         _check(self.head_s >= 0, "the LM head's time", self.head_s)
         _check(self.step_s >= 0, "a step's fixed time", self.step_s)
@@ -253,7 +259,7 @@ class LinkSpeed:
 
     def __post_init__(self) -> None:
         _check(self.round_trip_s >= 0, "a round trip", self.round_trip_s)
-        _check(self.bytes_per_s > 0, "a bandwidth", self.bytes_per_s)
+        _check(self.bytes_per_s >= LEAST_BYTES_PER_S, "a bandwidth", self.bytes_per_s)
 
     def hop_s(self, size_bytes: int) -> float:
         """Seconds from the first byte sent to the last one received."""

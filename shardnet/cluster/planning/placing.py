@@ -15,6 +15,7 @@ from msgspec import structs
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
 from shardnet.cluster.placement.devices import first_device, place_over_devices
 from shardnet.cluster.placement.figures import (
+    LEAST_BYTES_PER_S,
     CandidateNode,
     Exclusion,
     Links,
@@ -177,7 +178,8 @@ def _inputs(
         ),
         narrow_hops=narrow_hops(wires, dtype, nodes, measured.links, width, in_order=in_order),
     )
-    disks = {told.node: told.disk_bytes_per_s for told in measured.reports}
+    rates = {told.node: told.disk_bytes_per_s or 0.0 for told in measured.reports}
+    disks = {node: rate if rate >= LEAST_BYTES_PER_S else None for node, rate in rates.items()}
     shape = shapes.of(forms[NodeId(nodes[0].node)])
     found = candidates_of(facts, dtype, nodes, measured, disks, shapes, forms, arith, objective)
     return _Inputs(

@@ -151,7 +151,7 @@ def test_what_fails_is_left_out_and_said() -> None:
     assert (told.seconds, told.why_not, told.memory_bytes) == (None, "it generates", 1000)
 
 
-@pytest.mark.parametrize("layer_s", [0.0, float("inf")])
+@pytest.mark.parametrize("layer_s", [0.0, 5e-324, float("inf")])
 def test_a_figure_that_is_no_time_counts_as_none(layer_s: float) -> None:
     measured = gathered(Lab(layer_s=layer_s), [node("a", "a")])
     assert measured.speeds == {}

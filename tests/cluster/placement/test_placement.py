@@ -255,7 +255,7 @@ def test_more_nodes_than_layers_are_refused_when_named_and_left_out_else() -> No
         lambda x: LinkSpeed(round_trip_s=0, bytes_per_s=x),
     ],
 )
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("value", [0.0, 5e-324, -1.0, math.nan, math.inf])
 def test_figures_that_no_clock_measured_are_refused(
     figures: Callable[[float], StageSpeed | LinkSpeed], value: float
 ) -> None:

@@ -41,6 +41,7 @@ from shardnet.stage.estimate.memory_estimate import WeightForm, graph_bytes, sta
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import Arith, DType, Epoch, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.messages.generation import MeanStageTime, Timing
+from shardnet.wire.messages.measurements import NodeMeasured
 from shardnet.wire.messages.membership import DeviceInfo, NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice, NamedAdapter
 
@@ -599,6 +600,20 @@ def test_whoever_leads_one_ring_has_it_over_all_nodes_that_help() -> None:
         assert {one.name for one in plan.nodes} == {"a", "b"}
         assert not plan.beside
         assert plan.placement.predicted_tok_s == pytest.approx(1 / 0.003, rel=0.01)
+
+
+@pytest.mark.parametrize("rate", [0.0, 5e-324, 1e-300])
+def test_a_disk_of_which_nonsense_is_told_counts_as_not_measured(rate: float) -> None:
+    """Else its reads take longer than any figure that travels, and no client could read a plan."""
+    known = [node("a")]
+    speed = StageSpeed(layer_s=0.001, layer_256_s=1, embed_s=0, head_s=0)
+    told = NodeMeasured(node="id-a", name="a", memory_bytes=GIB, disk_bytes_per_s=rate)
+    measured = Measured(speeds={NodeId("id-a"): speed}, reports=(told,))
+    choice = ModelChoice(model="/m", stream_layers=6)
+    model = replace(facts(), stored_dtype=DType.BFLOAT16)
+    plan = make_plan(choice, model, known, measured)
+    assert plan.placement.predicted_tok_s is None
+    assert plan.placement.why.endswith("(not everything is measured yet)")
 
 
 def test_members_that_leave_are_used_where_a_lost_ring_cannot_do_without(
