@@ -160,6 +160,8 @@ def place_streaming(
         if candidate not in chosen
     ]
     why = streaming_words(shape, ring, was_asked=n_streamed is not None)
+    if ring.is_measured:
+        why += assumption_words(chosen, links)
     return placement_of(shape, ring.placed(), links, ring.cost_s, left_out=left_out, why=why)
 
 

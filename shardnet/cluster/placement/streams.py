@@ -99,6 +99,7 @@ def streamed_ring(
     last = len(ring) - 1
     hops = [home[rank][0] if rank == last else ways[rank][rank + 1] for rank in range(len(ring))]
     times = [made.stage_s + hop_s for made, hop_s in zip(stages, hops, strict=True)]
+    times[0] += paces[0].speed.step_s
     return StreamedRing(
         stages=tuple(stages),
         cost_s=sum(times) if objective is Objective.LATENCY else max(times),

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 from support.rings.clusters import MIB, candidate, equal_links, shape, speed
 
 from shardnet.cluster.placement.figures import (
@@ -17,7 +18,7 @@ from shardnet.cluster.placement.figures import (
     Placement,
     Streaming,
 )
-from shardnet.cluster.placement.placement import place, place_streaming
+from shardnet.cluster.placement.placement import place, place_exactly, place_streaming
 from shardnet.errors import PlanError
 from shardnet.stage.estimate.memory_estimate import streamed_layers
 from shardnet.types import LayerRange
@@ -54,6 +55,25 @@ def test_a_lone_node_streams_as_few_as_make_it_fit() -> None:
     assert plan.predicted_tok_s == pytest.approx(1 / (read_s + 0.002))
     assert "anna streams 11 of 20 layers from disk, 99 MiB a step in about 990 ms" in plan.why
     assert "about 1 tok/s" in plan.why
+
+
+@pytest.mark.parametrize("objective", Objective)
+def test_a_ring_that_streams_nothing_takes_as_long_as_a_resident_one(objective: Objective) -> None:
+    """With what a token costs its head beside computing."""
+    nodes = [
+        replace(node(name, 500), speed=structs.replace(speed(5), step_s=0.003))
+        for name in ("anna", "bert")
+    ]
+    model, links = streamable(), equal_links(nodes)
+    resident = place_exactly(model, nodes, None, links, objective)
+    plan = place_streaming(model, nodes, None, links, objective, exactly=True, n_streamed=0)
+    assert plan is not None
+    assert plan.predicted_tok_s == pytest.approx(resident.predicted_tok_s)
+    assert not plan.why.endswith(")")
+    plan = place_streaming(model, nodes, None, NO_LINKS, objective, exactly=True, n_streamed=0)
+    assert plan is not None
+    assert plan.predicted_tok_s is None
+    assert "(wire not measured: anna to bert, bert to anna)" in plan.why
 
 
 def test_of_unlike_layers_those_that_are_streamed_count() -> None:
