@@ -220,11 +220,13 @@ def _hop_s(
 
 def _stage_plan(shape: ModelShape, stage: PlacedStage, hop_s: float | None) -> StagePlan:
     layers, held = stage.layers, stage.candidate.held(shape).shape
+    weight_bytes, kv_bytes = held.weight_bytes(layers, stage.n_streamed), held.kv_bytes(layers)
     return StagePlan(
         node=stage.candidate.node,
         layers=layers,
-        weight_bytes=held.weight_bytes(layers, stage.n_streamed),
-        kv_bytes=held.kv_bytes(layers),
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
+        working_bytes=held.memory_bytes(layers, stage.n_streamed) - weight_bytes - kv_bytes,
         compute_s=stage.compute_s,
         hop_s=hop_s,
         n_streamed=stage.n_streamed,

@@ -43,8 +43,10 @@ def choose_standbys(
         neighbours = [stages[near].node for near in (rank - 1, rank + 1) if near < len(stages)]
         for node in (*neighbours, *beside):
             own = stages[at[node]] if node in at else None
-            own_bytes = 0 if own is None else own.weight_bytes + own.kv_bytes
-            needed = own_bytes + stage.weight_bytes + stage.kv_bytes
+            needed = stage.weight_bytes + stage.kv_bytes + stage.working_bytes
+            if own is not None:  # one computes at a time
+                more_bytes = max(0, own.working_bytes - stage.working_bytes)
+                needed += own.weight_bytes + own.kv_bytes + more_bytes
             is_streamed = stage.n_streamed or (own is not None and own.n_streamed)
             if node not in used and not is_streamed and needed <= memory_bytes.get(node, 0):
                 chosen.append(
@@ -74,6 +76,7 @@ def without_stage(placement: Placement, standby: Standby) -> Placement:
             layers=LayerRange(first.layers.start, last.layers.end),
             weight_bytes=own.weight_bytes + lost.weight_bytes,
             kv_bytes=own.kv_bytes + lost.kv_bytes,
+            working_bytes=max(own.working_bytes, lost.working_bytes),
             compute_s=_sum(own.compute_s, lost.compute_s),
             hop_s=last.hop_s,
             parts=_grown(own.parts, first.layers.start, last.layers.end),

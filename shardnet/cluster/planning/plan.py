@@ -19,7 +19,7 @@ from shardnet.cluster.planning.ring_dtypes import NodeForm, exactness, unused_li
 from shardnet.cluster.sharing.adapter_sharing import ring_adapter
 from shardnet.model.config.panel_form import Quantization
 from shardnet.runtime.loading.model_facts import ModelFacts
-from shardnet.stage.estimate.memory_estimate import WeightForm, mtp_weight_bytes
+from shardnet.stage.estimate.memory_estimate import WeightForm, graph_bytes, mtp_weight_bytes
 from shardnet.types import Arith, DType, Epoch, NodeId, WireDType
 from shardnet.wire.messages.deputies import RingNode, StandBy
 from shardnet.wire.messages.extras import RecommendedSampling
@@ -121,7 +121,11 @@ class Plan:
         """Return this plan with who stands by for whom, of its nodes and those beside it."""
         if self.spans:  # what such a stage has is on several nodes
             return self
-        memory = {NodeId(node.node): node.memory_bytes for node in (*self.nodes, *spares)}
+        graphs_bytes = graph_bytes(self.facts.config, self.dtype)
+        memory = {
+            NodeId(node.node): node.memory_bytes - graphs_bytes * node.device.startswith("cuda")
+            for node in (*self.nodes, *spares)
+        }
         return replace(
             self,
             choice=structs.replace(self.choice, standby="auto"),

@@ -315,6 +315,24 @@ def test_a_gpu_keeps_memory_for_graphs() -> None:
         kv_room_blocks(config, shape.whole, form, 512, graphs, device="cuda")
 
 
+def test_a_node_stands_by_only_with_the_memory_to_load_and_compute_both_stages() -> None:
+    """In a window of its activations' size it was named, and could not load what it was named for,
+    while a node beside the ring could have stood by."""
+    model, form = facts("float32"), WeightForm(dtype=DType.FLOAT32)
+    choice = ModelChoice(model="/m", nodes=["a:1", "b:1"], standby="auto")
+    found = set()
+    for kib in range(2300, 3700, 100):
+        nodes = [node("a", memory=kib << 10), node("b")]
+        plan = make_plan(choice, model, nodes)
+        found.add(bool(plan.standbys))
+        if plan.standbys:
+            assert kv_room_blocks(model.config, LayerRange(0, 6), form, 512, kib << 10) >= 2
+        else:
+            [standby] = plan.with_standbys([node("c")]).standbys
+            assert standby.node == "id-c"
+    assert found == {False, True}
+
+
 @pytest.mark.parametrize(("n_shards", "copies"), [(2, 1), (3, 3), (4, 2)])
 def test_what_is_whole_in_every_shard_is_planned_and_loaded_as_often(
     n_shards: int, copies: int
