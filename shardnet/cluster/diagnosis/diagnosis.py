@@ -55,6 +55,8 @@ def model_findings(facts: Facts) -> Iterator[Finding]:
 def _memory(facts: Facts, asked: ModelAsked, shape: ModelShape) -> Finding:
     candidates = []
     for info in facts.infos:
+        if info.is_draining or info.rests:  # plans do without it
+            continue
         node, usual = NodeId(info.node), HeldModel(shape=shape, memory_bytes=info.memory_bytes)
         held, name = asked.held.get(node, usual), facts.label(node)
         candidates.append(
@@ -66,7 +68,8 @@ def _memory(facts: Facts, asked: ModelAsked, shape: ModelShape) -> Finding:
         f"needs {size(shape.memory_bytes(shape.whole))} with a context of {shape.context}{dtype}"
     )
     if not candidates:
-        return good("model", asked.model, f"{needs}; no node was there to ask")
+        why = "no node takes layers now" if facts.infos else "no node was there to ask"
+        return good("model", asked.model, f"{needs}; {why}")
     alone = [
         c.name
         for c, room in zip(candidates, rooms, strict=True)
@@ -323,6 +326,8 @@ def _versions(facts: Facts) -> Iterator[Finding]:
 
 def pressure_findings(where: str, info: NodeInfo, report: NodeReport) -> Iterator[Finding]:
     """Say why a node takes no layers, and whether programs on its machine wait for memory."""
+    if info.is_draining:
+        yield hint("node", where, "it is draining and takes no layers")
     if info.rests:
         yield hint(
             "node",

@@ -418,6 +418,21 @@ def test_a_node_that_has_less_for_a_stage_than_it_reports_counts_with_that() -> 
         assert finding.severity is severity
 
 
+def test_nodes_that_drain_or_rest_hold_no_model() -> None:
+    """As in plans, which are made without them."""
+    both = with_memory(4, 16)
+    anna, bert = both.replies
+    for leaves in ({"is_draining": True}, {"rests": "its owner types"}):
+        told = replace_field(both, replies=(anna, with_info(bert, **leaves)))
+        assert "does not fit: anna has 4.00 GiB" in the_one(told, "model").line
+        found = [
+            f.line for f in diagnose(told) if f.where == "bert" and "takes no layers" in f.what
+        ]
+        assert len(found) == 1
+        alone = replace_field(told, replies=told.replies[1:])
+        assert any("no node takes layers now" in finding.line for finding in diagnose(alone))
+
+
 def test_a_checkpoint_that_is_missing_or_another_one() -> None:
     missing = {"model_id": "", "model_failure": "there is no checkpoint folder at /m"}
     assert ("info", "model", "anna") in findings(with_memory(16, **missing))
