@@ -372,10 +372,10 @@ class StagePlan:
 
     `compute_s` is the predicted time of one row in this stage and `hop_s` of its hop to the next
     stage, from the tail to the head; None if not measured, `hop_s` also in a ring of one.
-    `n_streamed` of its layers are streamed from disk. `fetch_bytes` are fetched from other nodes
-    first, in about `fetch_s`. `working_bytes` it needs while it computes. The stage spans the nodes `shards` too, of which each has an equal
-    part of the bytes. Where the node has several devices, `parts` say which has what, `parts_why`
-    for what reason.
+    `working_bytes` it needs while it computes. `n_streamed` of its layers are streamed from disk.
+    `fetch_bytes` are fetched from other nodes first, in about `fetch_s`. The stage spans the nodes
+    `shards` too, of which each has an equal part of the bytes. Where the node has several devices,
+    `parts` say which has what, `parts_why` for what reason.
     """
 
     node: NodeId
