@@ -15,10 +15,11 @@ import socket
 import stat
 import sys
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import psutil
 
 from shardnet.cluster.machine.folders import RUNTIME_DIR_VARIABLE
@@ -53,9 +54,6 @@ class LocalNode:
     pid: int
     started: float
     place: str
-
-
-_FIELDS: Final = frozenset(field.name for field in fields(LocalNode))
 
 
 def this_place() -> str:
@@ -180,10 +178,10 @@ def _read(path: Path) -> LocalNode | None:
     """Read an entry; one of another version may lack what is not needed, or have more."""
     known: dict[str, Any] = {"started": UNKNOWN_S, "place": this_place()}
     try:
-        written = json.loads(read_own(path))
-        return LocalNode(**known | {name: written[name] for name in _FIELDS if name in written})
-    except (OSError, ValueError, TypeError):  # half-written, or gone
+        entry = msgspec.convert(known | json.loads(read_own(path)), LocalNode)
+    except (OSError, ValueError, TypeError, msgspec.ValidationError):  # damaged, or gone
         return None
+    return entry if entry.pid > 0 else None
 
 
 def _is_kept(path: Path) -> bool:

@@ -32,6 +32,20 @@ def test_a_living_process_is_listed_until_it_is_removed(tmp_path: Path) -> None:
     assert nodes.list() == []
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"pid": "7"}, {"pid": None}, {"pid": 0}, {"pid": -3}, {"pid": 2**80}, {"started": "noon"}],
+)
+def test_a_damaged_entry_keeps_nobody_from_the_others(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    nodes = LocalNodes(tmp_path)
+    entry = nodes.add(node="a", name="A", address="127.0.0.1:1", pid=os.getpid())
+    (tmp_path / "b.json").write_text(json.dumps(asdict(entry) | {"node": "b"} | changes))
+    assert nodes.list() == [entry]
+    assert not (tmp_path / "b.json").exists()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the clock counts")
 def test_a_node_is_found_after_the_clock_was_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
