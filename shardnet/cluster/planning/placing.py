@@ -278,8 +278,8 @@ def _division(inputs: _Inputs) -> Division | None:
     Adapters do: they are read by the head of a ring, which alone has them.
     """
     choice = inputs.choice
-    is_fixed = choice.nodes or choice.layers or choice.stream_layers or choice.nodes_per_stage > 1
-    is_fixed = is_fixed or choice.adapters
+    named = choice.nodes or choice.layers or choice.adapters
+    is_fixed = named or choice.stream_layers or choice.nodes_per_stage > 1
     if inputs.objective is not Objective.THROUGHPUT or is_fixed:
         return None
     if not all(node.address for node in inputs.nodes):

@@ -59,7 +59,6 @@ TELL_S: Final = 5.0
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Kept:
     keeper: ControlLink
-    model: str
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -84,7 +83,7 @@ class Keeping:
         ) as lead:
             if lead is None:
                 return
-            kept = _Kept(keeper=control, model=lead.plan.choice.model)
+            kept = _Kept(keeper=control)
             self._kept.add(kept)
             try:
                 await self._tell(control, message.request, lead, kept)
@@ -92,11 +91,12 @@ class Keeping:
                 self._kept.discard(kept)
         raise PeerFailedError(f"the ring of {self._head.node} is kept no more")
 
-    def keeper(self, model: str) -> NodeId | None:
-        """Return the other node that has the ring with `model` kept, None for none."""
+    @property
+    def keeper(self) -> NodeId | None:
+        """The other node that has the ring kept, None for none."""
         for kept in self._kept:
             peer = kept.keeper.link.peer
-            if kept.model == model and peer.role is PeerRole.NODE and not kept.keeper.link.closed:
+            if peer.role is PeerRole.NODE and not kept.keeper.link.closed:
                 return NodeId(peer.node)
         return None
 
@@ -240,9 +240,8 @@ class Router:
     async def _unload_for(self, control: ControlLink, message: Unload) -> None:
         if not message.model:
             self.encoders.free_idle()
-        keeper = self._keeping.keeper(self.head.model or "")
-        if keeper is not None and control.link.peer.node != keeper:
-            control.send(Redirect(request=message.request, address=self.address_of(keeper)))
+        if address := self._keeper_of(control):
+            control.send(Redirect(request=message.request, address=address))
         elif self._front is None:
             if message.model in ("", self.head.model):
                 await self._keeping.let_go()
@@ -372,15 +371,19 @@ class Router:
     ) -> Front | Elsewhere | None:
         """Return the rings for a choice, opened if that is best; None for the one of this node.
 
-        Raises BusyError while requests run on several rings with another model.
+        Who has this node's ring kept behind it is asked first: it frees its rings for what these
+        are not, if nothing runs on them. Raises BusyError while requests run on several rings that
+        are not what is asked for.
         """
-        if choice.nodes:
-            return None
         choice = await self.clients.settled(choice)
-        keeper = self._keeping.keeper(choice.model)
-        if keeper is not None and (address := self.address_of(keeper)):
+        if choice.nodes and self._stands(choice):
+            return None
+        if address := self._keeper_of(control):
             return Elsewhere(address=address, model=choice.model)
         stale = self._front
+        if choice.nodes:
+            await self._leave(stale)
+            return None
         if stale is None and not self._may_divide(choice):
             return None
         if stale is not None and await self._serves(stale, choice) and stale is self._front:
@@ -401,13 +404,29 @@ class Router:
             return False
         return not await self.planner.has_changed(front.plan.facts, choice.model)
 
+    def _keeper_of(self, control: ControlLink) -> str:
+        """Return the address of the node that has this one's ring kept, "" if it asks itself."""
+        keeper = self._keeping.keeper
+        return "" if keeper in (None, control.link.peer.node) else self.address_of(keeper)
+
+    def _stands(self, choice: ModelChoice) -> bool:
+        """Say whether the ring that this node leads is what `choice` asks for."""
+        lead = self.head.latest
+        return lead is not None and lead.stands and lead.suits(choice)
+
+    async def _leave(self, front: Front | None) -> None:
+        """End several rings, if there are any. Raises as `_end`."""
+        if front is not None:
+            async with self._changing:
+                if front is self._front:
+                    await self._end(front)
+
     def _may_divide(self, choice: ModelChoice) -> bool:
         """Say whether several rings may be opened: for many sequences, and where there is none."""
         if choice.optimise != Objective.THROUGHPUT.value or choice.adapters:
             return False
-        lead = self.head.latest
-        stands = lead is not None and lead.stands and lead.suits(choice)
-        return not stands and self.head.elsewhere() is None and not self.head.is_draining
+        is_free = self.head.elsewhere() is None and not self.head.is_draining
+        return is_free and not self._stands(choice)
 
     async def _open(
         self, control: ControlLink, request: int, choice: ModelChoice

@@ -186,3 +186,38 @@ def test_whoever_is_asked_several_rings_have_one_head(tmp_path: Path) -> None:
             assert "draining" in anna.node.router.rings[1].why
 
     asyncio.run(main())
+
+
+@needs_library
+@pytest.mark.usefixtures("alike")
+def test_rings_behind_a_head_make_way_for_what_they_are_not(tmp_path: Path) -> None:
+    """Whichever of their nodes is asked, and unless requests run on them."""
+    model = make_llama(tmp_path / "model", max_position_embeddings=1024)
+    other = ModelChoice(model=str(make_llama(tmp_path / "other", vocab_size=300)))
+    [prompt] = prompts = [random_prompt(40, 300, seed=1)]
+    many = ModelChoice(model=str(model), optimise="throughput")
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            machines(tmp_path, "anna", "bert") as (anna, bert),
+            connect(anna.node.address) as at_anna,
+            connect(bert.node.address) as at_bert,
+        ):
+            said = Said([[]], [[]])
+            saying = asyncio.create_task(say(at_anna, prompts, many, said))
+            await said.some.wait()
+            with pytest.raises(BusyError, match="generating"):
+                await at_bert.complete([prompt], model=other, max_tokens=1)
+            await saying
+            both = ModelChoice(model=str(model), nodes=[anna.node.address, bert.node.address])
+            await at_anna.complete([prompt], model=both, max_tokens=1)
+            assert not loads(anna)
+            await at_anna.unload()
+
+            await say(at_anna, prompts, many)
+            assert [ring[2] for ring in loads(anna)] == [True, True]
+            await at_bert.complete([prompt], model=other, max_tokens=1)
+            assert not loads(anna)
+
+    asyncio.run(main())
