@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.soak import is_soak
+import test_recovery
+import test_unlike_nodes
+from support.soak import cases, is_soak
+from support.system.nodes import Command, Crew, open_machine
+from support.system.warm_start import WarmProcess, is_possible
 
+from shardnet.cluster.machine.kernels import VECTORS
+from shardnet.cluster.machine.profile import find_isa
 from shardnet.model.kernels.library import ISA_VARIABLE, Isa, find_kernels
 
 ROOT = Path(__file__).parents[2]
@@ -19,11 +23,9 @@ IN_PROCESS = (
     "tests/parity/test_transformers_parity.py",
     "tests/parity/test_quantized_parity.py",
 )
-OF_NODES = ("tests/system/test_recovery.py", "tests/system/test_unlike_nodes.py")
-"""Each starts node processes, which takes longer than all that is computed."""
 SHORT = [
     "-k",
-    "(llama or deepseek_v3 or spans_two_nodes) and not "
+    "(llama or deepseek_v3) and not "
     "(llama4 or tied or llama3 or biases or indexed or gelu or with_these_weights)",
 ]
 """What the suite runs of them: all promises, of two unlike families, whole and odd rows of one.
@@ -31,6 +33,8 @@ What no kernel of ours computes is the same for each class."""
 SHORT_OF_NODES = "portable"
 """The class whose nodes the suite starts: the one without vectors, where torch has most to do. Of
 those with vectors it has nodes of this machine's own class."""
+SHORT_TEXT = 20
+"""Tokens of each text there: without vectors none is done before a node is killed."""
 CLASSES = {
     "avx512_bf16": (Isa.AVX512, True, False),
     "avx512": (Isa.AVX512, False, False),
@@ -41,6 +45,9 @@ CLASSES = {
     "off": None,
 }
 """What SHARDNET_ISA may be: the instruction set, whether it has pairs of bfloat16, and tiles."""
+QUIET = ["-p", "no:cacheprovider", "-W", "ignore:Module already imported"]
+PROMISES_S = 540.0
+"""How long those of one class may take, which are thousands in the long form."""
 OF_TORCH = {"avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}}
 """Has torch take no more of the CPU than the library does."""
 
@@ -51,23 +58,54 @@ def class_told(name: str | None = None) -> tuple[Isa, bool, bool] | None:
     return (found.isa, found.has_pairs, found.has_tiles) if found is not None else None
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_promises_hold_on_a_cpu_of_the_class(name: str) -> None:
+def skip_unless_told(name: str) -> None:
+    """Skip what this machine cannot be told to be, or is."""
     if class_told(name) != CLASSES[name]:
         pytest.skip("this machine is none, or has no compiled library")
     if class_told() == CLASSES[name]:
         pytest.skip("this machine is one: the tests themselves show it")
-    chosen = [] if is_soak() else SHORT
-    promises = [*IN_PROCESS, *(OF_NODES if is_soak() or name == SHORT_OF_NODES else ())]
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen, *promises],
-        cwd=ROOT,
-        env=os.environ | {ISA_VARIABLE: name} | OF_TORCH.get(name, {}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+
+
+@pytest.mark.skipif(not is_possible(), reason="no process that has torch can be copied here")
+@pytest.mark.parametrize("name", CLASSES)
+def test_promises_hold_on_a_cpu_of_the_class(name: str) -> None:
+    skip_unless_told(name)
+    ran = Command(
+        WarmProcess(
+            ["-q", *QUIET, *([] if is_soak() else SHORT), *IN_PROCESS],
+            os.environ | {ISA_VARIABLE: name} | OF_TORCH.get(name, {}),
+            ROOT,
+            module="pytest",
+        )
+    ).wait(PROMISES_S)
     n_passed = re.search(r"(\d+) passed", ran.stdout)
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
+    assert ran.code == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
     assert n_passed is not None
-    assert int(n_passed[1]) > len(promises)
+    assert int(n_passed[1]) > len(IN_PROCESS)
+
+
+@pytest.mark.parametrize(
+    "name", cases([SHORT_OF_NODES], [name for name in CLASSES if name != SHORT_OF_NODES])
+)
+def test_nodes_of_the_class_keep_their_promises(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_unless_told(name)
+    for variable, value in {ISA_VARIABLE: name, **OF_TORCH.get(name, {})}.items():
+        monkeypatch.setenv(variable, value)
+    if not is_soak():
+        monkeypatch.setattr(test_recovery, "N_TOKENS", SHORT_TEXT)
+    with open_machine(tmp_path / "spanning") as machine:
+        test_recovery.test_a_stage_that_spans_two_nodes_says_the_same_and_outlives_one_of_them(
+            machine
+        )
+    if not is_soak():
+        return
+    with open_machine(tmp_path / "recovering") as machine:
+        test_recovery.test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(machine)
+    if find_isa(os.environ) in VECTORS:
+        with open_machine(tmp_path / "unlike") as machine:
+            crew = Crew(machine=machine, nodes=machine.start_nodes("anna"))
+            test_unlike_nodes.test_portable_arithmetic_gives_the_same_bits_on_unlike_cpus(
+                crew, tmp_path
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,18 +14,17 @@ from shardnet.api.client import Client, connect
 from shardnet.api.events import GenerationResult, RequestState
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.constraints import Constraint
-from shardnet.model.kernels.library import native_kernels
+from shardnet.model.kernels.library import find_kernels
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.activity import RecoveryReport
 from shardnet.wire.messages.plans import ModelChoice
 
 N_TOKENS = 60
+N_DRAFTED = 4
+"""How many times as many of a text of which a step may make many."""
 Request = tuple[str, SamplingParams, dict[str, Any]]
 
-IS_DETERMINISTIC = native_kernels() is None
-"""Only the compiled library gives a replayed row its bits without being asked to; being asked to,
-requests are computed one after another without it."""
 REQUESTS: Sequence[Request] = (
     ("Once upon a time", SamplingParams(), {}),
     (
@@ -32,11 +32,7 @@ REQUESTS: Sequence[Request] = (
         SamplingParams(temperature=0.9, top_p=0.95, seed=3, n_logprobs=2, repetition_penalty=1.2),
         {"outputs": OutputParams(n_prompt_logprobs=1)},
     ),
-    (  # a step may make many tokens of it
-        "The cat and the",
-        SamplingParams(temperature=0.7, seed=5),
-        {"speculate": "ngram", "max_tokens": 4 * N_TOKENS},
-    ),
+    ("The cat and the", SamplingParams(temperature=0.7, seed=5), {"speculate": "ngram"}),
     (
         "A list of words: ",
         SamplingParams(temperature=1.0, seed=9),
@@ -53,19 +49,23 @@ async def run_all(
     `at_token` is called with the number of tokens of the first one so far, once all have begun that
     are computed at a time.
     """
+    # Only the compiled library gives a replayed row its bits without being asked to; being asked
+    # to, requests are computed one after another without it.
+    is_asked = find_kernels(os.environ) is None
     states: list[list[RequestState]] = [[] for _ in REQUESTS]
     counts = [0 for _ in REQUESTS]
 
     async def run(number: int, request: Request) -> GenerationResult:
         prompt, sampling, more = request
-        options: dict[str, Any] = {"max_tokens": N_TOKENS} | more
+        n_times = N_DRAFTED if "speculate" in more else 1
         events = client.generate(
             prompt,
             sampling,
             model=choice,
+            max_tokens=n_times * N_TOKENS,
             ignore_eos=True,
-            deterministic=IS_DETERMINISTIC,
-            **options,
+            deterministic=is_asked,
+            **more,
         )
         async for event in events:
             if event.error is not None:
@@ -73,7 +73,7 @@ async def run_all(
             if not event.token_ids and event.state not in states[number][-1:]:
                 states[number].append(event.state)
             counts[number] += len(event.token_ids)
-            if number == 0 and event.token_ids and (IS_DETERMINISTIC or all(counts)):
+            if number == 0 and event.token_ids and (is_asked or all(counts)):
                 at_token(counts[0])
             if event.result is not None:
                 return event.result
