@@ -54,8 +54,8 @@ KINDS: dict[str, tuple[list[str], End, int]] = {
     "chat": (["chat", "--max-tokens", "3"], by_itself, 0),
     "bench": (["bench", "--rounds", "1", "--tokens", "4", "--prompt", "8"], by_itself, 0),
 }
-USUAL = ["generate", "node-term", "serve"]
-"""Those that end in unlike ways."""
+USUAL = ["generate", "serve"]
+"""Those that end in unlike ways. A node that is told to leave does so in test_gone_readers.py."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Eight running streams, while another member and local files do their worst to the node.
+"""Running streams, while another member and local files do their worst to the node.
 
 Each stream has the text that it has undisturbed and never stands still; the process lives on, and
 gives back what memory it took.
@@ -24,6 +24,7 @@ from support.hostile.corpus import (
 )
 from support.hostile.hostile_files import CASES
 from support.hostile.mutate_frames import sealed
+from support.soak import is_soak
 from support.system.nodes import Machine, NodeProcess
 from support.system.parrot import Parrots
 from support.system.strangers import connected, hello
@@ -34,7 +35,7 @@ from shardnet.errors import BusyError, CheckpointError, ShardnetError
 from shardnet.wire.framing.frames import PREAMBLE
 from shardnet.wire.messages.handshake import PeerRole, Purpose
 
-N_STREAMS = 8
+N_STREAMS = 8 if is_soak() else 4
 N_TOKENS = 150
 CONTEXT = 512
 N_WARM = 8 * N_STREAMS

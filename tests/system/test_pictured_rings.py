@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,25 @@ SAID: Any = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_pictured(tmp_path_factory.mktemp("pictured"))
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the kind of Qwen2.5-VL as llama.cpp writes it: its text, and a projector."""
+    folder = tmp_path_factory.mktemp("seeing")
+    said = gguf_ranks(LLAMA3, "llama-bpe")
+    said["tokenizer.ggml.tokens"] += ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+    said["tokenizer.ggml.token_type"] += [3, 3, 3]
+    n_tokens = len(said["tokenizer.ggml.tokens"])
+    source = make_decoder(
+        folder / "text", "qwen2", num_hidden_layers=2, vocab_size=n_tokens, with_tokenizer=False
+    )
+    sections = {"rope__dimension_sections": [2, 1, 1, 0]}
+    model = folder / "eyes-Q8_0.gguf"
+    write_gguf(source, model, architecture="qwen2vl", tokenizer=said, **sections)
+    eyes = CASES["qwen2_5_vl"].make(folder / "whole")
+    write_mmproj(eyes, folder / "mmproj-eyes-F16.gguf", Kind.F16)
+    return model
 
 
 async def say(
@@ -110,47 +130,36 @@ def test_a_first_stage_that_spans_nodes_sees(machine: Machine, folder: Path) -> 
     asyncio.run(main())
 
 
-def test_stages_that_span_nodes_turn_rows_by_three_axes(machine: Machine, tmp_path: Path) -> None:
+def test_stages_that_span_nodes_turn_rows_by_three_axes(
+    machine: Machine, seeing: Path, tmp_path: Path
+) -> None:
     """Of a kind whose rotary positions have three axes: time, line and column."""
-    model, picture = write_seeing_gguf(tmp_path), tmp_path / "a.png"
+    model, picture = seeing, tmp_path / "a.png"
     picture.write_bytes(png(60, 90))
     anna, bert = (node.address for node in machine.start_nodes("anna", "bert"))
     asked = ["the cat", "--model", str(model), "--image", str(picture), "--max-tokens", "12"]
     asked += ["--ignore-eos", "--context", "512", "--json"]
 
     def said(nodes: str, *more: str) -> Any:
-        return machine.run("generate", *asked, "--nodes", nodes, *more).json["token_ids"]
+        return machine.call("generate", *asked, "--nodes", nodes, *more).json["token_ids"]
 
     alone, cut = said(anna), said(f"{anna},{bert}", "--nodes-per-stage", "2")
     two = said(f"{anna},{bert}", "--layers", "0-1,1-2")
     assert (cut, two, len(alone)) == (alone, alone, 12)
 
 
-def write_seeing_gguf(folder: Path) -> Path:
-    """Write a model of the kind of Qwen2.5-VL as llama.cpp does: its text, and a projector."""
-    said = gguf_ranks(LLAMA3, "llama-bpe")
-    said["tokenizer.ggml.tokens"] += ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
-    said["tokenizer.ggml.token_type"] += [3, 3, 3]
-    n_tokens = len(said["tokenizer.ggml.tokens"])
-    source = make_decoder(
-        folder / "text", "qwen2", num_hidden_layers=2, vocab_size=n_tokens, with_tokenizer=False
-    )
-    sections = {"rope__dimension_sections": [2, 1, 1, 0]}
-    model = folder / "eyes-Q8_0.gguf"
-    write_gguf(source, model, architecture="qwen2vl", tokenizer=said, **sections)
-    eyes = CASES["qwen2_5_vl"].make(folder / "whole")
-    write_mmproj(eyes, folder / "mmproj-eyes-F16.gguf", Kind.F16)
-    return model
-
-
-def test_a_gguf_sees_by_the_projector_beside_it(machine: Machine, tmp_path: Path) -> None:
+def test_a_gguf_sees_by_the_projector_beside_it(
+    machine: Machine, seeing: Path, tmp_path: Path
+) -> None:
     """A raw prompt gets the marks that the makers' chat template writes around a picture."""
-    model, picture = write_seeing_gguf(tmp_path), tmp_path / "a.png"
+    for file in seeing.parent.glob("*.gguf"):
+        shutil.copy(file, tmp_path)
+    model, picture = tmp_path / seeing.name, tmp_path / "a.png"
     picture.write_bytes(png(37, 53))
     shared = ["--model", str(model), "--max-tokens", "5", "--ignore-eos", "--json"]
 
     def ask(prompt: str, *more: str) -> Any:
-        return machine.run("generate", prompt, *shared, *more).json
+        return machine.call("generate", prompt, *shared, *more).json
 
     bos, *text = ask("the cat")["prompt_token_ids"]
     seen = ask("the cat", "--image", str(picture))
@@ -162,7 +171,7 @@ def test_a_gguf_sees_by_the_projector_beside_it(machine: Machine, tmp_path: Path
     for prompt in (marked, "<|image_pad|>the cat"):
         assert ask(prompt, "--image", str(picture))["token_ids"] == seen["token_ids"]
     (tmp_path / "mmproj-eyes-F32.gguf").write_bytes(b"")
-    refused = machine.run("generate", "the cat", *shared, "--image", str(picture))
+    refused = machine.call("generate", "the cat", *shared, "--image", str(picture))
     assert "has 2 projectors: mmproj-eyes-F16.gguf, mmproj-eyes-F32.gguf" in refused.error
     named = ["--image", str(picture), "--mmproj", str(tmp_path / "mmproj-eyes-F16.gguf")]
     assert ask("the cat", *named)["token_ids"] == seen["token_ids"]
@@ -170,5 +179,5 @@ def test_a_gguf_sees_by_the_projector_beside_it(machine: Machine, tmp_path: Path
     put_in_ollama(store, model, "eyes", projector=tmp_path / "mmproj-eyes-F16.gguf")
     shared[1] = "ollama:eyes"
     assert ask("the cat", "--image", str(picture))["token_ids"] == seen["token_ids"]
-    nothing = machine.run("generate", "the cat", *shared, "--mmproj", str(tmp_path / "none.gguf"))
+    nothing = machine.call("generate", "the cat", *shared, "--mmproj", str(tmp_path / "none.gguf"))
     assert f"{tmp_path / 'none.gguf'}: No such file" in nothing.error

@@ -169,7 +169,7 @@ def test_a_source_that_goes_in_the_middle_is_left_and_the_others_finish(
         nodes = start_all(site.machines, NAMES, "--share-rate", "3MiB")
         meet(*nodes)
         cleo = address(site, 2, nodes[2])
-        running = site.machines[2].begin(*ask(cleo))
+        running = site.machines[2].begin_copy(*ask(cleo))
         running.stderr.wait_for("fetching")
         if site.hosts:
             site.hosts[1].unplug()
@@ -187,12 +187,12 @@ def test_a_fetch_goes_on_where_it_was_ended(machines: list[Machine], large: Path
     anna = start(machines[0], "anna", "--share-rate", "64KiB", *alone)
     cleo = start(machines[2], "cleo", "--peer", anna.address)
     cleo.stderr.wait_for("node anna (")
-    running = machines[2].begin(*ask(cleo))
+    running = machines[2].begin_copy(*ask(cleo))
     running.stderr.wait_for("fetching")
     running.signal(signal.SIGINT)
     assert running.wait().code == 130
 
-    running = machines[2].begin(*ask(cleo))
+    running = machines[2].begin_copy(*ask(cleo))
     running.stderr.wait_for("fetching")
     anna.kill()
     error = running.wait().error

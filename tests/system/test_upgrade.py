@@ -18,24 +18,25 @@ def test_a_node_of_the_previous_version_is_refused_by_name_until_it_is_upgraded(
 ) -> None:
     """Both sides name both versions, the ring beside it goes on, and nothing of it is used."""
     anna, bert = machine.start_nodes("anna", "bert")
-    where = ["--model", str(parrots.alphabet), "--max-tokens", str(N_TOKENS), "--nodes"]
+    where = ["--max-tokens", str(N_TOKENS), "--model", str(parrots.alphabet), "--nodes"]
     ring = f"{anna.address},{bert.address}"
     undisturbed = machine.run("generate", "a", *where, ring)
-    running = machine.begin("generate", "a", *where, ring)
+    running = machine.begin_copy("generate", "a", *where, ring)
     [cleo] = machine.start_nodes("cleo", arguments=["--peer", anna.address], module=MODULE)
     anna.stderr.wait_for(f"speaks protocol version {PREVIOUS}, we speak {PROTOCOL_VERSION}")
     cleo.stderr.wait_for(f"speaks protocol version {PROTOCOL_VERSION}, we speak {PREVIOUS}")
     assert running.wait().stdout == undisturbed.stdout
     for nodes in (f"{anna.address},{cleo.address}", cleo.address):
-        error = machine.run("generate", "a", *where, nodes).error
+        error = machine.call("generate", "a", *where, nodes).error
         assert cleo.address in error
         for part in (f"version {PREVIOUS}", str(PROTOCOL_VERSION), "same shardnet on both"):
             assert part in error
     told = machine.run("nodes", "--json").json
     assert {node["name"] for node in told} == {"anna", "bert"}
-    assert machine.run("generate", "a", *where, ring).stdout == undisturbed.stdout
+    shortly = ["--max-tokens", "5", *where[2:]]
+    assert machine.run("generate", "a", *shortly, ring).stdout == "bcdef\n"
     cleo.signal(signal.SIGTERM)
     assert cleo.wait().code == 0
     [cleo] = machine.start_nodes("cleo", arguments=["--peer", anna.address])
-    upgraded = machine.run("generate", "a", *where, f"{anna.address},{cleo.address}")
-    assert upgraded.stdout == undisturbed.stdout
+    upgraded = machine.run("generate", "a", *shortly, f"{anna.address},{cleo.address}")
+    assert upgraded.stdout == "bcdef\n"

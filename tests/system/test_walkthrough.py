@@ -57,7 +57,7 @@ class Person:
         """Type a command; return what it prints. `answer` is typed when it asks."""
         match line:
             case ["shardnet", "node"]:
-                self.node = self.machine.begin("node")
+                self.node = self.machine.begin_copy("node")
                 return self.node.stdout.wait_for("ready on")
             case ["shardnet", *arguments]:
                 result = self.machine.run(*arguments, stdin=answer)

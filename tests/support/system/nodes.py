@@ -51,8 +51,8 @@ COPIED = frozenset(
         *("plan", "pull", "status", "unload"),
     }
 )
-"""Commands that tests run again and again. Each is also started as a user starts it: by `begin`, on
-a machine without copies, or with --local."""
+"""Commands that tests run again and again. Each is also started as a user starts it: by `begin`, by
+a shell, or with --local."""
 
 
 Layers = Sequence[tuple[int, int]]
@@ -255,9 +255,8 @@ class Machine:
     """A pretended machine under `folder`.
 
     `prefix` comes before each command line, to run it elsewhere. Unless `environment` says
-    otherwise, its nodes and commands neither announce nor look for nodes by mDNS. Unless it
-    `makes_copies`, which costs less, all are started as a user's are. Where it `is_measured` it
-    knows how fast others have found themselves: in truth all are this one.
+    otherwise, its nodes and commands neither announce nor look for nodes by mDNS. Where it
+    `is_measured` it knows how fast others have found themselves: in truth all are this one.
     """
 
     def __init__(
@@ -266,12 +265,11 @@ class Machine:
         *,
         prefix: Sequence[str] = (),
         environment: Mapping[str, str] = MappingProxyType({"SHARDNET_NO_MDNS": "1"}),
-        makes_copies: bool = is_possible(),
         is_measured: bool = True,
     ) -> None:
         self._prefix = tuple(prefix)
         self._namespace = namespace_of(self._prefix)
-        self._copies = makes_copies and bool(self._namespace or not prefix)
+        self._copies = is_possible() and bool(self._namespace or not prefix)
         self.folder = folder
         self.runtime_dir = folder / "run"
         self.config_path = folder / "config" / "shardnet" / "config.toml"
@@ -459,12 +457,10 @@ class Machine:
 
 
 @contextmanager
-def open_machine(
-    folder: Path, *, makes_copies: bool = is_possible(), is_measured: bool = True
-) -> Iterator[Machine]:
+def open_machine(folder: Path, *, is_measured: bool = True) -> Iterator[Machine]:
     """Give a machine in a new folder, and end all its processes afterwards."""
     folder.mkdir(parents=True)
-    machine = Machine(folder, makes_copies=makes_copies, is_measured=is_measured)
+    machine = Machine(folder, is_measured=is_measured)
     try:
         yield machine
     finally:

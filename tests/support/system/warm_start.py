@@ -6,8 +6,8 @@ Python's fork server makes the copies: one server for each process that runs tes
 arguments, the environment and the folder that it is given, and runs the same `__main__` as
 `python -m shardnet_cli`. Knows nothing of what the processes say or do.
 
-What is not tested this way is Python's own start and end; the nodes of `--local`, those of the
-walkthrough and those that check keys are started as users start them.
+What is not tested this way is Python's own start and end; the nodes of `--local`, one of
+the walkthrough and those that a shell starts are started as users start them.
 """
 
 from __future__ import annotations
