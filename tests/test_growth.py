@@ -9,13 +9,21 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 from support.golden import check_shrinking
-from support.source import ROOT, UNLIMITED, code_lines, importers, nodes, sources
+from support.source import (
+    ROOT,
+    UNLIMITED,
+    code_lines,
+    imported_modules,
+    importers,
+    nodes,
+    sources,
+)
 
 SMALL = 50
 """A module with fewer lines of code and one importer is better a part of it."""
@@ -76,10 +84,13 @@ print(orders._order(read, Path("/m"), ()).form.added)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _parse_once() -> Iterator[None]:
-    """Let go of what was parsed when all has looked at it."""
-    yield
-    nodes.cache_clear()
+def _look_once() -> None:
+    """Look at a module for all tests while it is parsed; what was found is kept, its tree not."""
+    for path, source in sources().items():
+        imported_modules(path, source)
+        code_lines(source)
+        structs_of(source)
+        wide_of(source)
 
 
 def small_modules(modules: dict[str, str]) -> set[str]:
@@ -98,18 +109,27 @@ def small_modules(modules: dict[str, str]) -> set[str]:
 
 def fields_of_structs(modules: dict[str, str]) -> dict[str, set[str]]:
     """The fields of every dataclass and msgspec struct, without those of its bases."""
+    return {
+        f"{path} {name}": fields
+        for path, source in modules.items()
+        for name, fields in structs_of(source).items()
+    }
+
+
+@cache
+def structs_of(source: str) -> dict[str, set[str]]:
+    """The same of one module."""
     found = {}
-    for path, source in modules.items():
-        for node in nodes(source):
-            if isinstance(node, ast.ClassDef) and (node.bases or node.decorator_list):
-                fields = {
-                    line.target.id
-                    for line in node.body
-                    if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-                    if "ClassVar" not in ast.unparse(line.annotation)
-                }
-                if len(fields) >= FEW_FIELDS:
-                    found[f"{path} {node.name}"] = fields
+    for node in nodes(source):
+        if isinstance(node, ast.ClassDef) and (node.bases or node.decorator_list):
+            fields = {
+                line.target.id
+                for line in node.body
+                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+                if "ClassVar" not in ast.unparse(line.annotation)
+            }
+            if len(fields) >= FEW_FIELDS:
+                found[node.name] = fields
     return found
 
 
@@ -124,22 +144,27 @@ def alike(structs: dict[str, set[str]]) -> set[str]:
 
 def wide(modules: dict[str, str]) -> set[str]:
     """The functions that are too long or take too much."""
+    return {f"{path} {name}" for path, source in modules.items() for name in wide_of(source)}
+
+
+@cache
+def wide_of(source: str) -> set[str]:
+    """The same of one module."""
     found = set()
-    for path, source in modules.items():
-        owners = {
-            each: f"{owner.name}."
-            for owner in nodes(source)
-            if isinstance(owner, ast.ClassDef)
-            for each in owner.body
-        }
-        for node in nodes(source):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                body = node.body[1:] if ast.get_docstring(node) and node.body[1:] else node.body
-                n_lines = (node.end_lineno or 0) - body[0].lineno + 1
-                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                n_parameters = sum(each.arg not in ("self", "cls") for each in given)
-                if n_lines > MOST_LINES or n_parameters > MOST_PARAMETERS:
-                    found.add(f"{path} {owners.get(node, '')}{node.name}")
+    owners = {
+        each: f"{owner.name}."
+        for owner in nodes(source)
+        if isinstance(owner, ast.ClassDef)
+        for each in owner.body
+    }
+    for node in nodes(source):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) and node.body[1:] else node.body
+            n_lines = (node.end_lineno or 0) - body[0].lineno + 1
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            n_parameters = sum(each.arg not in ("self", "cls") for each in given)
+            if n_lines > MOST_LINES or n_parameters > MOST_PARAMETERS:
+                found.add(f"{owners.get(node, '')}{node.name}")
     return found
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from functools import cache
 
 import pytest
 from support.source import (
@@ -76,10 +76,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _parse_once() -> Iterator[None]:
-    """Let go of what was parsed when all has looked at it."""
-    yield
-    nodes.cache_clear()
+def _look_once() -> None:
+    """Look at a module for all tests while it is parsed; what was found is kept, its tree not."""
+    for path, source in sources().items():
+        imported_modules(path, source)
+        asks_for_family(source)
 
 
 def is_pure(path: str) -> bool:
@@ -168,6 +169,7 @@ def test_imports_go_downward_only() -> None:
     assert [line for path, source in modules.items() for line in complaints(path, source)] == []
 
 
+@cache
 def asks_for_family(source: str) -> bool:
     """Whether something is decided by the name of a model's family."""
     decisions: list[ast.AST] = []

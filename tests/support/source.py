@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -81,10 +81,12 @@ def sources() -> dict[str, str]:
     return {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files}
 
 
-@cache
+@lru_cache(maxsize=1)
 def nodes(source: str) -> list[ast.AST]:
-    """All of a module but how a name is used and which operator stands, parsed once: who is done
-    calls `nodes.cache_clear()` (200 MB). ast.walk takes twice as long."""
+    """All of a module but how a name is used and which operator stands.
+
+    Of one module at a time: all take 200 MB, and twice the time. ast.walk is slower too.
+    """
     found: list[ast.AST] = [ast.parse(source)]
     for node in found:  # which grows meanwhile
         for name in node._fields:
@@ -101,8 +103,13 @@ def module_of(path: str) -> str:
     return path.removesuffix(".py").replace("cli/", "shardnet_cli/").replace("/", ".")
 
 
-def imported_modules(path: str, source: str) -> Iterator[str]:
+@cache
+def imported_modules(path: str, source: str) -> tuple[str, ...]:
     """Everything named by an import statement anywhere in the source, by absolute names."""
+    return tuple(_imported(path, source))
+
+
+def _imported(path: str, source: str) -> Iterator[str]:
     package = module_of(path).split(".")[:-1]
     for node in nodes(source):
         if isinstance(node, ast.Import):
@@ -128,6 +135,7 @@ def importers(modules: dict[str, str]) -> dict[str, set[str]]:
     return found
 
 
+@cache
 def code_lines(source: str) -> int:
     """Count the lines of code: none that are blank, comments or docstrings."""
     lines = enumerate(source.split("\n"), 1)
