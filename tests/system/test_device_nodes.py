@@ -54,7 +54,7 @@ def test_a_ring_of_a_device_and_a_cpu_says_what_cpus_say(
     expected, _ = said(alone, *LONG)
 
     def lose(node: NodeProcess, end: Callable[[], None]) -> None:
-        running = trio.machine.begin(*prompt, "--nodes", f"{alone},{node.address}", *LONG)
+        running = trio.machine.begin_copy(*prompt, "--nodes", f"{alone},{node.address}", *LONG)
         running.stderr.wait_for("ring: ")
         end()
         assert running.wait().json["token_ids"] == expected

@@ -183,7 +183,7 @@ def test_a_model_too_large_for_its_nodes_is_refused(newcomer: Crew, parrots: Par
 def test_two_requests_share_a_ring(trio: Crew, parrots: Parrots) -> None:
     where = ["--model", str(parrots.big), "--nodes", trio.addresses(0, 1), "--max-tokens", "30"]
     trio.says("a", parrots.big, 0, 1)
-    first, second = (trio.machine.begin("generate", prompt, *where) for prompt in "an")
+    first, second = (trio.machine.begin_copy("generate", prompt, *where) for prompt in "an")
     assert first.wait().stdout == (ALPHABET * 2)[1:31] + "\n"
     assert second.wait().stdout == (ALPHABET * 2)[14:44] + "\n"
 

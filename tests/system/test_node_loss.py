@@ -51,7 +51,7 @@ def test_a_node_that_goes_while_it_loads_is_done_without(
 ) -> None:
     """One that leaves does so at once."""
     [victim] = machine.start_nodes("vera")
-    running = trio.machine.begin(
+    running = trio.machine.begin_copy(
         *("generate", "a", "--model", str(parrots.big)),
         *("--nodes", f"{trio.addresses(0)},{victim.address}"),
         *("--context", str(LONG), "--max-tokens", str(LONG - 1)),
@@ -122,7 +122,7 @@ def test_interrupting_a_client_frees_its_ring(trio: Crew, parrots: Parrots) -> N
 
 
 def test_interrupting_a_client_stops_its_loading(trio: Crew, parrots: Parrots) -> None:
-    running = trio.machine.begin(
+    running = trio.machine.begin_copy(
         *("generate", "a", "--model", str(parrots.big), "--nodes", trio.addresses()),
         *("--context", str(LONG), "--max-tokens", str(LONG - 1)),
     )

@@ -89,7 +89,7 @@ def test_one_source_of_prompts_is_enough(trio: Crew, tmp_path: Path) -> None:
 
 def test_a_deadline_that_passes_is_a_named_failure(trio: Crew, parrots: Parrots) -> None:
     where = ["--nodes", trio.addresses(0, 1), "--max-tokens", "8000"]
-    running = trio.machine.begin(
+    running = trio.machine.begin_copy(
         "generate", "a", "--model", str(parrots.big), *where, "--deadline", "0.5"
     )
     result = running.wait()
@@ -159,7 +159,7 @@ def test_events_come_as_lines(trio: Crew, parrots: Parrots, tmp_path: Path) -> N
 
 
 def test_lines_end_whole_at_ctrl_c(trio: Crew, parrots: Parrots) -> None:
-    running = trio.machine.begin(
+    running = trio.machine.begin_copy(
         *("generate", "a", "--model", str(parrots.big), "--nodes", trio.addresses(0, 1)),
         *("--max-tokens", "8000", "--jsonl"),
     )

@@ -182,7 +182,8 @@ class Lab:
     async def drain(self, number: int) -> None:
         """Begin to drain a node, as `shardnet drain` does; it ends by itself when it is empty."""
         place = self.places[number]
-        place.draining = self.machine.begin("drain", place.name, "--peer", self.places[0].address)
+        told = ("drain", place.name, "--peer", self.places[0].address)
+        place.draining = self.machine.begin_copy(*told)
 
     async def until_drained(self) -> list[str]:
         """Wait for drains to end, and for the nodes that are empty; return what went wrong."""
