@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -128,19 +129,25 @@ def group_folders(root: Path = ROOT, membership: Path = MEMBERSHIP) -> Iterator[
 def _folders(mounted: Path, membership: Path, controller: str) -> Iterator[Path]:
     """List the folders of this process's group and those above it, of one controller.
 
-    `controller` is "" in version 2. In a container of its own the group's folder is the mounted
-    one, whatever path the membership says.
+    `controller` is "" in version 2.
     """
-    yield mounted
+    return iter(_folders_of(mounted, _text(membership), controller))
+
+
+@lru_cache(maxsize=16)
+def _folders_of(mounted: Path, membership: str, controller: str) -> tuple[Path, ...]:
+    """Take the membership apart once, not at each question for memory.
+
+    In a container of its own the group's folder is the mounted one, whatever path it says.
+    """
     group = PurePosixPath("/")
-    for line in _text(membership).splitlines():
+    for line in membership.splitlines():
         _, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
         if controller in names.split(",") and path.startswith("/") and ".." not in path:
             group = PurePosixPath(path)
-    for part in (group, *group.parents):
-        if part != PurePosixPath("/"):
-            yield mounted / part.relative_to("/")
+    parts = [part for part in (group, *group.parents) if part != PurePosixPath("/")]
+    return (mounted, *(mounted / part.relative_to("/") for part in parts))
 
 
 def _free_v2(folder: Path) -> int | None:
@@ -204,6 +211,7 @@ def _of(path: Path, name: str) -> int:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text("ascii", "replace").strip()
+        with path.open("rb", buffering=0) as file:
+            return (file.read() or b"").decode("ascii", "replace").strip()
     except OSError:
         return ""

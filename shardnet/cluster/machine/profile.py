@@ -364,16 +364,12 @@ class MemoryBudget:
         --memory is divided as what is available is. See total_bytes.
         """
         on_host = [_has_host_memory(device) for device in self.devices]
-        used_on_host = sum(used for used, host in zip(used_bytes, on_host, strict=True) if host)
-        share = (self.system_bytes()[0] + used_on_host) // max(1, sum(on_host))
-        available = [
-            self._within(share, device, self._free_bytes(device) + used)
-            for device, used in zip(self.devices, used_bytes, strict=True)
-        ]
+        if self.asked_bytes is None or self.others:
+            available = self._available_bytes(on_host, used_bytes)
+        else:
+            available = [1]  # it need not have anything free to be promised all
         if self.asked_bytes is None:
             return [int(n_bytes * MEMORY_SHARE / max(1, n_nodes_here)) for n_bytes in available]
-        if len(available) == 1:
-            available = [1]  # it need not have anything free to be promised all
         in_all = sum(available) or 1
         asked = [self.asked_bytes * n_bytes // in_all for n_bytes in available]
         most = container_limit_bytes()
@@ -382,20 +378,31 @@ class MemoryBudget:
         part = most // max(1, sum(on_host))
         return [min(n, part) if host else n for n, host in zip(asked, on_host, strict=True)]
 
+    def _available_bytes(self, on_host: Sequence[bool], used_bytes: Sequence[int]) -> list[int]:
+        """Return what each device has free, with what the loaded stage has of it."""
+        used_on_host = sum(used for used, host in zip(used_bytes, on_host, strict=True) if host)
+        share = (self.system_bytes()[0] + used_on_host) // max(1, sum(on_host))
+        return [
+            self._within(share, device, used)
+            for device, used in zip(self.devices, used_bytes, strict=True)
+        ]
+
     def free_bytes(self, device: Device) -> int:
         """Return the free memory of one of the devices now; groups of cores share the system's."""
         n_sharing = sum(map(_has_host_memory, self.devices)) or 1
         share = self.system_bytes()[0] // n_sharing
-        return self._within(share, device, self._free_bytes(device))
+        return self._within(share, device, 0)
 
-    def _within(self, share: int, device: Device, own: int) -> int:
-        """Limit a device that has `own` bytes to its `share` of the system's, if it takes of that.
+    def _within(self, share: int, device: Device, used: int) -> int:
+        """Return the free and the `used` bytes of a device, of the system's memory its `share`.
 
         A card that the kernel text computes on takes of both: weights stay in the system's, too.
         """
-        if not _has_host_memory(device):
-            return own
-        return min(share, own) if device.kind in (MPS, *BY_TEXT) else share
+        is_on_host = _has_host_memory(device)
+        if is_on_host and device.kind not in (MPS, *BY_TEXT):
+            return share
+        own = self._free_bytes(device) + used
+        return min(share, own) if is_on_host else own
 
     def available_bytes(self) -> int:
         """Return the free memory of all devices now; on a CPU within the container's limit."""
