@@ -255,8 +255,9 @@ class Machine:
     """A pretended machine under `folder`.
 
     `prefix` comes before each command line, to run it elsewhere. Unless `environment` says
-    otherwise, its nodes and commands neither announce nor look for nodes by mDNS. Where it
-    `is_measured` it knows how fast others have found themselves: in truth all are this one.
+    otherwise, its nodes and commands neither announce nor look for nodes by mDNS. Unless it
+    `makes_copies`, which costs less, all are started as a user's are. Where it `is_measured` it
+    knows how fast others have found themselves: in truth all are this one.
     """
 
     def __init__(
@@ -265,11 +266,12 @@ class Machine:
         *,
         prefix: Sequence[str] = (),
         environment: Mapping[str, str] = MappingProxyType({"SHARDNET_NO_MDNS": "1"}),
+        makes_copies: bool = is_possible(),
         is_measured: bool = True,
     ) -> None:
         self._prefix = tuple(prefix)
         self._namespace = namespace_of(self._prefix)
-        self._copies = is_possible() and bool(self._namespace or not prefix)
+        self._copies = makes_copies and bool(self._namespace or not prefix)
         self.folder = folder
         self.runtime_dir = folder / "run"
         self.config_path = folder / "config" / "shardnet" / "config.toml"
