@@ -22,11 +22,10 @@ from shardnet.checkpoint.quantization.weight_parts import WeightFormat, WeightPa
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor, unchanged
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN, StoredTensor
 from shardnet.errors import CheckpointError, shown
-from shardnet.model.config.fields import Fields
+from shardnet.model.config.fields import TEXT, Fields
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.registry import family_of
 from shardnet.model.families.stage_tensors import canonical_name, stage_tensors
-from shardnet.model.families.wrappers import TEXT
 from shardnet.types import LayerRange
 
 METHODS: Final[Mapping[str, Callable[[Fields], WeightFormat]]] = {
