@@ -10,6 +10,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.soak import examples
 from support.strategies.wire_strategies import (
     Pair,
     bulk_frames,
@@ -221,7 +222,7 @@ def test_each_purpose_has_its_kinds(purpose: Purpose, kind: FrameKind) -> None:
         assert f"{kind.name} frame is not allowed" in str(failure(made.seen_b))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.one_of(
         st.tuples(st.just(Purpose.CONTROL), st.lists(control_frames(), max_size=6)),

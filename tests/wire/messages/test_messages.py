@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.soak import examples
 from support.strategies.msgspec_strategies import values
@@ -17,9 +17,7 @@ from shardnet.slot_operations import SlotOperation
 from shardnet.wire.framing.frames import Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.messages.bulk import BulkMessage, FetchSkeleton, Piece, bulk_frame, read_bulk
 from shardnet.wire.messages.control import (
-    ControlMessage,
     Failed,
-    control_frame,
     read_control,
     reported_error,
 )
@@ -39,16 +37,6 @@ from shardnet.wire.messages.handshake import (
     read_error,
     read_hello,
 )
-
-
-@pytest.mark.parametrize("kind", ControlMessage.__args__, ids=lambda kind: kind.__name__)
-def test_control_round_trip(kind: type[Any]) -> None:
-    @settings(max_examples=examples(8), suppress_health_check=[HealthCheck.too_slow])
-    @given(values(kind))
-    def round_trip(message: Any) -> None:
-        assert read_control(control_frame(message)) == message
-
-    round_trip()
 
 
 @pytest.mark.parametrize("kind", BulkMessage.__args__, ids=lambda kind: kind.__name__)

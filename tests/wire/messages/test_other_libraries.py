@@ -7,7 +7,7 @@ from typing import Any, get_args
 import msgpack
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.soak import examples
 from support.strategies.msgspec_strategies import values
@@ -20,10 +20,14 @@ MESSAGES: tuple[type[msgspec.Struct], ...] = get_args(ControlMessage)
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 def test_any_library_reads_and_writes_a_control_message(kind: type[msgspec.Struct]) -> None:
-    @settings(max_examples=examples(6))
+    """What ours writes, it reads too."""
+
+    @settings(max_examples=examples(6), suppress_health_check=[HealthCheck.too_slow])
     @given(values(kind))
     def check(message: Any) -> None:
-        meta = bytes(control_frame(message).meta)
+        frame = control_frame(message)
+        assert read_control(frame) == message
+        meta = bytes(frame.meta)
         told = msgpack.unpackb(meta)
         assert told == plain(message)
         assert told["type"] == kind.__name__
