@@ -17,6 +17,7 @@ from support.models.gguf_files import write_gguf
 from support.models.quantized_cases import CASES
 from support.models.quantized_checkpoints import quantized
 from support.rings.stage_chain import CPU, probed
+from support.soak import is_soak
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.tensors import stored_tensor
@@ -64,7 +65,8 @@ def test_it_is_cut_at_any_report(checkpoint: Path, monkeypatch: pytest.MonkeyPat
     whole = file.read_bytes()
     usual = Cut(file, 0)
     load(Checkpoint.open(checkpoint), usual)
-    for nth in range(1, usual.n_reports + 1, max(1, usual.n_reports // 40)):
+    n_cuts = 40 if is_soak() else 12
+    for nth in range(1, usual.n_reports + 1, max(1, usual.n_reports // n_cuts)):
         opened = Checkpoint.open(checkpoint)
         try:
             with pytest.raises(CheckpointError, match=f"{file}: it has changed"):

@@ -21,7 +21,9 @@ from shardnet.errors import CheckpointError, ShardnetError
 from shardnet.model.families.registry import parse_config
 from shardnet.types import LayerRange
 
-EXTREMES = (0, -1, 2**27, 2**31 - 1, 2**60, 1e-320, 1e-30, 1e-6, 1.0, 1e6, 1e12, 1e300, math.inf)
+EXTREMES = cases(
+    [0, -1, 2**27, 2**60, 1e-320, 1e-30, 1e-6, 1e6, 1e12, math.inf], [2**31 - 1, 1.0, 1e300]
+)
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -49,10 +51,10 @@ LONGROPE = {
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
 MODELS: dict[str, dict[str, Any]] = {
-    "llama-llama3": {"rope_parameters": LLAMA3},
-    "llama-yarn": {"rope_parameters": YARN},
-    "llama-longrope": {"rope_parameters": LONGROPE},
-    "llama-dynamic": {"rope_parameters": DYNAMIC},
+    "llama-llama3": {"rope_parameters": LLAMA3, "num_hidden_layers": 2},
+    "llama-yarn": {"rope_parameters": YARN, "num_hidden_layers": 2},
+    "llama-longrope": {"rope_parameters": LONGROPE, "num_hidden_layers": 2},
+    "llama-dynamic": {"rope_parameters": DYNAMIC, "num_hidden_layers": 2},
     **{name: CASES[name] for name in ("granite", "gemma3_text-long", "llama4_text", "gpt_oss-odd")},
 }
 SELDOM = {
