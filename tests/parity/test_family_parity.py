@@ -15,12 +15,18 @@ import pytest
 import torch
 from support.models.checkpoints import make_decoder, make_gpt2
 from support.models.family_cases import CASES, SELDOM
-from support.oracles.oracle import check_generation, load_reference, reference_logits
+from support.oracles.oracle import (
+    check_generation,
+    load_reference,
+    made_reference,
+    reference_logits,
+)
 from support.rings.stage_chain import CPU, StageChain, even_split, probed, random_prompt
 from support.soak import cases, is_soak
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.families.registry import FAMILIES
+from shardnet.model.kernels.linear import KernelChoice
 from shardnet.types import DType, LayerRange
 
 LONGROPE = {
@@ -47,26 +53,35 @@ def folder(case: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_decoder(tmp_path_factory.mktemp(case), case.split("-")[0], **CASES[case])
 
 
-def test_tokens_and_logits_are_those_of_transformers(folder: Path) -> None:
-    """Prefill in chunks and decoding, against full forwards."""
-    reference = load_reference(folder)
+def untested() -> KernelChoice:
+    """What rows do in company is tried in test_exactness.py."""
+    return replace(probed(CPU, DType.FLOAT32, None), exact_rows=1)
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> StageChain:
+    """One stage of all layers."""
     n_layers = Checkpoint.open(folder).config.n_layers
+    return StageChain.load(folder, [LayerRange(0, n_layers)], untested())
+
+
+def test_tokens_and_logits_are_those_of_transformers(folder: Path, whole: StageChain) -> None:
+    """Prefill in chunks and decoding, against full forwards."""
     prompts = [random_prompt(length, 300, seed=length) for length in (19, 300)]
-    chain = StageChain.load(folder, [LayerRange(0, n_layers)])
-    check_generation(chain, reference, prompts, 12)
+    check_generation(whole, made_reference(folder), prompts, 6)
 
 
-def test_every_split_gives_the_same_bits(folder: Path, case: str) -> None:
+def test_every_split_gives_the_same_bits(folder: Path, case: str, whole: StageChain) -> None:
     if case not in SPLIT and not is_soak():
         pytest.skip("scripts/soak runs it")
     n_layers = Checkpoint.open(folder).config.n_layers
     prompts = [random_prompt(length, 300, seed=length) for length in cases([290], [7])]
-    untested = replace(probed(CPU, DType.FLOAT32, None), exact_rows=1)  # rows' company: elsewhere
-    whole = StageChain.load(folder, [LayerRange(0, n_layers)], untested).generate(prompts, 2)
+    whole.stages[0].kv.clear()
+    together = whole.generate(prompts, 2)
     cuts = [[LayerRange(0, k), LayerRange(k, n_layers)] for k in range(1, n_layers)]
     for ranges in cases([even_split(n_layers, n_layers)], cuts):
-        parts = StageChain.load(folder, ranges, untested).generate(prompts, 2)
-        for expected, logits in zip(whole, parts, strict=True):
+        parts = StageChain.load(folder, ranges, untested()).generate(prompts, 2)
+        for expected, logits in zip(together, parts, strict=True):
             assert torch.equal(logits, expected), f"split {[str(part) for part in ranges]}"
 
 
@@ -85,7 +100,7 @@ def test_a_sequence_that_fills_its_context_is_as_in_transformers(
         sizes["original_max_position_embeddings"] = rope.pop("original_max_position_embeddings")
     make_decoder(tmp_path, family, rope_parameters=rope, **sizes)
     assert Checkpoint.open(tmp_path).config.default_context == 64
-    reference = load_reference(tmp_path)
+    reference = made_reference(tmp_path)
     chain = StageChain.load(tmp_path, even_split(4, 2), context=context)
     check_generation(chain, reference, [random_prompt(context + 1 - n_tokens, 300)], n_tokens)
 

@@ -15,7 +15,7 @@ import torch
 from support.models.checkpoints import make_decoder, make_gpt2
 from support.models.family_cases import CASES as FLOAT_CASES
 from support.models.family_cases import SELDOM
-from support.oracles.oracle import FLOAT32_TOLERANCE, load_reference, reference_logits
+from support.oracles.oracle import FLOAT32_TOLERANCE, made_reference, reference_logits
 from support.oracles.plain_kv import plain_groups, plain_restored, plain_scale
 from support.rings.stage_chain import CPU, Rows, StageChain, even_split, probed, random_prompt
 from support.soak import cases
@@ -149,8 +149,8 @@ def test_logits_are_those_of_transformers_with_these_keys_and_values(
 ) -> None:
     """A prompt, then decoding; and how far all of it is from what nobody rounded."""
     folder = make(tmp_path, case)
-    chain, reference = load(folder), load_reference(folder)
-    prompt = random_prompt(40, 300)
+    chain, reference = load(folder), made_reference(folder)
+    prompt = random_prompt(26, 300)
     (logits,) = chain.generate([prompt], 5)
     ids = prompt + logits.argmax(-1)[len(prompt) - 1 : -1].tolist()
     config = Checkpoint.open(folder).config

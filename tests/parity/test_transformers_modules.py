@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.cluster.small_node import small_settings
 from support.models.checkpoints import VOCAB_SIZE, make_decoder
-from support.oracles.oracle import load_reference, reference_logits
+from support.oracles.oracle import load_reference, made_reference, reference_logits
 from support.rings.stage_chain import Rows, batch_of, random_prompt
 from support.rings.stage_forms import form_of, with_form
 from support.soak import cases
@@ -121,7 +121,7 @@ def test_logits_are_those_of_transformers_at_every_split(folder: Path) -> None:
 
     With the same bits at each split, and beside no other sequence.
     """
-    reference = load_reference(folder)
+    reference = made_reference(folder)
     one, other = random_prompt(30, VOCAB_SIZE, seed=1), random_prompt(9, VOCAB_SIZE, seed=2)
     wanted = [reference_logits(reference, ids) for ids in (one, other)]
     n_layers = Checkpoint.open(folder).config.n_layers
@@ -177,7 +177,7 @@ def test_layers_that_share_keys_and_values_stay_together(
     )
     ids = random_prompt(20, VOCAB_SIZE, seed=4)
     stages = load(folder, [LayerRange(0, 2), LayerRange(2, 6)])
-    wanted = reference_logits(load_reference(folder), ids)
+    wanted = reference_logits(made_reference(folder), ids)
     torch.testing.assert_close(step(stages, rows(0, 0, ids)), wanted, rtol=0, atol=CLOSE)
     with pytest.raises(UnsupportedModelError, match="one node needs them all"):
         load(folder, [LayerRange(3, 6)])
@@ -256,7 +256,7 @@ def test_a_ring_says_what_transformers_says_and_outlives_a_node(
     """A node leaves while a request runs: what it held is computed again."""
     folder = make(tmp_path / "model", family)
     prompt = random_prompt(40, VOCAB_SIZE, seed=5)
-    reference = load_reference(folder)
+    reference = made_reference(folder)
     wanted: list[int] = []
     for _ in range(16):
         wanted.append(int(reference_logits(reference, prompt + wanted)[-1].argmax()))

@@ -86,8 +86,8 @@ def test_long_prompts_are_as_in_transformers(folder: Path, stages: TorchStages) 
 def test_wrong_guesses_leave_no_trace(stages: TorchStages) -> None:
     prompt = random_prompt(700, 300, seed=1)
     speculation = Speculation(make_draft_source=lambda wake: WrongDrafts(), most=16)
-    (plain,) = run(stages, request(prompt, 100), chunk_rows=256)
-    (guessed,) = run(stages, request(prompt, 100, speculation=speculation), chunk_rows=256)
+    (plain,) = run(stages, request(prompt, 40), chunk_rows=256)
+    (guessed,) = run(stages, request(prompt, 40, speculation=speculation), chunk_rows=256)
     assert tokens_of(guessed) == tokens_of(plain)
     timing = guessed[-1].timing  # type: ignore[union-attr]
     assert timing.n_drafted > timing.n_accepted + 2 * WINDOW

@@ -366,6 +366,16 @@ def _tokenizer_text() -> str:
     return text
 
 
+_last: list[tuple[Path, PreTrainedModel]] = []
+
+
+def last_made(folder: Path) -> PreTrainedModel:
+    """The model whose checkpoint was the last one written, which is in `folder`."""
+    [(where, model)] = _last
+    assert where == folder, f"{where} was written after {folder}"
+    return model
+
+
 def _save(
     model: PreTrainedModel,
     folder: Path,
@@ -391,6 +401,7 @@ def _save(
             warnings.filterwarnings("ignore", "Casting complex values")
             model.to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    _last[:] = [(folder, model)]
     if with_tokenizer:
         make_tokenizer(folder)
     return folder

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from support.models.checkpoints import last_made
 from support.rings.stage_chain import StageChain
 from torch import Tensor
 
@@ -23,7 +24,19 @@ def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     [name] = json.loads((folder / "config.json").read_text())["architectures"]
     kind = getattr(transformers, name)
     model = kind.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
-    if name == "Llama4ForConditionalGeneration":
+    return _mended(model)
+
+
+def made_reference(folder: Path) -> Any:
+    """The model that was written to `folder` last of all, in float32: it need not be read again."""
+    model: Any = last_made(folder)
+    assert model.dtype is torch.float32
+    model.set_experts_implementation("eager")
+    return _mended(model.eval())
+
+
+def _mended(model: Any) -> Any:
+    if type(model).__name__ == "Llama4ForConditionalGeneration":
         model.language_model.register_forward_hook(_without_image_outputs)
     return model
 
