@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 import numpy as np
-import openai
 import pytest
 import torch
 import transformers
@@ -24,6 +23,9 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.wire.messages.plans import ModelChoice
 from shardnet_cli.commands.models import model_lines, models_json
 from shardnet_cli.output.plan_text import plan_text
+
+if TYPE_CHECKING:
+    import openai
 
 TOLERANCE = 1e-4
 TEXTS = ["She read a letter.", "It rained", "what did she do in the north?", "a"]
@@ -82,6 +84,8 @@ def test_vectors_and_rankings_are_those_of_transformers(machine: Machine, models
     embedder = Oracle(models / "embedder", transformers.BertModel)
     reranker = Oracle(models / "reranker", transformers.XLMRobertaForSequenceClassification)
     vectors = [embedder.vector(text) for text in TEXTS]
+
+    import openai  # here: test_http_server says why
 
     async def main() -> None:
         async with (
@@ -169,6 +173,8 @@ async def check_ranking(http: httpx2.AsyncClient, oracle: Oracle, name: str) -> 
 
 async def check_refused(http: httpx2.AsyncClient, client: openai.AsyncOpenAI) -> None:
     """What an encoder of the other kind, or a conversation, is told. The ring keeps its model."""
+    import openai
+
     await client.completions.create(model="default", prompt="a", max_tokens=1)
     for path, body, words in (
         ("/v1/rerank", {"model": "embedder", "query": "a", "documents": ["b"]}, "texts for vec"),
