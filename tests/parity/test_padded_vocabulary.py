@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from support.models.checkpoints import N_TOKENS, VOCAB_SIZE, make_llama
 from support.rings.stage_chain import even_split, random_prompt
 from support.rings.torch_rings import LoadedStages, load_stages, request, run, tokens_of
+from support.soak import cases
 from transformers import AutoModelForCausalLM
 
 from shardnet.output_params import OutputParams
@@ -27,6 +28,7 @@ HOLES = [n for n in range(N_TOKENS, VOCAB_SIZE) if n != ADDED_ID]
 """The checkpoint's ids without a token: before and behind one that a file adds."""
 
 MAX_TOKENS = 12
+N_STAGES = cases([1, 3], [2])
 PROMPTS = [random_prompt(n, N_TOKENS, seed=n) for n in (5, 17, 40)]
 
 
@@ -53,10 +55,10 @@ def reference(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def splits(folder: Path) -> list[LoadedStages]:
-    return [load_stages(folder, even_split(4, n_stages)) for n_stages in (1, 2, 3)]
+    return [load_stages(folder, even_split(4, n_stages)) for n_stages in N_STAGES]
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2])
+@pytest.fixture(scope="module", params=range(len(N_STAGES)))
 def stages(request: pytest.FixtureRequest, splits: list[LoadedStages]) -> LoadedStages:
     return splits[request.param]
 
@@ -115,7 +117,7 @@ def test_sampled_text_has_none_of_the_rows_and_is_alike_on_every_split(
     drawn = [
         [tokens_of(events) for events in run(stages, *wanted, at_once=False)] for stages in splits
     ]
-    assert drawn[0] == drawn[1] == drawn[2]
+    assert all(texts == drawn[0] for texts in drawn[1:])
     assert not set(HOLES) & {token_id for tokens in drawn[0] for token_id in tokens}
     assert len({tuple(tokens) for tokens in drawn[0]}) == len(SAMPLED)
 

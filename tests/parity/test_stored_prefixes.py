@@ -58,8 +58,8 @@ def test_text_is_the_same_from_disk_and_computed(stored: StoredStages) -> None:
 
     Each runs on a ring that was just built: a slot is never warm.
     """
-    prompt = random_prompt(700, 300, seed=1)
-    first = request(prompt, 70, PENALISED)
+    prompt = random_prompt(757, 300, seed=1)
+    first = request(prompt, 13, PENALISED)
     cold = run(stored.stages, first, chunk_rows=256)[0]
     turn = request([*prompt, *tokens_of(cold), 5, 6, 7], 10, PENALISED)
     other = request([*prompt[:520], *random_prompt(40, 300, seed=3)], 10, PENALISED)

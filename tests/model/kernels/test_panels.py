@@ -10,7 +10,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from support.needs import needs_library
-from support.soak import cases
+from support.soak import cases, is_soak
 from torch import Tensor
 
 from shardnet.model.config.panel_form import (
@@ -137,7 +137,7 @@ def input_sizes(form: PanelForm) -> list[int]:
 @pytest.mark.parametrize("n_rows", cases([1, 21, 300], [2, 3, 4, 5, 6, 7, 8, 11, 40]))
 def test_the_library_multiplies_every_form(form: PanelForm, n_rows: int) -> None:
     """As the values and the rounded rows say, with the same bits in every instruction set."""
-    for n_in in input_sizes(form):
+    for n_in in input_sizes(form)[-1 if n_rows == 300 and not is_soak() else 0 :]:
         panels = random_panels(form, 37, n_in)
         rows, bias = numbers(n_rows, n_in), numbers(37, seed=1)
         came = [

@@ -55,9 +55,8 @@ def test_the_messages_below_are_all() -> None:
     assert set[type[Any]].union(*(structs(kind) for kind in READERS)) == all_structs()
 
 
-@pytest.mark.parametrize("kind", READERS, ids=lambda kind: kind.__name__)
-def test_every_field_has_a_bound(kind: type[Any]) -> None:
-    assert unbounded(kind) == []
+def test_every_field_has_a_bound() -> None:
+    assert [name for kind in READERS for name in unbounded(kind)] == []
 
 
 @pytest.mark.parametrize("kind", READERS, ids=lambda kind: kind.__name__)

@@ -22,7 +22,7 @@ MESSAGES: tuple[type[msgspec.Struct], ...] = get_args(ControlMessage)
 def test_any_library_reads_and_writes_a_control_message(kind: type[msgspec.Struct]) -> None:
     """What ours writes, it reads too."""
 
-    @settings(max_examples=examples(6), suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=examples(4), suppress_health_check=[HealthCheck.too_slow])
     @given(values(kind))
     def check(message: Any) -> None:
         frame = control_frame(message)
