@@ -84,7 +84,7 @@ def requests(*, deterministic: bool = False) -> list[GenerationRequest]:
     return [
         ask(
             random_prompt(9, 300, seed=n) * 3,
-            24,
+            16,
             temperature=0.0 if n % 2 else 0.3,
             seed=n,
             deterministic=deterministic,
