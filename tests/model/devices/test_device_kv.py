@@ -50,12 +50,12 @@ def test_pages_double_up_to_the_room() -> None:
 
 
 def test_what_a_device_holds_takes_no_memory_of_the_host() -> None:
-    n_pages, size = 64, 512  # 64 MiB
+    n_pages, size = 64, 4096  # 512 MiB; of what is freed, large pages may stay
     kv, this = cache_on(OwnMemory(), n_pages, size), psutil.Process()
     before = this.memory_info().rss
     grown(kv, n_pages)
     assert kv.layer(SLOT, 0)[0].shape == (1, n_pages * PAGE, size)
-    assert this.memory_info().rss - before < 16 << 20
+    assert this.memory_info().rss - before < 160 << 20
 
 
 def test_a_slot_is_copied_on_the_device() -> None:
