@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import pytest
+from support.soak import is_soak
 
 from shardnet.errors import ConfigurationError
+from shardnet.model.devices import opencl
 from shardnet.model.devices.bits import open_device
 from shardnet.model.devices.device_layers import Device
 from shardnet.model.devices.driver import Kernel
@@ -56,3 +58,5 @@ def device_of(kind: str) -> Device:
 
 if "SHARDNET_TEST_DEVICE" in os.environ:  # what a driver opens for the process is no test's own
     device_of(DEVICE)
+elif not is_soak():  # by pocl, whose optimiser takes longer than all that tests compute there
+    opencl._OPTIONS.append("-cl-opt-disable")
