@@ -229,10 +229,10 @@ class DeviceKvCache(KvCache):
         self._grow(target, blocks_for(n_positions))
         for layer, both in enumerate(self._buffers):
             for buffer, n_bytes in zip(both, self._page_bytes(layer), strict=True):
+                if n_bytes == 0:  # columns of the keys, or a layer without either
+                    continue
                 for page, other in zip(source.pages, target.pages, strict=False):
-                    if n_bytes:
-                        at = page * n_bytes, other * n_bytes
-                        self._driver.copy(buffer, buffer, n_bytes, at)
+                    self._driver.copy(buffer, buffer, n_bytes, (page * n_bytes, other * n_bytes))
         target.n_device = n_positions
 
     def _move(
