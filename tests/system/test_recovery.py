@@ -14,7 +14,7 @@ from shardnet.api.client import Client, connect
 from shardnet.api.events import GenerationResult, RequestState
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.constraints import Constraint
-from shardnet.model.kernels.library import find_kernels
+from shardnet.model.kernels import library
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.activity import RecoveryReport
@@ -51,7 +51,7 @@ async def run_all(
     """
     # Only the compiled library gives a replayed row its bits without being asked to; being asked
     # to, requests are computed one after another without it.
-    is_asked = find_kernels(os.environ) is None
+    is_asked = library.find_kernels(os.environ) is None
     states: list[list[RequestState]] = [[] for _ in REQUESTS]
     counts = [0 for _ in REQUESTS]
 
