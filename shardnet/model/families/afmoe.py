@@ -98,7 +98,8 @@ def _attention(config: ModelConfig, layer: int) -> Table:
     return attention(config, layer) | head_norms(config, layer) | own
 
 
-def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> GatedAttention:
+def load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> GatedAttention:
+    """Take attention whose gates have a linear of their own."""
     from shardnet.model.layers.mixed_attention import GatedAttention
 
     plain = GatedAttention.load(config, weights, layer)
@@ -129,7 +130,7 @@ FAMILY = record(
     "AfmoeForCausalLM",
     _read_config,
     Layout(
-        attention=Part(tensors=_attention, load=_load_attention),
+        attention=Part(tensors=_attention, load=load_attention),
         mlp=Part(tensors=deepseek_v3.mlp_tensors, load=deepseek_v3.load_mlp),
         norms=(
             *("input_layernorm", "post_attention_layernorm"),

@@ -7,7 +7,7 @@ returns is multiplied by a number of its own. In mixtures, experts stand beside 
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -73,7 +73,7 @@ def read_config(fields: Fields) -> ModelConfig:
         activation_key="hidden_activation",
         activation="gelu_pytorch_tanh",
         is_tied=True,
-        rope=partial(_read_rope, FULL),
+        rope=partial(read_rope, FULL),
     )
     windows = read_windows(
         fields,
@@ -87,7 +87,7 @@ def read_config(fields: Fields) -> ModelConfig:
     return replace(
         config,
         full_heads=_read_full_heads(fields, config),
-        local_rope=_read_rope(SLIDING, fields, config.max_positions, config.head_size),
+        local_rope=read_rope(SLIDING, fields, config.max_positions, config.head_size),
         attention_bias=fields.take("attention_bias", bool, False),
         attention_scale=1.0,
         embedding_multiplier=config.hidden_size**0.5,
@@ -103,9 +103,15 @@ def covers(fields: Fields) -> bool:
     return not (shared or fields.take("hidden_size_per_layer_input", int, 256))
 
 
-def _read_rope(kind: str, fields: Fields, max_positions: int, head_size: int) -> Rope:
-    """Read the rotary positions of one kind of layers."""
-    both = fields.inner("rope_parameters", fields.take("rope_parameters", dict, _ROPES))
+def read_rope(
+    kind: str,
+    fields: Fields,
+    max_positions: int,
+    head_size: int,
+    ropes: Mapping[str, Any] = _ROPES,
+) -> Rope:
+    """Read the rotary positions of one kind of layers; `ropes` are those of each by default."""
+    both = fields.inner("rope_parameters", fields.take("rope_parameters", dict, ropes))
     own = both.inner(kind, both.take(kind, dict))
     both.ignore(FULL, SLIDING, "rope_theta", "rope_type")  # those outside are of no layer
     both.note_the_rest()

@@ -52,13 +52,21 @@ def read_hybrid(fields: Fields, *, intermediate_size: int) -> ModelConfig:
         rope=partial(read_rope, theta=1e6),
     )
     is_tied = fields.take("tie_embedding", bool, config.tie_word_embeddings)
+    conv = read_conv(fields, config.hidden_size, _conv_layers(fields, config.n_layers))
+    return replace(config, tie_word_embeddings=is_tied, short_conv=conv)
+
+
+def read_conv(
+    fields: Fields, width: int, layers: tuple[int, ...], n_taps: int = 3
+) -> ShortConv | None:
+    """Read the convolutions of `layers`, None where there are none; `n_taps` is a default."""
     conv = ShortConv(
-        width=config.hidden_size,
-        n_taps=fields.positive("conv_L_cache", 3, at_most=_MAX_TAPS),
+        width=width,
+        n_taps=fields.positive("conv_L_cache", n_taps, at_most=_MAX_TAPS),
         has_bias=fields.take("conv_bias", bool, False),
-        layers=_conv_layers(fields, config.n_layers),
+        layers=layers,
     )
-    return replace(config, tie_word_embeddings=is_tied, short_conv=conv if conv.layers else None)
+    return conv if layers else None
 
 
 def _conv_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
@@ -94,15 +102,11 @@ def mlp_tensors(config: ModelConfig, layer: int) -> Table:
 
 def mixer_tensors(config: ModelConfig, layer: int) -> Table:
     """Name a convolution or attention, and the norms of a layer."""
-    prefix, hidden, conv = f"model.layers.{layer}", config.hidden_size, config.short_conv
+    hidden = config.hidden_size
     around = norms(config, layer, "operator_norm", "ffn_norm")
-    if conv is not None and layer in conv.layers:
-        shapes = {"in_proj": (3 * hidden, hidden), "out_proj": (hidden, hidden)}
-        taps: Table = {f"{prefix}.conv.conv.weight": (hidden, 1, conv.n_taps)}
-        if conv.has_bias:
-            taps[f"{prefix}.conv.conv.bias"] = (hidden,)
-        return around | linears(f"{prefix}.conv", shapes, with_bias=conv.has_bias) | taps
-    attn = f"{prefix}.self_attn"
+    if conv := conv_tensors(config, layer):
+        return around | conv
+    attn = f"model.layers.{layer}.self_attn"
     queries, keys = config.n_heads * config.head_size, config.n_kv_heads * config.head_size
     shapes = {
         "q_proj": (queries, hidden),
@@ -112,6 +116,18 @@ def mixer_tensors(config: ModelConfig, layer: int) -> Table:
     }
     of_heads: Table = {f"{attn}.{name}_layernorm.weight": (config.head_size,) for name in "qk"}
     return around | linears(attn, shapes) | of_heads
+
+
+def conv_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name the convolution of a layer that has one, else nothing."""
+    conv, hidden, prefix = config.short_conv, config.hidden_size, f"model.layers.{layer}.conv"
+    if conv is None or layer not in conv.layers:
+        return {}
+    shapes = {"in_proj": (3 * hidden, hidden), "out_proj": (hidden, hidden)}
+    taps: Table = {f"{prefix}.conv.weight": (hidden, 1, conv.n_taps)}
+    if conv.has_bias:
+        taps[f"{prefix}.conv.bias"] = (hidden,)
+    return linears(prefix, shapes, with_bias=conv.has_bias) | taps
 
 
 def head_tensors(config: ModelConfig) -> Table:
@@ -156,14 +172,13 @@ def load_hybrid(
 
 
 def _load_mixer(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
-    conv, prefix = config.short_conv, f"model.layers.{layer}"
-    if conv is not None and layer in conv.layers:
-        return _load_conv(conv, weights, f"{prefix}.conv")
+    if conv := load_conv(config, weights, layer):
+        return conv
     from shardnet.model.layers.modules import SelfAttention
     from shardnet.model.layers.norms import HeadNorm
     from shardnet.model.shards.cut import HEADS_EACH, Axis
 
-    attn = f"{prefix}.self_attn"
+    attn = f"model.layers.{layer}.self_attn"
     qkv_proj = weights.linear(*(f"{attn}.{name}_proj" for name in "qkv"), outputs=HEADS_EACH)
     o_proj = weights.linear(f"{attn}.out_proj", inputs=Axis.HEADS)
     queries, keys = (weights.norm(f"{attn}.{name}_layernorm", config.norm_eps) for name in "qk")
@@ -171,9 +186,13 @@ def _load_mixer(config: ModelConfig, weights: WeightSource, layer: int) -> Atten
     return SelfAttention.of(config, layer, qkv_proj, o_proj, qk_norm)
 
 
-def _load_conv(conv: ShortConv, weights: WeightSource, prefix: str) -> Attention:
+def load_conv(config: ModelConfig, weights: WeightSource, layer: int) -> Attention | None:
+    """Take the convolution of a layer that has one, else None."""
     from shardnet.model.layers.short_conv import ShortConvolution
 
+    conv, prefix = config.short_conv, f"model.layers.{layer}.conv"
+    if conv is None or layer not in conv.layers:
+        return None
     return ShortConvolution(
         in_proj=weights.linear(f"{prefix}.in_proj"),
         out_proj=weights.linear(f"{prefix}.out_proj"),

@@ -112,7 +112,7 @@ class GatedAttention:
     """Attention with a norm over each head of queries and keys, and a gate for each head's output.
 
     `qkvg_proj` gives for each head its query and its gate, then all keys, then all values; without
-    the gates where `gate_proj` gives them.
+    the gates where `gate_proj` gives them: one for each column, or one for each head.
     """
 
     n_heads: int
@@ -163,4 +163,7 @@ class GatedAttention:
         attended = attention(
             rotated[:, :n_heads], rotated[:, n_heads:], values, index, step, self.kind
         )
-        return self.o_proj(attended * row_sigmoid(gates))
+        factors = row_sigmoid(gates)
+        if factors.shape[1] == n_heads:
+            factors = factors.repeat_interleave(size, 1)
+        return self.o_proj(attended * factors)

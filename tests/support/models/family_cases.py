@@ -106,6 +106,15 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "lfm3": {"num_hidden_layers": 5, "sliding_window": 20},
+    "lfm3-bias-untied": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "conv"],
+        "sliding_window": 20,
+        "attention_bias": True,
+        "conv_bias": True,
+        "tie_word_embeddings": False,
+    },
     "granite": {
         "embedding_multiplier": 12.0,
         "residual_multiplier": 0.22,

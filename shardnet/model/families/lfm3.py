@@ -1,0 +1,110 @@
+"""LFM3 (transformers, modeling_lfm3.py): LFM2's convolutions, attention with a gate for each head.
+
+Attention has norms over heads; some of it has a window and turns by another base, the other layers
+turn half of their columns. Four norms a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from shardnet.model.config.decoder_config import FULL, SLIDING, read_decoder, read_layer_kinds
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families import afmoe, gemma4, lfm2
+from shardnet.model.families.family import Family, decoder_stage
+from shardnet.model.families.tensor_shapes import Table, attention, head_norms, linears, norms
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.weight_source import WeightSource
+
+_PERIOD: Final = 4
+_NORMS: Final = ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")
+_ROPES: Final[dict[str, Any]] = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+def _covers(fields: Fields) -> bool:
+    """Whether attention has gates, and sub-layers have norms behind them."""
+    gates = fields.take("use_attention_gate", bool, True)
+    after = fields.take("use_sandwich_norm", bool, True)
+    return bool(gates and after)
+
+
+def _read_config(fields: Fields) -> ModelConfig:
+    """Read an Lfm3Config."""
+    config = read_decoder(
+        fields,
+        n_kv_heads=4,
+        max_positions=128000,
+        norm_key="norm_eps",
+        norm_eps=1e-5,
+        head_size=128,
+        intermediate_size=7680,
+        activation_key=None,
+        is_tied=True,
+        rope=partial(gemma4.read_rope, FULL, ropes=_ROPES),
+    )
+    kinds = read_layer_kinds(fields, config.n_layers, FULL, SLIDING, lfm2.CONV)
+    kinds = kinds or [_usual_kind(layer) for layer in range(config.n_layers)]
+    window = fields.positive("sliding_window", 256)
+    layers = tuple(layer for layer, kind in enumerate(kinds) if kind == lfm2.CONV)
+    return replace(
+        config,
+        attention_bias=fields.take("attention_bias", bool, False),
+        windows=tuple(window if kind == SLIDING else None for kind in kinds),
+        local_rope=gemma4.read_rope(
+            SLIDING, fields, config.max_positions, config.head_size, _ROPES
+        ),
+        short_conv=lfm2.read_conv(fields, config.hidden_size, layers, n_taps=7),
+    )
+
+
+def _usual_kind(layer: int) -> str:
+    """Return what a layer has where no key says it."""
+    if layer % _PERIOD == 2:
+        return FULL
+    return SLIDING if layer and layer % _PERIOD == 0 else lfm2.CONV
+
+
+def _layer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name a convolution or attention with its gates, an MLP, and the norms."""
+    around = norms(config, layer, *_NORMS) | lfm2.mlp_tensors(config, layer)
+    if conv := lfm2.conv_tensors(config, layer):
+        return around | conv
+    gate = {"gate_proj": (config.n_heads, config.hidden_size)}
+    own = linears(f"model.layers.{layer}.self_attn", gate)
+    return around | attention(config, layer) | head_norms(config, layer) | own
+
+
+def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
+    """Take the parameters of the absolute `layer`."""
+    from shardnet.model.layers.decoder_layer import Layer, Residual
+
+    prefix = f"model.layers.{layer}"
+    first, after, second, last = (
+        weights.norm(f"{prefix}.{name}", config.norm_eps) for name in _NORMS
+    )
+    return Layer.of(
+        Residual(before=first, after=after),
+        lfm2.load_conv(config, weights, layer) or afmoe.load_attention(config, weights, layer),
+        Residual(before=second, after=last),
+        lfm2.load_gated(config, weights, f"{prefix}.feed_forward"),
+    )
+
+
+FAMILY = Family(
+    model_type="lfm3",
+    architecture="Lfm3ForCausalLM",
+    read_config=_read_config,
+    covers=_covers,
+    layer_tensors=_layer_tensors,
+    load_stage=decoder_stage(_load_layer, lfm2.FINAL_NORM),
+    head_tensors=lfm2.head_tensors,
+    has_whole_heads=True,
+)
