@@ -147,7 +147,7 @@ from shardnet.types import DType, LayerRange
 
 def private_bytes():
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
 def load(layers, progress):
     return load_stage(checkpoint, layers, choice=choice, device=cpu, room_blocks=8,
