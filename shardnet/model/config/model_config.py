@@ -194,7 +194,7 @@ class DeltaNet:
     Or it `is_mamba`, Mamba-2 (arXiv 2405.21060): then queries are its C, keys its B, values its x,
     and key heads its groups. With `is_beside_attention` the layers have both (Falcon-H1); without
     `has_norm` outputs are not normed. With `has_key_decays` each column of a key decays by itself
-    (KDA, arXiv 2510.26692).
+    (KDA, arXiv 2510.26692), by no less than e^`decay_floor` where that is below 0 (Ling 3).
     """
 
     n_key_heads: int
@@ -210,6 +210,7 @@ class DeltaNet:
     has_norm: bool = True
     write_scale: float = 1.0
     has_key_decays: bool = False
+    decay_floor: float = 0.0
 
     @property
     def n_decays(self) -> int:

@@ -24,7 +24,7 @@ from shardnet.model.layers.native_attention import MAX_HEAD
 
 def why_no_latents(own: LatentAttention) -> str:
     """Say what the text does not compute of it but for its linears, "" for nothing."""
-    if not (own.keys.is_native and own.values.is_native):
+    if own.gate_proj is not None or not (own.keys.is_native and own.values.is_native):
         return "this attention"
     if own.latent.width > MAX_HEAD or own.latent.rope_size % 2:
         return f"latents of {own.latent.width} columns"

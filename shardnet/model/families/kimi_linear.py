@@ -22,10 +22,11 @@ from shardnet.model.families.tensor_shapes import Table, linears, pre_norms
 
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.gated_delta import Project
     from shardnet.model.layers.modules import Attention
     from shardnet.model.layers.weight_source import WeightSource
 
-_LATENT: Final = Latent(
+LATENT: Final = Latent(
     rank=512, rope_size=64, nope_size=128, value_size=128, query_rank=None, interleaved=False
 )
 _OTHER_NAMES: Final = {
@@ -44,17 +45,12 @@ _MOST_TAPS: Final = 64
 
 def read_config(fields: Fields) -> ModelConfig:
     """Read a KimiLinearConfig, or what its makers publish."""
-    raw = {
-        _OTHER_NAMES.get(key, key): value
-        for key, value in fields.take_all().items()
-        if key not in _LEFT_OUT
-    }
-    fields = Fields(raw, fields.where, unknown=fields.unknown)
+    fields = renamed(fields)
     for key in ("use_grouped_topk", "mla_use_nope"):
         fields.require(key, only=True)
     deepseek_v2.require_text(fields, "moe_router_activation_func", "sigmoid")
     config = deepseek_v2.read_latent_attention(
-        fields, interleaved=False, max_positions=1048576, norm_eps=1e-5, defaults=_LATENT
+        fields, interleaved=False, max_positions=1048576, norm_eps=1e-5, defaults=LATENT
     )
     config = replace(
         config,
@@ -73,6 +69,16 @@ def read_config(fields: Fields) -> ModelConfig:
     config = deepseek_v2.read_experts(fields, config, defaults, smallest_group=2)
     fields.note_the_rest()
     return config
+
+
+def renamed(fields: Fields) -> Fields:
+    """Take all keys, under DeepSeek's names."""
+    raw = {
+        _OTHER_NAMES.get(key, key): value
+        for key, value in fields.take_all().items()
+        if key not in _LEFT_OUT
+    }
+    return Fields(raw, fields.where, unknown=fields.unknown)
 
 
 def _read_delta_net(fields: Fields, n_layers: int) -> DeltaNet | None:
@@ -114,10 +120,6 @@ def _read_layers(fields: Fields, own: Fields, n_layers: int) -> tuple[int, ...]:
     return tuple(n for n in range(n_layers) if kinds[n] == LINEAR)
 
 
-def _has_delta_net(config: ModelConfig, layer: int) -> bool:
-    return config.delta_net is not None and layer in config.delta_net.layers
-
-
 def layer_tensors(config: ModelConfig, layer: int) -> Table:
     """Name KDA or latent attention, DeepSeek-V3's MLP or experts, and the norms."""
     own = config.delta_net
@@ -154,19 +156,39 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
     from shardnet.model.layers.latent_attention import LatentAttention
 
-    if _has_delta_net(config, layer):
-        mixer = _load_delta_net(config, weights, layer)
+    own = config.delta_net
+    mixer: Attention
+    if own is not None and layer in own.layers:
+        project = _load_projections(own, weights, f"model.layers.{layer}.self_attn")
+        mixer = load_delta_net(config, weights, layer, project)
     else:
         mixer = LatentAttention.load(config, weights, layer)
     mlp = deepseek_v3.load_mlp(config, weights, layer)
     return pre_norm_layer(config, weights, layer, mixer, mlp)
 
 
-def _load_delta_net(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
+def _load_projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:
+    from shardnet.model.layers.gated_delta import LowRankProjections
+
+    names = [f"{prefix}.{name}_proj" for name in ("q", "k", "v", "g_a")]
+    small = [f"{prefix}.{name}_proj" for name in ("b", "f_a")]
+    return LowRankProjections(
+        config=own,
+        qkv_proj=weights.linear(*names),
+        gate_proj=weights.linear(f"{prefix}.g_b_proj"),
+        small_proj=weights.linear(*small, precise=True),
+        decay_proj=weights.linear(f"{prefix}.f_b_proj", precise=True),
+    )
+
+
+def load_delta_net(
+    config: ModelConfig, weights: WeightSource, layer: int, project: Project
+) -> Attention:
+    """Take the recurrence of a layer with KDA, whose linears `project`."""
     import torch
 
     from shardnet.model.kernels.recurrence import RecurrenceParameters
-    from shardnet.model.layers.gated_delta import GatedDeltaNet, LowRankProjections
+    from shardnet.model.layers.gated_delta import GatedDeltaNet
 
     own, prefix = config.delta_net, f"model.layers.{layer}.self_attn"
     assert own is not None
@@ -178,15 +200,7 @@ def _load_delta_net(config: ModelConfig, weights: WeightSource, layer: int) -> A
         norm_weight=weights.parameter(f"{prefix}.o_norm.weight"),
         norm_eps=config.norm_eps,
         gates_alone=True,
-    )
-    names = [f"{prefix}.{name}_proj" for name in ("q", "k", "v", "g_a")]
-    small = [f"{prefix}.{name}_proj" for name in ("b", "f_a")]
-    project = LowRankProjections(
-        config=own,
-        qkv_proj=weights.linear(*names),
-        gate_proj=weights.linear(f"{prefix}.g_b_proj"),
-        small_proj=weights.linear(*small, precise=True),
-        decay_proj=weights.linear(f"{prefix}.f_b_proj", precise=True),
+        decay_floor=own.decay_floor,
     )
     output = weights.linear(f"{prefix}.o_proj")
     return GatedDeltaNet.of(own, config.activation, project, parameters, output)

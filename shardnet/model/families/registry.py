@@ -15,6 +15,7 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families import (
     afmoe,
     arcee,
+    bailing_hybrid,
     deepseek_v2,
     deepseek_v3,
     deepseek_v32,
@@ -122,6 +123,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         *deepseek_v32.FAMILIES,
         falcon_h1.FAMILY,
         afmoe.FAMILY,
+        bailing_hybrid.FAMILY,
         hy_v3.FAMILY,
         olmo_hybrid.FAMILY,
         kimi_linear.FAMILY,

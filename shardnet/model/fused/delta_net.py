@@ -110,6 +110,8 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
         qkvz, ba = project.qkvz_proj, project.ba_proj
         if not is_native(qkvz) or not is_native(ba) or not is_native(output):
             return None
+        if own.config.has_key_decays:
+            return None
         groups = (project.groups_qkvz, project.groups_ba)
         return cls(sublayer, own, groups, (qkvz, ba, output), kernels)
 

@@ -56,6 +56,7 @@ class RecurrenceStruct(ctypes.Structure):
         ("takes_turns", ctypes.c_int32),
         ("write_scale", ctypes.c_float),
         ("gates_alone", ctypes.c_int32),
+        ("decay_floor", ctypes.c_float),
     )
 
 
@@ -66,7 +67,9 @@ class RecurrenceParameters:
     With a `skip` it is that of Mamba-2. Outputs are not normed without a `norm_weight`. How much is
     written is the sigmoid times `write_scale`. With `gates_alone` outputs are multiplied by the
     sigmoids of their gates, else by the gates too. Where each column of a key decays by itself D is
-    H x K, else H.
+    H x K, else H; with a `decay_floor` below 0 the logarithms of its decays are that times the
+    sigmoid of minus the rate times what the decay is computed from, else the rate times the
+    softplus of that.
     """
 
     taps: Tensor  # [taps, C]: the oldest position first
@@ -78,6 +81,7 @@ class RecurrenceParameters:
     skip: Tensor | None = None  # [H]
     write_scale: float = 1.0
     gates_alone: bool = False
+    decay_floor: float = 0.0
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -122,6 +126,7 @@ class NativeRecurrence:
             takes_turns=config.takes_turns,
             write_scale=own.write_scale,
             gates_alone=own.gates_alone,
+            decay_floor=own.decay_floor,
         )
 
     @property

@@ -56,7 +56,7 @@ class Projections:
     """Two linears: queries, keys, values and gate; write and decay.
 
     With `groups_qkvz` the columns of the first are grouped by key head, with `groups_ba` those of
-    the second (Qwen3-Next); else each kind stands for all heads in turn (Qwen 3.5).
+    the second (Qwen3-Next); else each kind stands for all heads in turn (Qwen 3.5, Ling 3).
     """
 
     config: DeltaNet
@@ -73,7 +73,7 @@ class Projections:
             columns = self._by_kind(columns, [own.key_size, own.key_size, values, values])
         if self.groups_ba:
             small = self._by_kind(small, [own.n_value_heads // own.n_key_heads] * 2)
-        write, decay = small.chunk(2, -1)
+        write, decay = small.tensor_split([self.config.n_value_heads], -1)
         width = own.mixed_width
         return Projected(
             mixed=columns[:, :width], gate=columns[:, width:], write=write, decay=decay
@@ -202,9 +202,14 @@ class GatedDeltaNet:
         """Do in torch what NativeRecurrence does."""
         own = self.parameters
         opened = _by_row(torch.sigmoid, write) * own.write_scale
-        steps = _by_row(F.softplus, decay + own.decay_bias)
+        steps = decay + own.decay_bias
         rates = own.decay_rate.repeat_interleave(steps.shape[1] // len(own.decay_rate))
-        kept = _by_row(torch.exp, steps * rates)  # [T, H], or [T, H x K]
+        if own.decay_floor < 0:
+            exponents = _by_row(torch.sigmoid, -steps * rates) * own.decay_floor
+        else:
+            steps = _by_row(F.softplus, steps)
+            exponents = steps * rates
+        kept = _by_row(torch.exp, exponents)  # [T, H], or [T, H x K]
         written = opened if own.skip is None else steps
         outputs = self._recur(self._convolve(rows), kept, written, state)  # [T, H, V]
         if own.norm_weight is not None:

@@ -20,7 +20,7 @@ from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep, attention
 from shardnet.model.layers.mixed_attention import tempered
 from shardnet.model.layers.native_attention import AttentionKind
-from shardnet.model.layers.norms import Norm
+from shardnet.model.layers.norms import Norm, row_sigmoid
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
 from shardnet.model.shards.cut import Axis
@@ -33,6 +33,7 @@ LATENT_EPS = 1e-6
 class LatentAttention:
     """Queries, full or of low rank, over latents that all heads share.
 
+    With a `gate_proj` what a head gives is multiplied by the sigmoid of its gate (Ling 3).
     Axes: N columns of a head's own keys, R of the rotated part, L of a latent, V of a value.
     """
 
@@ -45,6 +46,7 @@ class LatentAttention:
     values: HeadMatmuls  # [H, L, V]
     o_proj: Linear
     temperature: Temperature | None = None
+    gate_proj: Linear | None = None
 
     @classmethod
     def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> LatentAttention:
@@ -90,7 +92,10 @@ class LatentAttention:
             self.kind,
         )
         latents = attended.view(n_rows, -1, latent.width)[..., : latent.rank]  # [T, H, L]
-        return self.o_proj(_by_head(latents, self.values, step).flatten(1))
+        values = _by_head(latents, self.values, step)  # [T, H, V]
+        if self.gate_proj is not None:
+            values = values * row_sigmoid(self.gate_proj(hidden))[..., None]
+        return self.o_proj(values.flatten(1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,11 +73,12 @@ OF_COLUMNS = replace(PARAMETERS, decay_bias=noise(BY_COLUMNS.n_decays, seed=12),
     params=[
         *("native", "torch", "native-turns", "torch-turns", "native-mamba", "torch-mamba"),
         *("native-twice", "torch-twice", "native-columns", "torch-columns"),
+        *("native-columns-bounded", "torch-columns-bounded"),
     ]
 )
 def layer(request: pytest.FixtureRequest) -> GatedDeltaNet:
-    """By either, with value heads side by side or taking turns, that of Mamba-2, OLMo Hybrid or
-    Kimi Linear.
+    """By either, with value heads side by side or taking turns, that of Mamba-2, OLMo Hybrid, Kimi
+    Linear or Ling 3.
     """
     sizes = replace(SIZES, takes_turns="turns" in request.param)
     parameters = OF_MAMBA if "mamba" in request.param else PARAMETERS
@@ -85,7 +86,8 @@ def layer(request: pytest.FixtureRequest) -> GatedDeltaNet:
         parameters = replace(parameters, write_scale=2.0)
     made = GatedDeltaNet.of(sizes, Activation.SILU, project, parameters, Same())
     if "columns" in request.param:
-        made = GatedDeltaNet.of(BY_COLUMNS, Activation.SILU, project_columns, OF_COLUMNS, Same())
+        own = replace(OF_COLUMNS, decay_floor=-5.0 if "bounded" in request.param else 0.0)
+        made = GatedDeltaNet.of(BY_COLUMNS, Activation.SILU, project_columns, own, Same())
     if "torch" in request.param:
         return replace(made, native=None)
     if made.native is None:
@@ -150,7 +152,10 @@ def plain(layer: GatedDeltaNet, hidden: Tensor) -> Tensor:
                 head
             ]  # of the head, or each column
             steps = torch.log1p(before.exp())
-            state[head] *= (PARAMETERS.decay_rate[head] * steps).exp()[:, None]
+            exponents, floor = PARAMETERS.decay_rate[head] * steps, layer.parameters.decay_floor
+            if floor < 0:
+                exponents = floor * (-PARAMETERS.decay_rate[head] * before).sigmoid()
+            state[head] *= exponents.exp()[:, None]
             if skip is None:
                 difference = values[head] - key @ state[head]
                 written = layer.parameters.write_scale * wide.write[row, head].sigmoid()

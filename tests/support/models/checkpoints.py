@@ -65,6 +65,9 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     },
     "afmoe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     | {"head_dim": 8},
+    "bailing_hybrid": LATENT
+    | {"num_local_experts": 8, "num_experts_per_tok": 3, "q_lora_rank": None}
+    | {"n_group": 2, "topk_group": 1, "head_dim": 8, "layer_group_size": 2},
     "hy_v3": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     | {"head_dim": 8, "mlp_layer_types": ["sparse"] * 4},
     "cohere2_moe": {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": 10}

@@ -368,6 +368,14 @@ CASES: dict[str, dict[str, Any]] = {
     | {"logit_scale": 1.5},
     "afmoe": {"num_hidden_layers": 4, "sliding_window": 20, "mup_enabled": True}
     | {"route_scale": 2.5, "num_dense_layers": 2, "num_shared_experts": 1},
+    "bailing_hybrid": {"num_hidden_layers": 3, "first_k_dense_replace": 1},
+    "bailing_hybrid-unbounded": {
+        "num_hidden_layers": 3,
+        "kda_safe_gate": False,
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        "q_lora_rank": 14,
+        "short_conv_kernel_size": 3,
+    },
     "afmoe-odd": ODD
     | {
         "num_hidden_layers": 3,

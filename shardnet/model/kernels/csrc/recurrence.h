@@ -26,6 +26,7 @@ struct recurrence {
     int32_t takes_turns; /* every n_key_heads-th head shares a key, else consecutive ones do */
     float write_scale;   /* of the sigmoid of writes */
     int32_t gates_alone; /* outputs are multiplied by the sigmoids of gates, else by the gates too */
+    float decay_floor;   /* below 0 logarithms of decays by column are this times a sigmoid; 0: a rate times a softplus */
 };
 
 void shardnet_recurrence(const struct recurrence *call);

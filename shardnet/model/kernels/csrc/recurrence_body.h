@@ -149,8 +149,12 @@ INLINE TARGET void NAME(recur_head)(const struct recurrence *call, int64_t head)
         if (call->kept) {
             float *kept = call->kept + head * key_size;
             const float *decays = call->decay + place * key_size, *biases = call->bias + head * key_size;
-            for (int64_t i = 0; i < key_size; i++)
-                kept[i] = (float)exponential_of(call->rate[head] * steps_of((double)decays[i] + biases[i]));
+            for (int64_t i = 0; i < key_size; i++) {
+                const double rate = call->rate[head], step = (double)decays[i] + biases[i];
+                kept[i] = (float)exponential_of(call->decay_floor < 0
+                                                    ? call->decay_floor / (1 + exponential_of(rate * step))
+                                                    : rate * steps_of(step));
+            }
             const float write = (float)(call->write_scale / (1 + exponential_of(-(double)call->write[place])));
             NAME(update_all)(state, size, key_size, key, query, values, 1, write, kept);
             NAME(finish)(call, values, place * size, call->is_bf16);

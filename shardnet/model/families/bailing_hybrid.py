@@ -1,0 +1,156 @@
+"""Ling 3 (transformers, modeling_bailing_hybrid.py): KDA in most layers, gated latents in others.
+
+The decays of its KDA are bounded and, as the gates, of full rank. DeepSeek-V3's latents turn as
+there, each head with a gate; so do its experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from shardnet.model.config.decoder_config import FULL, LINEAR, check_state_size, read_layer_kinds
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.limits import Range
+from shardnet.model.config.model_config import DeltaNet, Experts, ModelConfig
+from shardnet.model.config.rope import read_rope
+from shardnet.model.families import deepseek_v2, deepseek_v3, kimi_linear
+from shardnet.model.families.family import Family, Stacking, decoder_stage
+from shardnet.model.families.llama import pre_norm_layer
+from shardnet.model.families.tensor_shapes import Table, linears, pre_norms
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.modules import Attention
+    from shardnet.model.layers.weight_source import WeightSource
+
+_MOST_TAPS: Final = 64
+_FLOORS: Final = Range(-80.0, -1e-6)
+"""Of the logarithm of a decay: below them it is no normal number of float32."""
+
+
+def _read_config(fields: Fields) -> ModelConfig:
+    """Read a BailingHybridConfig, or what its makers publish."""
+    size = fields.positive("linear_head_dim", fields.positive("head_dim", 128))
+    fields = kimi_linear.renamed(fields)
+    fields.ignore("linear_head_dim", "mtp_loss_scaling_factor")
+    config = deepseek_v2.read_latent_attention(
+        fields,
+        interleaved=True,
+        max_positions=262144,
+        defaults=kimi_linear.LATENT,
+        rope=partial(read_rope, theta=6e6),
+    )
+    delta_net = _read_delta_net(fields, config, size)
+    defaults = Experts(
+        n_experts=512,
+        top_k=8,
+        intermediate_size=768,
+        normalize_top_k=fields.take("norm_topk_prob", bool, True),
+        shared_intermediate_size=1,
+        n_groups=8,
+        top_groups=4,
+        output_scale=2.5,
+        layers=(2,),
+    )
+    config = deepseek_v2.read_experts(
+        fields, replace(config, delta_net=delta_net), defaults, smallest_group=2
+    )
+    fields.note_the_rest()
+    return config
+
+
+def _read_delta_net(fields: Fields, config: ModelConfig, size: int) -> DeltaNet | None:
+    """Read KDA, whose heads are as many as those of latents, of `size` columns."""
+    for key in ("linear_num_heads", "num_attention_heads"):
+        fields.require(key, config.n_heads)
+    taps = fields.positive("short_conv_kernel_size", 4, at_most=_MOST_TAPS)
+    fields.require("linear_conv_kernel_dim", taps)
+    period = fields.positive("layer_group_size", 6)
+    kinds = read_layer_kinds(fields, config.n_layers, FULL, LINEAR)
+    kinds = kinds or [LINEAR if (n + 1) % period else FULL for n in range(config.n_layers)]
+    floor = fields.number("kda_lower_bound", -5.0, within=_FLOORS)
+    is_bounded = fields.take("kda_safe_gate", bool, True)
+    read = DeltaNet(
+        n_key_heads=config.n_heads,
+        n_value_heads=config.n_heads,
+        key_size=size,
+        value_size=size,
+        n_taps=taps,
+        layers=tuple(n for n, kind in enumerate(kinds) if kind == LINEAR),
+        has_key_decays=True,
+        decay_floor=floor if is_bounded else 0.0,
+    )
+    check_state_size(fields, read)
+    return read if read.layers else None
+
+
+def _layer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name KDA or latent attention with its gates, DeepSeek-V3's MLP or experts, and the norms."""
+    own, attn = config.delta_net, f"model.layers.{layer}.self_attn"
+    if own is None or layer not in own.layers:
+        gate = linears(attn, {"g_proj": (config.n_heads, config.hidden_size)})
+        mixer = deepseek_v2.latent_attention(config, layer) | gate
+    else:
+        mixer = _delta_tensors(config, own, attn)
+    return mixer | deepseek_v3.mlp_tensors(config, layer) | pre_norms(config, layer)
+
+
+def _delta_tensors(config: ModelConfig, own: DeltaNet, prefix: str) -> Table:
+    hidden, width = config.hidden_size, own.key_width
+    shapes = {f"{name}_proj": (width, hidden) for name in "qkvgf"} | {
+        "b_proj": (own.n_value_heads, hidden),
+        "o_proj": (hidden, width),
+    }
+    taps: Table = {f"{prefix}.{name}_conv1d.weight": (width, 1, own.n_taps) for name in "qkv"}
+    return (
+        linears(prefix, shapes)
+        | taps
+        | {
+            f"{prefix}.A_log": (own.n_value_heads,),
+            f"{prefix}.dt_bias": (width,),
+            f"{prefix}.o_norm.weight": (own.value_size,),
+        }
+    )
+
+
+def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
+    """Take the parameters of the absolute `layer`."""
+    from shardnet.model.layers.gated_delta import Projections
+    from shardnet.model.layers.latent_attention import LatentAttention
+
+    own, attn = config.delta_net, f"model.layers.{layer}.self_attn"
+    mixer: Attention
+    if own is not None and layer in own.layers:
+        project = Projections(
+            config=own,
+            qkvz_proj=weights.linear(*(f"{attn}.{name}_proj" for name in "qkvg")),
+            ba_proj=weights.linear(*(f"{attn}.{name}_proj" for name in "bf"), precise=True),
+            groups_qkvz=False,
+            groups_ba=False,
+        )
+        mixer = kimi_linear.load_delta_net(config, weights, layer, project)
+    else:
+        plain = LatentAttention.load(config, weights, layer)
+        mixer = replace(plain, gate_proj=weights.linear(f"{attn}.g_proj"))
+    mlp = deepseek_v3.load_mlp(config, weights, layer)
+    return pre_norm_layer(config, weights, layer, mixer, mlp)
+
+
+FAMILY = Family(
+    model_type="bailing_hybrid",
+    architecture="BailingHybridForCausalLM",
+    read_config=_read_config,
+    layer_tensors=_layer_tensors,
+    load_stage=decoder_stage(_load_layer),
+    renamed_tensors=(
+        ("model.word_embeddings.", "model.embed_tokens."),
+        (".attention.", ".self_attn."),
+        (".self_attn.dense.", ".self_attn.o_proj."),
+        (".gate.expert_bias", ".gate.e_score_correction_bias"),
+    ),
+    experts=deepseek_v2.EXPERTS,
+    stacking=Stacking.CONCATENATED,
+    has_whole_heads=True,
+)
