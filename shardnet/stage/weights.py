@@ -139,6 +139,8 @@ class StageWeights:
     ) -> Linear:
         """Make one linear layer of the concatenated `NAME.weight` (and `NAME.bias`, if present).
 
+        Where only some have a bias, those of the others are zeros.
+
         `transposed`: weights are stored as [K, N] (GPT-2's Conv1D). `precise`: never quantise them.
         `wide`: also compute in float32, whatever the compute dtype. `outputs` and `inputs` are for
         shards. Raises CheckpointError for a
@@ -178,7 +180,7 @@ class StageWeights:
         elif not precise:
             kind = choice.weight_quantization(is_head=weights[0] in self._head)
             place = self._place(weights[0])
-        bias = [self._reader.read(name) for name in biases]
+        bias = [self._bias(name, transposed=transposed) for name in names if biases]
         if kind is not None:
             made, linear = self._quantized.linear(names, bias, kind, place, transposed=transposed)
             self._tests.test(names[0], made, self._choice)
@@ -190,6 +192,13 @@ class StageWeights:
             linear = self._plain_linear(choice, weights, bias, transposed=transposed)
             self._tests.test(names[0], linear, choice)
         return linear
+
+    def _bias(self, name: str, *, transposed: bool) -> Tensor:
+        """Read the bias of a linear, zeros where it has none."""
+        if self._reader.has(f"{name}.bias"):
+            return self._reader.read(f"{name}.bias")
+        n_out = self._reader.shape(f"{name}.weight")[-1 if transposed else 0]
+        return torch.zeros(n_out, dtype=torch_dtype(self._choice.dtype))
 
     def _place(self, weight: str) -> Place | None:
         """Return where a weight of a streamed layer is read, None for one that stays in memory."""

@@ -70,10 +70,21 @@ SUBLAYERS_BY_FAMILY = {
     "mixtral": (True, True),
     "gpt_oss": (True, True),
     "deepseek_v2": (False, True),
+    "afmoe": (True, True),
+    "lfm3-bias-untied": (True, True),
 }
 """Families whose first layer has its attention, its MLP computed by the library."""
 IN_INT8 = ["mistral-odd", "phi3-partial-tied", "gemma2", "olmo2", "gpt_oss", "deepseek_v2"]
-IN_BFLOAT16 = ["mistral-odd", "phi3-partial-tied", "gemma2", "olmo2", "gpt_oss", "deepseek_v2"]
+IN_BFLOAT16 = [
+    "afmoe",
+    "lfm3-bias-untied",
+    "mistral-odd",
+    "phi3-partial-tied",
+    "gemma2",
+    "olmo2",
+    "gpt_oss",
+    "deepseek_v2",
+]
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

@@ -47,8 +47,8 @@ def blocks_within(position: int) -> int:
 def why_no_attention(own: Attention) -> str:
     """Say what the text does not compute of an attention but for its linears, "" for nothing."""
     if isinstance(own, GatedAttention):
-        if own.gate_proj is not None:
-            return "gates of their own linear"
+        if own.gates_behind:
+            return "gates behind values"
         return "" if own.qk_norm.per_head else "a norm over all heads"
     if not isinstance(own, SelfAttention) or own.is_joined:
         return "this attention"

@@ -98,12 +98,10 @@ def _attention(config: ModelConfig, layer: int) -> Table:
     return attention(config, layer) | head_norms(config, layer) | own
 
 
-def load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> GatedAttention:
-    """Take attention whose gates have a linear of their own."""
+def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> GatedAttention:
     from shardnet.model.layers.mixed_attention import GatedAttention
 
-    plain = GatedAttention.load(config, weights, layer)
-    return replace(plain, gate_proj=weights.linear(f"model.layers.{layer}.self_attn.gate_proj"))
+    return GatedAttention.load(config, weights, layer, config.head_size)
 
 
 def _read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
@@ -130,7 +128,7 @@ FAMILY = record(
     "AfmoeForCausalLM",
     _read_config,
     Layout(
-        attention=Part(tensors=_attention, load=load_attention),
+        attention=Part(tensors=_attention, load=_load_attention),
         mlp=Part(tensors=deepseek_v3.mlp_tensors, load=deepseek_v3.load_mlp),
         norms=(
             *("input_layernorm", "post_attention_layernorm"),

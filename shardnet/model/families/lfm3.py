@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardnet.model.config.decoder_config import FULL, SLIDING, read_decoder, read_layer_kinds
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families import afmoe, gemma4, lfm2
+from shardnet.model.families import gemma4, lfm2
 from shardnet.model.families.family import Family, decoder_stage
 from shardnet.model.families.tensor_shapes import Table, attention, head_norms, linears, norms
 
@@ -85,6 +85,7 @@ def _layer_tensors(config: ModelConfig, layer: int) -> Table:
 def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
     from shardnet.model.layers.decoder_layer import Layer, Residual
+    from shardnet.model.layers.mixed_attention import GatedAttention
 
     prefix = f"model.layers.{layer}"
     first, after, second, last = (
@@ -92,7 +93,7 @@ def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer
     )
     return Layer.of(
         Residual(before=first, after=after),
-        lfm2.load_conv(config, weights, layer) or afmoe.load_attention(config, weights, layer),
+        lfm2.load_conv(config, weights, layer) or GatedAttention.load(config, weights, layer, 1),
         Residual(before=second, after=last),
         lfm2.load_gated(config, weights, f"{prefix}.feed_forward"),
     )

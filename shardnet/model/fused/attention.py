@@ -82,7 +82,8 @@ class NativeAttention(NativeSublayer[AttentionStruct]):
         n_heads = own.n_heads + 2 * own.n_kv_heads
         if output.n_own_in != own.n_heads * own.head_size:
             raise ValueError(f"o_proj has {output.n_own_in} inputs for {own.n_heads} heads")
-        self._gate_size = own.n_heads * own.head_size if isinstance(own, GatedAttention) else 0
+        gates = (own.gate_columns, own.gates_behind) if isinstance(own, GatedAttention) else (0, 0)
+        self._gate_size = own.n_heads * gates[0]
         n_projected = n_heads * own.head_size + self._gate_size
         check_shape("qkv_proj", qkv, n_projected, output.shape[0])
         self._own = own
@@ -99,6 +100,8 @@ class NativeAttention(NativeSublayer[AttentionStruct]):
             head_norm=norm_struct(qk_norm, own.n_heads + own.n_kv_heads, own.head_size),
             attend=attend,
             joined=output.joined,
+            gate_columns=gates[0],
+            gates_behind=gates[1],
         )
 
     @property

@@ -106,6 +106,8 @@ class AttentionStruct(ctypes.Structure):
         ("with_gates", ctypes.c_void_p),
         ("gates", ctypes.c_void_p),
         ("n_rotated", ctypes.c_int64),
+        ("gate_columns", ctypes.c_int64),
+        ("gates_behind", ctypes.c_int64),
         ("attend", AttendStruct),
         ("joined", JoinedStruct),
     )

@@ -111,8 +111,8 @@ def growth_at(temperature: Temperature, positions: Tensor) -> Tensor:
 class GatedAttention:
     """Attention with a norm over each head of queries and keys, and a gate for each head's output.
 
-    `qkvg_proj` gives for each head its query and its gate, then all keys, then all values; without
-    the gates where `gate_proj` gives them: one for each column, or one for each head.
+    `qkvg_proj` gives for each head its query and its gate, then all keys, then all values; with
+    `gates_behind` the gates last. A head's gate has `gate_columns`: its size, or 1.
     """
 
     n_heads: int
@@ -122,20 +122,29 @@ class GatedAttention:
     qkvg_proj: Linear
     qk_norm: HeadNorm
     o_proj: Linear
-    gate_proj: Linear | None = None
+    gate_columns: int
+    gates_behind: bool = False
 
     @classmethod
-    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> GatedAttention:
-        """Take the parameters of the absolute `layer`."""
-        attn = f"model.layers.{layer}.self_attn"
+    def load(
+        cls,
+        config: ModelConfig,
+        weights: WeightSource,
+        layer: int,
+        gate_columns: int | None = None,
+    ) -> GatedAttention:
+        """Take the parameters of the absolute `layer`.
+
+        With `gate_columns` gates have a linear of their own, of so many outputs a head.
+        """
+        attn, own = f"model.layers.{layer}.self_attn", gate_columns is not None
+        names = [f"{attn}.{name}_proj" for name in ("q", "k", "v", *["gate"] * own)]
         return cls(
             n_heads=config.n_heads,
             n_kv_heads=config.n_kv_heads,
             head_size=config.head_size,
             kind=AttentionKind.of(config, layer),
-            qkvg_proj=weights.linear(
-                f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj", outputs=HEADS_EACH
-            ),
+            qkvg_proj=weights.linear(*names, outputs=HEADS_EACH),
             qk_norm=HeadNorm.join(
                 weights.norm(f"{attn}.q_norm", config.norm_eps, config.norm_offset),
                 weights.norm(f"{attn}.k_norm", config.norm_eps, config.norm_offset),
@@ -143,6 +152,8 @@ class GatedAttention:
                 config.n_kv_heads,
             ),
             o_proj=weights.linear(f"{attn}.o_proj", inputs=Axis.HEADS),
+            gate_columns=gate_columns or config.head_size,
+            gates_behind=own,
         )
 
     @property
@@ -152,18 +163,19 @@ class GatedAttention:
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Attend in layer `index` within the stage: hidden states [T, E] to [T, E]."""
         n_rows, n_heads, size = hidden.shape[0], self.n_heads, self.head_size
-        heads = self.qkvg_proj(hidden).view(n_rows, -1, size)  # [T, H or 2 H + 2 KV heads, D]
+        projected, gates = self.qkvg_proj(hidden), None
+        if self.gates_behind:
+            n_looking = (n_heads + 2 * self.n_kv_heads) * size
+            projected, gates = projected.tensor_split([n_looking], 1)
+        heads = projected.reshape(n_rows, -1, size)  # [T, H or 2 H + 2 KV heads, D]
+        queries = heads[:, : -2 * self.n_kv_heads]
         keys, values = heads[:, -2 * self.n_kv_heads :].chunk(2, 1)  # [T, KV heads, D] each
-        if self.gate_proj is None:
-            pairs = heads[:, : 2 * n_heads].view(n_rows, n_heads, 2, size)
+        if gates is None:
+            pairs = queries.view(n_rows, n_heads, 2, size)
             queries, gates = pairs[:, :, 0], pairs[:, :, 1].flatten(1)
-        else:
-            queries, gates = heads[:, :n_heads], self.gate_proj(hidden)
         rotated = rotary.rotate(self.qk_norm(torch.cat((queries, keys), 1)))
         attended = attention(
             rotated[:, :n_heads], rotated[:, n_heads:], values, index, step, self.kind
         )
-        factors = row_sigmoid(gates)
-        if factors.shape[1] == n_heads:
-            factors = factors.repeat_interleave(size, 1)
-        return self.o_proj(attended * factors)
+        factors = row_sigmoid(gates.contiguous()).view(n_rows, n_heads, -1)
+        return self.o_proj((attended.view(n_rows, n_heads, size) * factors).flatten(1))

@@ -107,9 +107,11 @@ struct attention_call {
     int8_t *scratch;       /* for the linear layers */
     const void *cos, *sin; /* [n_rows, n_rotated] */
     void *projected;       /* queries, keys and values, scratch [n_rows, n_heads + 2 * n_kv_heads, head_size] */
-    void *with_gates;      /* the same, each query followed by its gate, scratch; NULL: there are no gates */
-    void *gates;           /* scratch [n_rows, n_heads, head_size], of what attention gives */
+    void *with_gates;      /* the same and gates, scratch; NULL: there are no gates */
+    void *gates;           /* scratch [n_rows, n_heads, gate_columns], of what attention gives */
     int64_t n_rotated;
+    int64_t gate_columns; /* head_size, or 1 for a whole head */
+    int64_t gates_behind; /* gates follow all values, else each query is followed by its own */
     struct attend attend; /* its queries are those in `projected` */
     struct joined joined; /* around the output */
 };

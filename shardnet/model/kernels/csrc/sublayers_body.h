@@ -202,16 +202,23 @@ static TARGET void NAME(rotate_rows)(const void *argument, int64_t begin, int64_
             NAME(rotate_row)(call, row, 0);
 }
 
-/* Takes the gates from among the queries. */
+/* Takes the gates from among the queries, or from behind the values. */
 static TARGET void NAME(part_gates)(const void *argument, int64_t begin, int64_t end) {
     const struct attention_call *call = argument;
     const struct attend *attend = &call->attend;
     const int is_bf16 = call->residual.is_bf16;
     const int64_t size = attend->head_size, n_heads = attend->n_heads, n_others = 2 * attend->n_kv_heads;
     const size_t bytes = (size_t)(size * (is_bf16 ? 2 : 4));
+    const int64_t n_gates = n_heads * call->gate_columns, width = (n_heads + n_others) * size + n_gates;
     for (int64_t row = begin; row < end; row++) {
-        const char *from = at(call->with_gates, row * (2 * n_heads + n_others) * size, is_bf16);
+        const char *from = at(call->with_gates, row * width, is_bf16);
         char *to = at(call->projected, row * attend->row_stride, is_bf16);
+        if (call->gates_behind) {
+            const size_t n_looking = (size_t)(n_heads + n_others) * bytes;
+            memcpy(to, from, n_looking);
+            memcpy(at(call->gates, row * n_gates, is_bf16), from + n_looking, (size_t)n_gates * (is_bf16 ? 2 : 4));
+            continue;
+        }
         for (int64_t head = 0; head < n_heads; head++) {
             const char *query = from + 2 * (size_t)head * bytes;
             memcpy(to + (size_t)head * bytes, query, bytes);
@@ -221,11 +228,29 @@ static TARGET void NAME(part_gates)(const void *argument, int64_t begin, int64_t
     }
 }
 
+/* Multiplies what each head gives by the sigmoid of its gate. */
+INLINE TARGET void NAME(open_heads)(const struct attention_call *call, int64_t begin, int64_t end, const int is_bf16) {
+    const int64_t size = call->attend.head_size;
+    for (int64_t head = begin; head < end; head++) {
+        const lanes gate = NAME(broadcast)(number(call->gates, head, is_bf16));
+        const lanes opened = NAME(kept)(1.0f / (1.0f + NAME(exponential)(-gate)), is_bf16);
+        for (int64_t i = 0; i < size; i += LANES) {
+            const int n = of_last(size, i);
+            const lanes own = NAME(load_either)(call->attend.attended, head * size + i, n, is_bf16);
+            NAME(save_either)(call->attend.attended, head * size + i, n, own * opened, is_bf16);
+        }
+    }
+}
+
 /* Multiplies what attention gives by the sigmoids of its gates. */
 static TARGET void NAME(open_gates)(const void *argument, int64_t begin, int64_t end) {
     const struct attention_call *call = argument;
     const int64_t width = call->attend.n_heads * call->attend.head_size;
     const int is_bf16 = call->residual.is_bf16;
+    if (call->gate_columns == 1) {
+        NAME(open_heads)(call, begin * call->attend.n_heads, end * call->attend.n_heads, is_bf16);
+        return;
+    }
     for (int64_t i = begin * width; i < end * width; i += LANES) {
         const int n = of_last(end * width, i);
         const lanes gate = NAME(load_either)(call->gates, i, n, is_bf16);
