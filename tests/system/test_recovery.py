@@ -21,8 +21,10 @@ from shardnet.wire.messages.activity import RecoveryReport
 from shardnet.wire.messages.plans import ModelChoice
 
 N_TOKENS = 60
-N_DRAFTED = 4
-"""How many times as many of a text of which a step may make many."""
+N_TIMES = 4
+"""How many times as many of a text of which a step may make many, and of the first one, which has
+to go on until all have begun.
+"""
 Request = tuple[str, SamplingParams, dict[str, Any]]
 
 REQUESTS: Sequence[Request] = (
@@ -57,7 +59,7 @@ async def run_all(
 
     async def run(number: int, request: Request) -> GenerationResult:
         prompt, sampling, more = request
-        n_times = N_DRAFTED if "speculate" in more else 1
+        n_times = N_TIMES if number == 0 or "speculate" in more else 1
         events = client.generate(
             prompt,
             sampling,
