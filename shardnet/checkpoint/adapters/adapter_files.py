@@ -162,7 +162,8 @@ def open_peft(folder: Path, config: ModelConfig) -> StoredAdapter:
             raise CheckpointError(f"{path}: {name} of layer {layer} has only one of A and B")
         a, b = matrices["A"], matrices["B"]
         rank = a.shape[0] if a.shape else 0
-        factor = _factor(folder, settings, f"model.layers.{layer}.{name}", rank)
+        linear = a.name.removeprefix("base_model.model.").partition(".lora_")[0]
+        factor = _factor(folder, settings, linear, rank)
         pairs.setdefault(layer, {})[name] = StoredPair(a=a, b=b, factor=factor)
     check_pairs(path, config, pairs)
     return StoredAdapter(path=path, opened=opened, pairs=pairs)

@@ -55,6 +55,9 @@ _SHARED: Final = (*(*_OUTER_FIRST, "pad_token_id", "dtype", "torch_dtype", "quan
 """Keys that belong to the language model too where all others outside do not."""
 _ROPES: Final = ("rope_parameters", "rope_scaling")
 _ROPE_KINDS: Final = ("rope_type", "type")
+_QWEN2_VL: Final = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+_QWEN3_VL: Final = {"max_position_embeddings": 128000, "rope_theta": 5e5}
+"""What transformers takes where their configs are silent, unlike the family's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +162,8 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             architecture="Gemma4UnifiedForConditionalGeneration",
             family="gemma4_text",
             text_types=("gemma4_unified_text",),
-            defaults={"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"},
+            defaults={"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
+            | {"max_position_embeddings": 262144, "sliding_window": 1024},
             vision=gemma4_unified.VISION,
         ),
         *(
@@ -209,6 +213,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             architecture="Qwen2VLForConditionalGeneration",
             family="qwen2",
             text_types=("qwen2_vl_text", "qwen2"),
+            defaults=_QWEN2_VL,
             sections=(16, 24, 24),
             takes_turns=False,
             vision=qwen2_vl.VISION,
@@ -218,6 +223,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             architecture="Qwen2_5_VLForConditionalGeneration",
             family="qwen2",
             text_types=("qwen2_5_vl_text", "qwen2"),
+            defaults=_QWEN2_VL,
             sections=(16, 24, 24),
             takes_turns=False,
             vision=qwen2_5_vl.VISION,
@@ -227,6 +233,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             architecture="Qwen3VLForConditionalGeneration",
             family="qwen3",
             text_types=("qwen3_vl_text",),
+            defaults=_QWEN3_VL,
             sections=(24, 20, 20),
             vision=qwen3_vl.VISION,
         ),
@@ -235,7 +242,9 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             architecture="Qwen3VLMoeForConditionalGeneration",
             family="qwen3_moe",
             text_types=("qwen3_vl_moe_text",),
-            defaults={"norm_topk_prob": True},
+            defaults=_QWEN3_VL
+            | {"moe_intermediate_size": 1408, "norm_topk_prob": True, "num_experts_per_tok": 4}
+            | {"num_key_value_heads": 16},
             sections=(24, 20, 20),
             vision=qwen3_vl.VISION,
         ),

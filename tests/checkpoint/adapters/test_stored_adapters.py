@@ -53,6 +53,23 @@ def test_each_layer_has_its_own_file(
     assert not expected
 
 
+def test_patterns_name_linears_as_the_file_does(
+    base: Path, config: ModelConfig, tmp_path: Path
+) -> None:
+    """Trained inside a multimodal model, layers stand below its language model."""
+    named = "model.language_model.layers.0.self_attn.q_proj"
+    path = make_peft(tmp_path / "adapter", base, targets=["q_proj"], alpha_pattern={named: 32})
+    file = path / "adapter_model.safetensors"
+    inner = {
+        k.replace("model.layers", "model.language_model.layers"): v
+        for k, v in load_file(file).items()
+    }
+    save_file(inner, file)
+    adapter = open_adapter(path, config)
+    factors = [adapter.pairs[layer]["self_attn.q_proj"].factor for layer in range(2)]
+    assert factors == [8.0, 2.0]
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

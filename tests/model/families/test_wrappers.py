@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.models.checkpoints import make_decoder
 from support.oracles.oracle import load_reference
+from transformers import CONFIG_MAPPING
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.pictures import read_tower
@@ -63,6 +64,11 @@ QWEN25_VL = {
     "vision_token_id": 151654,
     "vocab_size": 151936,
 }
+SIZES = {
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"),
+    *("num_local_experts", "vocab_size", "tie_word_embeddings"),
+}
+"""What every config has to say, or the file says."""
 
 TOWERS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "qwen2_vl": (
@@ -113,6 +119,21 @@ def test_what_a_published_config_leaves_out() -> None:
     outer = {key: GEMMA3_4B[key] for key in GEMMA3_4B if key != "eos_token_id"}
     config = parse(outer, text_config=inner)
     assert (config.eos_token_ids, config.n_heads) == ((7,), 16)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["gemma4_unified", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
+)
+def test_what_is_left_out_is_what_transformers_takes(model_type: str) -> None:
+    """Where the language model's class has other defaults than that of the family alone."""
+    whole = CONFIG_MAPPING[model_type]().to_dict()
+    outer = {"model_type": model_type, "architectures": [WRAPPERS[model_type].architecture]}
+    text = {**whole["text_config"], "eos_token_id": None, "bos_token_id": None}
+    unknown: list[str] = []
+    expected = parse_config(outer | {"text_config": text}, "CONFIG", unknown)
+    for key in text.keys() - SIZES:
+        less = {name: value for name, value in text.items() if name != key}
+        assert parse_config(outer | {"text_config": less}, "CONFIG", unknown) == expected, key
 
 
 def test_a_config_without_a_text_config() -> None:
