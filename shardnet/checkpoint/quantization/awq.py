@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from shardnet.checkpoint.quantization.gptq import read_group_size
+from shardnet.checkpoint.quantization.gptq import read_group_size, take_shared
 from shardnet.checkpoint.quantization.weight_parts import (
     FLOAT_SCALES,
     FLOATS,
@@ -29,17 +29,16 @@ if TYPE_CHECKING:
 ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in an integer the 4 bits of each of 8 outputs stand, with `gemm`."""
 _INTEGERS: Final = ("I32",)
-_IGNORED: Final = (
-    "modules_to_not_convert do_fuse fuse_max_seq_len modules_to_fuse exllama_config backend"
-)
+_IGNORED: Final = ("checkpoint_format", "do_fuse", "fuse_max_seq_len", "modules_to_fuse")
 
 
 def read_awq(fields: Fields) -> WeightFormat:
     """Read `quantization_config`. Raises UnsupportedModelError for what is not implemented."""
-    fields.ignore(*_IGNORED.split())
+    take_shared(fields)
+    fields.ignore(*_IGNORED)
     fields.require("bits", 4)
     fields.require("zero_point", True)
-    version = fields.take("version", str, "gemm").lower()
+    version = fields.take("version", str, fields.take("format", str, "gemm")).lower()
     combine = {"gemm": _combine_gemm, "gemv": _combine_gemv}.get(version)
     if combine is None:
         raise fields.unsupported("version", version, "gemm, gemv")

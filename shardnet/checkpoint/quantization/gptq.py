@@ -34,25 +34,22 @@ _IGNORED: Final = (
     "module_name_preceding_first_block modules_in_block_to_quantize pad_token_id use_cuda_fp16 "
     "use_exllama disable_exllama backend is_marlin_format mse quantizer act_group_aware "
     "amp autoround_version enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input "
-    "gradient_accumulate_steps iters low_gpu_mem_usage lr minmax_lr nsamples seqlen"
+    "gradient_accumulate_steps iters low_gpu_mem_usage lr minmax_lr nsamples seqlen "
+    "method modules_to_not_convert pack_impl"
 )
 """Keys about the making of a checkpoint, or for other programs."""
 
 
 def read_gptq(fields: Fields) -> WeightFormat:
     """Read `quantization_config`. Raises UnsupportedModelError for what is not implemented."""
-    fields.ignore(*_IGNORED.split())
+    take_shared(fields)
     bits = fields.take("bits", int)
     if bits not in _BITS:
         raise fields.unsupported("bits", bits, ", ".join(map(str, _BITS)))
-    version = fields.take("checkpoint_format", str, "gptq")
+    newer = fields.take("format", str, "gptq")
+    version = fields.take("checkpoint_format", str, newer).lower()
     if version not in ("gptq", "gptq_v2"):
         raise fields.unsupported("checkpoint_format", version, "gptq, gptq_v2")
-    if fields.take("pack_dtype", str, "int32") != "int32":
-        raise fields.unsupported("pack_dtype", fields.take("pack_dtype", str), "int32")
-    exceptions = fields.take("dynamic", dict, {})
-    if not all(pattern.startswith("-:") for pattern in exceptions):
-        raise fields.unsupported("dynamic", exceptions, "patterns that begin with -:")
     combine = partial(
         _combine,
         bits=bits,
@@ -64,6 +61,19 @@ def read_gptq(fields: Fields) -> WeightFormat:
         suffixes=(".qweight", ".qzeros", ".scales", ".g_idx", ".bias"),
         combine=combine,
     )
+
+
+def take_shared(fields: Fields) -> None:
+    """Take what GPTQModel and transformers write of GPTQ and AWQ alike.
+
+    Raises UnsupportedModelError for other integers, or for modules stored in another way.
+    """
+    fields.ignore(*_IGNORED.split())
+    if fields.take("pack_dtype", str, "int32") != "int32":
+        raise fields.unsupported("pack_dtype", fields.take("pack_dtype", str), "int32")
+    exceptions = fields.take("dynamic", dict, {})
+    if not all(pattern.startswith("-:") for pattern in exceptions):
+        raise fields.unsupported("dynamic", exceptions, "patterns that begin with -:")
 
 
 def read_group_size(fields: Fields) -> int:

@@ -255,7 +255,7 @@ def read_cohere2(
     fields.require("rotary_pct", 1.0)
     deepseek_v2.require_text(fields, "position_embedding_type", "rope_gptj")
     deepseek_v2.require_text(fields, "order_of_interleaved_layers", "local_attn_first")
-    fields.ignore("layer_switch", "use_parallel_embedding")
+    fields.ignore("layer_switch", "use_parallel_embedding", "_sliding_window_pattern")
     fields.require("use_qk_norm", False)
     config = _read_cohere(fields, theta=10000.0, head_size=head_size)
     window, period = read_window(fields, 4096), fields.positive("sliding_window_pattern", 4)

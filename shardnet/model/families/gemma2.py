@@ -27,6 +27,7 @@ number of layers too."""
 
 def read_config(fields: Fields) -> ModelConfig:
     """Read a Gemma2Config: every other layer has a window, beginning with the first."""
+    fields.ignore("sliding_window_size")  # says again what sliding_window says
     config = read_gemma(fields, 8192, read_rope)
     return replace(
         config,

@@ -39,6 +39,9 @@ EXPERTS = ExpertNames()
 def read_config(fields: Fields) -> ModelConfig:
     """Read a Qwen3MoeConfig. A window that is switched on is in all layers, unlike Qwen3's."""
     config = read_decoder(fields, n_kv_heads=4, max_positions=32768)
+    fields.require("use_qk_norm", only=True)
+    fields.require("qkv_bias", only=False)
+    fields.require("shared_expert_intermediate_size", 0)
     fields.ignore("max_window_layers")
     window = read_window(fields, 4096)
     is_used = fields.take("use_sliding_window", bool, False)

@@ -101,7 +101,8 @@ class Wrapper:
         if self.vision is None:
             fields.ignore(*raw.keys() - {"model_type", "architectures"})
             outer = {key: raw[key] for key in _SHARED if key in raw}
-        text = {**self.defaults, **outer, **nested}
+        own = {key: nested[key] for key in nested if key not in _OF_OTHERS}
+        text = {**self.defaults, **outer, **own}
         text |= {key: outer[key] for key in _OUTER_FIRST if outer.get(key) is not None}
         if self.sections is not None:
             ropes = [key for key in _ROPES if isinstance(text.get(key), dict)]

@@ -147,6 +147,8 @@ READ: dict[str, dict[str, Any]] = {
         "local_rope": Rope(theta=1e4, share=0.334),
         "sparse_layers": tuple(range(1, 48)),
     },
+    "gemma-2-9b": {"windows": (4096, None) * 21, "attention_scale": 1 / 16},
+    "qwen3-coder-30b-a3b": {"sparse_layers": tuple(range(48)), "rope": Rope(theta=1e7)},
     "kimi-k2": {"family": "deepseek_v3", "sparse_layers": tuple(range(1, 61))},
     "kimi-linear-48b-a3b": {
         "max_positions": 1048576,
@@ -183,6 +185,13 @@ READ: dict[str, dict[str, Any]] = {
 def test_no_key_of_the_makers_refuses_a_model(name: str) -> None:
     config = parse_config(json.loads((FOLDER / f"{name}.json").read_text()), "config.json")
     assert {key: getattr(config, key) for key in READ[name]} == READ[name]
+
+
+def test_command_r7b_saved_again_by_transformers_4() -> None:
+    raw = json.loads((FOLDER / "command-r7b.json").read_text())
+    windows = [*["sliding_attention"] * 3, "full_attention"] * 8
+    again = raw | {"_sliding_window_pattern": 4, "layer_types": windows}
+    assert parse_config(again, "config.json") == parse_config(raw, "config.json")
 
 
 def test_nemotron_h_says_the_same_in_other_words() -> None:

@@ -136,6 +136,14 @@ def test_what_is_left_out_is_what_transformers_takes(model_type: str) -> None:
         assert parse_config(outer | {"text_config": less}, "CONFIG", unknown) == expected, key
 
 
+def test_ids_of_pictures_within_the_text_config() -> None:
+    """As a config whose keys were all at the top is saved again."""
+    ids = {"image_token_id": 151655, "vision_start_token_id": 151652, "vision_token_id": 151654}
+    text = {key: QWEN25_VL[key] for key in QWEN25_VL.keys() - {"vision_config", "architectures"}}
+    again = QWEN25_VL | {"text_config": text | ids | {"model_type": "qwen2_5_vl_text"}}
+    assert parse(again) == parse(QWEN25_VL)
+
+
 def test_a_config_without_a_text_config() -> None:
     """Qwen-VL's on the Hub; later programs wrote the same keys inside, or at both places."""
     config = parse(QWEN25_VL)

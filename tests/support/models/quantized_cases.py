@@ -90,13 +90,30 @@ def bnb(bits: int, kind: str = "nf4", *, nested: bool = False) -> dict[str, Any]
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+GPTQ_MODEL: dict[str, Any] = {
+    "act_group_aware": True,
+    "damp_percent": 0.05,
+    "desc_act": False,
+    "lm_head": False,
+    "meta": {"quantizer": ["gptqmodel:5.8.0"]},
+    "pack_dtype": "int32",
+    "pack_impl": "cpu",
+    "sym": True,
+    "true_sequential": True,
+}
+"""What GPTQModel, and transformers 5 after it, write for GPTQ and AWQ alike."""
 E5M2 = torch.float8_e5m2
 CASES: dict[str, Case] = (
     {
         "gptq-2": gptq_case(bits=2, form="GPTQ 2"),
         "gptq-3": gptq_case(bits=3, form="GPTQ 3"),
         "gptq-4": gptq_case(),
-        "gptq-8": gptq_case(bits=8, form="GPTQ 8"),
+        "gptq-8": gptq_case(
+            bits=8,
+            form="GPTQ 8",
+            first=False,
+            config=GPTQ_MODEL | {"method": "gptq", "format": "gptq_v2"},
+        ),
         "gptq-order": gptq_case(ordered=False, config={"desc_act": True}),
         "gptq-3-order": gptq_case(16, bits=3, ordered=False, form="GPTQ 3"),
         "gptq-v2": gptq_case(first=False, config={"checkpoint_format": "gptq_v2"}),
@@ -106,9 +123,15 @@ CASES: dict[str, Case] = (
         "gptq-8-order": gptq_case(8, form="", ordered=False),
         "gptq-biases": gptq_case(bias=True),
         "awq": Case(config=AWQ, write=partial(awq, group=32), form="AWQ 4", also=(HEAD,)),
-        "awq-24": Case(config=AWQ | {"group_size": 24}, write=partial(awq, group=24), form=""),
+        "awq-24": Case(
+            config=AWQ | GPTQ_MODEL | {"checkpoint_format": "gemm", "group_size": 24},
+            write=partial(awq, group=24),
+            form="",
+        ),
         "awq-gemv": Case(
-            config=AWQ | {"version": "gemv"}, write=partial(awq_gemv, group=32), form="AWQ 4"
+            config=AWQ | {"version": None, "format": "gemv"},
+            write=partial(awq_gemv, group=32),
+            form="AWQ 4",
         ),
         "fp8-blocks": Case(
             config={"quant_method": "fp8", "weight_block_size": [32, 32], "fmt": "e4m3"},
