@@ -102,6 +102,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "rope__scaling__type": "yarn",
             "rope__scaling__factor": 4.0,
             "rope__scaling__original_context_length": 128,
+            "rope__scaling__yarn_ext_factor": 1.0,
+            "rope__scaling__yarn_attn_factor": 0.878,
         },
     ),
     "qwen3": (ODD, {}),

@@ -174,6 +174,8 @@ def _read_scaling(fields: Fields, factors: Factors) -> dict[str, Any] | None:
         case "linear":
             return {"rope_type": "linear", "factor": factor}
         case "yarn":
+            fields.require("rope.scaling.yarn_ext_factor", 1.0)
+            fields.ignore("rope.scaling.yarn_attn_factor")  # llama.cpp computes it from the factor
             return {
                 "rope_type": "yarn",
                 "factor": factor,

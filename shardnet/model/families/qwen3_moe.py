@@ -108,6 +108,7 @@ def load_experts(
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata."""
+    fields.require("expert_shared_feed_forward_length", 0)
     config = read_gguf_decoder(fields, tensors, factors) | read_gguf_experts(fields)
     return config | {
         "moe_intermediate_size": fields.positive("expert_feed_forward_length"),

@@ -431,7 +431,10 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
                 "expert_gating_func": 2,
             }
         case "qwen3_moe":
-            made |= {"expert_feed_forward_length": config["moe_intermediate_size"]}
+            made |= {
+                "expert_feed_forward_length": config["moe_intermediate_size"],
+                "expert_shared_feed_forward_length": 0,
+            }
         case "gpt_oss":
             made |= {
                 "expert_feed_forward_length": config["intermediate_size"],
