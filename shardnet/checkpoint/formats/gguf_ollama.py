@@ -26,7 +26,7 @@ _ELSEWHERE: Final = (*_TOWERS, "a.", "model.vision_tower.", "mtp.")
 _OTHER_KEYS: Final = ("vision.", "audio.", "mm.")
 _UNUSED: Final = (
     *("image_token_id", "vision_start_token_id", "vision_end_token_id", "rope.mrope_interleaved"),
-    *("ssm.v_head_reordered", "spatial_merge_size"),
+    *("image_token_index", "ssm.v_head_reordered", "spatial_merge_size"),
 )
 """Keys that say what the tower or llama.cpp's own name for the architecture does."""
 _VISION_KEYS: Final = {
@@ -128,7 +128,9 @@ _DIALECTS: Final = {
         tokenizer={"pre": "gpt-4o"},
         fix=_size_experts,
     ),
-    "llama4": _Dialect(architecture="llama4"),
+    "llama4": _Dialect(
+        architecture="llama4", keys={"attention.chunk_size": "attention.sliding_window"}
+    ),
     "mistral3": _Dialect(
         architecture="mistral3",
         keys={

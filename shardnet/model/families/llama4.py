@@ -42,8 +42,8 @@ THETA = 500000.0
 CHUNKED = "chunked_attention"
 EXPERTS = ExpertNames(block="feed_forward", gate="gate_up_proj", up="gate_up_proj")
 _MOST_EXPERTS_WITH_NORM = 16
-"""Of the published models, the one with more experts has no norms over heads, which no key of a
-GGUF says."""
+"""Of the published models, the one with more experts has no norms over heads, which no key of
+llama.cpp's says."""
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -156,10 +156,11 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     """Read the metadata. What no key says is llama.cpp's own, which is the published models'."""
     config = read_gguf_decoder(fields, tensors, factors)
     n_experts = fields.take("expert_count", int, 0)
+    fields.require("attention.head_dim", config["head_dim"])
     config |= {
         "num_local_experts": n_experts,
         "intermediate_size_mlp": config["intermediate_size"],
-        "use_qk_norm": n_experts <= _MOST_EXPERTS_WITH_NORM,
+        "use_qk_norm": fields.take("use_qk_norm", bool, n_experts <= _MOST_EXPERTS_WITH_NORM),
         **_read_gguf_chunk(fields, config["num_hidden_layers"]),
     }
     if n_experts == 0:

@@ -80,6 +80,7 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     scale, log = fields.nonzero("attention.temperature_scale"), "yarn_log_multiplier"
     scaling = config["rope_scaling"] or {"rope_type": "default"}
     if (multiplier := fields.nonzero(f"rope.scaling.{log}")) is not None:
+        fields.require("rope.scaling.mscale", multiplier)
         scaling |= {"mscale": multiplier, "mscale_all_dim": multiplier}
     return config | {"rope_scaling": scaling | {BETA: scale}}
 

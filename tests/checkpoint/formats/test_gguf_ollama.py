@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from support.models.checkpoints import make_decoder
@@ -182,3 +183,40 @@ def test_gpt_oss_is_read_by_its_other_names(tmp_path: Path) -> None:
     assert ours.config == theirs.config
     for name in theirs.tensors:
         assert torch.equal(ours.read(name), theirs.read(name))
+
+
+YARN = {
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 4.0,
+    "rope__scaling__original_context_length": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "theirs", "own"),
+    [
+        (
+            "llama4_text",
+            {"attention__sliding_window": 256},
+            {"attention__chunk_size": 256, "attention__head_dim": 8, "use_qk_norm": True},
+        ),
+        (
+            "ministral3",
+            YARN
+            | {"rope__scaling__yarn_log_multiplier": 1.0, "attention__temperature_scale": 0.5}
+            | {"rope__scaling__yarn_beta_fast": 16.0},
+            YARN
+            | {"rope__scaling__mscale": 1.0, "rope__scaling__mscale_all_dim": 1.0}
+            | {"rope__scaling__beta_fast": 16.0, "rope__scaling_beta": 0.5}
+            | {"image_token_index": 10},
+        ),
+    ],
+)
+def test_its_other_keys(
+    family: str, theirs: dict[str, Any], own: dict[str, Any], tmp_path: Path
+) -> None:
+    source = make_decoder(tmp_path / "text", family, num_hidden_layers=2, head_dim=8)
+    plain = write_gguf(source, tmp_path / "plain.gguf", **theirs)
+    picture = {"v.patch_embd.weight": np.zeros((4, 4), dtype=np.float32)}
+    joined = write_gguf(source, tmp_path / "joined.gguf", extra=picture, **own)
+    assert Checkpoint.open(joined).config == Checkpoint.open(plain).config
