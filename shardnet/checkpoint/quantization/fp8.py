@@ -34,8 +34,8 @@ FP8_CODES: Final = {"F8_E4M3": Code.E4M3, "F8_E5M2": Code.E5M2}
 """By safetensors' name of a dtype."""
 _SKIPPED: Final = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".input_scale_ub")
 _IGNORED: Final = (
-    "activation_scheme activation_scale_ub fmt scale_fmt modules_to_not_convert ignored_layers "
-    "kv_cache_scheme dequantize"
+    "activation_scheme activation_scale_ub fmt scale_fmt modules_to_convert modules_to_not_convert "
+    "ignored_layers kv_cache_scheme dequantize"
 )
 
 
@@ -57,6 +57,8 @@ class ScaleLayout:
 def read_fp8(fields: Fields) -> WeightFormat:
     """Read `quantization_config`. Raises UnsupportedModelError for what is not implemented."""
     fields.ignore(*_IGNORED.split())
+    if (kind := fields.take("expert_dtype", str, "fp8")) != "fp8":
+        raise fields.unsupported("expert_dtype", kind, "fp8")
     sizes = fields.take("weight_block_size", list, [1, 1])
     if len(sizes) != 2 or not all(isinstance(n, int) and 0 < n <= MAX_SIZE for n in sizes):
         raise fields.damaged(

@@ -140,7 +140,16 @@ CASES: dict[str, Case] = (
             also=(HEAD,),
         ),
         "fp8-16": Case(
-            config={"quant_method": "fp8", "weight_block_size": [16, 16]},
+            config={
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "dequantize": False,
+                "expert_dtype": "fp8",
+                "modules_to_convert": ["lm_head"],
+                "modules_to_not_convert": None,
+                "scale_fmt": "float",
+                "weight_block_size": [16, 16],
+            },
             write=partial(fp8, scales="block"),
             form="",
         ),
