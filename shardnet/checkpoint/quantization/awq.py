@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in an integer the 4 bits of each of 8 outputs stand, with `gemm`."""
 _INTEGERS: Final = ("I32",)
-_IGNORED: Final = ("checkpoint_format", "do_fuse", "fuse_max_seq_len", "modules_to_fuse")
+_IGNORED: Final = (
+    *("checkpoint_format", "do_fuse", "fuse_max_seq_len", "modules_to_fuse"),
+    "zero_point",  # the tensors have zeros in any case
+)
 
 
 def read_awq(fields: Fields) -> WeightFormat:
@@ -37,7 +40,6 @@ def read_awq(fields: Fields) -> WeightFormat:
     take_shared(fields)
     fields.ignore(*_IGNORED)
     fields.require("bits", 4)
-    fields.require("zero_point", True)
     version = fields.take("version", str, fields.take("format", str, "gemm")).lower()
     combine = {"gemm": _combine_gemm, "gemv": _combine_gemv}.get(version)
     if combine is None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _IGNORED: Final = (
-    "ignore kv_cache_scheme global_compression_ratio quantization_status version "
+    "ignore kv_cache_scheme global_compression_ratio provider quantization_status version "
     "run_compressed dequantize use_optimized_inference"
 )
 _SKIPPED: Final = tuple(

@@ -35,7 +35,7 @@ _IGNORED: Final = (
     "use_exllama disable_exllama backend is_marlin_format mse quantizer act_group_aware "
     "amp autoround_version enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input "
     "gradient_accumulate_steps iters low_gpu_mem_usage lr minmax_lr nsamples seqlen "
-    "method modules_to_not_convert pack_impl"
+    "method modules_to_not_convert pack_impl provider scale_dtype to_quant_block_names"
 )
 """Keys about the making of a checkpoint, or for other programs."""
 
@@ -64,13 +64,14 @@ def read_gptq(fields: Fields) -> WeightFormat:
 
 
 def take_shared(fields: Fields) -> None:
-    """Take what GPTQModel and transformers write of GPTQ and AWQ alike.
+    """Take what GPTQModel, AutoRound and transformers write of GPTQ and AWQ alike.
 
     Raises UnsupportedModelError for other integers, or for modules stored in another way.
     """
     fields.ignore(*_IGNORED.split())
-    if fields.take("pack_dtype", str, "int32") != "int32":
-        raise fields.unsupported("pack_dtype", fields.take("pack_dtype", str), "int32")
+    for key, only in (("pack_dtype", "int32"), ("data_type", "int")):
+        if (kind := fields.take(key, str, only)) != only:
+            raise fields.unsupported(key, kind, only)
     exceptions = fields.take("dynamic", dict, {})
     if not all(pattern.startswith("-:") for pattern in exceptions):
         raise fields.unsupported("dynamic", exceptions, "patterns that begin with -:")

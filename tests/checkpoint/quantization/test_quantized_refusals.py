@@ -55,7 +55,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
             AWQ | {"version": "gemv_fast"},
             r"version = 'gemv_fast' is not supported; supported: gemm",
         ),
-        (AWQ | {"zero_point": False}, r"zero_point = False is not supported"),
+        (AWQ | {"data_type": "fp"}, r"data_type = 'fp' is not supported"),
         (FP8 | {"weight_block_size": [128]}, r"weight_block_size is \[128\]"),
         (FP8 | {"expert_dtype": "fp4"}, r"expert_dtype = 'fp4' is not supported"),
         (FP8 | {"rotation": "hadamard"}, r"rotation = 'hadamard' is not known"),

@@ -63,6 +63,7 @@ def compressed(name: str, weights: dict[str, Any], write: Write, form: str, **mo
         "ignore": ["lm_head"],
         "kv_cache_scheme": None,
         "global_compression_ratio": 1.5,
+        "provider": "auto-round",
         "quantization_status": "compressed",
         "sparsity_config": {},
         "transform_config": {},
@@ -93,15 +94,18 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "
 GPTQ_MODEL: dict[str, Any] = {
     "act_group_aware": True,
     "damp_percent": 0.05,
+    "data_type": "int",
     "desc_act": False,
     "lm_head": False,
     "meta": {"quantizer": ["gptqmodel:5.8.0"]},
     "pack_dtype": "int32",
     "pack_impl": "cpu",
+    "provider": "auto-round",
+    "scale_dtype": "torch.float16",
     "sym": True,
     "true_sequential": True,
 }
-"""What GPTQModel, and transformers 5 after it, write for GPTQ and AWQ alike."""
+"""What GPTQModel, AutoRound and transformers 5 write for GPTQ and AWQ alike."""
 E5M2 = torch.float8_e5m2
 CASES: dict[str, Case] = (
     {
@@ -124,7 +128,9 @@ CASES: dict[str, Case] = (
         "gptq-biases": gptq_case(bias=True),
         "awq": Case(config=AWQ, write=partial(awq, group=32), form="AWQ 4", also=(HEAD,)),
         "awq-24": Case(
-            config=AWQ | GPTQ_MODEL | {"checkpoint_format": "gemm", "group_size": 24},
+            config=AWQ
+            | GPTQ_MODEL
+            | {"checkpoint_format": "gemm", "group_size": 24, "zero_point": False},
             write=partial(awq, group=24),
             form="",
         ),
