@@ -40,17 +40,18 @@ _THETAS: Final = {FULL: ("rope_theta", 5e6), SLIDING: ("swa_rope_theta", 1e4)}
 
 def read_config(fields: Fields) -> ModelConfig:
     """Read a MiMoV2FlashConfig, or what its makers publish."""
-    epsilons = ("layernorm_epsilon", "rms_norm_eps")
+    epsilons = ("rms_norm_eps", "layernorm_epsilon")  # both where transformers saved it again
     config = read_decoder(
         fields,
         n_kv_heads=4,
         max_positions=131072,
         norm_eps=1e-5,
-        norm_key=next((key for key in epsilons if fields.given(key)), epsilons[1]),
+        norm_key=next((key for key in epsilons if fields.given(key)), epsilons[0]),
         head_size=192,
         intermediate_size=16384,
         rope=partial(_read_rope, FULL),
     )
+    fields.ignore(*epsilons)
     local_heads = 2 * config.n_kv_heads
     value_size = fields.positive("v_head_dim", 128)
     is_unscaled = fields.given("attention_value_scale")  # where it is null

@@ -7,10 +7,12 @@ those that are published today.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from shardnet.errors import UnsupportedModelError
 from shardnet.model.config.model_config import (
@@ -185,6 +187,25 @@ READ: dict[str, dict[str, Any]] = {
 def test_no_key_of_the_makers_refuses_a_model(name: str) -> None:
     config = parse_config(json.loads((FOLDER / f"{name}.json").read_text()), "config.json")
     assert {key: getattr(config, key) for key in READ[name]} == READ[name]
+
+
+OF_FILES: dict[str, Any] = {"eos_token_ids": (), "tie_word_embeddings": False} | dict.fromkeys(
+    ("bos_token_id", "checkpoint_dtype")
+)
+"""What is taken from other files where a config does not say it."""
+
+
+@pytest.mark.filterwarnings("ignore:.*rope_scaling.* is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", sorted(READ.keys() - {"kimi-k2"}))
+def test_a_config_that_transformers_saved_again_means_the_same(name: str, tmp_path: Path) -> None:
+    raw = json.loads((FOLDER / f"{name}.json").read_text())
+    plain = {key: value for key, value in raw.items() if key != "auto_map"}
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    again = json.loads((tmp_path / "again" / "config.json").read_text())
+    both = (parse_config(one, "config.json") for one in (raw, again))
+    ours, theirs = (replace(config, **OF_FILES) for config in both)
+    assert ours == theirs
 
 
 def test_command_r7b_saved_again_by_transformers_4() -> None:
