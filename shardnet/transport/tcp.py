@@ -135,9 +135,10 @@ async def _dial(host: str, port: int, options: LinkOptions) -> socket.socket:
     else:
         infos = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for last, (family, kind, number, _, address) in enumerate(infos, start=1 - len(infos)):
-        sock = socket.socket(family, kind, number)
+        sock = None
         connected = False
         try:
+            sock = socket.socket(family, kind, number)  # which fails for a family not had here
             sock.setblocking(False)
             set_buffers(sock, options)
             async with deadline(options.handshake_s / len(infos)):
@@ -148,7 +149,7 @@ async def _dial(host: str, port: int, options: LinkOptions) -> socket.socket:
             if last == 0:
                 raise
         finally:
-            if not connected:
+            if sock is not None and not connected:
                 sock.close()
     raise PeerUnreachableError(f"{format_address(host, port)}: the host has no address")
 

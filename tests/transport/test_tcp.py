@@ -168,6 +168,31 @@ def test_every_address_of_a_host_is_tried(
     harness.run(scenario)
 
 
+def test_a_host_with_an_address_of_a_family_that_is_switched_off_is_reached(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `localhost` on a Linux that was started with ipv6.disable=1: no such socket can be had."""
+
+    async def scenario(harness: Harness) -> None:
+        listener = await harness.listen(keep)
+
+        async def two_families(*_: object, **__: object) -> list[Any]:
+            return [
+                (65000, socket.SOCK_STREAM, 6, "", ("::1", listener.port, 0, 0)),
+                (socket.AF_INET, socket.SOCK_STREAM, 6, "", (LOCAL, listener.port)),
+            ]
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", two_families, raising=False)
+        options = replace(OPTIONS, identity=harness.identity)
+        link = await connect("two.families", listener.port, hello(), options=options)
+        assert link.peer_address == f"{LOCAL}:{listener.port}"
+        await link.close()
+
+    if harness.loop_factory is not asyncio.new_event_loop:
+        pytest.skip("uvloop's loop takes no patches")
+    harness.run(scenario)
+
+
 def test_an_ipv6_address_is_written_in_brackets(harness: Harness) -> None:
     async def scenario(harness: Harness) -> None:
         listener = await listen("::1", 0, hello("b"), keep, options=OPTIONS)
