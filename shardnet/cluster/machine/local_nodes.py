@@ -100,7 +100,7 @@ class LocalNodes:
         return entry
 
     def keep(self, entry: LocalNode, address: str) -> LocalNode:
-        """Keep the entry of a node that runs: with its `address` now, and touched once in TOUCH_S.
+        """Keep the entry of a node that runs: `address` and place of now, touched once in TOUCH_S.
 
         Writes it again where somebody has deleted it. Raises OSError as `add`.
         """
@@ -111,10 +111,10 @@ class LocalNodes:
             is_there = True
         except FileNotFoundError:
             is_there = False
-        if not is_there or entry.address != address:
-            entry = replace(entry, address=address)
-            self._write(entry)
-        return entry
+        now = replace(entry, address=address, place=this_place())
+        if not is_there or now != entry:
+            self._write(now)
+        return now
 
     def _write(self, entry: LocalNode) -> None:
         with contextlib.suppress(NotOwnError):  # said with a remedy below

@@ -77,6 +77,18 @@ def test_an_entry_follows_the_address_and_comes_back_when_it_was_deleted(tmp_pat
     assert (tmp_path / "a.json").stat().st_mtime > before + TOUCH_S
 
 
+def test_an_entry_follows_the_name_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On macOS a network may give the machine another name, and the place is that name."""
+    nodes = LocalNodes(tmp_path)
+    entry = nodes.add(node="a", name="A", address="10.0.0.1:7433", pid=os.getpid())
+    monkeypatch.setattr(local_nodes, "this_place", lambda: "mac.fritz.box")
+    assert nodes.list() == []
+    kept = nodes.keep(entry, entry.address)
+    assert nodes.list() == [kept]
+
+
 def test_containers_that_share_a_folder_see_their_own_nodes_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
