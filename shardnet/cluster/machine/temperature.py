@@ -21,6 +21,7 @@ from typing import Any, Final, Protocol
 import psutil
 
 from shardnet.cluster.machine.cores import MEMBERSHIP, ROOT, group_folders
+from shardnet.cluster.machine.device_list import CUDA, NVIDIA
 from shardnet.cluster.pressure.policy import OwnerLook
 from shardnet.threads import DaemonThreads
 
@@ -47,7 +48,9 @@ class _Reading(Protocol):
 
 
 class Thermometer:
-    """Reads the temperature of a device of `kind` cpu or cuda, each time on a thread of its own."""
+    """Reads the temperature of a device of a `kind` of device_list.py, each time on a thread of its
+    own: NVIDIA's GPU, or else the CPU.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class Thermometer:
         clock: Callable[[], float] = time.monotonic,
         sensor: Callable[[], float | None] | None = None,
     ) -> None:
-        self._sensor = sensor or (gpu_temperature if kind == "cuda" else cpu_temperature)
+        self._sensor = sensor or (gpu_temperature if kind in (CUDA, NVIDIA) else cpu_temperature)
         self._clock = clock
         self._reading: Future[float | None] | None = None
         self._latest: float | None = None
@@ -155,7 +158,10 @@ def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
     import torch
 
     nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    try:
+        uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    except AssertionError as error:  # torch for CPUs alone, beside the kernel text
+        raise RuntimeError("torch has no CUDA") from error
     device = ctypes.c_void_p()
     if (
         nvml.nvmlInit_v2() != 0

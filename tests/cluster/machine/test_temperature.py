@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardnet.cluster.machine import temperature
 from shardnet.cluster.machine.temperature import (
     FRESH_S,
     Thermometer,
@@ -130,6 +131,30 @@ def test_the_gpu_that_torch_computes_on_is_asked(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
     assert gpu_temperature() is None
+
+
+def test_a_gpu_beside_a_torch_without_cuda_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--device nvidia:0` needs no more: neither may end what looks after the memory."""
+
+    def no_cuda(index: int) -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", no_cuda)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Nvml())
+    assert gpu_temperature() is None
+    assert gpu_use({os.getpid()}) is None
+
+
+@pytest.mark.parametrize(("kind", "degrees"), [("cpu", 40.0), ("cuda", 70.0), ("nvidia", 70.0)])
+def test_the_device_that_computes_is_read(
+    kind: str, degrees: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(temperature, "cpu_temperature", lambda: 40.0)
+    monkeypatch.setattr(temperature, "gpu_temperature", lambda: 70.0)
+    thermometer = Thermometer(kind)
+    thermometer.read()
+    assert thermometer._reading is not None
+    assert thermometer._reading.result(10) == degrees
 
 
 def supply(folder: Path, name: str, **files: str) -> None:
