@@ -89,14 +89,22 @@ class ControlLink:
     Incoming requests and notices go to `handler`, each in a task of its own. A ShardnetError that
     it raises is sent back as Failed; any other exception, a library's panic too, is a bug, which is
     logged and ends its request only. Cancelling the wait for an answer cancels the request at the
-    peer.
+    peer. `on_lost` is called when the link ends by itself, before `serve` has waited for handlers.
     """
 
-    def __init__(self, link: Link, handler: Handler, *, peer_name: str = "") -> None:
+    def __init__(
+        self,
+        link: Link,
+        handler: Handler,
+        *,
+        peer_name: str = "",
+        on_lost: Callable[[ShardnetError], None] = lambda error: None,
+    ) -> None:
         self.link = link
         self.peer_name = peer_name or f"{link.peer.name} ({link.peer_address})"
         """Name of the peer in messages to people."""
         self._handler = handler
+        self._on_lost = on_lost
         self._numbers = count(1)
         self._answers: dict[int, OnAnswer] = {}
         self._handling: dict[int, asyncio.Task[None]] = {}
@@ -211,19 +219,30 @@ class ControlLink:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                await self._read(tasks)
+                try:
+                    await self._read(tasks)
+                except ShardnetError as error:
+                    if self.link.closed:  # told now: a handler that is cancelled may await a disk
+                        self._note_end(error)
+                        self._on_lost(error)
+                    raise
         except* Exception as group:
             first = first_error(group)
             error = internal_error("a control link", first)
             if error is not first:
                 _log.error("the link of %s failed: %r in %s", self.peer_name, first, where(first))
-            self.ended = error
-            for on_answer in self._answers.values():
-                on_answer(error)
+            self._note_end(error)
             if not self.link.closed:  # this side ended it: report why
                 self.link.send(error_frame(error))
                 await self.link.close()
             raise error from None
+
+    def _note_end(self, error: ShardnetError) -> None:
+        """Note what has ended the link, once, and tell whoever waits for an answer."""
+        if self.ended is None:
+            self.ended = error
+            for on_answer in self._answers.values():
+                on_answer(error)
 
     async def _read(self, tasks: asyncio.TaskGroup) -> None:
         while True:

@@ -140,7 +140,9 @@ class PeerLinks:
             self._peers[node] = peer
         smaller = self.node < node
         peer_link = PeerLink(
-            control=ControlLink(link, self.handler),
+            control=ControlLink(
+                link, self.handler, on_lost=lambda error: self._ended(node, peer_link, error)
+            ),
             dialled_at=dialled_at,
             by_smaller=bool(dialled_at) == smaller,
         )
@@ -214,6 +216,9 @@ class PeerLinks:
         await peer_link.control.link.close()  # the peer is gone; TCP takes a moment more
 
     def _ended(self, node: NodeId, peer_link: PeerLink, error: ShardnetError) -> None:
+        """Take a link that has ended out, once."""
+        if peer_link.ended.is_set():
+            return
         peer = self._peers[node]
         peer.links.remove(peer_link)
         peer_link.ended.set()

@@ -19,8 +19,9 @@ from shardnet.errors import (
     RemoteProtocolError,
     ShardnetError,
 )
+from shardnet.transport.loop import finish
 from shardnet.transport.memory import memory_pair
-from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.control import Done, control_frame
 from shardnet.wire.messages.generation import Unload
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import IdentifyModel, ModelIdentity
@@ -142,6 +143,36 @@ def test_the_end_of_the_link_ends_every_wait_and_later_requests() -> None:
             for _ in range(2):
                 with pytest.raises(LinkError):
                     await asking.ask(Unload(request=asking.next_request()), Done)
+
+    asyncio.run(main())
+
+
+def test_the_end_of_a_link_is_told_before_what_it_cancels_has_ended() -> None:
+    """A load that is cancelled may wait for its disk; whoever watches the peer must not."""
+
+    async def main() -> None:
+        began, may_end = asyncio.Event(), asyncio.Event()
+        ends: list[ShardnetError] = []
+
+        async def load(control: ControlLink, message: Incoming) -> None:
+            began.set()
+            await finish(may_end.wait())
+
+        near, far = await memory_pair(hello("near"), hello("far"))
+        control = ControlLink(near, load, on_lost=ends.append)
+        serving = asyncio.create_task(control.serve())
+        far.send(control_frame(Unload(request=1)))
+        await began.wait()
+        asking = asyncio.create_task(control.ask(Unload(request=1), Done))
+        await asyncio.sleep(0)
+        far.abort("gone")
+        with pytest.raises(LinkError):
+            await asking
+        assert (ends, serving.done()) == ([control.ended], False)
+        may_end.set()
+        with pytest.raises(LinkError):
+            await serving
+        assert len(ends) == 1
 
     asyncio.run(main())
 

@@ -15,6 +15,7 @@ from shardnet.cluster.peers.peers import MAX_LEFT_OUT
 from shardnet.errors import LinkError, PeerUnreachableError, ShardnetError, UsageError
 from shardnet.transport.asyncio_link import AsyncioLink
 from shardnet.transport.link import Link, LinkOptions
+from shardnet.transport.loop import finish
 from shardnet.transport.memory import join
 from shardnet.types import NodeId
 from shardnet.wire.framing.frames import Frame, FrameKind
@@ -454,6 +455,36 @@ def test_a_lost_node_is_gone_at_once_and_whoever_watches_is_told_once() -> None:
             await a.until(lambda: "c" not in a.known("b").reported_by)
             a.peers.links.watch(control, lost.append)
             assert len(lost) == 2, "what has ended is told at once"
+
+    asyncio.run(main())
+
+
+def test_a_node_is_lost_though_what_it_asked_for_has_not_stopped_yet() -> None:
+    """Another head may take this node, and the lost one may come back by a link that is used."""
+
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            began, may_stop = asyncio.Event(), asyncio.Event()
+
+            async def stop_late(control: ControlLink, message: Incoming) -> None:
+                if isinstance(message, Ping) and message.request >= 1000:
+                    began.set()
+                    await finish(may_stop.wait())
+                await a._handle(control, message)
+
+            a.peers.links.handler = stop_late
+            control = await b.peers.link_to(a.address)
+            asking = asyncio.create_task(control.ask(Ping(request=1000), Done))
+            await began.wait()
+            control.link.abort("the network between is cut")
+            await a.until(lambda: a.said("b is gone") == 1)
+            with pytest.raises(LinkError):
+                await asking
+            await b.until(lambda: b.said("a is gone") == 1)
+            await b.peers.link_to(a.address)
+            await a.until(lambda: a.peers.links.link_of(b.node) is not None)
+            assert await is_used(a, b)
+            may_stop.set()
 
     asyncio.run(main())
 
