@@ -89,6 +89,8 @@ class StageHost:
         self.membership: RingMembership | None = None
         self._prepared: PreparedStage | None = None
         self._is_preparing = False
+        self._overtaken: PeerFailedError | None = None
+        """Why what is prepared now is not wanted any more."""
 
     def state(self) -> StageState | None:
         """Describe the loaded stage and its place in a ring, for people."""
@@ -138,7 +140,8 @@ class StageHost:
         self.refusals.check_not_superseded(owner, message.epoch, self.membership)
         refuse_others(self.membership, owner)  # whose loading keeps the lock for long
         if self._is_preparing:
-            self._loader.cancel(PeerFailedError(f"ring {message.ring} came before it was ready"))
+            self._overtaken = PeerFailedError(f"ring {message.ring} came before it was ready")
+            self._loader.cancel(self._overtaken)
         async with self._changing:
             self.refusals.check_not_closing()
             refuse_others(self.membership, owner)
@@ -237,15 +240,20 @@ class StageHost:
         async with self._changing:
             self.refusals.check_not_closing()
             refuse_others(self.membership, owner)
-            stage = await self._loader.find(order, self._stages)
-            was_here = stage is not None
-            if self._prepared is not None and self._prepared.ring != ring:
-                await self.forget_arrivals()
-            self._prepared = None
-            self._is_preparing = True
+            self._is_preparing, self._overtaken = True, None
             try:
-                if stage is None:
-                    stage = await self._loader.grow(self.loaded, order, memory_bytes, on_progress)
+                stage = await self._loader.find(order, self._stages)
+                was_here = stage is not None
+                if self._prepared is not None and self._prepared.ring != ring:
+                    await self.forget_arrivals()
+                self._prepared = None
+                lacking = [] if was_here else await self._loader.lacking(self.loaded, order)
+                if stage is None and self._overtaken is not None:  # before work could be cancelled
+                    raise self._overtaken
+                if self.loaded is not None and lacking:
+                    stage = await self._loader.grow(
+                        self.loaded, order, lacking, memory_bytes, on_progress
+                    )
                 if stage is None:
                     held_bytes = self.weight_bytes_by_device
                     kept = self.loaded.kept if self.loaded is not None else []

@@ -120,19 +120,19 @@ class StageLoader:
         """Say whether a stage is the one that `order` would give."""
         return stage is not None and await self.run(order.folder, partial(stage.fits, order))
 
+    async def lacking(self, own: LoadedStage | None, order: StageOrder) -> list[StageOrder]:
+        """Return what the stage in use lacks of `order`; nothing if it is no part of that."""
+        return [] if own is None else await self.run(order.folder, partial(own.lacks, order))
+
     async def grow(
         self,
-        own: LoadedStage | None,
+        own: LoadedStage,
         order: StageOrder,
+        lacking: Sequence[StageOrder],
         memory_bytes: Sequence[int],
         on_progress: Callable[[int, int], None],
-    ) -> LoadedStage | None:
-        """Load what the stage in use lacks of `order`, and join both; None if it is no part."""
-        if own is None:
-            return None
-        lacking = await self.run(order.folder, partial(own.lacks, order))
-        if not lacking:
-            return None
+    ) -> LoadedStage:
+        """Load what the stage in use is `lacking` of `order`, and join both."""
         stages, left_bytes = [own], [*memory_bytes]
         for part in lacking:
             for place, n_bytes in stages[-1].weight_bytes_by_place.items():

@@ -219,6 +219,41 @@ def test_a_node_that_leaves_does_not_wait_until_it_has_loaded(
     hosted(main)
 
 
+def test_a_ring_does_not_wait_for_a_stage_that_is_only_made_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where it comes while the files of that stage are looked at, before they are loaded."""
+
+    async def main(host: StageHost) -> None:
+        looked, loop, may_look = asyncio.Event(), asyncio.get_running_loop(), threading.Event()
+        began = loading_never_ends(monkeypatch)
+
+        def part(order: StageOrder) -> None:
+            loop.call_soon_threadsafe(looked.set)
+            may_look.wait(30)
+
+        host.loaded = cast(
+            LoadedStage,
+            SimpleNamespace(part=part, lacks=lambda order: [], kept=[], moves=None, parts=()),
+        )
+        preparing = asyncio.create_task(
+            host.prepare(
+                "next", "head", STAGE_ORDER, memory_bytes=[1], on_progress=lambda done, total: None
+            )
+        )
+        await looked.wait()
+        entering = asyncio.create_task(enter_ring(host))
+        await asyncio.sleep(0)
+        may_look.set()
+        assert await entering is host.membership
+        with pytest.raises(PeerFailedError, match="ring r came before it was ready"):
+            await preparing
+        assert not began.is_set()
+        host.loaded = None
+
+    hosted(main)
+
+
 def test_a_node_that_has_left_refuses_by_name() -> None:
     async def main(host: StageHost) -> None:
         await host.close()
