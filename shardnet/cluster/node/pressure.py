@@ -251,7 +251,6 @@ class OwnState:
         loaded, membership = self.host.loaded, self.host.membership
         first, *others = devices = self.settings.budget.devices
         total_bytes = self.orders.memory_bytes()
-        used_bytes = loaded.weight_bytes if loaded else 0
         stage = None
         if loaded is not None:
             layers = loaded.order.layers
@@ -267,7 +266,7 @@ class OwnState:
             version=__version__,
             device=" + ".join(device.description for device in devices)[:MAX_NAME],
             memory_bytes=total_bytes,
-            memory_free_bytes=max(0, total_bytes - used_bytes),
+            memory_free_bytes=max(0, total_bytes - self.host.weight_bytes),
             cores=available_cores(),
             threads=self.orders.threads,
             dtypes=[dtype.value for dtype in first.dtypes],

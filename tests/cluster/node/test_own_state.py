@@ -16,7 +16,7 @@ CPU = Device(kind="cpu", description="cpu", dtypes=(), arithmetic="AVX-512 bfloa
 CARD = Device(kind="nvidia", index=0, description="nvidia:0 (A)", dtypes=(), arithmetic="portable")
 
 
-def state_of(*devices: Device, is_over: bool = False) -> OwnState:
+def state_of(*devices: Device, is_over: bool = False, standby_bytes: int = 0) -> OwnState:
     order = SimpleNamespace(form=SimpleNamespace(model="/m"), layers=LayerRange(1, 4))
     return OwnState(
         settings=cast(
@@ -33,6 +33,7 @@ def state_of(*devices: Device, is_over: bool = False) -> OwnState:
             Any,
             SimpleNamespace(
                 loaded=SimpleNamespace(order=order, weight_bytes=1),
+                weight_bytes=1 + standby_bytes,
                 membership=SimpleNamespace(is_over=is_over, rank=2),
                 refusals=SimpleNamespace(is_draining=False, rests=""),
             ),
@@ -40,7 +41,7 @@ def state_of(*devices: Device, is_over: bool = False) -> OwnState:
         orders=cast(
             Any,
             SimpleNamespace(
-                memory_bytes=lambda: 2,
+                memory_bytes=lambda: 8,
                 device_bytes=lambda: [1] * len(devices),
                 threads_of=lambda place: 1,
                 threads=1,
@@ -65,3 +66,9 @@ def test_behind_a_device_of_the_kernel_text_the_cpu_computes_as_that_does() -> N
     assert state_of(CPU).info().arithmetic == "AVX-512 bfloat16"
     unlike = replace(CARD, arithmetic="A, 1e-06 from the compiled kernels")
     assert state_of(unlike, CPU).info().arithmetic == f"{unlike.arithmetic} + AVX-512 bfloat16"
+
+
+def test_what_a_standby_takes_is_not_free() -> None:
+    """A draft model may take all that is."""
+    assert state_of(CPU).memory_free_bytes() == 7
+    assert state_of(CPU, standby_bytes=4).memory_free_bytes() == 3
