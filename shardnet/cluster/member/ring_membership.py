@@ -292,6 +292,9 @@ class RingMembership:
         nobody waits for last words, and a neighbour may hang: its links are dropped at once.
         """
         self._left = True
+        self._upstream.cancel()  # who comes while this waits is turned away
+        if self.span is not None:
+            self.span.cancel()
         is_broken = self._task is not None and self._task.done()
         if self._task is not None:
             self._end_gathers()
@@ -312,9 +315,6 @@ class RingMembership:
                 link.abort("the ring broke")
             else:
                 await link.close()
-        self._upstream.cancel()
-        if self.span is not None:
-            self.span.cancel()
 
     def _open_links(self) -> list[Link]:
         """Return all links of this membership, to neighbours and to the nodes of its stage."""

@@ -214,6 +214,47 @@ def test_a_seat_that_is_left_while_it_connects_keeps_no_link() -> None:
     asyncio.run(main())
 
 
+def test_a_neighbour_that_comes_while_a_seat_is_left_is_turned_away() -> None:
+    """Nobody would close its link."""
+
+    async def main() -> None:
+        closing, may_close = asyncio.Event(), asyncio.Event()
+
+        class Slow:
+            """The link to the stage behind, whose last words take a while."""
+
+            async def close(self) -> None:
+                closing.set()
+                await may_close.wait()
+
+        async def dial(address: str, own: DataEnd) -> Link:
+            return cast(Link, Slow())
+
+        one = membership(print, n_stages=2, dial=dial)
+        joining = asyncio.create_task(one.join([Lane(BrokenCompute(), Executor("test"))], None))
+        await asyncio.sleep(0)
+        leaving = asyncio.create_task(one.leave())
+        await closing.wait()
+        before = Hello(
+            purpose=Purpose.DATA,
+            role=PeerRole.NODE,
+            node="n",
+            name="n",
+            version="0",
+            ring="r",
+            epoch=1,
+            rank=1,
+        )
+        with pytest.raises(UsageError, match="opened a data link here"):
+            one.check_hello(before)
+        may_close.set()
+        await leaving
+        with pytest.raises(PeerFailedError, match="this node left ring r while its links"):
+            await joining
+
+    asyncio.run(main())
+
+
 def test_a_seat_that_is_left_while_it_waits_for_its_neighbour_says_so() -> None:
     """A cancellation would be nobody's error: the head's ring would seem to be connected."""
 
