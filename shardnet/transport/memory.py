@@ -17,6 +17,8 @@ from shardnet.wire.connection.connection import HelloAnswer
 from shardnet.wire.framing.frames import KIB, Buffer
 from shardnet.wire.messages.handshake import Hello
 
+MEMORY_HOSTS: Final = ("memory-a", "memory-b")
+"""The hosts in the addresses of both ends: no link from outside of this process has such a one."""
 _DEFAULT_BUFFER_BYTES: Final = 64 * KIB
 
 
@@ -44,8 +46,9 @@ def join(
     make a protocol pause writing.
     """
     high_water = _DEFAULT_BUFFER_BYTES if buffer_bytes is None else buffer_bytes
-    end_a = _MemoryTransport(a, "memory-b", high_water)
-    end_b = _MemoryTransport(b, "memory-a", high_water)
+    host_a, host_b = MEMORY_HOSTS
+    end_a = _MemoryTransport(a, host_b, high_water)
+    end_b = _MemoryTransport(b, host_a, high_water)
     end_a.other, end_b.other = end_b, end_a
     a.connection_made(end_a)
     b.connection_made(end_b)

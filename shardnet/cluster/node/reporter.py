@@ -36,6 +36,7 @@ from shardnet.cluster.router.router import Router
 from shardnet.errors import AuthenticationError, ShardnetError, UsageError, first_error
 from shardnet.runtime.loading.model_facts import config_text, identify_at
 from shardnet.transport.address import host_of, split_address
+from shardnet.transport.memory import MEMORY_HOSTS
 from shardnet.types import SequenceId
 from shardnet.wire.framing.frames import PROTOCOL_VERSION
 from shardnet.wire.framing.schema import MAX_PEER_ADDRESSES
@@ -133,8 +134,8 @@ class NodeReporter:
         control.send(Done(request=message.request))
 
     def _check_member(self, control: ControlLink) -> None:
-        address = control.link.peer_address
-        if self.cluster is None and not is_loopback(host_of(address)):
+        host = host_of(control.link.peer_address)
+        if self.cluster is None and not (is_loopback(host) or host in MEMORY_HOSTS):
             raise AuthenticationError(
                 "a node without a cluster key reports only to its own machine",
                 remedy="run `shardnet key new` on one machine and `shardnet key join` on the "

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.cluster.small_node import small_settings
 
 from shardnet import __version__
-from shardnet.api.client import Client, connect
+from shardnet.api.client import Client, connect, open_client
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import Device, MemoryBudget
 from shardnet.cluster.node import parts, reporter
-from shardnet.cluster.node.node import Node, listening
+from shardnet.cluster.node.node import Node, listening, running
 from shardnet.cluster.node.reporter import free_bytes
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers import node_directory
@@ -226,6 +227,20 @@ def test_only_members_and_this_machine_are_told(
     control: Any = SimpleNamespace(link=SimpleNamespace(peer_address=address))
     with contextlib.nullcontext() if is_told else pytest.raises(AuthenticationError, match="key"):
         told._check_member(control)
+
+
+def test_the_server_in_the_process_of_a_node_is_told_without_a_key(tmp_path: Path) -> None:
+    """Metrics and the dashboard of `shardnet serve` on one machine have nothing else to show."""
+
+    async def main() -> None:
+        async with (
+            running(small_settings(tmp_path)) as node,
+            open_client(await node.client(), None, node_name="here") as client,
+        ):
+            assert node.cluster is None
+            assert (await own(client)).uptime_s >= 0
+
+    asyncio.run(main())
 
 
 def test_a_list_comes_at_once_with_what_was_known_of_a_peer_that_hangs(
