@@ -326,9 +326,9 @@ def _unreached(address: str, error: ShardnetError) -> AddressView:
 
 def _remembered(known: KnownNode, address: str) -> AddressView:
     """Return the outcome of the last attempt at an address."""
-    if address == known.address:
-        return AddressView(address=address, seen="answers", rtt_s=known.rtt_s)
     why = explanation(known.failures.get(address, ""), MAX_REASON)
+    if address == known.address and not why:
+        return AddressView(address=address, seen="answers", rtt_s=known.rtt_s)
     return AddressView(address=address, seen="failed" if why else "not tried", why=why)
 
 

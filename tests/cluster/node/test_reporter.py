@@ -26,6 +26,7 @@ from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers import node_directory
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.peer_links import clock_ahead
+from shardnet.cluster.peers.peer_table import KnownNode
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import AuthenticationError, ShardnetError
 from shardnet.transport import tcp
@@ -241,6 +242,16 @@ def test_the_server_in_the_process_of_a_node_is_told_without_a_key(tmp_path: Pat
             assert (await own(client)).uptime_s >= 0
 
     asyncio.run(main())
+
+
+def test_an_address_that_answered_once_is_not_said_to_answer_for_ever() -> None:
+    """The dashboard says why a node that was switched off is not reached."""
+    known = KnownNode(node=NodeId("b"), name="bert", address="h:1", rtt_s=0.001)
+    assert reporter._remembered(known, "h:1").seen == "answers"
+    known.failures["h:1"] = "h:1: no answer within 5 s"
+    view = reporter._remembered(known, "h:1")
+    assert (view.seen, view.why, view.rtt_s) == ("failed", "h:1: no answer within 5 s", None)
+    assert reporter._remembered(known, "h:2").seen == "not tried"
 
 
 def test_a_list_comes_at_once_with_what_was_known_of_a_peer_that_hangs(
