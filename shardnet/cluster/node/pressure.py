@@ -33,6 +33,7 @@ from shardnet.cluster.pressure.policy import (
     PressurePolicy,
 )
 from shardnet.cluster.router.router import Router
+from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import BusyError, ShardnetError
 from shardnet.types import PORTABLE_ARITHMETIC, NodeId
 from shardnet.wire.framing.schema import MAX_NAME
@@ -59,8 +60,9 @@ class NodePressure:
     """Looks after the machine of one node.
 
     `memory` returns what is available there, None does not look; `owner` returns what others do
-    there, and may take some milliseconds; without it the node does not yield to them. `link_of`
-    gives the link to a head, `on_changed` is called when the node begins or ends to rest.
+    there, and may take some milliseconds, on a thread of `disk`; without it the node does not yield
+    to them. `link_of` gives the link to a head, `on_changed` is called when the node begins or ends
+    to rest.
     """
 
     head: Head
@@ -69,6 +71,7 @@ class NodePressure:
     unused: UnusedModels
     drafts: Drafts
     encoders: Encoders
+    disk: DiskJobs
     link_of: Callable[[NodeId], ControlLink | None]
     memory: Callable[[], MemoryLook] | None
     owner: Callable[[], OwnerLook] | None
@@ -108,7 +111,7 @@ class NodePressure:
         held_bytes = self.host.weight_bytes
         why, memory = "", None
         if self.owner is not None:
-            why = self._watch.look(self.clock(), await asyncio.to_thread(self.owner))
+            why = self._watch.look(self.clock(), await self._look_at_owner(self.owner))
         if self.memory is not None and (held_bytes or self.rests):
             memory = self.memory()
         match self._policy.look(self.clock(), memory, why, held_bytes):
@@ -122,6 +125,13 @@ class NodePressure:
                 pass
         if self.rests:
             await self._give_away()
+
+    async def _look_at_owner(self, owner: Callable[[], OwnerLook]) -> OwnerLook:
+        """Look at what others do here. Nothing is known while the driver of a GPU hangs."""
+        try:
+            return await self.disk.run("what others do on this machine", owner)
+        except ShardnetError:
+            return OwnerLook(n_cores=1)
 
     @property
     def rests(self) -> str:

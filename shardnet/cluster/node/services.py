@@ -237,6 +237,7 @@ class Services:
             unused=self.unused,
             drafts=self.drafts,
             encoders=self.encoders,
+            disk=self._stage.disk,
             link_of=self._link_of,
             memory=_memory_look(settings) if has_cpu else None,
             owner=_owner_look(settings, self.head, host) if settings.yields else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
@@ -16,9 +17,10 @@ from support.models.checkpoints import make_llama
 from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import connect
-from shardnet.cluster.node.node import Node, listening
+from shardnet.cluster.node.node import Node, listening, running
 from shardnet.cluster.node.pressure import UnusedModels
-from shardnet.cluster.pressure.policy import MemoryLook, OwnerLook
+from shardnet.cluster.pressure.policy import Action, MemoryLook, OwnerLook
+from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import BusyError, PeerFailedError, PlanError
 from shardnet.types import NodeId
 from shardnet.wire.messages.generation import Unload
@@ -130,6 +132,29 @@ def test_a_node_gives_caches_then_layers_and_takes_part_again(
             assert not anna.info().rests
 
     asyncio.run(main())
+
+
+def test_memory_is_looked_at_though_the_driver_of_a_gpu_hangs(tmp_path: Path) -> None:
+    """Nor does the end of the process wait for that look."""
+    answers = threading.Event()
+
+    async def main() -> None:
+        async with running(small_settings(tmp_path)) as node:
+            looks: list[float] = []
+            machine, pressure = Machine().of(node), cast(Any, node.pressure)
+            pressure.disk = DiskJobs("test", silence_s=0.05)
+            pressure.owner = lambda: answers.wait(60)
+            pressure._policy = SimpleNamespace(
+                look=lambda now_s, *_: looks.append(now_s) or Action.NOTHING, why=""
+            )
+            for _ in range(2):
+                await machine.look(node)
+            assert looks == [2.0, 4.0]
+
+    try:
+        asyncio.run(main())
+    finally:
+        answers.set()
 
 
 class Around:
