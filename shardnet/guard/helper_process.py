@@ -134,7 +134,10 @@ class HelperProcess:
             if self._child is not None and not self._child.is_alive:
                 self._end()  # while it had nothing to do: the system may need its memory
             if self._child is None:
-                self._child = _Child(self._module)
+                try:
+                    self._child = _Child(self._module)
+                except OSError as error:  # too many files are open, or no memory is left
+                    raise JobFailedError(f"its process does not start: {error.strerror}") from None
                 self.n_started += 1
             return self._child
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -70,6 +71,21 @@ def test_a_job_that_ends_its_process_is_named_and_the_next_has_another(
     assert helper.pid is None
     check_works(helper)
     assert helper.pid != first
+
+
+def test_where_no_process_starts_the_job_fails_by_name_and_the_next_one_is_done(
+    helper: HelperProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that has too many files open for a moment is no bug of its own."""
+
+    def no_pipe(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as full:
+        full.setattr(subprocess, "Popen", no_pipe)
+        with pytest.raises(JobFailedError, match="does not start: Too many open files"):
+            helper.call("echo", {"value": 1}, LIMITS)
+    check_works(helper)
 
 
 def test_closing_ends_the_process_even_if_it_works(helper: HelperProcess) -> None:
