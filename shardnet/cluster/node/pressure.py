@@ -314,10 +314,6 @@ class OwnState:
         is_behind = device.kind == CPU and first.arithmetic == PORTABLE_ARITHMETIC
         return PORTABLE_ARITHMETIC if is_behind and first.driver else device.arithmetic
 
-    def memory_free_bytes(self) -> int:
-        """Return the bytes that a stage may take and that are not loaded."""
-        return self.info().memory_free_bytes
-
     def threads(self) -> int:
         """Return the threads that a stage computes with."""
         return self.orders.threads

@@ -144,7 +144,7 @@ class Services:
         self.drafts = Drafts(
             disk=stage.disk,
             device=settings.budget.device.for_torch,
-            spare_bytes=stage.own.memory_free_bytes,
+            spare_bytes=stage.orders.free_bytes,
             threads=stage.own.threads,
         )
         self.constraints = Constraints()

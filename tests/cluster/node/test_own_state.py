@@ -69,6 +69,5 @@ def test_behind_a_device_of_the_kernel_text_the_cpu_computes_as_that_does() -> N
 
 
 def test_what_a_standby_takes_is_not_free() -> None:
-    """A draft model may take all that is."""
-    assert state_of(CPU).memory_free_bytes() == 7
-    assert state_of(CPU, standby_bytes=4).memory_free_bytes() == 3
+    assert state_of(CPU).info().memory_free_bytes == 7
+    assert state_of(CPU, standby_bytes=4).info().memory_free_bytes == 3

@@ -14,8 +14,9 @@ from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import Client, connect
 from shardnet.cluster.machine.profile import Device, MemoryBudget
-from shardnet.cluster.node.node import Node, listening
+from shardnet.cluster.node.node import Node, listening, running
 from shardnet.cluster.recovery import node_watch
+from shardnet.runtime.stage.compute import ComputePlugin
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import DType, NodeId
 from shardnet.wire.messages.diagnostics import StageState
@@ -113,3 +114,24 @@ def test_to_its_ring_it_is_one_node(
 
 def replace_nodes(choice: ModelChoice, *addresses: str) -> ModelChoice:
     return ModelChoice(model=choice.model, nodes=list(addresses))
+
+
+def test_a_draft_model_may_take_what_the_first_device_has_alone(tmp_path: Path) -> None:
+    """It is loaded there: the memory of a CPU is of no use to it on a card."""
+    card = ComputePlugin(
+        name="card",
+        description="a card",
+        dtypes=(DType.FLOAT32,),
+        load=lambda job: pytest.fail("nothing is loaded"),
+        free_bytes=lambda: 1 << 20,
+    )
+
+    async def main() -> None:
+        budget = MemoryBudget(
+            device=Device.of_plugin(card), others=(group(None),), asked_bytes=None
+        )
+        async with running(replace(small_settings(tmp_path), budget=budget)) as node:
+            assert node.info().memory_free_bytes > 1 << 20
+            assert node._services.drafts.spare_bytes() <= 1 << 20
+
+    asyncio.run(main())
