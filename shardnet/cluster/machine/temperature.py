@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -49,17 +50,19 @@ class _Reading(Protocol):
 
 class Thermometer:
     """Reads the temperature of a device of a `kind` of device_list.py, each time on a thread of its
-    own: NVIDIA's GPU, or else the CPU.
+    own: NVIDIA's GPU number `index`, or else the CPU.
     """
 
     def __init__(
         self,
         kind: str,
+        index: int = 0,
         *,
         clock: Callable[[], float] = time.monotonic,
         sensor: Callable[[], float | None] | None = None,
     ) -> None:
-        self._sensor = sensor or (gpu_temperature if kind in (CUDA, NVIDIA) else cpu_temperature)
+        is_gpu = kind in (CUDA, NVIDIA)
+        self._sensor = sensor or (partial(gpu_temperature, index) if is_gpu else cpu_temperature)
         self._clock = clock
         self._reading: Future[float | None] | None = None
         self._latest: float | None = None
@@ -96,24 +99,24 @@ def warmest(sensors: Mapping[str, Sequence[_Reading]]) -> float | None:
     return None
 
 
-def gpu_temperature() -> float | None:
-    """Read the temperature of torch's first CUDA device, None without NVIDIA's library."""
+def gpu_temperature(index: int = 0) -> float | None:
+    """Read the temperature of one of torch's CUDA devices, None without NVIDIA's library."""
     with contextlib.suppress(OSError, AttributeError, RuntimeError):
-        nvml, device = _first_gpu()
+        nvml, device = _gpu(index)
         degrees = ctypes.c_uint()
         if nvml.nvmlDeviceGetTemperature(device, _NVML_GPU, ctypes.byref(degrees)) == 0:
             return float(degrees.value)
     return None
 
 
-def gpu_use(ours: Collection[int]) -> float | None:
-    """Read the share of the last moments in which torch's first CUDA device computed, 0 to 1.
+def gpu_use(ours: Collection[int], index: int = 0) -> float | None:
+    """Read the share of the last moments in which one of torch's CUDA devices computed, 0 to 1.
 
     For other processes than `ours`. None as `gpu_temperature`, and where the device does not say
     who uses it while several of ours may.
     """
     with contextlib.suppress(OSError, AttributeError, RuntimeError):
-        nvml, device = _first_gpu()
+        nvml, device = _gpu(index)
         samples = _process_samples(nvml, device)
         if samples is not None:
             taken = sum(int(one.sm) for one in samples if one.pid not in ours)
@@ -150,8 +153,8 @@ def _process_samples(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> Sequence[_Pr
     return found if found is None or all(psutil.pid_exists(one.pid) for one in found) else None
 
 
-def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
-    """Return NVIDIA's library and its handle of torch's first CUDA device, or raise RuntimeError.
+def _gpu(index: int) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
+    """Return NVIDIA's library and its handle of torch's CUDA device `index`, or raise RuntimeError.
 
     torch and that library may number devices differently: they are matched by their UUID.
     """
@@ -159,7 +162,7 @@ def _first_gpu() -> tuple[ctypes.CDLL, ctypes.c_void_p]:
 
     nvml = ctypes.CDLL("libnvidia-ml.so.1")
     try:
-        uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+        uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
     except AssertionError as error:  # torch for CPUs alone, beside the kernel text
         raise RuntimeError("torch has no CUDA") from error
     device = ctypes.c_void_p()

@@ -105,7 +105,8 @@ class NodeReporter:
         self._disk = settings.cache
         """A folder on the disk where weights are kept."""
         self._discovery = settings.discovery
-        self._temperature = Thermometer(settings.budget.device.kind).read
+        device = settings.budget.device
+        self._temperature = Thermometer(device.kind, device.index or 0).read
         self._probe_slots = asyncio.Semaphore(PROBES_AT_ONCE)
 
     def register(self, handlers: MessageHandlers) -> None:

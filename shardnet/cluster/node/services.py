@@ -294,9 +294,14 @@ def _owner_look(settings: NodeSettings, head: Head, host: StageHost) -> Callable
             return list({os.getpid(), *(node.pid for node in settings.local_nodes.list())})
         return [os.getpid()]
 
-    def gpu() -> float | None:
-        """Return its use by others, where nothing is computed here."""
-        return None if head.is_in_use or host.is_busy else gpu_use(own_processes())
+    gpus = [each for each in settings.budget.devices if each.kind in (CUDA, NVIDIA)]
 
-    has_gpu = any(device.kind in (CUDA, NVIDIA) for device in settings.budget.devices)
-    return OwnerUse(own_processes, gpu if has_gpu else lambda: None).look
+    def gpu() -> float | None:
+        """Return the most that others use one of its cards, where nothing is computed here."""
+        if head.is_in_use or host.is_busy:
+            return None
+        ours = own_processes()
+        shares = [gpu_use(ours, each.index or 0) for each in gpus]
+        return max((share for share in shares if share is not None), default=None)
+
+    return OwnerUse(own_processes, gpu).look

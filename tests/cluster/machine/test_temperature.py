@@ -119,10 +119,13 @@ def test_nodes_that_share_a_gpu_are_no_other_programs(monkeypatch: pytest.Monkey
 def test_the_gpu_that_torch_computes_on_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = Nvml()
     monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="second")
+        torch.cuda,
+        "get_device_properties",
+        lambda index: SimpleNamespace(uuid=("second", "first")[index]),
     )
     monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
     assert gpu_temperature() == 60.0
+    assert gpu_temperature(1) == 30.0
     nvml.status = 3
     assert gpu_temperature() is None
 
@@ -145,13 +148,13 @@ def test_a_gpu_beside_a_torch_without_cuda_says_nothing(monkeypatch: pytest.Monk
     assert gpu_use({os.getpid()}) is None
 
 
-@pytest.mark.parametrize(("kind", "degrees"), [("cpu", 40.0), ("cuda", 70.0), ("nvidia", 70.0)])
+@pytest.mark.parametrize(("kind", "degrees"), [("cpu", 40.0), ("cuda", 71.0), ("nvidia", 71.0)])
 def test_the_device_that_computes_is_read(
     kind: str, degrees: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(temperature, "cpu_temperature", lambda: 40.0)
-    monkeypatch.setattr(temperature, "gpu_temperature", lambda: 70.0)
-    thermometer = Thermometer(kind)
+    monkeypatch.setattr(temperature, "gpu_temperature", lambda index: 70.0 + index)
+    thermometer = Thermometer(kind, 1)
     thermometer.read()
     assert thermometer._reading is not None
     assert thermometer._reading.result(10) == degrees

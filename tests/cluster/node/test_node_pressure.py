@@ -17,6 +17,8 @@ from support.models.checkpoints import make_llama
 from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import connect
+from shardnet.cluster.machine.profile import Device
+from shardnet.cluster.node import services
 from shardnet.cluster.node.node import Node, listening, running
 from shardnet.cluster.node.pressure import UnusedModels
 from shardnet.cluster.pressure.policy import Action, MemoryLook, OwnerLook
@@ -155,6 +157,22 @@ def test_memory_is_looked_at_though_the_driver_of_a_gpu_hangs(tmp_path: Path) ->
         asyncio.run(main())
     finally:
         answers.set()
+
+
+def test_the_cards_that_the_node_computes_on_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With `--device cuda:1,cuda:2`, and not the first one of the machine."""
+    monkeypatch.setattr(services, "gpu_use", lambda ours, index: {1: None, 2: 0.4}[index])
+    cards = [Device(kind="cuda", index=index, description="", dtypes=()) for index in (1, 2)]
+    settings = SimpleNamespace(
+        local_nodes=SimpleNamespace(list=list), budget=SimpleNamespace(devices=cards)
+    )
+    head, host = SimpleNamespace(is_in_use=False), SimpleNamespace(is_busy=False)
+    look = services._owner_look(cast(Any, settings), cast(Any, head), cast(Any, host))
+    assert look().gpu == 0.4
+    host.is_busy = True
+    assert look().gpu is None
 
 
 class Around:
