@@ -221,10 +221,10 @@ class ControlLink:
             async with asyncio.TaskGroup() as tasks:
                 try:
                     await self._read(tasks)
-                except ShardnetError as error:
+                except ShardnetError as lost:
                     if self.link.closed:  # told now: a handler that is cancelled may await a disk
-                        self._note_end(error)
-                        self._on_lost(error)
+                        self._note_end(lost)
+                        self._on_lost(lost)
                     raise
         except* Exception as group:
             first = first_error(group)
