@@ -58,7 +58,7 @@ def decode(most_pixels: int, block: bytes = b"") -> tuple[object, bytes]:
     is no such picture, is damaged, or has more than `most_pixels`.
     """
     import PIL.Image as pillow
-    from PIL import ImageOps, UnidentifiedImageError
+    from PIL import UnidentifiedImageError
 
     warnings.simplefilter("ignore")
     pillow.MAX_IMAGE_PIXELS = None  # the limit here is stricter, and named
@@ -76,13 +76,24 @@ def decode(most_pixels: int, block: bytes = b"") -> tuple[object, bytes]:
         )
     try:
         image.load()
-        image = ImageOps.exif_transpose(image)
-        image = _as_rgb(image)
+        image = _as_rgb(_upright(image))
     except MemoryError:
         raise
     except Exception as error:  # decoders of Pillow raise anything for damaged files
         raise _damaged(error) from None
     return [image.height, image.width], image.tobytes()
+
+
+def _upright(image: Image) -> Image:
+    """Turn a picture as its EXIF data say, if they can be read."""
+    from PIL import ImageOps
+
+    try:
+        return ImageOps.exif_transpose(image)
+    except MemoryError:
+        raise
+    except Exception:  # they are damaged, and the picture need not be
+        return image
 
 
 def _as_rgb(image: Image) -> Image:

@@ -78,6 +78,12 @@ def bomb() -> bytes:
     )
 
 
+@pytest.mark.parametrize("form", ["PNG", "WEBP", "JPEG"])
+def test_damaged_notes_of_a_camera_damage_no_picture(process: PictureProcess, form: str) -> None:
+    picture = saved(striped(), form, exif=b"Exif\0\0no TIFF at all")
+    assert process.decode(picture).shape == (6, 8, 3)
+
+
 def test_what_is_no_picture_is_named(process: PictureProcess) -> None:
     for data, why in (
         (b"", "is empty"),
