@@ -63,7 +63,7 @@ class StageOrders:
 
     def __post_init__(self) -> None:
         self._stop_watching: Callable[[], None] = lambda: None
-        self._stop_standing_by: Callable[[], None] = lambda: None
+        self._stop_awaiting: Callable[[], None] = lambda: None
         self._overfull: set[int] = set()
         """Places of GPUs that ran out of memory while they had some left by their drivers' word."""
         self.encoder_bytes = 0
@@ -169,10 +169,10 @@ class StageOrders:
                 self.watch(control, lambda _: self.host.refusals.head_lost(owner))
 
         owner = control.link.peer.node
-        if message.stands_for:
-            self._stop_standing_by()
+        if message.beside:
+            self._stop_awaiting()
             drop = self.host.drop_prepared
-            self._stop_standing_by = self.watch(control, lambda _: drop(message.ring))
+            self._stop_awaiting = self.watch(control, lambda _: drop(message.ring))
         ready = await self.load(
             message,
             owner=owner,

@@ -85,10 +85,11 @@ class LoadStage(OfRing, frozen=True, kw_only=True):
     A node that lacks weights fetches them from `sources`, and holds their digests against the
     first. `n_streamed` of the layers stay on disk. With `beside` the stage is loaded for a ring to
     come while the ring that the node is in goes on: the same order without it takes the stage into
-    use. Where that is to come when the node named `stands_for` is lost, it is freed when the head
-    is. Activations are sent in `wire_dtype`, and received in `received_dtype`. The ring is in the
-    place of one that the node `instead_of` leads, "" for none: of that node orders of smaller
-    epochs are refused from then on. A stage that spans the `shard_nodes` is cut over them; this
+    use, and where the head is lost before it is freed. That ring comes when the node named
+    `stands_for` is lost, "" for none. Activations are sent in `wire_dtype`, and received in
+    `received_dtype`. The ring is in the place of one that the node `instead_of` leads, "" for none:
+    of that node orders of smaller epochs are refused from then on. A stage that spans the
+    `shard_nodes` is cut over them; this
     node has part `shard` of each linear. `parts` say which of the node's devices have which of the
     layers, [] that the first has all. The stage has its layers' parts of `adapters`, which the node
     fetches too.

@@ -11,17 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 from msgspec.structs import replace
 from support.rings.stage_forms import FORM
 
+from shardnet.cluster.machine.profile import Device, MemoryBudget
 from shardnet.cluster.member import stage_host as stage_host_module
 from shardnet.cluster.member import stage_loader
 from shardnet.cluster.member.refusals import Refusals
 from shardnet.cluster.member.ring_membership import DataEnd, RingMembership
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_loader import PreparedStage
+from shardnet.cluster.member.stage_orders import StageOrders
 from shardnet.errors import (
     BusyError,
     DiskSilentError,
@@ -460,3 +463,36 @@ def test_a_load_that_hangs_on_a_disk_ends_by_name_and_the_node_without_it(
         hosted(silent)
     finally:
         answers.set()
+
+
+@pytest.mark.parametrize("stands_for", ["", "bert"])
+def test_what_is_made_ready_for_a_head_goes_with_it(stands_for: str) -> None:
+    """Nobody else would have it freed: not a standby, nor what was for the head's next plan."""
+    lost: list[Callable[[PeerFailedError], None]] = []
+
+    async def main() -> None:
+        stage = SimpleNamespace(order=STAGE_ORDER, weight_bytes=1, room_blocks=1, load_s=0.0)
+        stage.kernel, stage.exact_rows = "", 1
+        stage.arithmetic, stage.shares_blocks = "", False
+        host = mock.Mock(prepare=mock.AsyncMock(return_value=(stage, False)))
+        host.weight_bytes_by_device = [0]
+        sharing = mock.Mock(folder=mock.AsyncMock(return_value=Path("/m")))
+        sharing.adapters.fetch = mock.AsyncMock(return_value=())
+        orders = StageOrders(
+            host=host,
+            sharing=sharing,
+            budget=MemoryBudget(
+                device=Device(kind="cpu", description="cpu", dtypes=()), asked_bytes=1
+            ),
+            asked_threads=1,
+            local_nodes=mock.Mock(list=list),
+            watch=lambda control, on_lost: lost.append(cast(Any, on_lost)) or (lambda: None),
+            latest=lambda control: control,
+            log=lambda line: None,
+        )
+        await orders.load_for(mock.Mock(), replace(ORDER, beside=True, stands_for=stands_for))
+        for on_lost in lost:
+            on_lost(PeerFailedError("the head is lost"))
+        host.drop_prepared.assert_called_once_with("r")
+
+    asyncio.run(main())
