@@ -89,10 +89,9 @@ class LoadStage(OfRing, frozen=True, kw_only=True):
     `stands_for` is lost, "" for none. Activations are sent in `wire_dtype`, and received in
     `received_dtype`. The ring is in the place of one that the node `instead_of` leads, "" for none:
     of that node orders of smaller epochs are refused from then on. A stage that spans the
-    `shard_nodes` is cut over them; this
-    node has part `shard` of each linear. `parts` say which of the node's devices have which of the
-    layers, [] that the first has all. The stage has its layers' parts of `adapters`, which the node
-    fetches too.
+    `shard_nodes` is cut over them; this node has part `shard` of each linear. `parts` say which of
+    the node's devices have which of the layers, [] that the first has all. The stage has its
+    layers' parts of `adapters`, which the node fetches too.
     """
 
     form: StageForm
