@@ -114,7 +114,7 @@ class HelperProcess:
             raise JobFailedError(why, out_of_time=True) from None
         except _EndedError as error:
             self._end()
-            raise _failure(error.code, limits) from None
+            raise _closed() if self._closed else _failure(error.code, limits) from None
         except ValueError as error:
             self._end()
             raise JobFailedError(str(error)) from None
@@ -130,7 +130,7 @@ class HelperProcess:
     def _started(self) -> _Child:
         with self._starting:
             if self._closed:
-                raise JobFailedError("its process is closed")
+                raise _closed()
             if self._child is not None and not self._child.is_alive:
                 self._end()  # while it had nothing to do: the system may need its memory
             if self._child is None:
@@ -147,6 +147,10 @@ class HelperProcess:
         if child is not None:
             child.end()
         return child
+
+
+def _closed() -> JobFailedError:
+    return JobFailedError("its process is closed")
 
 
 def _failure(code: int | None, limits: JobLimits) -> JobFailedError:

@@ -92,7 +92,7 @@ def test_closing_ends_the_process_even_if_it_works(helper: HelperProcess) -> Non
     check_works(helper)
     process = psutil.Process(helper.pid)
     threading.Timer(0.2, helper.close).start()
-    with pytest.raises(JobFailedError):
+    with pytest.raises(JobFailedError, match="is closed"):
         helper.call("stand", {}, LIMITS)
     process.wait(GONE_S)
     with pytest.raises(JobFailedError, match="is closed"):
