@@ -11,6 +11,7 @@ from support.cluster.town import TIMES, Member, hello, town
 
 from shardnet.cluster.peers import peer_links as peer_links_module
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
+from shardnet.cluster.peers.peer_table import MDNS
 from shardnet.cluster.peers.peers import MAX_LEFT_OUT
 from shardnet.errors import LinkError, PeerUnreachableError, ShardnetError, UsageError
 from shardnet.transport.asyncio_link import AsyncioLink
@@ -411,6 +412,22 @@ def test_until_an_address_has_answered_the_one_it_has_dialled_from_is_given() ->
             await a.until(lambda: a.linked == {"b"} and bool(a.known("b").failures))
             assert a.peers.address_of(b.node) == "memory-a:7433"
             assert a.peers.address_of(NodeId("nobody")) == ""
+
+    asyncio.run(main())
+
+
+def test_an_address_that_a_node_had_before_is_not_given_for_it() -> None:
+    """It has moved to a network whose firewall lets nobody in: it is linked, and not reached."""
+
+    async def main() -> None:
+        async with town("a", "b") as (a, b):
+            a.peers._table.add_report(b.node, "b", ("10.9.9.9:7433",), source=MDNS, now=0)
+            a.peers._table.answered(b.node, "10.9.9.9:7433", 0.001, {})
+            a.run()
+            b.addresses = ["10.0.0.1:7433", "memory-a:7433"]  # all unreachable
+            b.run(a.address)
+            await a.until(lambda: a.known("b").failures.keys() >= set(b.addresses))
+            assert a.peers.address_of(b.node) == "memory-a:7433"
 
     asyncio.run(main())
 
