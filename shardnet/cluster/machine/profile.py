@@ -361,7 +361,8 @@ class MemoryBudget:
     def device_bytes(self, used_bytes: Sequence[int], *, n_nodes_here: int) -> list[int]:
         """Return the memory limit of each device, where the loaded stage has `used_bytes` of each.
 
-        --memory is divided as what is available is. See total_bytes.
+        --memory is divided as what is available is, and of several devices one with memory of its
+        own gets no more than that. See total_bytes.
         """
         on_host = [_has_host_memory(device) for device in self.devices]
         if self.asked_bytes is None or self.others:
@@ -373,10 +374,12 @@ class MemoryBudget:
         in_all = sum(available) or 1
         asked = [self.asked_bytes * n_bytes // in_all for n_bytes in available]
         most = container_limit_bytes()
-        if most is None:
-            return asked
-        part = most // max(1, sum(on_host))
-        return [min(n, part) if host else n for n, host in zip(asked, on_host, strict=True)]
+        part = sys.maxsize if most is None else most // max(1, sum(on_host))
+        parts = [part if host else sys.maxsize for host in on_host]
+        if self.others:  # what is more than a card has is not found elsewhere
+            own = zip(self.devices, parts, available, strict=True)
+            parts = [part if _is_host(device) else min(part, n) for device, part, n in own]
+        return [min(n_bytes, part) for n_bytes, part in zip(asked, parts, strict=True)]
 
     def _available_bytes(self, on_host: Sequence[bool], used_bytes: Sequence[int]) -> list[int]:
         """Return what each device has free, with what the loaded stage has of it."""
@@ -398,11 +401,10 @@ class MemoryBudget:
 
         A card that the kernel text computes on takes of both: weights stay in the system's, too.
         """
-        is_on_host = _has_host_memory(device)
-        if is_on_host and device.kind not in (MPS, *BY_TEXT):
+        if _is_host(device):
             return share
         own = self._free_bytes(device) + used
-        return min(share, own) if is_on_host else own
+        return min(share, own) if _has_host_memory(device) else own
 
     def available_bytes(self) -> int:
         """Return the free memory of all devices now; on a CPU within the container's limit."""
@@ -441,6 +443,11 @@ class MemoryBudget:
             available if free is None else min(available, free),
             total if limit is None else min(total, limit),
         )
+
+
+def _is_host(device: Device) -> bool:
+    """Say whether a device has the system's memory and no other limit."""
+    return _has_host_memory(device) and device.kind not in (MPS, *BY_TEXT)
 
 
 def _has_host_memory(device: Device) -> bool:

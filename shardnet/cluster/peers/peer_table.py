@@ -267,7 +267,7 @@ class PeerTable:
         if now - known.unreached_since > PATIENCE_S:
             delay_s = SLOW_RETRY_S
         known.failures = dict(failures)
-        if known.is_linked and not known.is_settled:  # by its own dial, from where it is now
+        if known.is_linked and not known.is_settled:  # it dialled us, and not from where it was
             known.address, known.rtt_s = "", None
         known.n_failed += 1
         known.next_try = now + delay_s

@@ -7,6 +7,7 @@ import torch
 
 from shardnet.cluster.machine.profile import MEMORY_SHARE, Device, MemoryBudget
 from shardnet.runtime.loading.loading import release_freed_memory
+from shardnet.runtime.stage.compute import ComputePlugin
 
 GIB = 2**30
 
@@ -31,3 +32,22 @@ def test_what_is_freed_on_a_gpu_goes_back_to_its_driver(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     release_freed_memory()
     assert len(given_back) == 1
+
+
+def test_a_card_beside_a_cpu_is_promised_no_more_than_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What --memory names above all that is free, the system may find; a card does not."""
+    monkeypatch.setattr(MemoryBudget, "system_bytes", lambda self: (40 * GIB, 64 * GIB))
+    card = ComputePlugin(
+        name="card",
+        description="card",
+        dtypes=(),
+        load=lambda job: pytest.fail("nothing is loaded"),
+        free_bytes=lambda: 20 * GIB,
+    )
+    cpu = Device(kind="cpu", description="cpu", dtypes=())
+    for asked, shares in ((30, [10, 19]), (90, [24, 57])):
+        budget = MemoryBudget(device=Device.of_plugin(card), others=(cpu,), asked_bytes=asked * GIB)
+        found = budget.device_bytes([4 * GIB, 2 * GIB], n_nodes_here=1)
+        assert [n_bytes // GIB for n_bytes in found] == shares
