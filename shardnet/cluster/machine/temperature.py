@@ -205,7 +205,8 @@ SYSTEM: Final = Path("/proc/pressure/memory")
 class OwnerUse:
     """Looks at this machine again and again; each look tells what was done since the last one.
 
-    `own_processes` lists the processes of shardnet's nodes here, whose work is no other program's.
+    `own_processes` lists the processes of shardnet's nodes here, whose work is no other program's,
+    nor is that of their helpers.
     `gpu` returns the share of the GPU's time that is in use, None where that cannot be known.
     """
 
@@ -236,12 +237,21 @@ class OwnerUse:
         """Return how many processors other programs took, those of low priority aside."""
         at_s, times = time.monotonic(), psutil.cpu_times()
         busy_s = times.user + times.system
-        own_s = {pid: took_s for pid in self._own_processes() if (took_s := _took_s(pid)) >= 0}
+        own = {each for pid in self._own_processes() for each in _with_helpers(pid)}
+        own_s = {pid: took_s for pid in own if (took_s := _took_s(pid)) >= 0}
         before, before_s = self._own_s, self._busy_s
         ours_s = sum(took_s - before.get(pid, took_s) for pid, took_s in own_s.items())
         span_s = at_s - self._at_s if self._at_s else 0.0
         self._at_s, self._busy_s, self._own_s = at_s, busy_s, own_s
         return None if span_s <= 0 else max(0.0, (busy_s - before_s - ours_s) / span_s)
+
+
+def _with_helpers(pid: int) -> list[int]:
+    """Return a process and those that it has begun, as for what strangers wrote (guard/)."""
+    try:
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.Error:
+        return [pid]
 
 
 def _took_s(pid: int) -> float:

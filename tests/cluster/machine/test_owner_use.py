@@ -70,6 +70,11 @@ def test_the_work_of_shardnets_nodes_is_no_other_programs(monkeypatch: pytest.Mo
         def cpu_times(self) -> Times:
             return Times(own[self.pid])
 
+        def children(self, recursive: bool) -> list[Process]:
+            """The first node has a helper, which decodes a picture."""
+            assert recursive
+            return [Process(70)] if self.pid == 7 and 70 in own else []
+
     monkeypatch.setattr(psutil, "cpu_times", lambda: Times(busy[0]))
     monkeypatch.setattr(psutil, "Process", Process)
     monkeypatch.setattr("time.monotonic", lambda: now[0])
@@ -80,4 +85,7 @@ def test_the_work_of_shardnets_nodes_is_no_other_programs(monkeypatch: pytest.Mo
     own[9] = 2.0  # at low priority: it is not among what is busy
     assert use.look().other_cores == 2.0
     now[0], busy[0], own[7], own[8] = 14.0, 107.0, 53.1, 400.0
+    own[70] = 0.0
     assert use.look().other_cores == 0.0
+    now[0], busy[0], own[70] = 16.0, 110.0, 2.0
+    assert use.look().other_cores == 0.5
