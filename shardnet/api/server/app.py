@@ -129,7 +129,7 @@ def make_app(service: Service, endpoints: Sequence[Endpoint[Any]], dialect: Dial
         middleware.append(
             Middleware(
                 CORSMiddleware,
-                allow_origins=settings.cors_origins,
+                allow_origins=[origin.lower().rstrip("/") for origin in settings.cors_origins],
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "retry-after", LEFT_OUT_HEADER],

@@ -242,7 +242,7 @@ def test_a_request_is_traced_that_asks_for_it_and_its_key_alone_sees_it() -> Non
         ({"prompt": "a", "temperature": "x"}, "temperature", "temperature is 'x': give a number"),
         ({"prompt": "a", "temperature": -1}, "temperature", "give a number of at least 0"),
         ({"prompt": "a", "n": 0}, "n", "give a whole number of at least 1"),
-        ({"prompt": "a", "stop": [""]}, "stop[0]", "stop[0] is ''"),
+        ({"prompt": "a", "stop": [""]}, "stop[0]", "'': give text that is not empty"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "a key of logit_bias is 'x'"),
         ({"prompt": [1, "a"]}, "prompt", "a list of several kinds"),
         ({"prompt": []}, "prompt", "prompt is empty"),
@@ -490,7 +490,7 @@ def test_pages_of_other_sites_may_ask_only_if_named() -> None:
         async with served() as server:
             answer = await ask(server.app, "/v1/models", **origin)
             assert "access-control-allow-origin" not in answer.headers
-        async with served(Settings(cors_origins=("https://chat.example",))) as server:
+        async with served(Settings(cors_origins=("https://Chat.example/",))) as server:
             answer = await ask(server.app, "/v1/models", **origin)
             assert answer.headers["access-control-allow-origin"] == "https://chat.example"
             other = {"headers": {"Origin": "https://evil.example"}}
