@@ -320,7 +320,8 @@ class InfillAnswer(msgspec.Struct, kw_only=True):
 async def fill_in(exchange: Exchange, body: InfillBody) -> Reply:
     """Write what stands between two texts."""
     served = await exchange.service.models.find(body.model)
-    added = added_ids(await exchange.describe_tokenizer(model=served.choice))
+    model = adapted_by(body, served.choice)
+    added = added_ids(await exchange.describe_tokenizer(model=model))
     extra = [(one.filename, one.text) for one in body.input_extra or ()]
     infilling = infill(
         body.input_prefix or "", body.input_suffix or "", added, extra, field="input_suffix"
@@ -333,7 +334,7 @@ async def fill_in(exchange: Exchange, body: InfillBody) -> Reply:
     events = exchange.generate(
         infilling.prompt + (body.prompt or ""),
         sampling_of(body, None),
-        model=served.choice,
+        model=model,
         **options,
     )
     if body.stream:

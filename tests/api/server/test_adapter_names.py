@@ -64,12 +64,15 @@ def test_lists_have_them_behind_their_model() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/infill"])
 def test_llama_servers_field_says_all_that_are_used(path: str) -> None:
     async def main() -> None:
         async with served() as server:
             has_adapters(server)
-            body = {"model": f"{DEFAULT_MODEL_NAME}:code", **BODIES[path]}
+            body = {
+                "model": f"{DEFAULT_MODEL_NAME}:code",
+                **BODIES.get(path, {"input_prefix": "a"}),
+            }
             await ask(server.app, path, {**body, "lora": [{"id": 0, "scale": 0.5}]})
             used = server.node.asked[-1].choice.used_adapters
             assert used == [AdapterScale("tales", 0.5)]
