@@ -212,7 +212,7 @@ def _broken_limit(info: mi.Type, value: Any) -> str:
     if isinstance(info, mi.StrType) and isinstance(value, str):
         if not _matches(value, info):
             return " without control characters"
-        return f" of at most {info.max_length} characters"
+        return f" of at most {info.max_length} characters" if value else " that is not empty"
     if isinstance(info, mi.ListType | mi.VarTupleType) and isinstance(value, list | tuple):
         if not value:
             return " that is not empty"
