@@ -23,6 +23,7 @@ from shardnet.errors import ConfigurationError
 from .flags.config import SHELLS, completes_here, install, one_of, read_config, script
 from .flags.lazy_group import LazyGroup
 from .output.exit_codes import (
+    escape_unwritable,
     exit_codes,
     fail,
     open_missing_streams,
@@ -161,6 +162,7 @@ def configure(
 def main() -> None:
     """Run the command line."""
     open_missing_streams()
+    escape_unwritable()
     restore_at_sigterm()
     completes_here()
     try:

@@ -113,7 +113,10 @@ def _type_key() -> ClusterKey:
 
 
 def _read_key() -> ClusterKey:
-    line = sys.stdin.readline()
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input is not {error.encoding} text: {error}") from error
     if not line.strip():
         raise ConfigurationError(
             "no key was given", remedy="type the one that `shardnet key show` prints"

@@ -319,8 +319,11 @@ PROMPT: Final = "> "
 
 
 def read_piped() -> str | None:
-    """Read the next line of standard input, None at its end."""
-    return sys.stdin.readline() or None
+    """Read the next line of standard input, None at its end. Raises UsageError for no text."""
+    try:
+        return sys.stdin.readline() or None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input is not {error.encoding} text: {error}") from error
 
 
 def open_editor() -> Callable[[], str]:

@@ -6,8 +6,10 @@ reader goes away, as with `| head -1`, exits with 1 and no line.
 
 from __future__ import annotations
 
+import codecs
 import datetime
 import errno
+import io
 import os
 import signal
 import sys
@@ -82,6 +84,23 @@ def open_missing_streams() -> None:
                 os.dup2(null, number)
                 os.close(null)
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+
+
+def escape_unwritable() -> None:
+    """Have characters that the encoding of standard output lacks written as JSON escapes them.
+
+    A pipe on Windows, or a locale that is not UTF-8, would end a command amid its text.
+    """
+
+    def escaped(error: UnicodeError) -> tuple[str, int]:
+        import json  # --help has no use for it
+
+        assert isinstance(error, UnicodeEncodeError)
+        return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+    codecs.register_error("json", escaped)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="json")
 
 
 def counted(n: int, noun: str) -> str:

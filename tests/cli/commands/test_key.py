@@ -47,3 +47,13 @@ def test_three_mistyped_keys_are_enough(
     assert stopped.value.exit_code == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("cluster key: error: ")
     assert not path.exists()
+
+
+def test_what_is_no_text_is_refused_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    with pytest.raises(typer.Exit) as stopped:
+        key_commands.join("-", str(tmp_path / "cluster.key"))
+    assert stopped.value.exit_code == 1
+    assert capsys.readouterr().err.startswith("error: standard input is not utf-8 text")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from shardnet_cli.conversation.conversation import (
     dropped,
     history_path,
     load,
+    read_piped,
     recommended_words,
     save,
 )
@@ -238,3 +240,10 @@ def test_pictures_go_with_the_next_message_and_into_files(tmp_path: Path) -> Non
     assert load(tmp_path / "talk.json") == talk.messages
     with pytest.raises(UsageError, match="cannot be read"):
         _do("/image", str(tmp_path / "none.png"), talk)
+
+
+def test_a_line_that_is_no_text_ends_a_piped_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = io.TextIOWrapper(io.BytesIO(b"one\ncaf\xe9\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", lines)
+    with pytest.raises(UsageError, match="standard input is not utf-8 text"):
+        read_piped()

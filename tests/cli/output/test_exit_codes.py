@@ -1,7 +1,8 @@
-"""Lines on standard error as JSON."""
+"""Lines on standard error as JSON, and characters that standard output cannot write."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 
@@ -9,7 +10,7 @@ import pytest
 
 from shardnet.api.server.settings import LogLine
 from shardnet_cli.output import exit_codes
-from shardnet_cli.output.exit_codes import say, say_over
+from shardnet_cli.output.exit_codes import escape_unwritable, say, say_over, write_out
 
 
 def test_lines_are_objects_where_that_is_asked_for(
@@ -38,3 +39,13 @@ def test_lines_are_objects_where_that_is_asked_for(
     ]
     assert told[1]["status"] == 200
     assert all(entry["time"].endswith("+00:00") for entry in told)
+
+
+def test_what_the_encoding_lacks_is_escaped_as_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="cp1252"))
+    escape_unwritable()
+    text = "é → \U0001f600 \udce9"
+    write_out(json.dumps(text, ensure_ascii=False))
+    assert written.getvalue().startswith(b'"\xe9 \\u2192 ')
+    assert json.loads(written.getvalue().decode("cp1252")) == text
