@@ -67,7 +67,9 @@ def pull(
     if name is None:
         raise typer.BadParameter(f"'{text}' is not ORG/NAME, ORG/NAME:GGUF or NAME")
     here = pulled_folder(name) if offline else None
-    if here is not None:
+    if here is not None and as_json:
+        print_json({"model": str(name), "folder": str(here), "new_bytes": 0})
+    elif here is not None:
         write_out(here)
     elif layers:
         _pull_layers(name, _one_range(layers), as_json=as_json)

@@ -337,6 +337,8 @@ def test_offline_uses_what_is_here_and_asks_nobody(machine: Machine, hub: Hub) -
     folder = machine.run("pull", REPO).stdout
     hub.asked.clear()
     assert machine.run("pull", REPO, "--offline").stdout == folder
+    told = machine.run("pull", REPO, "--offline", "--json").json
+    assert told == {"model": REPO, "folder": folder.strip(), "new_bytes": 0}
     local = ["--local", "1"] if is_soak() else []
     assert machine.run(*arguments, "--offline", *local).stdout == "bcd\n"
     assert hub.asked == []
