@@ -80,6 +80,7 @@ class _NodeProcess:
                 *(sys.executable, "-P", "-m", "shardnet_cli"),  # blind to the current folder
                 *("node", "--json", "--host", "127.0.0.1"),
                 *("--port", "0", "--name", name, "--threads", str(threads)),
+                *("--memory", "", "--http", ""),  # before this machine's own, in its configuration
                 *arguments,
                 *("--no-mdns", "--until-stdin-closes"),
                 stdin=asyncio.subprocess.PIPE,
@@ -134,7 +135,7 @@ class _NodeProcess:
 
 
 _NOT_INHERITED = frozenset(
-    f"SHARDNET_{name}" for name in ("HOST", "PORT", "NAME", "PEER", "NO_MDNS", "MEMORY", "INSECURE")
+    f"SHARDNET_{name}" for name in ("HOST", "PORT", "NAME", "PEER", "NO_MDNS", "INSECURE")
 )
 """Settings of this machine's own node, which the nodes of a run must not inherit."""
 

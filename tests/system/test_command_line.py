@@ -231,6 +231,14 @@ def test_flag_before_variable_before_file(trio: Crew, parrots: Parrots, machine:
     assert plan["dtype"] == "float32"
 
 
+def test_nodes_of_a_run_are_not_set_up_as_this_machines_own(
+    parrots: Parrots, machine: Machine
+) -> None:
+    machine.config_path.write_text('[node]\nhttp = "192.0.2.1:80"\nmemory = "1KiB"\n')
+    arguments = ("--local", "2", "--model", str(parrots.alphabet), "--max-tokens", "3", "a")
+    assert machine.run("generate", *arguments).stdout == "bcd\n"
+
+
 def test_a_node_beyond_loopback_without_protection_is_refused(machine: Machine) -> None:
     error = machine.run("node", "--host", "0.0.0.0", "--port", "0").error
     assert "0.0.0.0" in error
