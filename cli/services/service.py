@@ -24,8 +24,9 @@ from ..output.exit_codes import fail, say, write_out
 
 Scope = Literal["user", "system"]
 
-STOP_S: Final = 30
-"""How long a service may take to end: running requests are told, and stages are freed."""
+STOP_S: Final = 60
+"""How long a service may take to end: a node drains first, running requests are told, and stages
+are freed."""
 RESTART_S: Final = 5
 WRONG_USAGE: Final = 2
 """The exit code of wrong flags: another start would not help."""

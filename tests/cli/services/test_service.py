@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from shardnet.api.serve import server
+from shardnet_cli.commands.node import DRAIN_S
 from shardnet_cli.main import app
 from shardnet_cli.services import service
 from shardnet_cli.services.service import Service, launchd, systemd
@@ -39,6 +41,8 @@ def test_a_unit_is_one_for_systemd(scope: str, tmp_path: Path) -> None:
     [start] = [line for line in text.splitlines() if line.startswith("ExecStart=")]
     assert shlex.split(start.removeprefix("ExecStart="))[-1] == 'x "%%h" $$HOME \\'
     assert ("User=ann" in text) is (scope == "system")
+    [stop] = [line for line in text.splitlines() if line.startswith("TimeoutStopSec=")]
+    assert float(stop.partition("=")[2]) > DRAIN_S + server.STOP_S
     assert files.start[-1] == [*(["systemctl", "--user"] if scope == "user" else ["systemctl"]),
                                "restart", "shardnet-node.service"]  # fmt: skip
     verify = shutil.which("systemd-analyze")
