@@ -315,6 +315,60 @@ def test_answers_are_markdown_and_conversations_are_kept(
     asyncio.run(main())
 
 
+def test_a_conversation_is_kept_that_is_left_amid_an_answer_and_where_there_is_little_room(
+    browser: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = "JSON.parse(localStorage['shardnet.conversations'] ?? '[]')"
+
+    async def main() -> None:
+        async with shown(browser, monkeypatch) as it:
+            page = it.page
+            await page.evaluate("location.hash = 'chat'")
+
+            async def say(text: str) -> None:
+                await page.until("document.activeElement?.id === 'say'")
+                await page.type(text)
+                await page.press("Enter")
+                await page.until(f"{kept}[0]?.name.startsWith({text[:9]!r})")
+
+            await say("wait")
+            await page.until("document.querySelector('.message.assistant .text')?.textContent")
+            await it.press("New chat")
+            await page.until(f"{kept}[0].messages.length === 2")
+            await page.evaluate(
+                "void (() => { for (let n = 1 << 22; n >= 1; n >>= 1)"
+                " try { localStorage.full = (localStorage.full ?? '') + 'x'.repeat(n); } catch {}"
+                " localStorage.full = localStorage.full.slice(3000); })()"
+            )
+            for text in ("a" * 900, "b" * 900):
+                await page.evaluate("document.querySelector('#say').focus()")
+                await say(text)
+                await page.until(f"{kept}[0].messages.length === 2")
+                await it.press("New chat")
+            assert await page.evaluate(f"{kept}.map(({{ name }}) => name[0])") == ["b"]
+
+    asyncio.run(main())
+
+
+def test_text_that_is_nested_without_end_is_shown(
+    browser: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with shown(browser, monkeypatch) as it:
+            for text in ("> ", "1. ", "- "):
+                for n in (40, 2_000, 20_000):
+                    shows = await it.page.evaluate(
+                        "Promise.all([import('./prose.js'), import('./html.js')])"
+                        ".then(([{ Prose }, { html, render }]) => {"
+                        " const at = document.createElement('div');"
+                        f" render(html`<${{Prose}} text=${{{text!r}.repeat({n}) + 'end'}} />`, at);"
+                        " return at.textContent.trim().endsWith('end'); })"
+                    )
+                    assert shows, (text, n)
+
+    asyncio.run(main())
+
+
 def test_a_key_is_asked_for_below_a_sub_path(
     browser: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,13 +56,17 @@ function newId() {
 
 if (kept.value.length) resume(kept.value[0].id);
 effect(() => {
-  if (!isRunning.value) keepCurrent(messages.value.map(({ role, content }) => ({ role, content })));
+  if (!isRunning.value) keepCurrent(messages.value);
 });
-effect(() => keep(STORED, kept.value));
+effect(() => {
+  // The oldest make room where a browser has too little.
+  for (let some = kept.value; !keep(STORED, some) && some.length > 1; ) some = some.slice(0, -1);
+});
 
 /** Keep the conversation that is shown, in front of the others. */
-function keepCurrent(said) {
-  if (!said.length) return;
+function keepCurrent(shown) {
+  if (!shown.length) return;
+  const said = shown.map(({ role, content }) => ({ role, content }));
   const id = current.peek();
   const known = kept.peek().find((one) => one.id === id);
   if (JSON.stringify(known?.messages) === JSON.stringify(said)) return;
@@ -86,13 +90,15 @@ export function remove(id) {
   kept.value = kept.value.filter((one) => one.id !== id);
 }
 
-effect(() => keep(STORED_PARAMETERS, parameters.value));
+effect(() => void keep(STORED_PARAMETERS, parameters.value));
 
+/** Store a value; say whether there was room. */
 function keep(name, value) {
   try {
     localStorage.setItem(name, JSON.stringify(value));
+    return true;
   } catch {
-    // Larger than a browser keeps: Save writes it to a file.
+    return false; // larger than a browser keeps: Save writes it to a file
   }
 }
 
@@ -116,6 +122,7 @@ export function stop() {
 
 /** Begin a new conversation; the one that was shown is kept. */
 export function clear() {
+  keepCurrent(messages.value);
   stop();
   current.value = newId();
   messages.value = [];
@@ -128,6 +135,7 @@ async function answer() {
   isRunning.value = true;
   const made = newAnswer();
   const before = messages.value;
+  keepCurrent(before);
   const show = () => {
     if (messages.value !== before && messages.value.at(-1)?.id !== made.id) return;
     messages.value = [...before, { ...made }];
