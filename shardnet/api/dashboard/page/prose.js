@@ -4,15 +4,25 @@ import { Copied } from "./parts.js";
 import { Lexer } from "./vendor/marked.js";
 
 const LINKS = /^(https?:|mailto:)/i;
+/** What is nested deeper, as a model that repeats itself writes it, is shown as it is. */
+const DEEPEST = 50;
 
 export function Prose({ text }) {
-  return html`<div class="text">${blocks(Lexer.lex(text, { gfm: true, breaks: true }))}</div>`;
+  return html`<div class="text">${blocks(read(text), 0)}</div>`;
 }
 
-const blocks = (tokens) => tokens.map(block);
+function read(text) {
+  try {
+    return Lexer.lex(text, { gfm: true, breaks: true });
+  } catch {
+    return [{ raw: text }]; // nested deeper than the stack of calls
+  }
+}
 
-function block(token) {
-  switch (token.type) {
+const blocks = (tokens, depth) => tokens.map((token) => block(token, depth));
+
+function block(token, depth) {
+  switch (depth < DEEPEST && token.type) {
     case "space":
       return null;
     case "code": {
@@ -22,11 +32,11 @@ function block(token) {
     case "heading":
       return html`<p class="heading">${inline(token.tokens)}</p>`;
     case "blockquote":
-      return html`<blockquote>${blocks(token.tokens)}</blockquote>`;
+      return html`<blockquote>${blocks(token.tokens, depth + 1)}</blockquote>`;
     case "list": {
       const items = token.items.map(
         (item) => html`<li>
-          ${item.task && (item.checked ? "☑ " : "☐ ")}${blocks(item.tokens)}
+          ${item.task && (item.checked ? "☑ " : "☐ ")}${blocks(item.tokens, depth + 1)}
         </li>`,
       );
       return token.ordered
