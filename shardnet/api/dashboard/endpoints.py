@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Final
 
@@ -199,9 +199,11 @@ async def list_models(client: Client) -> list[ModelsListed]:
 
 
 def cluster_models(
-    lists: Sequence[ModelsListed], *, served: Collection[str], default: str, loaded: str
+    lists: Sequence[ModelsListed], *, served: Mapping[str, str], default: str, loaded: str
 ) -> ClusterModels:
-    """Put lists together. `served` are names that may be asked for, `loaded` one or ""."""
+    """Put lists together. `served` are the names by which models may be asked for, by their own
+    names; `loaded` is one of the latter or "".
+    """
     found: dict[tuple[object, ...], ClusterModel] = {}
     for listed in lists:
         for model in listed.models:
@@ -226,12 +228,15 @@ def cluster_models(
     )
 
 
-def _model(model: ListedModel, served: Collection[str], default: str, loaded: str) -> ClusterModel:
+def _model(
+    model: ListedModel, served: Mapping[str, str], default: str, loaded: str
+) -> ClusterModel:
     is_usable = not model.failure
+    name = served.get(model.name, model.name)
     return ClusterModel(
-        name=model.name,
+        name=name,
         is_served=is_usable and model.name in served,
-        is_default=is_usable and model.name == default,
+        is_default=is_usable and name == default,
         is_loaded=is_usable and model.name == loaded,
         size_bytes=model.size_bytes,
         family=model.family or None,
@@ -293,7 +298,8 @@ class Handlers:
             lists = await list_models(service.client)
         found = cluster_models(
             lists,
-            served={one.name for one in await service.models.list()},
+            # A model's own name is listed before those of it with adapters, and its aliases.
+            served={one.choice.model: one.name for one in reversed(await service.models.list())},
             default=service.models.default.name,
             loaded=ring.plan.model if ring.plan is not None else "",
         )

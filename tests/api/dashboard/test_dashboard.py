@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from starlette.types import ASGIApp
+from support.cluster import scripted_node
 from support.cluster.checkup_facts import reply, view
 from support.cluster.scripted_node import client_of
 from support.cluster.watched_node import WatchedNode, activity, stage_state, step
@@ -34,7 +35,7 @@ from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.service import Service
 from shardnet.api.server.settings import Settings
 from shardnet.errors import CheckpointError
-from shardnet.wire.messages.plans import NodeProgress
+from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 
 EVERY_S = 0.01
 
@@ -253,6 +254,22 @@ def test_models_findings_and_settings_are_shown() -> None:
             webui = next(one for one in programs if one["name"] == "openwebui")
             assert "http://lab:8000/llm/v1" in webui["text"]
             assert (await page.ask("/programs", {"url": "javascript:alert(1)"})).status == 400
+
+    asyncio.run(main())
+
+
+def test_a_model_of_a_folder_is_shown_by_the_name_that_it_is_asked_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scripted_node, "MODELS", ("/srv/a/Tiny", "/srv/b/Twin", "/home/Twin"))
+
+    async def main() -> None:
+        async with board() as page:
+            page.client.choice = ModelChoice(model="/srv/a/Tiny")
+            models = (await page.ask("/models")).json["models"]
+            told = {one["name"]: (one["is_served"], one["is_default"]) for one in models}
+            twins = dict.fromkeys(("/srv/b/Twin", "/home/Twin"), (True, False))
+            assert told == {"Tiny": (True, True), **twins}
 
     asyncio.run(main())
 
