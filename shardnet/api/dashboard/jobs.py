@@ -133,6 +133,7 @@ class Jobs:
 
         async def work() -> None:
             await self._pull(name, progress, self._service.settings.log)
+            self._service.models.forget()
 
         return self._run(job, work)
 

@@ -103,6 +103,7 @@ class Pulls:
                 if getting.done() and not getting.cancelled():
                     yield line(getting.result())
             await pulling
+            exchange.service.models.forget()
             yield line(OllamaProgress(status="success"))
         finally:
             self._running.discard(str(name))

@@ -154,6 +154,10 @@ class ModelNames:
         """Drop a further name; say whether there was one."""
         return self._aliases.pop(name, None) is not None
 
+    def forget(self) -> None:
+        """Have the nodes asked anew: they have another model."""
+        self._listed_at_s = -FRESH_S
+
     async def _every(self) -> tuple[ServedModel, ...]:
         """Return the models by their own names, the default one first."""
         default = self.default

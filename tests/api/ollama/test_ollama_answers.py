@@ -7,6 +7,8 @@ import json
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
+import pytest
+from support.cluster import scripted_node
 from support.servers.asgi_client import Exchanged, ask, asking
 from support.servers.http_app import served
 
@@ -229,7 +231,7 @@ async def pulled(
         await asyncio.sleep(0)
 
 
-def test_a_model_is_pulled_with_progress() -> None:
+def test_a_model_is_pulled_with_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     endpoint = Endpoint(
         method="POST",
         path="/pull",
@@ -242,10 +244,13 @@ def test_a_model_is_pulled_with_progress() -> None:
     async def main() -> None:
         async with served() as server:
             app = make_app(server.service, [endpoint], OLLAMA)
+            assert (await ask(server.app, "/v1/models/org/name")).status == 404
+            monkeypatch.setattr(scripted_node, "MODELS", ("org/name",))
             told = lines(await ask(app, "/pull", {"model": "hf.co/org/name:latest"}))
             done = [(line.get("completed"), line.get("total")) for line in told[1:-1]]
             assert done == [(1, 2), (2, 2)]
             assert told[-1] == {"status": "success"}
+            assert (await ask(server.app, "/v1/models/org/name")).status == 200
             whole = await ask(app, "/pull", {"name": "org/name", "stream": False})
             assert whole.json == {"status": "success"}
             failed = lines(await ask(app, "/pull", {"model": "org/missing"}))
