@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -277,6 +278,7 @@ async def _asked(
         if not isinstance(error, ShardnetError | HttpError):
             _log.error("%s failed in a batch: %r in %s", endpoint.path, error, where(error))
         fault = fault_of(error)
+        fault = replace(fault, message=exchange.service.models.shown(fault.message))
         status, retry_s, value = fault.status, fault.retry_s, endpoint.dialect.fault(fault)
     finally:
         exchange.leave()

@@ -85,7 +85,7 @@ class Jobs:
 
         def note(text: str) -> None:
             if not job.nodes:  # later its nodes tell more
-                job.shown.phase = text
+                job.shown.phase = self._service.models.shown(text)
                 self._tell()
 
         async def work() -> None:
@@ -195,7 +195,9 @@ class Jobs:
             return
         job.shown.state, job.ended_s = state, self._clock()
         if error is not None:
-            job.shown.error, job.shown.remedy = error.message, error.remedy or None
+            shown_text = self._service.models.shown
+            job.shown.error = shown_text(error.message)
+            job.shown.remedy = shown_text(error.remedy) or None
         self._notify()
 
     def _take(self, job: _Job, progress: NodeProgress) -> None:

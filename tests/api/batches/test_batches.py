@@ -19,6 +19,7 @@ from shardnet.api.server.bodies import decode_form
 from shardnet.api.server.errors import HttpError
 from shardnet.api.server.keys import Keyring, parse_key
 from shardnet.api.server.settings import Settings
+from shardnet.wire.messages.plans import ModelChoice
 
 CHAT = "/v1/chat/completions"
 
@@ -68,9 +69,10 @@ async def lines_of(client: Any, name: str) -> list[Any]:
 def test_a_batch_answers_its_lines_in_their_order_behind_others() -> None:
     async def main() -> None:
         async with asked("ann:one") as (client, server):
+            server.service.client.choice = ModelChoice(model="/srv/Big")
             names = [f"n{number}" for number in range(20)]
             lines = [line(name, f"say {name}") for name in names]
-            begins = await begun(client, *lines, line("x", "fail"), metadata={"a": "b"})
+            begins = await begun(client, *lines, line("x", "fail /srv/Big"), metadata={"a": "b"})
             assert (begins.status, begins.request_counts.total) == ("in_progress", 21)
             batch = await ended(client, begins)
             assert (batch.status, batch.metadata) == ("completed", {"a": "b"})
@@ -82,7 +84,7 @@ def test_a_batch_answers_its_lines_in_their_order_behind_others() -> None:
             assert answers == [f"say {name}" for name in names]
             [wrong] = await lines_of(client, batch.error_file_id)
             assert (wrong["custom_id"], wrong["response"]["status_code"]) == ("x", 400)
-            assert "no room" in wrong["response"]["body"]["error"]["message"]
+            assert "no room for fail Big" in wrong["response"]["body"]["error"]["message"]
             assert {message.priority for message in server.node.asked} == {LOWEST}
             assert server.node.n_most <= batches.AT_ONCE
             assert [one.id async for one in client.batches.list()] == [batch.id]

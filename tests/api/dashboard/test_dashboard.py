@@ -34,7 +34,8 @@ from shardnet.api.server.keys import Keyring, parse_key
 from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.service import Service
 from shardnet.api.server.settings import Settings
-from shardnet.errors import CheckpointError
+from shardnet.api.switching import model_switch
+from shardnet.errors import BusyError, CheckpointError
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 
 EVERY_S = 0.01
@@ -347,6 +348,29 @@ def test_a_load_is_a_job_with_the_progress_of_its_stages() -> None:
             assert (await page.post("/unload")).json["state"] == "running"
             await asyncio.sleep(0.01)
             assert (await page.ask("/state")).json["jobs"][-1]["state"] == "done"
+
+    asyncio.run(main())
+
+
+def test_a_job_names_its_model_and_not_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_switch, "BUSY_S", (0.0, 0.0))
+
+    async def main() -> None:
+        async with board() as page:
+            page.client.choice = ModelChoice(model="/srv/a/Tiny")
+            failures = [BusyError("busy"), CheckpointError("/srv/a/Tiny is broken")]
+            phases = []
+
+            async def load(ids: Any, **_: Any) -> None:
+                phases.extend(job.phase for job in page.dashboard.jobs.listed())
+                raise failures.pop(0)
+
+            page.client.tokenize = load  # type: ignore[method-assign, assignment]
+            async with asking(page.app, f"{PATH}/events") as seen:
+                await page.ask("/load", {})
+                await until(seen, lambda: b'"failed"' in seen.content)
+                assert events(seen, "jobs")[-1][-1]["error"] == "Tiny is broken"
+            assert phases[-1] == "Tiny: busy"
 
     asyncio.run(main())
 
