@@ -349,6 +349,7 @@ def _config(app: ASGIApp, listening: Listening) -> uvicorn.Config:
         ws="none",
         lifespan="off",
         log_config=None,
+        log_level="error",  # what strangers send is no news, and there is more of it
         access_log=False,
         server_header=False,
         proxy_headers=False,

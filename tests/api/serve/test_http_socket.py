@@ -73,6 +73,28 @@ def test_https_with_given_files(tmp_path: Path) -> None:
     assert b'"status":"ok"' in asyncio.run(main())
 
 
+def test_what_strangers_ask_for_in_vain_is_not_logged(capfd: pytest.CaptureFixture[str]) -> None:
+    """Java's client asks with each request for HTTP/2; others speak TLS, or nothing at all."""
+    upgrade = b"Connection: close, Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AA"
+
+    async def main() -> None:
+        listening = Listening(host="127.0.0.1", port=0)
+        async with client_of(ScriptedNode()) as client, serving(client, listening) as url:
+            for sent, status in (
+                (b"GET /healthz HTTP/1.1\r\nHost: a\r\n" + upgrade + b"\r\n\r\n", b"200"),
+                (b"\x16\x03\x01\r\n\r\n", b"400"),
+            ):
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", int(url.rpartition(":")[2])
+                )
+                writer.write(sent)
+                assert (await reader.read()).startswith(b"HTTP/1.1 " + status)
+                writer.close()
+
+    asyncio.run(main())
+    assert capfd.readouterr().err == ""
+
+
 def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.pem").touch()
     empty = str(tmp_path / "empty.pem")
