@@ -61,6 +61,8 @@ def nodes(
 
     If there are none, the network is searched by mDNS.
     """
+    if watch and as_json:
+        raise typer.BadParameter("choose one of --watch and --json; `shardnet top --json` has both")
     named = [*split_nodes(nodes), *check_addresses(peer)]
     run_command(_run(named, access, not no_mdns, watch, as_json))
 

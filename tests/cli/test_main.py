@@ -89,3 +89,9 @@ def test_a_mistyped_command_is_answered_with_the_nearest() -> None:
     result = CliRunner().invoke(app, ["genrate"])
     assert result.exit_code == 2
     assert "Did you mean 'generate'?" in result.output
+
+
+def test_a_list_that_is_kept_up_to_date_is_no_json() -> None:
+    result = CliRunner().invoke(app, ["nodes", "--watch", "--json", "--no-mdns"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "choose one of --watch and --json" in result.stderr
