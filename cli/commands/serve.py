@@ -64,8 +64,8 @@ def serve(
 
 
 async def _run(listening: Listening, wanted: Wanted, *, as_json: bool) -> None:
-    stopping = stop_signal(until_stdin_closes=False)
     async with open_target(wanted) as target:
+        stopping = stop_signal(until_stdin_closes=False)  # before, Ctrl-C ends it as it does others
         target.client.choice = target.choice
         model = target.choice.model
 

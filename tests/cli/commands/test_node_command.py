@@ -1,8 +1,13 @@
-"""`shardnet node`: its entry in the register of this machine, and what it warns of."""
+"""`shardnet node`: its entry in the register of this machine, and what it warns of; `serve`."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +17,7 @@ import pytest
 from shardnet.cluster.machine import profile
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import Device, MemoryBudget
+from shardnet.transport.loop import run
 from shardnet_cli.commands import node as command
 
 
@@ -55,3 +61,17 @@ def test_more_memory_than_the_container_has_is_warned_of(
     said = capsys.readouterr().err
     assert "--memory 64.00 GiB is more than this container may use" in said
     assert "takes 1.00 GiB" in said
+
+
+def test_a_server_that_is_still_starting_ends_at_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    @asynccontextmanager
+    async def open_target(wanted: object) -> AsyncIterator[None]:
+        os.kill(os.getpid(), signal.SIGINT)
+        async with asyncio.timeout(5):
+            await asyncio.Event().wait()
+        yield
+
+    module = import_module("shardnet_cli.commands.serve")
+    monkeypatch.setattr(module, "open_target", open_target)
+    with pytest.raises(KeyboardInterrupt):
+        run(module._run(None, None, as_json=False))
