@@ -150,16 +150,18 @@ class Client:
 
     def __init__(
         self,
-        control: ControlLink,
-        links: contextlib.AsyncExitStack,
+        link: Link,
         identity: Identity | None,
+        *,
+        node_name: str = "",
         redial: Callable[[], Awaitable[Link]] | None = None,
     ) -> None:
         self.choice = ModelChoice(model=DEFAULT_MODEL_NAME)
-        self._control = control
+        self._reading: dict[ControlLink, asyncio.Task[None]] = {}
+        """The links that have not ended."""
+        self._control = self._serve(link, node_name)
         self._identity = identity
         self._redial = redial
-        self._links = links
         self._elsewhere: dict[str, ControlLink] = {}
         self._dialling = asyncio.Lock()
         self._deputy = ""
@@ -479,7 +481,7 @@ class Client:
         try:
             async with self._dialling:
                 if _has_ended(self._control):
-                    self._control = await self._adopt(await self._redial())
+                    self._control = self._adopt(await self._redial())
                 return self._control
         except LinkError:
             if not self._deputy:
@@ -494,16 +496,29 @@ class Client:
         async with self._dialling:
             control = self._elsewhere.get(address)
             if control is None or _has_ended(control):
-                control = await self._adopt(await dial(address, self._identity))
+                control = self._adopt(await dial(address, self._identity))
                 self._elsewhere[address] = control
             return control
 
-    async def _adopt(self, link: Link) -> ControlLink:
+    def _adopt(self, link: Link) -> ControlLink:
         """Serve a link as long as the client is open."""
         if self._is_over:
             link.abort("the client was closed")
             raise LinkClosedError(f"{link.peer_address}: the client was closed meanwhile")
-        return await self._links.enter_async_context(_serving(link))
+        return self._serve(link)
+
+    def _serve(self, link: Link, node_name: str = "") -> ControlLink:
+        control = ControlLink(link, _refuse, peer_name=node_name)
+        reading = self._reading[control] = asyncio.create_task(_read(control))
+        reading.add_done_callback(lambda _: self._reading.pop(control))
+        return control
+
+    async def _close(self) -> None:
+        """Close all links; calls that still run fail."""
+        self._is_over = True
+        async with contextlib.AsyncExitStack() as closing:
+            for control, reading in self._reading.items():
+                closing.push_async_callback(_end, control, reading)
 
 
 async def _preceded(
@@ -538,13 +553,11 @@ async def open_client(
     `node_name` names the node in errors, "" for its name and address. `identity` authenticates the
     links to redirect addresses. `redial` opens the link again for the next call after its end.
     """
-    async with contextlib.AsyncExitStack() as links:
-        control = await links.enter_async_context(_serving(link, node_name))
-        client = Client(control, links, identity, redial)
-        try:
-            yield client
-        finally:
-            client._is_over = True
+    client = Client(link, identity, node_name=node_name, redial=redial)
+    try:
+        yield client
+    finally:
+        await client._close()
 
 
 @asynccontextmanager
@@ -566,21 +579,18 @@ def _has_ended(control: ControlLink) -> bool:
     return control.link.closed or control.ended is not None
 
 
-@asynccontextmanager
-async def _serving(link: Link, node_name: str = "") -> AsyncIterator[ControlLink]:
-    control = ControlLink(link, _refuse, peer_name=node_name)
-    reading = asyncio.create_task(_read(control))
-    try:
-        yield control
-    finally:
-        await link.close()
-        await reading
-
-
 async def _read(control: ControlLink) -> None:
     """Read until the link ends; calls that wait for an answer raise its error."""
-    with contextlib.suppress(ShardnetError):
-        await control.serve()
+    try:
+        with contextlib.suppress(ShardnetError):
+            await control.serve()
+    finally:
+        await control.link.close()
+
+
+async def _end(control: ControlLink, reading: asyncio.Task[None]) -> None:
+    await control.link.close()
+    await reading
 
 
 async def _refuse(control: ControlLink, message: Incoming) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
@@ -337,6 +339,24 @@ def test_a_link_that_ended_is_opened_again_for_the_next_call() -> None:
                 results = await asyncio.gather(*(client.complete("ab") for _ in range(3)))
                 assert [result.text for [result] in results] == ["ab"] * 3
                 assert (await client.status()).node.name == "scripted"
+
+    asyncio.run(main())
+
+
+def test_links_that_have_ended_are_not_kept() -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+
+            async def redial() -> Link:
+                return await stack.enter_async_context(serving(ScriptedNode()))
+
+            link = await redial()
+            async with client_module.open_client(link, redial=redial) as client:
+                ended = weakref.ref(client._control)
+                link.abort("cut off")
+                await client.status()
+                gc.collect()
+                assert ended() is None
 
     asyncio.run(main())
 
