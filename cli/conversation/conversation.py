@@ -23,7 +23,7 @@ from shardnet.api.events import GenerationResult
 from shardnet.api.requests import ContentPart, GenerationOptions, Message, picture_of
 from shardnet.cluster.machine.folders import cache_dir
 from shardnet.errors import ShardnetError, UsageError
-from shardnet.files import expanded, make_own_folder, open_own, read_own, write_whole
+from shardnet.files import expanded, make_own_folder, open_own, write_whole
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.framing.schema import MAX_TEXT
 from shardnet.wire.messages.extras import RecommendedSampling
@@ -377,12 +377,15 @@ class KeptLines:
 
     def read(self) -> list[str]:
         """Return the last entries, the oldest first; drop those before them from the file."""
-        found = []
-        with contextlib.suppress(OSError, ValueError):
-            for line in read_own(self._path, _MOST_BYTES).decode().splitlines():
+        found, raw, n_before = [], b"", 0
+        with contextlib.suppress(OSError), os.fdopen(open_own(self._path), "rb") as file:
+            n_before = file.seek(max(0, os.fstat(file.fileno()).st_size - _MOST_BYTES))
+            raw = file.read(_MOST_BYTES)
+        for line in raw.splitlines():
+            with contextlib.suppress(ValueError):  # cut off, by a full disk or here
                 if isinstance(entry := json.loads(line), str):
                     found.append(entry)
-        if len(found) > MOST_ENTRIES:
+        if len(found) > MOST_ENTRIES or n_before:
             found = found[-MOST_ENTRIES:]
             with contextlib.suppress(OSError):
                 write_whole(self._path, "".join(map(_line, found)).encode())

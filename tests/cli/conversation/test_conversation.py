@@ -211,6 +211,21 @@ def test_what_was_typed_is_kept_for_its_owner_alone(tmp_path: Path) -> None:
     assert (tmp_path / "own" / "history").stat().st_mode & 0o777 == 0o600
 
 
+def test_what_was_typed_is_kept_beside_long_texts_and_lines_that_were_cut_off(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "history"
+    kept = KeptLines(path)
+    kept.add("first")
+    for number in range(5):
+        kept.add(f"{number} " + "x" * (1 << 20))
+    with path.open("a") as file:
+        file.write('"cut\n')
+    kept.add("last")
+    assert [entry[:5] for entry in kept.read()] == ["2 xxx", "3 xxx", "4 xxx", "last"]
+    assert path.stat().st_size < 4 << 20
+
+
 def test_a_variable_names_the_history_or_turns_it_off(tmp_path: Path) -> None:
     assert history_path({"SHARDNET_CHAT_HISTORY": ""}) is None
     assert history_path({"SHARDNET_CHAT_HISTORY": "/x"}) == Path("/x")
