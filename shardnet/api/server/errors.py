@@ -15,6 +15,7 @@ from shardnet.errors import (
     CheckpointError,
     ContextExceededError,
     DeadlineError,
+    DiskSilentError,
     LinkError,
     PeerFailedError,
     PlanError,
@@ -117,6 +118,18 @@ def fault_of(error: Exception) -> Fault:
             )
         case UsageError() | CapacityError() | UnsupportedModelError():
             return _wrong_request(error)
+        case BusyError(retry_s=retry_s) if retry_s:
+            return Fault(
+                status=503,
+                kind="service_unavailable_error",
+                message=text,
+                retry_s=retry_s,
+                code="model_not_ready",
+            )
+        case BusyError() | LinkError() | PeerFailedError() | PlanError() | DiskSilentError():
+            return Fault(
+                status=503, kind="service_unavailable_error", message=text, retry_s=RETRY_S
+            )
         case CheckpointError():
             return Fault(
                 status=404,
@@ -129,18 +142,6 @@ def fault_of(error: Exception) -> Fault:
         case DeadlineError():
             message = _told(error, _unprefixed(error))
             return Fault(status=504, kind="timeout_error", message=message)
-        case BusyError(retry_s=retry_s) if retry_s:
-            return Fault(
-                status=503,
-                kind="service_unavailable_error",
-                message=text,
-                retry_s=retry_s,
-                code="model_not_ready",
-            )
-        case BusyError() | LinkError() | PeerFailedError() | PlanError():
-            return Fault(
-                status=503, kind="service_unavailable_error", message=text, retry_s=RETRY_S
-            )
         case ShardnetError():
             return Fault(status=500, kind="server_error", message=text)
         case _:
