@@ -67,8 +67,8 @@ def read_config(path: Path, group: TyperGroup) -> dict[str, Any]:
 _LISTS: Final = MappingProxyType({"peers": "peer", "model_folders": "model_folder"})
 """The keys of flags that may be given several times, and these flags."""
 
-_Place = tuple[dict[str, str], dict[str, Any]]
-"""A command's flags, from name in the file to parameter, and where their values go."""
+_Place = tuple[dict[str, TyperOption], dict[str, Any]]
+"""A command's flags by their names in the file, and where their values go."""
 
 
 def _places(command: object, default_map: dict[str, Any]) -> list[_Place]:
@@ -94,13 +94,14 @@ def _put(key: str, value: object, places: Sequence[_Place], where: str) -> None:
         )
     for known, default_map in places:
         if key in known:
-            default_map[known[key]] = value
+            is_one = known[key].multiple and not isinstance(value, list)
+            default_map[str(known[key].name)] = [value] if is_one else value
 
 
-def _flags(parameters: Sequence[object]) -> dict[str, str]:
+def _flags(parameters: Sequence[object]) -> dict[str, TyperOption]:
     """Map each flag's name in the file to its parameter."""
     flags = {
-        option.lstrip("-").replace("-", "_"): str(parameter.name)
+        option.lstrip("-").replace("-", "_"): parameter
         for parameter in parameters
         if isinstance(parameter, TyperOption)
         for option in parameter.opts

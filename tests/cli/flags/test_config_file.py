@@ -36,11 +36,12 @@ def test_a_top_key_holds_for_every_command_and_a_table_for_its_own(tmp_path: Pat
     path = written(
         tmp_path,
         'threads = 3\nport = 9\n[generate]\nthreads = 4\nstop = ["x"]\n'
-        '[serve]\nalias = ["gpt-4o=org/Tiny", "*=org/Big"]\n',
+        '[serve]\nalias = ["gpt-4o=org/Tiny", "*=org/Big"]\napi_key = "one"\n',
     )
     defaults = read_config(path, group())
     assert defaults["node"] == {"threads": 3, "port": 9}
     assert defaults["serve"]["alias"] == ["gpt-4o=org/Tiny", "*=org/Big"]
+    assert defaults["serve"]["api_key"] == ["one"]  # of several that there may be
     assert defaults["plan"] == {"threads": 3}
     assert defaults["generate"] == {"threads": 4, "stop": ["x"]}
 
