@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import typer
 
 from shardnet.api.client import GREEDY
+from shardnet.errors import UsageError
 from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.wire.messages.plans import PlanReply
 
@@ -221,6 +222,12 @@ class _Bench:
     async def _round(self, n_sequences: int) -> Speed:
         prompts = [self._prompt() for _ in range(n_sequences)]
         results = await self._generate(prompts, self._job.options.tokens)
+        if any(result.usage.n_generated < self._job.options.tokens for result in results):
+            raise UsageError(
+                f"a context of {self.plan.context} has no room for {self._job.options.prompt} "
+                f"tokens and {self._job.options.tokens} more",
+                remedy="give a smaller --prompt or --tokens, or a larger --context",
+            )
         decode_s = max((self._job.options.tokens - 1) / r.timing.decode_tok_s for r in results)
         return Speed(
             sequences=n_sequences,

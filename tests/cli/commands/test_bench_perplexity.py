@@ -1,15 +1,20 @@
-"""The pieces of a text that `bench --perplexity` scores, and what it says of them."""
+"""The pieces of a text that `bench --perplexity` scores, and what it says of them; speeds."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardnet.errors import UsageError
 from shardnet.wire.messages.plans import PlanReply
-from shardnet_cli.commands.bench import Quality, cut_text, quality_words
+from shardnet_cli.commands.bench import BenchOptions, Quality, _Bench, cut_text, quality_words
 
 QUALITY = Quality(
     text="novel.txt",
@@ -61,3 +66,16 @@ def test_a_line_says_text_tokens_pieces_and_form() -> None:
     )
     assert "1 token in 1 piece of" in quantised
     assert "in float32 with int8 weights (" in quantised
+
+
+@pytest.mark.parametrize("n_generated", [1, 5])
+def test_no_speed_is_told_of_tokens_that_the_context_had_no_room_for(n_generated: int) -> None:
+    async def generate(*_: Any) -> Any:
+        timing = SimpleNamespace(ttft_s=1.0, decode_tok_s=5.0 if n_generated > 1 else 0.0)
+        return [SimpleNamespace(usage=SimpleNamespace(n_generated=n_generated), timing=timing)]
+
+    job: Any = SimpleNamespace(options=BenchOptions(prompt=510, tokens=9), as_json=True)
+    bench = _Bench(job, job)
+    bench._plan, bench._generate = PLAN, generate  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="a context of 512 has no room for 510 tokens and 9 more"):
+        asyncio.run(bench.measure(1))
