@@ -50,6 +50,8 @@ HEADERS_S: Final = 10.0
 MOST_WAITING: Final = 256
 MOST_OF_HOST: Final = 64
 """Connections that may wait at one time, in all and of one host: the oldest makes room."""
+SETTLE_S: Final = 0.25
+"""Within so long: a program may make many at once, whose requests are there and not yet read."""
 LOG_EVERY_S: Final = 60.0
 
 
@@ -72,17 +74,19 @@ class Waiting:
     _n_of_host: Counter[str] = field(default_factory=Counter)
     _closed: Counter[str] = field(default_factory=Counter)
     _logged_s: float = -LOG_EVERY_S
+    _is_settling: bool = False
 
     def begin(self, connection: WaitingConnection, host: str) -> None:
         """Count a connection that waits from now on; close another where there are too many."""
         self.end(connection)
         self._hosts[connection] = host
         self._n_of_host[host] += 1
-        if self._n_of_host[host] > MOST_OF_HOST:
-            self._close_oldest(host)
-        elif len(self._hosts) > MOST_WAITING:
-            [(most, _)] = self._n_of_host.most_common(1)
-            self._close_oldest(most)
+        n_of_host, n = self._n_of_host[host], len(self._hosts)
+        if n_of_host > MOST_WAITING or n > 2 * MOST_WAITING:
+            self._settle()
+        elif (n_of_host > MOST_OF_HOST or n > MOST_WAITING) and not self._is_settling:
+            self._is_settling = True
+            asyncio.get_running_loop().call_later(SETTLE_S, self._settle)
 
     def end(self, connection: WaitingConnection) -> None:
         """Count one no more that has asked or is gone."""
@@ -106,6 +110,16 @@ class Waiting:
             self.log(f"HTTP: closed {n_closed} connections without a whole request, as of {host}")
             self._closed.clear()
             self._logged_s = now_s
+
+    def _settle(self) -> None:
+        """Close those that are too many."""
+        self._is_settling = False
+        for host, n in [*self._n_of_host.items()]:
+            for _ in range(n - MOST_OF_HOST):
+                self._close_oldest(host)
+        while len(self._hosts) > MOST_WAITING:
+            [(most, _)] = self._n_of_host.most_common(1)
+            self._close_oldest(most)
 
     def _close_oldest(self, host: str) -> None:
         self.close(next(one for one, of in self._hosts.items() if of == host))

@@ -180,6 +180,17 @@ async def asked(port: int, **options: Any) -> bytes:
     return answer
 
 
+def test_all_that_one_host_asks_at_once_is_answered() -> None:
+    async def main() -> None:
+        listening = Listening(host="127.0.0.1", port=0)
+        async with client_of(ScriptedNode()) as client, serving(client, listening) as url:
+            port = int(url.rpartition(":")[2])
+            answers = await asyncio.gather(*(asked(port) for _ in range(200)))
+            assert all(b'"text":"the owner asks"' in answer for answer in answers)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("n_hosts", [1, 40])
 def test_half_requests_keep_nobody_out(n_hosts: int) -> None:
     """A thousand of them, of one address or of many, and the owner is answered at once."""
