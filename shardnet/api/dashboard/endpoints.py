@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from pathlib import PurePath
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -180,14 +181,17 @@ class ClusterModels(msgspec.Struct, kw_only=True):
     silent: list[SilentNode]
 
 
-async def list_models(client: Client) -> list[ModelsListed]:
+async def list_models(client: Client, model: str) -> list[ModelsListed]:
     """Ask the node and its peers; what does not come within LIST_S is left out.
+
+    A `model` that is a path is listed wherever it lies.
 
     Raises LinkError when the node does not answer at all.
     """
     lists: list[ModelsListed] = []
+    path = model if PurePath(model).is_absolute() else ""
     try:
-        async with asyncio.timeout(LIST_S), aclosing(client.models()) as pieces:
+        async with asyncio.timeout(LIST_S), aclosing(client.models(model=path)) as pieces:
             async for piece in pieces:
                 lists.append(piece)
                 if len(lists) >= MAX_LISTS:
@@ -295,7 +299,7 @@ class Handlers:
         """List the models of the cluster."""
         service, ring = exchange.service, self._dashboard.watcher.ring
         async with self._working:
-            lists = await list_models(service.client)
+            lists = await list_models(service.client, service.models.default.choice.model)
         found = cluster_models(
             lists,
             # A model's own name is listed before those of it with adapters, and its aliases.

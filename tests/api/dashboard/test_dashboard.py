@@ -267,7 +267,15 @@ def test_a_model_of_a_folder_is_shown_by_the_name_that_it_is_asked_by(
     async def main() -> None:
         async with board() as page:
             page.client.choice = ModelChoice(model="/srv/a/Tiny")
+            list_models, asked = page.client.models, []
+
+            def noted(**how: Any) -> Any:
+                asked.append(how)
+                return list_models(**how)
+
+            page.client.models = noted  # type: ignore[method-assign, assignment]
             models = (await page.ask("/models")).json["models"]
+            assert {"model": "/srv/a/Tiny"} in asked, "it may be in no folder that is looked into"
             told = {one["name"]: (one["is_served"], one["is_default"]) for one in models}
             twins = dict.fromkeys(("/srv/b/Twin", "/home/Twin"), (True, False))
             assert told == {"Tiny": (True, True), **twins}
