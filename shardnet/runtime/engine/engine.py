@@ -260,6 +260,8 @@ class Engine:
     def release(self) -> None:
         """Go on after `hold`, on the same ring."""
         self._is_held = False
+        for live in self._live.values():
+            live.noted_ns = 0
         self._pump()
 
     def computed(self) -> list[ComputedSequence]:
@@ -467,7 +469,7 @@ class Engine:
                 self._note_replayed(outcome.sequence_id)
         self.totals.n_flown += is_behind
         if groups:
-            self._live.note_pace(groups[0].sequence_id, n_tokens)
+            self._live.note_pace(groups[0], n_tokens)
         else:
             self.totals.n_wasted += is_behind
         self.log.add(answered, n_rows, n_sampled, n_tokens)

@@ -117,7 +117,7 @@ class LiveRequest:
     n_kept: int = 0
     """Those of the prompt that were there before it began to run."""
     noted_ns: int = 0
-    """When it last made tokens while no other request lived."""
+    """When its last step was answered, if no other request lived then and no pause followed."""
     outputs: OutputCollector | None = None
     trace: StepTrace | None = None
     _sums: _StageSums = field(default_factory=_StageSums)
@@ -150,7 +150,7 @@ class LiveRequest:
         if self.state is not LiveState.RECOVERING:
             self._before = self.state
         self.state = LiveState.RECOVERING
-        self.n_computed = 0
+        self.n_computed = self.noted_ns = 0
         self._sums, self._alone = _StageSums(), _AloneSteps(is_alone=False)
         if self.trace is not None:
             self.trace.begin_anew()
@@ -317,13 +317,16 @@ class LiveRequests(dict[SequenceId, LiveRequest]):
                 except BaseException as error:
                     self.end_alone(group.sequence_id, live, error)
 
-    def note_pace(self, sequence_id: SequenceId, n_tokens: int) -> None:
-        """Note that a sequence has made so many tokens more, if no other has the ring too."""
-        live = self.get(sequence_id)
+    def note_pace(self, group: RowGroup, n_tokens: int) -> None:
+        """Note that a sequence has made so many tokens more, if no other has the ring too.
+
+        The time of prompt rows says nothing of drafts.
+        """
+        live = self.get(group.sequence_id)
         if live is not None and live.drafter is not None:
             now_ns, before_ns = self._clock_ns(), live.noted_ns
             live.noted_ns = now_ns if len(self) == 1 else 0
-            if before_ns and live.noted_ns:
+            if before_ns and live.noted_ns and group.n_sampled == group.n_rows:
                 live.drafter.took(n_tokens, (now_ns - before_ns) / 1e9)
 
     def may_stop(self, group: RowGroup) -> bool:
