@@ -153,7 +153,15 @@ class Guide:
         return masks
 
     def _forced(self, limit: int) -> list[int]:
-        return [] if self._n_slow else self._matcher.forced(limit)
+        if self._n_slow:
+            return []
+        try:
+            return self._matcher.forced(limit)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # as in `prepare`
+            self._end(contained(error))
+            return []
 
     def _timed(self) -> int:
         """Take the tokens so far and make the next mask; return how long it took."""

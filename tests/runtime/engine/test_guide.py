@@ -20,6 +20,10 @@ from shardnet.runtime.stage.executor import Executor
 ANY = TokenMask(MaskForm.FORBIDDEN, b"")
 
 
+class Panic(BaseException):
+    """What a Rust library raises when it panics: no Exception."""
+
+
 @dataclass
 class Counting:
     """A matcher that is complete after `n_tokens`, slow from `slow_at` on, or fails at `fails_at`.
@@ -30,6 +34,7 @@ class Counting:
     n_tokens: int = 1000
     slow_at: int = -1
     fails_at: int = -1
+    forced_fails_at: int = -1
     taken: list[int] = field(default_factory=list)
     now_ns: int = 0
 
@@ -51,6 +56,8 @@ class Counting:
         return [ANY] * (1 + len(drafts))
 
     def forced(self, limit: int) -> list[int]:
+        if len(self.taken) == self.forced_fails_at:
+            raise Panic("a bug of llguidance")
         return []
 
     def clock_ns(self) -> int:
@@ -131,3 +138,9 @@ def test_a_request_ends_where_nothing_may_follow(slow_at: int) -> None:
 @pytest.mark.parametrize("slow_at", [-1, 2])
 def test_a_constraint_that_fails_ends_its_request_alone(slow_at: int) -> None:
     assert generated(Counting(fails_at=4, slow_at=slow_at)) == (4, "it became too complex")
+
+
+def test_forced_text_that_fails_ends_its_request_alone() -> None:
+    n_tokens, why = generated(Counting(forced_fails_at=4))
+    assert n_tokens == 4
+    assert "a bug of llguidance" in str(why)
