@@ -7,6 +7,7 @@ tensors, nor what a part is a part of.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -97,11 +98,25 @@ class ShardLinks:
         check_epoch(frame, self._epoch, link)
         if frame.kind is not FrameKind.PART and frame.kind is not FrameKind.ERROR:
             raise unexpected(frame, link)
-        if self._inboxes[other].qsize() >= _MOST_WAITING:
+        inbox = self._inboxes[other]
+        if inbox.qsize() >= _MOST_WAITING:
+            self._drop_old(inbox)
+        if inbox.qsize() >= _MOST_WAITING:
             raise RemoteProtocolError(
                 f"{peer_name(link)} sent more than {_MOST_WAITING} parts that nobody waits for"
             )
-        self._inboxes[other].put(frame)
+        inbox.put(frame)
+
+    def _drop_old(self, inbox: queue.SimpleQueue[Frame | None]) -> None:
+        """Drop what is left of steps that failed here before their first gather."""
+        kept = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                frame = inbox.get_nowait()
+                if frame is None or frame.step >= self._step:
+                    kept.append(frame)
+        for frame in kept:  # all were taken before: the compute thread finds them in their order
+            inbox.put(frame)
 
     def fail(self, error: ShardnetError) -> None:
         """End every wait of the compute thread, now and to come, with LostShardError."""

@@ -275,3 +275,19 @@ def test_the_source_of_a_shard_ends_its_wait_too() -> None:
             await asyncio.to_thread(gathered, links, STEP, 1.0)
 
     linked(test)
+
+
+def test_steps_that_fail_one_after_the_other_end_no_link() -> None:
+    """Each leaves a part and an error of the other shard that nobody has waited for."""
+
+    async def test(zero: Link, one: Link) -> None:
+        links = ShardLinks(shard=0, links={1: zero}, epoch=EPOCH)
+        for step in map(StepId, range(1, 100)):
+            links.begin(step)
+            links.take(1, part_frame(PART, epoch=EPOCH, step=step))
+            links.take(1, error_frame(CapacityError("full"), epoch=EPOCH, step=step))
+        links.begin(StepId(100))
+        links.take(1, part_frame(PART, epoch=EPOCH, step=100))
+        assert await asyncio.to_thread(gathered, links, StepId(100), 1.0) == 7
+
+    linked(test)
