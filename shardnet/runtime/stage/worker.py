@@ -294,7 +294,11 @@ class StageWorker:
             raise
         except Exception as error:  # as in `_computed`, for all of them
             results = [self._named(first, error)] * len(steps)
-        return [self._output(*pair, started_ns) for pair in zip(steps, results, strict=True)]
+        outputs = []
+        for step, result in zip(steps, results, strict=True):
+            named = self._named(step, result) if isinstance(result, ShardnetError) else result
+            outputs.append(self._output(step, named, started_ns))
+        return outputs
 
     def _computed(self, arrived: StepArrived) -> StepResult:
         try:

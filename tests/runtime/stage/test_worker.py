@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from shardnet.errors import LinkClosedError, UsageError
+from shardnet.errors import LinkClosedError, WrongValuesError
 from shardnet.runtime.stage.compute import (
     Activations,
     Samples,
@@ -287,7 +287,9 @@ class TogetherStage(Compute):
         assert self.may_compute.wait(DEADLINE_S)
         self.passes.append([step.batch.step for step in steps])
         return [
-            UsageError("no") if step.batch.step == 4 else Samples(token_ids=[], logprobs=[])
+            WrongValuesError.received("no")
+            if step.batch.step == 4
+            else Samples(token_ids=[], logprobs=[])
             for step in steps
         ]
 
@@ -326,7 +328,7 @@ def test_steps_that_wait_are_computed_together_in_order() -> None:
 
         ends, executor = Ends(), Executor("stage")
         worker = StageWorker(
-            rank=0,
+            rank=2,
             compute=compute,
             executor=executor,
             source=ends,
@@ -362,6 +364,10 @@ def test_steps_that_wait_are_computed_together_in_order() -> None:
             FreeSlot,
             *([StepComputed] * 3),
         ]
+        failed = outputs[3]
+        assert isinstance(failed, StepFailed)
+        assert isinstance(failed.error, WrongValuesError)
+        assert failed.error.rank == 1, "the stage before gave these values"
 
     async def within_deadline() -> None:
         async with asyncio.timeout(DEADLINE_S):
