@@ -190,7 +190,8 @@ class AdmissionQueue:
 
     def _prefix_is_coming(self, sequence: LiveSequence, least_rows: int) -> bool:
         """Say whether a running prompt will soon hold `least_rows` more of this prefix than any
-        slot. Where layers keep a state none counts: it will have gone beyond the prefix.
+        slot. Where layers keep a state none counts: it will have gone beyond the prefix. To one
+        without pictures none counts that waits for its own: that may take minutes.
         """
         if sequence.request.whole_prompt or self.state_slots is not None:
             return False
@@ -203,6 +204,7 @@ class AdmissionQueue:
             other.is_prefilling and common_prefix(other.tokens, sequence.tokens, wanted) == wanted
             for other in self.running.values()
             if wanted <= min(limit, other.n_prompt)
+            and not (other.is_encoding and not request.pictures)
             and other.request.adapters == request.adapters
             and (alike_until(other.request.pictures, request.pictures) or wanted) >= wanted
         )

@@ -89,10 +89,15 @@ def test_a_chunk_cuts_no_picture_whose_rows_see_each_other(first: int, n_rows: i
     assert opened.n_kept == (picture.position if picture.position >= 16 else 0)
 
 
-def test_rows_wait_for_their_pictures_and_others_do_not() -> None:
+@pytest.mark.parametrize(
+    ("picture", "other"), [(A, range(5000, 5040)), (LATER, PROMPT[:200])], ids=["unlike", "alike"]
+)
+def test_rows_wait_for_their_pictures_and_others_do_not(
+    picture: PicturePlace, other: Sequence[int]
+) -> None:
     book = scheduler()
-    submit(book, 1, (A,))
-    submit(book, 2, (), range(5000, 5040))
+    submit(book, 1, (picture,))
+    submit(book, 2, (), other)
     [step] = [each for each in book.next_instructions() if isinstance(each, SendStep)]
     assert {group.sequence_id for group in step.batch.groups} == {2}
     book.encoded(SequenceId(1))
