@@ -380,8 +380,12 @@ class LiveRequests(dict[SequenceId, LiveRequest]):
         live.fail(named)
 
     def finish(self, sequence_id: SequenceId, reason: FinishReason) -> None:
-        """End a request whose sequence has ended."""
-        self.pop(sequence_id).finish(reason, self._clock_ns())
+        """End a request whose sequence has ended, by name if its text or outputs have no end."""
+        live = self.pop(sequence_id)
+        try:
+            live.finish(reason, self._clock_ns())
+        except BaseException as error:
+            self.end_alone(sequence_id, live, error)
 
     def take_made(self, sequence_id: SequenceId, live: LiveRequest) -> None:
         """Report the tokens that a request came with; end it if they were all."""

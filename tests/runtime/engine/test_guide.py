@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from support.rings.fake_ring import fake_ring, request_of
+from support.rings.rings import NoText
 
 from shardnet.constraints import MaskForm, TokenMask
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.runtime.engine.guide import SLOW_FOR, SLOW_NS, Constrained, Guide
-from shardnet.runtime.engine.requests import GenerationFinished, TokenGenerated
+from shardnet.runtime.engine.requests import GenerationFinished, TextAssembler, TokenGenerated
 from shardnet.runtime.scheduling.sequences import FinishReason
 from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.runtime.stage.executor import Executor
@@ -98,7 +99,16 @@ def test_what_was_slow_once_is_made_on_the_thread_for_a_while() -> None:
     asyncio.run(scenario())
 
 
-def generated(matcher: Counting, max_tokens: int = 20) -> tuple[int, FinishReason | str]:
+class FailingEnd(NoText):
+    """A text whose end cannot be told."""
+
+    def finish(self) -> str:
+        raise Panic("a bug of a tokenizer")
+
+
+def generated(
+    matcher: Counting, max_tokens: int = 20, text: TextAssembler | None = None
+) -> tuple[int, FinishReason | str]:
     """Run a request on a ring of two stages beside a free one; how many tokens, and why it ended.
 
     Every mask takes long where the matcher's clock says so.
@@ -107,10 +117,11 @@ def generated(matcher: Counting, max_tokens: int = 20) -> tuple[int, FinishReaso
     async def scenario() -> tuple[int, FinishReason | str]:
         thread = Executor("masks")
         n_tokens = 0
-        async with fake_ring(2, over="memory") as ring:
+        async with asyncio.timeout(60), fake_ring(2, over="memory") as ring:
             ring.engine._clock_ns = matcher.clock_ns
             constrained = Constrained(matcher=matcher, thread=thread)
             asked = replace(request_of([1, 2, 3], max_tokens), constrained=constrained)
+            asked = replace(asked, text=text or asked.text)
             free = asyncio.create_task(ring.generate([4, 5], 30))
             try:
                 async for event in ring.engine.generate(asked):
@@ -144,3 +155,11 @@ def test_forced_text_that_fails_ends_its_request_alone() -> None:
     n_tokens, why = generated(Counting(forced_fails_at=4))
     assert n_tokens == 4
     assert "a bug of llguidance" in str(why)
+
+
+@pytest.mark.parametrize("slow_at", [-1, 2])
+def test_a_text_that_fails_at_its_end_ends_its_request(slow_at: int) -> None:
+    """Also where the end turns out on the thread of the masks."""
+    n_tokens, why = generated(Counting(n_tokens=5, slow_at=slow_at), text=FailingEnd())
+    assert n_tokens == 5
+    assert "a bug of a tokenizer" in str(why)
