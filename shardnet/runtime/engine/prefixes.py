@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import RestorePrefix
 from shardnet.slot_operations import AdapterUse, Pictures, whole_before
 from shardnet.types import BLOCK_POSITIONS, STORED_PREFIX_POSITIONS, SequenceId
+
+_log = logging.getLogger(__name__)
 
 FIND_S: Final = 1.0
 """How long stages may take to say what they have: a prompt waits for it."""
@@ -131,10 +134,12 @@ class Prefixes:
         async with self._one_by_one:
             for each in [*self._unforgotten]:
                 await self.forget(each)
-            with contextlib.suppress(ShardnetError):  # the positions are computed instead
+            try:
                 if await self._stages.restore(sequence_id, keys, token_ids):
                     self.restored_positions += n_positions
                     return n_positions
+            except Exception as error:  # the positions are computed instead
+                _log.warning("a prompt's beginning was not read from disk: %s", error)
             await self.forget(sequence_id)
         return 0
 

@@ -102,11 +102,12 @@ def test_a_prefix_that_one_stage_could_not_read_is_forgotten_by_all() -> None:
         n_positions = await prefixes.restore(SequenceId(3), PROMPT, 1024)
         return n_positions, prefixes.restored_positions
 
-    whole, partly, failing = Stages(), Stages(), Stages()
+    whole, partly, failing, full = Stages(), Stages(), Stages(), Stages()
     partly.is_whole, failing.failing = False, LinkClosedError("gone")
+    full.failing = RuntimeError("not enough memory: you tried to allocate 8 GB")
     assert asyncio.run(restored(whole)) == (1024, 1024)
-    assert asyncio.run(restored(partly)) == asyncio.run(restored(failing)) == (0, 0)
-    assert (whole.forgotten, partly.forgotten, failing.forgotten) == ([], [3], [3])
+    assert {asyncio.run(restored(stages)) for stages in (partly, failing, full)} == {(0, 0)}
+    assert [stages.forgotten for stages in (whole, partly, failing, full)] == [[], [3], [3], [3]]
 
 
 def test_what_could_not_be_forgotten_is_before_the_next_prefix_is_read() -> None:
