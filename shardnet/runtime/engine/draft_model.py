@@ -53,6 +53,8 @@ class DraftModel:
         default_factory=lambda: [*map(SlotId, range(MAX_DRAFTED_SEQUENCES))]
     )
     is_closed: bool = False
+    n_long: int = 0
+    """Texts of which more than a chunk is to be read now: nobody waits for drafts meanwhile."""
 
     def close(self) -> None:
         """End the thread. Draft sources that are in use draft nothing more."""
@@ -114,7 +116,10 @@ class ModelDrafts:
         self._drafted: list[int] = []
 
     def prepare(self, tokens: Sequence[int], limit: int) -> bool:
-        """Start drafting on the thread; see DraftSource."""
+        """Start drafting on the thread; see DraftSource.
+
+        While the thread reads a long text, as a prompt is, sequences go on without drafts.
+        """
         if self._slot is None or self._n_tokens == len(tokens):
             return True
         if self._job is None:
@@ -122,11 +127,13 @@ class ModelDrafts:
                 return True
             slot, text = self._slot, list(tokens)
             n_held = common_prefix(self._held, text, min(len(self._held), len(text) - 1))
+            is_long = len(text) - n_held > PREFILL_CHUNK_ROWS
+            self._draft.n_long += is_long
             self._job = self._draft.executor.submit(
                 lambda: self._draft.draft(slot, text, n_held, limit)
             )
-            self._job.add_done_callback(lambda job: self._take(text, job))
-        return False
+            self._job.add_done_callback(lambda job: self._take(text, job, is_long=is_long))
+        return self._draft.n_long > 0
 
     def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
         """Return the drafts made for exactly these tokens; none if they are for others."""
@@ -138,9 +145,10 @@ class ModelDrafts:
             self._draft.give_back(self._slot)
             self._slot = None
 
-    def _take(self, text: list[int], job: asyncio.Future[list[int]]) -> None:
+    def _take(self, text: list[int], job: asyncio.Future[list[int]], *, is_long: bool) -> None:
         """Keep the drafts of a finished job. After a failure the model is not asked again."""
         self._job = None
+        self._draft.n_long -= is_long
         if self._slot is None:
             return
         error = None if job.cancelled() else job.exception()

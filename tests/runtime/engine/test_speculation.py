@@ -236,6 +236,28 @@ def test_drafts_that_wait_for_a_draft_model_that_is_closed_hold_nobody_up(folder
     draft.executor.join()
 
 
+def test_a_long_text_that_a_draft_model_has_to_read_holds_nobody_up(folder: Path) -> None:
+    draft, may_read = draft_model(folder), threading.Event()
+
+    async def scenario() -> None:
+        long, short = (draft.draft_source(lambda: None) for _ in range(2))
+        draft.executor.submit(may_read.wait)
+        text = [*range(300)]
+        assert long.prepare(text, 2)
+        assert short.prepare([1, 2, 3], 2)
+        assert long.draft(text, 2) == short.draft([1, 2, 3], 2) == []
+        may_read.set()
+        await draft.executor.run(lambda: None)
+        for each, tokens in ((long, [*text, 5]), (short, [1, 2, 3, 4])):
+            assert not each.prepare(tokens, 2), "it is one token behind"
+            await draft.executor.run(lambda: None)
+            assert len(each.draft(tokens, 2)) == 2
+            each.close()
+
+    asyncio.run(scenario())
+    draft.executor.join()
+
+
 @pytest.mark.usefixtures("drafts_always_pay")
 def test_a_text_goes_on_without_the_draft_model_once_it_is_closed(
     folder: Path, plain: list[list[int]]
