@@ -8,6 +8,7 @@ Where nothing runs nothing is awaited, so nothing spins.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import struct
@@ -320,8 +321,10 @@ class ProcessorUse:
 def _waits_s(tasks: Path) -> Iterator[float]:
     """Give the seconds that each thread of this process has waited for a processor (Linux)."""
     try:
-        for task in tasks.iterdir():
-            _, waited_ns, *_ = (task / "schedstat").read_text().split()
-            yield int(waited_ns) / 1e9
-    except (OSError, ValueError):  # another system, or a thread that ended just now
+        threads = [*tasks.iterdir()]
+    except OSError:  # another system
         return
+    for thread in threads:
+        with contextlib.suppress(OSError, ValueError):  # it has ended just now
+            _, waited_ns, *_ = (thread / "schedstat").read_text().split()
+            yield int(waited_ns) / 1e9

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from shardnet.runtime.processors import alertness
 from shardnet.runtime.processors.alertness import ProcessorUse
 
 BEFORE = ProcessorUse.now()
@@ -49,3 +51,16 @@ def test_the_systems_counters_grow() -> None:
     assert later.own_s > BEFORE.own_s
     assert later.idle_s >= BEFORE.idle_s
     assert later.n_cores >= 1
+
+
+def test_a_thread_that_has_just_ended_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(8):
+        (tmp_path / str(number)).mkdir()
+        if number % 2:
+            (tmp_path / str(number) / "schedstat").write_text("5 1000000000 7\n")
+    monkeypatch.setattr(alertness, "_TASKS", tmp_path)
+    assert ProcessorUse.now().waited_s == 4
+    monkeypatch.setattr(alertness, "_TASKS", tmp_path / "elsewhere")
+    assert ProcessorUse.now().waited_s == 0
