@@ -50,6 +50,7 @@ class Drafts:
         self._model: DraftModel | None = None
         self._key: tuple[object, ...] = ()
         self._texts: deque[NgramDrafts] = deque(maxlen=_MOST_TEXTS)
+        self._texts_vocab_size = 0
 
     async def speculation(
         self,
@@ -86,6 +87,9 @@ class Drafts:
         most = most or MAX_DRAFT_TOKENS
         check_drafts(has_state=has_state)
         if how == NGRAM:
+            if vocab_size != self._texts_vocab_size:  # what was said may be no tokens of this model
+                self._texts = deque(maxlen=_MOST_TEXTS)
+                self._texts_vocab_size = vocab_size
             make = partial(NgramDrafts, before=self._texts)
             return Speculation(make_draft_source=lambda wake: make(), most=most)
         model = await self._load(how, vocab_size, context, ignore_unknown_config)

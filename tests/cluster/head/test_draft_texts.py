@@ -1,0 +1,39 @@
+"""In which texts drafts are looked up."""
+
+from __future__ import annotations
+
+import asyncio
+
+from shardnet.cluster.head.drafts import NGRAM, Drafts
+from shardnet.cluster.store.disk_jobs import DiskJobs
+from shardnet.runtime.scheduling.drafting import DraftSource
+
+SAID = [1, 2, 3, 4, 330, 5]
+
+
+async def source(drafts: Drafts, vocab_size: int) -> DraftSource:
+    """What drafts for a request to a model of so many token ids."""
+    speculation = await drafts.speculation(
+        NGRAM, 0, vocab_size=vocab_size, context=512, has_state=False
+    )
+    assert speculation is not None
+    assert speculation.make_draft_source is not None
+    return speculation.make_draft_source(lambda: None)
+
+
+def test_no_draft_is_of_a_text_of_another_model() -> None:
+    """A token that the model lacks would fail the step, and all requests in it."""
+
+    async def main() -> None:
+        disk = DiskJobs("drafts")
+        drafts = Drafts(disk=disk, device="cpu", spare_bytes=lambda: 0, threads=lambda: 1)
+        ended, running = await source(drafts, 400), await source(drafts, 400)
+        ended.draft(SAID, 1)
+        ended.close()
+        assert (await source(drafts, 400)).draft([9, 1, 2, 3, 4], 2) == [330, 5]
+        assert (await source(drafts, 320)).draft([9, 1, 2, 3, 4], 2) == []
+        running.draft(SAID, 1)
+        running.close()
+        assert (await source(drafts, 320)).draft([9, 1, 2, 3, 4], 2) == []
+
+    asyncio.run(main())
