@@ -83,6 +83,8 @@ class LedRing:
         """That of the ring that was begun last."""
         self.building: Ring | None = None
         """The ring that is being built."""
+        self._vain: list[Ring] = []
+        """Rings that were to replace one and could not be built; nodes may hold stages of them."""
         self._openings: list[Opening] = []
 
     @property
@@ -150,7 +152,9 @@ class LedRing:
         try:
             self.check_idle()  # again: who asked for the ring that stands did not wait for this
             if self.lead is not None:
-                await self.lead.ring.unload(keep={node.address for node in plan.ring_nodes})
+                keep = {node.address for node in plan.ring_nodes}
+                await self.lead.ring.unload(keep=keep)
+                await asyncio.gather(*(ring.release(keep) for ring in self.take_vain()))
                 await self.forget()
             self.epoch += 1
             backoff = BusyBackoff(lambda: self.elsewhere_with(plan.choice) is not None)
@@ -212,6 +216,9 @@ class LedRing:
         with self.opened(plan.choice.model, lambda *_: None) as told:
             try:
                 await ring.build(told)
+            except BaseException:
+                self._vain.append(ring)
+                raise
             finally:
                 self.building = None
         lead.plan, lead.ring = plan, ring
@@ -226,6 +233,11 @@ class LedRing:
         ring = await self.ring_instead(lead, plan)
         on_ring(ring)
         await self.put_instead(lead, plan, ring)
+
+    def take_vain(self) -> list[Ring]:
+        """Return the rings that were not built to their end, whose stages the caller frees."""
+        vain, self._vain = self._vain, []
+        return vain
 
     def _watch(self, lead: Lead) -> None:
         """Have `on_broken` called when the ring of a lead breaks."""

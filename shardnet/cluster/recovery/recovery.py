@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -181,8 +181,8 @@ class Recovery:
                 lead.is_given_up = not self._is_closing
                 lead.ring.give_up(error)
                 record.error, record.is_over = str(error), True
-                for ring in () if self._is_closing else tried:  # they keep stages for one more
-                    self._jobs.begin(ring.release, "freeing stages of a ring that was not built")
+                if not self._is_closing:
+                    self._free(self.head.led.take_vain())  # they keep stages for one more
                 self.log(record.words)
 
     async def _attempt(
@@ -222,7 +222,12 @@ class Recovery:
         record.resumed_at_s = time.monotonic()
         self._finish(lead, record)
         keep = {node.address for node in plan.ring_nodes}
-        self._jobs.begin(partial(former.release, keep), "freeing stages of a lost ring")
+        self._free([former, *self.head.led.take_vain()], keep)
+
+    def _free(self, rings: Sequence[Ring], keep: Collection[str] = ()) -> None:
+        """Have the stages freed of rings that are over, but at nodes of the next one."""
+        for ring in rings:
+            self._jobs.begin(partial(ring.release, keep), "freeing stages of a lost ring")
 
     def _replayed(self, lead: Lead, record: RecoveryRecord) -> None:
         self._policy_of(lead).went_on()

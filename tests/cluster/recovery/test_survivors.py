@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import Client, connect
 from shardnet.cluster.machine.profile import MemoryBudget
+from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.node.node import Node, listening
 from shardnet.cluster.recovery import node_watch
-from shardnet.errors import CapacityError, PlanError, ShardnetError
+from shardnet.errors import CapacityError, PeerUnreachableError, PlanError, ShardnetError
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import NodeId
 from shardnet.wire.messages.plans import ModelChoice
@@ -182,5 +184,49 @@ def test_a_head_that_cannot_load_leads_again_or_its_error_ends_the_requests(
             assert got == wanted
             assert anna.head.latest is not None
             assert anna.head.latest.plan.nodes[0].name == "anna"
+
+    asyncio.run(main())
+
+
+def test_a_node_that_a_ring_was_tried_with_in_vain_is_free_for_others(
+    model: Path, tmp_path: Path
+) -> None:
+    choice = ModelChoice(model=str(model), context=256)
+
+    async def main() -> None:
+        async with AsyncExitStack() as nodes:
+            anna, _ = await started("anna", tmp_path, [], nodes)
+            peers = [await started(name, tmp_path, [], nodes, anna.address) for name in NAMES]
+            client = await nodes.enter_async_context(connect(anna.address))
+
+            async def has_all() -> bool:
+                return len((await client.status(with_peers=True)).peers) == len(NAMES)
+
+            await until(has_all)
+            wanted = await said(client, choice)
+            leaving: list[asyncio.Task[None]] = []
+            unreached: list[StageHost] = []
+
+            async def join(host: StageHost, joins: Any, *args: Any) -> None:
+                if host in (unreached or [host]):
+                    unreached[:] = [host]
+                    raise PeerUnreachableError("no route")
+                await joins(*args)
+
+            def leave() -> None:
+                assert anna.head.latest is not None
+                second = anna.head.latest.plan.nodes[1].name
+                for peer, _ in peers:
+                    host = peer._stage.host
+                    host.join = partial(join, host, host.join)  # type: ignore[method-assign]
+                leaving.append(asyncio.create_task(peers[NAMES.index(second)][1].aclose()))
+
+            assert await said(client, choice, leave) == wanted
+            await leaving[0]
+
+            async def is_free() -> bool:
+                return unreached[0].membership is None and unreached[0].loaded is None
+
+            await until(is_free)
 
     asyncio.run(main())
