@@ -100,7 +100,7 @@ class Copying:
         self._describe = describe
         if (deputy := self._standing_by()) is not None and deputy is self.deputy:
             self._tell_request(deputy.control, request)
-        self.deputy = deputy
+        self._settle_on(deputy)
         return Copy(self, generate.key, len(made))
 
     @contextlib.contextmanager
@@ -115,10 +115,9 @@ class Copying:
         copy = self.begin(generate, made, describe)
         try:
             yield copy
-        except SupersededError:
-            raise  # the present head has it
         except BaseException as error:
-            if copy is not None:
+            has_moved = isinstance(error, SupersededError) and error.address
+            if copy is not None and not has_moved:  # else the present head has it
                 is_over = isinstance(error, ShardnetError) and not control.link.closed
                 copy.end("failed" if is_over else "left")
             raise
@@ -142,11 +141,11 @@ class Copying:
     def flush(self) -> None:
         """Send what was kept since the last time."""
         self._is_posted = False
-        rows, self._rows = self._rows, []
         deputy = self._standing_by()
         if deputy is not None and deputy is self.deputy:
-            self._send(deputy.control, rows)
-        self.deputy = deputy
+            self._send(deputy.control, self._rows)
+        self._settle_on(deputy)
+        self._rows = []
 
     def stop(self) -> None:
         """Send what was kept, and nothing of what comes: this head ends.
@@ -190,6 +189,17 @@ class Copying:
         if deputy is not None:
             self.log("no node of the ring can stand by as deputy")
         return None
+
+    def _settle_on(self, deputy: Deputy | None) -> None:
+        """Note who the deputy is. One that is it no more forgets what runs: it would take over."""
+        former, self.deputy = self.deputy, deputy
+        if former is None or (deputy is not None and deputy.node == former.node):
+            return
+        control = self.link_of(former.node)
+        if control is not None:
+            running = (request.generate.key for request in self.requests.running)
+            over = [CopiedTokens(key, 0, [], "failed") for key in running]
+            self._send(control, [*self._rows, *over])
 
     def _appoint(self, deputy: Deputy) -> None:
         """Tell a deputy everything. Raises LinkError."""

@@ -9,15 +9,22 @@ from unittest.mock import Mock
 
 import pytest
 
-from shardnet.cluster.deputy.copied_requests import CopiedRequests
+from shardnet.cluster.deputy.copied_requests import CopiedRequests, read
 from shardnet.cluster.deputy.copying import Copying
 from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.recovery.stand_in import MAX_DUTIES, StandIn
+from shardnet.errors import SupersededError
 from shardnet.runtime.engine.requests import MadeToken
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import NodeId
 from shardnet.wire.messages.chat import Picture
-from shardnet.wire.messages.deputies import RingNode, StandBy, StandByRefused, TokensCopied
+from shardnet.wire.messages.deputies import (
+    RequestCopied,
+    RingNode,
+    StandBy,
+    StandByRefused,
+    TokensCopied,
+)
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -34,7 +41,7 @@ class Copied:
         control: Any = SimpleNamespace(link=link, send=self.sent.append)
         self.copying = Copying(link_of=lambda node: control, log=lambda line: None)
         self.told = self.told_of("abc")
-        generate = Generate(
+        self.generate = Generate(
             request=1,
             choice=CHOICE,
             sampling=SamplingParams(),
@@ -42,7 +49,7 @@ class Copied:
             max_tokens=9,
             key="k",
         )
-        copy = self.copying.begin(generate, (), lambda: self.told)
+        copy = self.copying.begin(self.generate, (), lambda: self.told)
         assert copy is not None
         self.copy = copy
 
@@ -111,6 +118,55 @@ def test_a_node_that_does_not_stand_by_has_the_next_one_asked() -> None:
         copied.copy.add(TOKEN)
         assert not await copied.rows()
         assert copied.copy.address == ""
+
+    asyncio.run(main())
+
+
+def test_a_node_that_is_deputy_no_more_does_not_take_over_what_has_ended_since() -> None:
+    """Its link to the head lives on: it would learn of no end, and compete with the next one."""
+
+    async def main() -> None:
+        copied, duty = Copied(), CopiedRequests()
+        control, bert = copied.copying.deputy.control, list[Any]()  # type: ignore[union-attr]
+        theirs: Any = SimpleNamespace(link=control.link, send=bert.append)
+        copied.copying.link_of = lambda node: theirs if node[0] == "b" else control
+        await copied.rows()
+        copied.copy.add(TOKEN)
+        await copied.rows()
+        copied.copy.add(TOKEN)
+        copied.told = copied.told_of("acb")
+        await copied.rows()
+        assert copied.copy.address == "c:1"
+        copied.copy.end("complete")
+        assert [row.end for row in await copied.rows()] == ["complete"]
+        for one in bert:
+            if isinstance(one, RequestCopied):
+                duty.open(one.generate, 0.0)
+            elif isinstance(one, TokensCopied):
+                for row in one.rows:
+                    duty.add(row.key, row.first, [*read(row.tokens)], row.end, 0.0)
+        assert bert
+        assert not duty.running
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("address", ["", "d:1"])
+def test_what_fails_with_a_ring_of_which_nobody_knows_the_head_runs_no_more(address: str) -> None:
+    """Its key may be asked for again, which a request that runs on would keep from being copied."""
+
+    async def main() -> None:
+        copied, error = Copied(), SupersededError("another node leads this ring")
+        error.address = address
+        copied.copy.end("complete")
+        control: Any = SimpleNamespace(link=SimpleNamespace(closed=False))
+        copying = copied.copying
+        with (
+            pytest.raises(SupersededError),
+            copying.copied(control, copied.generate, (), lambda: copied.told),
+        ):
+            raise error
+        assert [one.generate.key for one in copying.requests.running] == ["k"] * bool(address)
 
     asyncio.run(main())
 
