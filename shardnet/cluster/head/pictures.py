@@ -147,8 +147,9 @@ class Pictures:
                 continue
             number = len(found)
             job = partial(self._read, pictures[number], processor, tower, number, len(pictures))
-            read = await place.run(job, alive=time.monotonic)
+            read, prepared = await place.run(job, alive=time.monotonic)
             held.add(read.digest)
+            self._keep(read, prepared)
             found.append(self._request_picture(read, len(ids)))
             ids += read.shape.token_ids
         return ids, tuple(found)
@@ -179,28 +180,36 @@ class Pictures:
         tower: str,
         number: int,
         n_pictures: int,
-    ) -> ReadPicture:
-        """Decode and prepare a picture. Blocks. Raises UsageError, which names it."""
+    ) -> tuple[ReadPicture, PreparedPicture | None]:
+        """Decode a picture; return it, and as it was prepared unless it was known. Blocks.
+
+        Raises UsageError, which names it.
+        """
         try:
             rgb = self._process.decode(picture.data)
             digest = hashlib.sha256(
                 f"{processor.key}{tower} {picture.detail} {rgb.shape}\0".encode() + rgb.tobytes()
             ).digest()[:PICTURE_DIGEST_BYTES]
-            shape = self._known.pop(digest, None)
+            shape, prepared = self._known.get(digest), None
             if shape is None:
                 prepared = processor.prepare(rgb, picture.detail)
-                n_waiting = sum(one.pixels.nbytes for one in [*self._waiting.values()])
-                if n_waiting + prepared.pixels.nbytes <= MAX_PIXELS_BYTES:
-                    self._waiting[digest] = prepared
                 shape = replace(prepared, pixels=np.empty(0, np.float32))
         except UsageError as error:
             which = f"picture {number + 1} of {n_pictures}" if n_pictures > 1 else "the picture"
             raise error.at(which) from error
-        self._known[digest] = shape
-        while len(self._known) > MAX_KNOWN:
-            del self._known[next(iter(self._known))]
 
         def again() -> PreparedPicture:
             return processor.prepare(self._process.decode(picture.data), picture.detail)
 
-        return ReadPicture(digest=digest, shape=shape, again=again)
+        return ReadPicture(digest=digest, shape=shape, again=again), prepared
+
+    def _keep(self, read: ReadPicture, prepared: PreparedPicture | None) -> None:
+        """Remember a picture, with its pixels if there is room: its request has them dropped."""
+        self._known.pop(read.digest, None)
+        self._known[read.digest] = read.shape
+        if len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        if prepared is not None:
+            n_waiting = sum(one.pixels.nbytes for one in self._waiting.values())
+            if n_waiting + prepared.pixels.nbytes <= MAX_PIXELS_BYTES:
+                self._waiting[read.digest] = prepared
