@@ -458,7 +458,7 @@ class Clients:
                         )
                     case GenerationFinished():
                         if event.trace is not None:
-                            now, nodes = await lead.ring.clocks(), lead.ring.node_names
+                            now, nodes = await lead.ring.clocks() or clocks, lead.ring.node_names
                             if len(now) != len(clocks):  # another ring took the place of the first
                                 clocks = now
                             for part in trace_pieces(message, event.trace, nodes, clocks, now):

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 from support.cluster.scripted_node import ScriptedNode, serving
+from support.cluster.small_node import small_settings
+from support.models.checkpoints import make_llama
 
+from shardnet.api.client import connect
 from shardnet.cluster.head.replies import trace_pieces
+from shardnet.cluster.node.node import listening
 from shardnet.cluster.peers import peer_links
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.peer_links import ClockOffset, compare_clock
-from shardnet.errors import ShardnetError
+from shardnet.cluster.ring.stage_port import LocalPort
+from shardnet.errors import LinkError, ShardnetError
 from shardnet.runtime.engine.requests import StepTrace
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.activity import MAX_PIECE_STEPS, ClockRead, ReadClock, TracedStep
@@ -91,3 +97,34 @@ async def _read(control: ControlLink) -> None:
         await control.serve()
     except ShardnetError:
         return
+
+
+def test_a_node_that_goes_while_clocks_are_compared_costs_no_traced_request(
+    tmp_path: Path, unmeasured: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ring is replaced, and what was made is the client's; one comparison will do."""
+    model = make_llama(tmp_path / "model")
+    choice, compare, gone = ModelChoice(model=str(model)), LocalPort.compare_clock, [True, False]
+
+    async def compare_or_go(port: LocalPort) -> ClockOffset:
+        if gone.pop(0):
+            raise LinkError("anna is gone")
+        return await compare(port)
+
+    monkeypatch.setattr(LocalPort, "compare_clock", compare_or_go)
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(60),
+            listening(small_settings(tmp_path), "127.0.0.1", 0) as node,
+            connect(node.address) as client,
+        ):
+            for _ in range(2):
+                asked = client.complete([[5, 6]], model=choice, max_tokens=2, trace=True)
+                [result] = await asked
+                assert result.trace is not None
+                assert len(result.trace.clocks_within_us) == 1
+                gone.extend([False, True])
+            assert gone == [False, True]
+
+    asyncio.run(main())
