@@ -349,6 +349,8 @@ class Head:
         That may take hours, in which the ring that stands is recovered or left: it is not kept from
         changing. Raises BusyError when another model's requests run, and as `Planner.provide`.
         """
+        if self.led.elsewhere_with(choice) or await self.planner.is_provided(choice.model):
+            return  # it need not wait for the download of another one
         async with self._providing:
             if await self._standing(choice) or self.led.elsewhere_with(choice):
                 return

@@ -360,14 +360,20 @@ class Planner:
         `on_progress` takes (bytes done, bytes in all). `tokenizer_for` as in hub.pull.
         """
         name = HubName.parse(model)
-        if name is None or await self.sharing.is_here(model):
-            return
+        if name is not None and not await self.is_provided(model):
+            await pull_beside(name, on_progress, self.log, tokenizer_for)
+
+    async def is_provided(self, model: str) -> bool:
+        """Say whether a model need not be downloaded: it is here, at a peer, or not of the Hub."""
+        if HubName.parse(model) is None or await self.sharing.is_here(model):
+            return True
         try:
             await self.look_up(model)
         except DiskSilentError:
             raise
         except CheckpointError:
-            await pull_beside(name, on_progress, self.log, tokenizer_for)
+            return False
+        return True
 
 
 def _named_nodes(opened: Plan, nodes: Sequence[NodeInfo]) -> dict[str, NodeInfo]:

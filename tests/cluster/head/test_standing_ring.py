@@ -16,12 +16,12 @@ from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED
 from shardnet.cluster.planning import planning
 from shardnet.cluster.planning.planning import Planner
-from shardnet.errors import BusyError, CheckpointError, DiskSilentError
+from shardnet.errors import BusyError, CheckpointError, DiskSilentError, PlanError
 from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.types import DType, NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
-HERE, HANGING = "/models/here", "/mnt/hangs"
+HERE, HANGING, ELSEWHERE = "/models/here", "/mnt/hangs", "/models/elsewhere"
 FACTS = cast(ModelFacts, SimpleNamespace(model_id="a", stamp=(("f", 1, 1),), adapters=()))
 
 
@@ -100,12 +100,17 @@ class Around:
     async def has_changed(self, facts: object, model: str) -> bool:
         return False
 
+    async def is_provided(self, model: str) -> bool:
+        return model != HANGING
+
     async def provide(self, *_: object) -> None:
         self.asked.set()
         await self.answers.wait()
 
     async def plan(self, choice: ModelChoice, on_measured: object, *, divides: bool) -> Any:
         assert not divides, "several rings are the router's"
+        if choice.model == ELSEWHERE:
+            raise PlanError("no node has memory for it")
         return SimpleNamespace(choice=choice, nodes=(), ring_nodes=())
 
     async def prepare(self, plan: object) -> Any:
@@ -153,5 +158,26 @@ def test_a_ring_that_stands_serves_while_another_model_is_downloaded() -> None:
         async with asyncio.timeout(30):
             await lead(HERE)
         assert ring.n_users == 0
+
+    asyncio.run(main())
+
+
+def test_a_model_that_is_there_does_not_wait_for_the_download_of_another() -> None:
+    async def main() -> None:
+        around: Any = Around()
+        head = Head(node=NodeId("a"), host=around, planner=around, builder=around)
+
+        async def lead(model: str) -> None:
+            choice = ModelChoice(model=model)
+            async with head.lead(choice, on_plan=lambda _: None, on_progress=lambda *_: None):
+                pytest.fail("there is no ring")
+
+        downloading = asyncio.create_task(lead(HANGING))
+        await around.asked.wait()
+        with pytest.raises(PlanError):
+            async with asyncio.timeout(10):
+                await lead(ELSEWHERE)
+        downloading.cancel()
+        await asyncio.wait([downloading])
 
     asyncio.run(main())
