@@ -212,6 +212,13 @@ class Copying:
             self._tell_request(deputy.control, request)
 
     def _tell_request(self, control: ControlLink, request: CopiedRequest) -> None:
+        """Send a request; one whose pictures would have to wait on the link is copied no more.
+
+        The link ends where too much waits, and the ring with it.
+        """
+        if request.picture_bytes and control.link.is_full:
+            self.requests.forget(request.generate.key)
+            return
         control.send(RequestCopied(generate=request.generate))
         for first in range(0, len(request.tokens), MAX_COPIED_TOKENS):
             part = request.tokens[first : first + MAX_COPIED_TOKENS]

@@ -122,6 +122,8 @@ class KeptRing:
         control, answers = self._control, Answers()
         if control is None:
             raise LinkClosedError(f"the ring of {self.name} was lost just now")
+        while message.pictures and control.link.is_full:  # it ends where too much waits
+            await control.link.drain(shared=True)
         request, is_over = control.next_request(), False
 
         def take(answer: ControlMessage | ShardnetError) -> None:

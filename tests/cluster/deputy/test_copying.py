@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from msgspec.structs import replace
 
 from shardnet.cluster.deputy.copied_requests import CopiedRequests, read
 from shardnet.cluster.deputy.copying import Copying
@@ -37,7 +38,7 @@ class Copied:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
-        link = SimpleNamespace(closed=False, peer=SimpleNamespace(name="bert"))
+        link = SimpleNamespace(closed=False, is_full=False, peer=SimpleNamespace(name="bert"))
         control: Any = SimpleNamespace(link=link, send=self.sent.append)
         self.copying = Copying(link_of=lambda node: control, log=lambda line: None)
         self.told = self.told_of("abc")
@@ -167,6 +168,32 @@ def test_what_fails_with_a_ring_of_which_nobody_knows_the_head_runs_no_more(addr
         ):
             raise error
         assert [one.generate.key for one in copying.requests.running] == ["k"] * bool(address)
+
+    asyncio.run(main())
+
+
+def test_pictures_of_requests_do_not_pile_up_on_the_link_to_a_deputy() -> None:
+    """A control link on which too much waits is ended, and the ring that has the node with it."""
+
+    async def main() -> None:
+        copied = Copied()
+        deputy = copied.copying.deputy
+        assert deputy is not None
+        link: Any = deputy.control.link
+        copies = []
+        for key in "xy":
+            request = replace(copied.generate, key=key, pictures=[Picture(data=b"p")])
+            copies.append(copied.copying.begin(request, (), lambda: copied.told))
+            link.is_full = True
+        assert [one.generate.key for one in copied.copying.requests.running] == ["k", "x"]
+        copied.told = copied.told_of("acb")
+        copied.copy.add(TOKEN)
+        await copied.rows()
+        assert [one.generate.key for one in copied.copying.requests.running] == ["k"]
+        for copy in copies:
+            assert copy is not None
+            copy.add(TOKEN)
+            assert copy.address == ""
 
     asyncio.run(main())
 
