@@ -119,11 +119,7 @@ class KeptRing:
 
         Leaving the context before the end cancels it there. Raises LinkError.
         """
-        control, answers = self._control, Answers()
-        if control is None:
-            raise LinkClosedError(f"the ring of {self.name} was lost just now")
-        while message.pictures and control.link.is_full:  # it ends where too much waits
-            await control.link.drain(shared=True)
+        control, answers = await self._roomy_link(), Answers()
         request, is_over = control.next_request(), False
 
         def take(answer: ControlMessage | ShardnetError) -> None:
@@ -146,11 +142,21 @@ class KeptRing:
         self, make: Callable[[int], ControlRequest]
     ) -> AsyncIterator[AsyncIterator[ControlMessage]]:
         """Ask the ring's head something else; `make` takes the number of the request."""
-        if self._control is None:
-            raise LinkClosedError(f"the ring of {self.name} was lost just now")
-        asked = make(self._control.next_request())
-        async with self._control.conversation(asked) as answers:
+        control = await self._roomy_link()
+        async with control.conversation(make(control.next_request())) as answers:
             yield answers
+
+    async def _roomy_link(self) -> ControlLink:
+        """Return the link to its head when little waits there: it ends where too much does.
+
+        Raises LinkError if there is none.
+        """
+        control = self._control
+        if control is None:
+            raise LinkClosedError(f"the ring of {self.name} was lost just now")
+        while control.link.is_full:
+            await control.link.drain(shared=True)
+        return control
 
     def give_up(self, error: ShardnetError) -> None:
         """End its requests here with this error."""
