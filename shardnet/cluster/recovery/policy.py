@@ -134,6 +134,7 @@ class RecoveryPolicy:
             for absence in absences:
                 absence.until_s = now_s
         if self._n_attempts >= len(DELAYS_S):
+            self._forget()  # the ring is opened again with who comes back
             return GiveUp(error=error)
         return self._next(now_s, self._n_attempts)
 

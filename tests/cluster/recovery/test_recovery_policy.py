@@ -24,6 +24,7 @@ from shardnet.cluster.recovery.policy import (
 )
 from shardnet.errors import (
     BusyError,
+    CapacityError,
     DamagedFrameError,
     LinkError,
     PeerFailedError,
@@ -68,6 +69,16 @@ def test_who_refuses_is_left_out_and_asked_again_when_the_others_cannot_do_it() 
     last = policy.failed(0.0, PlanError("a alone is too small"), [])
     assert isinstance(last, GiveUp)
     assert last.error.message == "a alone is too small"
+
+
+def test_who_refused_to_the_end_is_used_again_once_the_ring_is_given_up() -> None:
+    """Else it would not count as here when it comes back, and no ring be opened again with it."""
+    policy = RecoveryPolicy()
+    full = Blame(node=C, error=CapacityError("c has no memory left"))
+    decision = policy.broke(0.0, LOST, [])
+    while isinstance(decision, Attempt):
+        decision = policy.failed(0.0, full.error, [full])
+    assert policy.left_out(0.0) == {}
 
 
 def test_a_node_that_another_cannot_reach_twice_is_left_out() -> None:
