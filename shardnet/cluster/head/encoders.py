@@ -90,6 +90,7 @@ class Encoders:
         self._thread = Executor("shardnet-encode", niceness=10)
         self._changing = asyncio.Lock()
         self._held: dict[Path, _Held] = {}
+        self._loading: dict[Path, asyncio.Future[_Held]] = {}
         self._freeing: asyncio.TimerHandle | None = None
         self._ending: set[asyncio.Future[None]] = set()
         self._n_requests = 0
@@ -296,13 +297,7 @@ class Encoders:
 
     async def _run(self, job: Callable[[], T]) -> T:
         """Run a job on the thread of encoders. Raises DeadlineError after JOB_S."""
-        try:
-            async with asyncio.timeout(JOB_S):
-                return await self._thread.run(job)
-        except TimeoutError:
-            raise DeadlineError(
-                f"an encoder took more than {JOB_S:g} s", remedy="send fewer or shorter texts"
-            ) from None
+        return await _in_time(self._thread.submit(job))
 
     # --- what is loaded
 
@@ -321,7 +316,7 @@ class Encoders:
             return held
 
     async def _loaded(self, model: str, facts: EncoderFacts) -> _Held:
-        """Load an encoder, and keep it also if who asked has gone meanwhile."""
+        """Load an encoder, and keep it also if who asked has gone, or has waited for too long."""
 
         def load() -> _Held:
             from shardnet.runtime.encoding.encoder import load_encoder
@@ -338,12 +333,24 @@ class Encoders:
             n_bytes = facts.needed_bytes
             return _Held(model=model, encoder=encoder, tokenizer=tokenizer, n_bytes=n_bytes)
 
-        held = self._held[facts.path] = await self._run(load)
+        loading = self._loading.get(facts.path)
+        if loading is None:
+            loading = self._loading[facts.path] = self._thread.submit(load)
+            loading.add_done_callback(partial(self._keep, facts))
+        return await _in_time(asyncio.shield(loading))
+
+    def _keep(self, facts: EncoderFacts, loading: asyncio.Future[_Held]) -> None:
+        """Keep what was loaded, unless it failed."""
+        del self._loading[facts.path]
+        if loading.cancelled() or loading.exception() is not None:
+            return
+        self._held[facts.path] = loading.result()
         self._count()
         self._free_later()
         size = facts.weight_bytes / 2**20
         self.log(f"loaded the encoder {facts.path} ({size:.1f} MiB, float32, by transformers)")
-        return held
+        if self._is_closed:
+            self._free(facts.path)
 
     def _make_room(self, facts: EncoderFacts) -> None:
         """Free other encoders, the longest unused first, until one fits. Raises CapacityError."""
@@ -371,11 +378,28 @@ class Encoders:
         self.orders.encoder_bytes = sum(held.n_bytes for held in self._held.values())
 
     def _free_later(self) -> None:
-        """Have idle encoders freed when it is time to."""
+        """Have encoders freed as each has been idle for long enough."""
         if self._freeing is not None:
             self._freeing.cancel()
-        loop = asyncio.get_running_loop()
-        self._freeing = loop.call_later(IDLE_S + 1, self.free_idle, IDLE_S)
+        unused = [held.used_s for held in self._held.values() if not held.n_users]
+        if unused:
+            wait_s = min(unused) + IDLE_S + 1 - time.monotonic()
+            self._freeing = asyncio.get_running_loop().call_later(wait_s, self._free_long_idle)
+
+    def _free_long_idle(self) -> None:
+        self.free_idle(IDLE_S)
+        self._free_later()
+
+
+async def _in_time(job: asyncio.Future[T]) -> T:
+    """Wait for a job. Raises DeadlineError after JOB_S."""
+    try:
+        async with asyncio.timeout(JOB_S):
+            return await job
+    except TimeoutError:
+        raise DeadlineError(
+            f"an encoder took more than {JOB_S:g} s", remedy="send fewer or shorter texts"
+        ) from None
 
 
 def _does_not_fit(facts: EncoderFacts, room_bytes: int) -> CapacityError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,10 +16,18 @@ import pytest
 from support.models.checkpoints import make_llama
 from support.models.encoder_checkpoints import make_encoder
 
+from shardnet.cluster.head import encoders
 from shardnet.cluster.head.encoders import MAX_REQUESTS, Encoders
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import CapacityError, CheckpointError, QueueFullError, UsageError
+from shardnet.errors import (
+    CapacityError,
+    CheckpointError,
+    DeadlineError,
+    QueueFullError,
+    UsageError,
+)
 from shardnet.model.families import encoders as families
+from shardnet.runtime.encoding import encoder
 from shardnet.runtime.encoding.encoder_facts import find_encoder
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import ControlMessage, Redirect
@@ -117,6 +126,53 @@ def test_idle_encoders_make_room_and_files_that_change_are_read_again(tmp_path: 
             here.room_bytes = needed_bytes(first) - 1
             with pytest.raises(CapacityError, match="free the model of the ring"):
                 await here.ask(first, "a")
+
+    asyncio.run(main())
+
+
+def test_an_encoder_that_is_used_all_the_time_keeps_no_other_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_encoder(tmp_path / "first", "BertModel")
+    second = make_encoder(tmp_path / "second", "BertModel")
+    monkeypatch.setattr(encoders, "IDLE_S", 0.2)
+
+    async def main() -> None:
+        async with lab() as here:
+            await here.ask(first, "a")
+            while f"freed the encoder {first}" not in here.log:
+                await here.ask(second, "a")
+            assert f"freed the encoder {second}" not in here.log
+
+    asyncio.run(main())
+
+
+def test_an_encoder_that_loads_for_longer_than_a_request_waits_is_there_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, go_on, n_loads = make_encoder(tmp_path / "model", "BertModel"), threading.Event(), 0
+    load = encoder.load_encoder
+
+    def load_late(*arguments: Any) -> encoder.Encoder:
+        nonlocal n_loads
+        n_loads += 1
+        assert go_on.wait(30)
+        return load(*arguments)
+
+    monkeypatch.setattr(encoder, "load_encoder", load_late)
+
+    async def main() -> None:
+        async with lab() as here:
+            monkeypatch.setattr(encoders, "JOB_S", 0.1)
+            with pytest.raises(DeadlineError):
+                await here.ask(folder, "a")
+            monkeypatch.setattr(encoders, "JOB_S", 30.0)
+            asked = [asyncio.create_task(here.ask(folder, "a")) for _ in range(2)]
+            await asyncio.sleep(0)
+            go_on.set()
+            await asyncio.gather(*asked)
+            assert n_loads == 1
+            assert here.orders.encoder_bytes == needed_bytes(folder)
 
     asyncio.run(main())
 
