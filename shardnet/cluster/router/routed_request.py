@@ -5,6 +5,7 @@ Knows the messages of an answer. Must not know how a ring is chosen.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from shardnet.cluster.router.kept_ring import KeptRing
 from shardnet.errors import (
     BusyError,
     CheckpointError,
+    DeadlineError,
     LinkError,
     PeerFailedError,
     PlanError,
@@ -98,7 +100,13 @@ class RoutedRequest:
         last: ShardnetError | None = None
         while True:
             try:
-                ring = await front.ring_for(self._prompt, tried)
+                async with asyncio.timeout(self._left_s):
+                    ring = await front.ring_for(self._prompt, tried)
+            except TimeoutError:
+                raise DeadlineError(
+                    f"the request did not end within its deadline of {self._message.deadline_s:g} "
+                    f"s, after {len(self._made)} tokens, and waits for a ring: allow more time"
+                ) from None
             except SupersededError:
                 raise
             except ShardnetError as error:
@@ -122,6 +130,14 @@ class RoutedRequest:
             else:
                 return
 
+    @property
+    def _left_s(self) -> float | None:
+        """How much of its deadline is left, None without one."""
+        deadline_s = self._message.deadline_s
+        if deadline_s is None:
+            return None
+        return max(0.0, deadline_s + self._began_s - time.monotonic())
+
     def _check_in_vain(self, error: ShardnetError) -> None:
         """Raise the `error` that a ring ended with if too many did before the next token."""
         if not isinstance(error, LinkError | PeerFailedError):
@@ -141,8 +157,7 @@ class RoutedRequest:
         """Relay what one ring makes of it."""
         message = self._message
         if message.deadline_s is not None:
-            spent_s = time.monotonic() - self._began_s
-            message = replace(message, deadline_s=max(0.0, message.deadline_s - spent_s))
+            message = replace(message, deadline_s=self._left_s)
         async with ring.asking(replace(message, made=[*self._made], key="")) as answers:
             while True:
                 answer = await answers.get()

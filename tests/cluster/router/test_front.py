@@ -14,7 +14,7 @@ from shardnet.cluster.router import routed_request
 from shardnet.cluster.router.front import Front
 from shardnet.cluster.router.kept_ring import KeptRing
 from shardnet.cluster.router.routed_request import RoutedRequest
-from shardnet.errors import PeerFailedError, ShardnetError, SupersededError
+from shardnet.errors import DeadlineError, PeerFailedError, ShardnetError, SupersededError
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
@@ -78,6 +78,24 @@ def test_a_request_that_breaks_ring_after_ring_is_ended(monkeypatch: pytest.Monk
     with pytest.raises(PeerFailedError, match=r"the ring broke \(and 3 rings before it"):
         asyncio.run(request.run(Mock(ring_for=AsyncMock(return_value=ring))))
     assert request.n_broken == 5, "the second made a token"
+
+
+def test_a_deadline_passes_while_no_ring_is_there() -> None:
+    message = Generate(
+        request=1,
+        choice=ModelChoice(model="m"),
+        sampling=SamplingParams(),
+        token_ids=[1],
+        deadline_s=0.01,
+    )
+
+    async def main() -> None:
+        request = RoutedRequest(Mock(), message, prompt=b"", made=[], n_sent=0, copy=None)
+        async with asyncio.timeout(10):
+            with pytest.raises(DeadlineError, match=r"deadline of 0\.01 s, after 0 tokens"):
+                await request.run(Mock(ring_for=lambda *_: asyncio.Event().wait()))
+
+    asyncio.run(main())
 
 
 def test_what_is_asked_of_a_ring_waits_for_the_pictures_before_it() -> None:
