@@ -21,10 +21,11 @@ from shardnet.wire.messages.plans import ModelChoice
 KEEP_S: Final = 60.0
 """How long an answer is kept after its client has it, or has left."""
 MAX_REQUESTS: Final = 2048
+"""Requests of one head. Answers that ended first make room for the next ones."""
 MAX_NUMBERS: Final = 1 << 23
-"""Most token ids and logprobs of the requests of one head."""
+"""Most of their token ids and logprobs."""
 MAX_PICTURE_BYTES: Final = 512 << 20
-"""Most bytes of their pictures. Answers that ended first make room for the next ones."""
+"""Most bytes of their pictures."""
 
 End = Literal["", "complete", "left", "failed"]
 
@@ -78,8 +79,7 @@ class CopiedRequests:
         self._forget_old(now_s)
         self.forget(generate.key)
         request = CopiedRequest(generate=generate)
-        has_room = self._make_room(request.picture_bytes)
-        if len(self._requests) >= MAX_REQUESTS or not has_room:
+        if not self._make_room(1, request.picture_bytes):
             return None
         self._requests[generate.key] = request
         self._picture_bytes += request.picture_bytes
@@ -126,19 +126,27 @@ class CopiedRequests:
         """Count what a request holds; forget it if there is no room. Return whether it is kept."""
         request.n_numbers += n_numbers
         self._n_numbers += n_numbers
-        if self._n_numbers > self._most_numbers:
+        if not self._make_room(0, 0):
             self.forget(request.generate.key)
-            return False
-        return True
+        return request.generate.key in self._requests
 
-    def _make_room(self, n_bytes: int) -> bool:
-        """Forget answers with pictures until `n_bytes` more have room; return whether they do."""
-        ended = [one for one in self._requests.values() if one.end and one.picture_bytes]
-        for request in sorted(ended, key=lambda one: one.ended_at_s):
-            if self._picture_bytes + n_bytes <= self._most_picture_bytes:
-                break
-            self.forget(request.generate.key)
-        return self._picture_bytes + n_bytes <= self._most_picture_bytes
+    def _make_room(self, n_requests: int, n_bytes: int) -> bool:
+        """Forget answers, those first that ended first, until so many more have room with so many
+        bytes of pictures; return whether they do.
+        """
+
+        def lacks() -> tuple[bool, bool]:
+            is_full = len(self._requests) + n_requests > MAX_REQUESTS
+            is_full |= self._n_numbers > self._most_numbers
+            return is_full, self._picture_bytes + n_bytes > self._most_picture_bytes
+
+        if any(lacks()):
+            ended = (one for one in self._requests.values() if one.end)
+            for request in sorted(ended, key=lambda one: one.ended_at_s):
+                is_full, pictures_are_full = lacks()
+                if is_full or (pictures_are_full and request.picture_bytes):
+                    self.forget(request.generate.key)
+        return not any(lacks())
 
     def _forget_old(self, now_s: float) -> None:
         old = [

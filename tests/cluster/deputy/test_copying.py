@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 from msgspec.structs import replace
 
+from shardnet.cluster.deputy import copied_requests
 from shardnet.cluster.deputy.copied_requests import CopiedRequests, read
 from shardnet.cluster.deputy.copying import Copying
 from shardnet.cluster.head.lead import Lead
@@ -264,3 +265,29 @@ def test_pictures_of_copied_requests_are_counted_and_answers_make_room_for_them(
     kept.forget("c")
     assert opened("d", 6, 6.0)
     assert kept.find("a", 6.0) is not None
+
+
+def test_answers_that_ended_make_room_for_requests_that_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of the last minute, in which there may be thousands, must not keep others from it."""
+    monkeypatch.setattr(copied_requests, "MAX_REQUESTS", 3)
+    kept = CopiedRequests(most_numbers=6)
+    sampling = SamplingParams()
+
+    def opened(key: str, n_prompt: int, at_s: float) -> bool:
+        ids = [1] * n_prompt
+        generate = Generate(request=1, choice=CHOICE, sampling=sampling, token_ids=ids, key=key)
+        return kept.open(generate, at_s) is not None
+
+    assert all(opened(key, 1, 0.0) for key in "abc")
+    assert not opened("d", 1, 1.0), "three others run"
+    kept.add("b", 0, [TOKEN], "complete", 2.0)
+    kept.add("a", 0, [TOKEN], "left", 3.0)
+    assert opened("d", 1, 4.0)
+    assert kept.find("b", 4.0) is None, "the first that ended"
+    assert kept.find("a", 4.0) is not None
+    assert kept.add("c", 0, [TOKEN, TOKEN, TOKEN], "", 5.0), "now there are too many numbers"
+    assert kept.find("a", 5.0) is None
+    assert not kept.add("c", 3, [TOKEN, TOKEN], "", 5.0)
+    assert [one.generate.key for one in kept.running] == ["d"]
