@@ -17,7 +17,7 @@ from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.recovery.policy import Returns, is_better
 from shardnet.cluster.recovery.recovery import Recovery
-from shardnet.errors import BusyError, ShardnetError
+from shardnet.errors import BusyError, LinkError, ShardnetError
 from shardnet.types import NodeId
 
 LOOK_S: Final = 1.0
@@ -47,7 +47,7 @@ class NodeWatch:
         self._not_before_s = 0.0
         self._said = ""
         self._n_busy = 0
-        """How often another head did not let go of a node, since the last plan was carried out."""
+        """How often a node was not to be had, since the last plan was carried out."""
 
     async def run(self) -> None:
         """Look again and again, until cancelled."""
@@ -74,7 +74,8 @@ class NodeWatch:
                 if lead.is_given_up:
                     await self._open_again(lead)
         except ShardnetError as error:
-            if isinstance(error, BusyError):  # until another head lets go of a node
+            # until another head lets go of a node, or one that was lost meanwhile is left out
+            if isinstance(error, BusyError | LinkError):
                 self._not_before_s = now_s + AGAIN_S * 2**self._n_busy
                 self._n_busy = min(self._n_busy + 1, MOST_DOUBLED)
             else:

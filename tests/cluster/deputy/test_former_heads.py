@@ -14,7 +14,7 @@ from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import connect
 from shardnet.cluster.recovery import node_watch
-from shardnet.errors import BusyError
+from shardnet.errors import BusyError, LinkError, ShardnetError
 from shardnet.types import NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -111,8 +111,11 @@ def test_a_head_that_stood_still_gives_way_and_joins_whoever_leads(
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_a_node_joins_again_once_another_head_lets_go_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error", [BusyError("this node is generating"), LinkError("the node with the weights is gone")]
+)
+def test_a_node_joins_again_once_what_kept_it_from_that_is_over(
+    error: ShardnetError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardnet.cluster.recovery.policy.SETTLE_S", 0.05)
     monkeypatch.setattr(node_watch, "LOOK_S", 0.02)
@@ -123,7 +126,7 @@ def test_a_node_joins_again_once_another_head_lets_go_of_it(
     async def refuse(*arguments: object, **named: object) -> None:
         nonlocal n_refused
         n_refused += 1
-        raise BusyError("this node is generating with another")
+        raise error
 
     async def main() -> None:
         async with (
