@@ -36,7 +36,6 @@ from shardnet.runtime.loading.model_facts import find_folder, stamp
 from shardnet.runtime.stage.executor import Executor
 from shardnet.tokenizers.formats.tokenizer_files import tokenizer_place
 from shardnet.tokenizers.tokenizer import TextProcess, no_tokenizer
-from shardnet.transport.loop import finish
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Redirect
 from shardnet.wire.messages.generation import Encode, Encoded
@@ -91,6 +90,7 @@ class Encoders:
         self._changing = asyncio.Lock()
         self._held: dict[Path, _Held] = {}
         self._loading: dict[Path, asyncio.Future[_Held]] = {}
+        self._loading_bytes: dict[Path, int] = {}
         self._freeing: asyncio.TimerHandle | None = None
         self._ending: set[asyncio.Future[None]] = set()
         self._n_requests = 0
@@ -184,11 +184,10 @@ class Encoders:
                 self._free(path)
 
     async def close(self) -> None:
-        """Free everything, once what loads is loaded, and end the thread."""
+        """Free everything and end the thread, which drops what it loads just now."""
         self._is_closed = True
-        async with self._changing:
-            for path in [*self._held]:
-                self._free(path)
+        for path in [*self._held]:
+            self._free(path)
         if self._freeing is not None:
             self._freeing.cancel()
         self._thread.close()
@@ -304,16 +303,20 @@ class Encoders:
     async def _load(self, model: str, facts: EncoderFacts) -> _Held:
         """Return an encoder, loaded if it is not, in memory that others may have had."""
         async with self._changing:
-            if self._is_closed:
-                raise PeerFailedError("this node is leaving", remedy="ask another one")
+            self._check_not_closed()
             held = self._held.get(facts.path)
             if held is not None and held.encoder.facts.stamp != facts.stamp:
                 self._free(facts.path)
                 held = None
             if held is None:
-                self._make_room(facts)
-                held = await finish(self._loaded(model, facts))
+                if facts.path not in self._loading:
+                    self._make_room(facts)
+                held = await self._loaded(model, facts)
             return held
+
+    def _check_not_closed(self) -> None:
+        if self._is_closed:
+            raise PeerFailedError("this node is leaving", remedy="ask another one")
 
     async def _loaded(self, model: str, facts: EncoderFacts) -> _Held:
         """Load an encoder, and keep it also if who asked has gone, or has waited for too long."""
@@ -327,6 +330,7 @@ class Encoders:
                 if tokenizer.load()[0] is None:
                     raise no_tokenizer(facts.path, "text")
                 encoder = load_encoder(facts, self.orders.device.for_torch)
+                self._check_not_closed()
             except BaseException:
                 tokenizer.close()
                 raise
@@ -336,21 +340,20 @@ class Encoders:
         loading = self._loading.get(facts.path)
         if loading is None:
             loading = self._loading[facts.path] = self._thread.submit(load)
+            self._loading_bytes[facts.path] = facts.needed_bytes
+            self._count()
             loading.add_done_callback(partial(self._keep, facts))
         return await _in_time(asyncio.shield(loading))
 
     def _keep(self, facts: EncoderFacts, loading: asyncio.Future[_Held]) -> None:
         """Keep what was loaded, unless it failed."""
-        del self._loading[facts.path]
-        if loading.cancelled() or loading.exception() is not None:
-            return
-        self._held[facts.path] = loading.result()
+        del self._loading[facts.path], self._loading_bytes[facts.path]
+        if not loading.cancelled() and loading.exception() is None:
+            self._held[facts.path] = loading.result()
+            self._free_later()
+            size = facts.weight_bytes / 2**20
+            self.log(f"loaded the encoder {facts.path} ({size:.1f} MiB, float32, by transformers)")
         self._count()
-        self._free_later()
-        size = facts.weight_bytes / 2**20
-        self.log(f"loaded the encoder {facts.path} ({size:.1f} MiB, float32, by transformers)")
-        if self._is_closed:
-            self._free(facts.path)
 
     def _make_room(self, facts: EncoderFacts) -> None:
         """Free other encoders, the longest unused first, until one fits. Raises CapacityError."""
@@ -375,7 +378,8 @@ class Encoders:
         ending.add_done_callback(self._ending.discard)
 
     def _count(self) -> None:
-        self.orders.encoder_bytes = sum(held.n_bytes for held in self._held.values())
+        held_bytes = sum(held.n_bytes for held in self._held.values())
+        self.orders.encoder_bytes = held_bytes + sum(self._loading_bytes.values())
 
     def _free_later(self) -> None:
         """Have encoders freed as each has been idle for long enough."""

@@ -166,6 +166,7 @@ def test_an_encoder_that_loads_for_longer_than_a_request_waits_is_there_for_the_
             monkeypatch.setattr(encoders, "JOB_S", 0.1)
             with pytest.raises(DeadlineError):
                 await here.ask(folder, "a")
+            assert here.orders.encoder_bytes == needed_bytes(folder), "what loads takes memory"
             monkeypatch.setattr(encoders, "JOB_S", 30.0)
             asked = [asyncio.create_task(here.ask(folder, "a")) for _ in range(2)]
             await asyncio.sleep(0)
@@ -173,6 +174,35 @@ def test_an_encoder_that_loads_for_longer_than_a_request_waits_is_there_for_the_
             await asyncio.gather(*asked)
             assert n_loads == 1
             assert here.orders.encoder_bytes == needed_bytes(folder)
+
+    asyncio.run(main())
+
+
+def test_a_node_that_ends_does_not_wait_for_an_encoder_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, begun, go_on = make_encoder(tmp_path, "BertModel"), threading.Event(), threading.Event()
+    load = encoder.load_encoder
+
+    def load_late(*arguments: Any) -> encoder.Encoder:
+        begun.set()
+        go_on.wait(20)
+        return load(*arguments)
+
+    monkeypatch.setattr(encoder, "load_encoder", load_late)
+
+    async def main() -> None:
+        async with lab() as here:
+            asked = asyncio.create_task(here.ask(folder, "a"))
+            await asyncio.to_thread(begun.wait, 20)
+            async with asyncio.timeout(10):
+                await here.encoders.close()
+                asked.cancel()
+                await asyncio.wait([asked])
+            go_on.set()
+            await asyncio.to_thread(here.encoders._thread.join)
+            await asyncio.sleep(0)  # what it has loaded comes to nothing
+            assert here.log == []
 
     asyncio.run(main())
 
