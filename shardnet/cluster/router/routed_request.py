@@ -85,6 +85,7 @@ class RoutedRequest:
         self._message = message
         self._prompt = prompt
         self._made = [*made]
+        self._n_before = len(made)
         self._n_told = n_sent
         self._copy = copy
         self._copied_to = ""
@@ -212,7 +213,7 @@ class RoutedRequest:
         if self._n_rings < 2:
             return answer
         now_s, first_s = time.monotonic(), self._first_s or time.monotonic()
-        n_made = len(self._made)
+        n_made = len(self._made) - self._n_before
         timing = replace(
             answer.timing,
             ttft_s=first_s - self._began_s,

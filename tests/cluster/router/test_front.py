@@ -16,7 +16,7 @@ from shardnet.cluster.router.kept_ring import KeptRing
 from shardnet.cluster.router.routed_request import RoutedRequest
 from shardnet.errors import DeadlineError, PeerFailedError, ShardnetError, SupersededError
 from shardnet.sampling_params import SamplingParams
-from shardnet.wire.messages.generation import Generate
+from shardnet.wire.messages.generation import Finished, Generate, Timing
 from shardnet.wire.messages.plans import ModelChoice
 
 
@@ -96,6 +96,22 @@ def test_a_deadline_passes_while_no_ring_is_there() -> None:
                 await request.run(Mock(ring_for=lambda *_: asyncio.Event().wait()))
 
     asyncio.run(main())
+
+
+def test_tokens_that_were_made_before_count_for_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that is resumed begins with what another head had made of it."""
+    monkeypatch.setattr(routed_request, "time", Mock(monotonic=Mock(side_effect=[10.0, 12.0])))
+    message = Generate(
+        request=1, choice=ModelChoice(model="m"), sampling=SamplingParams(), token_ids=[1]
+    )
+    request = RoutedRequest(Mock(), message, prompt=b"", made=[7] * 500, n_sent=500, copy=None)
+    request._n_rings, request._first_s = 2, 11.0
+    request._made += [7, 7, 7]
+    timing = Timing(ttft_s=0, total_s=0, decode_tok_s=0, load_s=0, per_stage=[])
+    answer = Finished(
+        request=1, finish_reason="length", prompt_token_ids=[], text="", timing=timing
+    )
+    assert request._finished(answer).timing.decode_tok_s == 2.0
 
 
 def test_what_is_asked_of_a_ring_waits_for_the_pictures_before_it() -> None:
