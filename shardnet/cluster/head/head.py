@@ -255,8 +255,7 @@ class Head:
         lead.ring.give_up(error)
         async with self.led.lock:
             if self.led.lead is lead:
-                await lead.ring.unload(keep={node.address for node in lead.plan.ring_nodes[1:]})
-                await self.led.forget()
+                await self.led.unload({node.address for node in lead.plan.ring_nodes[1:]})
 
     async def successor(self) -> str:
         """Return the address of the node that leads in place of this one's last ring, "" for none.
@@ -299,8 +298,7 @@ class Head:
                 return None
             self.led.check_idle()
             _check_unused(self.led.lead.ring, idle_s)
-            await self.led.lead.ring.unload()
-            await self.led.forget()
+            await self.led.unload()
             return None
 
     async def close(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Final
 
@@ -152,10 +152,7 @@ class LedRing:
         try:
             self.check_idle()  # again: who asked for the ring that stands did not wait for this
             if self.lead is not None:
-                keep = {node.address for node in plan.ring_nodes}
-                await self.lead.ring.unload(keep=keep)
-                await asyncio.gather(*(ring.release(keep) for ring in self.take_vain()))
-                await self.forget()
+                await self.unload({node.address for node in plan.ring_nodes})
             self.epoch += 1
             backoff = BusyBackoff(lambda: self.elsewhere_with(plan.choice) is not None)
             ring = self.building = prepared.ring(Epoch(self.epoch), backoff.wait)
@@ -242,6 +239,13 @@ class LedRing:
     def _watch(self, lead: Lead) -> None:
         """Have `on_broken` called when the ring of a lead breaks."""
         lead.ring.on_broken = lambda ring: lead.ring is ring and self.on_broken(lead)
+
+    async def unload(self, keep: Collection[str] = ()) -> None:
+        """End the ring; free it, and those that could not replace it, but at nodes of `keep`."""
+        if self.lead is not None:
+            await self.lead.ring.unload(keep=keep)
+        await asyncio.gather(*(ring.release(keep) for ring in self.take_vain()))
+        await self.forget()
 
     async def forget(self) -> None:
         """Drop the ring, which has ended, and end the processes of its tokenizer."""

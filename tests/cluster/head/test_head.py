@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from types import SimpleNamespace
 from typing import Any, Literal, cast
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -351,5 +352,23 @@ def test_a_model_without_a_tokenizer_is_refused_before_anything_is_loaded_or_fre
         assert (alone.n_closed, head.model) == (0, MODEL)
         await lead("int4", "")
         assert (alone.n_closed, head.model) == (1, MODEL)
+
+    asyncio.run(main())
+
+
+def test_a_ring_that_could_not_replace_another_is_freed_with_that() -> None:
+    """Nodes keep its stages for the next attempt, which an idle ring that was lost has none of."""
+
+    async def main() -> None:
+        led = Alone(EndlessRing).head().led
+        ring: Any = Mock(build=AsyncMock(side_effect=LinkError("cut")), release=AsyncMock())
+        led.lead = lead = cast(Any, Mock(tokenizer=None, grammars=None))
+        lead.ring.unload = AsyncMock()
+        with pytest.raises(LinkError):
+            await led.put_instead(lead, Mock(choice=ModelChoice(model=MODEL)), ring)
+        await led.unload({"b:1"})
+        lead.ring.unload.assert_awaited_once_with(keep={"b:1"})
+        ring.release.assert_awaited_once_with({"b:1"})
+        assert led.take_vain() == []
 
     asyncio.run(main())
