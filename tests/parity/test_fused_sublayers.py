@@ -72,10 +72,12 @@ SUBLAYERS_BY_FAMILY = {
     "deepseek_v2": (False, True),
     "afmoe": (True, True),
     "lfm3-bias-untied": (True, True),
+    "laguna": (True, True),
 }
 """Families whose first layer has its attention, its MLP computed by the library."""
 IN_INT8 = ["mistral-odd", "phi3-partial-tied", "gemma2", "olmo2", "gpt_oss", "deepseek_v2"]
 IN_BFLOAT16 = [
+    "laguna",
     "afmoe",
     "lfm3-bias-untied",
     "mistral-odd",

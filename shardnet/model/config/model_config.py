@@ -322,6 +322,7 @@ class ModelConfig:
     Attention is in all layers but those of `delta_net`, unless it is beside it, `short_conv` and
     `mixerless_layers`, which keep nothing of a slot.
 
+    `query_heads` are those of each layer where they differ: `n_heads` is the most of them.
     `full_heads` are those of layers without a window, None where they are as all others. With
     `is_value_key` such layers have no projection of values: those are the projected keys.
 
@@ -384,6 +385,7 @@ class ModelConfig:
     value_size: int | None = None
     value_multiplier: float = 1.0
     is_value_key: bool = False
+    query_heads: tuple[int, ...] = ()
     has_mtp: bool = False
     adapter_bytes: tuple[int, ...] = ()
     wrapper: str = ""

@@ -37,6 +37,7 @@ from shardnet.model.families import (
     hunyuan_v1_dense,
     hy_v3,
     kimi_linear,
+    laguna,
     lfm2,
     lfm2_moe,
     lfm3,
@@ -127,6 +128,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         hy_v3.FAMILY,
         olmo_hybrid.FAMILY,
         kimi_linear.FAMILY,
+        laguna.FAMILY,
         nemotron_h.FAMILY,
     )
 }

@@ -82,8 +82,10 @@ class NativeAttention(NativeSublayer[AttentionStruct]):
         n_heads = own.n_heads + 2 * own.n_kv_heads
         if output.n_own_in != own.n_heads * own.head_size:
             raise ValueError(f"o_proj has {output.n_own_in} inputs for {own.n_heads} heads")
-        gates = (own.gate_columns, own.gates_behind) if isinstance(own, GatedAttention) else (0, 0)
-        self._gate_size = own.n_heads * gates[0]
+        gates = dict.fromkeys(("gate_columns", "gates_behind", "gates_soft"), 0)
+        if isinstance(own, GatedAttention):
+            gates = {name: int(getattr(own, name)) for name in gates}
+        self._gate_size = own.n_heads * gates["gate_columns"]
         n_projected = n_heads * own.head_size + self._gate_size
         check_shape("qkv_proj", qkv, n_projected, output.shape[0])
         self._own = own
@@ -100,8 +102,7 @@ class NativeAttention(NativeSublayer[AttentionStruct]):
             head_norm=norm_struct(qk_norm, own.n_heads + own.n_kv_heads, own.head_size),
             attend=attend,
             joined=output.joined,
-            gate_columns=gates[0],
-            gates_behind=gates[1],
+            **gates,
         )
 
     @property

@@ -108,6 +108,7 @@ class AttentionStruct(ctypes.Structure):
         ("n_rotated", ctypes.c_int64),
         ("gate_columns", ctypes.c_int64),
         ("gates_behind", ctypes.c_int64),
+        ("gates_soft", ctypes.c_int64),
         ("attend", AttendStruct),
         ("joined", JoinedStruct),
     )

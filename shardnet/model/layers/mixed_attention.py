@@ -19,7 +19,7 @@ from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep, attention
 from shardnet.model.layers.modules import Heads, SelfAttention
 from shardnet.model.layers.native_attention import AttentionKind
-from shardnet.model.layers.norms import HeadNorm, row_sigmoid
+from shardnet.model.layers.norms import HeadNorm, row_sigmoid, row_softplus
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
 from shardnet.model.shards.cut import HEADS_EACH, Axis
@@ -112,7 +112,8 @@ class GatedAttention:
     """Attention with a norm over each head of queries and keys, and a gate for each head's output.
 
     `qkvg_proj` gives for each head its query and its gate, then all keys, then all values; with
-    `gates_behind` the gates last. A head's gate has `gate_columns`: its size, or 1.
+    `gates_behind` the gates last. A head's gate has `gate_columns`: its size, or 1. Outputs are
+    multiplied by the sigmoids of gates, with `gates_soft` by their softpluses.
     """
 
     n_heads: int
@@ -124,6 +125,7 @@ class GatedAttention:
     o_proj: Linear
     gate_columns: int
     gates_behind: bool = False
+    gates_soft: bool = False
 
     @classmethod
     def load(
@@ -132,13 +134,15 @@ class GatedAttention:
         weights: WeightSource,
         layer: int,
         gate_columns: int | None = None,
+        gate: str = "gate_proj",
     ) -> GatedAttention:
         """Take the parameters of the absolute `layer`.
 
-        With `gate_columns` gates have a linear of their own, of so many outputs a head.
+        With `gate_columns` gates have a linear of their own, of so many outputs a head, called
+        `gate`.
         """
         attn, own = f"model.layers.{layer}.self_attn", gate_columns is not None
-        names = [f"{attn}.{name}_proj" for name in ("q", "k", "v", *["gate"] * own)]
+        names = [f"{attn}.{name}" for name in ("q_proj", "k_proj", "v_proj", *[gate] * own)]
         return cls(
             n_heads=config.n_heads,
             n_kv_heads=config.n_kv_heads,
@@ -177,5 +181,6 @@ class GatedAttention:
         attended = attention(
             rotated[:, :n_heads], rotated[:, n_heads:], values, index, step, self.kind
         )
-        factors = row_sigmoid(gates.contiguous()).view(n_rows, n_heads, -1)
+        open_rows = row_softplus if self.gates_soft else row_sigmoid
+        factors = open_rows(gates.contiguous()).view(n_rows, n_heads, -1)
         return self.o_proj((attended.view(n_rows, n_heads, size) * factors).flatten(1))

@@ -181,6 +181,11 @@ def activate(kind: Activation | Xielu, hidden: Tensor) -> Tensor:
             return F.relu(hidden).square_()
 
 
+def row_softplus(rows: Tensor) -> Tensor:
+    """Apply the softplus to [T, N] in float32, batch-invariantly: see row_sigmoid."""
+    return torch.stack([F.softplus(row.float()) for row in rows]).to(rows.dtype)
+
+
 def row_sigmoid(rows: Tensor) -> Tensor:
     """Apply the sigmoid to [T, N], batch-invariantly.
 

@@ -376,6 +376,17 @@ CASES: dict[str, dict[str, Any]] = {
         "q_lora_rank": 14,
         "short_conv_kernel_size": 3,
     },
+    "laguna": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "sliding_window": 20,
+        "num_attention_heads_per_layer": [4, 6, 8],
+        "moe_routed_scaling_factor": 2.5,
+        "rope_parameters": {
+            "full_attention": YARN | {"partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
     "afmoe-odd": ODD
     | {
         "num_hidden_layers": 3,

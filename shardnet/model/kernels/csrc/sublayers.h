@@ -112,6 +112,7 @@ struct attention_call {
     int64_t n_rotated;
     int64_t gate_columns; /* head_size, or 1 for a whole head */
     int64_t gates_behind; /* gates follow all values, else each query is followed by its own */
+    int64_t gates_soft;   /* heads are multiplied by the softplus of their one gate, else by sigmoids */
     struct attend attend; /* its queries are those in `projected` */
     struct joined joined; /* around the output */
 };

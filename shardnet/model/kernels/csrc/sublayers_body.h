@@ -228,12 +228,14 @@ static TARGET void NAME(part_gates)(const void *argument, int64_t begin, int64_t
     }
 }
 
-/* Multiplies what each head gives by the sigmoid of its gate. */
+/* Multiplies what each head gives by the sigmoid or the softplus of its gate. */
 INLINE TARGET void NAME(open_heads)(const struct attention_call *call, int64_t begin, int64_t end, const int is_bf16) {
     const int64_t size = call->attend.head_size;
     for (int64_t head = begin; head < end; head++) {
-        const lanes gate = NAME(broadcast)(number(call->gates, head, is_bf16));
-        const lanes opened = NAME(kept)(1.0f / (1.0f + NAME(exponential)(-gate)), is_bf16);
+        const float gate = number(call->gates, head, is_bf16);
+        const lanes wide = call->gates_soft ? NAME(broadcast)((float)steps_of(gate))
+                                            : 1.0f / (1.0f + NAME(exponential)(NAME(broadcast)(-gate)));
+        const lanes opened = NAME(kept)(wide, is_bf16);
         for (int64_t i = 0; i < size; i += LANES) {
             const int n = of_last(size, i);
             const lanes own = NAME(load_either)(call->attend.attended, head * size + i, n, is_bf16);
