@@ -11,6 +11,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.model.config.decoder_config import (
+    FULL,
+    SLIDING,
     read_decoder,
     read_expert_counts,
     read_mlp_kinds,
@@ -31,6 +33,7 @@ from shardnet.model.families import (
     deepseek_v3,
     dense_table,
     exaone4,
+    gemma4,
     glm4_moe,
     granite,
     hunyuan_v1_dense,
@@ -39,7 +42,7 @@ from shardnet.model.families import (
     phi3,
     qwen3_moe,
 )
-from shardnet.model.families.family import GgufFormat, Stacking
+from shardnet.model.families.family import Family, GgufFormat, Stacking
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part, attention_part
 from shardnet.model.families.tensor_shapes import ExpertNames, Table, gated, linears, sparse_mlp
@@ -52,6 +55,10 @@ if TYPE_CHECKING:
 _NAMES: Final = ExpertNames()
 _STACKED: Final = {"experts": _NAMES, "stacking": Stacking.CONCATENATED}
 _DEEPSEEK_MLP: Final = Part(tensors=deepseek_v3.mlp_tensors, load=deepseek_v3.load_mlp)
+_MELLUM_ROPES: Final[dict[str, Any]] = {
+    FULL: {"rope_type": "default", "rope_theta": 5e5},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
 _RENAMED_BIAS: Final = (("correction_bias", "correction.bias"),)
 
 
@@ -123,6 +130,41 @@ GRANITE_NAMES: Final = (
     (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
     (".block_sparse_moe.router.layer.", ".mlp.gate."),
 )
+
+
+# Mellum
+
+
+def _read_mellum(fields: Fields) -> ModelConfig:
+    """Read a MellumConfig: Qwen3-MoE with windows, whose layers turn by a base of their own."""
+    config = read_decoder(
+        fields,
+        n_kv_heads=4,
+        max_positions=131072,
+        head_size=128,
+        intermediate_size=7168,
+        rope=partial(gemma4.read_rope, FULL, ropes=_MELLUM_ROPES),
+    )
+    counts = read_expert_counts(fields, ("num_experts", "num_local_experts"), 64, 8)
+    fields.ignore("mtp_layer_types", "mtp_mlp_layer_types")  # of a layer that is not used
+    window = fields.take("sliding_window", int, 1024)
+    local = gemma4.read_rope(
+        SLIDING, fields, config.max_positions, config.head_size, ropes=_MELLUM_ROPES
+    )
+    experts = Experts(
+        n_experts=counts[0],
+        top_k=counts[1],
+        intermediate_size=fields.positive("moe_intermediate_size", 896),
+        normalize_top_k=fields.take("norm_topk_prob", bool, True),
+        layers=read_mlp_kinds(fields, config.n_layers, 0),
+    )
+    return replace(
+        config,
+        attention_bias=fields.take("attention_bias", bool, False),
+        windows=read_windows(fields, config.n_layers, window, lambda _: False),
+        local_rope=local,
+        experts=experts if experts.layers else None,
+    )
 
 
 # Phi
@@ -429,6 +471,15 @@ FAMILIES: Final = (
                 ("shared_mlp.output_linear.weight", ("ffn_down_shexp.weight",)),
             ),
         ),
+        **_STACKED,
+    ),
+    Family(
+        model_type="mellum",
+        architecture="MellumForCausalLM",
+        read_config=_read_mellum,
+        layer_tensors=qwen3_moe.layer_tensors,
+        load_stage=qwen3_moe.FAMILY.load_stage,
+        ignored_tensors=r"mtp\..*",
         **_STACKED,
     ),
     record(

@@ -70,6 +70,8 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     | {"n_group": 2, "topk_group": 1, "head_dim": 8, "layer_group_size": 2},
     "laguna": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     | {"head_dim": 16, "shared_expert_intermediate_size": 24},
+    "mellum": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    | {"head_dim": 12},
     "hy_v3": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     | {"head_dim": 8, "mlp_layer_types": ["sparse"] * 4},
     "cohere2_moe": {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": 10}

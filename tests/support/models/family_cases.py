@@ -387,6 +387,13 @@ CASES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
+    "mellum": {
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "sliding_window": 20,
+    },
+    "internlm3": {"num_hidden_layers": 2, "head_dim": 12, "attention_bias": True, "mlp_bias": True},
     "afmoe-odd": ODD
     | {
         "num_hidden_layers": 3,
