@@ -480,7 +480,8 @@ FAMILIES: Final = (
         layer_tensors=qwen3_moe.layer_tensors,
         load_stage=qwen3_moe.FAMILY.load_stage,
         ignored_tensors=r"mtp\..*",
-        **_STACKED,
+        experts=_NAMES,
+        stacking=Stacking.CONCATENATED,
     ),
     record(
         "phimoe",
