@@ -18,6 +18,7 @@ from support.rings.torch_rings import LoadedStages, load_stages, request, run, t
 from support.soak import cases
 from transformers import AutoModelForCausalLM
 
+from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.output_params import OutputParams
 from shardnet.runtime.engine.outputs import PromptLogprobsReady
 from shardnet.runtime.engine.requests import TokenGenerated
@@ -61,6 +62,20 @@ def splits(folder: Path) -> list[LoadedStages]:
 @pytest.fixture(scope="module", params=range(len(N_STAGES)))
 def stages(request: pytest.FixtureRequest, splits: list[LoadedStages]) -> LoadedStages:
     return splits[request.param]
+
+
+def test_a_head_with_values_of_its_own_counts_where_the_config_ties_it(tmp_path: Path) -> None:
+    """As fine-tuning writes it; one that is only a copy is tied."""
+    folder = make_llama(tmp_path, tie_word_embeddings=True)
+    tensors, path = load_file(folder / "model.safetensors"), folder / "model.safetensors"
+    table = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": table.clone()}, path, {"format": "pt"})
+    assert Checkpoint.open(folder).config.tie_word_embeddings
+    save_file(tensors | {"lm_head.weight": table.flip(0).contiguous()}, path, {"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    expected = transformers_tokens(model, PROMPTS[1], suppress_tokens=range(N_TOKENS, VOCAB_SIZE))
+    [said] = run(load_stages(folder, even_split(4, 2)), request(PROMPTS[1], MAX_TOKENS))
+    assert tokens_of(said) == expected
 
 
 def transformers_tokens(model: Any, prompt: list[int], **settings: Any) -> list[int]:

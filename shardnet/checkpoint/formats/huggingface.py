@@ -20,9 +20,9 @@ from shardnet.checkpoint.formats.torch_files import read_torch_file
 from shardnet.checkpoint.quantization.registry import model_tensors, take_format
 from shardnet.checkpoint.tensors.checkpoint_files import has_file
 from shardnet.checkpoint.tensors.json_files import read_json
-from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, Contents
+from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, Contents, sample_range
 from shardnet.checkpoint.tensors.model_tensor import Make, ModelTensor, unchanged
-from shardnet.checkpoint.tensors.stored_tensor import StoredTensor, TensorFile
+from shardnet.checkpoint.tensors.stored_tensor import AGAIN, StoredTensor, TensorFile, hash_ranges
 from shardnet.errors import CheckpointError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import Stacking
@@ -225,6 +225,7 @@ SINGLE_FILES: Final = ("model.safetensors", "pytorch_model.bin")
 HF_INDEX_FILES: Final = INDEX_FILES[:2]
 """In the order of SINGLE_FILES."""
 _READERS: Final[tuple[ReadFile, ...]] = (read_safetensors_file, read_torch_file)
+_EMBEDDING: Final = re.compile(r".*\b(embed_tokens|word_embeddings|wte)\.weight")
 HF_WHOLE: Final = tuple(name for name in ID_FILES if name != "params.json")
 """Files that belong to such a checkpoint besides its tensors."""
 
@@ -250,6 +251,8 @@ def open_huggingface(folder: Path) -> Contents:
         # Two configs may say this, or leave it to their class. The file has a head or has none.
         names = (language_name(name) or "" for name in stored)
         config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in names)
+    elif config.get("tie_word_embeddings") is not False and _has_own_head(folder, stored):
+        config["tie_word_embeddings"] = False
 
     def arrange(config: ModelConfig) -> Mapping[str, ModelTensor]:
         tensors = model_tensors(config, stored, weight_format, str(folder))
@@ -269,6 +272,22 @@ def open_huggingface(folder: Path) -> Contents:
         form=weight_format.title if weight_format is not None else "",
         unknown_keys=tuple(unknown),
     )
+
+
+def _has_own_head(folder: Path, stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether the LM head is like the embedding but for its values, as far as they are sampled.
+
+    Fine-tuning leaves such heads beside a config that ties them; replicas have the samples too.
+    """
+    tables = (info for name, info in stored.items() if _EMBEDDING.fullmatch(name))
+    head, table = stored.get("lm_head.weight"), next(tables, None)
+    if head is None or table is None or (head.shape, head.dtype) != (table.shape, table.dtype):
+        return False
+    try:
+        one, other = (hash_ranges(folder / x.file, [sample_range(x)]) for x in (head, table))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error.strerror}", remedy=AGAIN) from error
+    return one != other
 
 
 def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
