@@ -63,6 +63,7 @@ class RowFunction(enum.IntEnum):
     RMS_NORM = 4
     LAYER_NORM = 5
     ROTATED = 6
+    SOFTPLUS = 7
 
 
 ACTIVATIONS = {
@@ -90,6 +91,11 @@ def activated_rows(kind: Activation, rows: Tensor, factor: Tensor | None = None)
 def sigmoid_rows(rows: Tensor) -> Tensor | None:
     """Apply the sigmoid to rows [T, N]."""
     return _call(rows, RowFunction.SIGMOID) if _is_computed(rows) else None
+
+
+def softplus_rows(rows: Tensor) -> Tensor | None:
+    """Apply the softplus to rows [T, N]."""
+    return _call(rows, RowFunction.SOFTPLUS) if _is_computed(rows) else None
 
 
 def capped_rows(rows: Tensor, cap: float) -> Tensor | None:

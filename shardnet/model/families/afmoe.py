@@ -146,5 +146,4 @@ FAMILY = record(
             (".mlp.gate.", ".mlp.router.gate."),
         ),
     ),
-    has_whole_heads=True,
 )

@@ -40,11 +40,10 @@ _ROPES: Final[dict[str, Any]] = {
 
 
 def _covers(fields: Fields) -> bool:
-    """Whether each head has one gate, and experts are scored by plain sigmoids."""
+    """Whether each head has one gate, and the logits of routers have no cap."""
     gating = fields.take("gating", (bool, str), True)
-    return gating in (True, "per-head") and not fields.take(
-        "moe_router_logit_softcapping", float, 0.0
-    )
+    cap = fields.take("moe_router_logit_softcapping", float, 0.0)
+    return gating in (True, "per-head") and cap == 0
 
 
 def _read_config(fields: Fields) -> ModelConfig:

@@ -107,5 +107,4 @@ FAMILY = Family(
     layer_tensors=_layer_tensors,
     load_stage=decoder_stage(_load_layer, lfm2.FINAL_NORM),
     head_tensors=lfm2.head_tensors,
-    has_whole_heads=True,
 )

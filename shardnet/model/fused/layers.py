@@ -77,8 +77,6 @@ def _native_attention(
     if isinstance(sublayer, AttentionSublayer) and sublayer.residual.is_rms:
         gated = sublayer.self_attn
         if isinstance(gated, GatedAttention):
-            if gated.gates_soft and gated.gate_columns > 1:
-                return None
             projection, norm = gated.qkvg_proj, gated.qk_norm
             return _joined_attention(sublayer.residual, gated, norm, projection, kernels)
         if isinstance(sublayer.self_attn, GatedDeltaNet):

@@ -148,7 +148,7 @@ class GatedAttention:
             n_kv_heads=config.n_kv_heads,
             head_size=config.head_size,
             kind=AttentionKind.of(config, layer),
-            qkvg_proj=weights.linear(*names, outputs=HEADS_EACH),
+            qkvg_proj=weights.linear(*names, outputs=(*HEADS_EACH, *[Axis.HEADS] * own)),
             qk_norm=HeadNorm.join(
                 weights.norm(f"{attn}.q_norm", config.norm_eps, config.norm_offset),
                 weights.norm(f"{attn}.k_norm", config.norm_eps, config.norm_offset),

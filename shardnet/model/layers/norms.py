@@ -19,6 +19,7 @@ from shardnet.model.arithmetic.row_functions import (
     normed_rows,
     sigmoid_rows,
     softmax_rows,
+    softplus_rows,
 )
 from shardnet.model.config.model_config import Activation
 
@@ -183,6 +184,9 @@ def activate(kind: Activation | Xielu, hidden: Tensor) -> Tensor:
 
 def row_softplus(rows: Tensor) -> Tensor:
     """Apply the softplus to [T, N] in float32, batch-invariantly: see row_sigmoid."""
+    native = softplus_rows(rows)
+    if native is not None:
+        return native
     return torch.stack([F.softplus(row.float()) for row in rows]).to(rows.dtype)
 
 

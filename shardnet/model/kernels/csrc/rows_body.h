@@ -64,6 +64,8 @@ INLINE TARGET lanes NAME(function_of)(const struct row_call *call, lanes x) {
     switch (call->function) {
         case SIGMOID:
             return 1.0f / (1.0f + NAME(exponential)(-x));
+        case SOFTPLUS:
+            return NAME(softplus)(x);
         case CAPPED:
             return NAME(hyperbolic_tangent)(x / call->norm.eps) * call->norm.eps;
         default:

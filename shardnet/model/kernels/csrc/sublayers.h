@@ -26,7 +26,7 @@ typedef uint32_t quad __attribute__((vector_size(16)));
 
 enum activation { SILU = 0, GELU_TANH = 1, RELU = 2, CLAMPED = 3 };
 enum kind { FLOAT32, BFLOAT16, INT8 }; /* how keys and values are stored */
-enum function { ACTIVATED = 0, SIGMOID = 1, CAPPED = 2, SOFTMAX = 3, RMS_NORM = 4, LAYER_NORM = 5, ROTATED = 6 };
+enum function { ACTIVATED = 0, SIGMOID = 1, CAPPED = 2, SOFTMAX = 3, RMS_NORM = 4, LAYER_NORM = 5, ROTATED = 6, SOFTPLUS = 7 };
 enum parts { BEFORE = 1, STORE = 2, ATTEND = 4, AFTER = 8 };
 
 /* RMSNorm. */
@@ -112,7 +112,7 @@ struct attention_call {
     int64_t n_rotated;
     int64_t gate_columns; /* head_size, or 1 for a whole head */
     int64_t gates_behind; /* gates follow all values, else each query is followed by its own */
-    int64_t gates_soft;   /* heads are multiplied by the softplus of their one gate, else by sigmoids */
+    int64_t gates_soft;   /* outputs are multiplied by the softpluses of gates, else by their sigmoids */
     struct attend attend; /* its queries are those in `projected` */
     struct joined joined; /* around the output */
 };

@@ -228,14 +228,22 @@ static TARGET void NAME(part_gates)(const void *argument, int64_t begin, int64_t
     }
 }
 
-/* Multiplies what each head gives by the sigmoid or the softplus of its gate. */
+/* ln(1 + e^x). */
+INLINE TARGET lanes NAME(softplus)(lanes x) {
+    for (int lane = 0; lane < LANES; lane++) x[lane] = (float)steps_of(x[lane]);
+    return x;
+}
+
+/* What heads or their columns are multiplied by: the sigmoids or softpluses of gates. */
+INLINE TARGET lanes NAME(opened)(const struct attention_call *call, lanes gate, const int is_bf16) {
+    return NAME(kept)(call->gates_soft ? NAME(softplus)(gate) : 1.0f / (1.0f + NAME(exponential)(-gate)), is_bf16);
+}
+
+/* Multiplies what attention gives where a head has one gate. */
 INLINE TARGET void NAME(open_heads)(const struct attention_call *call, int64_t begin, int64_t end, const int is_bf16) {
     const int64_t size = call->attend.head_size;
     for (int64_t head = begin; head < end; head++) {
-        const float gate = number(call->gates, head, is_bf16);
-        const lanes wide = call->gates_soft ? NAME(broadcast)((float)steps_of(gate))
-                                            : 1.0f / (1.0f + NAME(exponential)(NAME(broadcast)(-gate)));
-        const lanes opened = NAME(kept)(wide, is_bf16);
+        const lanes opened = NAME(opened)(call, NAME(broadcast)(number(call->gates, head, is_bf16)), is_bf16);
         for (int64_t i = 0; i < size; i += LANES) {
             const int n = of_last(size, i);
             const lanes own = NAME(load_either)(call->attend.attended, head * size + i, n, is_bf16);
@@ -244,7 +252,7 @@ INLINE TARGET void NAME(open_heads)(const struct attention_call *call, int64_t b
     }
 }
 
-/* Multiplies what attention gives by the sigmoids of its gates. */
+/* Multiplies what attention gives by what its gates are opened to. */
 static TARGET void NAME(open_gates)(const void *argument, int64_t begin, int64_t end) {
     const struct attention_call *call = argument;
     const int64_t width = call->attend.n_heads * call->attend.head_size;
@@ -255,8 +263,7 @@ static TARGET void NAME(open_gates)(const void *argument, int64_t begin, int64_t
     }
     for (int64_t i = begin * width; i < end * width; i += LANES) {
         const int n = of_last(end * width, i);
-        const lanes gate = NAME(load_either)(call->gates, i, n, is_bf16);
-        const lanes opened = NAME(kept)(1.0f / (1.0f + NAME(exponential)(-gate)), is_bf16);
+        const lanes opened = NAME(opened)(call, NAME(load_either)(call->gates, i, n, is_bf16), is_bf16);
         const lanes own = NAME(load_either)(call->attend.attended, i, n, is_bf16);
         NAME(save_either)(call->attend.attended, i, n, own * opened, is_bf16);
     }
