@@ -22,7 +22,7 @@ from shardnet.checkpoint.formats.gguf_header import (
     is_projector_name,
     read_gguf_header,
 )
-from shardnet.checkpoint.formats.gguf_ollama import projector_of
+from shardnet.checkpoint.formats.gguf_ollama import HALVES, projector_of
 from shardnet.checkpoint.formats.gguf_types import PLAIN, packing_of, unpack
 from shardnet.checkpoint.formats.huggingface import converted_tensors
 from shardnet.checkpoint.program_stores import projectors_of
@@ -260,7 +260,8 @@ def _open_gguf(
     raw |= {"image_token_id": row_id}
     config = read_tower(family, raw, f"{path}, as config.json", checkpoint.config)
     own = Fields(_processor_of_metadata(header.metadata, family, raw), f"{path}, as JSON")
-    made = _gguf_tensors(family, config, file.tensors)
+    has_pairs = gguf.has_rotary_pairs and HALVES not in header.metadata
+    made = _gguf_tensors(family, config, file.tensors, has_pairs=has_pairs)
     return Pictures(
         table=family.tensors(config),
         load=partial(family.load, config),
@@ -320,7 +321,11 @@ def _processor_of_metadata(
 
 
 def _gguf_tensors(
-    family: VisionFamily, config: VisionConfig, stored: Mapping[str, StoredTensor]
+    family: VisionFamily,
+    config: VisionConfig,
+    stored: Mapping[str, StoredTensor],
+    *,
+    has_pairs: bool,
 ) -> dict[str, ModelTensor]:
     from gguf.constants import MODEL_ARCH
     from gguf.tensor_mapping import get_tensor_name_map
@@ -334,7 +339,7 @@ def _gguf_tensors(
         stem, dot, suffix = name.rpartition(".")
         found = own_names.get(stem) or names.get_name(stem) or names.get_name(f"model.{stem}")
         parts = _stored_parts(own_names.get(name) or f"{found}{dot}{suffix}", stored)
-        is_turned = gguf.has_rotary_pairs and stem.endswith(("q_proj", "k_proj"))
+        is_turned = has_pairs and stem.endswith(("q_proj", "k_proj"))
         if parts:
             made[name] = _gguf_tensor(
                 name,

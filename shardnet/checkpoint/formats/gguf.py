@@ -111,6 +111,7 @@ def config_of_metadata(
     fields.note_the_rest()
     ends = ("eos", "eot", "eom")
     eos = [general.take(f"tokenizer.ggml.{end}_token_id", int, None) for end in ends]
+    eos += general.take("tokenizer.ggml.eos_token_ids", list, [])  # Ollama's
     return config | {
         "vocab_size": vocab_size,
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -198,7 +199,7 @@ def read_gguf_files(paths: Sequence[Path]) -> tuple[list[GgufHeader], dict[str, 
     files: dict[str, TensorFile] = {}
     totals = FileTotals(paths[0])
     for part in paths:
-        headers.append(language_of(read_gguf_header(part)))
+        headers.append(language_of(read_gguf_header(part), str(part)))
         files[part.name] = totals.add(read_tensor_file(part, headers[-1]))
     return headers, files
 

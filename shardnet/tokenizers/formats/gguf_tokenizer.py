@@ -145,7 +145,11 @@ class _Metadata:
     def token_id(self, key: str, tokens: list[str]) -> int | None:
         """Return the id of one of `tokens`, None if the key is missing."""
         token_id = self.one(key, int)
-        if token_id is not None and not 0 <= token_id < len(tokens):
+        return None if token_id is None else self.within(key, token_id, tokens)
+
+    def within(self, key: str, token_id: int, tokens: list[str]) -> int:
+        """Return the id of one of `tokens` that `key` names."""
+        if not 0 <= token_id < len(tokens):
             raise self.damaged(key, f"is {token_id}, but there are {len(tokens)} tokens")
         return token_id
 
@@ -246,7 +250,9 @@ def _are_few(words: list[str], change: Callable[[str], str]) -> bool:
 
 def _eos_ids(values: _Metadata, tokens: list[str]) -> tuple[int, ...]:
     """Return the ids that end a text: those that the file names first, then those known by text."""
-    named = (values.token_id(key, tokens) for key in _END_KEYS)
+    named = [values.token_id(key, tokens) for key in _END_KEYS]
+    for token_id in values.many("eos_token_ids", (int,), MAX_ID) or []:  # Ollama's
+        named.append(values.within("eos_token_ids", token_id, tokens))
     known = {text: token_id for token_id, text in enumerate(tokens) if text in _ENDS}
     if any(marks <= known.keys() for marks in _HARMONIES):
         known.pop("<|end|>", None)

@@ -58,7 +58,7 @@ def read_tokenizer(place: Path) -> LoadedTokenizer | None:
         from shardnet.checkpoint.formats.gguf_ollama import language_of
         from shardnet.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
 
-        header = language_of(read_gguf_header(place))
+        header = language_of(read_gguf_header(place), str(place))
         return read_gguf_tokenizer(header.metadata, str(place))
     folder = place
     if has_file(folder / "tokenizer.json"):

@@ -361,8 +361,8 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
             (writer.add_int32 if value < 0 else writer.add_uint32)(key, value)
         case float():
             writer.add_float32(key, value)
-        case str():
-            writer.add_string(key, value)
+        case str():  # also an empty one, which add_string leaves out
+            writer.add_key_value(key, value, gguf.GGUFValueType.STRING)
         case _:
             writer.add_array(key, value)
 
