@@ -379,7 +379,10 @@ def _gguf_tensor(
         made = []
         for rows, part in zip(stored, parts, strict=True):
             own = rows if n_heads is None else rotary_halves(rows, n_heads)
-            made.append(own if is_plain else unpack(own, part.dtype, part.shape, dtype))
+            if not is_plain:  # Ollama's may have values in other types than queries and keys
+                is_packed = part.dtype not in PLAIN
+                own = unpack(own, part.dtype, part.shape, dtype) if is_packed else own.to(dtype)
+            made.append(own)
         if len(made) == 2:  # frames
             return torch.stack(made, 2).view(shape)
         return torch.cat(made).float() - added if added else torch.cat(made)

@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf.quants import quantize
 from safetensors.numpy import load_file
 from support.models import trained_tokenizers as trained
 from support.models.checkpoints import make_decoder
@@ -473,6 +474,34 @@ def test_its_towers_have_the_values_of_transformers(case_name: str, tmp_path: Pa
     else:
         reference = apart.processor.prepare(picture, "low")
         torch.testing.assert_close(rows_of(found, prepared), rows_of(apart, reference))
+
+
+def test_a_towers_values_may_be_packed_where_queries_are_not(tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType.Q8_0
+
+    def pack(name: str, values: Any) -> tuple[Any, gguf.GGMLQuantizationType | None]:
+        is_packed = name.startswith("v.") and name.endswith("attn_v.weight")
+        return (quantize(values, kind), kind) if is_packed else (values, None)
+
+    own, case = SEEN["qwen3_5"], CASES["qwen3_5"]
+    whole = case.make(tmp_path / "whole", **case.wide)
+    sizes = {"block_count": 3, "embedding_length": 64, "attention__head_count": 4, "patch_size": 3}
+    file = write_gguf(
+        make_decoder(tmp_path / "text", own.family, **own.changed),
+        tmp_path / "model.gguf",
+        pack=pack,
+        architecture=own.name,
+        extra=tower_of(whole, own.tensors),
+        **{f"vision__{key}": size for key, size in sizes.items()},
+        **own.keys,
+    )
+    ours = open_pictures(Checkpoint.open(file), token_id).checkpoint
+    theirs = open_pictures(Checkpoint.open(whole), token_id).checkpoint
+    name = "visual.blocks.0.attn.qkv.weight"
+    read, made = (one.read(name, torch.float32) for one in (ours, theirs))
+    assert torch.equal(read[:128], made[:128])
+    torch.testing.assert_close(read[128:], made[128:], rtol=0, atol=1e-3)
+    assert not torch.equal(read[128:], made[128:])
 
 
 @pytest.mark.parametrize(
