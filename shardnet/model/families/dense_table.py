@@ -76,17 +76,6 @@ def _read_iquestcoder(fields: Fields) -> ModelConfig:
     return _read_biases(fields, config)
 
 
-def _read_internlm3(fields: Fields) -> ModelConfig:
-    """Read an InternLM3Config: all linears have biases, or none has."""
-    config = read_decoder(fields, n_kv_heads=2, max_positions=32768, norm_eps=1e-5, head_size=128)
-    has_bias = fields.take("qkv_bias", bool, False)
-    fields.require("bias", only=has_bias)
-    config = _read_biases(fields, config, default=has_bias)
-    if config.attention_bias != config.mlp_bias:
-        raise fields.unsupported("mlp_bias", config.mlp_bias, "as attention_bias is")
-    return config
-
-
 def _read_exaone(fields: Fields) -> ModelConfig:
     """Read an ExaoneConfig, also with the keys of its makers."""
     is_own = fields.given("num_layers")
@@ -428,12 +417,6 @@ FAMILIES: Final = (
         "iquestcoder",
         "IQuestCoderForCausalLM",
         _read_iquestcoder,
-        same_architectures=("LlamaForCausalLM",),
-    ),
-    record(
-        "internlm3",
-        "InternLM3ForCausalLM",
-        _read_internlm3,
         same_architectures=("LlamaForCausalLM",),
     ),
     record(

@@ -393,7 +393,6 @@ CASES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["sparse", "dense", "sparse"],
         "sliding_window": 20,
     },
-    "internlm3": {"num_hidden_layers": 2, "head_dim": 12, "attention_bias": True, "mlp_bias": True},
     "afmoe-odd": ODD
     | {
         "num_hidden_layers": 3,
