@@ -19,7 +19,7 @@ from shardnet.types import NodeId
 from shardnet.wire.messages.plans import ModelChoice
 
 DEADLINE_S = 90.0
-BACK_S = 15.0
+BACK_S = 40.0
 """Three times the seconds within which a former head is a member."""
 
 
