@@ -109,14 +109,21 @@ def read_rope(
     max_positions: int,
     head_size: int,
     ropes: Mapping[str, Any] = _ROPES,
+    *,
+    may_be_partial: bool = False,
 ) -> Rope:
-    """Read the rotary positions of one kind of layers; `ropes` are those of each by default."""
+    """Read the rotary positions of one kind of layers; `ropes` are those of each by default.
+
+    Those that are not proportional turn a part of each head where they `may_be_partial`.
+    """
     both = fields.inner("rope_parameters", fields.take("rope_parameters", dict, ropes))
     own = both.inner(kind, both.take(kind, dict))
     both.ignore(FULL, SLIDING, "rope_theta", "rope_type")  # those outside are of no layer
     both.note_the_rest()
     theta = own.number("rope_theta", 10000.0, within=THETAS)
-    return read_scaling(own, Rope(theta=theta), max_positions=max_positions, head_size=head_size)
+    share = own.number("partial_rotary_factor", 1.0) if may_be_partial else 1.0
+    plain = Rope(theta=theta, share=share)
+    return read_scaling(own, plain, max_positions=max_positions, head_size=head_size)
 
 
 def _read_full_heads(fields: Fields, config: ModelConfig) -> HeadShape:

@@ -19,10 +19,8 @@ from shardnet.model.config.decoder_config import (
     read_windows,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.limits import THETAS
-from shardnet.model.config.model_config import Experts, ModelConfig, Rope
-from shardnet.model.config.rope import read_scaling
-from shardnet.model.families import deepseek_v2, deepseek_v3
+from shardnet.model.config.model_config import Experts, ModelConfig
+from shardnet.model.families import deepseek_v2, deepseek_v3, gemma4
 from shardnet.model.families.family import Stacking
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
@@ -37,6 +35,8 @@ _ROPES: Final[dict[str, Any]] = {
     FULL: {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
 }
+
+_read_rope = partial(gemma4.read_rope, ropes=_ROPES, may_be_partial=True)
 
 
 def _covers(fields: Fields) -> bool:
@@ -68,19 +68,6 @@ def _read_config(fields: Fields) -> ModelConfig:
         local_rope=_read_rope(SLIDING, fields, config.max_positions, config.head_size),
         experts=_read_experts(fields, config.n_layers),
     )
-
-
-def _read_rope(kind: str, fields: Fields, max_positions: int, head_size: int) -> Rope:
-    """Read the rotary positions of one kind of layers."""
-    both = fields.inner("rope_parameters", fields.take("rope_parameters", dict, _ROPES))
-    own = both.inner(kind, both.take(kind, dict))
-    both.ignore(FULL, SLIDING, "rope_theta", "rope_type")  # those outside are of no layer
-    both.note_the_rest()
-    plain = Rope(
-        theta=own.number("rope_theta", within=THETAS),
-        share=own.number("partial_rotary_factor", 1.0),
-    )
-    return read_scaling(own, plain, max_positions=max_positions, head_size=head_size)
 
 
 def _read_query_heads(fields: Fields, config: ModelConfig) -> tuple[int, ...]:
