@@ -117,10 +117,14 @@ def open_pictures(
     if mmproj is not None:
         return _open_gguf(checkpoint, token_id, mmproj, header or read_gguf_header(mmproj))
     wrapper = WRAPPERS.get(checkpoint.config.wrapper)
-    if wrapper is None:
+    kind = checkpoint.config.family
+    if wrapper is None or kind not in wrapper.families:
+        why = "it has no vision tower"
+        if checkpoint.config.wrapper:
+            why = f"the tower of {checkpoint.config.wrapper} with it is not implemented"
         raise UnsupportedModelError(
-            f"this {checkpoint.config.family} model takes no pictures: it has no vision tower",
-            remedy="use a model that has one, or leave the pictures out",
+            f"this {kind} model takes no pictures: {why}",
+            remedy="use a model that does, or leave the pictures out",
         )
     if wrapper.vision is None:
         return _open_modules(checkpoint)
@@ -157,11 +161,14 @@ def _open_modules(checkpoint: Checkpoint) -> Pictures:
     tower = build_tower(checkpoint.config_text, str(checkpoint.folder / "config.json"))
     stored = {name: unchanged(name, info) for name, info in checkpoint.stored.items()}
     made = converted_tensors(tower.rules, stored)
+    table = tower.shapes
     return Pictures(
-        table=tower.shapes,
+        table=table,
         load=tower.load,
-        processor=ModuleProcessor(checkpoint.folder, row_token(checkpoint.config_text)),
-        checkpoint=checkpoint.with_tensors(made),
+        processor=ModuleProcessor(
+            checkpoint.folder, row_token(checkpoint.config_text), tower.takes
+        ),
+        checkpoint=checkpoint.with_tensors({name: made[name] for name in made if name in table}),
         cuts=False,
     )
 

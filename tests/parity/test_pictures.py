@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.models.checkpoints import make_decoder
 from support.models.gguf_files import write_gguf
-from support.models.module_vision import MARKS, make_by_modules
+from support.models.module_vision import TOWERS, ByHand, make_by_modules
 from support.models.projector_files import PROJECTORS, Kind, write_mmproj
 from support.models.vision_checkpoints import (
     CASES,
@@ -44,8 +44,11 @@ from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.pictures import open_pictures
+from shardnet.errors import UsageError
 from shardnet.model.kernels.library import native_kernels
+from shardnet.model.modules.module_tower import ModuleProcessor
 from shardnet.model.vision.picture import EncodedPicture, PictureEncoder, PreparedPicture
+from shardnet.model.vision.tower import TowerEncoder
 from shardnet.runtime.engine.requests import GenerationRequest
 from shardnet.runtime.stage.picture_inputs import rows_of_store
 from shardnet.runtime.stage.picture_store import PictureStore, StoredPicture
@@ -80,7 +83,7 @@ def reference(folder: Path) -> Any:
     return load_reference(folder)
 
 
-def encoder_of(folder: Path, mmproj: Path | None = None) -> PictureEncoder:
+def encoder_of(folder: Path, mmproj: Path | None = None) -> TowerEncoder:
     pictures = open_pictures(Checkpoint.open(folder), token_id, mmproj)
     return load_encoder(
         pictures,
@@ -251,20 +254,33 @@ def test_whole_models_write_the_same_at_every_split(
     assert asyncio.run(in_a_ring(folder, encoder, prompt.request, n_layers)) == [theirs] * 3
 
 
-@pytest.mark.parametrize("kind", MARKS)
+@pytest.mark.parametrize("kind", TOWERS)
 def test_towers_of_transformers_see_as_whole_models_of_it(kind: str, tmp_path: Path) -> None:
     folder = make_by_modules(kind, tmp_path)
     encoder, picture = encoder_of(folder), random_picture(37, 53)
+    own = encoder.processor
+    assert isinstance(own, ModuleProcessor)
+    if not TOWERS[kind].made_by:
+        by_hand = ByHand(kind=TOWERS[kind], row_id=own.row_id, takes=own.takes)
+        encoder = replace(encoder, processor=by_hand)
     prompt, prepared = Prompt.of(encoder, [picture]), encoder.processor.prepare(picture)
     reference, ids = load_reference(folder), torch.tensor([prompt.ids])
-    pixels = torch.tensor(prepared.pixels)
+    inputs = {name: torch.from_numpy(array) for name, array in prepared.arrays.items()}
+    inputs["pixel_values"] = torch.from_numpy(prepared.pixels)
     with torch.inference_mode():
-        expected = reference(ids, pixel_values=pixels).logits[0]
-        theirs = reference.generate(ids, pixel_values=pixels, **HOW)[0, len(prompt.ids) :].tolist()
+        expected = reference(ids, **inputs).logits[0]
+        theirs = reference.generate(ids, **inputs, **HOW)[0, len(prompt.ids) :].tolist()
     for n_stages in (1, 2):
         logits = prompt.logits(StageChain.load(folder, even_split(2, n_stages)))
         torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32_TOLERANCE)
     assert asyncio.run(in_a_ring(folder, encoder, prompt.request, 2)) == [theirs] * 3
+
+
+def test_a_processor_that_counts_other_rows_than_the_tower_is_noticed(tmp_path: Path) -> None:
+    encoder = encoder_of(make_by_modules("llava", tmp_path))
+    prepared = encoder.processor.prepare(random_picture(37, 53))
+    with pytest.raises(UsageError, match="16 rows, and its processor has 15 tokens"):
+        encoded(encoder, replace(prepared, grid=(1, 1, 15)))
 
 
 async def in_a_ring(

@@ -193,7 +193,7 @@ class Pictures:
             shape, prepared = self._known.get(digest), None
             if shape is None:
                 prepared = processor.prepare(rgb, picture.detail)
-                shape = replace(prepared, pixels=np.empty(0, np.float32))
+                shape = replace(prepared, pixels=np.empty(0, np.float32), arrays={})
         except UsageError as error:
             which = f"picture {number + 1} of {n_pictures}" if n_pictures > 1 else "the picture"
             raise error.at(which) from error
@@ -210,6 +210,6 @@ class Pictures:
         if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
         if prepared is not None:
-            n_waiting = sum(one.pixels.nbytes for one in self._waiting.values())
-            if n_waiting + prepared.pixels.nbytes <= MAX_PIXELS_BYTES:
+            n_waiting = sum(one.n_bytes for one in self._waiting.values())
+            if n_waiting + prepared.n_bytes <= MAX_PIXELS_BYTES:
                 self._waiting[read.digest] = prepared

@@ -145,7 +145,7 @@ def canonical_name(config: ModelConfig, name: str) -> str | None:
 
     None for a tensor of what is left out of a multimodal checkpoint.
     """
-    inner = language_name(name) if config.wrapper else name
+    inner = language_name(name, config.wrapper) if config.wrapper else name
     if inner is None:
         return None
     family = family_of(config)

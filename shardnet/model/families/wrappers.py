@@ -36,6 +36,8 @@ _OTHERS: Final = re.compile(
     r"|vision_embedder|audio_tower|embed_audio|connector|image_newline)(\..*)?"
 )
 """Whole names of what turns images and sound into embeddings."""
+_BARE: Final = re.compile(r"model\.(layers|embed_tokens|norm|embedding_norm)\.|lm_head\.")
+"""Before names of a language model that nothing else stands before."""
 _OF_OTHERS: Final = frozenset(
     (
         *("boi_token_index", "eoi_token_index", "image_token_id", "image_token_index"),
@@ -83,6 +85,19 @@ class Wrapper:
     takes_turns: bool = True
     vision: VisionFamily | None = None
 
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Those that its language model may be of."""
+        return self.family, *self.others.values()
+
+    def knows(self, text: object) -> bool:
+        """Whether its language model's own config is as it is here, or may be refused here.
+
+        Where transformers computes the tower, others may be found by what it knows of them.
+        """
+        kind = text.get("model_type") if isinstance(text, dict) else None
+        return self.vision is not None or kind is None or kind in (*self.text_types, *self.others)
+
     def unwrap(self, fields: Fields, raw: Mapping[str, Any]) -> Fields:
         """Return the language model's own config, as its family reads it.
 
@@ -118,25 +133,38 @@ class Wrapper:
         return {"rope_type": "default"} | dict(own) | kinds | axes
 
 
-def language_name(name: str) -> str | None:
+def language_name(name: str, wrapper: str = "") -> str | None:
     """Return the name that a family has for a wrapped tensor, None for one of images.
 
-    What is named otherwise (`lm_head`, or all in checkpoints of old) keeps its name.
+    What is named otherwise (`lm_head`, or all in checkpoints of old) keeps its name; in a `wrapper`
+    whose tower is not known here it is one of images, too.
     """
     if _OTHERS.fullmatch(name):
         return None
     match = _LANGUAGE.match(name)
     if match is None:
-        return name
+        record = WRAPPERS.get(wrapper)
+        is_known = not wrapper or (record is not None and record.vision is not None)
+        return name if is_known or _BARE.match(name) else None
     rest = name[match.end() :]
     return rest if rest.startswith("lm_head.") else f"model.{rest}"
 
 
 _BY_MODULES: Final = (
+    ("exaone4_5", "Exaone4_5_ForConditionalGeneration", "exaone4"),
+    ("got_ocr2", "GotOcr2ForConditionalGeneration", "qwen2"),
+    ("idefics2", "Idefics2ForConditionalGeneration", "mistral"),
     ("idefics3", "Idefics3ForConditionalGeneration", "llama"),
     ("internvl", "InternVLForConditionalGeneration", "qwen2", "qwen3", "qwen3_moe", "llama"),
+    ("kimi_k25", "Kimi_K25ForConditionalGeneration", "deepseek_v3"),
+    ("lfm2_vl", "Lfm2VlForConditionalGeneration", "lfm2"),
+    ("lfm3_vl", "Lfm3VlForConditionalGeneration", "lfm3"),
+    ("lighton_ocr", "LightOnOcrForConditionalGeneration", "qwen3"),
     ("llava", "LlavaForConditionalGeneration", "llama", "mistral", "qwen2"),
+    ("llava_next", "LlavaNextForConditionalGeneration", "llama", "mistral", "qwen2"),
+    ("llava_onevision", "LlavaOnevisionForConditionalGeneration", "qwen2"),
     ("smolvlm", "SmolVLMForConditionalGeneration", "llama"),
+    ("video_llama_3", "VideoLlama3ForConditionalGeneration", "qwen2"),
 )
 """Kinds whose towers transformers computes, with the families of their language models."""
 

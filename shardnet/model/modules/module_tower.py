@@ -8,7 +8,9 @@ run code of one.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -48,6 +50,12 @@ class ModuleTower:
     rules: Conversions
 
     @property
+    def takes(self) -> frozenset[str]:
+        """The arguments by which it takes a picture, and how to read it."""
+        inner: Any = self.model.base_model
+        return frozenset(inspect.signature(inner.get_image_features).parameters)
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Its parameters."""
         return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
@@ -84,12 +92,12 @@ class LoadedModuleTower:
 
     model: PreTrainedModel
 
-    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
-        """Encode a picture at once."""
+    def walk(self, pixels: Tensor, grid: tuple[int, int, int], **arrays: Tensor) -> EncoderWalk:
+        """Encode a picture at once, given what its processor says of it in `arrays` too."""
         yield None
         inner: Any = self.model.base_model
         try:
-            found = inner.get_image_features(pixel_values=pixels)
+            found = inner.get_image_features(pixel_values=pixels, **arrays)
         except MODULE_ERRORS as error:
             raise UsageError(
                 f"transformers does not encode the picture: {one_line(error)}"
@@ -97,18 +105,25 @@ class LoadedModuleTower:
         rows = getattr(found, "pooler_output", found)
         if not isinstance(rows, Tensor):
             rows = torch.cat([*rows])
-        yield EncodedPicture(rows=rows.reshape(-1, rows.shape[-1]).to(pixels.dtype))
+        rows = rows.reshape(-1, rows.shape[-1])
+        if len(rows) != math.prod(grid):
+            raise UsageError(
+                f"transformers encodes the picture to {len(rows)} rows, and its processor has "
+                f"{math.prod(grid)} tokens for them"
+            )
+        yield EncodedPicture(rows=rows.to(pixels.dtype))
 
 
 @dataclass(frozen=True)
 class ModuleProcessor:
     """The makers' processor in a checkpoint's `folder`; see PictureProcessor.
 
-    `row_id` is the token that takes a row of the tower's.
+    `row_id` is the token that takes a row of the tower's, which `takes` arrays by these names.
     """
 
     folder: Path
     row_id: int
+    takes: frozenset[str]
 
     @cached_property
     def _own(self) -> Any:
@@ -141,9 +156,14 @@ class ModuleProcessor:
 
     def prepare(self, rgb: NDArray[np.uint8], detail: str = "auto") -> PreparedPicture:
         """Prepare a picture [H, W, 3]; see PictureProcessor."""
+        from PIL import Image  # which transformers needs for pictures
+
         try:
             made: Mapping[str, Any] = self._own(
-                text=[self.placeholder], images=[rgb], add_special_tokens=False, return_tensors="np"
+                text=[self.placeholder],
+                images=[Image.fromarray(rgb)],
+                add_special_tokens=False,
+                return_tensors="pt",
             )
         except MODULE_ERRORS as error:
             raise UsageError(
@@ -151,8 +171,10 @@ class ModuleProcessor:
             ) from error
         ids = np.asarray(made["input_ids"])[0]
         is_row = ids == self.row_id
+        arrays = {name: np.asarray(made[name]) for name in made if name in self.takes}
         return PreparedPicture(
-            pixels=np.asarray(made["pixel_values"], np.float32),
+            pixels=np.asarray(arrays.pop("pixel_values"), np.float32),
+            arrays=arrays,
             grid=(1, 1, int(is_row.sum())),
             token_ids=tuple(ids.tolist()),
             is_row=is_row,

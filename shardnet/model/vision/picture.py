@@ -6,8 +6,8 @@ wire, nor import torch: a processor runs where no tower is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ class PreparedPicture:
     `pixels`, float32, are patches or whole pictures, in the shape of the family. `grid` is time,
     height and width in rows of the language model. `token_ids` stand for it in the prompt, marks of
     lines and ends included; `is_row` says which of them take a row of the encoder's output.
-    `see_each_other`: these attend in both directions, so all of them are in one chunk.
+    `see_each_other`: these attend in both directions, so all of them are in one chunk. `arrays` is
+    what else transformers' own towers take, by the names of their arguments.
     """
 
     pixels: NDArray[np.float32]
@@ -31,6 +32,12 @@ class PreparedPicture:
     token_ids: tuple[int, ...]
     is_row: NDArray[np.bool_]
     see_each_other: bool = False
+    arrays: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
+
+    @property
+    def n_bytes(self) -> int:
+        """The bytes of what only the tower needs."""
+        return sum(each.nbytes for each in (self.pixels, *self.arrays.values()))
 
     @property
     def n_rows(self) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -221,8 +221,13 @@ def window_order(grid: tuple[int, int, int], window: int) -> tuple[Tensor, list[
 class Tower(Protocol):
     """The forward pass of one family's tower and projector."""
 
-    def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
-        """Encode patches [T, P] of a picture: yields None between pieces, and the rows at last."""
+    def walk(
+        self, pixels: Tensor, grid: tuple[int, int, int], *args: Any, **arrays: Any
+    ) -> EncoderWalk:
+        """Encode patches [T, P] of a picture: yields None between pieces, and the rows at last.
+
+        `arrays` are a picture's, as tensors.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +246,11 @@ class TowerEncoder:
         """Encode pictures, one after the other; see PictureEncoder."""
         for picture in pictures:
             pixels = torch.from_numpy(picture.pixels).to(self.device, self.dtype)
-            walk, may_be_large = self.tower.walk(pixels, picture.grid), None
+            arrays = {
+                name: torch.from_numpy(array).to(self.device)
+                for name, array in picture.arrays.items()
+            }
+            walk, may_be_large = self.tower.walk(pixels, picture.grid, **arrays), None
             with contextlib.suppress(StopIteration):
                 while True:
                     said = yield walk.send(may_be_large)
