@@ -24,6 +24,7 @@ from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, Contents
 from shardnet.checkpoint.tensors.model_tensor import Make, ModelTensor, unchanged
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN, StoredTensor, TensorFile, hash_ranges
 from shardnet.errors import CheckpointError
+from shardnet.model.config.fields import TEXT
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import Stacking
 from shardnet.model.families.registry import family_of
@@ -247,7 +248,7 @@ def open_huggingface(folder: Path) -> Contents:
     index, files = _tensor_files(folder)
     stored = {name: info for file in files.values() for name, info in file.tensors.items()}
     kind = config.get("model_type")
-    if isinstance(kind, str) and kind in WRAPPERS:
+    if (isinstance(kind, str) and kind in WRAPPERS) or TEXT in config:
         # Two configs may say this, or leave it to their class. The file has a head or has none.
         names = (language_name(name) or "" for name in stored)
         config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in names)

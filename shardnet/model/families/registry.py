@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from shardnet.model.config.fields import Fields
+from shardnet.model.config.fields import TEXT, Fields
 from shardnet.model.config.limits import MAX_LAYER_EXPERTS, MAX_VOCABULARY, MAX_WIDTH
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families import (
@@ -70,7 +70,11 @@ from shardnet.model.families import (
     starcoder2,
 )
 from shardnet.model.families.family import Family
-from shardnet.model.families.transformers_modules import family_by_modules, find_modules_family
+from shardnet.model.families.transformers_modules import (
+    family_by_modules,
+    find_modules_family,
+    find_wrapper,
+)
 from shardnet.model.families.wrappers import WRAPPERS
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -169,8 +173,10 @@ def parse_config(
     """
     if (name := _OTHER_NAMES.get(str(raw.get("model_type")))) is not None:
         raw = {**raw, "model_type": name}
+    wrapper = WRAPPERS.get(kind := Fields(raw, where).take("model_type", str))
+    if kind not in FAMILIES and (wrapper is None or not wrapper.knows(raw.get(TEXT))):
+        wrapper, raw = find_wrapper(raw, where, FAMILIES) or (wrapper, raw)
     own = fields = Fields(raw, where, unknown=unknown)
-    wrapper = WRAPPERS.get(fields.take("model_type", str))
     if wrapper is not None:
         _check_architecture(fields, wrapper.architecture)
         fields = wrapper.unwrap(fields, raw)

@@ -8,17 +8,19 @@ config is read.
 from __future__ import annotations
 
 import json
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.errors import UnsupportedModelError, UsageError, shown
 from shardnet.model.config.decoder_config import read_dtype, read_eos
-from shardnet.model.config.fields import Fields
+from shardnet.model.config.fields import TEXT, Fields
 from shardnet.model.config.limits import MAX_LAYERS, MAX_POSITIONS, MAX_VOCABULARY, MAX_WIDTH
 from shardnet.model.config.model_config import Activation, ModelConfig
 from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.model.families.family import Family, FamilyStage
 from shardnet.model.families.tensor_shapes import Table
+from shardnet.model.families.wrappers import Wrapper
 from shardnet.types import LayerRange
 
 if TYPE_CHECKING:
@@ -57,6 +59,44 @@ def find_modules_family(fields: Fields, model_type: str) -> Family | None:
     )
 
 
+def find_wrapper(
+    raw: Mapping[str, Any], where: str, families: Container[str]
+) -> tuple[Wrapper, Mapping[str, Any]] | None:
+    """Read a multimodal config.json that has no record, with a language model of the `families`.
+
+    Returns None where the installed transformers, if any, knows no such `model_type`, or has
+    another language model in it; else also the config, with what the language model's own leaves to
+    its class. Raises UnsupportedModelError for a language model that runs otherwise than alone,
+    CheckpointError for values that transformers does not take.
+    """
+    kind = str(raw.get("model_type"))
+    if not isinstance(raw.get(TEXT), dict):
+        return None
+    try:
+        from shardnet.model.modules.meta_model import causal_class
+
+        architecture = causal_class(kind, sees=True)
+    except ImportError:
+        return None
+    if architecture is None:
+        return None
+    from shardnet.model.modules.language_part import read_language_part
+    from shardnet.model.modules.meta_model import read_module_config
+
+    inner = read_module_config(raw, where).get_text_config(decoder=True)
+    if inner.model_type not in families:
+        return None
+    _check_sizes(Fields(raw, where), inner)
+    _check_depths(Fields(raw, where), raw)
+    text = json.loads(read_language_part(json.dumps(dict(raw)), where))
+    family = text["model_type"]
+    wrapper = Wrapper(
+        model_type=kind, architecture=architecture, family=family, text_types=(family,)
+    )
+    own = {key: raw[TEXT][key] for key in ("dtype", "torch_dtype") if key in raw[TEXT]}
+    return wrapper, {**raw, TEXT: text | own}
+
+
 def _read_config(fields: Fields) -> ModelConfig:
     """Read a config as transformers does: it knows all keys.
 
@@ -85,6 +125,14 @@ def _check_sizes(fields: Fields, config: Any) -> None:
         value = getattr(config, key, None)
         if not isinstance(value, int) or not 1 <= value <= most:
             raise fields.damaged(f"{key} is {value!r}, expected 1 to {most}")
+
+
+def _check_depths(fields: Fields, raw: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for towers with more layers than any has, before they are built."""
+    for name, part in raw.items():
+        for key in ("num_hidden_layers", "depth"):
+            if isinstance(part, dict) and isinstance(n := part.get(key), int) and n > MAX_LAYERS:
+                raise fields.damaged(f"{name}.{key} is {n}, expected at most {MAX_LAYERS}")
 
 
 def _model_config(fields: Fields, config: Any, outline: ModuleOutline) -> ModelConfig:

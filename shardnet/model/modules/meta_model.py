@@ -25,19 +25,23 @@ _NOT_A_MODEL: Final = ("auto_map", "quantization_config", "torch_dtype", "dtype"
 """Keys of config.json that name code of the folder, or how its weights are stored."""
 
 
-def causal_class(model_type: str) -> str | None:
+def causal_class(model_type: str, *, sees: bool = False) -> str | None:
     """Return the class that computes a family as a causal language model, None for no such.
 
-    Raises ImportError where the package is not installed, or too old.
+    Or one that `sees`: with pictures. Raises ImportError where the package is not installed, or too
+    old.
     """
     import transformers
 
     if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
         raise ImportError(f"transformers {transformers.__version__} is too old")
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
     transformers.logging.set_verbosity_error()
-    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    names: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if sees:
+        names = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    found = names.get(model_type)
     return found if isinstance(found, str) or found is None else found[0]
 
 

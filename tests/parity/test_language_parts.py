@@ -1,0 +1,98 @@
+"""Language models of multimodal checkpoints that have no record, against the whole models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models.module_vision import CLIP, write_model
+from support.oracles.oracle import check_generation, load_reference
+from support.rings.stage_chain import StageChain, even_split, random_prompt
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.checkpoint.pictures import open_pictures
+from shardnet.errors import CheckpointError, UnsupportedModelError
+from shardnet.model.families.registry import parse_config
+from shardnet.types import DType
+
+SIGLIP = {"model_type": "siglip_vision_model", "vision_use_head": False}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16} | {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+Case = tuple[str, str, dict[str, Any], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "vipllava": ("vipllava", "mistral", CLIP, {"vision_feature_layers": [-1]}),
+    "deepseek_vl": ("deepseek_vl", "llama", SIGLIP, {}),
+    "minicpmv4_6": ("minicpmv4_6", "qwen3_5_text", {}, {}),
+    "hyperclovax_vision_v2": (
+        "hyperclovax_vision_v2",
+        "hyperclovax",
+        {"depth": 1, "num_heads": 4, "out_hidden_size": 32, "fullatt_block_indexes": [0]},
+        {},
+    ),
+    "llava_next-gemma": ("llava_next", "gemma", CLIP, {"image_grid_pinpoints": [[28, 56]]}),
+}
+"""The kind, its language model's family, its tower and its own keys."""
+OWN_TEXT: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": HYBRID,
+    "gemma": {"head_dim": 8},
+    "mistral": {"sliding_window": None},  # left out, it would be one of 4096
+}
+
+
+def make(folder: Path, case: Case) -> Path:
+    kind, text, tower, outer = case
+    write_model(kind, folder, text, OWN_TEXT.get(text, {}), tower, outer)
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_plain_language_model_is_read_as_its_family(case: str, tmp_path: Path) -> None:
+    folder = make(tmp_path, CASES[case])
+    checkpoint = Checkpoint.open(folder)
+    assert (checkpoint.config.wrapper, checkpoint.config.family) == CASES[case][:2]
+    assert checkpoint.config.outline is checkpoint.config.smallest_window is None
+    reference, prompts = load_reference(folder), [random_prompt(19, 300, seed=1)]
+    for n_stages in (1, 2):
+        chain = StageChain.load(folder, even_split(2, n_stages))
+        check_generation(chain, reference, prompts, 6)
+    with pytest.raises(UnsupportedModelError, match=f"tower of {CASES[case][0]}"):
+        open_pictures(checkpoint, {}.get)
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        (("paligemma", "gemma", SIGLIP, {}), "its layers depend on position_ids"),
+        (("cohere2_vision", "cohere2", SIGLIP, {}), "computed otherwise than a cohere2 model"),
+        (("llava", "granite", CLIP, {}), "computed otherwise than a granite model"),
+    ],
+)
+def test_others_are_refused_by_name(case: Case, why: str, tmp_path: Path) -> None:
+    """Whose text sees what is behind it, and whose logits are not scaled as the family's are."""
+    config = json.loads((make(tmp_path, case) / "config.json").read_text())
+    with pytest.raises(UnsupportedModelError, match=f"language model of this {case[0]} .*{why}"):
+        parse_config(config | {"text_config": config["text_config"] | {"logits_scaling": 4}}, "")
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_the_dtype_of_the_checkpoint_stands_inside_or_outside(key: str, tmp_path: Path) -> None:
+    config = json.loads((make(tmp_path, CASES["deepseek_vl"]) / "config.json").read_text())
+    config.pop("dtype")
+    inner = {name: config["text_config"][name] for name in config["text_config"].keys() - {"dtype"}}
+    for outside, inside in (({key: "bfloat16"}, {}), ({key: "float32"}, {key: "bfloat16"})):
+        read = parse_config(config | outside | {"text_config": inner | inside}, "")
+        assert read.checkpoint_dtype is DType.BFLOAT16
+
+
+def test_damage(tmp_path: Path) -> None:
+    """A tower that nobody could build, even without memory for its weights."""
+    config = json.loads((make(tmp_path, CASES["deepseek_vl"]) / "config.json").read_text())
+    config["vision_config"]["num_hidden_layers"] = 10**9
+    with pytest.raises(CheckpointError, match=r"vision_config\.num_hidden_layers is 1000000000"):
+        parse_config(config, "")
