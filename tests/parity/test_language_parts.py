@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models.module_vision import CLIP, write_model
+from support.models.module_vision import CLIP, make_by_modules, write_model
 from support.oracles.oracle import check_generation, load_reference
 from support.rings.stage_chain import StageChain, even_split, random_prompt
 
@@ -15,6 +15,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.pictures import open_pictures
 from shardnet.errors import CheckpointError, UnsupportedModelError
 from shardnet.model.families.registry import parse_config
+from shardnet.model.modules.module_tower import row_token
 from shardnet.types import DType
 
 SIGLIP = {"model_type": "siglip_vision_model", "vision_use_head": False}
@@ -88,6 +89,23 @@ def test_the_dtype_of_the_checkpoint_stands_inside_or_outside(key: str, tmp_path
     for outside, inside in (({key: "bfloat16"}, {}), ({key: "float32"}, {key: "bfloat16"})):
         read = parse_config(config | outside | {"text_config": inner | inside}, "")
         assert read.checkpoint_dtype is DType.BFLOAT16
+
+
+def test_as_the_makers_of_kimi_write_it(tmp_path: Path) -> None:
+    """With their names of the class, the language model and the token for a row of a picture."""
+    folder = make_by_modules("kimi_k25", tmp_path)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    expected, row_id = parse_config(config, ""), config.pop("image_token_id")
+    config |= {"architectures": ["KimiK25ForConditionalGeneration"]}
+    config["media_placeholder_token_id"] = row_id
+    config["text_config"] |= {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    config["text_config"]["auto_map"] = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    path.write_text(json.dumps(config))
+    checkpoint = Checkpoint.open(folder)
+    assert checkpoint.config == expected
+    open_pictures(checkpoint, {}.get)
+    assert row_token(path.read_text()) == 163605
 
 
 def test_damage(tmp_path: Path) -> None:

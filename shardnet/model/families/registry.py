@@ -178,7 +178,8 @@ def parse_config(
         wrapper, raw = find_wrapper(raw, where, FAMILIES) or (wrapper, raw)
     own = fields = Fields(raw, where, unknown=unknown)
     if wrapper is not None:
-        _check_architecture(fields, wrapper.architecture)
+        makers = wrapper.architecture.replace("_", "")  # KimiK25, where transformers has Kimi_K25
+        _check_architecture(fields, wrapper.architecture, (makers,))
         fields = wrapper.unwrap(fields, raw)
     config = _find_family(fields).read_config(fields)
     _ignore_unused_windows(fields, raw)

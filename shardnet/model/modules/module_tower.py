@@ -195,6 +195,7 @@ def _open_processor(folder: str) -> Any:
 
 
 def row_token(config_text: str) -> int:
-    """Return the token of a config.json that takes a row of the tower's."""
+    """Return the token of a config.json that takes a row of the tower's, or of its class."""
     raw = json.loads(config_text)
-    return int(raw.get("image_token_id", raw.get("image_token_index", -1)))
+    own = getattr(parse_text(config_text), "image_token_id", -1)
+    return int(raw.get("image_token_id", raw.get("image_token_index", own)))
