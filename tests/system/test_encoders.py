@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from runtime.encoding.test_decoders import last_states, make_embedder
 from support.models.encoder_checkpoints import add_modules, make_encoder, write_encoder_gguf
 from support.system.nodes import Machine, NodeProcess
 
@@ -59,10 +60,11 @@ class Oracle:
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """An embedder, which takes its first hidden state, and a reranker, each as a GGUF, too."""
+    """An embedder by its first hidden state and a reranker, as GGUFs too, and a decoder."""
     folder = tmp_path / "models"
     add_modules(make_encoder(folder / "embedder", "BertModel"), "cls_token", normalizes=True)
     make_encoder(folder / "reranker", "XLMRobertaForSequenceClassification", type_vocab_size=1)
+    make_embedder(folder / "decoder")
     write_encoder_gguf(folder / "embedder", folder / "vectors.gguf", pooling_type=2)
     write_encoder_gguf(folder / "reranker", folder / "scores.gguf", "F16", pooling_type=4)
     return folder
@@ -106,6 +108,11 @@ def test_vectors_and_rankings_are_those_of_transformers(machine: Machine, models
             of_gguf = await client.embeddings.create(model="vectors", input=TEXTS)
             found = [one.embedding for one in of_gguf.data]
             np.testing.assert_allclose(found, vectors, rtol=0, atol=TOLERANCE)
+            states = last_states(models / "decoder", TEXTS)
+            of_decoder = await client.embeddings.create(model="decoder", input=TEXTS)
+            found = [one.embedding for one in of_decoder.data]
+            lengths = np.linalg.norm(states, axis=1, keepdims=True)
+            np.testing.assert_allclose(found, states / lengths, rtol=0, atol=TOLERANCE)
             await check_refused(http, client)
         await check_lists(node, models)
 
@@ -193,14 +200,17 @@ async def check_lists(node: NodeProcess, models: Path) -> None:
     """`plan` and `models` say what it is."""
     async with connect(node.address) as client:
         plan = await client.plan(str(models / "embedder"))
+        of_decoder = await client.plan(str(models / "decoder"))
         lists = [listed async for listed in client.models()]
         loaded = (await client.status()).node.stage
     assert loaded is not None
     assert loaded.model == DEFAULT_MODEL_NAME
     assert "embedding encoder, one node, by transformers" in plan_text(plan)
+    assert "embedding encoder, one node, by layers of our own" in plan_text(of_decoder)
     assert plan.stages[0].layers == (0, 2)
     kinds = {one["name"]: (one["family"], one["kind"]) for one in models_json(lists)["models"]}
     assert kinds[str(models / "embedder")] == ("bert", "embedding")
     assert kinds[str(models / "reranker")] == ("xlm-roberta", "reranker")
+    assert kinds[str(models / "decoder")] == ("qwen3", "embedding")
     assert kinds[str(models / "scores.gguf")] == ("bert", "reranker")
     assert any("bert (embedding)" in line for line in model_lines(lists, None))

@@ -174,11 +174,17 @@ def first_part_name(name: str) -> str:
 
 
 def first_texts(path: Path, keys: Collection[str]) -> dict[str, str]:
-    """Read texts of one file's metadata as far as the tokenizer's, which are long.
+    """Read texts as `first_values` does."""
+    found = first_values(path)
+    return {key: text for key in keys if isinstance(text := found.get(key), str)}
+
+
+def first_values(path: Path) -> dict[str, MetadataValue]:
+    """Read one file's metadata as far as the tokenizer's, which is long; no lists.
 
     Raises CheckpointError as `read_gguf_header` does.
     """
-    found: dict[str, str] = {}
+    found: dict[str, MetadataValue] = {}
     with _opened(path) as cursor:
         _, n_keys = _begin(cursor)
         for _ in range(n_keys):
@@ -186,7 +192,7 @@ def first_texts(path: Path, keys: Collection[str]) -> dict[str, str]:
             if key.startswith("tokenizer."):
                 break
             value = _value(cursor)
-            if key in keys and isinstance(value, str):
+            if not isinstance(value, list):
                 found[key] = value
     return found
 

@@ -245,9 +245,12 @@ def open_huggingface(folder: Path) -> Contents:
     config = read_json(where)
     unknown: list[str] = []
     weight_format = take_format(config, str(where), unknown)
-    index, files = _tensor_files(folder)
+    index, files = read_tensor_files(folder)
     stored = {name: info for file in files.values() for name, info in file.tensors.items()}
     kind = config.get("model_type")
+    if "embed_tokens.weight" in stored:
+        stored, has_head = _of_causal_class(stored), "lm_head.weight" in stored
+        config |= {} if has_head else {"tie_word_embeddings": True}
     if (isinstance(kind, str) and kind in WRAPPERS) or TEXT in config:
         # Two configs may say this, or leave it to their class. The file has a head or has none.
         names = (language_name(name) or "" for name in stored)
@@ -291,7 +294,16 @@ def _has_own_head(folder: Path, stored: Mapping[str, StoredTensor]) -> bool:
     return one != other
 
 
-def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
+def _of_causal_class(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Name tensors as the class with a head does, where the one below it was saved.
+
+    So are models that make vectors (Qwen3-Embedding), which have no head.
+    """
+    heads = {name: one for name, one in stored.items() if name.startswith("lm_head.")}
+    return {f"model.{name}": one for name, one in stored.items() if name not in heads} | heads
+
+
+def read_tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
     """Read the headers of all tensor files; return them and the name of the index, if any."""
     for single, index, read in zip(SINGLE_FILES, HF_INDEX_FILES, _READERS, strict=True):
         if has_file(folder / single):

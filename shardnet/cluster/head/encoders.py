@@ -36,13 +36,14 @@ from shardnet.runtime.loading.model_facts import find_folder, stamp
 from shardnet.runtime.stage.executor import Executor
 from shardnet.tokenizers.formats.tokenizer_files import tokenizer_place
 from shardnet.tokenizers.tokenizer import TextProcess, no_tokenizer
-from shardnet.types import NodeId
+from shardnet.types import DType, NodeId
 from shardnet.wire.messages.control import Redirect
 from shardnet.wire.messages.generation import Encode, Encoded
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import PlannedStage, PlanReply, PlanRequest
 
 if TYPE_CHECKING:  # it imports torch
+    from shardnet.runtime.encoding.decoder import Decoder
     from shardnet.runtime.encoding.encoder import Encoder, EncoderInput
 
 T = TypeVar("T")
@@ -60,7 +61,7 @@ class _Held:
     """A loaded encoder, and since when no request has used it."""
 
     model: str
-    encoder: Encoder
+    encoder: Encoder | Decoder
     tokenizer: TextProcess
     n_bytes: int
     n_users: int = 0
@@ -134,16 +135,23 @@ class Encoders:
     async def facts_at(self, path: Path) -> EncoderFacts | None:
         """Read the headers of an encoder, unless they are known; None for what is none.
 
+        A decoder that does not fit beside the stage is none: a ring makes the same vectors of it.
         Raises CheckpointError if they are damaged.
         """
-
         held = self._held.get(path)
 
         def read() -> EncoderFacts | None:
             known = held.encoder.facts if held is not None else None
             return known if known and known.stamp == stamp(path) else find_encoder(path)
 
-        return await self.disk.run(path, read)
+        facts = await self.disk.run(path, read)
+        if facts is None or held is not None or not facts.is_plain_decoder:
+            return facts
+        return facts if facts.needed_bytes <= self._room() else None
+
+    def _room(self) -> int:
+        """The bytes that one encoder may take, if it is alone."""
+        return self.orders.free_bytes() + self.orders.encoder_bytes
 
     def plan(self, message: PlanRequest, model: str, facts: EncoderFacts) -> PlanReply:
         """Describe where an encoder would be computed: it is not planned for, but here or nowhere.
@@ -151,9 +159,13 @@ class Encoders:
         Raises CapacityError if it does not fit even alone.
         """
         own, held = self.own_info(), self._held.get(facts.path)
-        room = self.orders.free_bytes() + self.orders.encoder_bytes
+        room = self._room()
         if held is None and facts.needed_bytes > room:
             raise _does_not_fit(facts, room)
+        by, dtype = "by transformers", DType.FLOAT32.value
+        if facts.model is not None:
+            own_dtype = facts.model.config.checkpoint_dtype or DType.FLOAT32
+            by, dtype = "by layers of our own", own_dtype.value
         stage = PlannedStage(
             rank=0,
             node=own.node,
@@ -162,18 +174,18 @@ class Encoders:
             layers=(0, facts.config.n_layers),
             weight_bytes=facts.weight_bytes,
             kv_bytes=0,
-            dtype="float32",
-            weight_dtype="float32",
+            dtype=dtype,
+            weight_dtype=dtype,
         )
         return PlanReply(
             request=message.request,
             model=model,
             model_id=facts.model_id,
-            dtype="float32",
-            wire_dtype="float32",
+            dtype=dtype,
+            wire_dtype=dtype,
             context=facts.context,
             stages=[stage],
-            why=f"{facts.config.kind} encoder, one node, by transformers",
+            why=f"{facts.config.kind} encoder, one node, {by}",
         )
 
     def free_idle(self, idle_s: float = 0.0) -> None:
@@ -217,7 +229,7 @@ class Encoders:
             request=message.request,
             kind=kind,
             context=facts.context,
-            normalized=facts.normalized,
+            normalized=facts.modules.normalized,
         )
         if not message.texts:
             return described
@@ -240,7 +252,7 @@ class Encoders:
             request=message.request,
             kind=kind,
             context=facts.context,
-            normalized=facts.normalized,
+            normalized=facts.modules.normalized,
             n_tokens=n_tokens,
             width=width,
             values=values,
@@ -251,12 +263,13 @@ class Encoders:
         from shardnet.runtime.encoding.encoder import EncoderInput
 
         facts, text = held.encoder.facts, message.texts[place]
+        modules = facts.modules
         if isinstance(text, str):
-            texts = [text] if message.query is None else [message.query, text]
+            texts = [modules.prompt + text] if message.query is None else [message.query, text]
             ids, types = await self._run(
                 partial(
                     held.tokenizer.encode_input,
-                    *(one.lower() if facts.lowers else one for one in texts),
+                    *(one.lower() if modules.lowers else one for one in texts),
                     special_tokens=message.special_tokens,
                     most_tokens=facts.context if message.truncate else None,
                 )
@@ -284,7 +297,7 @@ class Encoders:
         from shardnet.runtime.encoding.encoder import batches
 
         rows: dict[int, bytes] = {}
-        pooling = message.pooling or held.encoder.facts.pooling
+        pooling = message.pooling or held.encoder.facts.modules.pooling
         for batch in batches([len(given.token_ids) for given in inputs]):
             some = [inputs[place] for place in batch]
             made = await self._run(partial(held.encoder.forward, some, pooling))
@@ -322,6 +335,7 @@ class Encoders:
         """Load an encoder, and keep it also if who asked has gone, or has waited for too long."""
 
         def load() -> _Held:
+            from shardnet.runtime.encoding.decoder import load_decoder
             from shardnet.runtime.encoding.encoder import load_encoder
 
             set_compute_threads(self.orders.threads_of(0))
@@ -329,7 +343,8 @@ class Encoders:
             try:
                 if tokenizer.load()[0] is None:
                     raise no_tokenizer(facts.path, "text")
-                encoder = load_encoder(facts, self.orders.device.for_torch)
+                load_one = load_encoder if facts.model is None else load_decoder
+                encoder = load_one(facts, self.orders.device.for_torch)
                 self._check_not_closed()
             except BaseException:
                 tokenizer.close()
@@ -352,7 +367,8 @@ class Encoders:
             self._held[facts.path] = loading.result()
             self._free_later()
             size = facts.weight_bytes / 2**20
-            self.log(f"loaded the encoder {facts.path} ({size:.1f} MiB, float32, by transformers)")
+            by = "float32, by transformers" if facts.model is None else "as stored"
+            self.log(f"loaded the encoder {facts.path} ({size:.1f} MiB, {by})")
         self._count()
 
     def _make_room(self, facts: EncoderFacts) -> None:
@@ -408,7 +424,7 @@ async def _in_time(job: asyncio.Future[T]) -> T:
 
 def _does_not_fit(facts: EncoderFacts, room_bytes: int) -> CapacityError:
     return CapacityError(
-        f"the encoder {facts.path} needs {facts.needed_bytes} bytes in float32, and this node has "
+        f"the encoder {facts.path} needs {facts.needed_bytes} bytes, and this node has "
         f"{room_bytes} beside its stage",
         remedy="raise --memory, or free the model of the ring with `shardnet unload`",
     )

@@ -325,7 +325,7 @@ def _listed_encoder(held: HeldModel, facts: EncoderFacts, nodes: Sequence[NodeIn
         form=facts.form[:256],
         context=facts.context,
         kind=facts.config.kind,
-        parameters=facts.weight_bytes // 4,
+        parameters=facts.n_parameters,
         licence=explanation(read_licence(facts.path), MAX_LICENCE),
         modified_s=max((time_ns for _, _, time_ns in facts.stamp), default=0) // 10**9,
         fits=any(node.memory_bytes >= facts.needed_bytes for node in nodes) if nodes else None,

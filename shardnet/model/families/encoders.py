@@ -16,6 +16,9 @@ from shardnet.model.config.limits import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH
 
 Kind = Literal["embedding", "reranker"]
 
+_BOTH_WAYS: Final = "gemma3_text"
+"""A family of encoders (EmbeddingGemma) only where attention is said to go both ways."""
+
 CLASSES: Final[Mapping[str, str]] = {
     "bert": "Bert",
     "distilbert": "DistilBert",
@@ -24,6 +27,7 @@ CLASSES: Final[Mapping[str, str]] = {
     "mpnet": "MPNet",
     "nomic_bert": "NomicBert",
     "modernbert": "ModernBert",
+    _BOTH_WAYS: "Gemma3Text",
 }
 """What the names of transformers' classes begin with, by `model_type`."""
 GGUF_TYPES: Final[Mapping[str, str]] = {
@@ -87,6 +91,8 @@ class EncoderConfig:
 
 def is_encoder(raw: Mapping[str, Any]) -> bool:
     """Say whether a parsed config.json is an encoder's."""
+    if raw.get("model_type") == _BOTH_WAYS:
+        return raw.get("use_bidirectional_attention") is True
     return raw.get("model_type") in CLASSES
 
 

@@ -173,10 +173,13 @@ def parse_config(
     """
     if (name := _OTHER_NAMES.get(str(raw.get("model_type")))) is not None:
         raw = {**raw, "model_type": name}
+    if encoders.is_encoder(raw):
+        raise encoders.writes_nothing(where)
     wrapper = WRAPPERS.get(kind := Fields(raw, where).take("model_type", str))
     if kind not in FAMILIES and (wrapper is None or not wrapper.knows(raw.get(TEXT))):
         wrapper, raw = find_wrapper(raw, where, FAMILIES) or (wrapper, raw)
     own = fields = Fields(raw, where, unknown=unknown)
+    own.require("is_causal", True)
     if wrapper is not None:
         makers = wrapper.architecture.replace("_", "")  # KimiK25, where transformers has Kimi_K25
         _check_architecture(fields, wrapper.architecture, (makers,))
@@ -229,15 +232,15 @@ def _ignore_unused_windows(fields: Fields, raw: Mapping[str, Any]) -> None:
 
 def _find_family(fields: Fields) -> Family:
     model_type = fields.take("model_type", str)
-    if model_type in encoders.CLASSES:
-        raise encoders.writes_nothing(fields.where)
     family = FAMILIES.get(model_type)
     if family is None or not family.covers(fields):
         family = find_modules_family(fields, model_type)
     if family is None:
         known = ", ".join(sorted((*FAMILIES, *WRAPPERS)))
         raise fields.unsupported("model_type", model_type, known)
-    _check_architecture(fields, family.architecture, family.same_architectures)
+    whole = family.architecture
+    without_head = whole.removesuffix("ForCausalLM") + "Model"
+    _check_architecture(fields, whole, (*family.same_architectures, without_head))
     return family
 
 

@@ -18,8 +18,8 @@ from shardnet.runtime.encoding.encoder_facts import (
     BATCH_POSITIONS,
     MAX_BATCH,
     EncoderFacts,
-    Pooling,
 )
+from shardnet.runtime.encoding.sentence_modules import DenseLayer, Pooling
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,6 +46,7 @@ class Encoder:
     facts: EncoderFacts
     module: Any
     pad_id: int
+    dense: Sequence[Dense]
 
     def forward(self, inputs: Sequence[EncoderInput], pooling: Pooling) -> NDArray[np.float32]:
         """Compute a batch: float32 [inputs, hidden size] of vectors, or [inputs, 1] of scores.
@@ -69,10 +70,7 @@ class Encoder:
                 values = found.logits
             else:
                 values = pooled(found.last_hidden_state, mask, pooling)
-            made: NDArray[np.float32] = values.float().cpu().numpy()
-        if not torch.isfinite(values).all():
-            raise NumericalError(f"{self.facts.path}: the model computed what is no number")
-        return made
+        return finished(self.facts, values, self.dense)
 
     def _padded(self, inputs: Sequence[EncoderInput]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return token ids and mask [inputs, longest], padded at the end."""
@@ -80,6 +78,49 @@ class Encoder:
         pad = torch.nn.utils.rnn.pad_sequence
         mask = pad([torch.ones_like(row) for row in rows], batch_first=True)
         return pad(rows, batch_first=True, padding_value=self.pad_id), mask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dense:
+    """A linear behind the pooling, in float32: weight [outputs, inputs], perhaps a bias."""
+
+    layer: DenseLayer
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    @classmethod
+    def load(cls, layer: DenseLayer, device: torch.device) -> Dense:
+        """Read it onto a device. Raises CheckpointError if its file is damaged."""
+        weight, *bias = (
+            tensor.make(
+                [read_stored(layer.folder, one, layer.opened[one.file]) for one in tensor.sources],
+                torch.float32,
+            ).to(device, torch.float32)
+            for tensor in layer.tensors
+        )
+        return cls(layer=layer, weight=weight, bias=bias[0] if bias else None)
+
+    def __call__(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Multiply vectors [B, inputs] to [B, outputs]."""
+        made = torch.nn.functional.linear(vectors, self.weight, self.bias)
+        return made.tanh() if self.layer.activation == "Tanh" else made
+
+
+@torch.inference_mode()
+def finished(
+    facts: EncoderFacts, values: torch.Tensor, dense: Sequence[Dense]
+) -> NDArray[np.float32]:
+    """Bring pooled vectors, or scores, [B, E] through the linears behind the pooling.
+
+    Raises NumericalError for what is no number.
+    """
+    values = values.float()
+    for layer in dense:
+        values = layer(values)
+    if not torch.isfinite(values).all():
+        raise NumericalError(f"{facts.path}: the model computed what is no number")
+    made: NDArray[np.float32] = values.cpu().numpy()
+    return made
 
 
 def pooled(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:
@@ -149,6 +190,7 @@ def load_encoder(facts: EncoderFacts, device: str) -> Encoder:
         facts=facts,
         module=module,
         pad_id=config.pad_token_id or 0,
+        dense=[Dense.load(layer, module.device) for layer in facts.modules.dense],
     )
 
 

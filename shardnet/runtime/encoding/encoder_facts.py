@@ -13,20 +13,20 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.checkpoint.checkpoint import gguf_file
 from shardnet.checkpoint.formats.gguf import read_gguf_files
-from shardnet.checkpoint.formats.gguf_header import GgufHeader, first_texts, gguf_files
+from shardnet.checkpoint.formats.gguf_header import GgufHeader, first_values, gguf_files
 from shardnet.checkpoint.formats.gguf_types import PLAIN, form_name, unpack
 from shardnet.checkpoint.formats.huggingface import open_huggingface
 from shardnet.checkpoint.tensors.checkpoint_files import has_file
-from shardnet.checkpoint.tensors.json_files import MAX_JSON_BYTES, parse_value, read_file, read_json
+from shardnet.checkpoint.tensors.json_files import read_json
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor, unchanged
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN, FileState, StoredTensor, TensorFile
-from shardnet.errors import CheckpointError, UnsupportedModelError, shown
+from shardnet.checkpoint.tensors.stored_tensor import FileState, StoredTensor, TensorFile
+from shardnet.errors import UnsupportedModelError
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import NORM_EPS, THETAS
 from shardnet.model.families.encoders import (
@@ -36,15 +36,28 @@ from shardnet.model.families.encoders import (
     is_encoder,
     read_encoder_config,
 )
-from shardnet.runtime.loading.model_facts import Stamp, stamp
+from shardnet.model.families.stage_tensors import count_parameters
+from shardnet.runtime.encoding.sentence_modules import (
+    Pooling,
+    SentenceModules,
+    makes_vectors,
+    read_modules,
+)
+from shardnet.runtime.loading.model_facts import ModelFacts, Stamp, identify, stamp
+from shardnet.stage.estimate.memory_estimate import (
+    WeightForm,
+    activation_peak_bytes,
+    kv_block_bytes,
+    stage_weight_bytes,
+)
+from shardnet.types import PREFILL_CHUNK_ROWS, DType, LayerRange, blocks_for
 
 if TYPE_CHECKING:
     import torch
 
 
-Pooling = Literal["mean", "cls", "last"]
-
-_POOLINGS: Final[Mapping[int, Pooling]] = {1: "mean", 2: "cls", 3: "last"}
+_LAST: Final = 3
+_POOLINGS: Final[Mapping[int, Pooling]] = {1: "mean", 2: "cls", _LAST: "last"}
 _RANK: Final = 4
 _TYPES: Final = "embeddings.token_type_embeddings.weight"
 _BERT_LAYER: Final = "encoder.layer.{}."
@@ -200,54 +213,90 @@ def _no_types(width: int) -> ModelTensor:
     return ModelTensor(name=_TYPES, shape=(1, width), dtype=None, sources=(), make=make)
 
 
+MAX_TOGETHER: Final = 8
+"""Short inputs of a decoder that are computed at once."""
 BATCH_POSITIONS: Final = 4096
 """Positions, padding included, that are computed at once, unless one input alone has more."""
 MAX_BATCH: Final = 64
 """Inputs that are computed at once."""
 
-_FLAGS: Final[dict[str, Pooling]] = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "last",
-}
 _ARCHITECTURE: Final = "general.architecture"
-_FOLDER: Final = re.compile(r"[\w-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderFacts:
     """An encoder on this machine.
 
-    Its vectors are pooled by `pooling` and have length 1 if they are `normalized`, None where no
-    file says so. `context` is the most tokens of one input, special ones included. `lowers` says
-    that texts are put in lower case first. `tensors` are its parameters, `opened` their files, by
-    name in `folder`. `model_id` is SHA-256 in hex over config and headers.
+    `modules` are what is done around it. `context` is the most tokens of one input, special ones
+    included. `tensors` are its parameters, `opened` their files, by name in `folder`. `model_id` is
+    SHA-256 in hex over config and headers. `model` is a decoder, computed by layers of our own as a
+    ring would; None for what transformers' classes compute.
     """
 
     path: Path
     stamp: Stamp
     config: EncoderConfig
-    pooling: Pooling
-    normalized: bool | None
+    modules: SentenceModules
     context: int
-    lowers: bool
     folder: Path
     tensors: tuple[ModelTensor, ...]
     opened: dict[str, FileState]
     form: str
     size_bytes: int
     model_id: str
+    model: ModelFacts | None = None
+
+    @property
+    def is_plain_decoder(self) -> bool:
+        """Whether it is a decoder whose hidden state of the last token is the vector."""
+        of_last = SentenceModules(pooling="last", most_tokens=self.modules.most_tokens)
+        normalized = self.modules.normalized
+        return (
+            self.model is not None
+            and normalized is not False
+            and (replace(self.modules, normalized=None) == of_last)
+        )
+
+    @property
+    def n_parameters(self) -> int:
+        """How many weights it has."""
+        if self.model is not None:
+            return count_parameters(self.model.config)
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights in float32."""
-        return 4 * sum(math.prod(tensor.shape) for tensor in self.tensors)
+        """Bytes of the weights in memory: in float32, a decoder's linears as they are stored."""
+        if self.model is not None:
+            layers = LayerRange(0, self.config.n_layers)
+            return stage_weight_bytes(self.model.config, layers, self._form)
+        return 4 * self.n_parameters
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes that computing the largest batch takes, about: rows of one layer, and its maps."""
+        """Bytes that computing the largest batch takes, about: rows of one layer, and its maps.
+
+        A decoder's keys and values are among them.
+        """
+        if self.model is not None:
+            config, layers = self.model.config, LayerRange(0, self.config.n_layers)
+            rows, dtype = PREFILL_CHUNK_ROWS, DType.FLOAT32
+            kv_bytes = self.room_blocks * kv_block_bytes(config, layers, dtype)
+            return kv_bytes + activation_peak_bytes(config, layers, rows, dtype, self.context)
         rows = max(BATCH_POSITIONS, self.context)
         return 4 * rows * (16 * self.config.hidden_size + self.config.n_maps * self.context)
+
+    @property
+    def room_blocks(self) -> int:
+        """The capacity of a decoder's KV cache: one input of any length, or several short ones."""
+        return max(blocks_for(self.context), MAX_TOGETHER)
+
+    @property
+    def _form(self) -> WeightForm:
+        assert self.model is not None
+        found = self.model
+        dtype = DType.FLOAT32  # what computes it may be narrower
+        return WeightForm(dtype=dtype, linear_dtype=found.linear_dtype, packed=found.packed)
 
     @property
     def needed_bytes(self) -> int:
@@ -262,11 +311,51 @@ def find_encoder(path: Path) -> EncoderFacts | None:
     """
     file = gguf_file(path)
     if file is not None:
-        is_one = first_texts(file, [_ARCHITECTURE]).get(_ARCHITECTURE) in GGUF_TYPES
-        return _in_gguf(path) if is_one else None
+        said = first_values(file)
+        arch = str(said.get(_ARCHITECTURE))
+        if arch in GGUF_TYPES:
+            return _in_gguf(path)
+        is_one = said.get(f"{arch}.pooling_type") == _LAST
+        return _decoder(path, SentenceModules(pooling="last")) if is_one else None
     if not os.path.isdir(path) or not has_file(path / "config.json"):
         return None
-    return _in_folder(path) if is_encoder(read_json(path / "config.json")) else None
+    if is_encoder(read_json(path / "config.json")):
+        return _in_folder(path)
+    return _decoder(path, read_modules(path)) if makes_vectors(path) else None
+
+
+def _decoder(path: Path, modules: SentenceModules) -> EncoderFacts | None:
+    """Describe a decoder that makes vectors; None for one that only a ring computes."""
+    model = identify(path)
+    model.check_known()
+    own = model.config
+    if own.outline is not None or own.has_state:
+        return None
+    context = min(own.default_context, modules.most_tokens or own.default_context)
+    return EncoderFacts(
+        path=path,
+        stamp=model.stamp,
+        config=EncoderConfig(
+            model_type=own.family,
+            kind="embedding",
+            class_name="",
+            keys={},
+            context=context,
+            hidden_size=own.hidden_size,
+            n_layers=own.n_layers,
+            n_maps=0,
+            has_types=False,
+        ),
+        modules=modules,
+        context=context,
+        folder=path,
+        tensors=(),
+        opened={},
+        form=model.form,
+        size_bytes=model.size_bytes,
+        model_id=model.model_id,
+        model=model,
+    )
 
 
 def _in_gguf(path: Path) -> EncoderFacts:
@@ -279,10 +368,8 @@ def _in_gguf(path: Path) -> EncoderFacts:
         path=path,
         stamp=stamped,
         config=config,
-        pooling=pooling,
-        normalized=None,
+        modules=SentenceModules(pooling=pooling),
         context=config.context,
-        lowers=False,
         folder=paths[0].parent,
         tensors=tensors,
         opened={name: FileState.of(paths[0].with_name(name)) for name in files},
@@ -298,17 +385,14 @@ def _in_folder(path: Path) -> EncoderFacts:
     if contents.form:
         raise UnsupportedModelError(f"{path}: an encoder with {contents.form} weights is not read")
     config = read_encoder_config(contents.config, contents.where)
-    modules = _modules(path) if config.kind == "embedding" else None
-    limits = _optional(path / "sentence_bert_config.json")
+    modules = read_modules(path)
     stored = [tensor for file in contents.files.values() for tensor in file.tensors.values()]
     return EncoderFacts(
         path=path,
         stamp=stamped,
         config=config,
-        pooling=_pooling(path / modules["Pooling"]) if modules and "Pooling" in modules else "mean",
-        normalized=None if modules is None else "Normalize" in modules,
-        context=min(config.context, _most_tokens(limits, config.context)),
-        lowers=limits.get("do_lower_case") is True,
+        modules=modules,
+        context=min(config.context, modules.most_tokens or config.context),
         folder=path,
         tensors=tuple(unchanged(tensor.name, tensor) for tensor in stored),
         opened={name: FileState.of(contents.folder / name) for name in contents.files},
@@ -322,50 +406,3 @@ def _model_id(files: Iterable[TensorFile], config: EncoderConfig) -> str:
     headers = [f"{file.name} {file.size_bytes} {file.sha256}" for file in files]
     headers.append(json.dumps(config.keys, sort_keys=True))
     return hashlib.sha256("\n".join(headers).encode()).hexdigest()
-
-
-def _optional(path: Path) -> dict[str, Any]:
-    """Read a JSON object that may be missing."""
-    return read_json(path) if has_file(path) else {}
-
-
-def _most_tokens(limits: dict[str, Any], most: int) -> int:
-    n = limits.get("max_seq_length")
-    return n if isinstance(n, int) and 0 < n < most else most
-
-
-def _modules(folder: Path) -> dict[str, str] | None:
-    """Return the folder of each module that sentence-transformers runs, None without its list.
-
-    Raises UnsupportedModelError for other modules than a pooled, perhaps normalised, transformer.
-    """
-    path = folder / "modules.json"
-    if not has_file(path):
-        return None
-    listed = parse_value(read_file(path, MAX_JSON_BYTES), path)
-    found: dict[str, str] = {}
-    for one in listed if isinstance(listed, list) else [None]:
-        kind, place = (one.get("type"), one.get("path")) if isinstance(one, dict) else (None, None)
-        if not isinstance(kind, str) or not isinstance(place, str):
-            raise CheckpointError(f"{path}: {shown(one)} is no module", remedy=AGAIN)
-        found[kind.rpartition(".")[2]] = place
-    for kind in found.keys() - {"Transformer", "Pooling", "Normalize"}:
-        raise UnsupportedModelError(f"{path}: the module {shown(kind)} is not implemented")
-    place = found.get("Pooling", "1_Pooling")
-    if found.get("Transformer") != "" or not _FOLDER.fullmatch(place):
-        raise UnsupportedModelError(f"{path}: modules in other folders are not implemented")
-    if os.path.islink(folder / place):
-        raise CheckpointError(f"{folder / place} is a link", remedy="put the folder in its place")
-    return found
-
-
-def _pooling(folder: Path) -> Pooling:
-    """Read how vectors are pooled. Raises UnsupportedModelError for another way."""
-    config = read_json(folder / "config.json")
-    modes = [key for key in config if key.startswith("pooling_mode_") and config[key] is True]
-    if len(modes) != 1 or modes[0] not in _FLAGS:
-        raise UnsupportedModelError(
-            f"{folder / 'config.json'}: pooling by {shown(modes)} is not implemented",
-            remedy=f"there are {', '.join(_FLAGS)}, one at a time",
-        )
-    return _FLAGS[modes[0]]

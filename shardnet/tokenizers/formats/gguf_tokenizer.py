@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
@@ -43,6 +44,9 @@ _MARKS = (
 MAX_CHARSMAP = 1 << 22
 """Limit of a compiled normalization; that of XLM-RoBERTa has 237 539 bytes."""
 _AGAIN = "fetch the file again or choose one that a newer llama.cpp has converted"
+
+_LAST: Final = 3
+"""The pooling by the last token."""
 
 _Kind = TypeVar("_Kind", bound=object)
 
@@ -78,6 +82,8 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> LoadedTokeni
         _mark_ends(values, tokens, loaded.backend)
         return loaded
     adds_bos = values.one("add_bos_token", bool)
+    if values.pools_last and values.one("add_eos_token", bool):
+        return _with_end(values, tokens, loaded, adds_bos=adds_bos)
     return LoadedTokenizer(
         backend=loaded.backend,
         bos_id=values.token_id("bos_token_id", tokens),
@@ -94,6 +100,8 @@ class _Metadata:
         self._metadata = metadata
         self.where = where
         self.architecture = metadata.get("general.architecture")
+        self.pools_last = metadata.get(f"{self.architecture}.pooling_type") == _LAST
+        """Whether a text is what its last token's hidden state says."""
 
     def damaged(self, key: str, why: str) -> CheckpointError:
         """Make the error that names file and key."""
@@ -280,6 +288,22 @@ def _mark_ends(values: _Metadata, tokens: list[str], backend: tokenizers.Tokeniz
         pair=f"first $A last {'last ' if twice else ''}$B:{int(is_words)} last:{int(is_words)}",
         special_tokens=[("first", first), ("last", last)],
     )
+
+
+def _with_end(
+    values: _Metadata, tokens: list[str], loaded: LoadedTokenizer, *, adds_bos: bool | None
+) -> LoadedTokenizer:
+    """Have the token that ends texts stand behind each, and the one that begins them before it."""
+    bos, end = values.token_id("bos_token_id", tokens), values.token_id("eos_token_id", tokens)
+    if end is None:
+        raise values.damaged("eos_token_id", "is missing, and add_eos_token is true")
+    begins = bos is not None and (loaded.adds_bos if adds_bos is None else adds_bos)
+    loaded.backend.post_processor = processors.TemplateProcessing(
+        single="bos $A end" if begins else "$A end",
+        special_tokens=[("end", end), *([("bos", bos)] if begins else [])],
+    )
+    ends = _eos_ids(values, tokens)
+    return replace(loaded, bos_id=bos, eos_ids=ends, adds_bos=None)
 
 
 def _read_bytes(values: _Metadata, tokens: list[str]) -> LoadedTokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,8 +14,9 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from runtime.encoding.test_decoders import make_embedder
 from support.models.checkpoints import make_llama
-from support.models.encoder_checkpoints import make_encoder
+from support.models.encoder_checkpoints import add_modules, make_encoder
 
 from shardnet.cluster.head import encoders
 from shardnet.cluster.head.encoders import MAX_REQUESTS, Encoders
@@ -203,6 +205,32 @@ def test_a_node_that_ends_does_not_wait_for_an_encoder_that_loads(
             await asyncio.to_thread(here.encoders._thread.join)
             await asyncio.sleep(0)  # what it has loaded comes to nothing
             assert here.log == []
+
+    asyncio.run(main())
+
+
+def test_a_decoder_is_ours_where_it_fits_and_else_the_rings(tmp_path: Path) -> None:
+    folder = make_embedder(tmp_path / "model")
+    says = {"prompts": {"query": "a fortune "}, "default_prompt_name": "query"}
+
+    async def main() -> None:
+        async with lab() as here:
+            here.room_bytes = needed_bytes(folder) - 1
+            assert (await here.ask(folder, "a")).kind == ""
+            here.room_bytes += 1
+            answer: Encoded = await here.ask(folder, "in", "a fortune in")
+            assert (answer.kind, answer.context, answer.width) == ("embedding", 1024, 64)
+            assert here.orders.encoder_bytes == needed_bytes(folder)
+            assert "as stored)" in here.log[-1]
+            (folder / "config_sentence_transformers.json").write_text(json.dumps(says))
+            prompted: Encoded = await here.ask(folder, "in")
+            assert prompted.values == answer.values[len(prompted.values) :]
+            too_long = await here.ask(folder, "a fortune " * 900, truncate=True)
+            assert too_long.n_tokens == [1024]
+            add_modules(folder, "mean_tokens")  # a ring gives the last token's
+            here.room_bytes -= 1
+            with pytest.raises(CapacityError, match="this node has"):
+                await here.ask(folder, "a")
 
     asyncio.run(main())
 

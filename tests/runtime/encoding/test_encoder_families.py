@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support.models.encoder_checkpoints import add_modules, make_encoder
+from support.models.encoder_checkpoints import add_dense, add_modules, make_encoder
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.hub_cache import choose_files
@@ -75,7 +75,8 @@ def test_a_batch_is_what_transformers_makes_of_each_text(tmp_path: Path, name: s
 
 def test_pooling_is_what_the_files_say(tmp_path: Path) -> None:
     folder = make_encoder(tmp_path / "model", "BertModel")
-    assert (facts_of(folder).pooling, facts_of(folder).normalized) == ("mean", None)
+    said = facts_of(folder).modules
+    assert (said.pooling, said.normalized) == ("mean", None)
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 18}')
     inputs = inputs_of(TEXTS)
     states = [reference(folder, given) for given in inputs]
@@ -85,10 +86,54 @@ def test_pooling_is_what_the_files_say(tmp_path: Path) -> None:
         ("lasttoken", [rows[-1] for rows in states]),
     ):
         add_modules(folder, said, normalizes=said == "cls_token")
+        if said == "lasttoken":  # as newer versions write it
+            newer = {"embedding_dimension": 32, "pooling_mode": said}
+            (folder / "1_Pooling" / "config.json").write_text(json.dumps(newer))
         facts = facts_of(folder)
-        assert (facts.context, facts.normalized) == (18, said == "cls_token")
-        made = load_encoder(facts, "cpu").forward(inputs, facts.pooling)
+        assert (facts.context, facts.modules.normalized) == (18, said == "cls_token")
+        made = load_encoder(facts, "cpu").forward(inputs, facts.modules.pooling)
         np.testing.assert_allclose(made, np.stack(expected), rtol=0, atol=TOLERANCE)
+
+
+def test_linears_behind_the_pooling(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "model", "BertModel")
+    dense = add_dense(folder, "mean_tokens", [(48, "Tanh", True), (24, "Identity", False)])
+    inputs = inputs_of(TEXTS)
+    made = load_encoder(facts_of(folder), "cpu").forward(inputs, "mean")
+    expected = dense(torch.tensor(np.stack([reference(folder, one).mean(0) for one in inputs])))
+    assert made.shape == (3, 24)
+    np.testing.assert_allclose(made, expected, rtol=0, atol=TOLERANCE)
+    said = json.loads((folder / "2_Dense" / "config.json").read_text())
+
+    def refused(words: str, **keys: Any) -> None:
+        (folder / "2_Dense" / "config.json").write_text(json.dumps({**said, **keys}))
+        with pytest.raises(ShardnetError, match=words):
+            find_encoder(folder)
+
+    refused("activation_function = .*ReLU", activation_function="torch.nn.ReLU")
+    refused("module_input_name = 'token_emb", module_input_name="token_embeddings")
+    refused("its tensors are not", out_features=30)
+
+
+def test_embedding_gemma_attends_both_ways(tmp_path: Path) -> None:
+    """Longer than its windows, with names that have nothing in front, two linears, no head."""
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8, "pad_token_id": 0}
+    more = {
+        "use_bidirectional_attention": True,
+        "sliding_window_pattern": 2,
+        "num_hidden_layers": 4,
+    }
+    folder = make_encoder(tmp_path / "model", "Gemma3TextModel", **sizes, **more)
+    assert "embed_tokens.weight" in load_file(folder / "model.safetensors")
+    dense = add_dense(folder, "mean_tokens", [(64, "Identity", False), (32, "Identity", False)])
+    facts = facts_of(folder)
+    assert (facts.config.model_type, facts.context, facts.model) == ("gemma3_text", 48, None)
+    inputs = inputs_of(TEXTS)
+    made = load_encoder(facts, "cpu").forward(inputs, facts.modules.pooling)
+    expected = dense(torch.tensor(np.stack([reference(folder, one).mean(0) for one in inputs])))
+    np.testing.assert_allclose(made, expected, rtol=0, atol=TOLERANCE)
+    with pytest.raises(UnsupportedModelError, match="an encoder, which makes vectors"):
+        Checkpoint.open(folder)
 
 
 def test_nomics_own_keys_and_names(tmp_path: Path) -> None:
@@ -160,7 +205,8 @@ def test_modules_that_are_not_implemented_are_named(tmp_path: Path) -> None:
     folder = make_encoder(tmp_path / "model", "BertModel")
     for said, more, words in (
         ("max_tokens", (), "pooling by .*max_tokens"),
-        ("mean_tokens", ("Dense",), "module 'Dense'"),
+        ("mean_tokens", ("CNN",), "module 'CNN'"),
+        ("mean_tokens", ("Normalize", "Normalize"), "in the order .* are not implemented"),
     ):
         add_modules(folder, said, more=more)
         with pytest.raises(UnsupportedModelError, match=words):
@@ -187,7 +233,8 @@ def test_batches_are_bounded_and_hold_each_text_once() -> None:
 
 def test_a_pull_brings_what_says_how_to_pool() -> None:
     names = ["config.json", "model.safetensors", "modules.json", "1_Pooling/config.json"]
-    chosen = choose_files([*names, "onnx/model.onnx", "2_Dense/config.json"], "", "org/name")
+    names += ["2_Dense/config.json", "2_Dense/model.safetensors"]
+    chosen = choose_files([*names, "onnx/model.onnx", "2_Dense/README.md"], "", "org/name")
     assert sorted([*chosen.whole, *chosen.tensors]) == sorted(names)
 
 

@@ -40,7 +40,8 @@ def test_a_gguf_is_what_transformers_makes_of_its_weights(
     folder = make_encoder(tmp_path / "model", name, **keys)
     facts = facts_of(write_encoder_gguf(folder, tmp_path / "m.gguf", kind))
     behind = 1 if "oberta" in name else 0
-    assert (facts.context, facts.pooling, facts.normalized) == (48 - behind, "mean", None)
+    assert (facts.context, facts.modules.pooling) == (48 - behind, "mean")
+    assert facts.modules.normalized is None
     inputs = inputs_of(TEXTS)
     if not facts.config.has_types:
         inputs = [type(one)(one.token_ids, [0] * len(one.token_ids)) for one in inputs]
@@ -59,7 +60,7 @@ def test_how_vectors_are_pooled_and_texts_are_cut_to_tokens(tmp_path: Path) -> N
     own.model_input_names = ["input_ids", "token_type_ids"]
     for number, pooling in enumerate(("mean", "cls", "last"), 1):
         path = write_encoder_gguf(folder, tmp_path / f"{number}.gguf", pooling_type=number)
-        assert facts_of(path).pooling == pooling
+        assert facts_of(path).modules.pooling == pooling
         backend = TextBackend.load_optional(tokenizer_place(path))
         assert backend is not None
         for pair in (None, texts[1]):

@@ -105,6 +105,28 @@ def add_modules(
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
 
 
+def add_dense(folder: Path, pooling: str, layers: list[tuple[int, str, bool]]) -> torch.nn.Module:
+    """Write linears behind the pooling: outputs, activation, and whether there is a bias."""
+    add_modules(folder, pooling, normalizes=True)
+    listed = json.loads((folder / "modules.json").read_text())
+    made, width = [], 32
+    for place, (n_out, activation, has_bias) in enumerate(layers, 2):
+        linear = torch.nn.Linear(width, n_out, bias=has_bias)
+        where = folder / f"{place}_Dense"
+        where.mkdir()
+        weights = {f"linear.{name}": one.numpy() for name, one in linear.state_dict().items()}
+        save_file(weights, where / "model.safetensors")
+        said = {"in_features": width, "out_features": n_out, "bias": has_bias}
+        said["activation_function"] = f"torch.nn.modules.any.{activation}"
+        (where / "config.json").write_text(json.dumps(said))
+        kind = "sentence_transformers.models.Dense"
+        listed.insert(-1, {"idx": place, "name": str(place), "path": where.name, "type": kind})
+        made += [linear, getattr(torch.nn, activation)()]
+        width = n_out
+    (folder / "modules.json").write_text(json.dumps(listed))
+    return torch.nn.Sequential(*made).requires_grad_(False)
+
+
 ARCHITECTURES = {
     "NomicBert": gguf.MODEL_ARCH.NOMIC_BERT,
     "ModernBert": gguf.MODEL_ARCH.MODERN_BERT,

@@ -20,6 +20,7 @@ from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, LLAMA3, QWEN2
 from shardnet.tokenizers.chat.chat_template import ChatTemplate
 from shardnet.tokenizers.chat.template_renderer import render_template
 from shardnet.tokenizers.formats.gguf_tokenizer import read_gguf_tokenizer
+from shardnet.tokenizers.text_backend import TextBackend
 from shardnet.tokenizers.tokenizer import Tokenizer
 
 
@@ -63,6 +64,26 @@ def test_pieces_of_an_encoder_give_the_ids_of_sentencepiece_and_marks(text: str)
     ids = [3 if token_id == 1 else token_id for token_id in ids]  # that of <unk> was 0
     assert loaded.backend.encode(text).ids == [0, *ids, 2]
     assert loaded.backend.encode("the", text).ids[-len(ids) - 3 :] == [2, 2, *ids, 2]
+
+
+def test_texts_for_vectors_end_as_the_file_says() -> None:
+    said = trained.gguf_pieces("llama") | {"general.architecture": "llama"}
+    [first, last] = (said.get(f"tokenizer.ggml.{end}_token_id") for end in ("bos", "eos"))
+    for more, begins, ends in (
+        ({"llama.pooling_type": 3}, [first], [last]),
+        ({"llama.pooling_type": 3, "tokenizer.ggml.add_bos_token": False}, [], [last]),
+        ({}, [first], []),  # a text that is gone on with has no end
+    ):
+        loaded = read_gguf_tokenizer(said | more | {"tokenizer.ggml.add_eos_token": True}, "a.gguf")
+        assert loaded is not None
+        backend = TextBackend.of(loaded)
+        inner = backend.encode("the cat", "off", parse_special=False)
+        assert backend.encode("the cat", "auto", parse_special=False) == [*begins, *inner, *ends]
+    del said["tokenizer.ggml.eos_token_id"]
+    with pytest.raises(CheckpointError, match="eos_token_id is missing, and add_eos_token"):
+        read_gguf_tokenizer(
+            said | {"llama.pooling_type": 3, "tokenizer.ggml.add_eos_token": True}, "a.gguf"
+        )
 
 
 WORDS = ["the", "cat", "##s", "caf", "##e", "e", "Paris", "paris", "##é"]

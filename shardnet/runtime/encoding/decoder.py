@@ -1,0 +1,122 @@
+"""A decoder that makes vectors, computed whole by layers of our own, as a ring would compute it.
+
+Weights stay as they are stored. Must not know threads, nor who asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.kernels.linear import probe
+from shardnet.runtime.encoding.encoder import Dense, EncoderInput, finished, pooled
+from shardnet.runtime.encoding.encoder_facts import MAX_TOGETHER, EncoderFacts
+from shardnet.runtime.encoding.sentence_modules import Pooling
+from shardnet.runtime.loading.model_facts import check_model_id
+from shardnet.stage.load import load_stage
+from shardnet.stage.stage_model import StageModel
+from shardnet.types import (
+    PREFILL_CHUNK_ROWS,
+    DType,
+    Epoch,
+    LayerRange,
+    MicroBatch,
+    RowGroup,
+    SequenceId,
+    SlotId,
+    StepId,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """A loaded decoder, in the place of an Encoder. Not thread-safe."""
+
+    facts: EncoderFacts
+    stage: StageModel
+    dense: Sequence[Dense]
+
+    def forward(self, inputs: Sequence[EncoderInput], pooling: Pooling) -> NDArray[np.float32]:
+        """Compute float32 [inputs, width] of vectors, as `Encoder.forward`; raises the same."""
+        vectors = [
+            pooled(states.unsqueeze(0), torch.ones_like(states[None, :, 0]).long(), pooling)
+            for texts in _together([given.token_ids for given in inputs])
+            for states in self._states(texts)
+        ]
+        return finished(self.facts, torch.cat(vectors), self.dense)
+
+    def _states(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Return float32 hidden states [T, E] of texts, behind the final norm.
+
+        They are short ones, of one chunk together, or one of any length.
+        """
+        most = max(map(len, texts))
+        chunks = []
+        try:
+            for start in range(0, most, PREFILL_CHUNK_ROWS):
+                rows = [text[start : start + PREFILL_CHUNK_ROWS] for text in texts]
+                chunks.append(self.stage.normed(self.stage.run(_batch(rows, start), None)).float())
+        finally:
+            for slot in range(len(texts)):
+                self.stage.kv.free(SlotId(slot))
+        lengths = [len(text) for text in texts]
+        return [*torch.split(torch.cat(chunks), lengths)]
+
+
+def _batch(rows: Sequence[Sequence[int]], start: int) -> MicroBatch:
+    """Make a batch of the tokens from position `start` on of texts, each in a slot of its own."""
+    groups = tuple(
+        RowGroup(
+            sequence_id=SequenceId(slot),
+            slot=SlotId(slot),
+            position=start,
+            n_rows=len(own),
+            n_sampled=0,
+        )
+        for slot, own in enumerate(rows)
+    )
+    token_ids = [token_id for own in rows for token_id in own]
+    return MicroBatch(epoch=Epoch(0), step=StepId(0), groups=groups, token_ids=token_ids)
+
+
+def _together(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+    """Divide texts, in their order: what fits into one chunk is computed at once."""
+    some: list[Sequence[int]] = []
+    for text in texts:
+        n_rows = len(text) + sum(map(len, some))
+        if some and (n_rows > PREFILL_CHUNK_ROWS or len(some) == MAX_TOGETHER):
+            yield some
+            some = []
+        some.append(text)
+    if some:
+        yield some
+
+
+def load_decoder(facts: EncoderFacts, device: str) -> Decoder:
+    """Load a decoder onto a torch device. Blocks.
+
+    Raises CheckpointError if its files have changed or do not make the model, CapacityError if
+    memory runs out.
+    """
+    checkpoint = Checkpoint.open(facts.path)
+    check_model_id(facts.path, checkpoint.model_id, facts.model_id)
+    own, place = checkpoint.config.checkpoint_dtype, torch.device(device)
+    stage = load_stage(
+        checkpoint,
+        LayerRange(0, checkpoint.config.n_layers),
+        choice=probe(place, own or DType.FLOAT32, own),
+        device=place,
+        room_blocks=facts.room_blocks,
+        context=facts.context,
+        progress=lambda done, total: None,
+    )
+    dense = [Dense.load(layer, place) for layer in facts.modules.dense]
+    return Decoder(facts=facts, stage=stage, dense=dense)

@@ -1,0 +1,212 @@
+"""What sentence-transformers' files say is done around a model: prompt, pooling, layers, length.
+
+Reads headers only; no torch. Must not know the model itself.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from shardnet.checkpoint.formats.huggingface import read_tensor_files
+from shardnet.checkpoint.tensors.checkpoint_files import has_file
+from shardnet.checkpoint.tensors.json_files import MAX_JSON_BYTES, parse_value, read_file, read_json
+from shardnet.checkpoint.tensors.model_tensor import ModelTensor, unchanged
+from shardnet.checkpoint.tensors.stored_tensor import AGAIN, FileState
+from shardnet.errors import CheckpointError, UnsupportedModelError, shown
+from shardnet.model.config.fields import Fields
+from shardnet.model.families.encoders import MAX_VECTOR
+
+Pooling = Literal["mean", "cls", "last"]
+Activation = Literal["Identity", "Tanh"]
+
+_MODES: Final[Mapping[str, Pooling]] = {
+    "mean": "mean",
+    "mean_tokens": "mean",
+    "cls": "cls",
+    "cls_token": "cls",
+    "lasttoken": "last",
+}
+"""Ways to pool, as the files of newer and older versions name them."""
+_FLAG: Final = "pooling_mode_"
+_FOLDER: Final = re.compile(r"[\w-]+")
+_MAX_DENSE: Final = 4
+_VECTOR: Final = "sentence_embedding"
+"""What is made of a text, as these files call it."""
+_KINDS: Final = ("Transformer", "Pooling", "Dense", "Normalize")
+"""In the order in which they may follow each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseLayer:
+    """A linear behind the pooling, whose weight [outputs, inputs] goes first, and its activation.
+
+    `tensors` are in the files `opened`, by name in `folder`.
+    """
+
+    activation: Activation
+    tensors: tuple[ModelTensor, ...]
+    folder: Path
+    opened: Mapping[str, FileState]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentenceModules:
+    """What is done around a model. Its vectors have length 1 if they are `normalized`.
+
+    `prompt` is written before each text, which is put in lower case first if it `lowers`; an
+    input has `most_tokens`, None where no file says.
+    """
+
+    pooling: Pooling = "mean"
+    dense: tuple[DenseLayer, ...] = ()
+    normalized: bool | None = None
+    prompt: str = ""
+    lowers: bool = False
+    most_tokens: int | None = None
+
+
+def read_modules(folder: Path) -> SentenceModules:
+    """Read the files beside the model in `folder`, which may be missing.
+
+    Raises CheckpointError if one is damaged, UnsupportedModelError for what is not implemented.
+    """
+    limits = _optional(folder / "sentence_bert_config.json")
+    most = limits.get("max_seq_length")
+    most = most if isinstance(most, int) and most > 0 else None
+    lowers = limits.get("do_lower_case") is True
+    path = folder / "modules.json"
+    if not has_file(path):
+        return SentenceModules(lowers=lowers, most_tokens=most)
+    listed = _listed(path)
+    _check(path, listed)
+    kinds = [kind for kind, _ in listed]
+    prompt = _prompt(folder / "config_sentence_transformers.json")
+    pooling: Pooling = "mean"
+    if "Pooling" in kinds:
+        pooling = _pooling(_within(folder, listed[kinds.index("Pooling")][1]), prompt)
+    dense = [_within(folder, path) for kind, path in listed if kind == "Dense"]
+    return SentenceModules(
+        pooling=pooling,
+        dense=tuple(_dense(path) for path in dense),
+        normalized="Normalize" in kinds,
+        prompt=prompt,
+        lowers=lowers,
+        most_tokens=most,
+    )
+
+
+def makes_vectors(folder: Path) -> bool:
+    """Say whether files say so of a model that could write text.
+
+    Raises CheckpointError if they are damaged.
+    """
+    path = folder / "modules.json"
+    return has_file(path) and any(kind == "Pooling" for kind, _ in _listed(path))
+
+
+def _listed(path: Path) -> list[tuple[str, str]]:
+    """Return kind and folder of each module in their order."""
+    values = parse_value(read_file(path, MAX_JSON_BYTES), path)
+    found: list[tuple[str, str]] = []
+    for one in values if isinstance(values, list) else [None]:
+        kind, place = (one.get("type"), one.get("path")) if isinstance(one, dict) else (None, None)
+        if not isinstance(kind, str) or not isinstance(place, str):
+            raise CheckpointError(f"{path}: {shown(one)} is no module", remedy=AGAIN)
+        found.append((kind.rpartition(".")[2], place))
+    return found
+
+
+def _check(path: Path, found: list[tuple[str, str]]) -> None:
+    """Raise UnsupportedModelError unless it is a transformer, pooled, then perhaps multiplied and
+    normalised.
+    """
+    kinds = [kind for kind, _ in found]
+    for kind in kinds:
+        if kind not in _KINDS:
+            raise UnsupportedModelError(f"{path}: the module {shown(kind)} is not implemented")
+    if not found or found[0] != ("Transformer", ""):
+        raise UnsupportedModelError(f"{path}: modules in other folders are not implemented")
+    numbers = [_KINDS.index(kind) for kind in kinds]
+    n_dense = kinds.count("Dense")
+    if numbers != sorted(numbers) or len({*kinds}) + max(0, n_dense - 1) != len(kinds):
+        raise UnsupportedModelError(f"{path}: modules in the order {kinds} are not implemented")
+    if n_dense > _MAX_DENSE or (n_dense and "Pooling" not in kinds):
+        raise UnsupportedModelError(f"{path}: {n_dense} modules Dense are not implemented here")
+
+
+def _within(folder: Path, place: str) -> Path:
+    """Return the folder of a module. Raises UnsupportedModelError for one that is elsewhere."""
+    if not _FOLDER.fullmatch(place):
+        raise UnsupportedModelError(f"{folder}: modules in other folders are not implemented")
+    if os.path.islink(folder / place):
+        raise CheckpointError(f"{folder / place} is a link", remedy="put the folder in its place")
+    return folder / place
+
+
+def _pooling(folder: Path, prompt: str) -> Pooling:
+    """Read how vectors are pooled. Raises UnsupportedModelError for another way."""
+    path = folder / "config.json"
+    config = read_json(path)
+    one = config.get("pooling_mode")
+    modes = [
+        key.removeprefix(_FLAG) for key in config if key.startswith(_FLAG) and config[key] is True
+    ]
+    modes = [one] if isinstance(one, str) else modes
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise UnsupportedModelError(
+            f"{path}: pooling by {shown(one or modes)} is not implemented",
+            remedy=f"there are {', '.join(_MODES)}, one at a time",
+        )
+    if prompt and config.get("include_prompt") is False:
+        raise UnsupportedModelError(f"{path}: include_prompt = False is not implemented")
+    return _MODES[modes[0]]
+
+
+def _prompt(path: Path) -> str:
+    """Return what is written before a text where nobody asks for another prompt."""
+    config = _optional(path)
+    name, prompts = config.get("default_prompt_name"), config.get("prompts")
+    if name is None:
+        return ""
+    prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
+    if not isinstance(prompt, str):
+        raise CheckpointError(f"{path} has no prompt {shown(name)}", remedy=AGAIN)
+    return prompt
+
+
+def _dense(folder: Path) -> DenseLayer:
+    """Read the headers of a linear. Raises UnsupportedModelError for other activations."""
+    path = folder / "config.json"
+    fields = Fields(read_json(path), str(path))
+    said = fields.take("activation_function", str, "torch.nn.modules.activation.Tanh")
+    activation = said.rpartition(".")[2]
+    if activation != "Identity" and activation != "Tanh":
+        raise fields.unsupported("activation_function", said, "Identity, Tanh")
+    for key in ("module_input_name", "module_output_name"):
+        if (of := fields.take(key, str, _VECTOR)) != _VECTOR:
+            raise fields.unsupported(key, of, _VECTOR)
+    n_in = fields.positive("in_features", at_most=MAX_VECTOR)
+    n_out = fields.positive("out_features", at_most=MAX_VECTOR)
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (n_out, n_in)}
+    if fields.take("bias", bool, True):
+        shapes["linear.bias"] = (n_out,)
+    _, files = read_tensor_files(folder)
+    stored = {name: one for file in files.values() for name, one in file.tensors.items()}
+    if {name: one.shape for name, one in stored.items()} != shapes:
+        raise CheckpointError(f"{folder}: its tensors are not {shapes}", remedy=AGAIN)
+    return DenseLayer(
+        activation=activation,
+        tensors=tuple(unchanged(name, stored[name]) for name in shapes),
+        folder=folder,
+        opened={name: FileState.of(folder / name) for name in files},
+    )
+
+
+def _optional(path: Path) -> dict[str, Any]:
+    """Read a JSON object that may be missing."""
+    return read_json(path) if has_file(path) else {}

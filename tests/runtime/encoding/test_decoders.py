@@ -1,0 +1,180 @@
+"""Decoders that make vectors (Qwen3-Embedding) against transformers, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file, save_file
+from support.models.checkpoints import EOS_ID, make_decoder
+from support.models.encoder_checkpoints import add_modules
+from support.models.gguf_files import pack_as, write_gguf
+from tokenizers import Tokenizer, processors
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.errors import ShardnetError, UnsupportedModelError, UsageError
+from shardnet.runtime.encoding.decoder import load_decoder
+from shardnet.runtime.encoding.encoder import EncoderInput
+from shardnet.runtime.encoding.encoder_facts import EncoderFacts, find_encoder
+from shardnet.tokenizers.formats.tokenizer_files import tokenizer_place
+from shardnet.tokenizers.text_backend import TextBackend
+
+TOLERANCE = 1e-4
+TEXTS = ["She read a letter.", "", "It rained all day in the north " * 30, *["a fortune"] * 9]
+SIZES = {"num_hidden_layers": 2, "head_dim": 16, "intermediate_size": 96, "hidden_size": 64}
+
+
+def make_embedder(folder: Path, family: str = "qwen3", **config: Any) -> Path:
+    """Write a checkpoint as Qwen3-Embedding's: the names of the class without a head, which is left
+    out, and a tokenizer that ends each text."""
+    make_decoder(folder, family, **{**SIZES, "max_position_embeddings": 1024, **config})
+    stored = load_file(folder / "model.safetensors")
+    bare = {
+        name.removeprefix("model."): one for name, one in stored.items() if "lm_head" not in name
+    }
+    save_file(bare, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", EOS_ID)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    add_modules(folder, "lasttoken", normalizes=True)
+    return folder
+
+
+def facts_of(path: Path) -> EncoderFacts:
+    facts = find_encoder(path)
+    assert facts is not None
+    return facts
+
+
+def inputs_of(path: Path) -> list[EncoderInput]:
+    backend = TextBackend.load_optional(tokenizer_place(path))
+    assert backend is not None
+    return [EncoderInput(*backend.encode_input(text, None, True, None)) for text in TEXTS]
+
+
+def last_states(folder: Path, texts: Sequence[str] = TEXTS) -> Any:
+    """transformers' hidden state of each text's last token [texts, E], behind the final norm."""
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    with torch.inference_mode():
+        given = (torch.tensor([own.encode(text).ids]) for text in texts)
+        return np.stack([model(ids).last_hidden_state[0, -1].numpy() for ids in given])
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_vectors_are_those_of_transformers(tmp_path: Path, is_tied: bool) -> None:
+    """Short texts together, a long one in chunks; with no head anywhere."""
+    folder = make_embedder(tmp_path / "model", tie_word_embeddings=is_tied)
+    facts = facts_of(folder)
+    assert (facts.modules.pooling, facts.modules.normalized, facts.context) == ("last", True, 1024)
+    assert facts.is_plain_decoder
+    decoder = load_decoder(facts, "cpu")
+    inputs = inputs_of(folder)
+    assert max(len(given.token_ids) for given in inputs) > 512
+    made = decoder.forward(inputs, "last")
+    np.testing.assert_allclose(made, last_states(folder), rtol=0, atol=TOLERANCE)
+    assert decoder.stage.kv.blocks_used == 0
+    assert decoder.stage.weight_bytes <= facts.weight_bytes < facts.needed_bytes
+    with pytest.raises(UsageError, match="outside the model's vocabulary"):
+        decoder.forward([EncoderInput([400], [0])], "last")
+    assert decoder.stage.kv.blocks_used == 0
+
+
+def test_other_poolings_and_a_prompt_before_each_text(tmp_path: Path) -> None:
+    folder = make_embedder(tmp_path / "model", "mistral")
+    add_modules(folder, "mean_tokens")
+    says = {"prompts": {"query": "Query: ", "document": ""}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(says))
+    facts = facts_of(folder)
+    assert (facts.modules.pooling, facts.modules.prompt) == ("mean", "Query: ")
+    assert not facts.is_plain_decoder
+    inputs = inputs_of(folder)
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    decoder = load_decoder(facts, "cpu")
+    with torch.inference_mode():
+        states = [model(torch.tensor([one.token_ids])).last_hidden_state[0] for one in inputs]
+    for pooling, expected in (
+        ("mean", [rows.mean(0) for rows in states]),
+        ("cls", [rows[0] for rows in states]),
+    ):
+        made = decoder.forward(inputs, pooling)
+        np.testing.assert_allclose(made, torch.stack(expected), rtol=0, atol=TOLERANCE)
+
+
+def gguf_tokenizer(folder: Path) -> dict[str, Any]:
+    """The tokenizer in `folder` as llama.cpp's converter writes it."""
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3, *[1] * (len(tokens) - 2)],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in model["merges"]],
+        "tokenizer.ggml.eos_token_id": EOS_ID,
+        "tokenizer.ggml.add_eos_token": True,
+    }
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_a_gguf_makes_the_same_and_ends_texts(tmp_path: Path, kind: str) -> None:
+    """The vectors of the same values, which stay packed."""
+    folder = make_decoder(tmp_path / "model", "qwen3", **SIZES, max_position_embeddings=1024)
+    how, words = gguf.GGMLQuantizationType[kind], gguf_tokenizer(folder)
+    path = write_gguf(
+        folder, tmp_path / "m.gguf", pack=pack_as(how), tokenizer=words, pooling_type=3
+    )
+    facts = facts_of(path)
+    assert facts.is_plain_decoder
+    assert facts.modules.normalized is None
+    stored = load_file(folder / "model.safetensors")
+    values = {name: one.numpy() for name, one in stored.items()}
+    rounded = {
+        name: one if one.ndim < 2 else dequantize(quantize(one, how), how).reshape(one.shape)
+        for name, one in values.items()
+    }
+    bare = make_embedder(tmp_path / "bare", max_position_embeddings=1024)
+    own = {name.removeprefix("model."): torch.tensor(one) for name, one in rounded.items()}
+    save_file(own, bare / "model.safetensors", metadata={"format": "pt"})
+    inputs = inputs_of(path)
+    assert [one.token_ids for one in inputs] == [one.token_ids for one in inputs_of(bare)]
+    made = load_decoder(facts, "cpu").forward(inputs, "last")
+    expected = last_states(bare)
+    if kind == "F32":
+        np.testing.assert_allclose(made, expected, rtol=0, atol=TOLERANCE)
+    else:  # rows are quantised too
+        cosines = (made * expected).sum(1) / np.linalg.norm(made, axis=1)
+        assert (cosines / np.linalg.norm(expected, axis=1)).min() > 0.999
+
+
+def test_what_makes_no_vectors_or_not_so(tmp_path: Path) -> None:
+    folder = make_embedder(tmp_path / "model")
+    Checkpoint.open(folder)  # a ring computes it too, where it does not fit beside one
+    config = json.loads((folder / "config.json").read_text())
+
+    def refused(words: str, **keys: Any) -> None:
+        (folder / "config.json").write_text(json.dumps({**config, **keys}))
+        with pytest.raises(UnsupportedModelError, match=words):
+            find_encoder(folder)
+
+    refused("is_causal = False is not supported", is_causal=False)  # as GTE-Qwen2's code has it
+    refused("architectures = .*LlamaBidirectionalModel", architectures=["LlamaBidirectionalModel"])
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3Model"]}))
+    assert facts_of(folder).config.model_type == "qwen3"
+    (folder / "modules.json").unlink()
+    assert find_encoder(folder) is None
+    stored = load_file(folder / "model.safetensors")
+    save_file({**stored, "score.weight": torch.ones(1, 64)}, folder / "model.safetensors")
+    add_modules(folder, "lasttoken")
+    with pytest.raises(ShardnetError, match="score"):
+        load_decoder(facts_of(folder), "cpu")
