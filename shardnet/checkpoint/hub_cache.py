@@ -30,7 +30,7 @@ MAX_NAME: Final = 500
 """Longest name of a file, its folders included."""
 _OF_ENCODERS: Final = re.compile(
     r"modules\.json|sentence_bert_config\.json|config_sentence_transformers\.json"
-    r"|[0-9]_Pooling/config\.json|[0-9]_Dense/(config\.json|model\.safetensors|pytorch_model\.bin)"
+    r"|[0-9]_(Pooling|LogitScore)/config\.json|[0-9]_Dense/(config\.json|model\.safetensors|pytorch_model\.bin)"
 )
 """What sentence-transformers writes beside a model."""
 _PLAIN_NAME = re.compile(r"(?:[\w+-][\w .+()-]*/)*[\w+-][\w .+()-]*")

@@ -22,13 +22,14 @@ from transformers import AutoModelForCausalLM
 
 from shardnet.api import ALL_ROWS, GenerationResult, OutputParams, SamplingParams
 from shardnet.api.client import connect
-from shardnet.api.openai.embeddings import INSTRUCTION, conversation
+from shardnet.api.openai.embeddings import conversation
 from shardnet.api.serve.server import application
 from shardnet.api.server.model_names import ModelNames
 from shardnet.api.server.service import Service
 from shardnet.api.server.settings import Settings
 from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
 from shardnet.errors import ShardnetError
+from shardnet.runtime.encoding.judge import INSTRUCTION
 from shardnet.wire.messages.plans import ModelChoice
 
 TOLERANCE = 1e-4

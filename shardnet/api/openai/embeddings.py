@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from math import exp
-from typing import Annotated, Final, Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -30,6 +30,7 @@ from shardnet.api.server.errors import refused
 from shardnet.api.server.service import Exchange
 from shardnet.errors import RemoteProtocolError
 from shardnet.output_params import OutputParams
+from shardnet.runtime.encoding.judge import ANSWERS, INSTRUCTION, SYSTEM, question
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.generation import Encode
 from shardnet.wire.messages.plans import ModelChoice
@@ -41,14 +42,6 @@ Encoding = Literal["float", "base64"]
 
 
 MAX_DOCUMENTS = 1024
-
-
-INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
-_SYSTEM: Final = (
-    "Judge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".'
-)
-_ANSWERS: Final = ("yes", "no")
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
@@ -226,17 +219,23 @@ async def rerank(
 ) -> AsyncGenerator[Scored, None]:
     """Yield the score of each document as it comes: in any order.
 
-    An encoder knows no instruction, and cuts what is too long if it is to `truncate`. Closing the
-    iterator cancels the others. Raises the first error of any document.
+    Encoders of pairs know no instruction. An encoder cuts what is too long if it is to `truncate`.
+    Closing the iterator cancels the others. Raises the first error of any document.
     """
     encoder = await generator.encode(Encode(request=0, model=model.model))
     if encoder.kind:
-        asked = Encode(request=0, model=model.model, query=query, truncate=truncate)
+        asked = Encode(
+            request=0,
+            model=model.model,
+            query=query,
+            instruction=instruction,
+            truncate=truncate,
+        )
         async with aclosing(encode(generator, asked, documents)) as encoded:
             async for one in encoded:
                 yield Scored(index=one.index, logit=float(one.values[0]), n_prompt=one.n_tokens)
         return
-    ids = [await _first_id(generator, answer, model) for answer in _ANSWERS]
+    ids = [await _first_id(generator, answer, model) for answer in ANSWERS]
     options = GenerationOptions(
         max_tokens=0,
         outputs=OutputParams(logit_rows=1),
@@ -258,8 +257,8 @@ async def rerank(
 
 def conversation(query: str, document: str, instruction: str) -> list[Message]:
     """Return the question whether a document answers a query."""
-    text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-    return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": text}]
+    text = question(query, document, instruction)
+    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
 
 
 async def _first_id(generator: ChatGenerator, text: str, model: ModelChoice) -> int:

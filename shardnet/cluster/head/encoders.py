@@ -31,6 +31,7 @@ from shardnet.errors import (
     UsageError,
 )
 from shardnet.runtime.encoding.encoder_facts import EncoderFacts, find_encoder
+from shardnet.runtime.encoding.judge import INSTRUCTION, Judge, question
 from shardnet.runtime.loading.loading import set_compute_threads
 from shardnet.runtime.loading.model_facts import find_folder, stamp
 from shardnet.runtime.stage.executor import Executor
@@ -64,8 +65,24 @@ class _Held:
     encoder: Encoder | Decoder
     tokenizer: TextProcess
     n_bytes: int
+    judge: Judge | None = None
     n_users: int = 0
     used_s: float = field(default_factory=time.monotonic)
+
+    def encode(self, message: Encode, text: str) -> tuple[list[int], list[int]]:
+        """Encode a text, or a query and a document; return ids, and of which text each is."""
+        facts, query = self.encoder.facts, message.query
+        most_tokens = facts.context if message.truncate else None
+        if self.judge is not None and query is not None:
+            asked = question(query, text, message.instruction or INSTRUCTION)
+            ids = self.judge.tokens(self.tokenizer.encode, asked, most_tokens)
+            return ids, [0] * len(ids)
+        texts = [facts.modules.prompt + text] if query is None else [query, text]
+        return self.tokenizer.encode_input(
+            *(one.lower() if facts.modules.lowers else one for one in texts),
+            special_tokens=message.special_tokens,
+            most_tokens=most_tokens,
+        )
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -145,7 +162,7 @@ class Encoders:
             return known if known and known.stamp == stamp(path) else find_encoder(path)
 
         facts = await self.disk.run(path, read)
-        if facts is None or held is not None or not facts.is_plain_decoder:
+        if facts is None or held is not None or not facts.is_for_rings_too:
             return facts
         return facts if facts.needed_bytes <= self._room() else None
 
@@ -263,17 +280,8 @@ class Encoders:
         from shardnet.runtime.encoding.encoder import EncoderInput
 
         facts, text = held.encoder.facts, message.texts[place]
-        modules = facts.modules
         if isinstance(text, str):
-            texts = [modules.prompt + text] if message.query is None else [message.query, text]
-            ids, types = await self._run(
-                partial(
-                    held.tokenizer.encode_input,
-                    *(one.lower() if modules.lowers else one for one in texts),
-                    special_tokens=message.special_tokens,
-                    most_tokens=facts.context if message.truncate else None,
-                )
-            )
+            ids, types = await self._run(partial(held.encode, message, text))
         elif message.query is not None:
             raise UsageError("a document to rank is a text, not token ids")
         else:
@@ -343,14 +351,26 @@ class Encoders:
             try:
                 if tokenizer.load()[0] is None:
                     raise no_tokenizer(facts.path, "text")
-                load_one = load_encoder if facts.model is None else load_decoder
-                encoder = load_one(facts, self.orders.device.for_torch)
+                judge = None
+                encoder: Encoder | Decoder
+                if facts.model is not None and facts.config.kind == "reranker":
+                    judge = Judge.of(tokenizer.encode, facts.modules.answers)
+                device = self.orders.device.for_torch
+                if facts.model is None:
+                    encoder = load_encoder(facts, device)
+                else:
+                    encoder = load_decoder(facts, device, judge)
                 self._check_not_closed()
             except BaseException:
                 tokenizer.close()
                 raise
-            n_bytes = facts.needed_bytes
-            return _Held(model=model, encoder=encoder, tokenizer=tokenizer, n_bytes=n_bytes)
+            return _Held(
+                model=model,
+                encoder=encoder,
+                tokenizer=tokenizer,
+                n_bytes=facts.needed_bytes,
+                judge=judge,
+            )
 
         loading = self._loading.get(facts.path)
         if loading is None:

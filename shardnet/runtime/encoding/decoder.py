@@ -1,4 +1,4 @@
-"""A decoder that makes vectors, computed whole by layers of our own, as a ring would compute it.
+"""A decoder that makes vectors or scores, computed whole by layers of our own, as by a ring.
 
 Weights stay as they are stored. Must not know threads, nor who asks.
 """
@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.errors import CheckpointError
 from shardnet.model.kernels.linear import probe
 from shardnet.runtime.encoding.encoder import Dense, EncoderInput, finished, pooled
 from shardnet.runtime.encoding.encoder_facts import MAX_TOGETHER, EncoderFacts
+from shardnet.runtime.encoding.judge import Answers, Judge
 from shardnet.runtime.encoding.sentence_modules import Pooling
 from shardnet.runtime.loading.model_facts import check_model_id
 from shardnet.stage.load import load_stage
@@ -43,18 +45,37 @@ class Decoder:
     facts: EncoderFacts
     stage: StageModel
     dense: Sequence[Dense]
+    judge: Judge | None
+    """How documents are judged, None where vectors are made."""
 
     def forward(self, inputs: Sequence[EncoderInput], pooling: Pooling) -> NDArray[np.float32]:
-        """Compute float32 [inputs, width] of vectors, as `Encoder.forward`; raises the same."""
-        vectors = [
-            pooled(states.unsqueeze(0), torch.ones_like(states[None, :, 0]).long(), pooling)
-            for texts in _together([given.token_ids for given in inputs])
-            for states in self._states(texts)
-        ]
+        """Compute float32 [inputs, width] of vectors, or [inputs, 1] of scores.
+
+        As `Encoder.forward`, and raises the same.
+        """
+        given = [one.token_ids for one in inputs]
+        states = [one for texts in _together(given) for one in self._states(texts)]
+        if self.judge is not None:
+            return finished(self.facts, self._scores(states, self.judge.answers), ())
+        vectors = [self._vector(one, pooling) for one in states]
         return finished(self.facts, torch.cat(vectors), self.dense)
 
+    def _vector(self, states: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+        """Pool hidden states [T, E] to float32 [1, E]."""
+        rows = self.stage.normed(states[-1:] if pooling == "last" else states)[None].float()
+        return pooled(rows, torch.ones_like(rows[:, :, 0]).long(), pooling)
+
+    def _scores(self, states: Sequence[torch.Tensor], answers: Answers) -> torch.Tensor:
+        """Return by how much each text's last token says yes rather than no: float32 [texts, 1]."""
+        yes, no = answers
+        if max(yes, no or 0) >= self.stage.vocab_size:
+            raise CheckpointError(f"{self.facts.path}: its answers {answers} are no tokens")
+        logits = torch.cat([self.stage.logits(one[-1:]) for one in states])
+        scores = logits[:, yes] if no is None else logits[:, yes] - logits[:, no]
+        return scores[:, None]
+
     def _states(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Return float32 hidden states [T, E] of texts, behind the final norm.
+        """Return hidden states [T, E] of texts, before the final norm.
 
         They are short ones, of one chunk together, or one of any length.
         """
@@ -63,7 +84,7 @@ class Decoder:
         try:
             for start in range(0, most, PREFILL_CHUNK_ROWS):
                 rows = [text[start : start + PREFILL_CHUNK_ROWS] for text in texts]
-                chunks.append(self.stage.normed(self.stage.run(_batch(rows, start), None)).float())
+                chunks.append(self.stage.run(_batch(rows, start), None).clone())
         finally:
             for slot in range(len(texts)):
                 self.stage.kv.free(SlotId(slot))
@@ -100,8 +121,8 @@ def _together(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
         yield some
 
 
-def load_decoder(facts: EncoderFacts, device: str) -> Decoder:
-    """Load a decoder onto a torch device. Blocks.
+def load_decoder(facts: EncoderFacts, device: str, judge: Judge | None = None) -> Decoder:
+    """Load a decoder onto a torch device; with a `judge` it gives scores. Blocks.
 
     Raises CheckpointError if its files have changed or do not make the model, CapacityError if
     memory runs out.
@@ -119,4 +140,4 @@ def load_decoder(facts: EncoderFacts, device: str) -> Decoder:
         progress=lambda done, total: None,
     )
     dense = [Dense.load(layer, place) for layer in facts.modules.dense]
-    return Decoder(facts=facts, stage=stage, dense=dense)
+    return Decoder(facts=facts, stage=stage, dense=dense, judge=judge)

@@ -1,8 +1,6 @@
-"""What the files of an encoder say of it: its kind, pooling, longest input; a GGUF's parameters.
+"""What the files of an encoder say of it: its kind, pooling, longest input, memory.
 
 Reads headers only; no torch.
-
-Reads headers only, and imports torch only to make a parameter.
 """
 
 from __future__ import annotations
@@ -11,37 +9,35 @@ import hashlib
 import json
 import math
 import os
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 from shardnet.checkpoint.checkpoint import gguf_file
 from shardnet.checkpoint.formats.gguf import read_gguf_files
-from shardnet.checkpoint.formats.gguf_header import GgufHeader, first_values, gguf_files
-from shardnet.checkpoint.formats.gguf_types import PLAIN, form_name, unpack
+from shardnet.checkpoint.formats.gguf_header import first_values, gguf_files
+from shardnet.checkpoint.formats.gguf_types import form_name
 from shardnet.checkpoint.formats.huggingface import open_huggingface
 from shardnet.checkpoint.tensors.checkpoint_files import has_file
 from shardnet.checkpoint.tensors.json_files import read_json
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor, unchanged
-from shardnet.checkpoint.tensors.stored_tensor import FileState, StoredTensor, TensorFile
+from shardnet.checkpoint.tensors.stored_tensor import FileState, TensorFile
 from shardnet.errors import UnsupportedModelError
-from shardnet.model.config.fields import Fields
-from shardnet.model.config.limits import NORM_EPS, THETAS
 from shardnet.model.families.encoders import (
-    CLASSES,
     GGUF_TYPES,
     EncoderConfig,
+    Kind,
     is_encoder,
     read_encoder_config,
 )
 from shardnet.model.families.stage_tensors import count_parameters
+from shardnet.runtime.encoding.gguf_encoder import LAST, RANK, gguf_encoder
 from shardnet.runtime.encoding.sentence_modules import (
-    Pooling,
     SentenceModules,
-    makes_vectors,
+    decoder_kind,
     read_modules,
+    read_scores,
 )
 from shardnet.runtime.loading.model_facts import ModelFacts, Stamp, identify, stamp
 from shardnet.stage.estimate.memory_estimate import (
@@ -52,167 +48,8 @@ from shardnet.stage.estimate.memory_estimate import (
 )
 from shardnet.types import PREFILL_CHUNK_ROWS, DType, LayerRange, blocks_for
 
-if TYPE_CHECKING:
-    import torch
-
-
-_LAST: Final = 3
-_POOLINGS: Final[Mapping[int, Pooling]] = {1: "mean", 2: "cls", _LAST: "last"}
-_RANK: Final = 4
-_TYPES: Final = "embeddings.token_type_embeddings.weight"
-_BERT_LAYER: Final = "encoder.layer.{}."
-_NAMES: Final[Mapping[str, Mapping[str, str]]] = {
-    "bert": {
-        "token_embd": "embeddings.word_embeddings",
-        "token_types": "embeddings.token_type_embeddings",
-        "position_embd": "embeddings.position_embeddings",
-        "token_embd_norm": "embeddings.LayerNorm",
-        "attn_q": f"{_BERT_LAYER}attention.self.query",
-        "attn_k": f"{_BERT_LAYER}attention.self.key",
-        "attn_v": f"{_BERT_LAYER}attention.self.value",
-        "attn_output": f"{_BERT_LAYER}attention.output.dense",
-        "attn_output_norm": f"{_BERT_LAYER}attention.output.LayerNorm",
-        "ffn_up": f"{_BERT_LAYER}intermediate.dense",
-        "ffn_down": f"{_BERT_LAYER}output.dense",
-        "layer_output_norm": f"{_BERT_LAYER}output.LayerNorm",
-        "cls": "pooler.dense",
-        "cls.output": "classifier",
-    },
-    "nomic-bert": {
-        "token_embd": "embeddings.word_embeddings",
-        "token_types": "embeddings.token_type_embeddings",
-        "token_embd_norm": "emb_ln",
-        "attn_qkv": "encoder.layers.{}.attn.Wqkv",
-        "attn_output": "encoder.layers.{}.attn.out_proj",
-        "attn_output_norm": "encoder.layers.{}.norm1",
-        "ffn_up": "encoder.layers.{}.mlp.fc11",
-        "ffn_gate": "encoder.layers.{}.mlp.fc12",
-        "ffn_down": "encoder.layers.{}.mlp.fc2",
-        "layer_output_norm": "encoder.layers.{}.norm2",
-    },
-    "modern-bert": {
-        "token_embd": "embeddings.tok_embeddings",
-        "token_embd_norm": "embeddings.norm",
-        "attn_norm": "layers.{}.attn_norm",
-        "attn_qkv": "layers.{}.attn.Wqkv",
-        "attn_output": "layers.{}.attn.Wo",
-        "ffn_norm": "layers.{}.mlp_norm",
-        "ffn_up": "layers.{}.mlp.Wi",
-        "ffn_down": "layers.{}.mlp.Wo",
-        "output_norm": "final_norm",
-        "cls": "head.dense",
-        "cls.norm": "head.norm",
-        "cls.output": "classifier",
-    },
-}
-"""What transformers, or a model's makers, call a tensor, by its name in GGUF."""
-_TENSOR: Final = re.compile(r"(?:blk\.(\d+)\.)?(.+)\.(weight|bias)")
-
-
-def gguf_encoder(
-    header: GgufHeader, stored: Mapping[str, StoredTensor], where: str
-) -> tuple[dict[str, Any], tuple[ModelTensor, ...], Pooling]:
-    """Return an encoder's config, parameters and pooling, from the header of the file `where`.
-
-    Raises CheckpointError for a missing or malformed key, UnsupportedModelError for a value that is
-    not implemented.
-    """
-    arch = str(header.metadata["general.architecture"])
-    own = {
-        key.removeprefix(f"{arch}."): value
-        for key, value in header.metadata.items()
-        if key.startswith(f"{arch}.")
-    }
-    fields = Fields(own, where, f"{arch}.")
-    pooling = fields.take("pooling_type", int, 0)
-    if pooling not in (0, *_POOLINGS, _RANK):
-        raise fields.unsupported("pooling_type", pooling, "mean 1, cls 2, last 3, rank 4")
-    ranks = pooling == _RANK or "cls.output.weight" in stored
-    tensors = [_parameter(arch, tensor) for tensor in stored.values()]
-    config = _config(arch, fields, {tensor.name: tensor.shape for tensor in tensors})
-    config["architectures"] = [
-        CLASSES[GGUF_TYPES[arch]] + ("ForSequenceClassification" if ranks else "Model")
-    ]
-    pad = Fields(header.metadata, where).take("tokenizer.ggml.padding_token_id", int, 0)
-    config["pad_token_id"] = pad if 0 <= pad < config["vocab_size"] else 0
-    if arch == "bert" and "token_types.weight" not in stored:
-        if ranks:  # their heads are told from BERT's by nothing
-            raise UnsupportedModelError(
-                f"{where}: rerankers of DistilBERT are not read from GGUF",
-                remedy="take the model's own repository, with safetensors",
-            )
-        tensors.append(_no_types(config["hidden_size"]))
-    return config, tuple(tensors), _POOLINGS.get(pooling, "mean")
-
-
-def _config(arch: str, fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Read what transformers' class is made of."""
-    names = _NAMES[arch]
-    (vocab_size, *_) = shapes.get(f"{names['token_embd']}.weight", (0,))
-    n_heads, width = fields.positive("attention.head_count"), fields.positive("embedding_length")
-    fields.require("attention.causal", False)
-    if fields.take("rope.scaling.type", str, "none") != "none":
-        raise fields.unsupported("rope.scaling.type", "another one", "none")
-    config = {
-        "model_type": GGUF_TYPES[arch],
-        "vocab_size": vocab_size,
-        "hidden_size": width,
-        "num_hidden_layers": fields.positive("block_count"),
-        "num_attention_heads": n_heads,
-        "intermediate_size": fields.positive("feed_forward_length"),
-        "max_position_embeddings": fields.positive("context_length"),
-        "num_labels": shapes.get("classifier.weight", (1,))[0],
-    }
-    eps_key = "attention.layer_norm_epsilon"
-    if arch == "modern-bert":
-        every = fields.take("attention.sliding_window_pattern", int, 3)
-        if fields.missing(eps_key):
-            eps_key = "attention.layer_norm_rms_epsilon"
-        return config | {
-            "norm_eps": fields.number(eps_key, within=NORM_EPS),
-            "local_attention": fields.positive("attention.sliding_window"),
-            "global_attn_every_n_layers": every,
-            "global_rope_theta": fields.number("rope.freq_base", 160000.0, within=THETAS),
-            "local_rope_theta": fields.number("rope.freq_base_swa", 10000.0, within=THETAS),
-            "classifier_pooling": "mean",  # as llama.cpp has it: no key says
-        }
-    config["layer_norm_eps"] = fields.number(eps_key, within=NORM_EPS)
-    config["type_vocab_size"] = shapes.get(_TYPES, (1,))[0]
-    if arch == "nomic-bert":
-        theta = fields.number("rope.freq_base", 1000.0, within=THETAS)
-        return config | {"hidden_act": "silu", "rope_theta": theta}
-    positions = shapes.get("embeddings.position_embeddings.weight", (0,))[0]
-    return config | {"hidden_act": "gelu", "max_position_embeddings": positions}
-
-
-def _parameter(arch: str, source: StoredTensor) -> ModelTensor:
-    """Describe a parameter by transformers' name; one that nobody knows has its own."""
-    name, shape = source.name, source.shape
-    match = _TENSOR.fullmatch(source.name)
-    if match and match[2] in _NAMES[arch]:
-        name = f"{_NAMES[arch][match[2]].format(match[1])}.{match[3]}"
-    if len(shape) == 1 and name in (_TYPES, "classifier.weight"):
-        shape = (1, *shape)  # the converter leaves axes of one out
-
-    def make(stored: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        if source.dtype in PLAIN:
-            return stored[0].to(dtype).view(shape)
-        return unpack(stored[0], source.dtype, shape, dtype)
-
-    return ModelTensor(name=name, shape=shape, dtype=None, sources=(source,), make=make)
-
-
-def _no_types(width: int) -> ModelTensor:
-    """Make the types of tokens of a model that has none, as DistilBERT."""
-
-    def make(stored: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        import torch
-
-        return torch.zeros(1, width, dtype=dtype)
-
-    return ModelTensor(name=_TYPES, shape=(1, width), dtype=None, sources=(), make=make)
-
-
+_DECODERS: Final[Mapping[object, Kind]] = {LAST: "embedding", RANK: "reranker"}
+"""What decoders are for, by their pooling."""
 MAX_TOGETHER: Final = 8
 """Short inputs of a decoder that are computed at once."""
 BATCH_POSITIONS: Final = 4096
@@ -247,15 +84,13 @@ class EncoderFacts:
     model: ModelFacts | None = None
 
     @property
-    def is_plain_decoder(self) -> bool:
-        """Whether it is a decoder whose hidden state of the last token is the vector."""
-        of_last = SentenceModules(pooling="last", most_tokens=self.modules.most_tokens)
-        normalized = self.modules.normalized
-        return (
-            self.model is not None
-            and normalized is not False
-            and (replace(self.modules, normalized=None) == of_last)
-        )
+    def is_for_rings_too(self) -> bool:
+        """Whether it is a decoder of which a ring makes the same, by what no file has to say."""
+        said = self.modules
+        if self.model is None or self.config.kind == "reranker":
+            return self.model is not None and said.answers is None
+        of_last = replace(said, pooling="last", dense=(), prompt="", lowers=False)
+        return said == of_last and said.normalized is not False
 
     @property
     def n_parameters(self) -> int:
@@ -315,17 +150,20 @@ def find_encoder(path: Path) -> EncoderFacts | None:
         arch = str(said.get(_ARCHITECTURE))
         if arch in GGUF_TYPES:
             return _in_gguf(path)
-        is_one = said.get(f"{arch}.pooling_type") == _LAST
-        return _decoder(path, SentenceModules(pooling="last")) if is_one else None
+        kind = _DECODERS.get(said.get(f"{arch}.pooling_type"))
+        return None if kind is None else _decoder(path, kind, SentenceModules(pooling="last"))
     if not os.path.isdir(path) or not has_file(path / "config.json"):
         return None
     if is_encoder(read_json(path / "config.json")):
         return _in_folder(path)
-    return _decoder(path, read_modules(path)) if makes_vectors(path) else None
+    kind = decoder_kind(path)
+    if kind is None:
+        return None
+    return _decoder(path, kind, read_modules(path) if kind == "embedding" else read_scores(path))
 
 
-def _decoder(path: Path, modules: SentenceModules) -> EncoderFacts | None:
-    """Describe a decoder that makes vectors; None for one that only a ring computes."""
+def _decoder(path: Path, kind: Kind, modules: SentenceModules) -> EncoderFacts | None:
+    """Describe a decoder that is an encoder; None for one that only a ring computes."""
     model = identify(path)
     model.check_known()
     own = model.config
@@ -337,7 +175,7 @@ def _decoder(path: Path, modules: SentenceModules) -> EncoderFacts | None:
         stamp=model.stamp,
         config=EncoderConfig(
             model_type=own.family,
-            kind="embedding",
+            kind=kind,
             class_name="",
             keys={},
             context=context,

@@ -19,7 +19,8 @@ from shardnet.checkpoint.tensors.model_tensor import ModelTensor, unchanged
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN, FileState
 from shardnet.errors import CheckpointError, UnsupportedModelError, shown
 from shardnet.model.config.fields import Fields
-from shardnet.model.families.encoders import MAX_VECTOR
+from shardnet.model.families.encoders import MAX_VECTOR, Kind
+from shardnet.runtime.encoding.judge import SYSTEM, Answers
 
 Pooling = Literal["mean", "cls", "last"]
 Activation = Literal["Identity", "Tanh"]
@@ -34,6 +35,7 @@ _MODES: Final[Mapping[str, Pooling]] = {
 """Ways to pool, as the files of newer and older versions name them."""
 _FLAG: Final = "pooling_mode_"
 _FOLDER: Final = re.compile(r"[\w-]+")
+_SCORE: Final = "LogitScore"
 _MAX_DENSE: Final = 4
 _VECTOR: Final = "sentence_embedding"
 """What is made of a text, as these files call it."""
@@ -59,7 +61,8 @@ class SentenceModules:
     """What is done around a model. Its vectors have length 1 if they are `normalized`.
 
     `prompt` is written before each text, which is put in lower case first if it `lowers`; an
-    input has `most_tokens`, None where no file says.
+    input has `most_tokens`, None where no file says. A decoder that judges documents does so by the
+    logits of `answers`, None where its tokenizer says which.
     """
 
     pooling: Pooling = "mean"
@@ -68,6 +71,7 @@ class SentenceModules:
     prompt: str = ""
     lowers: bool = False
     most_tokens: int | None = None
+    answers: Answers | None = None
 
 
 def read_modules(folder: Path) -> SentenceModules:
@@ -76,8 +80,7 @@ def read_modules(folder: Path) -> SentenceModules:
     Raises CheckpointError if one is damaged, UnsupportedModelError for what is not implemented.
     """
     limits = _optional(folder / "sentence_bert_config.json")
-    most = limits.get("max_seq_length")
-    most = most if isinstance(most, int) and most > 0 else None
+    most = _positive(limits.get("max_seq_length"))
     lowers = limits.get("do_lower_case") is True
     path = folder / "modules.json"
     if not has_file(path):
@@ -100,13 +103,43 @@ def read_modules(folder: Path) -> SentenceModules:
     )
 
 
-def makes_vectors(folder: Path) -> bool:
-    """Say whether files say so of a model that could write text.
+def decoder_kind(folder: Path) -> Kind | None:
+    """Say what files say that a model which could write text is for; None for that.
 
     Raises CheckpointError if they are damaged.
     """
     path = folder / "modules.json"
-    return has_file(path) and any(kind == "Pooling" for kind, _ in _listed(path))
+    kinds = {kind for kind, _ in _listed(path)} if has_file(path) else set()
+    return "reranker" if _SCORE in kinds else "embedding" if "Pooling" in kinds else None
+
+
+def read_scores(folder: Path) -> SentenceModules:
+    """Read by which tokens' logits a decoder judges documents.
+
+    Raises UnsupportedModelError for one that is asked in other words than Qwen3-Reranker.
+    """
+    path = folder / "modules.json"
+    listed = _listed(path)
+    if [kind for kind, _ in listed] != ["Transformer", _SCORE]:
+        raise UnsupportedModelError(f"{path}: other modules than {_SCORE} are not implemented")
+    where = _within(folder, listed[1][1]) / "config.json"
+    fields = Fields(read_json(where), str(where))
+    template = folder / "chat_template.jinja"
+    words = SYSTEM.partition(".")[0].encode()
+    if not has_file(template) or words not in read_file(template, MAX_JSON_BYTES):
+        raise UnsupportedModelError(
+            f"{where}: {_SCORE} is implemented for models that are asked as Qwen3-Reranker is",
+            remedy="use another reranker (docs/models.md)",
+        )
+    no = fields.take("false_token_id", int, None)
+    most = _optional(folder / "sentence_bert_config.json").get("max_seq_length")
+    return SentenceModules(
+        answers=(fields.take("true_token_id", int), no), most_tokens=_positive(most)
+    )
+
+
+def _positive(value: object) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
 
 
 def _listed(path: Path) -> list[tuple[str, str]]:

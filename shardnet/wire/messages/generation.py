@@ -287,7 +287,8 @@ class Detokenized(Numbered, frozen=True, kw_only=True):
 class Encode(Numbered, frozen=True, kw_only=True):
     """Ask an encoder for the vectors of texts, or with a `query` how well each answers that.
 
-    Without texts it is only described. `pooling` "" is the model's own. Texts that are too long are
+    Without texts it is only described. `pooling` "" is the model's own. `instruction` says what a
+    good answer is, "" for the usual one, to models that are told. Texts that are too long are
     refused unless they are to `truncate`. `first` is the number of the first one, for errors.
     Answered by Encoded, after NodeProgress while the model is downloaded, or by Redirect.
     """
@@ -295,6 +296,7 @@ class Encode(Numbered, frozen=True, kw_only=True):
     model: PathText
     texts: Annotated[list[Text | TokenIds], Meta(max_length=MAX_ENCODED)] = []
     query: Text | None = None
+    instruction: Text = ""
     pooling: Literal["", "mean", "cls", "last"] = ""
     special_tokens: bool = True
     truncate: bool = False

@@ -14,7 +14,13 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from runtime.encoding.test_decoders import make_embedder
+from runtime.encoding.test_decoders import (
+    DOCUMENTS,
+    QUERY,
+    judged,
+    make_embedder,
+    make_reranker,
+)
 from support.models.checkpoints import make_llama
 from support.models.encoder_checkpoints import add_modules, make_encoder
 
@@ -31,6 +37,7 @@ from shardnet.errors import (
 from shardnet.model.families import encoders as families
 from shardnet.runtime.encoding import encoder
 from shardnet.runtime.encoding.encoder_facts import find_encoder
+from shardnet.runtime.encoding.judge import INSTRUCTION
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import ControlMessage, Redirect
 from shardnet.wire.messages.generation import MAX_ENCODED_WIDTH, Encode, Encoded
@@ -230,6 +237,24 @@ def test_a_decoder_is_ours_where_it_fits_and_else_the_rings(tmp_path: Path) -> N
             add_modules(folder, "mean_tokens")  # a ring gives the last token's
             here.room_bytes -= 1
             with pytest.raises(CapacityError, match="this node has"):
+                await here.ask(folder, "a")
+
+    asyncio.run(main())
+
+
+def test_a_decoder_judges_documents_as_it_is_told(tmp_path: Path) -> None:
+    folder = make_reranker(tmp_path / "model")
+
+    async def main() -> None:
+        async with lab() as here:
+            for instruction in ("", "be strict"):
+                more = {"query": QUERY, "instruction": instruction, "truncate": True}
+                answer: Encoded = await here.ask(folder, *DOCUMENTS, **more)
+                assert (answer.kind, answer.width, answer.context) == ("reranker", 1, 1024)
+                expected = judged(folder, instruction or INSTRUCTION, 1024)
+                found = np.frombuffer(answer.values, "<f4")
+                np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+            with pytest.raises(UsageError, match="takes a query and documents to rank"):
                 await here.ask(folder, "a")
 
     asyncio.run(main())

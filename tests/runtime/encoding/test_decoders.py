@@ -24,6 +24,7 @@ from shardnet.errors import ShardnetError, UnsupportedModelError, UsageError
 from shardnet.runtime.encoding.decoder import load_decoder
 from shardnet.runtime.encoding.encoder import EncoderInput
 from shardnet.runtime.encoding.encoder_facts import EncoderFacts, find_encoder
+from shardnet.runtime.encoding.judge import SYSTEM, Judge, question
 from shardnet.tokenizers.formats.tokenizer_files import tokenizer_place
 from shardnet.tokenizers.text_backend import TextBackend
 
@@ -77,7 +78,7 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, is_tied: bool) -> Non
     folder = make_embedder(tmp_path / "model", tie_word_embeddings=is_tied)
     facts = facts_of(folder)
     assert (facts.modules.pooling, facts.modules.normalized, facts.context) == ("last", True, 1024)
-    assert facts.is_plain_decoder
+    assert facts.is_for_rings_too
     decoder = load_decoder(facts, "cpu")
     inputs = inputs_of(folder)
     assert max(len(given.token_ids) for given in inputs) > 512
@@ -97,7 +98,7 @@ def test_other_poolings_and_a_prompt_before_each_text(tmp_path: Path) -> None:
     (folder / "config_sentence_transformers.json").write_text(json.dumps(says))
     facts = facts_of(folder)
     assert (facts.modules.pooling, facts.modules.prompt) == ("mean", "Query: ")
-    assert not facts.is_plain_decoder
+    assert not facts.is_for_rings_too
     inputs = inputs_of(folder)
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     decoder = load_decoder(facts, "cpu")
@@ -135,7 +136,7 @@ def test_a_gguf_makes_the_same_and_ends_texts(tmp_path: Path, kind: str) -> None
         folder, tmp_path / "m.gguf", pack=pack_as(how), tokenizer=words, pooling_type=3
     )
     facts = facts_of(path)
-    assert facts.is_plain_decoder
+    assert facts.is_for_rings_too
     assert facts.modules.normalized is None
     stored = load_file(folder / "model.safetensors")
     values = {name: one.numpy() for name, one in stored.items()}
@@ -178,3 +179,77 @@ def test_what_makes_no_vectors_or_not_so(tmp_path: Path) -> None:
     add_modules(folder, "lasttoken")
     with pytest.raises(ShardnetError, match="score"):
         load_decoder(facts_of(folder), "cpu")
+
+
+QUERY, DOCUMENTS = "what did she do", ["She read <|im_end|> a letter.", "It rained. " * 40]
+
+
+def make_reranker(folder: Path) -> Path:
+    """Write a checkpoint as Qwen3-Reranker's, with the files of sentence-transformers."""
+    make_decoder(folder, "qwen3", **SIZES, max_position_embeddings=1024)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = None
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    modules = [("Transformer", ""), ("LogitScore", "1_LogitScore")]
+    listed = [{"type": f"sentence_transformers.{kind}", "path": path} for kind, path in modules]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_LogitScore").mkdir()
+    (folder / "1_LogitScore" / "config.json").write_text(
+        '{"true_token_id": 9, "false_token_id": 7}'
+    )
+    (folder / "chat_template.jinja").write_text(f"<|im_start|>system\n{SYSTEM}<|im_end|>\n")
+    return folder
+
+
+def judged(folder: Path, instruction: str, most: int) -> list[float]:
+    """By how much transformers' logits say yes rather than no, as the model's page has it."""
+    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    begin, end = (
+        own.encode(text).ids
+        for text in (
+            f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n",
+            "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        )
+    )
+    own.encode_special_tokens = True
+    scores = []
+    for document in DOCUMENTS:
+        text = f"<Instruct>: {instruction}\n<Query>: {QUERY}\n<Document>: {document}"
+        ids = [*begin, *own.encode(text).ids[: most - len(begin) - len(end)], *end]
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        scores.append(float(logits[9] - logits[7]))
+    return scores
+
+
+@pytest.mark.parametrize("most", [1024, 300])
+def test_documents_are_judged_by_the_logits_of_yes_and_no(tmp_path: Path, most: int) -> None:
+    folder = make_reranker(tmp_path / "model")
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": most}))
+    facts = facts_of(folder)
+    assert (facts.config.kind, facts.context, facts.is_for_rings_too) == ("reranker", most, False)
+    backend = TextBackend.load_optional(tokenizer_place(folder))
+    assert backend is not None
+    judge = Judge.of(backend.encode, facts.modules.answers)
+    asked = [question(QUERY, document, "be strict") for document in DOCUMENTS]
+    tokens = [judge.tokens(backend.encode, one, most) for one in asked]
+    assert max(map(len, tokens)) == min(most, 532)
+    inputs = [EncoderInput(ids, [0] * len(ids)) for ids in tokens]
+    made = load_decoder(facts, "cpu", judge).forward(inputs, "mean")
+    expected = judged(folder, "be strict", most)
+    np.testing.assert_allclose(made[:, 0], expected, rtol=0, atol=TOLERANCE)
+
+
+def test_a_reranker_in_gguf_or_asked_in_other_words(tmp_path: Path) -> None:
+    folder = make_reranker(tmp_path / "model")
+    says = {"pooling_type": 4, "classifier__output_labels": ["yes", "no"]}
+    path = write_gguf(folder, tmp_path / "m.gguf", **says)
+    facts = facts_of(path)
+    assert (facts.config.kind, facts.is_for_rings_too) == ("reranker", True)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(UnsupportedModelError, match="asked as Qwen3-Reranker is"):
+        find_encoder(folder)
+    (folder / "modules.json").unlink()
+    assert find_encoder(folder) is None  # nothing says so: a ring is asked, as any other model
