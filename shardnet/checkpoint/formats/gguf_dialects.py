@@ -373,3 +373,9 @@ DIALECTS: Final = {
     ),
 }
 """By Ollama's name of an architecture."""
+GEMMA_EMBEDDING: Final = Dialect(
+    architecture="gemma-embedding",
+    keys=DIALECTS["gemma3"].keys,
+    tensors={r"^dense\.0\.": "dense_2.", r"^dense\.1\.": "dense_3."},
+    tokenizer={"add_space_prefix": False},
+)

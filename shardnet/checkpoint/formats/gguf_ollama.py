@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardnet.checkpoint.formats.gguf_dialects import (
+    GEMMA_EMBEDDING,
     DIALECTS,
     TOKENIZER,
     Dialect,
@@ -61,6 +62,11 @@ _EOT: Final = 128009
 """Where Llama 3's tokens have the end of a turn."""
 
 
+def is_gemma_embedding(metadata: Mapping[str, MetadataValue]) -> bool:
+    """Say whether a file is EmbeddingGemma's by Ollama, who has it as a Gemma 3 that is pooled."""
+    return metadata.get(_ARCHITECTURE) == "gemma3" and metadata.get("gemma3.pooling_type") == 1
+
+
 def language_of(header: GgufHeader, where: str) -> GgufHeader:
     """Tell the header of a language model as llama.cpp would write it; others stay as they are.
 
@@ -69,7 +75,7 @@ def language_of(header: GgufHeader, where: str) -> GgufHeader:
     architecture = str(header.metadata.get(_ARCHITECTURE))
     if architecture == "llama" and _is_llama3(header.metadata):
         return replace(header, metadata={**header.metadata, f"{TOKENIZER}pre": "llama-bpe"})
-    dialect = DIALECTS.get(architecture)
+    dialect = GEMMA_EMBEDDING if is_gemma_embedding(header.metadata) else DIALECTS.get(architecture)
     if dialect is None or not _is_ollamas(header, architecture, dialect):
         return header
     prefix, metadata = f"{architecture}.", dict[str, MetadataValue]()

@@ -34,6 +34,7 @@ GGUF_TYPES: Final[Mapping[str, str]] = {
     "bert": "bert",  # RoBERTa, XLM-RoBERTa and DistilBERT, too: only tokenizers differ
     "nomic-bert": "nomic_bert",
     "modern-bert": "modernbert",
+    "gemma-embedding": _BOTH_WAYS,
 }
 """The `model_type` of a GGUF's `general.architecture`."""
 MAX_ENCODED_POSITIONS: Final = 1 << 17
@@ -43,6 +44,7 @@ MAX_VECTOR: Final = 1 << 14
 """Most numbers in a vector: it travels in one frame."""
 _BEHIND_PADDING: Final = frozenset(("roberta", "xlm-roberta", "mpnet"))
 """Families that count positions from the one behind the padding's id."""
+_ROTARY: Final = frozenset(("nomic_bert", "modernbert"))
 _HAS_TYPES: Final = frozenset(("bert", "nomic_bert"))
 _N_MASKS: Final = 2
 """Masks of attention: of all positions, and of a window. MPNet's attention holds all scores."""
@@ -120,8 +122,11 @@ def read_encoder_config(raw: Mapping[str, Any], where: str) -> EncoderConfig:
     if fields.take("is_decoder", bool, False):
         raise fields.unsupported("is_decoder", True, "false")
     positions = fields.take("position_embedding_type", str, "absolute")
-    if positions not in ("absolute", "rotary"):
-        raise fields.unsupported("position_embedding_type", positions, "absolute, rotary")
+    known = ("absolute", "rotary") if model_type in _ROTARY else ("absolute",)
+    if positions not in known:  # others have makers' own code, as Jina's
+        raise fields.unsupported("position_embedding_type", positions, ", ".join(known))
+    if n_experts := fields.take("num_experts", int, 0):
+        raise fields.unsupported("num_experts", n_experts, "none")
     distils = model_type == "distilbert"
     fields.positive("vocab_size", at_most=MAX_VOCABULARY)
     fields.positive("hidden_dim" if distils else "intermediate_size", at_most=MAX_WIDTH)

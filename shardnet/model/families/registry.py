@@ -239,8 +239,9 @@ def _find_family(fields: Fields) -> Family:
         known = ", ".join(sorted((*FAMILIES, *WRAPPERS)))
         raise fields.unsupported("model_type", model_type, known)
     whole = family.architecture
-    without_head = whole.removesuffix("ForCausalLM") + "Model"
-    _check_architecture(fields, whole, (*family.same_architectures, without_head))
+    stem = whole.removesuffix("ForCausalLM")
+    without_head = (f"{stem}Model", f"{stem}TextModel")  # as models that make vectors
+    _check_architecture(fields, whole, (*family.same_architectures, *without_head))
     return family
 
 

@@ -17,6 +17,7 @@ from typing import Final
 from shardnet.checkpoint.checkpoint import gguf_file
 from shardnet.checkpoint.formats.gguf import read_gguf_files
 from shardnet.checkpoint.formats.gguf_header import first_values, gguf_files
+from shardnet.checkpoint.formats.gguf_ollama import is_gemma_embedding
 from shardnet.checkpoint.formats.gguf_types import form_name
 from shardnet.checkpoint.formats.huggingface import open_huggingface
 from shardnet.checkpoint.tensors.checkpoint_files import has_file
@@ -34,7 +35,9 @@ from shardnet.model.families.encoders import (
 from shardnet.model.families.stage_tensors import count_parameters
 from shardnet.runtime.encoding.gguf_encoder import LAST, RANK, gguf_encoder
 from shardnet.runtime.encoding.sentence_modules import (
+    DenseLayer,
     SentenceModules,
+    check_widths,
     decoder_kind,
     read_modules,
     read_scores,
@@ -148,7 +151,7 @@ def find_encoder(path: Path) -> EncoderFacts | None:
     if file is not None:
         said = first_values(file)
         arch = str(said.get(_ARCHITECTURE))
-        if arch in GGUF_TYPES:
+        if arch in GGUF_TYPES or is_gemma_embedding(said):
             return _in_gguf(path)
         kind = _DECODERS.get(said.get(f"{arch}.pooling_type"))
         return None if kind is None else _decoder(path, kind, SentenceModules(pooling="last"))
@@ -167,8 +170,11 @@ def _decoder(path: Path, kind: Kind, modules: SentenceModules) -> EncoderFacts |
     model = identify(path)
     model.check_known()
     own = model.config
+    if own.wrapper:
+        raise UnsupportedModelError(f"{path}: {kind} models that see are not implemented")
     if own.outline is not None or own.has_state:
         return None
+    check_widths(modules.dense, own.hidden_size, str(path))
     context = min(own.default_context, modules.most_tokens or own.default_context)
     return EncoderFacts(
         path=path,
@@ -200,17 +206,28 @@ def _in_gguf(path: Path) -> EncoderFacts:
     stamped, paths = stamp(path), gguf_files(path)
     headers, files = read_gguf_files(paths)
     stored = {name: one for file in files.values() for name, one in file.tensors.items()}
-    raw, tensors, pooling = gguf_encoder(headers[0], stored, str(paths[0]))
-    config = read_encoder_config(raw, str(paths[0]))
+    found = gguf_encoder(headers[0], stored, str(paths[0]))
+    config = read_encoder_config(found.config, str(paths[0]))
+    opened = {name: FileState.of(paths[0].with_name(name)) for name in files}
+    dense = tuple(
+        DenseLayer(
+            activation="Identity",
+            tensors=(tensor,),
+            folder=paths[0].parent,
+            opened=opened,
+        )
+        for tensor in found.dense
+    )
+    check_widths(dense, config.hidden_size, str(paths[0]))
     return EncoderFacts(
         path=path,
         stamp=stamped,
         config=config,
-        modules=SentenceModules(pooling=pooling),
+        modules=SentenceModules(pooling=found.pooling, dense=dense),
         context=config.context,
         folder=paths[0].parent,
-        tensors=tensors,
-        opened={name: FileState.of(paths[0].with_name(name)) for name in files},
+        tensors=found.parameters,
+        opened=opened,
         form=form_name(headers[0].metadata.get("general.file_type")),
         size_bytes=sum(file.size_bytes for file in files.values()),
         model_id=_model_id(files.values(), config),
@@ -224,6 +241,7 @@ def _in_folder(path: Path) -> EncoderFacts:
         raise UnsupportedModelError(f"{path}: an encoder with {contents.form} weights is not read")
     config = read_encoder_config(contents.config, contents.where)
     modules = read_modules(path)
+    check_widths(modules.dense, config.hidden_size, str(path))
     stored = [tensor for file in contents.files.values() for tensor in file.tensors.values()]
     return EncoderFacts(
         path=path,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.checkpoint.formats.gguf_header import GgufHeader
@@ -29,6 +30,9 @@ _POOLINGS: Final[Mapping[int, Pooling]] = {1: "mean", 2: "cls", LAST: "last"}
 RANK: Final = 4
 _TYPES: Final = "embeddings.token_type_embeddings.weight"
 _BERT_LAYER: Final = "encoder.layer.{}."
+_GEMMA: Final = "gemma-embedding"
+_DENSE: Final = ("dense_2.weight", "dense_3.weight")
+"""The linears behind EmbeddingGemma's pooling."""
 _NAMES: Final[Mapping[str, Mapping[str, str]]] = {
     "bert": {
         "token_embd": "embeddings.word_embeddings",
@@ -58,6 +62,24 @@ _NAMES: Final[Mapping[str, Mapping[str, str]]] = {
         "ffn_down": "encoder.layers.{}.mlp.fc2",
         "layer_output_norm": "encoder.layers.{}.norm2",
     },
+    _GEMMA: {
+        "token_embd": "embed_tokens",
+        "attn_norm": "layers.{}.input_layernorm",
+        "attn_q": "layers.{}.self_attn.q_proj",
+        "attn_q_norm": "layers.{}.self_attn.q_norm",
+        "attn_k": "layers.{}.self_attn.k_proj",
+        "attn_k_norm": "layers.{}.self_attn.k_norm",
+        "attn_v": "layers.{}.self_attn.v_proj",
+        "attn_output": "layers.{}.self_attn.o_proj",
+        "post_attention_norm": "layers.{}.post_attention_layernorm",
+        "ffn_norm": "layers.{}.pre_feedforward_layernorm",
+        "ffn_gate": "layers.{}.mlp.gate_proj",
+        "ffn_up": "layers.{}.mlp.up_proj",
+        "ffn_down": "layers.{}.mlp.down_proj",
+        "post_ffw_norm": "layers.{}.post_feedforward_layernorm",
+        "output_norm": "norm",
+        "norm": "norm",  # Ollama's converter
+    },
     "modern-bert": {
         "token_embd": "embeddings.tok_embeddings",
         "token_embd_norm": "embeddings.norm",
@@ -77,10 +99,20 @@ _NAMES: Final[Mapping[str, Mapping[str, str]]] = {
 _TENSOR: Final = re.compile(r"(?:blk\.(\d+)\.)?(.+)\.(weight|bias)")
 
 
-def gguf_encoder(
-    header: GgufHeader, stored: Mapping[str, StoredTensor], where: str
-) -> tuple[dict[str, Any], tuple[ModelTensor, ...], Pooling]:
-    """Return an encoder's config, parameters and pooling, from the header of the file `where`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufEncoder:
+    """What a file says of an encoder: its config as config.json, its parameters by transformers'
+    names, its pooling, and the weights of linears behind that.
+    """
+
+    config: dict[str, Any]
+    parameters: tuple[ModelTensor, ...]
+    pooling: Pooling
+    dense: tuple[ModelTensor, ...]
+
+
+def gguf_encoder(header: GgufHeader, stored: Mapping[str, StoredTensor], where: str) -> GgufEncoder:
+    """Describe an encoder from the header of the file `where`.
 
     Raises CheckpointError for a missing or malformed key, UnsupportedModelError for a value that is
     not implemented.
@@ -96,7 +128,14 @@ def gguf_encoder(
     if pooling not in (0, *_POOLINGS, RANK):
         raise fields.unsupported("pooling_type", pooling, "mean 1, cls 2, last 3, rank 4")
     ranks = pooling == RANK or "cls.output.weight" in stored
-    tensors = [_parameter(arch, tensor) for tensor in stored.values()]
+    made = [_parameter(arch, tensor) for tensor in stored.values() if tensor.name not in _DENSE]
+    tensors, dense = made, [_parameter(arch, stored[name]) for name in _DENSE if name in stored]
+    if arch == _GEMMA and len(dense) < len(_DENSE):
+        raise UnsupportedModelError(
+            f"{where} lacks the linears behind its pooling ({', '.join(_DENSE)}), without which "
+            "its vectors would not be the model's",
+            remedy="choose a file that was converted with --sentence-transformers-dense-modules",
+        )
     config = _config(arch, fields, {tensor.name: tensor.shape for tensor in tensors})
     config["architectures"] = [
         CLASSES[GGUF_TYPES[arch]] + ("ForSequenceClassification" if ranks else "Model")
@@ -110,7 +149,12 @@ def gguf_encoder(
                 remedy="take the model's own repository, with safetensors",
             )
         tensors.append(_no_types(config["hidden_size"]))
-    return config, tuple(tensors), _POOLINGS.get(pooling, "mean")
+    return GgufEncoder(
+        config=config,
+        parameters=tuple(tensors),
+        pooling=_POOLINGS.get(pooling, "mean"),
+        dense=tuple(dense),
+    )
 
 
 def _config(arch: str, fields: Fields, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -132,6 +176,8 @@ def _config(arch: str, fields: Fields, shapes: Mapping[str, tuple[int, ...]]) ->
         "num_labels": shapes.get("classifier.weight", (1,))[0],
     }
     eps_key = "attention.layer_norm_epsilon"
+    if arch == _GEMMA:
+        return config | _gemma(fields, fields.positive("block_count"))
     if arch == "modern-bert":
         every = fields.take("attention.sliding_window_pattern", int, 3)
         if fields.missing(eps_key):
@@ -153,6 +199,33 @@ def _config(arch: str, fields: Fields, shapes: Mapping[str, tuple[int, ...]]) ->
     return config | {"hidden_act": "gelu", "max_position_embeddings": positions}
 
 
+def _gemma(fields: Fields, n_layers: int) -> dict[str, Any]:
+    """Read what only a Gemma3TextConfig has: every sixth layer sees all, where no list says which.
+
+    Windows are stored as wide as in config.json, to both sides together.
+    """
+    size = fields.positive("attention.key_length")
+    has_window = fields.take("attention.sliding_window_pattern", (int, list), 6)
+    if isinstance(has_window, int):
+        has_window = [bool((layer + 1) % max(has_window, 1)) for layer in range(n_layers)]
+    thetas = {
+        "full_attention": fields.number("rope.freq_base", 1e6, within=THETAS),
+        "sliding_attention": fields.number("rope.freq_base_swa", 1e4, within=THETAS),
+    }
+    return {
+        "head_dim": size,
+        "query_pre_attn_scalar": size,
+        "num_key_value_heads": fields.positive("attention.head_count_kv"),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", within=NORM_EPS),
+        "sliding_window": fields.positive("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in has_window],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in thetas.items()
+        },
+        "use_bidirectional_attention": True,
+    }
+
+
 def _parameter(arch: str, source: StoredTensor) -> ModelTensor:
     """Describe a parameter by transformers' name; one that nobody knows has its own."""
     name, shape = source.name, source.shape
@@ -162,9 +235,12 @@ def _parameter(arch: str, source: StoredTensor) -> ModelTensor:
     if len(shape) == 1 and name in (_TYPES, "classifier.weight"):
         shape = (1, *shape)  # the converter leaves axes of one out
 
+    added = 1.0 if arch == _GEMMA and name.endswith("norm.weight") else 0.0
+
     def make(stored: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         if source.dtype in PLAIN:
-            return stored[0].to(dtype).view(shape)
+            values = stored[0].to(dtype).view(shape)
+            return values - added if added else values  # norms are stored with their 1
         return unpack(stored[0], source.dtype, shape, dtype)
 
     return ModelTensor(name=name, shape=shape, dtype=None, sources=(source,), make=make)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -101,6 +101,18 @@ def read_modules(folder: Path) -> SentenceModules:
         lowers=lowers,
         most_tokens=most,
     )
+
+
+def check_widths(dense: Sequence[DenseLayer], width: int, where: str) -> None:
+    """Raise CheckpointError unless linears take what is before them: `width` numbers at first."""
+    for layer in dense:
+        n_out, n_in = layer.tensors[0].shape
+        if n_in != width:
+            raise CheckpointError(
+                f"{where}: a linear behind the pooling takes {n_in} numbers, and gets {width}",
+                remedy=AGAIN,
+            )
+        width = n_out
 
 
 def decoder_kind(folder: Path) -> Kind | None:

@@ -6,6 +6,7 @@ writes them. Must not know the file's bytes: gguf_header.py does.
 
 from __future__ import annotations
 
+import base64
 import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -45,8 +46,8 @@ MAX_CHARSMAP = 1 << 22
 """Limit of a compiled normalization; that of XLM-RoBERTa has 237 539 bytes."""
 _AGAIN = "fetch the file again or choose one that a newer llama.cpp has converted"
 
-_LAST: Final = 3
-"""The pooling by the last token."""
+_POOLINGS: Final = (1, 2, 3)
+"""Those that make vectors: mean, first and last."""
 
 _Kind = TypeVar("_Kind", bound=object)
 
@@ -82,7 +83,7 @@ def read_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> LoadedTokeni
         _mark_ends(values, tokens, loaded.backend)
         return loaded
     adds_bos = values.one("add_bos_token", bool)
-    if values.pools_last and values.one("add_eos_token", bool):
+    if values.pools and values.one("add_eos_token", bool):
         return _with_end(values, tokens, loaded, adds_bos=adds_bos)
     return LoadedTokenizer(
         backend=loaded.backend,
@@ -100,8 +101,8 @@ class _Metadata:
         self._metadata = metadata
         self.where = where
         self.architecture = metadata.get("general.architecture")
-        self.pools_last = metadata.get(f"{self.architecture}.pooling_type") == _LAST
-        """Whether a text is what its last token's hidden state says."""
+        self.pools = metadata.get(f"{self.architecture}.pooling_type") in _POOLINGS
+        """Whether vectors are made of texts."""
 
     def damaged(self, key: str, why: str) -> CheckpointError:
         """Make the error that names file and key."""
@@ -211,8 +212,14 @@ def _read_pieces(
 
 
 def _charsmap(values: _Metadata) -> bytes:
-    numbers = values.many("precompiled_charsmap", (int,), MAX_CHARSMAP) or []
-    return bytes(number % 256 for number in numbers)  # older files have them signed
+    """Read the compiled normalization: bytes, or as Ollama writes them, in base64 by characters."""
+    found = values.many("precompiled_charsmap", (int, str), MAX_CHARSMAP) or []
+    if not found or isinstance(found[0], int):
+        return bytes(number % 256 for number in found)  # older files have them signed
+    try:
+        return base64.b64decode("".join(found), validate=True)
+    except (ValueError, TypeError):
+        raise values.damaged("precompiled_charsmap", "is not base64") from None
 
 
 def _read_words(values: _Metadata, tokens: list[str]) -> LoadedTokenizer:

@@ -172,6 +172,10 @@ def test_what_makes_no_vectors_or_not_so(tmp_path: Path) -> None:
     refused("architectures = .*LlamaBidirectionalModel", architectures=["LlamaBidirectionalModel"])
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3Model"]}))
     assert facts_of(folder).config.model_type == "qwen3"
+    seeing = make_decoder(tmp_path / "seeing", "qwen3_vl")
+    add_modules(seeing, "lasttoken")
+    with pytest.raises(UnsupportedModelError, match="embedding models that see"):
+        find_encoder(seeing)
     (folder / "modules.json").unlink()
     assert find_encoder(folder) is None
     stored = load_file(folder / "model.safetensors")

@@ -162,9 +162,10 @@ def test_nomics_own_keys_and_names(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(old))
     made = load_encoder(facts_of(folder), "cpu").forward(inputs_of(TEXTS), "mean")
     np.testing.assert_allclose(made, expected, rtol=0, atol=TOLERANCE)
-    (folder / "config.json").write_text(json.dumps({**old, "prenorm": True}))
-    with pytest.raises(UnsupportedModelError, match="prenorm = True is not supported"):
-        find_encoder(folder)
+    for key, value in (("prenorm", True), ("num_experts", 8)):  # the latter as v2
+        (folder / "config.json").write_text(json.dumps({**old, key: value}))
+        with pytest.raises(UnsupportedModelError, match=f"{key} = {value} is not supported"):
+            find_encoder(folder)
 
 
 def test_what_is_not_implemented_or_damaged_is_named(tmp_path: Path) -> None:
@@ -183,9 +184,10 @@ def test_what_is_not_implemented_or_damaged_is_named(tmp_path: Path) -> None:
     refused("architectures = .*Question.* is not supported", architectures=["BertForQuestion"])
     refused("is_decoder = True", is_decoder=True)
     refused(
-        "position_embedding_type = 'relative_key_query' .*absolute, rotary",
+        "position_embedding_type = 'relative_key_query' .*: absolute",
         position_embedding_type="relative_key_query",
     )
+    refused("position_embedding_type = 'rotary'", position_embedding_type="rotary")
     refused("expected 1 to 512", num_hidden_layers=10**9)
     refused("FP8", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     refused("transformers makes no BertForSequence", num_attention_heads=5)

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from runtime.encoding.test_encoder_families import TEXTS, TOLERANCE, facts_of, inputs_of, reference
-from support.models.encoder_checkpoints import make_encoder, write_encoder_gguf
+from support.models.encoder_checkpoints import add_dense, make_encoder, write_encoder_gguf
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import ShardnetError, UnsupportedModelError
@@ -51,6 +52,38 @@ def test_a_gguf_is_what_transformers_makes_of_its_weights(
         if facts.config.kind == "embedding":
             expected = expected.mean(0)
         np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("kind", "is_ollamas"), [("F32", False), ("Q8_0", False), ("F32", True)])
+def test_embedding_gemma_by_llama_cpp_and_by_ollama(
+    tmp_path: Path, kind: str, is_ollamas: bool
+) -> None:
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8, "pad_token_id": 0}
+    more = {"query_pre_attn_scalar": 8, "use_bidirectional_attention": True, **WIDE}
+    local = {"rope_type": "default", "rope_theta": 77.0}
+    rope = {"full_attention": {**local, "rope_theta": 1e6}, "sliding_attention": local}
+    sizes["num_hidden_layers"] = 7
+    folder = make_encoder(
+        tmp_path / "model", "Gemma3TextModel", **sizes, **more, rope_parameters=rope
+    )
+    dense = add_dense(folder, "mean_tokens", [(64, "Identity", False), (32, "Identity", False)])
+    said = {"attention.sliding_window_pattern": [True] * 5 + [False, True]} if is_ollamas else {}
+    path = write_encoder_gguf(folder, tmp_path / "m.gguf", kind, is_ollamas=is_ollamas, **said)
+    inputs = inputs_of(TEXTS)
+    expected = dense(torch.tensor(np.stack([reference(folder, one).mean(0) for one in inputs])))
+    facts = facts_of(path)
+    assert (facts.context, facts.config.model_type) == (48, "gemma3_text")
+    made = load_encoder(facts, "cpu").forward(inputs, facts.modules.pooling)
+    np.testing.assert_allclose(made, expected, rtol=0, atol=TOLERANCE)
+    backend = TextBackend.load_optional(tokenizer_place(path))
+    assert backend is not None
+    ids, _ = backend.encode_input("a", None, True, None)
+    assert (ids[0], ids[-1], len(ids)) == (2, 3, 3)  # what begins a text, and what ends it
+    with pytest.raises(UnsupportedModelError, match="an encoder, which makes vectors"):
+        Checkpoint.open(path)
+    (folder / "3_Dense" / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedModelError, match="lacks the linears behind its pooling"):
+        find_encoder(write_encoder_gguf(folder, path, kind, is_ollamas=is_ollamas))
 
 
 def test_how_vectors_are_pooled_and_texts_are_cut_to_tokens(tmp_path: Path) -> None:

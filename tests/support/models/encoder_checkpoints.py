@@ -130,14 +130,28 @@ def add_dense(folder: Path, pooling: str, layers: list[tuple[int, str, bool]]) -
 ARCHITECTURES = {
     "NomicBert": gguf.MODEL_ARCH.NOMIC_BERT,
     "ModernBert": gguf.MODEL_ARCH.MODERN_BERT,
+    "Gemma3Text": gguf.MODEL_ARCH.GEMMA_EMBEDDING,
 }
 """By the beginning of a class's name; the others are BERT's."""
 _PREFIXES = ("bert.", "roberta.", "distilbert.", "model.")
 _NO_VECTORS = ("pooler.", "cls.", "lm_head.", "vocab_")
 
 
-def write_encoder_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: Any) -> Path:
+OLLAMAS = {
+    "output_norm.weight": "norm.weight",
+    "dense_2.weight": "dense.0.weight",
+    "dense_3.weight": "dense.1.weight",
+    "rope.freq_base_swa": "rope.local.freq_base",
+}
+"""Other names of EmbeddingGemma's tensors and keys, by Ollama's converter."""
+
+
+def write_encoder_gguf(
+    folder: Path, path: Path, kind: str = "F32", *, is_ollamas: bool = False, **metadata: Any
+) -> Path:
     """Write the checkpoint in `folder` as llama.cpp's converter does, its matrices as `kind`.
+
+    With `is_ollamas` EmbeddingGemma is written as Ollama's converter does.
 
     The folder has the values of that file from then on. Of `metadata` None leaves a key out.
     """
@@ -145,8 +159,10 @@ def write_encoder_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: 
     [name] = config["architectures"]
     arch = next((ARCHITECTURES[key] for key in ARCHITECTURES if name.startswith(key)), None)
     arch = arch or gguf.MODEL_ARCH.BERT
-    names = gguf.get_tensor_name_map(arch, 4)
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    names = gguf.get_tensor_name_map(arch, 8)
+    shown = "gemma3" if is_ollamas else gguf.MODEL_ARCH_NAMES[arch]
+    others = OLLAMAS if is_ollamas else {}
+    writer = gguf.GGUFWriter(path, shown)
     tensors = load_file(folder / "model.safetensors")
     for own, values in tensors.items():
         known = next((own[len(p) :] for p in _PREFIXES if own.startswith(p)), own)
@@ -154,6 +170,7 @@ def write_encoder_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: 
             continue
         if known in ("classifier.weight", "classifier.bias"):
             known = known.replace("classifier", "classifier.out_proj")
+        known = f"model.{known}" if name.startswith("Gemma3Text") else known
         stored = names.get_name(known, try_suffixes=(".weight", ".bias"))
         assert stored is not None, known
         how = gguf.GGMLQuantizationType[
@@ -163,11 +180,18 @@ def write_encoder_gguf(folder: Path, path: Path, kind: str = "F32", **metadata: 
         tensors[own] = dequantize(packed, how).reshape(values.shape)
         if known.endswith("position_embeddings.weight") and "oberta" in name:
             packed = packed[config["pad_token_id"] + 1 :]
+        if name.startswith("Gemma3Text") and values.ndim == 1:
+            packed = packed + 1
         whole = packed if packed.size == 1 else packed.squeeze()
-        writer.add_tensor(stored, whole, raw_dtype=how)
+        writer.add_tensor(others.get(stored, stored), whole, raw_dtype=how)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    for key, value in (_encoder_metadata(config) | metadata).items():
-        whole = key if key.startswith("tokenizer.") else f"{gguf.MODEL_ARCH_NAMES[arch]}.{key}"
+    for stored in ("dense_2.weight", "dense_3.weight"):
+        file = folder / stored.replace("dense_", "").replace(".weight", "_Dense/model.safetensors")
+        if file.exists():
+            writer.add_tensor(others.get(stored, stored), load_file(file)["linear.weight"])
+    said = _encoder_metadata(config) | metadata
+    for key, value in sorted(said.items(), key=lambda one: one[0].startswith("tokenizer.")):
+        whole = key if key.startswith("tokenizer.") else f"{shown}.{others.get(key, key)}"
         if value is not None:
             add_value(writer, whole, value)
     writer.write_header_to_file()
@@ -194,6 +218,17 @@ def _encoder_metadata(config: dict[str, Any]) -> dict[str, Any]:
     }
     if config["model_type"] == "nomic_bert":
         made["rope.freq_base"] = float(config["rope_parameters"]["rope_theta"])
+    if config["model_type"] == "gemma3_text":
+        rope = config["rope_parameters"]
+        made |= {
+            "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+            "attention.head_count_kv": config["num_key_value_heads"],
+            "attention.key_length": config["head_dim"],
+            "attention.sliding_window": config["sliding_window"],
+            "rope.freq_base": float(rope["full_attention"]["rope_theta"]),
+            "rope.freq_base_swa": float(rope["sliding_attention"]["rope_theta"]),
+            "pooling_type": 1,
+        }
     if config["model_type"] == "modernbert":
         rope = config["rope_parameters"]
         made |= {

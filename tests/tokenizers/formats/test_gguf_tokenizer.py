@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,19 @@ def test_pieces_of_an_encoder_give_the_ids_of_sentencepiece_and_marks(text: str)
     ids = [3 if token_id == 1 else token_id for token_id in ids]  # that of <unk> was 0
     assert loaded.backend.encode(text).ids == [0, *ids, 2]
     assert loaded.backend.encode("the", text).ids[-len(ids) - 3 :] == [2, 2, *ids, 2]
+
+
+def test_a_normalization_that_ollama_wrote() -> None:
+    """In base64, a character each: so are those of bge-m3 and snowflake-arctic-embed2."""
+    said, key = trained.gguf_pieces_of_an_encoder(), "tokenizer.ggml.precompiled_charsmap"
+    written = base64.b64encode(bytes(said[key])).decode()
+    one, other = (read_gguf_tokenizer(said | more, "a.gguf") for more in ({}, {key: [*written]}))
+    assert one is not None
+    assert other is not None
+    text = "the ﬁ ① cat"
+    assert other.backend.encode(text).ids == one.backend.encode(text).ids
+    with pytest.raises(CheckpointError, match="precompiled_charsmap is not base64"):
+        read_gguf_tokenizer(said | {key: ["!", "="]}, "a.gguf")
 
 
 def test_texts_for_vectors_end_as_the_file_says() -> None:
