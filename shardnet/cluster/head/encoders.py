@@ -127,7 +127,7 @@ class Encoders:
         with self._counted():
             ring, held = self.ring_model(), [held.model for held in self._held.values()]
             model = await self.lists.resolve(message.model, (ring, *held))
-            if model == ring:  # which writes text, and may be on other nodes only
+            if model == ring and await self._is_rings(model):
                 control.send(Encoded(request=message.request, kind=""))
                 return
             path = await self._find(control, message.request, model)
@@ -148,6 +148,14 @@ class Encoders:
         """Read the headers of the encoder that a name means on this node; None if it means none."""
         path = await self.disk.run(model, partial(find_folder, model))
         return await self.facts_at(path) if path is not None else None
+
+    async def _is_rings(self, model: str) -> bool:
+        """Whether the model of the ring answers: one that is nothing else, or makes the same there.
+
+        It may be on other nodes only.
+        """
+        facts = await self.find(model)
+        return facts is None or facts.is_for_rings_too
 
     async def facts_at(self, path: Path) -> EncoderFacts | None:
         """Read the headers of an encoder, unless they are known; None for what is none.
@@ -305,8 +313,9 @@ class Encoders:
         from shardnet.runtime.encoding.encoder import batches
 
         rows: dict[int, bytes] = {}
-        pooling = message.pooling or held.encoder.facts.modules.pooling
-        for batch in batches([len(given.token_ids) for given in inputs]):
+        facts = held.encoder.facts
+        pooling = message.pooling or facts.modules.pooling
+        for batch in batches([len(given.token_ids) for given in inputs], facts.batch_positions):
             some = [inputs[place] for place in batch]
             made = await self._run(partial(held.encoder.forward, some, pooling))
             rows |= {

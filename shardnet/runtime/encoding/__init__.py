@@ -1,1 +1,1 @@
-"""Encoders: texts to vectors and scores, by transformers' own classes."""
+"""Encoders: texts to vectors and scores, beside the ring."""

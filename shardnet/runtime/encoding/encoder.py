@@ -135,15 +135,15 @@ def pooled(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.
             return (states * weights).sum(1) / weights.sum(1)
 
 
-def batches(lengths: Sequence[int]) -> Iterator[list[int]]:
+def batches(lengths: Sequence[int], positions: int = BATCH_POSITIONS) -> Iterator[list[int]]:
     """Divide inputs of these lengths into batches, the shortest first; yield their places.
 
-    Each has at most MAX_BATCH inputs and BATCH_POSITIONS with padding, unless it is one input.
+    Each has at most MAX_BATCH inputs and so many `positions` with padding, unless it is one input.
     """
     batch: list[int] = []
     for place in sorted(range(len(lengths)), key=lengths.__getitem__):
         n = len(batch) + 1
-        if batch and (n > MAX_BATCH or n * lengths[place] > BATCH_POSITIONS):
+        if batch and (n > MAX_BATCH or n * lengths[place] > positions):
             yield batch
             batch = []
         batch.append(place)

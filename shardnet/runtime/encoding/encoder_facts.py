@@ -125,6 +125,12 @@ class EncoderFacts:
         return 4 * rows * (16 * self.config.hidden_size + self.config.n_maps * self.context)
 
     @property
+    def batch_positions(self) -> int:
+        """Positions that are computed in one go. A decoder, which may be large, gains by no more
+        than a chunk of them, and the next request waits for it."""
+        return BATCH_POSITIONS if self.model is None else 2 * PREFILL_CHUNK_ROWS
+
+    @property
     def room_blocks(self) -> int:
         """The capacity of a decoder's KV cache: one input of any length, or several short ones."""
         return max(blocks_for(self.context), MAX_TOGETHER)

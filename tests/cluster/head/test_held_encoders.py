@@ -48,6 +48,7 @@ class Lab:
     """A node's encoders, with `room_bytes` of memory, and what they are told by its other parts."""
 
     room_bytes: int = 1 << 40
+    ring: str = "of/the-ring"
     holders: dict[str, str] = field(default_factory=dict)
     provided: list[str] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -89,7 +90,7 @@ async def lab() -> AsyncIterator[Lab]:
     parts = {"lists": made, "planner": made, "orders": made.orders}
     made.encoders = Encoders(
         own_info=lambda: cast("Any", None),
-        ring_model=lambda: "of/the-ring",
+        ring_model=lambda: made.ring,
         **cast("Any", parts),
         disk=disk,
         address_of=lambda node: f"{node}:7433",
@@ -256,6 +257,10 @@ def test_a_decoder_judges_documents_as_it_is_told(tmp_path: Path) -> None:
                 np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
             with pytest.raises(UsageError, match="takes a query and documents to rank"):
                 await here.ask(folder, "a")
+            here.ring = str(folder)  # which knows nothing of those tokens
+            assert (await here.ask(folder, "a", query=QUERY)).kind == "reranker"
+            here.ring = str(make_embedder(tmp_path / "embedder"))
+            assert (await here.ask(here.ring, "a")).kind == ""
 
     asyncio.run(main())
 
