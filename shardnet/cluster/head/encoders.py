@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -167,7 +167,11 @@ class Encoders:
 
         def read() -> EncoderFacts | None:
             known = held.encoder.facts if held is not None else None
-            return known if known and known.stamp == stamp(path) else find_encoder(path)
+            if known is not None and known.stamp == stamp(path):
+                return known
+            found = find_encoder(path)
+            unpacks = self.orders.device.for_torch != "cpu"
+            return found and replace(found, unpacks=unpacks)
 
         facts = await self.disk.run(path, read)
         if facts is None or held is not None or not facts.is_for_rings_too:

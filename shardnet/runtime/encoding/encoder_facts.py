@@ -85,6 +85,8 @@ class EncoderFacts:
     size_bytes: int
     model_id: str
     model: ModelFacts | None = None
+    unpacks: bool = False
+    """Whether the device that computes it has a decoder's weights unpacked, as GPUs by torch."""
 
     @property
     def is_for_rings_too(self) -> bool:
@@ -139,6 +141,8 @@ class EncoderFacts:
     def _form(self) -> WeightForm:
         assert self.model is not None
         found = self.model
+        if self.unpacks:
+            return WeightForm(dtype=found.config.checkpoint_dtype or DType.FLOAT32)
         dtype = DType.FLOAT32  # what computes it may be narrower
         return WeightForm(dtype=dtype, linear_dtype=found.linear_dtype, packed=found.packed)
 

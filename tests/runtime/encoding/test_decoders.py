@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,8 @@ def test_a_gguf_makes_the_same_and_ends_texts(tmp_path: Path, kind: str) -> None
     facts = facts_of(path)
     assert facts.is_for_rings_too
     assert facts.modules.normalized is None
+    unpacked = replace(facts, unpacks=True).weight_bytes  # what is quantised takes less in memory
+    assert (unpacked > facts.weight_bytes) == (kind == "Q8_0")
     stored = load_file(folder / "model.safetensors")
     values = {name: one.numpy() for name, one in stored.items()}
     rounded = {
