@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardnet.checkpoint.formats.gguf_dialects import (
-    GEMMA_EMBEDDING,
     DIALECTS,
+    GEMMA_EMBEDDING,
     TOKENIZER,
     Dialect,
     Metadata,
