@@ -109,7 +109,10 @@ SPOILED: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "a tensor is left over": (add_tensor, [EXTRA]),
     "wrong shape": (edit_header(transpose(DOWN)), [DOWN, "320"]),
     "unknown architecture": (configure(model_type="nonesuch"), ["config.json", "nonesuch"]),
-    "unknown class": (configure(architectures=["LlamaModel"]), ["LlamaModel"]),
+    "unknown class": (
+        configure(architectures=["LlamaForTokenClassification"]),
+        ["LlamaForTokenClassification"],
+    ),
     "unknown rope": (configure(rope_scaling={"rope_type": "spiral", "factor": 2.0}), ["spiral"]),
     "unknown activation": (configure(hidden_act="relu6"), ["hidden_act", "relu6"]),
     "config against tensors": (configure(num_key_value_heads=5), ["k_proj"]),
