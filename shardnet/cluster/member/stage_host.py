@@ -22,7 +22,7 @@ from shardnet.cluster.member.refusals import (
 )
 from shardnet.cluster.member.ring_membership import DialData, OnBroken, RingMembership, span_of
 from shardnet.cluster.member.stage_loader import PrefixDisk, PreparedStage, StageLoader, stage_state
-from shardnet.errors import PeerFailedError, ShardnetError, UsageError
+from shardnet.errors import PeerFailedError, ShardnetError, TakenError, UsageError
 from shardnet.runtime.loading.loaded_stage import LoadedStage, computes_by_device
 from shardnet.runtime.loading.loading import release_freed_memory, set_compute_threads
 from shardnet.runtime.ring.pipeline import Pipeline
@@ -89,7 +89,7 @@ class StageHost:
         self.membership: RingMembership | None = None
         self._prepared: PreparedStage | None = None
         self._is_preparing = False
-        self._overtaken: PeerFailedError | None = None
+        self._overtaken: TakenError | None = None
         """Why what is prepared now is not wanted any more."""
 
     def state(self) -> StageState | None:
@@ -140,7 +140,8 @@ class StageHost:
         self.refusals.check_not_superseded(owner, message.epoch, self.membership)
         refuse_others(self.membership, owner)  # whose loading keeps the lock for long
         if self._is_preparing:
-            self._overtaken = PeerFailedError(f"ring {message.ring} came before it was ready")
+            # Not for good: a head that lost this node to another one's ring asks again.
+            self._overtaken = TakenError(f"ring {message.ring} came before it was ready")
             self._loader.cancel(self._overtaken)
         async with self._changing:
             self.refusals.check_not_closing()

@@ -249,7 +249,7 @@ def test_a_ring_does_not_wait_for_a_stage_that_is_only_made_ready(
         await asyncio.sleep(0)
         may_look.set()
         assert await entering is host.membership
-        with pytest.raises(PeerFailedError, match="ring r came before it was ready"):
+        with pytest.raises(TakenError, match="ring r came before it was ready"):
             await preparing
         assert not began.is_set()
         host.loaded = None
