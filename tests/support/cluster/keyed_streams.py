@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from shardnet.api.client import Client
 from shardnet.api.events import RequestState
-from shardnet.model.kernels.library import native_kernels
+from shardnet.model.kernels import library
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -52,7 +52,8 @@ async def say(
         ignore_eos=True,
         key=key,
         resume=resume,
-        deterministic=native_kernels() is None,  # else rows that are computed again have other bits
+        # Without the library rows that are computed again have other bits unless this is asked.
+        deterministic=library.native_kernels() is None,
     )
     async with aclosing(events):
         async for event in events:
