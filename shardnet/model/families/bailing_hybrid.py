@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from shardnet.model.layers.modules import Attention
     from shardnet.model.layers.weight_source import WeightSource
 
-_MOST_TAPS: Final = 64
 _FLOORS: Final = Range(-80.0, -1e-6)
 """Of the logarithm of a decay: below them it is no normal number of float32."""
 
@@ -65,7 +64,7 @@ def _read_delta_net(fields: Fields, config: ModelConfig, size: int) -> DeltaNet 
     """Read KDA, whose heads are as many as those of latents, of `size` columns."""
     for key in ("linear_num_heads", "num_attention_heads"):
         fields.require(key, config.n_heads)
-    taps = fields.positive("short_conv_kernel_size", 4, at_most=_MOST_TAPS)
+    taps = fields.positive("short_conv_kernel_size", 4, at_most=kimi_linear.MOST_TAPS)
     fields.require("linear_conv_kernel_dim", taps)
     period = fields.positive("layer_group_size", 6)
     kinds = read_layer_kinds(fields, config.n_layers, FULL, LINEAR)
@@ -93,26 +92,9 @@ def _layer_tensors(config: ModelConfig, layer: int) -> Table:
         gate = linears(attn, {"g_proj": (config.n_heads, config.hidden_size)})
         mixer = deepseek_v2.latent_attention(config, layer) | gate
     else:
-        mixer = _delta_tensors(config, own, attn)
+        gates = {f"{name}_proj": (own.key_width, config.hidden_size) for name in "fg"}
+        mixer = kimi_linear.delta_tensors(config, own, attn, gates, (own.n_value_heads,))
     return mixer | deepseek_v3.mlp_tensors(config, layer) | pre_norms(config, layer)
-
-
-def _delta_tensors(config: ModelConfig, own: DeltaNet, prefix: str) -> Table:
-    hidden, width = config.hidden_size, own.key_width
-    shapes = {f"{name}_proj": (width, hidden) for name in "qkvgf"} | {
-        "b_proj": (own.n_value_heads, hidden),
-        "o_proj": (hidden, width),
-    }
-    taps: Table = {f"{prefix}.{name}_conv1d.weight": (width, 1, own.n_taps) for name in "qkv"}
-    return (
-        linears(prefix, shapes)
-        | taps
-        | {
-            f"{prefix}.A_log": (own.n_value_heads,),
-            f"{prefix}.dt_bias": (width,),
-            f"{prefix}.o_norm.weight": (own.value_size,),
-        }
-    )
 
 
 def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:

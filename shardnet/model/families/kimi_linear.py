@@ -18,7 +18,7 @@ from shardnet.model.config.model_config import DeltaNet, Experts, Latent, ModelC
 from shardnet.model.families import deepseek_v2, deepseek_v3, gemma4
 from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
 from shardnet.model.families.llama import pre_norm_layer
-from shardnet.model.families.tensor_shapes import Table, linears, pre_norms
+from shardnet.model.families.tensor_shapes import Shape, Table, linears, pre_norms
 
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer
@@ -40,7 +40,7 @@ _OTHER_NAMES: Final = {
 _LEFT_OUT: Final = ("architectures", "head_dim", "tie_word_embeddings")
 """What is looked at elsewhere, or counts for nothing: transformers ties no head."""
 _INTERVAL: Final = 4
-_MOST_TAPS: Final = 64
+MOST_TAPS: Final = 64
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -93,7 +93,7 @@ def _read_delta_net(fields: Fields, n_layers: int) -> DeltaNet | None:
         n_value_heads=n_heads,
         key_size=size,
         value_size=size,
-        n_taps=own.positive("short_conv_kernel_size", taps, at_most=_MOST_TAPS),
+        n_taps=own.positive("short_conv_kernel_size", taps, at_most=MOST_TAPS),
         layers=layers,
         has_key_decays=True,
     )
@@ -132,22 +132,34 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
 
 def _delta_tensors(config: ModelConfig, own: DeltaNet, prefix: str) -> Table:
     hidden, size, width = config.hidden_size, own.key_size, own.key_width
-    shapes = {f"{name}_proj": (width, hidden) for name in "qkv"} | {
-        "b_proj": (own.n_value_heads, hidden),
+    ranks = {
         "f_a_proj": (size, hidden),
         "f_b_proj": (width, size),
         "g_a_proj": (size, hidden),
         "g_b_proj": (width, size),
-        "o_proj": (hidden, width),
     }
+    return delta_tensors(config, own, prefix, ranks, (1, 1, own.n_value_heads, 1))
+
+
+def delta_tensors(
+    config: ModelConfig,
+    own: DeltaNet,
+    prefix: str,
+    gates: dict[str, tuple[int, int]],
+    decays: Shape,
+) -> Table:
+    """Name KDA below `prefix`, with linears of its `gates`; `decays` is the shape of A_log."""
+    hidden, width = config.hidden_size, own.key_width
+    shapes = {f"{name}_proj": (width, hidden) for name in "qkv"}
+    shapes |= {"b_proj": (own.n_value_heads, hidden), **gates, "o_proj": (hidden, width)}
     taps: Table = {f"{prefix}.{name}_conv1d.weight": (width, 1, own.n_taps) for name in "qkv"}
     return (
         linears(prefix, shapes)
         | taps
         | {
-            f"{prefix}.A_log": (1, 1, own.n_value_heads, 1),
+            f"{prefix}.A_log": decays,
             f"{prefix}.dt_bias": (width,),
-            f"{prefix}.o_norm.weight": (size,),
+            f"{prefix}.o_norm.weight": (own.value_size,),
         }
     )
 

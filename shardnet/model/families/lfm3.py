@@ -28,6 +28,8 @@ _ROPES: Final[dict[str, Any]] = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
 
+_read_rope = partial(gemma4.read_rope, ropes=_ROPES)
+
 
 def _covers(fields: Fields) -> bool:
     """Whether attention has gates, and sub-layers have norms behind them."""
@@ -48,7 +50,7 @@ def _read_config(fields: Fields) -> ModelConfig:
         intermediate_size=7680,
         activation_key=None,
         is_tied=True,
-        rope=partial(gemma4.read_rope, FULL, ropes=_ROPES),
+        rope=partial(_read_rope, FULL),
     )
     kinds = read_layer_kinds(fields, config.n_layers, FULL, SLIDING, lfm2.CONV)
     kinds = kinds or [_usual_kind(layer) for layer in range(config.n_layers)]
@@ -58,9 +60,7 @@ def _read_config(fields: Fields) -> ModelConfig:
         config,
         attention_bias=fields.take("attention_bias", bool, False),
         windows=tuple(window if kind == SLIDING else None for kind in kinds),
-        local_rope=gemma4.read_rope(
-            SLIDING, fields, config.max_positions, config.head_size, _ROPES
-        ),
+        local_rope=_read_rope(SLIDING, fields, config.max_positions, config.head_size),
         short_conv=lfm2.read_conv(fields, config.hidden_size, layers, n_taps=7),
     )
 

@@ -134,6 +134,8 @@ GRANITE_NAMES: Final = (
 
 # Mellum
 
+_read_mellum_rope = partial(gemma4.read_rope, ropes=_MELLUM_ROPES)
+
 
 def _read_mellum(fields: Fields) -> ModelConfig:
     """Read a MellumConfig: Qwen3-MoE with windows, whose layers turn by a base of their own."""
@@ -143,14 +145,12 @@ def _read_mellum(fields: Fields) -> ModelConfig:
         max_positions=131072,
         head_size=128,
         intermediate_size=7168,
-        rope=partial(gemma4.read_rope, FULL, ropes=_MELLUM_ROPES),
+        rope=partial(_read_mellum_rope, FULL),
     )
     counts = read_expert_counts(fields, ("num_experts", "num_local_experts"), 64, 8)
     fields.ignore("mtp_layer_types", "mtp_mlp_layer_types")  # of a layer that is not used
     window = fields.take("sliding_window", int, 1024)
-    local = gemma4.read_rope(
-        SLIDING, fields, config.max_positions, config.head_size, ropes=_MELLUM_ROPES
-    )
+    local = _read_mellum_rope(SLIDING, fields, config.max_positions, config.head_size)
     experts = Experts(
         n_experts=counts[0],
         top_k=counts[1],
