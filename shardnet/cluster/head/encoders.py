@@ -364,14 +364,13 @@ class Encoders:
             try:
                 if tokenizer.load()[0] is None:
                     raise no_tokenizer(facts.path, "text")
-                judge = None
+                judge, device = None, self.orders.device.for_torch
                 encoder: Encoder | Decoder
-                if facts.model is not None and facts.config.kind == "reranker":
-                    judge = Judge.of(tokenizer.encode, facts.modules.answers)
-                device = self.orders.device.for_torch
                 if facts.model is None:
                     encoder = load_encoder(facts, device)
                 else:
+                    if facts.config.kind == "reranker":
+                        judge = Judge.of(tokenizer.encode, facts.modules.answers)
                     encoder = load_decoder(facts, device, judge)
                 self._check_not_closed()
             except BaseException:

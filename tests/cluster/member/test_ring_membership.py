@@ -78,6 +78,20 @@ async def no_dial(address: str, own: DataEnd) -> Link:
     raise AssertionError("a ring of one dials nobody")
 
 
+def data_hello(rank: int) -> Hello:
+    """What a neighbour says on its data link."""
+    return Hello(
+        purpose=Purpose.DATA,
+        role=PeerRole.NODE,
+        node="n",
+        name="n",
+        version="0",
+        ring="r",
+        epoch=1,
+        rank=rank,
+    )
+
+
 def membership(
     on_broken: OnBroken,
     n_stages: int = 1,
@@ -235,16 +249,7 @@ def test_a_neighbour_that_comes_while_a_seat_is_left_is_turned_away() -> None:
         await asyncio.sleep(0)
         leaving = asyncio.create_task(one.leave())
         await closing.wait()
-        before = Hello(
-            purpose=Purpose.DATA,
-            role=PeerRole.NODE,
-            node="n",
-            name="n",
-            version="0",
-            ring="r",
-            epoch=1,
-            rank=1,
-        )
+        before = data_hello(rank=1)
         with pytest.raises(UsageError, match="opened a data link here"):
             one.check_hello(before)
         may_close.set()
@@ -285,16 +290,7 @@ def test_a_seat_that_is_left_before_its_work_begins_is_not_kept_awake(
     async def main() -> None:
         alertness = mock.Mock()
         monkeypatch.setattr(ring_membership, "Alertness", lambda **_: alertness)
-        data = Hello(
-            purpose=Purpose.DATA,
-            role=PeerRole.NODE,
-            node="n",
-            name="n",
-            version="0",
-            ring="r",
-            epoch=1,
-            rank=0,
-        )
+        data = data_hello(rank=0)
         (before, here), (there, after) = [await memory_pair(data, data) for _ in range(2)]
 
         async def dial(address: str, own: DataEnd) -> Link:

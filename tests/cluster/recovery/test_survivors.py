@@ -70,6 +70,21 @@ async def started(
     return await ends.enter_async_context(listening(settings, "127.0.0.1", 0)), ends
 
 
+async def all_started(
+    folder: Path, all_of_them: AsyncExitStack
+) -> tuple[Node, list[tuple[Node, AsyncExitStack]], Client]:
+    """Start anna and the nodes of NAMES; return them, and a client of anna once she sees all."""
+    anna, _ = await started("anna", folder, [], all_of_them)
+    peers = [await started(name, folder, [], all_of_them, anna.address) for name in NAMES]
+    client = await all_of_them.enter_async_context(connect(anna.address))
+
+    async def has_all() -> bool:
+        return len((await client.status(with_peers=True)).peers) == len(NAMES)
+
+    await until(has_all)
+    return anna, peers, client
+
+
 async def said(
     client: Client, choice: ModelChoice, at_token: Callable[[], Any] = lambda: None
 ) -> list[Any]:
@@ -152,14 +167,7 @@ def test_a_head_that_cannot_load_leads_again_or_its_error_ends_the_requests(
 
     async def main() -> None:
         async with AsyncExitStack() as nodes:
-            anna, _ = await started("anna", tmp_path, [], nodes)
-            peers = [await started(name, tmp_path, [], nodes, anna.address) for name in NAMES]
-            client = await nodes.enter_async_context(connect(anna.address))
-
-            async def has_all() -> bool:
-                return len((await client.status(with_peers=True)).peers) == len(NAMES)
-
-            await until(has_all)
+            anna, peers, client = await all_started(tmp_path, nodes)
             wanted = await said(client, choice)
             leaving: list[asyncio.Task[None]] = []
             full, load = repeat(CapacityError("no room"), n_failures), anna._stage.host.load
@@ -195,14 +203,7 @@ def test_a_node_that_a_ring_was_tried_with_in_vain_is_free_for_others(
 
     async def main() -> None:
         async with AsyncExitStack() as nodes:
-            anna, _ = await started("anna", tmp_path, [], nodes)
-            peers = [await started(name, tmp_path, [], nodes, anna.address) for name in NAMES]
-            client = await nodes.enter_async_context(connect(anna.address))
-
-            async def has_all() -> bool:
-                return len((await client.status(with_peers=True)).peers) == len(NAMES)
-
-            await until(has_all)
+            anna, peers, client = await all_started(tmp_path, nodes)
             wanted = await said(client, choice)
             leaving: list[asyncio.Task[None]] = []
             unreached: list[StageHost] = []
