@@ -33,8 +33,10 @@ _PROMISED: Final = 1.05
 """A flight has to promise so many times the speed of drafts that wait: its waste takes energy."""
 _MOST_MATCHED: Final = 32
 """Tokens before a draft that are compared with those before its source."""
-SIZES: Final = (4, 3, 2)
+SIZES: Final = (6, 3, 2)
 """Lengths of the n-grams that are looked up, in this order."""
+_ELSEWHERE: Final = 3
+"""That of those that are looked up in other texts."""
 _MOST_KEPT: Final = 16384
 """A longer text is not looked up by others: its index takes some hundred bytes a token."""
 _MOST_BEHIND, _FORGIVEN = 3.0, 0.0125
@@ -91,7 +93,8 @@ class NgramDrafts:
     def __init__(self, before: deque[NgramDrafts] | None = None) -> None:
         """Look up n-grams of SIZES, in this order; the first match counts.
 
-        The longest are looked up in the texts `before`, too, of which this one becomes the last.
+        Those of _ELSEWHERE are looked up in the texts `before`, too, of which this one becomes the
+        last.
         """
         self._before = before
         self._next: dict[tuple[int, ...], int] = {}
@@ -118,7 +121,7 @@ class NgramDrafts:
             if start is not None:
                 self._note_kinds(tokens, start, text, limit)
                 return _continued(tokens, ahead, start, limit)
-            for other in reversed(self._before or ()) if size == SIZES[0] else ():
+            for other in reversed(self._before or ()) if size == _ELSEWHERE else ():
                 start = other._next.get(text[-size:])
                 if start is not None:
                     drafts = [*other._tokens[start : start + limit]]

@@ -61,8 +61,14 @@ def test_texts_that_have_ended_are_looked_up_too_the_last_first() -> None:
         one.draft(text, 1)
         one.close()
     assert len(texts) == 2
-    assert NgramDrafts(before=texts).draft([0, 1, 2, 3, 4], 3) == [7, 8]
-    assert NgramDrafts(before=texts).draft([0, 0, 2, 3, 4], 3) == []
+    assert NgramDrafts(before=texts).draft([0, 2, 3, 4], 3) == [7, 8]
+    assert NgramDrafts(before=texts).draft([0, 0, 3, 4], 3) == []
+
+
+def test_what_agrees_further_counts_before_what_is_later() -> None:
+    long, late = [1, 2, 3, 4, 5, 6, 7], [9, 4, 5, 6, 8]
+    assert NgramDrafts().draft([*long, *late, *long[:6]], 1) == [7]
+    assert NgramDrafts().draft([*long, *late, *long[2:6]], 1) == [8]
 
 
 class Coin:
