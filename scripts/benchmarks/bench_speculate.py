@@ -38,7 +38,7 @@ def contestants(draft_tokens: int) -> dict[str, Speculation | None]:
     return {
         "off": None,
         "ngram": Speculation(make_draft_source=lambda wake: NgramDrafts()),
-        "mtp": Speculation(make_draft_source=None, most=draft_tokens),
+        "mtp": Speculation(make_draft_source=None, most_by_ring=draft_tokens),
     }
 
 

@@ -33,7 +33,7 @@ from shardnet.runtime.stage.stage_order import StageDevice, StageOrder, StagePar
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import STATE_SLOTS, LayerRange, SequenceId, SlotId, WireDType
 
-MTP = Speculation(make_draft_source=None, most=3)
+MTP = Speculation(make_draft_source=None, most=9, most_by_ring=3)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,8 @@ if TYPE_CHECKING:  # it imports torch, which a node without a draft model may ne
 
 OFF, NGRAM, MTP = "off", "ngram", "mtp"
 MOST_BY_MTP = 4
-"""Drafts of the tail where as many are wanted as pay: each is less likely than the one before."""
+"""Drafts of the tail where as many are wanted as pay: each is less likely than the one before. What
+is looked up goes behind them."""
 
 _MOST_TEXTS = 4
 """Texts that have ended in which drafts are looked up, too."""
@@ -82,8 +83,12 @@ class Drafts:
                     "tokens",
                     remedy="ask again with --mtp, which makes another one",
                 )
-            most = min(most or MOST_BY_MTP, MAX_STATE_DRAFTS if has_state else MAX_DRAFT_TOKENS)
-            return Speculation(make_draft_source=None, most=most)
+            limit = MAX_STATE_DRAFTS if has_state else MAX_DRAFT_TOKENS
+            return Speculation(
+                make_draft_source=None,
+                most=min(most or MAX_DRAFT_TOKENS, limit),
+                most_by_ring=min(most or MOST_BY_MTP, limit),
+            )
         most = most or MAX_DRAFT_TOKENS
         check_drafts(has_state=has_state)
         if how == NGRAM:

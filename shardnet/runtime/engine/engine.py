@@ -186,7 +186,7 @@ class Engine:
                     sampling=request.sampling,
                     outputs=request.outputs,
                     drafter=drafter,
-                    n_drafts=speculation.most if speculation is not None and ring_drafts else 0,
+                    n_drafts=speculation.most_by_ring if speculation is not None else 0,
                     guide=guide,
                     n_stored=n_stored,
                     made=tuple(token.token_id for token in request.made),

@@ -49,12 +49,13 @@ class Speculation:
     """Draft tokens and have the ring verify several at once (design decision 5).
 
     `make_draft_source` makes the draft source of one request; it gets a callback to call when
-    drafts are ready. It is None where the ring's tail drafts (MTP). `most` caps the drafts of one
-    step.
+    drafts are ready. It is None where the ring's tail drafts (MTP), at most `most_by_ring` behind a
+    token. `most` caps the drafts of one step.
     """
 
     make_draft_source: Callable[[Callable[[], None]], DraftSource] | None
     most: int = MAX_DRAFT_TOKENS
+    most_by_ring: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,15 +145,16 @@ class NgramDrafts:
 
 
 class RingDrafts:
-    """What the ring's tail has drafted behind the newest token (MTP)."""
+    """What the ring's tail has drafted behind the newest token (MTP), and behind that look-up."""
 
-    kinds: Sequence[int] = range(MAX_DRAFT_TOKENS)
     flies = False
 
     def __init__(self) -> None:
         """Begin without any."""
         self._position = 0
         self._token_ids: Sequence[int] = ()
+        self._behind = NgramDrafts()
+        self.kinds: Sequence[int] = ()
 
     def take(self, position: int, token_ids: Sequence[int]) -> None:
         """Keep the drafts for the positions from `position` on, in place of those before."""
@@ -164,8 +165,12 @@ class RingDrafts:
         return True
 
     def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
-        """Return the drafts made for exactly so many tokens; none if there are others."""
-        return [*self._token_ids[:limit]] if self._position == len(tokens) else []
+        """Return the drafts made for exactly so many tokens, and what is looked up behind them."""
+        drafts = [*self._token_ids[:limit]] if self._position == len(tokens) else []
+        behind = self._behind.draft(tokens, limit - len(drafts), drafts)
+        looked_up = self._behind.kinds[: len(behind)]
+        self.kinds = [*range(len(drafts)), *(MAX_DRAFT_TOKENS + kind for kind in looked_up)]
+        return drafts + behind
 
     def close(self) -> None:
         """Do nothing: it holds no resources."""

@@ -148,9 +148,21 @@ def test_a_draft_that_does_not_pay_is_asked_for_until_there_is_one() -> None:
     for n_tokens in range(1, 40):
         if n_tokens in (5, 21, 22, 30):
             drafts.take(n_tokens, [7])
-        if drafter.propose([1] * n_tokens, 31):
+        if drafter.propose([*range(n_tokens)], 31):
             proposed.append(n_tokens)
     assert proposed == [21]
+
+
+def test_what_is_looked_up_goes_behind_drafts_of_the_ring() -> None:
+    drafts, text = RingDrafts(), [1, 2, 3, 4, 5, 6, 1, 2]
+    drafts.take(len(text), [3, 4])
+    assert drafts.draft(text, 4) == [3, 4, 5, 6]
+    assert drafts.draft(text, 1) == [3]
+    ring, looked_up = [*drafts.kinds], NgramDrafts()
+    assert drafts.draft([*text, 3], 2) == looked_up.draft([*text, 3], 2) == [4, 5]
+    assert not {*ring} & {*drafts.kinds}, "each is judged by its own kind"
+    drafts.take(len(text), [9, 9])
+    assert drafts.draft(text, 4) == [9, 9]
 
 
 @pytest.mark.parametrize("most", [1, 5])
