@@ -107,14 +107,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "qwen3": (ODD, {}),
-    "qwen3-reranker": (
-        {"tie_word_embeddings": True},
-        {
-            "pooling_type": 4,
-            "classifier__output_labels": ["yes", "no"],
-            "extra": {"cls.output.weight": np.ones((2, 40), dtype=np.float32)},
-        },
-    ),
     "olmo2": ({}, {}),
     "olmo3": (
         {

@@ -39,6 +39,10 @@ from shardnet.model.families.registry import gguf_families
 
 ANSWERS: Final = ["yes", "no"]
 """What a reranker answers; others' rows of the LM head are no use to it."""
+ANSWERS_HEAD: Final = "cls.output.weight"
+"""Those rows [2, E], which may be all that there is of a head: of one that is the embedding too."""
+ONLY_ANSWERS: Final = f"an LM head of {' and '.join(ANSWERS)} alone ({ANSWERS_HEAD})"
+"""What is noted of a file without another head: a ring would write text by a head of its own."""
 _POOLINGS: Final = (0, 3, 4)
 """None, that of vectors by the last token, a reranker's."""
 
@@ -180,7 +184,9 @@ def open_gguf(path: Path) -> Contents:
     n_blocks = metadata.get(f"{arch}.block_count")
     assert isinstance(n_blocks, int), "the family has read it"
     if f"{arch}.classifier.output_labels" in metadata:
-        stored.pop("cls.output.weight", None)  # the LM head's rows of a reranker's answers
+        answers_head = stored.pop(ANSWERS_HEAD, None)  # runtime/encoding/decoder.py reads it
+        if answers_head is not None and "output.weight" not in stored:
+            unknown.append(ONLY_ANSWERS)
     return Contents(
         folder=paths[0].parent,
         config=config,

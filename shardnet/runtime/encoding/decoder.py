@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.checkpoint.formats.gguf import ANSWERS, ANSWERS_HEAD
+from shardnet.checkpoint.formats.gguf_types import PLAIN, unpack
+from shardnet.checkpoint.tensors.stored_tensor import AGAIN, FileState, read_stored
 from shardnet.errors import CheckpointError
 from shardnet.model.kernels.linear import probe
 from shardnet.runtime.encoding.encoder import Dense, EncoderInput, finished, pooled
@@ -47,6 +50,8 @@ class Decoder:
     dense: Sequence[Dense]
     judge: Judge | None
     """How documents are judged, None where vectors are made."""
+    head: torch.Tensor | None = None
+    """The rows [2, E] of the LM head for yes and no, where a file has these apart; float32."""
 
     def forward(self, inputs: Sequence[EncoderInput], pooling: Pooling) -> NDArray[np.float32]:
         """Compute float32 [inputs, width] of vectors, or [inputs, 1] of scores.
@@ -67,10 +72,14 @@ class Decoder:
 
     def _scores(self, states: Sequence[torch.Tensor], answers: Answers) -> torch.Tensor:
         """Return by how much each text's last token says yes rather than no: float32 [texts, 1]."""
+        last = torch.cat([one[-1:] for one in states])
+        if self.head is not None:
+            logits = self.stage.normed(last).float() @ self.head.T
+            return logits[:, :1] - logits[:, 1:]
         yes, no = answers
         if max(yes, no or 0) >= self.stage.vocab_size:
             raise CheckpointError(f"{self.facts.path}: its answers {answers} are no tokens")
-        logits = torch.cat([self.stage.logits(one[-1:]) for one in states])
+        logits = self.stage.logits(last)
         scores = logits[:, yes] if no is None else logits[:, yes] - logits[:, no]
         return scores[:, None]
 
@@ -127,7 +136,7 @@ def load_decoder(facts: EncoderFacts, device: str, judge: Judge | None = None) -
     Raises CheckpointError if its files have changed or do not make the model, CapacityError if
     memory runs out.
     """
-    checkpoint = Checkpoint.open(facts.path)
+    checkpoint = Checkpoint.open(facts.path, ignore_unknown_config=True)  # they are looked at
     check_model_id(facts.path, checkpoint.model_id, facts.model_id)
     own, place = checkpoint.config.checkpoint_dtype, torch.device(device)
     stage = load_stage(
@@ -140,4 +149,24 @@ def load_decoder(facts: EncoderFacts, device: str, judge: Judge | None = None) -
         progress=lambda done, total: None,
     )
     dense = [Dense.load(layer, place) for layer in facts.modules.dense]
-    return Decoder(facts=facts, stage=stage, dense=dense, judge=judge)
+    head = _answers_head(checkpoint, place) if judge is not None else None
+    return Decoder(facts=facts, stage=stage, dense=dense, judge=judge, head=head)
+
+
+def _answers_head(checkpoint: Checkpoint, device: torch.device) -> torch.Tensor | None:
+    """Read the rows of the LM head for yes and no, [2, E] in float32; None where none are apart.
+
+    Raises CheckpointError for another shape, or if the file is damaged.
+    """
+    source = checkpoint.stored.get(ANSWERS_HEAD)
+    if source is None:
+        return None
+    shape = (len(ANSWERS), checkpoint.config.hidden_size)
+    if source.shape != shape:
+        raise CheckpointError(
+            f"{checkpoint.path}: {ANSWERS_HEAD} is {source.shape}, not {shape}", remedy=AGAIN
+        )
+    opened = FileState.of(checkpoint.folder / source.file)
+    raw = read_stored(checkpoint.folder, source, opened)
+    values = raw if source.dtype in PLAIN else unpack(raw, source.dtype, shape, torch.float32)
+    return values.to(device, torch.float32)

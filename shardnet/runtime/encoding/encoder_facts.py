@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from shardnet.checkpoint.checkpoint import gguf_file
-from shardnet.checkpoint.formats.gguf import read_gguf_files
+from shardnet.checkpoint.formats.gguf import ONLY_ANSWERS, read_gguf_files
 from shardnet.checkpoint.formats.gguf_header import first_values, gguf_files
 from shardnet.checkpoint.formats.gguf_ollama import is_gemma_embedding
 from shardnet.checkpoint.formats.gguf_types import form_name
@@ -92,8 +92,10 @@ class EncoderFacts:
     def is_for_rings_too(self) -> bool:
         """Whether it is a decoder of which a ring makes the same, by what no file has to say."""
         said = self.modules
-        if self.model is None or self.config.kind == "reranker":
-            return self.model is not None and said.answers is None
+        if self.model is None or ONLY_ANSWERS in self.model.unknown_keys:
+            return False
+        if self.config.kind == "reranker":
+            return said.answers is None
         of_last = replace(said, pooling="last", dense=(), prompt="", lowers=False)
         return said == of_last and said.normalized is not False
 
@@ -178,7 +180,8 @@ def find_encoder(path: Path) -> EncoderFacts | None:
 def _decoder(path: Path, kind: Kind, modules: SentenceModules) -> EncoderFacts | None:
     """Describe a decoder that is an encoder; None for one that only a ring computes."""
     model = identify(path)
-    model.check_known()
+    if model.unknown_keys != (ONLY_ANSWERS,):
+        model.check_known()
     own = model.config
     if own.wrapper:
         raise UnsupportedModelError(f"{path}: {kind} models that see are not implemented")

@@ -191,9 +191,9 @@ def test_what_makes_no_vectors_or_not_so(tmp_path: Path) -> None:
 QUERY, DOCUMENTS = "what did she do", ["She read <|im_end|> a letter.", "It rained. " * 40]
 
 
-def make_reranker(folder: Path) -> Path:
+def make_reranker(folder: Path, **config: Any) -> Path:
     """Write a checkpoint as Qwen3-Reranker's, with the files of sentence-transformers."""
-    make_decoder(folder, "qwen3", **SIZES, max_position_embeddings=1024)
+    make_decoder(folder, "qwen3", **SIZES, max_position_embeddings=1024, **config)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.post_processor = None
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -247,6 +247,38 @@ def test_documents_are_judged_by_the_logits_of_yes_and_no(tmp_path: Path, most: 
     made = load_decoder(facts, "cpu", judge).forward(inputs, "mean")
     expected = judged(folder, "be strict", most)
     np.testing.assert_allclose(made[:, 0], expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("is_tied", "kind"), [(True, "F32"), (False, "F32"), (False, "Q8_0")])
+def test_a_gguf_with_the_heads_rows_of_its_answers_alone(
+    tmp_path: Path, is_tied: bool, kind: str
+) -> None:
+    """As llama.cpp's converter writes Qwen3-Reranker, also where the head is no embedding (8B)."""
+    folder = make_reranker(tmp_path / "model", tie_word_embeddings=is_tied)
+    stored = load_file(folder / "model.safetensors")
+    table = stored["model.embed_tokens.weight" if is_tied else "lm_head.weight"]
+    path = write_gguf(
+        folder,
+        tmp_path / "m.gguf",
+        pack=pack_as(gguf.GGMLQuantizationType[kind]),
+        extra={"output.weight": None, "cls.output.weight": table[[9, 7]].numpy()},
+        pooling_type=4,
+        classifier__output_labels=["yes", "no"],
+    )
+    facts = facts_of(path)
+    assert (facts.config.kind, facts.is_for_rings_too) == ("reranker", False)
+    backend = TextBackend.load_optional(tokenizer_place(folder))
+    assert backend is not None
+    judge = Judge.of(backend.encode, None)
+    asked = [question(QUERY, document, "be strict") for document in DOCUMENTS]
+    tokens = [judge.tokens(backend.encode, one, 1024) for one in asked]
+    inputs = [EncoderInput(ids, [0] * len(ids)) for ids in tokens]
+    made = load_decoder(facts, "cpu", judge).forward(inputs, "last")
+    expected = judged(folder, "be strict", 1024)
+    tolerance = TOLERANCE if kind == "F32" else 0.05
+    np.testing.assert_allclose(made[:, 0], expected, rtol=0, atol=tolerance)
+    with pytest.raises(UnsupportedModelError, match="an LM head of yes and no alone"):
+        Checkpoint.open(path)  # a ring would write by the embedding
 
 
 def test_a_reranker_in_gguf_or_asked_in_other_words(tmp_path: Path) -> None:
