@@ -69,8 +69,16 @@ class _Held:
     n_users: int = 0
     used_s: float = field(default_factory=time.monotonic)
 
-    def encode(self, message: Encode, text: str) -> tuple[list[int], list[int]]:
+    def inputs(self, message: Encode) -> list[EncoderInput]:
+        """Make the inputs of all texts, each behind the query if there is one."""
+        from shardnet.runtime.encoding.encoder import EncoderInput
+
+        return [EncoderInput(*self._encoded(message, text)) for text in message.texts]
+
+    def _encoded(self, message: Encode, text: str | list[int]) -> tuple[list[int], list[int]]:
         """Encode a text, or a query and a document; return ids, and of which text each is."""
+        if not isinstance(text, str):
+            return text, [0] * len(text)
         facts, query = self.encoder.facts, message.query
         most_tokens = facts.context if message.truncate else None
         if self.judge is not None and query is not None:
@@ -87,7 +95,7 @@ class _Held:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Encoders:
-    """Answers Encode, one batch after another on a thread of its own.
+    """Answers Encode, one batch after another on a thread of its own, and tokenises on another.
 
     `own_info` describes this node, `ring_model` names the model of its ring, `disk` reads files,
     `lists` and `planner` find models, `address_of` gives a node's address. Encoders take what
@@ -105,6 +113,7 @@ class Encoders:
 
     def __post_init__(self) -> None:
         self._thread = Executor("shardnet-encode", niceness=10)
+        self._reader = Executor("shardnet-encode-text", niceness=10)
         self._changing = asyncio.Lock()
         self._held: dict[Path, _Held] = {}
         self._loading: dict[Path, asyncio.Future[_Held]] = {}
@@ -225,13 +234,14 @@ class Encoders:
                 self._free(path)
 
     async def close(self) -> None:
-        """Free everything and end the thread, which drops what it loads just now."""
+        """Free everything and end the threads, which drop what is loaded just now."""
         self._is_closed = True
         for path in [*self._held]:
             self._free(path)
         if self._freeing is not None:
             self._freeing.cancel()
         self._thread.close()
+        self._reader.close()
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _find(self, control: ControlLink, request: int, model: str) -> Path | None:
@@ -268,9 +278,7 @@ class Encoders:
         held = await self._load(model, facts)
         held.n_users += 1
         try:
-            inputs = [
-                await self._input(message, held, place) for place in range(len(message.texts))
-            ]
+            inputs = await self._inputs(message, held)
             width, values = await self._computed(held, inputs, message)
         finally:
             held.n_users -= 1
@@ -287,28 +295,25 @@ class Encoders:
             values=values,
         )
 
-    async def _input(self, message: Encode, held: _Held, place: int) -> EncoderInput:
-        """Make the input of text number `place`, behind the query if there is one."""
-        from shardnet.runtime.encoding.encoder import EncoderInput
-
-        facts, text = held.encoder.facts, message.texts[place]
-        if isinstance(text, str):
-            ids, types = await self._run(partial(held.encode, message, text))
-        elif message.query is not None:
+    async def _inputs(self, message: Encode, held: _Held) -> list[EncoderInput]:
+        """Make the inputs of all texts. Raises what `encode` says of one that is refused."""
+        if message.query is not None and not all(isinstance(one, str) for one in message.texts):
             raise UsageError("a document to rank is a text, not token ids")
-        else:
-            ids, types = text, [0] * len(text)
-        which = f"text number {message.first + place + 1}"
-        if not ids:
-            raise UsageError(f"{which} is empty", remedy="give it some text")
-        if len(ids) > facts.context:
-            raise ContextExceededError.of(
-                f"{which} has {len(ids)} tokens and the model takes {facts.context} at most",
-                len(ids),
-                facts.context,
-                remedy="shorten it",
-            )
-        return EncoderInput(ids, types)
+        inputs = await self._run(self._reader, partial(held.inputs, message))
+        context = held.encoder.facts.context
+        for place, given in enumerate(inputs, message.first + 1):
+            n_tokens = len(given.token_ids)
+            if not n_tokens:
+                raise UsageError(f"text number {place} is empty", remedy="give it some text")
+            if n_tokens > context:
+                raise ContextExceededError.of(
+                    f"text number {place} has {n_tokens} tokens and the model takes {context} at "
+                    "most",
+                    n_tokens,
+                    context,
+                    remedy="shorten it",
+                )
+        return inputs
 
     async def _computed(
         self, held: _Held, inputs: Sequence[EncoderInput], message: Encode
@@ -321,16 +326,17 @@ class Encoders:
         pooling = message.pooling or facts.modules.pooling
         for batch in batches([len(given.token_ids) for given in inputs], facts.batch_positions):
             some = [inputs[place] for place in batch]
-            made = await self._run(partial(held.encoder.forward, some, pooling))
+            made = await self._run(self._thread, partial(held.encoder.forward, some, pooling))
             rows |= {
                 place: row.astype("<f4").tobytes() for place, row in zip(batch, made, strict=True)
             }
         values = b"".join(rows[place] for place in range(len(inputs)))
         return len(rows[0]) // 4, values
 
-    async def _run(self, job: Callable[[], T]) -> T:
-        """Run a job on the thread of encoders. Raises DeadlineError after JOB_S."""
-        return await _in_time(self._thread.submit(job))
+    async def _run(self, thread: Executor, job: Callable[[], T]) -> T:
+        """Run a job on a thread. Raises DeadlineError after JOB_S."""
+        self._check_not_closed()
+        return await _in_time(thread.submit(job))
 
     # --- what is loaded
 

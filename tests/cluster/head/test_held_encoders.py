@@ -31,6 +31,7 @@ from shardnet.errors import (
     CapacityError,
     CheckpointError,
     DeadlineError,
+    PeerFailedError,
     QueueFullError,
     UsageError,
 )
@@ -184,6 +185,57 @@ def test_an_encoder_that_loads_for_longer_than_a_request_waits_is_there_for_the_
             await asyncio.gather(*asked)
             assert n_loads == 1
             assert here.orders.encoder_bytes == needed_bytes(folder)
+
+    asyncio.run(main())
+
+
+def test_texts_are_read_while_others_are_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, go_on = make_encoder(tmp_path, "BertModel"), threading.Event()
+    begun, forward = threading.Event(), encoder.Encoder.forward
+
+    def forward_late(*arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return forward(*arguments)
+
+    monkeypatch.setattr(encoder.Encoder, "forward", forward_late)
+
+    async def main() -> None:
+        async with lab() as here:
+            first = asyncio.create_task(here.ask(folder, "a"))
+            await asyncio.to_thread(begun.wait, 30)
+            with pytest.raises(UsageError, match="text number 3 is empty"):
+                await here.ask(folder, "a", "she", "", special_tokens=False)
+            go_on.set()
+            assert (await first).n_tokens == [3]
+
+    asyncio.run(main())
+
+
+def test_a_request_whose_node_leaves_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, go_on = make_encoder(tmp_path, "BertModel"), threading.Event()
+    begun, inputs = threading.Event(), encoders._Held.inputs
+
+    def inputs_late(*arguments: Any) -> Any:
+        made = inputs(*arguments)
+        begun.set()
+        assert go_on.wait(30)
+        return made
+
+    monkeypatch.setattr(encoders._Held, "inputs", inputs_late)
+
+    async def main() -> None:
+        async with lab() as here:
+            asked = asyncio.create_task(here.ask(folder, "a"))
+            await asyncio.to_thread(begun.wait, 30)
+            await here.encoders.close()
+            go_on.set()
+            with pytest.raises(PeerFailedError, match="is leaving"):
+                await asked
 
     asyncio.run(main())
 
