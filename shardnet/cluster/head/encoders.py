@@ -114,8 +114,11 @@ class Encoders:
     def __post_init__(self) -> None:
         self._thread = Executor("shardnet-encode", niceness=10)
         self._reader = Executor("shardnet-encode-text", niceness=10)
-        self._changing = asyncio.Lock()
         self._held: dict[Path, _Held] = {}
+        self._leaving: set[_Held] = set()
+        """Those that were freed while requests used them."""
+        self._tokenizers: set[TextProcess] = set()
+        """Of all that are loaded, or being loaded."""
         self._loading: dict[Path, asyncio.Future[_Held]] = {}
         self._loading_bytes: dict[Path, int] = {}
         self._freeing: asyncio.TimerHandle | None = None
@@ -238,6 +241,8 @@ class Encoders:
         self._is_closed = True
         for path in [*self._held]:
             self._free(path)
+        for tokenizer in [*self._tokenizers]:
+            self._end(tokenizer)
         if self._freeing is not None:
             self._freeing.cancel()
         self._thread.close()
@@ -283,7 +288,7 @@ class Encoders:
         finally:
             held.n_users -= 1
             held.used_s = time.monotonic()
-            self._free_later()
+            self._leave(held)
         n_tokens = [len(given.token_ids) for given in inputs]
         return Encoded(
             request=message.request,
@@ -294,6 +299,14 @@ class Encoders:
             width=width,
             values=values,
         )
+
+    def _leave(self, held: _Held) -> None:
+        """Free an encoder that was freed while it was used, once nobody does; others later."""
+        if held in self._leaving and not held.n_users:
+            self._leaving.discard(held)
+            self._end(held.tokenizer)
+            self._count()
+        self._free_later()
 
     async def _inputs(self, message: Encode, held: _Held) -> list[EncoderInput]:
         """Make the inputs of all texts. Raises what `encode` says of one that is refused."""
@@ -342,23 +355,25 @@ class Encoders:
 
     async def _load(self, model: str, facts: EncoderFacts) -> _Held:
         """Return an encoder, loaded if it is not, in memory that others may have had."""
-        async with self._changing:
+        while True:
             self._check_not_closed()
             held = self._held.get(facts.path)
-            if held is not None and held.encoder.facts.stamp != facts.stamp:
-                self._free(facts.path)
-                held = None
-            if held is None:
-                if facts.path not in self._loading:
-                    self._make_room(facts)
-                held = await self._loaded(model, facts)
-            return held
+            if held is not None and held.encoder.facts.stamp == facts.stamp:
+                return held
+            loading = self._loading.get(facts.path)
+            if loading is None:
+                if held is not None:
+                    self._free(facts.path)
+                self._make_room(facts)
+                loading = self._begin(model, facts)
+            await _in_time(asyncio.shield(loading))
+            await asyncio.sleep(0)  # until it is held; who is told first may have freed it again
 
     def _check_not_closed(self) -> None:
         if self._is_closed:
             raise PeerFailedError("this node is leaving", remedy="ask another one")
 
-    async def _loaded(self, model: str, facts: EncoderFacts) -> _Held:
+    def _begin(self, model: str, facts: EncoderFacts) -> asyncio.Future[_Held]:
         """Load an encoder, and keep it also if who asked has gone, or has waited for too long."""
 
         def load() -> _Held:
@@ -367,7 +382,9 @@ class Encoders:
 
             set_compute_threads(self.orders.threads_of(0))
             tokenizer = TextProcess(tokenizer_place(facts.path))
+            self._tokenizers.add(tokenizer)  # before the look: whoever closes ends all of them
             try:
+                self._check_not_closed()
                 if tokenizer.load()[0] is None:
                     raise no_tokenizer(facts.path, "text")
                 judge, device = None, self.orders.device.for_torch
@@ -378,8 +395,8 @@ class Encoders:
                     if facts.config.kind == "reranker":
                         judge = Judge.of(tokenizer.encode, facts.modules.answers)
                     encoder = load_decoder(facts, device, judge)
-                self._check_not_closed()
             except BaseException:
+                self._tokenizers.discard(tokenizer)
                 tokenizer.close()
                 raise
             return _Held(
@@ -390,18 +407,16 @@ class Encoders:
                 judge=judge,
             )
 
-        loading = self._loading.get(facts.path)
-        if loading is None:
-            loading = self._loading[facts.path] = self._thread.submit(load)
-            self._loading_bytes[facts.path] = facts.needed_bytes
-            self._count()
-            loading.add_done_callback(partial(self._keep, facts))
-        return await _in_time(asyncio.shield(loading))
+        loading = self._loading[facts.path] = self._thread.submit(load)
+        self._loading_bytes[facts.path] = facts.needed_bytes
+        self._count()
+        loading.add_done_callback(partial(self._keep, facts))
+        return loading
 
     def _keep(self, facts: EncoderFacts, loading: asyncio.Future[_Held]) -> None:
         """Keep what was loaded, unless it failed."""
         del self._loading[facts.path], self._loading_bytes[facts.path]
-        if not loading.cancelled() and loading.exception() is None:
+        if not loading.cancelled() and loading.exception() is None and not self._is_closed:
             self._held[facts.path] = loading.result()
             self._free_later()
             size = facts.weight_bytes / 2**20
@@ -410,11 +425,17 @@ class Encoders:
         self._count()
 
     def _make_room(self, facts: EncoderFacts) -> None:
-        """Free other encoders, the longest unused first, until one fits. Raises CapacityError."""
+        """Free other encoders, the longest unused first, until one fits.
+
+        Raises CapacityError, and frees none, where all of them are not enough.
+        """
         needed = facts.needed_bytes
         unused = sorted(
             (held.used_s, path) for path, held in self._held.items() if not held.n_users
         )
+        room = self.orders.free_bytes() + sum(self._held[path].n_bytes for _, path in unused)
+        if needed > room:
+            raise _does_not_fit(facts, room)
         for _, path in unused:
             if needed > self.orders.free_bytes():
                 self._free(path)
@@ -423,16 +444,24 @@ class Encoders:
             raise _does_not_fit(facts, free)
 
     def _free(self, path: Path) -> None:
-        """Forget an encoder, and have the process of its tokenizer ended."""
+        """Forget an encoder, whose memory is free when nobody uses it any more."""
         held = self._held.pop(path)
-        self._count()
         self.log(f"freed the encoder {path}")
-        ending = self.disk.submit(f"the tokenizer of {path}", held.tokenizer.close)
+        if held.n_users:
+            self._leaving.add(held)
+        else:
+            self._end(held.tokenizer)
+        self._count()
+
+    def _end(self, tokenizer: TextProcess) -> None:
+        """Have the process of a tokenizer ended."""
+        self._tokenizers.discard(tokenizer)
+        ending = self.disk.submit("the tokenizers of encoders", tokenizer.close)
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
     def _count(self) -> None:
-        held_bytes = sum(held.n_bytes for held in self._held.values())
+        held_bytes = sum(held.n_bytes for held in (*self._held.values(), *self._leaving))
         self.orders.encoder_bytes = held_bytes + sum(self._loading_bytes.values())
 
     def _free_later(self) -> None:

@@ -134,9 +134,77 @@ def test_idle_encoders_make_room_and_files_that_change_are_read_again(tmp_path: 
             assert here.orders.encoder_bytes > 0
             here.encoders.free_idle()
             assert here.orders.encoder_bytes == 0
+            await here.ask(second, "a")
             here.room_bytes = needed_bytes(first) - 1
             with pytest.raises(CapacityError, match="free the model of the ring"):
                 await here.ask(first, "a")
+            assert here.orders.encoder_bytes == needed_bytes(second), "freed for nothing"
+
+    asyncio.run(main())
+
+
+def test_files_that_change_under_a_request_and_memory_that_is_wanted_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, go_on = make_encoder(tmp_path / "model", "BertModel"), threading.Event()
+    begun, inputs = threading.Event(), encoders._Held.inputs
+
+    def inputs_late(*arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return inputs(*arguments)
+
+    monkeypatch.setattr(encoders._Held, "inputs", inputs_late)
+
+    async def main() -> None:
+        async with lab() as here:
+            loaded = asyncio.Event()
+
+            def log(line: str) -> None:
+                if line.startswith("loaded"):
+                    here.encoders.free_idle() if not here.log else loaded.set()
+                here.log.append(line)
+
+            here.encoders.log = log
+            first = asyncio.create_task(here.ask(folder, "a"))
+            await loaded.wait()  # again: it was freed before it was used
+            await asyncio.to_thread(begun.wait, 30)
+            old_bytes = needed_bytes(folder)
+            assert here.orders.encoder_bytes == old_bytes
+            make_encoder(folder, "BertModel", num_hidden_layers=3)
+            loaded.clear()
+            second = asyncio.create_task(here.ask(folder, "a"))
+            await loaded.wait()
+            assert here.orders.encoder_bytes == old_bytes + needed_bytes(folder)
+            go_on.set()
+            assert (await first).n_tokens == (await second).n_tokens == [3]
+            assert here.orders.encoder_bytes == needed_bytes(folder)
+
+    asyncio.run(main())
+
+
+def test_an_encoder_that_is_loaded_does_not_wait_for_one_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_encoder(tmp_path / "first", "BertModel")
+    second, go_on = make_encoder(tmp_path / "second", "BertModel"), threading.Event()
+    begun, load = threading.Event(), encoder.load_encoder
+
+    def load_late(*arguments: Any) -> encoder.Encoder:
+        begun.set()
+        assert go_on.wait(30)
+        return load(*arguments)
+
+    async def main() -> None:
+        async with lab() as here:
+            await here.ask(first, "a")
+            monkeypatch.setattr(encoder, "load_encoder", load_late)
+            asked = asyncio.create_task(here.ask(second, "a"))
+            await asyncio.to_thread(begun.wait, 30)
+            with pytest.raises(UsageError, match="text number 1 is empty"):
+                await here.ask(first, "", special_tokens=False)
+            go_on.set()
+            await asked
 
     asyncio.run(main())
 
