@@ -6,18 +6,22 @@ nothing up and runs no code of a checkpoint. Must not know threads, nor who asks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN, read_stored
 from shardnet.errors import CheckpointError, NumericalError, UsageError
+from shardnet.model.kernels.devices import capacity_error_for, is_out_of_memory
 from shardnet.runtime.encoding.encoder_facts import (
     BATCH_POSITIONS,
-    MAX_BATCH,
     EncoderFacts,
+    bare_name,
+    is_of_head,
 )
 from shardnet.runtime.encoding.sentence_modules import DenseLayer, Pooling
 
@@ -25,10 +29,12 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_UNUSED: Final = ("pooler.", "cls.", "lm_head.", "classifier.", "head.", "decoder.", "vocab_")
-"""What the names of tensors of heads begin with that vectors do not need."""
 _BUFFERS: Final = ("position_ids", "token_type_ids", "rotary_emb.inv_freq")
 """What older checkpoints store, and can be computed."""
+
+
+Step = Callable[[], None]
+"""Called before each step of what may take long; what it raises ends that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +54,16 @@ class Encoder:
     pad_id: int
     dense: Sequence[Dense]
 
-    def forward(self, inputs: Sequence[EncoderInput], pooling: Pooling) -> NDArray[np.float32]:
+    def forward(
+        self, inputs: Sequence[EncoderInput], pooling: Pooling, step: Step = lambda: None
+    ) -> NDArray[np.float32]:
         """Compute a batch: float32 [inputs, hidden size] of vectors, or [inputs, 1] of scores.
 
-        Vectors are pooled and not scaled. Raises UsageError for a token that the model has not,
-        NumericalError if it computes what is no number.
+        Vectors are pooled and not scaled. `step` is called first. Raises UsageError for a token
+        that the model has not, NumericalError if it computes what is no number, CapacityError
+        if memory runs out.
         """
+        step()
         n_tokens = self.module.config.vocab_size
         if any(token_id >= n_tokens for given in inputs for token_id in given.token_ids):
             raise UsageError(f"a token id is outside the model's vocabulary of {n_tokens}")
@@ -64,13 +74,13 @@ class Encoder:
             rows = [torch.tensor(given.type_ids) for given in inputs]
             types = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
             arguments["token_type_ids"] = types.to(device)
-        with torch.inference_mode():
+        with memory_for(self.facts), torch.inference_mode():
             found = self.module(**arguments)
             if self.facts.config.kind == "reranker":
                 values = found.logits
             else:
                 values = pooled(found.last_hidden_state, mask, pooling)
-        return finished(self.facts, values, self.dense)
+            return finished(self.facts, values, self.dense)
 
     def _padded(self, inputs: Sequence[EncoderInput]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return token ids and mask [inputs, longest], padded at the end."""
@@ -138,12 +148,11 @@ def pooled(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.
 def batches(lengths: Sequence[int], positions: int = BATCH_POSITIONS) -> Iterator[list[int]]:
     """Divide inputs of these lengths into batches, the shortest first; yield their places.
 
-    Each has at most MAX_BATCH inputs and so many `positions` with padding, unless it is one input.
+    Each has at most so many `positions` with padding, unless it is one input.
     """
     batch: list[int] = []
     for place in sorted(range(len(lengths)), key=lengths.__getitem__):
-        n = len(batch) + 1
-        if batch and (n > MAX_BATCH or n * lengths[place] > positions):
+        if batch and (len(batch) + 1) * lengths[place] > positions:
             yield batch
             batch = []
         batch.append(place)
@@ -151,47 +160,67 @@ def batches(lengths: Sequence[int], positions: int = BATCH_POSITIONS) -> Iterato
         yield batch
 
 
-def load_encoder(facts: EncoderFacts, device: str) -> Encoder:
-    """Load an encoder onto a torch device. Blocks.
+def load_encoder(facts: EncoderFacts, device: str, step: Step = lambda: None) -> Encoder:
+    """Load an encoder onto a torch device; `step` is called before each tensor. Blocks.
 
-    Raises UsageError without transformers, CheckpointError if the files do not make the model.
+    Raises UsageError without transformers, CheckpointError if the files do not make the model,
+    CapacityError if memory runs out.
     """
     made = _class_of(facts)
-    tensors = {
-        tensor.name: tensor.make(
-            [
-                read_stored(facts.folder, source, facts.opened[source.file])
-                for source in tensor.sources
-            ],
-            torch.float32,
+    with memory_for(facts):
+        with _named(facts):
+            config = made.config_class.from_dict(dict(facts.config.keys))
+            with torch.device("meta"):
+                claimed = dict(made(config).named_parameters())
+        _check_claimed(facts, claimed)
+        tensors = {tensor.name: _read(facts, tensor, step) for tensor in facts.tensors}
+        with _named(facts):
+            module, said = made.from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                output_loading_info=True,
+                dtype=torch.float32,
+                attn_implementation="sdpa" if made._supports_sdpa else "eager",
+                trust_remote_code=False,
+            )
+        _check_complete(facts, said)
+        module = module.to(device).eval().requires_grad_(False)
+        return Encoder(
+            facts=facts,
+            module=module,
+            pad_id=config.pad_token_id or 0,
+            dense=[Dense.load(layer, module.device) for layer in facts.modules.dense],
         )
-        for tensor in facts.tensors
-    }
+
+
+def memory_for(facts: EncoderFacts) -> AbstractContextManager[None]:
+    """Raise CapacityError, which names the encoder, if memory runs out inside."""
+    return capacity_error_for(
+        f"no memory is left for the encoder {facts.path}",
+        remedy="free the model of the ring with `shardnet unload`, or end other programs there",
+    )
+
+
+@contextmanager
+def _named(facts: EncoderFacts) -> Iterator[None]:
+    """Raise CheckpointError for what transformers raises inside."""
     try:
-        config = made.config_class.from_dict(dict(facts.config.keys))
-        module, said = made.from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            output_loading_info=True,
-            dtype=torch.float32,
-            attn_implementation="sdpa" if made._supports_sdpa else "eager",
-            trust_remote_code=False,
-        )
+        yield
     except Exception as error:  # strangers' values make it raise anything
+        if isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error):
+            raise
         raise CheckpointError(
             f"{facts.path}: transformers makes no {facts.config.class_name} of it: "
             f"{str(error)[:300]}",
             remedy=AGAIN,
         ) from error
-    _check_complete(facts, said)
-    module = module.to(device).eval().requires_grad_(False)
-    return Encoder(
-        facts=facts,
-        module=module,
-        pad_id=config.pad_token_id or 0,
-        dense=[Dense.load(layer, module.device) for layer in facts.modules.dense],
-    )
+
+
+def _read(facts: EncoderFacts, tensor: ModelTensor, step: Step) -> torch.Tensor:
+    step()
+    stored = [read_stored(facts.folder, one, facts.opened[one.file]) for one in tensor.sources]
+    return tensor.make(stored, torch.float32)
 
 
 def _class_of(facts: EncoderFacts) -> Any:
@@ -212,19 +241,39 @@ def _class_of(facts: EncoderFacts) -> Any:
     return found
 
 
-def _check_complete(facts: EncoderFacts, said: dict[str, Any]) -> None:
+def _check_claimed(facts: EncoderFacts, claimed: Mapping[str, torch.Tensor]) -> None:
+    """Raise CheckpointError if the config has more weights than the files, before any is made.
+
+    Makers' own names of tensors differ from those of transformers, their number does not.
+    """
+    claimed = {name: one for name, one in claimed.items() if not _is_unused(facts, name)}
+    n_weights = sum(one.numel() for one in claimed.values())
+    if n_weights <= facts.n_parameters:
+        return
+    found = {bare_name(tensor.name) for tensor in facts.tensors}
+    _refuse(facts, "lacks", [name for name in claimed if bare_name(name) not in found])
+    raise CheckpointError(
+        f"{facts.path} has {facts.n_parameters} weights, and its config {n_weights}", remedy=AGAIN
+    )
+
+
+def _check_complete(facts: EncoderFacts, said: Mapping[str, Any]) -> None:
     """Raise CheckpointError if tensors are missing, or are there that the model does not use."""
-    is_vector = facts.config.kind == "embedding"
-    missing = [name for name in said["missing_keys"] if not (is_vector and _is_unused(name))]
-    strange = [name for name in said["unexpected_keys"] if not (is_vector and _is_unused(name))]
+    missing = [name for name in said["missing_keys"] if not _is_unused(facts, name)]
+    strange = [name for name in said["unexpected_keys"] if not _is_unused(facts, name)]
     strange = [name for name in strange if not name.endswith(_BUFFERS)]
-    for what, names in (("lacks", missing), ("has, beyond what the model uses,", strange)):
-        if names:
-            raise CheckpointError(
-                f"{facts.path} {what} {len(names)} tensors, {min(names):.200} among them",
-                remedy=AGAIN,
-            )
+    _refuse(facts, "lacks", missing)
+    _refuse(facts, "has, beyond what the model uses,", strange)
 
 
-def _is_unused(name: str) -> bool:
-    return name.removeprefix("bert.").removeprefix("model.").startswith(_UNUSED)
+def _refuse(facts: EncoderFacts, what: str, names: Sequence[str]) -> None:
+    if names:
+        raise CheckpointError(
+            f"{facts.path} {what} {len(names)} tensors, {min(names):.200} among them", remedy=AGAIN
+        )
+
+
+def _is_unused(facts: EncoderFacts, name: str) -> bool:
+    """Whether vectors are made without a tensor: those of heads, and what is before these."""
+    is_before = bare_name(name).startswith("pooler.")
+    return facts.config.kind == "embedding" and (is_before or is_of_head(name))

@@ -57,8 +57,10 @@ MAX_TOGETHER: Final = 8
 """Short inputs of a decoder that are computed at once."""
 BATCH_POSITIONS: Final = 4096
 """Positions, padding included, that are computed at once, unless one input alone has more."""
-MAX_BATCH: Final = 64
-"""Inputs that are computed at once."""
+_PREFIXES: Final = ("bert.", "distilbert.", "roberta.", "mpnet.", "nomic_bert.", "model.")
+"""What classes with a head put before the names of the others' tensors."""
+_HEADS: Final = ("cls.", "lm_head.", "classifier.", "head.", "decoder.", "vocab_")
+"""What the names of tensors of heads begin with that vectors do not need."""
 
 _ARCHITECTURE: Final = "general.architecture"
 
@@ -152,6 +154,16 @@ class EncoderFacts:
     def needed_bytes(self) -> int:
         """Bytes of memory that it takes."""
         return self.weight_bytes + self.activation_bytes
+
+
+def bare_name(name: str) -> str:
+    """Return the name of a tensor as a class without a head has it."""
+    return name.partition(".")[2] if name.startswith(_PREFIXES) else name
+
+
+def is_of_head(name: str) -> bool:
+    """Say whether a tensor is of a head that vectors do not need."""
+    return bare_name(name).startswith(_HEADS)
 
 
 def find_encoder(path: Path) -> EncoderFacts | None:
@@ -255,7 +267,13 @@ def _in_folder(path: Path) -> EncoderFacts:
     config = read_encoder_config(contents.config, contents.where)
     modules = read_modules(path)
     check_widths(modules.dense, config.hidden_size, str(path))
-    stored = [tensor for file in contents.files.values() for tensor in file.tensors.values()]
+    keeps_head = config.kind == "reranker"
+    stored = [
+        tensor
+        for file in contents.files.values()
+        for tensor in file.tensors.values()
+        if keeps_head or not is_of_head(tensor.name)
+    ]
     return EncoderFacts(
         path=path,
         stamp=stamped,
