@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import (
+    CancelledRequestError,
     CapacityError,
     CheckpointError,
     ContextExceededError,
@@ -45,16 +46,61 @@ from shardnet.wire.messages.plans import PlannedStage, PlanReply, PlanRequest
 
 if TYPE_CHECKING:  # it imports torch
     from shardnet.runtime.encoding.decoder import Decoder
-    from shardnet.runtime.encoding.encoder import Encoder, EncoderInput
+    from shardnet.runtime.encoding.encoder import Encoder, EncoderInput, Step
 
 T = TypeVar("T")
 
 IDLE_S: Final = 300.0
 """An encoder that no request has used for so long is freed."""
 JOB_S: Final = 300.0
-"""How long loading or one batch may take, those of other requests before it included."""
+"""How long a thread may go without a step: a text, a chunk of a long one, a batch, a tensor."""
 MAX_REQUESTS: Final = 64
 """Requests that wait or run at one time."""
+
+
+class _Thread:
+    """A thread whose jobs call a Step in between, which ends those that nobody waits for."""
+
+    def __init__(self, name: str) -> None:
+        self.executor = Executor(name, niceness=10)
+        self._moved_s = 0.0
+
+    def move(self) -> None:
+        """Note that the job goes on. On the thread."""
+        self._moved_s = time.monotonic()
+
+    async def run(self, job: Callable[[Step], T]) -> T:
+        """Run a job; once nobody waits for it any more its next step raises. Raises as `end_of`."""
+        is_over = False
+
+        def step() -> None:
+            self.move()
+            if is_over:
+                raise CancelledRequestError("nobody waits for this any more")
+
+        running = self.executor.submit(partial(job, step))
+        try:
+            return await self.end_of(running)
+        finally:
+            is_over = True
+            running.cancel()
+
+    async def end_of(self, job: asyncio.Future[T]) -> T:
+        """Wait for a job. Raises DeadlineError where no job of the thread moves for JOB_S,
+        PeerFailedError for one that was dropped, as the node leaves.
+        """
+        since_s = time.monotonic()
+        done: Collection[asyncio.Future[T]] = ()
+        while not done:
+            left_s = max(since_s, self._moved_s) + JOB_S - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineError(
+                    f"an encoder has done nothing for {JOB_S:g} s", remedy="ask again"
+                )
+            done, _ = await asyncio.wait([job], timeout=left_s)
+        if job.cancelled():
+            raise _leaving()
+        return job.result()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -69,11 +115,15 @@ class _Held:
     n_users: int = 0
     used_s: float = field(default_factory=time.monotonic)
 
-    def inputs(self, message: Encode) -> list[EncoderInput]:
+    def inputs(self, message: Encode, step: Step) -> list[EncoderInput]:
         """Make the inputs of all texts, each behind the query if there is one."""
         from shardnet.runtime.encoding.encoder import EncoderInput
 
-        return [EncoderInput(*self._encoded(message, text)) for text in message.texts]
+        made = []
+        for text in message.texts:
+            step()
+            made.append(EncoderInput(*self._encoded(message, text)))
+        return made
 
     def _encoded(self, message: Encode, text: str | list[int]) -> tuple[list[int], list[int]]:
         """Encode a text, or a query and a document; return ids, and of which text each is."""
@@ -112,8 +162,8 @@ class Encoders:
     log: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        self._thread = Executor("shardnet-encode", niceness=10)
-        self._reader = Executor("shardnet-encode-text", niceness=10)
+        self._thread = _Thread("shardnet-encode")
+        self._reader = _Thread("shardnet-encode-text")
         self._held: dict[Path, _Held] = {}
         self._leaving: set[_Held] = set()
         """Those that were freed while requests used them."""
@@ -245,8 +295,8 @@ class Encoders:
             self._end(tokenizer)
         if self._freeing is not None:
             self._freeing.cancel()
-        self._thread.close()
-        self._reader.close()
+        self._thread.executor.close()
+        self._reader.executor.close()
         await asyncio.gather(*self._ending, return_exceptions=True)
 
     async def _find(self, control: ControlLink, request: int, model: str) -> Path | None:
@@ -346,10 +396,9 @@ class Encoders:
         values = b"".join(rows[place] for place in range(len(inputs)))
         return len(rows[0]) // 4, values
 
-    async def _run(self, thread: Executor, job: Callable[[], T]) -> T:
-        """Run a job on a thread. Raises DeadlineError after JOB_S."""
+    async def _run(self, thread: _Thread, job: Callable[[Step], T]) -> T:
         self._check_not_closed()
-        return await _in_time(thread.submit(job))
+        return await thread.run(job)
 
     # --- what is loaded
 
@@ -366,12 +415,11 @@ class Encoders:
                     self._free(facts.path)
                 self._make_room(facts)
                 loading = self._begin(model, facts)
-            await _in_time(asyncio.shield(loading))
-            await asyncio.sleep(0)  # until it is held; who is told first may have freed it again
+            await self._thread.end_of(loading)  # whoever was told first may have freed it again
 
     def _check_not_closed(self) -> None:
         if self._is_closed:
-            raise PeerFailedError("this node is leaving", remedy="ask another one")
+            raise _leaving()
 
     def _begin(self, model: str, facts: EncoderFacts) -> asyncio.Future[_Held]:
         """Load an encoder, and keep it also if who asked has gone, or has waited for too long."""
@@ -380,6 +428,7 @@ class Encoders:
             from shardnet.runtime.encoding.decoder import load_decoder
             from shardnet.runtime.encoding.encoder import load_encoder
 
+            self._thread.move()
             set_compute_threads(self.orders.threads_of(0))
             tokenizer = TextProcess(tokenizer_place(facts.path))
             self._tokenizers.add(tokenizer)  # before the look: whoever closes ends all of them
@@ -390,11 +439,11 @@ class Encoders:
                 judge, device = None, self.orders.device.for_torch
                 encoder: Encoder | Decoder
                 if facts.model is None:
-                    encoder = load_encoder(facts, device)
+                    encoder = load_encoder(facts, device, self._thread.move)
                 else:
                     if facts.config.kind == "reranker":
                         judge = Judge.of(tokenizer.encode, facts.modules.answers)
-                    encoder = load_decoder(facts, device, judge)
+                    encoder = load_decoder(facts, device, judge, self._thread.move)
             except BaseException:
                 self._tokenizers.discard(tokenizer)
                 tokenizer.close()
@@ -407,7 +456,7 @@ class Encoders:
                 judge=judge,
             )
 
-        loading = self._loading[facts.path] = self._thread.submit(load)
+        loading = self._loading[facts.path] = self._thread.executor.submit(load)
         self._loading_bytes[facts.path] = facts.needed_bytes
         self._count()
         loading.add_done_callback(partial(self._keep, facts))
@@ -478,15 +527,8 @@ class Encoders:
         self._free_later()
 
 
-async def _in_time(job: asyncio.Future[T]) -> T:
-    """Wait for a job. Raises DeadlineError after JOB_S."""
-    try:
-        async with asyncio.timeout(JOB_S):
-            return await job
-    except TimeoutError:
-        raise DeadlineError(
-            f"an encoder took more than {JOB_S:g} s", remedy="send fewer or shorter texts"
-        ) from None
+def _leaving() -> PeerFailedError:
+    return PeerFailedError("this node is leaving", remedy="ask another one")
 
 
 def _does_not_fit(facts: EncoderFacts, room_bytes: int) -> CapacityError:

@@ -17,7 +17,14 @@ from shardnet.checkpoint.formats.gguf_types import PLAIN, unpack
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN, FileState, read_stored
 from shardnet.errors import CheckpointError
 from shardnet.model.kernels.linear import probe
-from shardnet.runtime.encoding.encoder import Dense, EncoderInput, finished, pooled
+from shardnet.runtime.encoding.encoder import (
+    Dense,
+    EncoderInput,
+    Step,
+    finished,
+    memory_for,
+    pooled,
+)
 from shardnet.runtime.encoding.encoder_facts import MAX_TOGETHER, EncoderFacts
 from shardnet.runtime.encoding.judge import Answers, Judge
 from shardnet.runtime.encoding.sentence_modules import Pooling
@@ -53,17 +60,20 @@ class Decoder:
     head: torch.Tensor | None = None
     """The rows [2, E] of the LM head for yes and no, where a file has these apart; float32."""
 
-    def forward(self, inputs: Sequence[EncoderInput], pooling: Pooling) -> NDArray[np.float32]:
+    def forward(
+        self, inputs: Sequence[EncoderInput], pooling: Pooling, step: Step = lambda: None
+    ) -> NDArray[np.float32]:
         """Compute float32 [inputs, width] of vectors, or [inputs, 1] of scores.
 
-        As `Encoder.forward`, and raises the same.
+        As `Encoder.forward`, and raises the same. `step` is called before each chunk.
         """
         given = [one.token_ids for one in inputs]
-        states = [one for texts in _together(given) for one in self._states(texts)]
-        if self.judge is not None:
-            return finished(self.facts, self._scores(states, self.judge.answers), ())
-        vectors = [self._vector(one, pooling) for one in states]
-        return finished(self.facts, torch.cat(vectors), self.dense)
+        with memory_for(self.facts):
+            states = [one for texts in _together(given) for one in self._states(texts, step)]
+            if self.judge is not None:
+                return finished(self.facts, self._scores(states, self.judge.answers), ())
+            vectors = [self._vector(one, pooling) for one in states]
+            return finished(self.facts, torch.cat(vectors), self.dense)
 
     def _vector(self, states: torch.Tensor, pooling: Pooling) -> torch.Tensor:
         """Pool hidden states [T, E] to float32 [1, E]."""
@@ -83,7 +93,7 @@ class Decoder:
         scores = logits[:, yes] if no is None else logits[:, yes] - logits[:, no]
         return scores[:, None]
 
-    def _states(self, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def _states(self, texts: Sequence[Sequence[int]], step: Step) -> list[torch.Tensor]:
         """Return hidden states [T, E] of texts, before the final norm.
 
         They are short ones, of one chunk together, or one of any length.
@@ -92,6 +102,7 @@ class Decoder:
         chunks = []
         try:
             for start in range(0, most, PREFILL_CHUNK_ROWS):
+                step()
                 rows = [text[start : start + PREFILL_CHUNK_ROWS] for text in texts]
                 chunks.append(self.stage.run(_batch(rows, start), None).clone())
         finally:
@@ -130,9 +141,12 @@ def _together(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
         yield some
 
 
-def load_decoder(facts: EncoderFacts, device: str, judge: Judge | None = None) -> Decoder:
+def load_decoder(
+    facts: EncoderFacts, device: str, judge: Judge | None = None, step: Step = lambda: None
+) -> Decoder:
     """Load a decoder onto a torch device; with a `judge` it gives scores. Blocks.
 
+    `step` is called between tensors.
     Raises CheckpointError if its files have changed or do not make the model, CapacityError if
     memory runs out.
     """
@@ -146,10 +160,11 @@ def load_decoder(facts: EncoderFacts, device: str, judge: Judge | None = None) -
         device=place,
         room_blocks=facts.room_blocks,
         context=facts.context,
-        progress=lambda done, total: None,
+        progress=lambda done, total: step(),
     )
-    dense = [Dense.load(layer, place) for layer in facts.modules.dense]
-    head = _answers_head(checkpoint, place) if judge is not None else None
+    with memory_for(facts):
+        dense = [Dense.load(layer, place) for layer in facts.modules.dense]
+        head = _answers_head(checkpoint, place) if judge is not None else None
     return Decoder(facts=facts, stage=stage, dense=dense, judge=judge, head=head)
 
 

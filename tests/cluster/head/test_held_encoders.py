@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +39,7 @@ from shardnet.model.families import encoders as families
 from shardnet.runtime.encoding import encoder
 from shardnet.runtime.encoding.encoder_facts import find_encoder
 from shardnet.runtime.encoding.judge import INSTRUCTION
+from shardnet.stage.stage_model import StageModel
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import ControlMessage, Redirect
 from shardnet.wire.messages.generation import MAX_ENCODED_WIDTH, Encode, Encoded
@@ -282,6 +283,60 @@ def test_texts_are_read_while_others_are_computed(
     asyncio.run(main())
 
 
+def test_a_long_text_that_nobody_waits_for_ends_after_its_chunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, go_on = make_embedder(tmp_path / "model"), threading.Event()
+    begun, run, stages = threading.Event(), StageModel.run, list[StageModel]()
+
+    def run_late(stage: StageModel, *arguments: Any) -> Any:
+        stages.append(stage)
+        begun.set()
+        assert go_on.wait(30)
+        return run(stage, *arguments)
+
+    monkeypatch.setattr(StageModel, "run", run_late)
+
+    async def main() -> None:
+        async with lab() as here:
+            asked = asyncio.create_task(here.ask(folder, "a fortune " * 900, truncate=True))
+            await asyncio.to_thread(begun.wait, 30)
+            asked.cancel()
+            await asyncio.wait([asked])
+            go_on.set()
+            await here.encoders._thread.executor.run(lambda: None)
+            assert len(stages) == 1
+            assert stages[0].kv.blocks_used == 0
+            assert (await here.ask(folder, "a")).n_tokens == [2]
+
+    asyncio.run(main())
+
+
+def test_a_job_may_take_as_long_as_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoders, "JOB_S", 1.0)
+    held_up = threading.Event()
+
+    def go_on(step: Callable[[], None]) -> None:
+        for _ in range(15):
+            step()
+            held_up.wait(0.1)
+
+    def hang(step: Callable[[], None]) -> None:
+        held_up.wait(30)
+
+    async def main() -> None:
+        thread = encoders._Thread("test-encode")
+        try:
+            await asyncio.gather(thread.run(go_on), thread.run(lambda step: None))
+            with pytest.raises(DeadlineError, match="done nothing for 1 s"):
+                await thread.run(hang)
+        finally:
+            held_up.set()
+            thread.executor.close()
+
+    asyncio.run(main())
+
+
 def test_a_request_whose_node_leaves_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,7 +385,7 @@ def test_a_node_that_ends_does_not_wait_for_an_encoder_that_loads(
                 asked.cancel()
                 await asyncio.wait([asked])
             go_on.set()
-            await asyncio.to_thread(here.encoders._thread.join)
+            await asyncio.to_thread(here.encoders._thread.executor.join)
             await asyncio.sleep(0)  # what it has loaded comes to nothing
             assert here.log == []
 

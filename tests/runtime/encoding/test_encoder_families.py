@@ -237,12 +237,12 @@ def test_memory_that_runs_out_is_named(tmp_path: Path, monkeypatch: pytest.Monke
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9")
 
     monkeypatch.setattr(loaded.module, "forward", run_out)
-    with pytest.raises(CapacityError, match="no memory is left for the encoder .*model"):
+    with pytest.raises(CapacityError, match="no memory is left for the encoder"):
         loaded.forward(inputs_of(TEXTS), "mean")
     for where, name in ((encoder_module, "read_stored"), (transformers.BertModel, "__init__")):
         with monkeypatch.context() as patched:
             patched.setattr(where, name, run_out)
-            with pytest.raises(CapacityError, match="no memory is left for the encoder .*model"):
+            with pytest.raises(CapacityError, match="no memory is left for the encoder"):
                 load_encoder(facts, "cpu")
 
 
