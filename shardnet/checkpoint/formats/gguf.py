@@ -43,8 +43,8 @@ ANSWERS_HEAD: Final = "cls.output.weight"
 """Those rows [2, E], which may be all that there is of a head: of one that is the embedding too."""
 ONLY_ANSWERS: Final = f"an LM head of {' and '.join(ANSWERS)} alone ({ANSWERS_HEAD})"
 """What is noted of a file without another head: a ring would write text by a head of its own."""
-_POOLINGS: Final = (0, 3, 4)
-"""None, that of vectors by the last token, a reranker's."""
+_POOLINGS: Final = range(5)
+"""None, those of vectors, a reranker's: runtime/encoding has to know, text is the same."""
 
 
 def config_of_metadata(

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -33,7 +33,7 @@ from shardnet.model.families.encoders import (
     read_encoder_config,
 )
 from shardnet.model.families.stage_tensors import count_parameters
-from shardnet.runtime.encoding.gguf_encoder import LAST, RANK, gguf_encoder
+from shardnet.runtime.encoding.gguf_encoder import POOLINGS, RANK, gguf_encoder
 from shardnet.runtime.encoding.sentence_modules import (
     DenseLayer,
     SentenceModules,
@@ -51,8 +51,6 @@ from shardnet.stage.estimate.memory_estimate import (
 )
 from shardnet.types import PREFILL_CHUNK_ROWS, DType, LayerRange, blocks_for
 
-_DECODERS: Final[Mapping[object, Kind]] = {LAST: "embedding", RANK: "reranker"}
-"""What decoders are for, by their pooling."""
 MAX_TOGETHER: Final = 8
 """Short inputs of a decoder that are computed at once."""
 BATCH_POSITIONS: Final = 4096
@@ -177,8 +175,13 @@ def find_encoder(path: Path) -> EncoderFacts | None:
         arch = str(said.get(_ARCHITECTURE))
         if arch in GGUF_TYPES or is_gemma_embedding(said):
             return _in_gguf(path)
-        kind = _DECODERS.get(said.get(f"{arch}.pooling_type"))
-        return None if kind is None else _decoder(path, kind, SentenceModules(pooling="last"))
+        number = said.get(f"{arch}.pooling_type")
+        if number == RANK:
+            return _decoder(path, "reranker", SentenceModules(pooling="last"))
+        pooling = POOLINGS.get(number)
+        if pooling is None:
+            return None
+        return _decoder(path, "embedding", SentenceModules(pooling=pooling))
     if not os.path.isdir(path) or not has_file(path / "config.json"):
         return None
     if is_encoder(read_json(path / "config.json")):
@@ -190,18 +193,19 @@ def find_encoder(path: Path) -> EncoderFacts | None:
 
 
 def _decoder(path: Path, kind: Kind, modules: SentenceModules) -> EncoderFacts | None:
-    """Describe a decoder that is an encoder; None for one that only a ring computes."""
+    """Describe a decoder that is an encoder; None for one that only a ring computes.
+
+    Raises UnsupportedModelError where no ring would make the same of that.
+    """
     model = identify(path)
     if model.unknown_keys != (ONLY_ANSWERS,):
         model.check_known()
     own = model.config
     if own.wrapper:
         raise UnsupportedModelError(f"{path}: {kind} models that see are not implemented")
-    if own.outline is not None or own.has_state:
-        return None
     check_widths(modules.dense, own.hidden_size, str(path))
     context = min(own.default_context, modules.most_tokens or own.default_context)
-    return EncoderFacts(
+    facts = EncoderFacts(
         path=path,
         stamp=model.stamp,
         config=EncoderConfig(
@@ -224,6 +228,15 @@ def _decoder(path: Path, kind: Kind, modules: SentenceModules) -> EncoderFacts |
         size_bytes=model.size_bytes,
         model_id=model.model_id,
         model=model,
+    )
+    if own.outline is None and not own.has_state:
+        return facts
+    if facts.is_for_rings_too:
+        return None
+    raise UnsupportedModelError(
+        f"{path}: {own.family} is computed by rings alone, which do not do what is to be done "
+        "around it",
+        remedy="use another model (docs/models.md)",
     )
 
 

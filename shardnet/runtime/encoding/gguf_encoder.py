@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 
-LAST: Final = 3
-_POOLINGS: Final[Mapping[int, Pooling]] = {1: "mean", 2: "cls", LAST: "last"}
+POOLINGS: Final[Mapping[object, Pooling]] = {1: "mean", 2: "cls", 3: "last"}
 RANK: Final = 4
 _TYPES: Final = "embeddings.token_type_embeddings.weight"
 _BERT_LAYER: Final = "encoder.layer.{}."
@@ -125,7 +124,7 @@ def gguf_encoder(header: GgufHeader, stored: Mapping[str, StoredTensor], where: 
     }
     fields = Fields(own, where, f"{arch}.")
     pooling = fields.take("pooling_type", int, 0)
-    if pooling not in (0, *_POOLINGS, RANK):
+    if pooling not in (0, *POOLINGS, RANK):
         raise fields.unsupported("pooling_type", pooling, "mean 1, cls 2, last 3, rank 4")
     ranks = pooling == RANK or "cls.output.weight" in stored
     made = [_parameter(arch, tensor) for tensor in stored.values() if tensor.name not in _DENSE]
@@ -152,7 +151,7 @@ def gguf_encoder(header: GgufHeader, stored: Mapping[str, StoredTensor], where: 
     return GgufEncoder(
         config=config,
         parameters=tuple(tensors),
-        pooling=_POOLINGS.get(pooling, "mean"),
+        pooling=POOLINGS.get(pooling, "mean"),
         dense=tuple(dense),
     )
 

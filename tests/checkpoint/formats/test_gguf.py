@@ -246,7 +246,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("metadata", "message"),
         [
-            ({"pooling_type": 1}, r"llama\.pooling_type = 1 is not known to shardnet"),
+            ({"pooling_type": 9}, r"llama\.pooling_type = 9 is not known to shardnet"),
             (
                 {"classifier__output_labels": ["a"]},
                 r"llama\.classifier\.output_labels = \['a'\] is not supp",

@@ -17,6 +17,7 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 from support.models.checkpoints import EOS_ID, make_decoder
 from support.models.encoder_checkpoints import add_modules
+from support.models.family_cases import LFM2
 from support.models.gguf_files import pack_as, write_gguf
 from tokenizers import Tokenizer, processors
 
@@ -159,6 +160,23 @@ def test_a_gguf_makes_the_same_and_ends_texts(tmp_path: Path, kind: str) -> None
     else:  # rows are quantised too
         cosines = (made * expected).sum(1) / np.linalg.norm(made, axis=1)
         assert (cosines / np.linalg.norm(expected, axis=1)).min() > 0.999
+
+
+def test_a_gguf_of_another_pooling_is_no_rings(tmp_path: Path) -> None:
+    folder = make_decoder(tmp_path / "model", "qwen3", **SIZES, max_position_embeddings=1024)
+    for number, pooling in ((1, "mean"), (2, "cls")):
+        facts = facts_of(write_gguf(folder, tmp_path / f"{number}.gguf", pooling_type=number))
+        assert (facts.modules.pooling, facts.is_for_rings_too) == (pooling, False)
+
+
+def test_what_only_rings_compute_is_theirs_if_they_make_the_same(tmp_path: Path) -> None:
+    """Of models with states they give the last token's vectors, and no others."""
+    folder = make_decoder(tmp_path / "model", "lfm2", **LFM2, num_hidden_layers=4)
+    add_modules(folder, "lasttoken", normalizes=True)
+    assert find_encoder(folder) is None
+    add_modules(folder, "mean_tokens", normalizes=True)
+    with pytest.raises(UnsupportedModelError, match="lfm2 is computed by rings alone"):
+        find_encoder(folder)
 
 
 def test_what_makes_no_vectors_or_not_so(tmp_path: Path) -> None:
