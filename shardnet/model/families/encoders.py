@@ -67,8 +67,12 @@ _NOMIC_VALUES: Final = {
     "parallel_block": False,
 }
 """What transformers computes, of what the same code could."""
-_FOREIGN: Final = ("auto_map", "attn_implementation", "experts_implementation", "dtype")
-"""Keys that name code or kernels, and the dtype of training."""
+_FOREIGN: Final = (
+    *("auto_map", "attn_implementation", "experts_implementation", "dtype", "torch_dtype"),
+    *("return_dict", "use_return_dict", "output_attentions", "output_hidden_states"),
+    "chunk_size_feed_forward",
+)
+"""Keys that name code or kernels, the dtype of training, and what a call returns or how."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,9 +97,10 @@ class EncoderConfig:
 
 def is_encoder(raw: Mapping[str, Any]) -> bool:
     """Say whether a parsed config.json is an encoder's."""
-    if raw.get("model_type") == _BOTH_WAYS:
+    kind = raw.get("model_type")
+    if kind == _BOTH_WAYS:
         return raw.get("use_bidirectional_attention") is True
-    return raw.get("model_type") in CLASSES
+    return isinstance(kind, str) and kind in CLASSES
 
 
 def writes_nothing(where: str) -> UnsupportedModelError:
@@ -157,7 +162,7 @@ def _kind(fields: Fields, prefix: str) -> tuple[Kind, str]:
         f"{prefix}ForPreTraining": "",
         f"{prefix}ForSequenceClassification": "reranker",
     }
-    if len(architectures) != 1 or architectures[0] not in made_for:
+    if architectures not in [[name] for name in made_for]:
         raise fields.unsupported("architectures", architectures, ", ".join(made_for))
     if made_for[architectures[0]]:
         return "reranker", "ForSequenceClassification"

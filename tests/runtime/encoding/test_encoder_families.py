@@ -192,6 +192,7 @@ def test_what_is_not_implemented_or_damaged_is_named(tmp_path: Path) -> None:
 
     refused("num_labels = 2 is not supported", id2label={"0": "a", "1": "b"})
     refused("architectures = .*Question.* is not supported", architectures=["BertForQuestion"])
+    refused(r"architectures = \[\[\]\] is not supported", architectures=[[]])
     refused("is_decoder = True", is_decoder=True)
     refused(
         "position_embedding_type = 'relative_key_query' .*: absolute",
@@ -204,6 +205,10 @@ def test_what_is_not_implemented_or_damaged_is_named(tmp_path: Path) -> None:
     refused("transformers makes no BertForSequence", hidden_size=16)
     refused("lacks .* tensors, bert.encoder.layer.2", num_hidden_layers=3)
     refused("has, beyond what the model uses, .* tensors, bert.enc", num_hidden_layers=1)
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": []}))
+    assert find_encoder(folder) is None
+    with pytest.raises(CheckpointError, match="model_type is .*, expected str"):
+        Checkpoint.open(folder)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors | {"classifier.weight": torch.full((1, 32), float("nan"))}, folder / "m")
     (folder / "m").rename(folder / "model.safetensors")
@@ -211,6 +216,20 @@ def test_what_is_not_implemented_or_damaged_is_named(tmp_path: Path) -> None:
         load_encoder(facts_of(folder), "cpu").forward(inputs_of(TEXTS), "mean")
     with pytest.raises(UsageError, match="outside the model's vocabulary"):
         load_encoder(facts_of(folder), "cpu").forward(inputs_of([[4000]]), "mean")
+
+
+def test_keys_that_change_what_a_call_returns_do_not_count(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "model", "BertModel")
+    expected = load_encoder(facts_of(folder), "cpu").forward(inputs_of(TEXTS), "mean")
+    config = json.loads((folder / "config.json").read_text())
+    for keys in (
+        {"return_dict": False, "torch_dtype": "float16"},
+        {"output_attentions": True, "output_hidden_states": True},
+        {"chunk_size_feed_forward": 5},
+    ):
+        (folder / "config.json").write_text(json.dumps({**config, **keys}))
+        made = load_encoder(facts_of(folder), "cpu").forward(inputs_of(TEXTS), "mean")
+        np.testing.assert_array_equal(made, expected)
 
 
 def test_weights_that_only_a_config_has_are_refused_before_any_is_read(
