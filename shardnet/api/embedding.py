@@ -17,10 +17,16 @@ from msgspec import structs
 from shardnet.api.events import GenerationEvent, GenerationResult
 from shardnet.api.generation import Generator
 from shardnet.api.requests import GenerationOptions, Prompt
-from shardnet.errors import NumericalError, RemoteProtocolError, UsageError
+from shardnet.errors import (
+    ContextExceededError,
+    NumericalError,
+    RemoteProtocolError,
+    UsageError,
+)
 from shardnet.output_params import ALL_ROWS, OutputParams
 from shardnet.sampling_params import SamplingParams
-from shardnet.wire.messages.generation import MAX_ENCODED, Encode, Encoded
+from shardnet.tokenizers.token_table import Bos
+from shardnet.wire.messages.generation import MAX_ENCODED, Encode, Encoded, Tokenized
 from shardnet.wire.messages.plans import ModelChoice
 
 if TYPE_CHECKING:
@@ -52,7 +58,12 @@ class EncoderClient(Protocol):
 
 
 class EmbeddingGenerator(Generator, EncoderClient, Protocol):
-    """What generates, and asks encoders."""
+    """What generates and tokenises, and asks encoders."""
+
+    async def tokenize(
+        self, prompt: str, *, model: ModelChoice, **options: Unpack[GenerationOptions]
+    ) -> Tokenized:
+        """Return a text's token ids as `shardnet.api.Client.tokenize` does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +72,32 @@ class Shape:
 
     `pooling` takes that of the last token, of the first one (encoders only), or the mean of all;
     None is an encoder's own, else the last. Only the first `dimensions` numbers are kept, None for
-    all; what is kept has length 1 if it is `normalized`, None for unless an encoder's files say no.
+    all; more than there are may be asked for if `dimensions` are `at_most`. What is kept has length
+    1 if it is `normalized`, None for unless an encoder's files say no and nothing is left out.
     """
 
     pooling: Pooling | None = None
     dimensions: int | None = None
+    at_most: bool = False
     normalized: bool | None = None
+
+    def n_kept(self, width: int, n_texts: int) -> int:
+        """Return how many numbers of vectors of this `width` are kept.
+
+        Raises UsageError for more `dimensions`, or more than MAX_VALUES numbers of all texts.
+        """
+        n_kept = width if self.dimensions is None else self.dimensions
+        if n_kept > width and not self.at_most:
+            raise UsageError(
+                f"dimensions is {n_kept} and the model has {width} numbers", remedy="ask for fewer"
+            )
+        n_kept = min(n_kept, width)
+        if n_kept * n_texts > MAX_VALUES:
+            raise UsageError(
+                f"{n_texts} texts with {n_kept} dimensions have more than {MAX_VALUES} numbers",
+                remedy="send fewer texts at once",
+            )
+        return n_kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +124,9 @@ async def embed(
 ) -> AsyncGenerator[Embedding, None]:
     """Yield the vector of each text, or list of token ids, as it comes: in any order.
 
-    An encoder cuts texts that are too long if it is to `truncate`. Closing the iterator cancels the
-    others. Raises the first error of any text, UsageError for more
-    `dimensions` than the model has, or more than MAX_VALUES numbers together, NumericalError for a
-    model that overflows.
+    With `truncate` texts that are too long are cut, and keep what ends them. Closing the iterator
+    cancels the others. Raises the first error of any text, what `Shape.n_kept` raises,
+    NumericalError for a model that overflows.
     """
     encoder = await generator.encode(Encode(request=0, model=model.model))
     if encoder.kind:
@@ -107,21 +137,50 @@ async def embed(
             special_tokens=options.get("bos") != "off",
             truncate=truncate,
         )
+        is_cut = encoder.width > shape.n_kept(encoder.width, len(texts))
         if shape.normalized is None:
-            shape = replace(shape, normalized=encoder.normalized)
+            shape = replace(shape, normalized=is_cut or encoder.normalized)
         async with aclosing(encode(generator, asked, texts)) as encoded:
             async for one in encoded:
                 yield _embedding(one.index, one.values, one.n_tokens, shape, len(texts))
         return
     if shape.pooling == "cls":
         raise UsageError("pooling cls is for encoders", remedy="ask for last or mean")
+    given: Sequence[GivenText] = texts
+    if truncate:
+        bos = options.get("bos", "auto")
+        given = [await _cut(generator, text, model, bos) for text in texts]
     options = {**options, "max_tokens": 0, "outputs": _OUTPUTS[shape.pooling or "last"]}
-    prompts = [Prompt(text) for text in texts]
+    prompts = [Prompt(text) for text in given]
     events = generator.generate(prompts, SamplingParams(), model=model, **options)
     async with aclosing(results_of(events, "input", len(texts))) as results:
         async for result in results:
             states = _hidden_state(result)
             yield _embedding(result.index, states, result.usage.n_prompt, shape, len(texts))
+
+
+async def _cut(
+    generator: EmbeddingGenerator, text: GivenText, model: ModelChoice, bos: Bos
+) -> GivenText:
+    """Tokenise a text and cut it at the end of the context; tokens that end each text stay."""
+    if not isinstance(text, str):
+        return text
+    try:
+        told = await generator.tokenize(text, model=model, bos=bos)
+    except ContextExceededError as error:
+        if not error.n_prompt:
+            raise
+        # More of it than the model could take was left before it was tokenized.
+        most = len(text) * error.n_context // error.n_prompt
+        told = await generator.tokenize(text[:most], model=model, bos=bos)
+    ids = told.token_ids
+    if len(ids) <= told.context:
+        return ids
+    whole = (await generator.tokenize("a", model=model, bos=bos)).token_ids
+    bare = (await generator.tokenize("a", model=model, bos="off")).token_ids
+    n_begin = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
+    n_end = len(whole) - n_begin - len(bare)
+    return [*ids[: told.context - n_end], *ids[len(ids) - n_end :]]
 
 
 async def results_of(
@@ -154,18 +213,7 @@ def _embedding(
 ) -> Embedding:
     import numpy as np
 
-    width = len(states) if shape.dimensions is None else shape.dimensions
-    if width > len(states):
-        raise UsageError(
-            f"dimensions is {width} and the model has {len(states)} numbers",
-            remedy="ask for fewer",
-        )
-    if width * n_texts > MAX_VALUES:
-        raise UsageError(
-            f"{n_texts} texts with {width} dimensions have more than {MAX_VALUES} numbers",
-            remedy="send fewer texts at once",
-        )
-    vector = states[:width]
+    vector = states[: shape.n_kept(len(states), n_texts)]
     length = float(np.linalg.norm(vector.astype(np.float64)))
     if not np.isfinite(length):
         raise NumericalError("the model computed hidden states that are no numbers")

@@ -139,6 +139,9 @@ async def check_lengths(
     refused = await http.post("/v1/embeddings", json={"model": "embedder", "input": texts})
     error = refused.json()["error"]
     assert (refused.status_code, error["code"]) == (400, "context_length_exceeded")
+    body = {"model": "embedder", "input": texts, "truncate": True}
+    last = (await http.post("/v1/embeddings", json=body)).json()["data"][-1]
+    np.testing.assert_allclose(last["embedding"], oracle.vector(LONG), rtol=0, atol=TOLERANCE)
     assert "the request (82 tokens) exceeds the available context size (48" in error["message"]
 
 
@@ -153,6 +156,8 @@ async def check_ollama(http: httpx2.AsyncClient, oracle: Oracle) -> None:
     np.testing.assert_allclose(vector / np.linalg.norm(vector), expected[1], rtol=0, atol=TOLERANCE)
     nothing = (await http.post("/api/embed", json={"model": "embedder"})).json()
     assert nothing["embeddings"] == []
+    empty = {"model": "embedder", "input": ["", ""]}
+    assert len((await http.post("/api/embed", json=empty)).json()["embeddings"]) == 2
     shown = (await http.post("/api/show", json={"model": "embedder"})).json()
     assert shown["capabilities"] == ["embedding"]
 

@@ -45,7 +45,6 @@ from shardnet.api.ollama.pulling import (
 )
 from shardnet.api.server.endpoint import Endpoint, Json, Reply
 from shardnet.api.server.service import Exchange
-from shardnet.errors import ContextExceededError
 from shardnet.wire.messages.generation import Encode
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -95,16 +94,15 @@ class OllamaOldEmbedded(msgspec.Struct, kw_only=True):
 
 async def embed_texts(exchange: Exchange, body: OllamaEmbed) -> Reply:
     """Return the vectors of texts."""
-    given = [body.input] if isinstance(body.input, str) else body.input or []
-    texts = given if any(given) else []
+    given = body.input or []
+    texts = [given] if isinstance(given, str) else given
     served = await find_model(exchange.service.models, body.model)
     exchange.keep = keep_of(body.keep_alive)
-    shape = Shape(pooling=body.pooling, dimensions=body.dimensions or None, normalized=True)
+    shape = Shape(
+        pooling=body.pooling, dimensions=body.dimensions or None, at_most=True, normalized=True
+    )
     cuts = body.truncate is not False
-    prompts: list[str] | list[list[int]] = texts
-    if cuts and not await _is_encoder(exchange, served.choice):
-        prompts = await _cut(exchange, texts, served.choice)
-    found = await _vectors(exchange, prompts, shape, served.choice, truncate=cuts)
+    found = await _vectors(exchange, texts, shape, served.choice, truncate=cuts)
     return Json(
         value=OllamaEmbedded(
             model=body.model or served.name,
@@ -126,7 +124,7 @@ async def embed_text(exchange: Exchange, body: OllamaOldEmbed) -> Reply:
 
 async def _vectors(
     exchange: Exchange,
-    texts: list[str] | list[list[int]],
+    texts: list[str],
     shape: Shape,
     model: ModelChoice,
     *,
@@ -134,31 +132,12 @@ async def _vectors(
 ) -> list[Embedding]:
     """Embed texts; return the vectors in their order. Without any, have the model loaded."""
     if not texts:
-        if not await _is_encoder(exchange, model):  # it is loaded for its first text
+        encoder = await exchange.encode(Encode(request=0, model=model.model))
+        if not encoder.kind:  # that is loaded for its first text
             await exchange.use(model)
         return []
     async with aclosing(embed(exchange, texts, shape, model=model, truncate=truncate)) as found:
         return sorted([one async for one in found], key=lambda one: one.index)
-
-
-async def _is_encoder(exchange: Exchange, model: ModelChoice) -> bool:
-    return bool((await exchange.encode(Encode(request=0, model=model.model))).kind)
-
-
-async def _cut(exchange: Exchange, texts: list[str], model: ModelChoice) -> list[list[int]]:
-    """Tokenize texts, and cut each at the end of the context."""
-    cut = []
-    for text in texts:
-        try:
-            told = await exchange.tokenize(text, model=model)
-        except ContextExceededError as error:
-            if not error.n_prompt:
-                raise
-            # More of it than the model could take was left before it was tokenized.
-            most = len(text) * error.n_context // error.n_prompt
-            told = await exchange.tokenize(text[:most], model=model)
-        cut.append(told.token_ids[: told.context])
-    return cut
 
 
 def endpoints() -> list[Endpoint[Any]]:

@@ -45,7 +45,10 @@ MAX_DOCUMENTS = 1024
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
-    """The body of a request for vectors; from `pooling` on the fields are not OpenAI's."""
+    """The body of a request for vectors; from `pooling` on the fields are not OpenAI's.
+
+    With `truncate` texts that are too long are cut, which are else refused.
+    """
 
     input: PromptBody
     model: Annotated[str, Meta(max_length=4096)] | None = None
@@ -55,6 +58,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     pooling: Pooling | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
+    truncate: bool | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
 
 
@@ -95,7 +99,9 @@ async def embeddings(exchange: Exchange, body: EmbeddingBody) -> Reply:
     encoding = body.encoding_format or "float"
     items: list[EmbeddingItem] = []
     n_tokens = 0
-    async with aclosing(embed(exchange, texts, shape, model=served.choice, **options)) as found:
+    cuts = body.truncate is True
+    vectors = embed(exchange, texts, shape, model=served.choice, truncate=cuts, **options)
+    async with aclosing(vectors) as found:
         async for one in found:
             n_tokens += one.n_prompt
             items.append(EmbeddingItem(index=one.index, embedding=_encoded(one, encoding)))

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from msgspec import structs
+
 from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.replies import report_progress
 from shardnet.cluster.member.stage_orders import StageOrders
@@ -324,6 +326,7 @@ class Encoders:
             kind=kind,
             context=facts.context,
             normalized=facts.modules.normalized,
+            width=facts.width,
         )
         if not message.texts:
             return described
@@ -340,15 +343,7 @@ class Encoders:
             held.used_s = time.monotonic()
             self._leave(held)
         n_tokens = [len(given.token_ids) for given in inputs]
-        return Encoded(
-            request=message.request,
-            kind=kind,
-            context=facts.context,
-            normalized=facts.modules.normalized,
-            n_tokens=n_tokens,
-            width=width,
-            values=values,
-        )
+        return structs.replace(described, n_tokens=n_tokens, width=width, values=values)
 
     def _leave(self, held: _Held) -> None:
         """Free an encoder that was freed while it was used, once nobody does; others later."""

@@ -100,6 +100,14 @@ class EncoderFacts:
         return said == of_last and said.normalized is not False
 
     @property
+    def width(self) -> int:
+        """How many numbers a vector has, or a score."""
+        if self.config.kind == "reranker":
+            return 1
+        dense = self.modules.dense
+        return dense[-1].tensors[0].shape[0] if dense else self.config.hidden_size
+
+    @property
     def n_parameters(self) -> int:
         """How many weights it has."""
         if self.model is not None:

@@ -307,8 +307,9 @@ class Encoded(Numbered, frozen=True, kw_only=True):
     """Answers Encode: what the model is, "" for no encoder, and how many tokens each text had.
 
     `values` are float32, little-endian, `width` for each text: a vector, which is not scaled, or a
-    score. `normalized` says whether the model's vectors should have length 1, null where its files
-    do not. `context` is the most tokens of one text.
+    score; without texts `width` is what they would have. `normalized` says whether the model's
+    vectors should have length 1, null where its files do not. `context` is the most tokens of one
+    text.
     """
 
     kind: Literal["", "embedding", "reranker"]

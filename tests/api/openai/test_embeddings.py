@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
-from typing import Any
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
+from msgspec import structs
 from support.servers.asgi_client import ask
 from support.servers.http_app import served
 
+from shardnet.api.embedding import Shape, embed
+from shardnet.errors import UsageError
 from shardnet.output_params import ALL_ROWS, OutputParams
+from shardnet.wire.messages.generation import Encode, Encoded, Tokenized
+from shardnet.wire.messages.plans import ModelChoice
 
 PATH = "/v1/embeddings"
 
@@ -54,6 +61,8 @@ def test_dimensions_base64_and_the_mean() -> None:
             assert struct.unpack("<2f", raw) == pytest.approx((0.6, 0.8))
             mean = OutputParams(hidden_rows=ALL_ROWS, hidden_mean=True)
             assert server.node.asked[-1].outputs == mean
+            cut = (await ask(server.app, PATH, {"input": "a" * 70, "truncate": True})).json
+            assert cut["data"][0]["embedding"] == pytest.approx(unit(3, 4, 64))
             as_it_is = {"input": "a", "normalize": False}
             [one] = (await ask(server.app, PATH, as_it_is)).json["data"]
             assert one["embedding"] == [3, 4, 1]
@@ -90,8 +99,75 @@ def test_ollamas_forms() -> None:
             cut = {"input": "a" * 70, "truncate": True, "dimensions": 3}
             answer = (await ask(server.app, "/api/embed", cut)).json
             assert answer["embeddings"][0] == pytest.approx(unit(3, 4, 64))
+            wide = {"input": "a", "dimensions": 9}
+            answer = (await ask(server.app, "/api/embed", wide)).json
+            assert answer["embeddings"][0] == pytest.approx(unit(3, 4, 1))
             assert (await ask(server.app, "/api/embed", {})).json["embeddings"] == []
+            assert (await ask(server.app, "/api/embed", {"input": ""})).json["embeddings"] == []
             old = (await ask(server.app, "/api/embeddings", {"prompt": "abc"})).json
             assert old == {"embedding": [3, 4, 3]}
+
+    asyncio.run(main())
+
+
+@dataclass(slots=True)
+class Encoder:
+    """An encoder of vectors (3, 4, 0), or a ring whose texts begin with 1 and end with 2."""
+
+    kind: Literal["embedding", ""] = "embedding"
+    n_texts: int = 0
+    prompts: list[Any] = field(default_factory=list)
+
+    async def encode(self, message: Encode) -> Encoded:
+        n_texts = len(message.texts)
+        self.n_texts += n_texts
+        values = np.array([[3, 4, 0]] * n_texts, "<f4").tobytes()
+        told = Encoded(request=0, kind=self.kind, normalized=False, width=3)
+        return structs.replace(told, values=values, n_tokens=[1] * n_texts)
+
+    async def tokenize(self, text: str, *, model: object, bos: str) -> Tokenized:
+        ids = [*map(ord, text)]
+        return Tokenized(request=0, token_ids=ids if bos == "off" else [1, *ids, 2], context=6)
+
+    async def generate(
+        self, prompts: list[Any], *_: object, **more: object
+    ) -> AsyncGenerator[Any, None]:
+        self.prompts += [prompt.content for prompt in prompts]
+        return
+        yield
+
+
+async def vectors_of(encoder: Encoder, texts: list[Any], shape: Shape, **more: Any) -> list[Any]:
+    made = embed(cast("Any", encoder), texts, shape, model=ModelChoice(model="m"), **more)
+    return [one.vector.tolist() async for one in made]
+
+
+def test_dimensions_of_an_encoder_are_looked_at_first_and_what_is_cut_is_scaled() -> None:
+    async def main() -> None:
+        encoder = Encoder()
+        for shape, expected in (
+            (Shape(), [3, 4, 0]),  # as its files say
+            (Shape(dimensions=3), [3, 4, 0]),
+            (Shape(dimensions=1), [1]),
+            (Shape(dimensions=1, normalized=False), [3]),
+            (Shape(dimensions=9, at_most=True, normalized=True), [0.6, 0.8, 0]),
+        ):
+            assert await vectors_of(encoder, ["a"], shape) == [pytest.approx(expected)]
+        n_texts = encoder.n_texts
+        with pytest.raises(UsageError, match="dimensions is 4 and the model has 3 numbers"):
+            await vectors_of(encoder, ["a"], Shape(dimensions=4))
+        assert encoder.n_texts == n_texts
+
+    asyncio.run(main())
+
+
+def test_what_ends_a_text_stays_where_it_is_cut() -> None:
+    async def main() -> None:
+        ring = Encoder(kind="")
+        await vectors_of(ring, ["bcd", "bcdefgh", [7] * 9], Shape(), truncate=True)
+        begun = [1, *map(ord, "bcd")]
+        assert ring.prompts == [[*begun, 2], [*begun, ord("e"), 2], [7] * 9]
+        await vectors_of(ring, ["bcdefgh"], Shape(), truncate=True, bos="off")
+        assert ring.prompts[-1] == [*map(ord, "bcdefg")]
 
     asyncio.run(main())

@@ -123,6 +123,7 @@ def test_idle_encoders_make_room_and_files_that_change_are_read_again(tmp_path: 
             width = 32
             assert (answer.kind, answer.context, answer.width) == ("embedding", 48, width)
             assert answer.n_tokens == [4, 3]
+            assert (await here.ask(first)).width == width
             assert here.orders.encoder_bytes == needed_bytes(first)
             await here.ask(second, "a")
             assert here.orders.encoder_bytes == needed_bytes(second)

@@ -207,7 +207,7 @@ def test_what_is_not_implemented_or_damaged_is_named(tmp_path: Path) -> None:
     refused("has, beyond what the model uses, .* tensors, bert.enc", num_hidden_layers=1)
     (folder / "config.json").write_text(json.dumps({**config, "model_type": []}))
     assert find_encoder(folder) is None
-    with pytest.raises(CheckpointError, match="model_type is .*, expected str"):
+    with pytest.raises(CheckpointError, match=r"model_type is .*, expected str"):
         Checkpoint.open(folder)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors | {"classifier.weight": torch.full((1, 32), float("nan"))}, folder / "m")
