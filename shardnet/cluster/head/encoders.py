@@ -185,18 +185,26 @@ class Encoders:
     async def encode(self, control: ControlLink, message: Encode) -> None:
         """Reply with vectors or scores, with what the model is, or Redirect to who has it.
 
+        That of the ring, which may be on other nodes only, is one that writes, unless it is an
+        encoder of which a ring does not make the same.
+
         Raises QueueFullError, CapacityError without memory for it, ContextExceededError for a text
         that is too long, UsageError for a model of the other kind, CheckpointError.
         """
         with self._counted():
             ring, held = self.ring_model(), [held.model for held in self._held.values()]
             model = await self.lists.resolve(message.model, (ring, *held))
-            if model == ring and await self._is_rings(model):
+            path = await self.disk.run(model, partial(find_folder, model))
+            is_rings = model == ring
+            if path is None and not is_rings:
+                path = await self._bring(control, message.request, model)
+                if path is None:
+                    return
+            facts = await self.facts_at(path) if path is not None else None
+            if facts is None or (is_rings and facts.is_for_rings_too):
                 control.send(Encoded(request=message.request, kind=""))
-                return
-            path = await self._find(control, message.request, model)
-            if path is not None:
-                control.send(await self._answer(message, model, await self.facts_at(path)))
+            else:
+                control.send(await self._answer(message, model, facts))
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -212,14 +220,6 @@ class Encoders:
         """Read the headers of the encoder that a name means on this node; None if it means none."""
         path = await self.disk.run(model, partial(find_folder, model))
         return await self.facts_at(path) if path is not None else None
-
-    async def _is_rings(self, model: str) -> bool:
-        """Whether the model of the ring answers: one that is nothing else, or makes the same there.
-
-        It may be on other nodes only.
-        """
-        facts = await self.find(model)
-        return facts is None or facts.is_for_rings_too
 
     async def facts_at(self, path: Path) -> EncoderFacts | None:
         """Read the headers of an encoder, unless they are known; None for what is none.
@@ -301,11 +301,8 @@ class Encoders:
         self._reader.executor.close()
         await asyncio.gather(*self._ending, return_exceptions=True)
 
-    async def _find(self, control: ControlLink, request: int, model: str) -> Path | None:
-        """Return where a model is on this node, downloaded if need be; None for Redirect."""
-        path = await self.disk.run(model, partial(find_folder, model))
-        if path is not None:
-            return path
+    async def _bring(self, control: ControlLink, request: int, model: str) -> Path | None:
+        """Download a model to this node and return where it is; None for Redirect to who has it."""
         holder = await self.lists.holder(model)
         if holder is not None:
             control.send(Redirect(request=request, address=self.address_of(holder)))
@@ -317,9 +314,7 @@ class Encoders:
             raise CheckpointError(f"{model} is not on this node", remedy="copy or pull it there")
         return path
 
-    async def _answer(self, message: Encode, model: str, facts: EncoderFacts | None) -> Encoded:
-        if facts is None:
-            return Encoded(request=message.request, kind="")
+    async def _answer(self, message: Encode, model: str, facts: EncoderFacts) -> Encoded:
         kind = facts.config.kind
         described = Encoded(
             request=message.request,

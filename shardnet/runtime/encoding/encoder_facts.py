@@ -38,9 +38,8 @@ from shardnet.runtime.encoding.sentence_modules import (
     DenseLayer,
     SentenceModules,
     check_widths,
-    decoder_kind,
+    read_decoder_modules,
     read_modules,
-    read_scores,
 )
 from shardnet.runtime.loading.model_facts import ModelFacts, Stamp, identify, stamp
 from shardnet.stage.estimate.memory_estimate import (
@@ -194,10 +193,8 @@ def find_encoder(path: Path) -> EncoderFacts | None:
         return None
     if is_encoder(read_json(path / "config.json")):
         return _in_folder(path)
-    kind = decoder_kind(path)
-    if kind is None:
-        return None
-    return _decoder(path, kind, read_modules(path) if kind == "embedding" else read_scores(path))
+    found = read_decoder_modules(path)
+    return None if found is None else _decoder(path, *found)
 
 
 def _decoder(path: Path, kind: Kind, modules: SentenceModules) -> EncoderFacts | None:

@@ -127,8 +127,8 @@ def gguf_encoder(header: GgufHeader, stored: Mapping[str, StoredTensor], where: 
     if pooling not in (0, *POOLINGS, RANK):
         raise fields.unsupported("pooling_type", pooling, "mean 1, cls 2, last 3, rank 4")
     ranks = pooling == RANK or "cls.output.weight" in stored
-    made = [_parameter(arch, tensor) for tensor in stored.values() if tensor.name not in _DENSE]
-    tensors, dense = made, [_parameter(arch, stored[name]) for name in _DENSE if name in stored]
+    tensors = [_parameter(arch, tensor) for tensor in stored.values() if tensor.name not in _DENSE]
+    dense = [_parameter(arch, stored[name]) for name in _DENSE if name in stored]
     if arch == _GEMMA and len(dense) < len(_DENSE):
         raise UnsupportedModelError(
             f"{where} lacks the linears behind its pooling ({', '.join(_DENSE)}), without which "

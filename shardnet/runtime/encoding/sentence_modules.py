@@ -79,14 +79,29 @@ def read_modules(folder: Path) -> SentenceModules:
 
     Raises CheckpointError if one is damaged, UnsupportedModelError for what is not implemented.
     """
+    return _around(folder, _listed(folder / "modules.json"))
+
+
+def read_decoder_modules(folder: Path) -> tuple[Kind, SentenceModules] | None:
+    """Say what files say that a model which could write text is for; None for that.
+
+    Raises as `read_modules`, and for one that is asked in other words than Qwen3-Reranker.
+    """
+    listed = _listed(folder / "modules.json")
+    kinds = {kind for kind, _ in listed or ()}
+    if listed is not None and _SCORE in kinds:
+        return "reranker", _scores(folder, listed)
+    return ("embedding", _around(folder, listed)) if "Pooling" in kinds else None
+
+
+def _around(folder: Path, listed: list[tuple[str, str]] | None) -> SentenceModules:
+    """Read the modules that stand around a model which makes vectors."""
     limits = _optional(folder / "sentence_bert_config.json")
     most = _positive(limits.get("max_seq_length"))
     lowers = limits.get("do_lower_case") is True
-    path = folder / "modules.json"
-    if not has_file(path):
+    if listed is None:
         return SentenceModules(lowers=lowers, most_tokens=most)
-    listed = _listed(path)
-    _check(path, listed)
+    _check(folder / "modules.json", listed)
     kinds = [kind for kind, _ in listed]
     prompt = _prompt(folder / "config_sentence_transformers.json")
     pooling: Pooling = "mean"
@@ -103,35 +118,9 @@ def read_modules(folder: Path) -> SentenceModules:
     )
 
 
-def check_widths(dense: Sequence[DenseLayer], width: int, where: str) -> None:
-    """Raise CheckpointError unless linears take what is before them: `width` numbers at first."""
-    for layer in dense:
-        n_out, n_in = layer.tensors[0].shape
-        if n_in != width:
-            raise CheckpointError(
-                f"{where}: a linear behind the pooling takes {n_in} numbers, and gets {width}",
-                remedy=AGAIN,
-            )
-        width = n_out
-
-
-def decoder_kind(folder: Path) -> Kind | None:
-    """Say what files say that a model which could write text is for; None for that.
-
-    Raises CheckpointError if they are damaged.
-    """
+def _scores(folder: Path, listed: list[tuple[str, str]]) -> SentenceModules:
+    """Read by which tokens' logits a decoder judges documents."""
     path = folder / "modules.json"
-    kinds = {kind for kind, _ in _listed(path)} if has_file(path) else set()
-    return "reranker" if _SCORE in kinds else "embedding" if "Pooling" in kinds else None
-
-
-def read_scores(folder: Path) -> SentenceModules:
-    """Read by which tokens' logits a decoder judges documents.
-
-    Raises UnsupportedModelError for one that is asked in other words than Qwen3-Reranker.
-    """
-    path = folder / "modules.json"
-    listed = _listed(path)
     if [kind for kind, _ in listed] != ["Transformer", _SCORE]:
         raise UnsupportedModelError(f"{path}: other modules than {_SCORE} are not implemented")
     where = _within(folder, listed[1][1]) / "config.json"
@@ -150,12 +139,26 @@ def read_scores(folder: Path) -> SentenceModules:
     )
 
 
+def check_widths(dense: Sequence[DenseLayer], width: int, where: str) -> None:
+    """Raise CheckpointError unless linears take what is before them: `width` numbers at first."""
+    for layer in dense:
+        n_out, n_in = layer.tensors[0].shape
+        if n_in != width:
+            raise CheckpointError(
+                f"{where}: a linear behind the pooling takes {n_in} numbers, and gets {width}",
+                remedy=AGAIN,
+            )
+        width = n_out
+
+
 def _positive(value: object) -> int | None:
-    return value if isinstance(value, int) and value > 0 else None
+    return value if type(value) is int and value > 0 else None
 
 
-def _listed(path: Path) -> list[tuple[str, str]]:
-    """Return kind and folder of each module in their order."""
+def _listed(path: Path) -> list[tuple[str, str]] | None:
+    """Return kind and folder of each module in their order; None where the file is missing."""
+    if not has_file(path):
+        return None
     values = parse_value(read_file(path, MAX_JSON_BYTES), path)
     found: list[tuple[str, str]] = []
     for one in values if isinstance(values, list) else [None]:
