@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from msgspec import structs
 
+from shardnet.cluster.head.held_encoder import EncoderThread, HeldEncoder, node_leaves
 from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.replies import report_progress
 from shardnet.cluster.member.stage_orders import StageOrders
@@ -24,20 +25,16 @@ from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import (
-    CancelledRequestError,
     CapacityError,
     CheckpointError,
     ContextExceededError,
-    DeadlineError,
-    PeerFailedError,
     QueueFullError,
     UsageError,
 )
 from shardnet.runtime.encoding.encoder_facts import EncoderFacts, find_encoder
-from shardnet.runtime.encoding.judge import INSTRUCTION, Judge, question
+from shardnet.runtime.encoding.judge import Judge
 from shardnet.runtime.loading.loading import set_compute_threads
 from shardnet.runtime.loading.model_facts import find_folder, stamp
-from shardnet.runtime.stage.executor import Executor
 from shardnet.tokenizers.formats.tokenizer_files import tokenizer_place
 from shardnet.tokenizers.tokenizer import TextProcess, no_tokenizer
 from shardnet.types import DType, NodeId
@@ -54,95 +51,8 @@ T = TypeVar("T")
 
 IDLE_S: Final = 300.0
 """An encoder that no request has used for so long is freed."""
-JOB_S: Final = 300.0
-"""How long a thread may go without a step: a text, a chunk of a long one, a batch, a tensor."""
 MAX_REQUESTS: Final = 64
 """Requests that wait or run at one time."""
-
-
-class _Thread:
-    """A thread whose jobs call a Step in between, which ends those that nobody waits for."""
-
-    def __init__(self, name: str) -> None:
-        self.executor = Executor(name, niceness=10)
-        self._moved_s = 0.0
-
-    def move(self) -> None:
-        """Note that the job goes on. On the thread."""
-        self._moved_s = time.monotonic()
-
-    async def run(self, job: Callable[[Step], T]) -> T:
-        """Run a job; once nobody waits for it any more its next step raises. Raises as `end_of`."""
-        is_over = False
-
-        def step() -> None:
-            self.move()
-            if is_over:
-                raise CancelledRequestError("nobody waits for this any more")
-
-        running = self.executor.submit(partial(job, step))
-        try:
-            return await self.end_of(running)
-        finally:
-            is_over = True
-            running.cancel()
-
-    async def end_of(self, job: asyncio.Future[T]) -> T:
-        """Wait for a job. Raises DeadlineError where no job of the thread moves for JOB_S,
-        PeerFailedError for one that was dropped, as the node leaves.
-        """
-        since_s = time.monotonic()
-        done: Collection[asyncio.Future[T]] = ()
-        while not done:
-            left_s = max(since_s, self._moved_s) + JOB_S - time.monotonic()
-            if left_s <= 0:
-                raise DeadlineError(
-                    f"an encoder has done nothing for {JOB_S:g} s", remedy="ask again"
-                )
-            done, _ = await asyncio.wait([job], timeout=left_s)
-        if job.cancelled():
-            raise _leaving()
-        return job.result()
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Held:
-    """A loaded encoder, and since when no request has used it."""
-
-    model: str
-    encoder: Encoder | Decoder
-    tokenizer: TextProcess
-    n_bytes: int
-    judge: Judge | None = None
-    n_users: int = 0
-    used_s: float = field(default_factory=time.monotonic)
-
-    def inputs(self, message: Encode, step: Step) -> list[EncoderInput]:
-        """Make the inputs of all texts, each behind the query if there is one."""
-        from shardnet.runtime.encoding.encoder import EncoderInput
-
-        made = []
-        for text in message.texts:
-            step()
-            made.append(EncoderInput(*self._encoded(message, text)))
-        return made
-
-    def _encoded(self, message: Encode, text: str | list[int]) -> tuple[list[int], list[int]]:
-        """Encode a text, or a query and a document; return ids, and of which text each is."""
-        if not isinstance(text, str):
-            return text, [0] * len(text)
-        facts, query = self.encoder.facts, message.query
-        most_tokens = facts.context if message.truncate else None
-        if self.judge is not None and query is not None:
-            asked = question(query, text, message.instruction or INSTRUCTION)
-            ids = self.judge.tokens(self.tokenizer.encode, asked, most_tokens)
-            return ids, [0] * len(ids)
-        texts = [facts.modules.prompt + text] if query is None else [query, text]
-        return self.tokenizer.encode_input(
-            *(one.lower() if facts.modules.lowers else one for one in texts),
-            special_tokens=message.special_tokens,
-            most_tokens=most_tokens,
-        )
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -164,14 +74,14 @@ class Encoders:
     log: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        self._thread = _Thread("shardnet-encode")
-        self._reader = _Thread("shardnet-encode-text")
-        self._held: dict[Path, _Held] = {}
-        self._leaving: set[_Held] = set()
+        self._thread = EncoderThread("shardnet-encode")
+        self._reader = EncoderThread("shardnet-encode-text")
+        self._held: dict[Path, HeldEncoder] = {}
+        self._leaving: set[HeldEncoder] = set()
         """Those that were freed while requests used them."""
         self._tokenizers: set[TextProcess] = set()
         """Of all that are loaded, or being loaded."""
-        self._loading: dict[Path, asyncio.Future[_Held]] = {}
+        self._loading: dict[Path, asyncio.Future[HeldEncoder]] = {}
         self._loading_bytes: dict[Path, int] = {}
         self._freeing: asyncio.TimerHandle | None = None
         self._ending: set[asyncio.Future[None]] = set()
@@ -332,15 +242,15 @@ class Encoders:
         held.n_users += 1
         try:
             inputs = await self._inputs(message, held)
-            width, values = await self._computed(held, inputs, message)
+            values = await self._computed(held, inputs, message)
         finally:
             held.n_users -= 1
             held.used_s = time.monotonic()
             self._leave(held)
         n_tokens = [len(given.token_ids) for given in inputs]
-        return structs.replace(described, n_tokens=n_tokens, width=width, values=values)
+        return structs.replace(described, n_tokens=n_tokens, values=values)
 
-    def _leave(self, held: _Held) -> None:
+    def _leave(self, held: HeldEncoder) -> None:
         """Free an encoder that was freed while it was used, once nobody does; others later."""
         if held in self._leaving and not held.n_users:
             self._leaving.discard(held)
@@ -348,7 +258,7 @@ class Encoders:
             self._count()
         self._free_later()
 
-    async def _inputs(self, message: Encode, held: _Held) -> list[EncoderInput]:
+    async def _inputs(self, message: Encode, held: HeldEncoder) -> list[EncoderInput]:
         """Make the inputs of all texts. Raises what `encode` says of one that is refused."""
         if message.query is not None and not all(isinstance(one, str) for one in message.texts):
             raise UsageError("a document to rank is a text, not token ids")
@@ -369,9 +279,9 @@ class Encoders:
         return inputs
 
     async def _computed(
-        self, held: _Held, inputs: Sequence[EncoderInput], message: Encode
-    ) -> tuple[int, bytes]:
-        """Compute vectors or scores; return their width, and float32 bytes in the inputs' order."""
+        self, held: HeldEncoder, inputs: Sequence[EncoderInput], message: Encode
+    ) -> bytes:
+        """Compute vectors or scores; return their float32 bytes in the inputs' order."""
         from shardnet.runtime.encoding.encoder import batches
 
         rows: dict[int, bytes] = {}
@@ -383,16 +293,15 @@ class Encoders:
             rows |= {
                 place: row.astype("<f4").tobytes() for place, row in zip(batch, made, strict=True)
             }
-        values = b"".join(rows[place] for place in range(len(inputs)))
-        return len(rows[0]) // 4, values
+        return b"".join(rows[place] for place in range(len(inputs)))
 
-    async def _run(self, thread: _Thread, job: Callable[[Step], T]) -> T:
+    async def _run(self, thread: EncoderThread, job: Callable[[Step], T]) -> T:
         self._check_not_closed()
         return await thread.run(job)
 
     # --- what is loaded
 
-    async def _load(self, model: str, facts: EncoderFacts) -> _Held:
+    async def _load(self, model: str, facts: EncoderFacts) -> HeldEncoder:
         """Return an encoder, loaded if it is not, in memory that others may have had."""
         while True:
             self._check_not_closed()
@@ -409,12 +318,12 @@ class Encoders:
 
     def _check_not_closed(self) -> None:
         if self._is_closed:
-            raise _leaving()
+            raise node_leaves()
 
-    def _begin(self, model: str, facts: EncoderFacts) -> asyncio.Future[_Held]:
+    def _begin(self, model: str, facts: EncoderFacts) -> asyncio.Future[HeldEncoder]:
         """Load an encoder, and keep it also if who asked has gone, or has waited for too long."""
 
-        def load() -> _Held:
+        def load() -> HeldEncoder:
             from shardnet.runtime.encoding.decoder import load_decoder
             from shardnet.runtime.encoding.encoder import load_encoder
 
@@ -438,7 +347,7 @@ class Encoders:
                 self._tokenizers.discard(tokenizer)
                 tokenizer.close()
                 raise
-            return _Held(
+            return HeldEncoder(
                 model=model,
                 encoder=encoder,
                 tokenizer=tokenizer,
@@ -452,7 +361,7 @@ class Encoders:
         loading.add_done_callback(partial(self._keep, facts))
         return loading
 
-    def _keep(self, facts: EncoderFacts, loading: asyncio.Future[_Held]) -> None:
+    def _keep(self, facts: EncoderFacts, loading: asyncio.Future[HeldEncoder]) -> None:
         """Keep what was loaded, unless it failed."""
         del self._loading[facts.path], self._loading_bytes[facts.path]
         if not loading.cancelled() and loading.exception() is None and not self._is_closed:
@@ -515,10 +424,6 @@ class Encoders:
     def _free_long_idle(self) -> None:
         self.free_idle(IDLE_S)
         self._free_later()
-
-
-def _leaving() -> PeerFailedError:
-    return PeerFailedError("this node is leaving", remedy="ask another one")
 
 
 def _does_not_fit(facts: EncoderFacts, room_bytes: int) -> CapacityError:

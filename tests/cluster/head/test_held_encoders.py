@@ -24,7 +24,7 @@ from runtime.encoding.test_decoders import (
 from support.models.checkpoints import make_llama
 from support.models.encoder_checkpoints import add_modules, make_encoder
 
-from shardnet.cluster.head import encoders
+from shardnet.cluster.head import encoders, held_encoder
 from shardnet.cluster.head.encoders import MAX_REQUESTS, Encoders
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import (
@@ -149,14 +149,14 @@ def test_files_that_change_under_a_request_and_memory_that_is_wanted_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, go_on = make_encoder(tmp_path / "model", "BertModel"), threading.Event()
-    begun, inputs = threading.Event(), encoders._Held.inputs
+    begun, inputs = threading.Event(), held_encoder.HeldEncoder.inputs
 
     def inputs_late(*arguments: Any) -> Any:
         begun.set()
         assert go_on.wait(30)
         return inputs(*arguments)
 
-    monkeypatch.setattr(encoders._Held, "inputs", inputs_late)
+    monkeypatch.setattr(held_encoder.HeldEncoder, "inputs", inputs_late)
 
     async def main() -> None:
         async with lab() as here:
@@ -244,11 +244,11 @@ def test_an_encoder_that_loads_for_longer_than_a_request_waits_is_there_for_the_
 
     async def main() -> None:
         async with lab() as here:
-            monkeypatch.setattr(encoders, "JOB_S", 0.1)
+            monkeypatch.setattr(held_encoder, "JOB_S", 0.1)
             with pytest.raises(DeadlineError):
                 await here.ask(folder, "a")
             assert here.orders.encoder_bytes == needed_bytes(folder), "what loads takes memory"
-            monkeypatch.setattr(encoders, "JOB_S", 30.0)
+            monkeypatch.setattr(held_encoder, "JOB_S", 30.0)
             asked = [asyncio.create_task(here.ask(folder, "a")) for _ in range(2)]
             await asyncio.sleep(0)
             go_on.set()
@@ -314,7 +314,7 @@ def test_a_long_text_that_nobody_waits_for_ends_after_its_chunk(
 
 
 def test_a_job_may_take_as_long_as_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoders, "JOB_S", 1.0)
+    monkeypatch.setattr(held_encoder, "JOB_S", 1.0)
     held_up = threading.Event()
 
     def go_on(step: Callable[[], None]) -> None:
@@ -326,7 +326,7 @@ def test_a_job_may_take_as_long_as_it_goes_on(monkeypatch: pytest.MonkeyPatch) -
         held_up.wait(30)
 
     async def main() -> None:
-        thread = encoders._Thread("test-encode")
+        thread = held_encoder.EncoderThread("test-encode")
         try:
             await asyncio.gather(thread.run(go_on), thread.run(lambda step: None))
             with pytest.raises(DeadlineError, match="done nothing for 1 s"):
@@ -342,7 +342,7 @@ def test_a_request_whose_node_leaves_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, go_on = make_encoder(tmp_path, "BertModel"), threading.Event()
-    begun, inputs = threading.Event(), encoders._Held.inputs
+    begun, inputs = threading.Event(), held_encoder.HeldEncoder.inputs
 
     def inputs_late(*arguments: Any) -> Any:
         made = inputs(*arguments)
@@ -350,7 +350,7 @@ def test_a_request_whose_node_leaves_is_told_so(
         assert go_on.wait(30)
         return made
 
-    monkeypatch.setattr(encoders._Held, "inputs", inputs_late)
+    monkeypatch.setattr(held_encoder.HeldEncoder, "inputs", inputs_late)
 
     async def main() -> None:
         async with lab() as here:
