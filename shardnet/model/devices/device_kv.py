@@ -52,10 +52,10 @@ class DeviceKvCache(KvCache):
         self._driver = driver
         self._held: dict[SlotId, _Held] = {}
         self._free_pages: list[int] = []
-        self._n_pages = 0
-        self._buffers: list[tuple[Buffer, Buffer]] = []
+        self._n_pages = self._n_moved = 0
+        self._buffers: dict[int, tuple[Buffer, Buffer]] = {}
         """Keys and values of each layer: [pages, KV heads, PAGE, head size] each, values of size 0
-        where they are columns of the keys.
+        where they are columns of the keys. Where memory ran out some have more pages than others.
         """
         self.cells = Cells(driver, self._states)
 
@@ -65,9 +65,9 @@ class DeviceKvCache(KvCache):
         return self._driver is None and super().shares
 
     @property
-    def n_made(self) -> tuple[int, int]:
-        """Pages and cells that were made: with the same numbers they are where they were."""
-        return self._n_pages, self.cells.n
+    def n_made(self) -> tuple[int, int, int]:
+        """Pages, moved layers and cells: with the same numbers all are where they were."""
+        return self._n_pages, self._n_moved, self.cells.n
 
     def pages_of(self, layer: int) -> tuple[Buffer, Buffer]:
         """Return the keys and values of a layer; valid until the next `bring`."""
@@ -198,19 +198,23 @@ class DeviceKvCache(KvCache):
         held.pages += [self._free_pages.pop() for _ in range(missing)]
 
     def _add_pages(self, missing: int) -> None:
-        """Move to twice as many pages, at most those of the room, or to as many as are needed."""
+        """Move to twice as many pages, at most those of the room, or to as many as are needed.
+
+        One layer after the other, so that no more than one takes memory twice. Raises
+        CapacityError: layers that were moved until then stay where they are.
+        """
         assert self._driver is not None
         before, driver = self._n_pages, self._driver
         n_pages = max(min(2 * before, self.room_blocks), before + missing)
         for layer in range(len(self._heads)):
             each = self._page_bytes(layer)
             keys, values = (driver.empty(n_pages * n_bytes) for n_bytes in each)
-            if not before:
-                self._buffers.append((keys, values))
-                continue
-            for old, new, n_bytes in zip(self._buffers[layer], (keys, values), each, strict=True):
-                if n_bytes:
+            for old, new, n_bytes in zip(
+                self._buffers.get(layer, ()), (keys, values), each, strict=False
+            ):
+                if before * n_bytes:
                     driver.copy(old, new, before * n_bytes)
+            self._n_moved += 1
             self._buffers[layer] = keys, values
         self._free_pages += range(n_pages - 1, before - 1, -1)
         self._n_pages = n_pages
@@ -227,7 +231,7 @@ class DeviceKvCache(KvCache):
         """Copy the first positions of a slot to pages of another. Raises CapacityError."""
         assert self._driver is not None
         self._grow(target, blocks_for(n_positions))
-        for layer, both in enumerate(self._buffers):
+        for layer, both in self._buffers.items():
             for buffer, n_bytes in zip(both, self._page_bytes(layer), strict=True):
                 if n_bytes == 0:  # columns of the keys, or a layer without either
                     continue

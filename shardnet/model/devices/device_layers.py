@@ -260,7 +260,7 @@ class _Sublayer:
 class _Recorded:
     """A step that was launched before, and how to launch it again."""
 
-    places: tuple[int, tuple[int, int]]
+    places: tuple[int, tuple[int, ...]]
     """Which buffers there were."""
     again: Callable[[], None] | None = None
 

@@ -42,14 +42,13 @@ class Cells:
     def take(self) -> Cell:
         """Take a free cell, whose contents are undefined. Raises CapacityError."""
         if not self.free:
-            before, self.n = self.n, self.n + self.n // 2 + 4
-            for layer in self.shapes:
-                size = self.n_bytes(layer)
-                larger = self.driver.empty(self.n * size)
-                if before and size:
-                    self.driver.copy(self.buffers[layer], larger, before * size)
-                self.buffers[layer] = larger
-            self.free += range(self.n - 1, before - 1, -1)
+            before, n = self.n, self.n + self.n // 2 + 4
+            larger = {layer: self.driver.empty(n * self.n_bytes(layer)) for layer in self.shapes}
+            for layer, old in self.buffers.items():
+                if self.n_bytes(layer):
+                    self.driver.copy(old, larger[layer], before * self.n_bytes(layer))
+            self.buffers, self.n = larger, n
+            self.free += range(n - 1, before - 1, -1)
         return Cell(self)
 
 

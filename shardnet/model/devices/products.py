@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from shardnet.errors import CapacityError
 from shardnet.model.config.panel_form import PANEL, UNIT, PanelForm
 from shardnet.model.devices.driver import THREADS, Array, Buffer, Driver, Kernel, Kernels, launch
 from shardnet.model.kernels.panels import Panels
@@ -120,13 +121,19 @@ class Rows:
     """How often a buffer was made: with the same number all are where they were."""
 
     def of(self, name: str, n_bytes: int) -> Buffer:
-        """Return scratch of at least so many bytes under a name."""
+        """Return scratch of at least so many bytes under a name. Raises CapacityError."""
         before = self.sizes.get(name, 0)
         if before < n_bytes:
             self.buffers.pop(name, None)
-            self.sizes[name] = max(n_bytes, min(2 * before, before + _MOST_SPARE))
-            self.buffers[name] = self.driver.empty(self.sizes[name])
+            self.sizes.pop(name, None)
             self.n_made += 1
+            size = max(n_bytes, min(2 * before, before + _MOST_SPARE))
+            try:
+                made = self.driver.empty(size)
+            except CapacityError:
+                size = n_bytes
+                made = self.driver.empty(size)
+            self.sizes[name], self.buffers[name] = size, made
         return self.buffers[name]
 
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import psutil
+import pytest
 import torch
 from support.devices import HostOnce, compared
 
+from shardnet.errors import CapacityError
+from shardnet.model.config.model_config import StateShape
 from shardnet.model.devices.device_kv import PAGE, DeviceKvCache
+from shardnet.model.devices.device_states import Cells
 from shardnet.model.devices.driver import Buffer
+from shardnet.model.devices.products import Rows
 from shardnet.model.layers.attention import Span
 from shardnet.types import SlotId
 
@@ -29,6 +34,19 @@ class OwnMemory(HostOnce):
         """Do nothing."""
 
 
+class Tight(HostOnce):
+    """A device that has memory for so many buffers more."""
+
+    n_left = 1 << 20
+
+    def empty(self, n_bytes: int) -> Buffer:
+        """See Driver."""
+        if self.n_left == 0:
+            raise CapacityError("no memory")
+        self.n_left -= 1
+        return super().empty(n_bytes)
+
+
 def grown(kv: DeviceKvCache, n_pages: int) -> DeviceKvCache:
     """Have the rows of a page more computed on the device, again and again."""
     for page in range(n_pages):
@@ -38,8 +56,8 @@ def grown(kv: DeviceKvCache, n_pages: int) -> DeviceKvCache:
     return kv
 
 
-def cache_on(driver: HostOnce, room_blocks: int, size: int) -> DeviceKvCache:
-    kv = DeviceKvCache(1, 1, size, torch.float32, torch.device("cpu"), room_blocks)
+def cache_on(driver: HostOnce, room_blocks: int, size: int, n_layers: int = 1) -> DeviceKvCache:
+    kv = DeviceKvCache(n_layers, 1, size, torch.float32, torch.device("cpu"), room_blocks)
     kv.compute_on(driver)
     return kv
 
@@ -47,6 +65,70 @@ def cache_on(driver: HostOnce, room_blocks: int, size: int) -> DeviceKvCache:
 def test_pages_double_up_to_the_room() -> None:
     kv = cache_on(HostOnce(), 5, 4)
     assert [grown(kv, n_pages).n_made[0] for n_pages in range(1, 6)] == [1, 2, 4, 4, 5]
+
+
+@pytest.mark.parametrize("n_had", [0, 1])
+@pytest.mark.parametrize("n_left", [0, 1, 2, 3])
+def test_pages_that_find_no_memory_leave_all_as_it_was(n_had: int, n_left: int) -> None:
+    """Layers that were moved until then are told of, and each keeps its own contents."""
+    driver, size = Tight(), 4
+    kv = grown(cache_on(driver, 4, size, n_layers=2), n_had)
+    held = [kv.pages_of(layer) for layer in range(2)] if n_had else []
+    for layer, buffers in enumerate(held):
+        for buffer in buffers:
+            driver.upload(buffer, np.full(PAGE * size, layer, np.float32))
+    before, driver.n_left = kv.n_made, n_left
+    kv.ensure(SLOT, PAGE * (n_had + 1), PAGE)
+    span = Span(slot=SLOT, start=0, end=PAGE, position=PAGE * n_had, masks=None)
+    with pytest.raises(CapacityError):
+        kv.bring([span])
+    is_moved = [kv.pages_of(layer)[0] is not own[0] for layer, own in enumerate(held)]
+    assert (kv.n_made != before) == any(is_moved) or not n_had
+    driver.n_left = 4
+    kv.bring([span])
+    assert len(kv._buffers) == 2
+    for layer in range(2):
+        for buffer in kv.pages_of(layer):
+            assert buffer.nbytes >= 4 * PAGE * size * (n_had + 1)
+            assert not n_had or (buffer[: 4 * PAGE * size].view(np.float32) == layer).all()
+
+
+def test_scratch_and_cells_that_find_no_memory_are_made_later() -> None:
+    driver = Tight()
+    scratch = Rows(driver)
+    scratch.of("rows", 100)
+    driver.n_left, n_made = 0, scratch.n_made
+    for n_bytes in (200, 150):
+        with pytest.raises(CapacityError):
+            scratch.of("rows", n_bytes)
+    assert scratch.n_made > n_made  # what was recorded has a buffer that is gone
+    driver.n_left = 1
+    assert scratch.of("rows", 150).nbytes >= 150
+    cells = Cells(driver, dict.fromkeys(range(2), StateShape(recent=(2, 3), recurrent=(1, 2, 2))))
+    driver.n_left = 2
+    held = [cells.take() for _ in range(4)]
+    driver.n_left, before = 1, dict(cells.buffers)
+    with pytest.raises(CapacityError):
+        cells.take()
+    assert (cells.n, cells.buffers, cells.free) == (4, before, [])
+    driver.n_left = 2
+    assert cells.take().number == len(held)
+
+
+def test_scratch_has_no_spare_where_there_is_no_memory_for_it() -> None:
+    driver = HostOnce()
+    scratch = Rows(driver)
+    scratch.of("rows", 100)
+    empty = driver.empty
+
+    def empty_of_150(n_bytes: int) -> Buffer:
+        if n_bytes > 150:
+            raise CapacityError("no memory")
+        return empty(n_bytes)
+
+    driver.empty = empty_of_150  # type: ignore[method-assign]
+    assert scratch.of("rows", 120).nbytes >= 120
+    assert scratch.sizes == {"rows": 120}
 
 
 def test_what_a_device_holds_takes_no_memory_of_the_host() -> None:
