@@ -27,6 +27,8 @@ _OUT_OF_MEMORY: Final = 2
 """The code of it, of either maker."""
 _RELAXED: Final = 2
 """How launches are recorded, of either maker: other threads may allocate meanwhile."""
+_PIECE_BYTES: Final = 64 << 20
+"""What is uploaded at a time: then another thread may launch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +194,8 @@ class GpuDriver:
         self._call("name", name, 256, device)
         self.description = f"{self.name} ({name.value.decode(errors='replace')})"
         self._architecture = self._find_architecture(device)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """Whoever launches or copies holds it: while one thread records, no other one may."""
         self._stream = ctypes.c_void_p()
         """In which kernels run: copies, which are in no stream, wait for it and it for them."""
         self._call("stream", ctypes.byref(self._stream), 0)
@@ -228,7 +231,8 @@ class GpuDriver:
         self._enter()
         module = ctypes.c_void_p()
         code, _ = compiled(self._maker, text, self._architecture)
-        self._call("load", ctypes.byref(module), code)
+        with self._lock:
+            self._call("load", ctypes.byref(module), code)
         found: dict[str, Kernel] = {}
         for name in names:
             found[name] = ctypes.c_void_p()
@@ -257,22 +261,27 @@ class GpuDriver:
     def upload(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
         """See Driver."""
         self._enter()
-        source, n_bytes = ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes)
-        self._call("up", buffer.at(offset), source, n_bytes)
+        for at in range(0, array.nbytes, _PIECE_BYTES):
+            n_bytes = ctypes.c_size_t(min(_PIECE_BYTES, array.nbytes - at))
+            with self._lock:
+                source = ctypes.c_void_p(array.ctypes.data + at)
+                self._call("up", buffer.at(offset + at), source, n_bytes)
 
     def download(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
         """See Driver."""
         self._enter()
-        self.n_waits += 1
         target, n_bytes = ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes)
-        self._call("down", target, buffer.at(offset), n_bytes)
+        with self._lock:
+            self.n_waits += 1
+            self._call("down", target, buffer.at(offset), n_bytes)
 
     def copy(
         self, source: Buffer, target: Buffer, n_bytes: int, at: tuple[int, int] = (0, 0)
     ) -> None:
         """See Driver."""
         self._enter()
-        self._call("across", target.at(at[1]), source.at(at[0]), ctypes.c_size_t(n_bytes))
+        with self._lock:
+            self._call("across", target.at(at[1]), source.at(at[0]), ctypes.c_size_t(n_bytes))
 
     def launch(
         self, kernel: Kernel, groups: tuple[int, int], arguments: Sequence[Argument]
@@ -287,24 +296,40 @@ class GpuDriver:
             self._call("launch", kernel, *groups, 1, THREADS, 1, 1, 0, self._stream, given, None)
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See Driver: as a graph."""
+        """See Driver: as a graph. Raises what `run` raises."""
         self._enter()
-        before, graph, made = self.n_launches, ctypes.c_void_p(), ctypes.c_void_p()
+        made = ctypes.c_void_p()
+        with self._lock:
+            before = self.n_launches
+            try:
+                graph = self._captured(run)
+            finally:
+                n_launches, self.n_launches = self.n_launches - before, before
+        try:
+            self._call("make", ctypes.byref(made), graph, ctypes.c_ulonglong(0))
+        finally:
+            self._library[self._maker.names["forget"]](graph)
+        return _Graph(self, made, n_launches)
+
+    def _captured(self, run: Callable[[], None]) -> ctypes.c_void_p:
+        """Return what `run` launches as a graph, which is not launched. The caller has the lock."""
+        graph = ctypes.c_void_p()
         self._call("begin", self._stream, _RELAXED)
         try:
             run()
-        finally:
-            self._call("end", self._stream, ctypes.byref(graph))
-        self._call("make", ctypes.byref(made), graph, ctypes.c_ulonglong(0))
-        self._call("forget", graph)
-        n_launches, self.n_launches = self.n_launches - before, before
-        return _Graph(self, made, n_launches)
+        except BaseException:  # the stream must not go on recording
+            self._library[self._maker.names["end"]](self._stream, ctypes.byref(graph))
+            self._library[self._maker.names["forget"]](graph)
+            raise
+        self._call("end", self._stream, ctypes.byref(graph))
+        return graph
 
     def launch_graph(self, graph: ctypes.c_void_p, n_launches: int) -> None:
         """Launch what was recorded."""
         self._enter()
-        self.n_launches += n_launches
-        self._call("again", graph, self._stream)
+        with self._lock:
+            self.n_launches += n_launches
+            self._call("again", graph, self._stream)
 
     def free_graph(self, graph: ctypes.c_void_p) -> None:
         """Forget what was recorded."""

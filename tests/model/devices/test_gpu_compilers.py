@@ -1,12 +1,20 @@
-"""The kernel text compiles for GPUs that are not here, without spilling registers."""
+"""The kernel text compiles for GPUs that are not here, without spilling registers.
+
+Their driver is held against functions of the maker that are not here either.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import re
 import shutil
 import subprocess
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from support.models.random_panels import FORMS
 from support.soak import cases
@@ -14,11 +22,12 @@ from support.soak import cases
 from shardnet.cluster.machine.profile import find_devices
 from shardnet.errors import ConfigurationError
 from shardnet.model.config.panel_form import PanelForm
+from shardnet.model.devices import gpu
 from shardnet.model.devices.device_attention import ATTENTION_PARTS, attention_macros
 from shardnet.model.devices.device_layers import LAYER_PARTS
 from shardnet.model.devices.device_recurrence import STATE_PARTS
 from shardnet.model.devices.driver import whole_text
-from shardnet.model.devices.gpu import CUDA, compiled
+from shardnet.model.devices.gpu import CUDA, GpuDriver, compiled
 from shardnet.model.devices.products import PRODUCT_PARTS, ROWS, form_macros
 
 NVIDIA = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
@@ -76,3 +85,105 @@ def test_a_gpu_that_is_not_here_is_named(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--device {name.partition(':')[0]}") as raised:
         find_devices(name)
     assert raised.value.remedy
+
+
+class _Cuda:
+    """NVIDIA's functions as far as they tell of a stream that records, with its codes."""
+
+    def __init__(self) -> None:
+        self.recording: int | None = None
+        self.graphs: set[int] = set()
+        self.uploaded: list[int] = []
+        self.fails = ""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *_: int(name == self.fails)  # 1: an invalid value
+
+    def __getitem__(self, name: str) -> Callable[..., int]:
+        found: Callable[..., int] = getattr(self, name)
+        return found
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = 1
+        return 0
+
+    def cuStreamBeginCapture_v2(self, *_: object) -> int:
+        self.recording = threading.get_ident()
+        return 0
+
+    def cuStreamEndCapture(self, _: object, graph: Any) -> int:
+        self.recording = None
+        graph._obj.value = 1 + len(self.graphs)
+        self.graphs.add(graph._obj.value)
+        return 0
+
+    def cuGraphDestroy(self, graph: ctypes.c_void_p) -> int:
+        self.graphs.remove(graph.value or 0)
+        return 0
+
+    def cuLaunchKernel(self, *_: object) -> int:
+        return 0 if self.recording in (None, threading.get_ident()) else 901
+
+    def cuMemcpyHtoD_v2(self, _: object, source: ctypes.c_void_p, n_bytes: ctypes.c_size_t) -> int:
+        self.uploaded.append(n_bytes.value)
+        return 0 if self.recording is None else 906
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> _Cuda:
+    library = _Cuda()
+    monkeypatch.setattr(gpu, "_library", lambda _: library)
+    return library
+
+
+def test_what_other_threads_launch_and_upload_is_in_no_graph(cuda: _Cuda) -> None:
+    driver, failed = GpuDriver(CUDA, 0), []
+    buffer, numbers = driver.empty(64), np.zeros(16, np.float32)
+    begun = threading.Event()
+
+    def load() -> None:
+        begun.wait(10)
+        try:
+            driver.launch(None, (1, 1), [])
+            driver.upload(buffer, numbers)
+        except ConfigurationError as error:
+            failed.append(error.message)
+
+    def run() -> None:
+        begun.set()
+        loading.join(0.1)  # it waits meanwhile
+        driver.launch(None, (1, 1), [])
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    again = driver.record(run)
+    loading.join(10)
+    assert not failed
+    assert driver.n_launches == 1
+    again()
+    assert driver.n_launches == 2
+
+
+def test_a_recording_that_fails_leaves_no_graph(cuda: _Cuda) -> None:
+    driver = GpuDriver(CUDA, 0)
+
+    def run() -> None:
+        driver.launch(None, (1, 1), [])
+        raise ValueError("of a kernel")
+
+    with pytest.raises(ValueError, match="of a kernel"):
+        driver.record(run)
+    assert (cuda.recording, cuda.graphs, driver.n_launches) == (None, set(), 0)
+    cuda.fails = "cuGraphInstantiateWithFlags"
+    with pytest.raises(ConfigurationError, match="make failed"):
+        driver.record(lambda: driver.launch(None, (1, 1), []))
+    assert (cuda.graphs, driver.n_launches) == (set(), 0)
+
+
+def test_uploads_are_cut_so_that_others_may_launch_meanwhile(
+    cuda: _Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "_PIECE_BYTES", 24)
+    driver = GpuDriver(CUDA, 0)
+    driver.upload(driver.empty(64), np.zeros(16, np.float32))
+    assert cuda.uploaded == [24, 24, 16]
