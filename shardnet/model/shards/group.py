@@ -15,7 +15,13 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from shardnet.errors import ConfigurationError, LostShardError, ShardnetError
+from shardnet.errors import (
+    ConfigurationError,
+    LostShardError,
+    ShardnetError,
+    internal_error,
+    without_frames,
+)
 from shardnet.model.kernels.library import NativeKernels, native_kernels
 
 
@@ -89,20 +95,21 @@ class PythonGather:
     """Lets the compiled library gather by a function of Python, for groups that have no other."""
 
     def __init__(self, group: ShardGroup) -> None:
-        """Gather by `group.gather`, whose ShardnetErrors are kept: see `raise_error`."""
+        """Gather by `group.gather`, whose errors are kept."""
         self._group = group
-        self._error: ShardnetError | None = None
+        self.error: ShardnetError | None = None
+        """What a call of the library has met: parts are joined again when it is forgotten."""
         self._function = _Join(self._join)
         address = ctypes.cast(self._function, ctypes.c_void_p).value
         self.struct = GatherStruct(join=address, index=group.index, size=group.size)
 
     def raise_error(self) -> None:
-        """Raise what the last call of the library met, if anything."""
-        if self._error is not None:
-            raise self._error
+        """Raise what a call of the library has met, if anything."""
+        if self.error is not None:
+            raise self.error
 
     def _join(self, _self: int, part: int, whole: int, n_rows: int, ends: Any, item: int) -> None:
-        if self._error is not None:
+        if self.error is not None:
             return
         size, index = self._group.size, self._group.index
         columns = [int(ends[shard]) for shard in range(size + 1)]
@@ -110,10 +117,9 @@ class PythonGather:
         own = columns[index + 1] - columns[index]
         try:
             joined = self._group.gather(_view(part, (n_rows, own), dtype), columns)
-        except ShardnetError as error:
-            self._error = error.with_traceback(None)
-            return
-        _view(whole, (n_rows, columns[-1]), dtype).copy_(joined)
+            _view(whole, (n_rows, columns[-1]), dtype).copy_(joined)
+        except Exception as error:  # ctypes would print it and go on with what `whole` has
+            self.error = without_frames(internal_error("a gather of parts", error))
 
 
 def _view(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -67,9 +67,13 @@ class LinkGroup:
         self.size = size
         self._wire = wire
         self._exchange: PartExchange | None = None
-        self.error: ShardnetError | None = None
-        """What the step that began last has failed with, here or on another shard."""
+        self._error: ShardnetError | None = None
         self._native = PythonGather(self)
+
+    @property
+    def error(self) -> ShardnetError | None:
+        """What the step that began last has failed with, here or on another shard."""
+        return self._error or self._native.error
 
     @property
     def struct(self) -> GatherStruct:
@@ -78,11 +82,12 @@ class LinkGroup:
 
     def connect(self, exchange: PartExchange | None) -> None:
         """Gather by `exchange` from now on; None when the ring has ended."""
-        self._exchange, self.error = exchange, None
+        self._exchange = exchange
+        self.begin()
 
     def begin(self) -> None:
         """Forget what the step before has failed with."""
-        self.error = None
+        self._error = self._native.error = None
 
     def gather(self, part: Tensor, ends: Sequence[int]) -> Tensor:
         """See ShardGroup: after a failure there are zeros where columns of others belong."""
@@ -91,7 +96,7 @@ class LinkGroup:
             try:
                 self._join(part, ends, whole)
             except ShardnetError as error:
-                self.error = without_frames(error)
+                self._error = without_frames(error)
         return whole
 
     def check(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from shardnet.errors import CapacityError, LostShardError, NumericalError, ShardnetError
 from shardnet.model.kernels.codec import pack_rows, unpack_rows
+from shardnet.model.shards.group import _Join
 from shardnet.runtime.shards.spanning_stage import LinkGroup, SpanningCompute
 from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.slot_operations import FreeSlot, SlotOperation
@@ -201,6 +203,37 @@ def test_a_part_that_cannot_travel_fails_the_step_on_all_shards() -> None:
     for error in on_all(2, job):
         assert isinstance(error, NumericalError)
         assert "does not fit a float16 wire" in error.message
+
+
+def test_a_bug_in_a_gather_of_the_library_fails_the_step_on_all_shards() -> None:
+    """Of a function that C calls nothing is raised: what it did not join is not computed on."""
+    town = Town(2)
+
+    def job(index: int) -> object:
+        group = LinkGroup(index, 2)
+        compute = SpanningCompute(_NativeCompute(group), group)
+        exchange = town.exchange(index)
+        compute.connect(exchange)
+        if index == 1:
+            exchange.gather = lambda *_: {7: b""}  # type: ignore[method-assign]
+        first = computed(compute)
+        exchange.gather = _Exchange(town, index).gather  # type: ignore[method-assign]
+        return first, computed(compute)
+
+    for first, second in on_all(2, job):
+        assert isinstance(first, ShardnetError)
+        assert "internal error in a gather" in first.message
+        assert second == DONE
+
+
+class _NativeCompute(_Compute):
+    """The same, joined by the library."""
+
+    def compute(self, batch: MicroBatch, activations: Activations | None) -> Samples:
+        part, whole = torch.ones(1, 1), torch.zeros(1, self.group.size)
+        ends = (ctypes.c_int64 * 3)(0, 1, 2)
+        _Join(self.group.struct.join)(None, part.data_ptr(), whole.data_ptr(), 1, ends, 4)
+        return DONE
 
 
 def test_without_the_other_shards_nothing_is_computed() -> None:
