@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN, StoredTensor
 from shardnet.errors import CheckpointError
-from shardnet.model.config.panel_form import UNIT, PanelForm, Scale
+from shardnet.model.config.panel_form import UNIT, Code, PanelForm, Scale
 from shardnet.model.families.tensor_shapes import Shape
 from shardnet.model.kernels.codes import Codes, PackedWeight
 
@@ -98,6 +98,23 @@ def group_of(size: int, n_inputs: int) -> int:
     return size if 0 < size < n_inputs else whole_row(n_inputs)
 
 
+def _without_nan(rows: ReadRows, source: StoredTensor) -> ReadRows:
+    """Refuse E4M3 codes 0x7f and 0xff: some instruction sets read them as 480, some as NaN."""
+
+    def checked(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
+        import torch
+
+        read = rows(stored, begin, end)
+        unsigned, signed = read.codes, read.codes.view(torch.int8)
+        if begin < end and (int(unsigned.max()) == 0xFF or int(signed.max()) == 0x7F):
+            raise CheckpointError(
+                f"{source.file}: tensor {source.name} has weights that are NaN", remedy=AGAIN
+            )
+        return read
+
+    return checked
+
+
 def coded_tensor(
     name: str,
     shape: tuple[int, int],
@@ -109,8 +126,11 @@ def coded_tensor(
 ) -> ModelTensor:
     """Describe the parameter `name` of `shape` (N, K), whose `rows` are codes of `form`.
 
-    Where panels cannot have the form's groups it is left as values.
+    Where panels cannot have the form's groups it is left as values. Whoever reads E4M3 codes that
+    are NaN gets a CheckpointError.
     """
+    if form.code is Code.E4M3:
+        rows = _without_nan(rows, sources[0])
 
     def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         from shardnet.checkpoint.quantization.packed_codes import all_values

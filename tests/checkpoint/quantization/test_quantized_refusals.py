@@ -277,6 +277,23 @@ def test_parts_that_do_not_fit_are_named(name: str, source: Path, tmp_path: Path
     assert str(folder) in str(error.value)
 
 
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("form", ["fp8-blocks", "fp8-16", "mlx-mxfp8"])
+def test_floats_of_8_bits_that_are_nan_are_refused(
+    form: str, code: int, source: Path, tmp_path: Path
+) -> None:
+    """CPUs read them unlike."""
+    case, folder = CASES[form], tmp_path / "quantized"
+    quantized(source, folder, case.config, partial(case.write, np.random.default_rng(7)))
+    tensors = load_file(folder / "model.safetensors")
+    weight = tensors[f"{STEM}.weight"]
+    raw = weight.view(torch.uint8)
+    raw[-1, -1] = code
+    save_file(tensors | {f"{STEM}.weight": raw.view(weight.dtype)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"tensor {STEM}\.weight has weights that are NaN"):
+        StageChain.load(folder, [LayerRange(0, 1)])
+
+
 def test_a_weight_that_is_there_twice_is_refused(source: Path, tmp_path: Path) -> None:
     case, folder = CASES["gptq-4"], tmp_path / "quantized"
     quantized(source, folder, case.config, partial(case.write, np.random.default_rng(7)))
