@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import re
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
+
+import numpy as np
 
 from shardnet.errors import CapacityError, ConfigurationError
 from shardnet.model.devices.driver import (
@@ -65,10 +68,11 @@ class OpenClDriver:
                 f"--device {self.name}: {self.description} has no groups of {THREADS} threads",
                 remedy="use --device cpu",
             )
+        self._memory: Any = type("Memory", (cl.Buffer,), {})  # a class that has weak references
         self._context = cl.Context([self._device])
         self._queue = cl.CommandQueue(self._context)
         self._lock = threading.Lock()
-        self.n_launches = self.n_waits = 0
+        self.n_launches = self.n_waits = self._taken_bytes = 0
 
     def compile(self, text: str, names: Sequence[str]) -> Mapping[str, Kernel]:
         """See Driver."""
@@ -81,13 +85,25 @@ class OpenClDriver:
 
     def empty(self, n_bytes: int) -> Buffer:
         """See Driver."""
+        size, most = max(4, n_bytes), self._device.max_mem_alloc_size
         try:
-            return self._cl.Buffer(self._context, self._cl.mem_flags.READ_WRITE, max(4, n_bytes))
-        except (self._cl.MemoryError, self._cl.LogicError) as error:
+            buffer = self._memory(self._context, self._cl.mem_flags.READ_WRITE, size)
+            # Many drivers take memory only where it is used, in the middle of a step.
+            self._cl.enqueue_fill_buffer(self._queue, buffer, np.uint8(0), 0, size)
+            self._queue.finish()
+        except self._cl.Error as error:
+            at_once = f", at most {most} at once (CL_DEVICE_MAX_MEM_ALLOC_SIZE)"
             raise CapacityError(
-                f"{self.description} has no memory for {n_bytes} bytes",
+                f"{self.description} has no memory for {n_bytes} bytes"
+                f"{at_once if size > most else ''}",
                 remedy="give the node fewer layers, or less --context",
             ) from error
+        self._taken_bytes += size
+        weakref.finalize(buffer, self._give_back, size).atexit = False
+        return buffer
+
+    def _give_back(self, n_bytes: int) -> None:
+        self._taken_bytes -= n_bytes
 
     def upload(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
         """See Driver."""
@@ -123,5 +139,5 @@ class OpenClDriver:
 
     @property
     def free_bytes(self) -> int:
-        """See Driver: OpenCL tells only how much there is."""
-        return int(self._device.global_mem_size)
+        """See Driver: OpenCL tells only how much there is, of which what was taken here is not."""
+        return max(0, int(self._device.global_mem_size) - self._taken_bytes)

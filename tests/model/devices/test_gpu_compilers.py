@@ -9,9 +9,11 @@ import ctypes
 import re
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,14 +22,15 @@ from support.models.random_panels import FORMS
 from support.soak import cases
 
 from shardnet.cluster.machine.profile import find_devices
-from shardnet.errors import ConfigurationError
+from shardnet.errors import CapacityError, ConfigurationError
 from shardnet.model.config.panel_form import PanelForm
-from shardnet.model.devices import gpu
+from shardnet.model.devices import gpu, opencl
 from shardnet.model.devices.device_attention import ATTENTION_PARTS, attention_macros
 from shardnet.model.devices.device_layers import LAYER_PARTS
 from shardnet.model.devices.device_recurrence import STATE_PARTS
 from shardnet.model.devices.driver import whole_text
 from shardnet.model.devices.gpu import CUDA, GpuDriver, compiled
+from shardnet.model.devices.opencl import OpenClDriver
 from shardnet.model.devices.products import PRODUCT_PARTS, ROWS, form_macros
 
 NVIDIA = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
@@ -187,3 +190,48 @@ def test_uploads_are_cut_so_that_others_may_launch_meanwhile(
     driver = GpuDriver(CUDA, 0)
     driver.upload(driver.empty(64), np.zeros(16, np.float32))
     assert cuda.uploaded == [24, 24, 16]
+
+
+class _OpenCl(ModuleType):
+    """pyopencl with one device, which takes memory when it is used."""
+
+    class Error(Exception):
+        """The root of what it raises."""
+
+    class MemoryError(Error):
+        """Memory is taken and not there."""
+
+    class Buffer:
+        def __init__(self, context: object, flags: object, size: int) -> None:
+            if size > 600:
+                raise _OpenCl.Error("INVALID_BUFFER_SIZE")
+
+    def __init__(self) -> None:
+        super().__init__("pyopencl")
+        self.device = SimpleNamespace(
+            name="card", max_work_group_size=256, max_mem_alloc_size=600, global_mem_size=1000
+        )
+        self.Context = self.CommandQueue = lambda _: SimpleNamespace(finish=lambda: None)
+        self.mem_flags = SimpleNamespace(READ_WRITE=1)
+        self.n_left = 1
+
+    def enqueue_fill_buffer(self, *_: object) -> None:
+        if not self.n_left:
+            raise self.MemoryError("MEM_OBJECT_ALLOCATION_FAILURE")
+        self.n_left -= 1
+
+
+def test_memory_of_opencl_is_taken_at_once_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = _OpenCl()
+    monkeypatch.setitem(sys.modules, "pyopencl", fake)
+    monkeypatch.setattr(opencl, "opencl_devices", lambda: [fake.device])
+    driver = OpenClDriver(0)
+    assert driver.free_bytes == 1000
+    taken = driver.empty(400)
+    assert driver.free_bytes == 600
+    with pytest.raises(CapacityError, match="no memory for 100 bytes;"):
+        driver.empty(100)
+    with pytest.raises(CapacityError, match=r"at most 600 at once \(CL_DEVICE_MAX_MEM_ALLOC_SIZE"):
+        driver.empty(800)
+    del taken
+    assert driver.free_bytes == 1000
