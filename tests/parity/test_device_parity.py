@@ -17,8 +17,9 @@ from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.panel_form import Quantization
-from shardnet.model.devices import bits
+from shardnet.model.devices import bits, device_attention
 from shardnet.model.devices import driver as drivers
+from shardnet.model.devices.device_layers import Device
 from shardnet.model.devices.driver import Driver
 from shardnet.model.kernels.linear import probe
 from shardnet.stage.load import load_stage
@@ -199,6 +200,22 @@ def _states(chain: StageChain, before: Any) -> list[torch.Tensor]:
         run(step, (0, end + step - 4, [step]), (3, 265 + step, [step]))
     run(9, (3, 0, prompt[:4]))
     return found
+
+
+def test_blocks_that_take_too_much_are_not_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_decoder(tmp_path, "qwen3", **CASES["qwen3"] | {"hidden_size": 36})
+    choice = probe(torch.device("cpu"), DType.FLOAT32, None, arith=Arith.PORTABLE)
+    device = Device(HostOnce())
+    monkeypatch.setattr(stage_chain, "load_stage", functools.partial(load_stage, on=device))
+    layers = even_split(Checkpoint.open(folder).config.n_layers, 1)
+    spread = StageChain.load(folder, layers, choice).generate(PROMPTS, 2)
+    assert device.scratch.buffers.pop("blocks") is not None
+    monkeypatch.setattr(device_attention, "_MOST_BLOCK_BYTES", 0)
+    whole = StageChain.load(folder, layers, choice).generate(PROMPTS, 2)
+    assert "blocks" not in device.scratch.buffers
+    assert all(torch.equal(one, other) for one, other in zip(whole, spread, strict=True))
 
 
 def test_a_device_with_other_bits_is_a_class_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,8 @@ _BESIDE_COLUMNS: Final = 17
 """What is written down of a block beside the sums of its values."""
 _ENOUGH_GROUPS: Final = 256
 """So many groups of threads keep a device busy: with fewer, a row's blocks are spread."""
+_MOST_BLOCK_BYTES: Final = 256 << 20
+"""What blocks that are written down may take: beyond that a group computes all of a row."""
 
 
 def attention_macros(n_queries: int, size: int, n_columns: int) -> dict[str, int]:
@@ -101,10 +103,11 @@ class Attend:
         n_rows, n_blocks = step.n_rows, step.n_blocks
         attended = of("attended", 4 * n_rows * n_heads * columns)
         n_groups = n_heads // self._heads_of_group
+        n_bytes = 4 * n_rows * n_heads * n_blocks * (columns + _BESIDE_COLUMNS)
         n_splits = max(1, min(n_blocks, _ENOUGH_GROUPS // (n_rows * n_groups)))
-        blocks = heads
-        if n_splits > 1:
-            blocks = of("blocks", 4 * n_rows * n_heads * n_blocks * (columns + _BESIDE_COLUMNS))
+        if n_bytes > _MOST_BLOCK_BYTES:
+            n_splits = 1
+        blocks = heads if n_splits == 1 else of("blocks", n_bytes)
         sinks = heads if self._sinks is None else self._sinks
         launch(
             self._driver,

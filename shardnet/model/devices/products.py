@@ -176,7 +176,7 @@ class DeviceProduct:
                     form=part.form,
                     n_out=n_out,
                     first=first,
-                    weights=self._put(packed[0] if len(packed) == 1 else np.concatenate(packed)),
+                    weights=self._put(*packed),
                     expert_words=packed[0].nbytes // 4 if len(packed) > 1 else 0,
                     order=None if order is None else self._put(order.numpy().astype(np.uint32)),
                     bias=None if some is None else self._put(some),
@@ -186,10 +186,11 @@ class DeviceProduct:
             )
             first += n_out
 
-    def _put(self, array: np.ndarray) -> Buffer:
-        array = np.ascontiguousarray(array)
-        buffer = self._driver.empty(array.nbytes)
-        self._driver.upload(buffer, array)
+    def _put(self, *arrays: np.ndarray) -> Buffer:
+        """Upload arrays of equal size, one behind the other."""
+        buffer = self._driver.empty(len(arrays) * arrays[0].nbytes)
+        for place, array in enumerate(arrays):
+            self._driver.upload(buffer, np.ascontiguousarray(array), place * array.nbytes)
         return buffer
 
     def __call__(

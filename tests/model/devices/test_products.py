@@ -18,6 +18,7 @@ from shardnet.errors import ConfigurationError
 from shardnet.model.config.panel_form import FLOAT16, GGUF_FORMS
 from shardnet.model.devices import driver as drivers
 from shardnet.model.devices.device_layers import Device
+from shardnet.model.devices.driver import Array, Buffer
 from shardnet.model.devices.products import DeviceProduct
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.panel_linear import PanelLinear
@@ -135,3 +136,21 @@ def test_a_wrong_text_is_found_out(
     linear = PanelLinear([random_panels(Q6_K, 16, 1024)], None)
     with pytest.raises(ConfigurationError, match="has other bits for Q6_K"):
         Device(HostOnce(options=QUICK)).product(linear)
+
+
+def test_experts_are_uploaded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all of a layer once more in the host's memory."""
+    device, sizes = Device(HostOnce(options=QUICK)), list[int]()
+    upload = device.driver.upload
+
+    def noted(buffer: Buffer, array: Array, offset: int = 0) -> None:
+        sizes.append(array.nbytes)
+        upload(buffer, array, offset)
+
+    monkeypatch.setattr(device.driver, "upload", noted)
+    experts = [[random_panels(Q4_K, 16, 256, seed=seed)] for seed in range(3)]
+    product = DeviceProduct(device.kernels, device.driver, device.scratch, experts, None)
+    each = experts[0][0].packed.nbytes
+    assert sizes == [each] * 3
+    whole = b"".join(expert.packed.numpy().tobytes() for [expert] in experts)
+    assert product._parts[0].weights[: 3 * each].tobytes() == whole
