@@ -202,6 +202,18 @@ def _states(chain: StageChain, before: Any) -> list[torch.Tensor]:
     return found
 
 
+def test_latents_wider_than_a_group_of_threads_holds_are_left_to_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"q_lora_rank": 4097, "num_hidden_layers": 1}
+    folder = make_decoder(tmp_path, "deepseek_v2", **CASES["deepseek_v2-groups"] | sizes)
+    choice = probe(torch.device("cpu"), DType.FLOAT32, None, arith=Arith.PORTABLE)
+    on = functools.partial(load_stage, on=device_of(HOST))
+    monkeypatch.setattr(stage_chain, "load_stage", on)
+    [stage] = StageChain.load(folder, even_split(1, 1), choice).stages
+    assert not stage.choice.by_text
+
+
 def test_blocks_that_take_too_much_are_not_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

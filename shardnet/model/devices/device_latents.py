@@ -10,6 +10,7 @@ of a latent, V of a value.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from shardnet.model.devices.products import GATHERED_FROM, TILE, Tiles, Visits
 from shardnet.model.layers.latent_attention import LatentAttention
 from shardnet.model.layers.native_attention import MAX_HEAD
 
+_LINE: Final = 4096
+"""Columns that a group of threads holds: LINE of text/rows.h."""
+
 
 def why_no_latents(own: LatentAttention) -> str:
     """Say what the text does not compute of it but for its linears, "" for nothing."""
@@ -28,7 +32,9 @@ def why_no_latents(own: LatentAttention) -> str:
         return "this attention"
     if own.latent.width > MAX_HEAD or own.latent.rope_size % 2:
         return f"latents of {own.latent.width} columns"
-    return ""
+    rank = 0 if own.queries.q_b_proj is None else own.queries.first.shape[0]
+    widest = max(rank, own.latent.nope_size)
+    return f"queries of {widest} columns" if widest > _LINE else ""
 
 
 def visits_of_heads(n_rows: int, n_heads: int, put_in: Callable[[str, Array], Buffer]) -> Visits:
