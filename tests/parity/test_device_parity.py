@@ -16,6 +16,7 @@ from support.rings.stage_chain import StageChain, even_split, random_prompt
 from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.errors import ConfigurationError
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.devices import bits, device_attention
 from shardnet.model.devices import driver as drivers
@@ -228,6 +229,34 @@ def test_blocks_that_take_too_much_are_not_written_down(
     whole = StageChain.load(folder, layers, choice).generate(PROMPTS, 2)
     assert "blocks" not in device.scratch.buffers
     assert all(torch.equal(one, other) for one, other in zip(whole, spread, strict=True))
+
+
+@pytest.mark.parametrize("fails", ["the head", "a layer"])
+def test_a_stage_whose_form_is_refused_stays_on_the_host(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers, the head, and the cache too."""
+    folder = make_decoder(tmp_path, "qwen3", **CASES["qwen3"] | {"hidden_size": 36})
+    choice = probe(torch.device("cpu"), DType.FLOAT32, None, arith=Arith.PORTABLE)
+    layers = even_split(Checkpoint.open(folder).config.n_layers, 1)
+    expected = StageChain.load(folder, layers, choice).generate(PROMPTS, 2)
+    device, n_head = Device(HostOnce()), Checkpoint.open(folder).config.vocab_size
+    product = device.product
+
+    def refused(*linears: Any, **more: Any) -> Any:
+        if (linears[0].shape[0] == n_head) == (fails == "the head"):
+            raise ConfigurationError("other bits")
+        return product(*linears, **more)
+
+    monkeypatch.setattr(device, "product", refused)
+    monkeypatch.setattr(stage_chain, "load_stage", functools.partial(load_stage, on=device))
+    chain = StageChain.load(folder, layers, choice)
+    [stage] = chain.stages
+    kv: Any = stage.kv
+    assert kv._driver is None
+    assert not stage.choice.by_text
+    found = chain.generate(PROMPTS, 2)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_a_device_with_other_bits_is_a_class_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

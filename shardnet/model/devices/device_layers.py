@@ -274,12 +274,11 @@ class DeviceLayers:
     """All layers of a stage on a device. Not thread-safe."""
 
     def __init__(self, device: Device, layers: Sequence[Layer], kv: DeviceKvCache) -> None:
-        """Upload layers of which `why_not` says nothing.
+        """Upload layers of which `why_not` says nothing; then `kv` is on the device too.
 
         Raises CapacityError, and ConfigurationError where a form has other bits.
         """
         self._device, self._kv = device, kv
-        kv.compute_on(device.driver)
         self._kernels = dict(device.rows_kernels())
         if kv.has_states:
             self._kernels |= device.kernels.of({}, STATE_PARTS, STATE_NAMES)
@@ -288,6 +287,7 @@ class DeviceLayers:
         self._temperature: Temperature | None = None
         self._sublayers = list(self._uploaded(layers))
 
+        kv.compute_on(device.driver)
     def _uploaded(self, layers: Sequence[Layer]) -> Iterator[_Sublayer]:
         for index, layer in enumerate(layers):
             both = [each for each in (layer.attention, layer.mlp) if hasattr(each, "residual")]

@@ -99,17 +99,19 @@ class DecoderStage:
     def compute_on(self, device: Device, kv: DeviceKvCache) -> str:
         """Have the kernel text compute layers and LM head on a device, to the library's bits.
 
-        Returns "", or what the text does not compute: then all stays as it is. Raises CapacityError
-        if the device has no memory for the weights, ConfigurationError.
+        Returns "", or what the text does not compute. Raises CapacityError if the device has no
+        memory for the weights, ConfigurationError where a form has other bits there. But for ""
+        all stays as it is, `kv` too.
         """
         if self.mtp is not None:
             return "the layer that predicts further tokens"
         why = why_not(self._by_linears, kv)
         if not why:
+            head = self._head
+            if head is not None and isinstance(head.lm_head, PanelLinear):
+                head = replace(head, lm_head=DeviceLinear(device, head.lm_head))
             self._on_device = DeviceLayers(device, self._by_linears, kv)
-            if self._head is not None and isinstance(self._head.lm_head, PanelLinear):
-                on_device = DeviceLinear(device, self._head.lm_head)
-                self._head = replace(self._head, lm_head=on_device)
+            self._head = head
         return why
 
     def embed(self, step: ForwardStep) -> Tensor:
