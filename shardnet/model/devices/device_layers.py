@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardnet.errors import ConfigurationError
 from shardnet.model.config.model_config import Temperature
+from shardnet.model.config.panel_form import PanelForm
 from shardnet.model.devices.coverage import projection_of
 from shardnet.model.devices.device_attention import (
     DeviceAttention,
@@ -104,8 +105,8 @@ class Device:
         self.driver = driver
         self.kernels = Kernels(driver)
         self.scratch = Rows(driver)
-        self._same_bits: set[str] = set()
-        """Names of the forms whose products were found to be right."""
+        self._same_bits: set[PanelForm] = set()
+        """The forms whose products were found to be right; some have a name in common."""
 
     def put(self, array: Array) -> Buffer:
         """Upload an array to memory of its own. Raises CapacityError."""
@@ -134,9 +135,9 @@ class Device:
         ConfigurationError for a form with other bits here.
         """
         for part in linears[0].parts:
-            if part.form.name not in self._same_bits:
+            if part.form not in self._same_bits:
                 self._check(part)
-                self._same_bits.add(part.form.name)
+                self._same_bits.add(part.form)
         parts = [linear.parts for linear in linears]
         bias = bias_of(linears)
         return DeviceProduct(
@@ -286,8 +287,8 @@ class DeviceLayers:
         self._n_latent_heads = 0
         self._temperature: Temperature | None = None
         self._sublayers = list(self._uploaded(layers))
-
         kv.compute_on(device.driver)
+
     def _uploaded(self, layers: Sequence[Layer]) -> Iterator[_Sublayer]:
         for index, layer in enumerate(layers):
             both = [each for each in (layer.attention, layer.mlp) if hasattr(each, "residual")]

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(native_kernels() is None, reason="it is compared
 QUICK = ("-O0",)
 REVERSE, SHUFFLED = "(255 - (i))", "((i) * 5 + 3) % 256"
 Q4_K, Q6_K = GGUF_FORMS["Q4_K"], GGUF_FORMS["Q6_K"]
+GPTQ = next(form for form in FORMS if form.name.startswith("GPTQ"))
 BY_DEVICE = [f"{form.name}-{DEVICE}" for form in (Q4_K,)]
 IN_ALL_ROWS = {*BY_DEVICE, f"{Q4_K.name}-{HOST}", f"{FLOAT16.name}-{HOST}"}
 ALL = [f"{form.name}-{kind}" for kind in (HOST, DEVICE) for form in FORMS]
@@ -136,6 +137,18 @@ def test_a_wrong_text_is_found_out(
     linear = PanelLinear([random_panels(Q6_K, 16, 1024)], None)
     with pytest.raises(ConfigurationError, match="has other bits for Q6_K"):
         Device(HostOnce(options=QUICK)).product(linear)
+
+
+def test_a_form_is_held_against_the_library_whatever_its_name_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Groups of 32 and of 128 inputs have one name where files are of one maker."""
+    device, checked = Device(HostOnce()), list[int]()
+    monkeypatch.setattr(device, "_check", lambda part: checked.append(part.form.group))
+    for group in (32, 128, 32):
+        form = replace(GPTQ, group=group)
+        device.product(PanelLinear([random_panels(form, 16, 256)], None))
+    assert checked == [32, 128]
 
 
 def test_experts_are_uploaded_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
