@@ -260,7 +260,7 @@ def test_a_stage_whose_form_is_refused_stays_on_the_host(
 
 
 def test_a_device_with_other_bits_is_a_class_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert bits.error_of(HostOnce()) == 0
+    assert bits.error_of(Device(HostOnce())) == 0
     own = drivers.part_of_text
     exact = "exponential(ADD(score[at], -most[at / KEYS]))"
     assert exact in own("attention")
@@ -269,4 +269,4 @@ def test_a_device_with_other_bits_is_a_class_of_its_own(monkeypatch: pytest.Monk
         "part_of_text",
         lambda name: own(name).replace(exact, exact.replace("ADD(", "MUL(1.00001f, ADD(") + ")"),
     )
-    assert 0 < bits.error_of(HostOnce()) < 1e-2
+    assert 0 < bits.error_of(Device(HostOnce())) < 1e-2

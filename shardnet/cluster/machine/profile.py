@@ -248,9 +248,10 @@ def _find_by_text(name: DeviceName) -> Device:
             f"--device {name}: the compiled kernels are missing, with which it is compared",
             remedy=kernels.REMEDY,
         )
-    driver = open_device(str(name)).driver
+    device = open_device(str(name))
+    driver = device.driver
     try:
-        error = error_of(driver)
+        error = error_of(device)
     except ConfigurationError as failed:
         raise ConfigurationError(
             f"--device {name}: {failed.message}", remedy="use --device cpu"

@@ -18,7 +18,6 @@ from shardnet.model.config.model_config import Activation, DeltaNet
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_layers import Device, DeviceLayers
-from shardnet.model.devices.driver import Driver
 from shardnet.model.devices.gpu import CUDA, HIP, GpuDriver
 from shardnet.model.devices.host import HostDriver
 from shardnet.model.devices.metal import MetalDriver
@@ -68,14 +67,14 @@ def open_device(name: str) -> Device:
 
 
 @torch.inference_mode()
-def error_of(driver: Driver) -> float:
+def error_of(device: Device) -> float:
     """Compute two layers on a device; return how far they are off, 0.0 for the library's bits.
 
     In parts of the largest value. They have attention and a recurrence, a decode step behind a
     prompt of more than one block, all activations in float32, and weights of 4 and 8 bits. Raises
     ConfigurationError.
     """
-    device, both = Device(driver), [_layer(_attention()), _layer(_recurrence())]
+    both = [_layer(_attention()), _layer(_recurrence())]
     found, expected = (_steps(both, on) for on in (device, None))
     error = 0.0
     for one, other in zip(found, expected, strict=True):
