@@ -18,6 +18,8 @@ from support.rings.stage_chain import CPU, Rows, StageChain, even_split, probed,
 from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.model.arithmetic.row_functions import ACTIVATIONS, activated_rows
+from shardnet.model.config.model_config import Activation
 from shardnet.model.kernels.library import ISA_VARIABLE, native_kernels
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.types import ANY_ROWS, Arith, DType, KvDType, LayerRange, SlotId
@@ -205,3 +207,18 @@ def test_rewinding_is_overwriting(folder: Path, choice: KernelChoice) -> None:
     expected = chain.step(row)
     chain.step(Rows(slot=0, position=40, ids=[9, 9, 9], n_sampled=3))
     assert torch.equal(chain.step(row), expected)
+
+
+@needs_library
+@pytest.mark.parametrize("kind", list(ACTIVATIONS), ids=lambda kind: kind.value)
+def test_numbers_of_any_size_are_activated_alike_by_any_instruction_set(kind: Activation) -> None:
+    size = 10.0 ** torch.linspace(-38, 38, 77)
+    rows = torch.cat((size, -size, torch.tensor([0.0, -0.0, torch.inf])))[None]
+    found = []
+    for name in ("portable", "avx2", "avx512"):
+        with instruction_set(name, 1):
+            found.append(activated_rows(kind, rows))
+    for made in found:
+        assert made is not None
+        assert torch.equal(made.view(torch.int32), found[0].view(torch.int32))
+        assert made.isfinite()[0, :-1].all()

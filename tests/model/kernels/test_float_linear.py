@@ -218,3 +218,11 @@ def test_a_checkpoint_of_16_bits_in_float32_keeps_its_weights_narrow(
     torch.testing.assert_close(logits, want, rtol=0, atol=1e-4)
     monkeypatch.setattr(linear_module, "native_kernels", lambda: None)
     assert probe(CPU, DType.FLOAT32, stored).kernel is not Kernel.NATIVE
+
+
+@pytest.mark.parametrize("name", ["portable", "avx2", "avx512_bf16", ""])
+def test_sums_that_are_infinite_stay_so(name: str) -> None:
+    weight = torch.tensor([[1e30, 1.0, 1.0]])
+    rows = torch.tensor([[-1e30, 5.0, 1.0], [1e30, 5.0, 1.0], [1e30, -torch.inf, 1.0]])
+    out = float_linear([weight], None, kernels_named(name))(rows)
+    assert out[:, 0].nan_to_num(7, 1, -1).tolist() == [-1, 1, 7]

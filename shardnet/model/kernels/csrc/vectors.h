@@ -28,7 +28,7 @@ INLINE float fused_alone(float a, float b, float c) {
     const double other = sum - product, missing = (product - (sum - other)) + (c - other);
     uint64_t bits;
     memcpy(&bits, &sum, 8);
-    if (missing != 0 && !(bits & 1)) {
+    if ((missing > 0 || missing < 0) && !(bits & 1)) { /* it is NaN of sums that are not finite */
         bits += (missing > 0) == (sum > 0) ? 1 : (uint64_t)-1;
         double odd;
         memcpy(&odd, &bits, 8);
