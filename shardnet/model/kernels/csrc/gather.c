@@ -8,18 +8,14 @@
  * says who has failed: then nobody waits any longer, and all that is computed is worthless.
  */
 
-#if defined(__linux__)
-#define _GNU_SOURCE
-#endif
-#include <sched.h>
+#include "spin.h"
+
 #include <stdatomic.h>
 #include <string.h>
-#include <time.h>
 
 #include "gather.h"
 
 #define LINE 64       /* bytes of a cache line */
-#define LOOKS 64      /* about a microsecond of them between two looks at the clock */
 #define ALONE_NS 20000 /* before others are let on to this core: the others are nearly there */
 #define NAP_NS 50000  /* between two looks of who sleeps */
 
@@ -32,20 +28,6 @@ struct shared {
         _Alignas(LINE) _Atomic uint32_t n_joined; /* parts that this shard has written */
     } shards[];
 };
-
-static inline void relax(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-static int64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
-}
 
 static char *buffer_of(struct shared *shared, int32_t shard, uint32_t turn) {
     char *first = (char *)&shared->shards[shared->size];
@@ -140,5 +122,3 @@ void shardnet_prepare_shared(void *memory, int32_t size, int64_t buffer_bytes) {
     shared->size = size;
     shared->buffer_bytes = buffer_bytes;
 }
-
-int32_t shardnet_failed(void *memory) { return atomic_load(&((struct shared *)memory)->failed); }
