@@ -94,6 +94,10 @@ INLINE int has_levels(const struct form *f) { return f->block_scales && f->token
 /* Whether codes are floats, which rows are multiplied with as they are. */
 INLINE int is_float(const struct form *f) { return f->code > BOOK; }
 
+INLINE int bytes_of_scale(const int kind) {
+    return kind == SCALE_FLOAT32 ? 4 : kind == SCALE_FLOAT16 || kind == SCALE_BFLOAT16 ? 2 : 1;
+}
+
 INLINE float from_bf16(uint16_t bits) {
     uint32_t wide = (uint32_t)bits << 16;
     float value;

@@ -42,12 +42,8 @@ struct code_packing {
     struct form form;
 };
 
-INLINE int scale_bytes(const struct form *f) {
-    return f->scale == SCALE_FLOAT32 ? 4 : f->scale <= SCALE_BFLOAT16 ? 2 : 1;
-}
-
 INLINE int minimum_bytes(const struct form *f) {
-    return f->minimum == NO_MINIMUM ? 0 : f->minimum == ZERO_POINT ? 1 : scale_bytes(f);
+    return f->minimum == NO_MINIMUM ? 0 : f->minimum == ZERO_POINT ? 1 : bytes_of_scale(f->scale);
 }
 
 /* --- blocks of GGUF types */
@@ -348,7 +344,7 @@ INLINE uint8_t *write_sized(const uint8_t *first, int size, int64_t n, uint8_t *
 static void write_header(const struct form *f, const struct apart rows[PANEL], uint8_t *out) {
     const int64_t n = f->block / f->group;
     out = write_sized(rows->outer, 2, f->block_scales, out);
-    out = write_sized(rows->scales, scale_bytes(f), n, out);
+    out = write_sized(rows->scales, bytes_of_scale(f->scale), n, out);
     if (minimum_bytes(f)) write_sized(rows->minimums, minimum_bytes(f), n, out);
 }
 
@@ -378,7 +374,7 @@ static void pack_code_panels(const void *argument, int64_t begin, int64_t end) {
     const struct form *f = &p->form;
     const int64_t n_blocks = (p->n_in + f->block - 1) / f->block, n_groups = (p->n_in + f->group - 1) / f->group;
     const int64_t of_block = f->block / f->group;
-    const int scale = scale_bytes(f), minimum = minimum_bytes(f);
+    const int scale = bytes_of_scale(f->scale), minimum = minimum_bytes(f);
     struct apart rows[PANEL];
     for (int64_t panel = begin; panel < end; panel++) {
         const int64_t first = panel * PANEL;

@@ -27,10 +27,6 @@ INLINE int64_t columns_of(const struct recurrence *call) {
     return 2 * call->n_key_heads * call->key_size + call->n_heads * call->value_size;
 }
 
-INLINE float value_at(const void *values, int64_t index, const int is_bf16) {
-    return is_bf16 ? from_bf16(((const uint16_t *)values)[index]) : ((const float *)values)[index];
-}
-
 /* The sum of squares of `n` values, in a fixed order. */
 INLINE float squares(const float *values, int64_t n) {
     float sums[PARTS] = {0};

@@ -31,7 +31,7 @@ INLINE TARGET void NAME(convolve_row)(const struct recurrence *call, int64_t row
     for (int64_t tap = 0; tap < call->n_taps; tap++) {
         const float *taps = call->taps + tap * width;
         const int64_t first = (row + tap) * width;
-        for (int64_t i = 0; i < width; i++) mixed[i] += taps[i] * value_at(call->rows, first + i, is_bf16);
+        for (int64_t i = 0; i < width; i++) mixed[i] += taps[i] * number(call->rows, first + i, is_bf16);
     }
     NAME(activate)(mixed, width);
 }
@@ -121,7 +121,7 @@ INLINE TARGET void NAME(finish)(const struct recurrence *call, const float *read
     for (int64_t begin = 0; begin < size; begin += PARTS) {
         const int64_t n = size - begin < PARTS ? size - begin : PARTS;
         float gate[PARTS] = {0};
-        for (int64_t i = 0; i < n; i++) gate[i] = value_at(call->gate, first + begin + i, is_bf16);
+        for (int64_t i = 0; i < n; i++) gate[i] = number(call->gate, first + begin + i, is_bf16);
         if (call->gates_alone)
             NAME(open)(gate, PARTS);
         else

@@ -142,22 +142,6 @@ INLINE const struct span *span_of(const struct attend *call, int64_t row) {
     return span;
 }
 
-/* The address of a value in a row or slot, and the value. */
-INLINE char *at(const void *values, int64_t index, int is_bf16) {
-    return (char *)(uintptr_t)values + index * (is_bf16 ? 2 : 4);
-}
-
-INLINE float number(const void *values, int64_t index, int is_bf16) {
-    if (is_bf16) {
-        uint16_t bits;
-        memcpy(&bits, at(values, index, 1), 2);
-        return from_bf16(bits);
-    }
-    float value;
-    memcpy(&value, at(values, index, 0), 4);
-    return value;
-}
-
 /* Rows of a span that are attended together. */
 INLINE int64_t tile_rows(const struct attend *call) {
     const int64_t rows = TILE * call->n_kv_heads / call->n_heads;

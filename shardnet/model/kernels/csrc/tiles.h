@@ -147,7 +147,7 @@ INLINE int next_stretch(const struct form *f, struct stretch *s) {
 
 /* A book's numbers plus `bias`, again and again. */
 INLINE void fill_book(const struct form *f, int32_t bias, uint8_t *numbers, int n) {
-    for (int i = 0; i < n; i++) numbers[i] = (uint8_t)(int8_t)(f->book[i % 16] + (float)bias);
+    for (int i = 0; i < n; i++) numbers[i] = (uint8_t)(int32_t)(f->book[i % 16] + (float)bias);
 }
 
 /* Scales of two levels of the stretch of a block: integers by group, and the block's float16. What codes are too large
@@ -167,10 +167,6 @@ INLINE const int16_t *group_sums_of(const struct linear *p, int64_t row) {
 struct scales {
     float scale[STRETCH / 16][PANEL], minimum[STRETCH / 16][PANEL];
 };
-
-INLINE int bytes_of_scale(const int kind) {
-    return kind == SCALE_FLOAT32 ? 4 : kind == SCALE_FLOAT16 || kind == SCALE_BFLOAT16 ? 2 : 1;
-}
 
 INLINE int32_t quad_at(const void *x) {
     int32_t quad;

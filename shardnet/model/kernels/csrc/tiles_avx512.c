@@ -113,8 +113,7 @@ INLINE WITH_AVX512 void avx512_quantized_of(const int n_rows, const int bits, co
     __m512i book = _mm512_setzero_si512();
     if (is_book) {
         uint8_t numbers[64];
-        const float bias = (float)book_bias(f);
-        for (int i = 0; i < 64; i++) numbers[i] = (uint8_t)(f->book[i % 16] + bias);
+        fill_book(f, book_bias(f), numbers, 64);
         book = _mm512_loadu_si512(numbers);
     }
     __m512 total[MAX_TILE];

@@ -37,4 +37,20 @@ INLINE float fused_alone(float a, float b, float c) {
     return (float)sum;
 }
 
+/* The address of a value in a row or slot, and the value. */
+INLINE char *at(const void *values, int64_t index, int is_bf16) {
+    return (char *)(uintptr_t)values + index * (is_bf16 ? 2 : 4);
+}
+
+INLINE float number(const void *values, int64_t index, int is_bf16) {
+    if (is_bf16) {
+        uint16_t bits;
+        memcpy(&bits, at(values, index, 1), 2);
+        return from_bf16(bits);
+    }
+    float value;
+    memcpy(&value, at(values, index, 0), 4);
+    return value;
+}
+
 #endif
