@@ -174,39 +174,27 @@ INLINE int32_t quad_at(const void *x) {
     return quad;
 }
 
-/* A function for each number of rows, so that the compiler unrolls its loops. */
-#define BY_ROWS(CALL) \
-    switch (n_rows) { \
-        case 1:       \
-            CALL(1);  \
-            return;   \
-        case 2:       \
-            CALL(2);  \
-            return;   \
-        case 3:       \
-            CALL(3);  \
-            return;   \
-        case 4:       \
-            CALL(4);  \
-            return;   \
-        case 5:       \
-            CALL(5);  \
-            return;   \
-        case 6:       \
-            CALL(6);  \
-            return;   \
-        case 7:       \
-            CALL(7);  \
-            return;   \
-        default:      \
-            CALL(8);  \
-            return;   \
-    }
+#define OF_ROWS(n, OF, ...)                  \
+    case n:                                  \
+        OF(n, __VA_ARGS__, p, w, row, sums); \
+        return;
 
-#define TILE(NAME, TARGET, CALL)                                                               \
+/* A tile function that calls OF(rows, ..., p, w, row, sums) with each number of rows as a constant, so that the
+ * compiler unrolls its loops. */
+#define TILE(NAME, TARGET, OF, ...)                                                            \
     static TARGET void NAME(const struct linear *p, const uint8_t *w, int64_t row, int n_rows, \
                             float sums[2][MAX_TILE][PANEL]) {                                  \
-        BY_ROWS(CALL)                                                                          \
+        switch (n_rows) {                                                                      \
+            OF_ROWS(1, OF, __VA_ARGS__)                                                        \
+            OF_ROWS(2, OF, __VA_ARGS__)                                                        \
+            OF_ROWS(3, OF, __VA_ARGS__)                                                        \
+            OF_ROWS(4, OF, __VA_ARGS__)                                                        \
+            OF_ROWS(5, OF, __VA_ARGS__)                                                        \
+            OF_ROWS(6, OF, __VA_ARGS__)                                                        \
+            OF_ROWS(7, OF, __VA_ARGS__)                                                        \
+            default:                                                                           \
+                OF(8, __VA_ARGS__, p, w, row, sums);                                           \
+        }                                                                                      \
     }
 
 #endif

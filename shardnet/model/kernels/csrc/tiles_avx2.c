@@ -47,7 +47,7 @@ INLINE WITH_AVX2 void avx2_wide_part(const int is_f16, const int n_tile, const i
         for (int r = 0; r < n_rows; r++) _mm256_storeu_ps(sums[h / 2][begin + r] + h % 2 * 8, total[h][r]);
 }
 
-INLINE WITH_AVX2 void avx2_wide_of(const int is_f16, const int n_rows, const struct linear *p, const uint8_t *w,
+INLINE WITH_AVX2 void avx2_wide_of(const int n_rows, const int is_f16, const struct linear *p, const uint8_t *w,
                                    int64_t row, float sums[2][MAX_TILE][PANEL]) {
     const int most = n_rows <= AVX2_WIDE_ROWS ? n_rows : (n_rows + 1) / 2;
     avx2_wide_part(is_f16, n_rows, 0, most, 1, p, w, row, sums);
@@ -324,28 +324,21 @@ INLINE WITH_AVX2 void avx2_floats_of(const int n_rows, int half, const int code,
         if (begin < n_tile) AVX2_ROWS(1, 2, 0, __VA_ARGS__);                                            \
     }
 
-#define AVX2_FLOATS(n, code) \
-    for (int half = 0; half < 2; half++) avx2_floats_of(n, half, code, p, w, row, sums)
+#define AVX2_FLOATS(n, code, ...) \
+    for (int half = 0; half < 2; half++) avx2_floats_of(n, half, code, __VA_ARGS__)
 
-#define AVX2_BF16(n) avx2_wide_of(0, n, p, w, row, sums)
-#define AVX2_F16(n) avx2_wide_of(1, n, p, w, row, sums)
-#define AVX2_TWO_BF16(n) avx2_wide_part(0, n, 0, n, 2, p, w, row, sums)
-#define AVX2_TWO_F16(n) avx2_wide_part(1, n, 0, n, 2, p, w, row, sums)
-#define AVX2_E4M3(n) AVX2_FLOATS(n, E4M3)
-#define AVX2_E5M2(n) AVX2_FLOATS(n, E5M2)
-#define AVX2_FLOAT_BOOK(n) AVX2_FLOATS(n, FLOAT_BOOK)
-TILE(avx2_bf16, WITH_AVX2, AVX2_BF16)
-TILE(avx2_f16, WITH_AVX2, AVX2_F16)
-#define AVX2_PAIR(NAME, CALL)                                                                           \
+TILE(avx2_bf16, WITH_AVX2, avx2_wide_of, 0)
+TILE(avx2_f16, WITH_AVX2, avx2_wide_of, 1)
+#define AVX2_PAIR(NAME, is_f16)                                                                         \
     static WITH_AVX2 void NAME(const struct linear *p, const uint8_t *w, int64_t row, const int n_rows, \
                                float sums[2][MAX_TILE][PANEL]) {                                        \
         if (n_rows == 1)                                                                                \
-            CALL(1);                                                                                    \
+            avx2_wide_part(is_f16, 1, 0, 1, 2, p, w, row, sums);                                        \
         else                                                                                            \
-            CALL(2);                                                                                    \
+            avx2_wide_part(is_f16, 2, 0, 2, 2, p, w, row, sums);                                        \
     }
-AVX2_PAIR(avx2_two_bf16, AVX2_TWO_BF16)
-AVX2_PAIR(avx2_two_f16, AVX2_TWO_F16)
+AVX2_PAIR(avx2_two_bf16, 0)
+AVX2_PAIR(avx2_two_f16, 1)
 #define AVX2_ROWS AVX2_HALVES
 AVX2_QUANTIZED(avx2_2, 2, AVX2_UNSIGNED, 0)
 AVX2_QUANTIZED(avx2_3, 3, AVX2_UNSIGNED, 0)
@@ -360,9 +353,9 @@ AVX2_QUANTIZED(avx2_narrow, 4, AVX2_BOOK, 0)
 AVX2_QUANTIZED(avx2_narrow_apart, 4, AVX2_BOOK, 1)
 AVX2_QUANTIZED(avx2_wide_book, 4, AVX2_SIGNED_BOOK, 0)
 AVX2_QUANTIZED(avx2_wide_book_apart, 4, AVX2_SIGNED_BOOK, 1)
-TILE(avx2_e4m3, WITH_AVX2, AVX2_E4M3)
-TILE(avx2_e5m2, WITH_AVX2, AVX2_E5M2)
-TILE(avx2_float_book, WITH_AVX2, AVX2_FLOAT_BOOK)
+TILE(avx2_e4m3, WITH_AVX2, AVX2_FLOATS, E4M3)
+TILE(avx2_e5m2, WITH_AVX2, AVX2_FLOATS, E5M2)
+TILE(avx2_float_book, WITH_AVX2, AVX2_FLOATS, FLOAT_BOOK)
 
 #undef AVX2_ROWS
 #define AVX2_ROWS AVX2_LEVELS

@@ -4,7 +4,7 @@
 #include <arm_neon.h>
 
 /* Rows of float32. */
-INLINE void neon_wide_of(const int is_f16, const int n_rows, const struct linear *p, const uint8_t *w, int64_t row,
+INLINE void neon_wide_of(const int n_rows, const int is_f16, const struct linear *p, const uint8_t *w, int64_t row,
                          float sums[2][MAX_TILE][PANEL]) {
     const uint32x4_t high = vdupq_n_u32(0xffff0000u);
     for (int part = 0; part < 4; part++) {
@@ -76,10 +76,8 @@ INLINE uint8x16_t neon_codes(const int bits, const uint8_t *unit, const int quad
     }
 }
 
-#define NEON_BF16(n) neon_wide_of(0, n, p, w, row, sums)
-#define NEON_F16(n) neon_wide_of(1, n, p, w, row, sums)
-TILE(neon_bf16, , NEON_BF16)
-TILE(neon_f16, , NEON_F16)
+TILE(neon_bf16, , neon_wide_of, 0)
+TILE(neon_f16, , neon_wide_of, 1)
 
 /* What vdotq_s32 does, by instructions that every arm64 has: a product fits 16 bits, and sums are of 32. */
 INLINE int32x4_t neon_dot(int32x4_t sum, int8x16_t a, int8x16_t b) {
