@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,6 +60,8 @@ _HARMLESS: Final = (
 )
 """Keys of processors' configs that change no picture."""
 _LIMITS: Final = ("min_pixels", "max_pixels")
+_OTHER: Final = "use the projector of this very model"
+_SWAPPED: Final = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}
 _RUNNING: Final = (
     *("attention_dropout", "dtype", "head_dim", "initializer_range", "model_type", "torch_dtype"),
     *("architectures", "initializer_factor", "vocab_size"),
@@ -256,25 +259,40 @@ def _open_gguf(
     family = _family_of(header.metadata, str(path))
     gguf = family.gguf
     assert gguf is not None, "it was found by its name there"
+    header = _with_right_names(header)
     file = read_tensor_file(path, header)
     raw = _config_of_metadata(header.metadata, family, file.tensors, str(path))
     row_id = token_id(gguf.row_token)
     if row_id is None:
         raise UnsupportedModelError(
             f"{checkpoint.path}: its tokenizer has no {gguf.row_token}, which stands for pictures",
-            remedy="use the projector of this very model",
+            remedy=_OTHER,
         )
     raw |= {"image_token_id": row_id}
     config = read_tower(family, raw, f"{path}, as config.json", checkpoint.config)
     own = Fields(_processor_of_metadata(header.metadata, family, raw), f"{path}, as JSON")
     has_pairs = gguf.has_rotary_pairs and HALVES not in header.metadata
-    made = _gguf_tensors(family, config, file.tensors, has_pairs=has_pairs)
+    made = _gguf_tensors(family, config, file.tensors, str(path), has_pairs=has_pairs)
     return Pictures(
         table=family.tensors(config),
         load=partial(family.load, config),
         processor=_processor(family, config, own, token_id),
         checkpoint=checkpoint.beside(path.parent, file, made),
     )
+
+
+def _with_right_names(header: GgufHeader) -> GgufHeader:
+    """Swap `ffn_up` and `ffn_down` where the first converters did, which llama.cpp does too."""
+    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+    up = shapes.get("v.blk.0.ffn_up.weight", ())
+    if len(up) != 2 or up[0] >= up[1] or "v.blk.0.ffn_gate.weight" in shapes:
+        return header
+
+    def right(name: str) -> str:
+        return re.sub(r"(?<=\.)ffn_(up|down)(?=\.)", lambda found: _SWAPPED[found[0]], name)
+
+    tensors = tuple(replace(tensor, name=right(tensor.name)) for tensor in header.tensors)
+    return replace(header, tensors=tensors)
 
 
 def _family_of(metadata: Mapping[str, MetadataValue], where: str) -> VisionFamily:
@@ -331,9 +349,11 @@ def _gguf_tensors(
     family: VisionFamily,
     config: VisionConfig,
     stored: Mapping[str, StoredTensor],
+    where: str,
     *,
     has_pairs: bool,
 ) -> dict[str, ModelTensor]:
+    """Find all parameters. Raises CheckpointError for one that is missing or has another shape."""
     from gguf.constants import MODEL_ARCH
     from gguf.tensor_mapping import get_tensor_name_map
 
@@ -345,23 +365,35 @@ def _gguf_tensors(
     for name, shape in family.tensors(config).items():
         stem, dot, suffix = name.rpartition(".")
         found = own_names.get(stem) or names.get_name(stem) or names.get_name(f"model.{stem}")
-        parts = _stored_parts(own_names.get(name) or f"{found}{dot}{suffix}", stored)
+        parts = _stored_parts(own_names.get(name) or f"{found}{dot}{suffix}", stored, shape)
+        if not parts:
+            raise CheckpointError(f"{where} lacks {name}", remedy=_OTHER)
         is_turned = has_pairs and stem.endswith(("q_proj", "k_proj"))
-        if parts:
-            made[name] = _gguf_tensor(
-                name,
-                shape,
-                parts,
-                n_heads=config.n_heads if is_turned else None,
-                added=gguf.added.get(name, 0.0),
+        made[name] = _gguf_tensor(
+            name,
+            shape,
+            parts,
+            n_heads=config.n_heads if is_turned else None,
+            added=gguf.added.get(name, 0.0),
+        )
+        is_one = len(parts) == 2 or all(part.shape[1:] == shape[1:] for part in parts)  # or frames
+        if not is_one or sum(math.prod(part.shape) for part in parts) != math.prod(shape):
+            raise CheckpointError(
+                f"{where}: {parts[0].name} has shape {list(parts[0].shape)}, and {name} has "
+                f"{list(shape)}",
+                remedy=_OTHER,
             )
     return made
 
 
-def _stored_parts(name: str, stored: Mapping[str, StoredTensor]) -> list[StoredTensor]:
+def _stored_parts(
+    name: str, stored: Mapping[str, StoredTensor], shape: tuple[int, ...]
+) -> list[StoredTensor]:
     """Find a parameter: whole, as one kernel for each of two frames, or cut to q, k and v."""
+    if name in stored and f"{name}.1" not in stored:
+        return [_as_matrix(stored[name], shape)]
     apart = [name.replace("attn_qkv", f"attn_{part}") for part in "qkv"]
-    for names in ([name, f"{name}.1"], [name], apart):
+    for names in ([name, f"{name}.1"], apart):
         if all(part in stored for part in names):
             return [stored[part] for part in names]
     return []
@@ -376,8 +408,6 @@ def _gguf_tensor(
     added: float,
 ) -> ModelTensor:
     """Make a parameter of what is stored, and undo what the converter has changed."""
-    if len(parts) == 1:
-        parts = [_as_matrix(parts[0], shape)]
     is_plain = all(part.dtype in PLAIN for part in parts)
 
     def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,13 @@ from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.pictures import open_pictures
-from shardnet.errors import UsageError
+from shardnet.errors import CheckpointError, UsageError
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.modules.module_tower import ModuleProcessor
 from shardnet.model.vision.picture import EncodedPicture, PictureEncoder, PreparedPicture
 from shardnet.model.vision.tower import TowerEncoder
 from shardnet.runtime.engine.requests import GenerationRequest
+from shardnet.runtime.loading.model_facts import tower_of
 from shardnet.runtime.stage.picture_inputs import rows_of_store
 from shardnet.runtime.stage.picture_store import PictureStore, StoredPicture
 from shardnet.stage.load import load_encoder
@@ -324,3 +326,52 @@ def test_a_projector_file_gives_the_rows_of_its_weights(
         assert prepared.token_ids == picture.token_ids
         [same] = encoded(own, prepared)
         torch.testing.assert_close(rows.rows, same.rows, rtol=0, atol=FLOAT32_TOLERANCE)
+
+
+def swapped(name: str) -> str:
+    """What the first converters called the linears of MLPs."""
+    other = {"up": "down", "down": "up"}
+    return re.sub("ffn_(up|down)", lambda found: f"ffn_{other[found[1]]}", name)
+
+
+@pytest.mark.parametrize("case_name", ["gemma3", "qwen2_vl"])
+def test_mlps_of_the_first_projector_files_have_each_others_names(
+    case_name: str, tmp_path: Path
+) -> None:
+    case = CASES[case_name]
+    folder = case.make(tmp_path / "whole")
+    model = write_gguf(make_decoder(tmp_path / "text", "llama"), tmp_path / "model.gguf")
+    right = write_mmproj(folder, tmp_path / "right.gguf", Kind.F32)
+    wrong = write_mmproj(folder, tmp_path / "wrong.gguf", Kind.F32, rename=swapped)
+    found, plain = encoder_of(model, wrong), encoder_of(model, right)
+    picture = found.processor.prepare(random_picture(37, 53), "low")
+    [rows], [expected] = encoded(found, picture), encoded(plain, picture)
+    assert torch.equal(rows.rows, expected.rows)
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        (lambda name: "" if name == "v.post_ln.bias" else name, "lacks .*post_layernorm.bias"),
+        (
+            lambda name: swapped(name) if ".1." in name else name,
+            r"v\.blk\.1\.ffn_up\.weight has shape \[24, 44\], and .*fc1\.weight has \[44, 24\]",
+        ),
+    ],
+    ids=["lacks-one", "another-shape"],
+)
+def test_a_projector_that_does_not_fit_stops_no_text(
+    rename: Callable[[str], str], message: str, tmp_path: Path
+) -> None:
+    """A request with a picture hears why, and who names such a file with --mmproj."""
+    folder = CASES["gemma3"].make(tmp_path / "whole")
+    write_gguf(make_decoder(tmp_path / "text", "llama"), tmp_path / "model.gguf")
+    file = write_mmproj(folder, tmp_path / "mmproj-model.gguf", Kind.F32, rename=rename)
+    checkpoint = Checkpoint.open(tmp_path / "model.gguf")
+    assert tower_of(checkpoint) is None
+    for asked in (
+        partial(tower_of, checkpoint, file),
+        partial(open_pictures, checkpoint, token_id),
+    ):
+        with pytest.raises(CheckpointError, match=f"{file}:? {message}"):
+            asked()

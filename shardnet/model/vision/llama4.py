@@ -342,6 +342,7 @@ def read_gguf(own: Fields, stored: Mapping[str, Any]) -> dict[str, Any]:
     """Read the metadata of a projector, and what its tensors say."""
     config: dict[str, Any] = {
         "hidden_act": "gelu",
+        "image_size": own.positive("image_size"),
         "pixel_shuffle_ratio": 1 / own.positive("projector.scale_factor", 2),
     }
     if (first := stored.get("mm.model.mlp.1.weight")) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +143,18 @@ PROJECTORS = {
 }
 
 
-def write_mmproj(source: Path, path: Path, kind: Kind, *, is_rounded: bool = False) -> Path:
+def write_mmproj(
+    source: Path,
+    path: Path,
+    kind: Kind,
+    *,
+    is_rounded: bool = False,
+    rename: Callable[[str], str] = lambda name: name,
+) -> Path:
     """Write tower and projector of the checkpoint folder `source`, matrices as `kind`.
 
-    With `is_rounded` all is float32 instead, with the values that `kind` has. Return `path`.
+    With `is_rounded` all is float32 instead, with the values that `kind` has. `rename` returns
+    what a tensor is called in this file, "" for one that it lacks. Return `path`.
     """
     config = json.loads((source / "config.json").read_text())
     wrapper, tower = config["model_type"], config["vision_config"]
@@ -184,7 +193,8 @@ def write_mmproj(source: Path, path: Path, kind: Kind, *, is_rounded: bool = Fal
             to = found.replace("N", str(layer))
         to = f"{to}.{suffix}" if suffix else to
         for part, own in _parts(to, values, wrapper):
-            _write(writer, part, own, kind, is_rounded=is_rounded)
+            if called := rename(part):
+                _write(writer, called, own, kind, is_rounded=is_rounded)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
