@@ -262,8 +262,9 @@ def _open_gguf(
     header = _with_right_names(header)
     file = read_tensor_file(path, header)
     raw = _config_of_metadata(header.metadata, family, file.tensors, str(path))
-    row_id = token_id(gguf.row_token)
-    if row_id is None:
+    ids = (token_id(token) for token in (gguf.row_token, gguf.stand_in) if token)
+    known = (each for each in ids if each is not None and each < checkpoint.config.vocab_size)
+    if (row_id := next(known, None)) is None:
         raise UnsupportedModelError(
             f"{checkpoint.path}: its tokenizer has no {gguf.row_token}, which stands for pictures",
             remedy=_OTHER,

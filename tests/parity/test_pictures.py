@@ -375,3 +375,18 @@ def test_a_projector_that_does_not_fit_stops_no_text(
     ):
         with pytest.raises(CheckpointError, match=f"{file}:? {message}"):
             asked()
+
+
+@pytest.mark.parametrize("known", [{}, {"<image_soft_token>": 320}], ids=["dropped", "no-row"])
+def test_another_token_marks_gemma_3s_rows_where_its_own_is_left_out(
+    known: dict[str, int], tmp_path: Path
+) -> None:
+    """llama.cpp's converter drops it, Ollama's the row of its embedding: none of 320 has it."""
+    folder = CASES["gemma3"].make(tmp_path / "whole")
+    model = write_gguf(make_decoder(tmp_path / "text", "llama"), tmp_path / "model.gguf")
+    write_mmproj(folder, tmp_path / "mmproj-model.gguf", Kind.F32)
+    tokens = {**TOKENS, "<image_soft_token>": None, "<pad>": 2, **known}
+    processor = open_pictures(Checkpoint.open(model), tokens.get).processor
+    prepared = processor.prepare(random_picture(37, 53))
+    assert prepared.token_ids == (TOKENS["<start_of_image>"], *[2] * 36, TOKENS["<end_of_image>"])
+    assert prepared.n_rows == 36

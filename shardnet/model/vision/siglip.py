@@ -225,6 +225,7 @@ VISION = VisionFamily(
         read=read_gguf,
         size=lambda own: {"height": own["image_size"], "width": own["image_size"]},
         row_token="<image_soft_token>",
+        stand_in="<pad>",  # llama.cpp's converter drops the other, Ollama's its embedding
         added={f"{_NORM}.weight": 1.0},
     ),
 )

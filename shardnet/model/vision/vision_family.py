@@ -32,8 +32,9 @@ class VisionGguf:
     `projectors` are names of its projector type. `read` says what config.json would, given the keys
     without `clip.vision.` in front and the stored tensors, beyond what `GGUF_KEYS` has; `size`
     what the config of the processor says of sizes, given those of the tower. `row_token` is the
-    token of a row. Parameters have the names that the `gguf` package knows for those here, but for
-    `names`, without what follows the last dot, or whole.
+    token of a row, and `stand_in` marks its place where a model lacks that. Parameters have the
+    names that the `gguf` package knows for those here, but for `names`, without what follows the
+    last dot, or whole.
     `has_rotary_pairs`: the rows of queries and keys that rotate together stand side by side.
     `added` says what the converter adds to parameters.
     """
@@ -42,6 +43,7 @@ class VisionGguf:
     read: Callable[[Fields, Mapping[str, Any]], dict[str, Any]]
     size: Callable[[Mapping[str, Any]], dict[str, int]]
     row_token: str
+    stand_in: str = ""
     names: Callable[[VisionConfig], Mapping[str, str]] = lambda config: {}
     has_rotary_pairs: bool = False
     added: Mapping[str, float] = field(default_factory=dict)
