@@ -390,3 +390,26 @@ def test_another_token_marks_gemma_3s_rows_where_its_own_is_left_out(
     prepared = processor.prepare(random_picture(37, 53))
     assert prepared.token_ids == (TOKENS["<start_of_image>"], *[2] * 36, TOKENS["<end_of_image>"])
     assert prepared.n_rows == 36
+
+
+def test_pixtral_12b_projects_patches_as_they_are(tmp_path: Path) -> None:
+    """Its projector file has neither the norm nor the linear that join patches."""
+    parts = ("mm.input_norm.weight", "mm.patch_merger.weight")
+    own = CASES["mistral3"]
+    case = replace(own, merge=1, outer={**own.outer, "spatial_merge_size": 1})
+    folder = case.make(tmp_path / "whole", hidden_act="silu")
+    model = write_gguf(make_decoder(tmp_path / "text", "llama"), tmp_path / "model.gguf")
+    write_mmproj(
+        folder,
+        tmp_path / "mmproj-model.gguf",
+        Kind.F32,
+        rename=lambda name: "" if name in parts else name,
+    )
+    encoder, picture, reference = encoder_of(model), random_picture(37, 53), load_reference(folder)
+    [made] = encoded(encoder, encoder.processor.prepare(picture))
+    projector = reference.model.multi_modal_projector
+    with torch.inference_mode():
+        seen = reference.model.vision_tower(**case.inputs([case.prepared(picture)]))
+        inner = projector.act(projector.linear_1(seen.last_hidden_state.flatten(0, 1)))
+        expected = projector.linear_2(inner)
+    torch.testing.assert_close(made.rows, expected, rtol=0, atol=FLOAT32_TOLERANCE)

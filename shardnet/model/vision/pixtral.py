@@ -1,5 +1,7 @@
 """Pixtral's tower in Mistral 3 and Ministral 3 (transformers, modeling_pixtral.py, _mistral3.py).
 
+Also that of Pixtral 12B, whose patches are projected as they are.
+
 Pictures of any shape, rotary positions by line and column, and a break token behind each line.
 """
 
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.model.config.decoder_config import read_activation
 from shardnet.model.config.fields import Fields
@@ -43,7 +45,9 @@ if TYPE_CHECKING:
     from shardnet.model.layers.weight_source import WeightSource
     from shardnet.model.vision.tower import TowerLayer
 
-_EPS = 1e-5
+_EPS: Final = 1e-5
+_NORM: Final = "multi_modal_projector.norm"
+_MERGING: Final = "multi_modal_projector.patch_merger.merging_layer"
 
 
 def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
@@ -73,6 +77,7 @@ def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
         projector_activation=read_activation(outer, "projector_hidden_act", "gelu"),
         projector_bias=outer.take("multimodal_projector_bias", bool, False),
         projector_eps=text.norm_eps,
+        joins_patches=outer.take("joins_patches", bool, True),
     )
 
 
@@ -82,9 +87,9 @@ def tensors(config: VisionConfig) -> Table:
     made: Table = {
         "vision_tower.patch_conv.weight": (width, config.patch_width),
         "vision_tower.ln_pre.weight": (width,),
-        "multi_modal_projector.norm.weight": (width,),
-        "multi_modal_projector.patch_merger.merging_layer.weight": (width, config.merged_width),
     }
+    if config.joins_patches:
+        made |= {f"{_NORM}.weight": (width,), f"{_MERGING}.weight": (width, config.merged_width)}
     shapes = {"linear_1": (config.out_size, width), "linear_2": (config.out_size, config.out_size)}
     made |= linear_tensors("multi_modal_projector", shapes, with_bias=config.projector_bias)
     for number in range(config.n_layers):
@@ -127,8 +132,8 @@ class PixtralTower:
     patches: Linear
     first_norm: Norm
     layers: tuple[TowerLayer, ...]
-    norm: Norm
-    merging: Linear
+    norm: Norm | None
+    merging: Linear | None
     linear_1: Linear
     linear_2: Linear
 
@@ -158,8 +163,8 @@ class PixtralTower:
             patches=weights.linear("vision_tower.patch_conv"),
             first_norm=weights.norm("vision_tower.ln_pre", config.norm_eps),
             layers=tuple(layer(number) for number in range(config.n_layers)),
-            norm=weights.norm(f"{projector}.norm", config.projector_eps),
-            merging=weights.linear(f"{projector}.patch_merger.merging_layer"),
+            norm=weights.norm(_NORM, config.projector_eps) if config.joins_patches else None,
+            merging=weights.linear(_MERGING) if config.joins_patches else None,
             linear_1=weights.linear(f"{projector}.linear_1"),
             linear_2=weights.linear(f"{projector}.linear_2"),
         )
@@ -190,18 +195,26 @@ class PixtralTower:
     def _project(self, merged: Tensor) -> Tensor:
         from shardnet.model.vision.tower import activated
 
-        n_rows, width = len(merged), self.config.hidden_size
-        normed = self.norm(merged.view(-1, width))  # each patch by itself
-        joined = normed.view(n_rows, -1, width).transpose(1, 2).reshape(n_rows, -1)
-        inner = self.linear_1(self.merging(joined))
+        if self.norm is not None and self.merging is not None:
+            n_rows, width = len(merged), self.config.hidden_size
+            normed = self.norm(merged.view(-1, width))  # each patch by itself
+            joined = normed.view(n_rows, -1, width).transpose(1, 2).reshape(n_rows, -1)
+            merged = self.merging(joined)
+        inner = self.linear_1(merged)
         return self.linear_2(activated(self.config.projector_activation, inner))
 
 
 def read_gguf(own: Fields, stored: Container[str]) -> dict[str, Any]:
-    """Read the metadata of a projector."""
+    """Read the metadata of a projector: Pixtral 12B's joins no patches."""
+    joins_patches = "mm.patch_merger.weight" in stored
+    merge = own.positive("spatial_merge_size", 1)
+    if merge > 1 and not joins_patches:
+        raise own.unsupported("spatial_merge_size", merge, "1 without mm.patch_merger")
     return {
-        "spatial_merge_size": own.positive("spatial_merge_size", 1),
+        "spatial_merge_size": merge,
         "multimodal_projector_bias": "mm.1.bias" in stored,
+        "joins_patches": joins_patches,
+        "vision_config": {"image_size": own.positive("image_size")},
     }
 
 

@@ -20,9 +20,10 @@ class VisionConfig:
     what it adds in the language model. Layers but for the `full_layers` attend within squares of
     `window` x `window` rows, unless that is 0. With `standardizes` averages of patches are shifted
     and scaled by stored numbers, and where it `clips` inputs and outputs of linears are kept
-    between some. Rows of a picture that `see_each_other` attend in both directions in the language
-    model: `most_rows` at most, unless that is 0. With `colours_last` the three numbers of a pixel
-    stand together in a patch, else those of a colour.
+    between some. Pixtral's projector `joins_patches`, but for Pixtral 12B's. Rows of a picture that
+    `see_each_other` attend in both directions in the language model: `most_rows` at most, unless
+    that is 0. With `colours_last` the three numbers of a pixel stand together in a patch, else
+    those of a colour.
     """
 
     n_layers: int
@@ -48,6 +49,7 @@ class VisionConfig:
     full_layers: tuple[int, ...] = ()
     standardizes: bool = False
     clips: bool = False
+    joins_patches: bool = True
     see_each_other: bool = False
     most_rows: int = 0
     colours_last: bool = False
