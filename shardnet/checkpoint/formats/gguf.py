@@ -43,6 +43,8 @@ ANSWERS_HEAD: Final = "cls.output.weight"
 """Those rows [2, E], which may be all that there is of a head: of one that is the embedding too."""
 ONLY_ANSWERS: Final = f"an LM head of {' and '.join(ANSWERS)} alone ({ANSWERS_HEAD})"
 """What is noted of a file without another head: a ring would write text by a head of its own."""
+_FIRST_MXFP4: Final = 4
+"""The type of MXFP4 by Ollama's first converter of gpt-oss, which no other file has."""
 _POOLINGS: Final = range(5)
 """None, those of vectors, a reranker's: runtime/encoding has to know, text is the same."""
 
@@ -244,9 +246,12 @@ def _stored(path: Path, tensor: GgufTensor) -> StoredTensor:
     kind = type_name(tensor.type_number)
     where = f"{path}: tensor {tensor.name}"
     if kind not in PLAIN + PACKED:
+        remedy = "use a file in one of these"
+        if tensor.type_number == _FIRST_MXFP4:
+            remedy = "`ollama pull` it again, or use a GGUF that llama.cpp's converter has made"
         raise UnsupportedModelError(
             f"{where} is stored as {kind}; supported: {', '.join((*PLAIN, *PACKED))}",
-            remedy="use a file in one of these",
+            remedy=remedy,
         )
     size_bytes = packed_bytes(kind, tensor.shape)
     if size_bytes is None or (kind in PACKED and len(tensor.shape) == 1):

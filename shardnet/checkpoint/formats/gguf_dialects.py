@@ -19,7 +19,9 @@ _EPS: Final = 9.999999974752427e-07
 """1e-6 in 32 bits, as files have it."""
 _HALF: Final[MetadataValue] = [0.5, 0.5, 0.5]
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-_NORMAL, _BYTE_KIND = 1, 6
+_IMAGE_END = re.compile(r"<(start|end)_of_image>")
+_NORMAL, _CONTROL, _BYTE_KIND = 1, 3, 6
+_PATTERN: Final = "attention.sliding_window_pattern"
 Metadata = dict[str, MetadataValue]
 
 
@@ -58,6 +60,29 @@ class Told:
         for key in [*self.metadata]:
             if key.startswith(tuple(f"{self.architecture}.{start}" for start in starts)):
                 del self.metadata[key]
+
+    def retype(self, tokens: re.Pattern[str], kind: int) -> None:
+        """Set the kind of tokens with such texts that are plain text in the file."""
+        texts, kinds = (self.metadata.get(f"{TOKENIZER}{key}") for key in ("tokens", "token_type"))
+        if isinstance(texts, list) and isinstance(kinds, list) and len(texts) == len(kinds):
+            self.metadata[f"{TOKENIZER}token_type"] = [
+                kind if own == _NORMAL and tokens.fullmatch(str(text)) else own
+                for text, own in zip(texts, kinds, strict=True)
+            ]
+
+    def period(self, key: str, last: object, others: object) -> int | None:
+        """Return the n of every nth layer with the value `last`, where the rest have `others`.
+
+        None where the key has no value for each layer. Raises UnsupportedModelError for another
+        pattern.
+        """
+        each = self.get(key)
+        if not isinstance(each, list):
+            return None
+        period = (each.index(last) if last in each else len(each)) + 1
+        if each != [others if n % period else last for n in range(1, len(each) + 1)]:
+            raise self.refused(f"{key} = {shown(each)} is not supported")
+        return period
 
     def refused(self, why: str) -> UnsupportedModelError:
         """Make the error that names the file, and says why."""
@@ -100,7 +125,12 @@ class Dialect:
 
 
 def _fix_gemma3(told: Told) -> None:
-    """Scale the rotations of all but the 1B, whose context is shorter."""
+    """Scale the rotations of all but the 1B, whose context is shorter, say once which layers have
+    no window, and that tokens around pictures are no text.
+    """
+    told.retype(_IMAGE_END, _CONTROL)
+    if (period := told.period(_PATTERN, False, True)) is not None:
+        told.put(_PATTERN, period)
     context = told.get("context_length")
     if isinstance(context, int) and context >= 1 << 17:
         told.default("rope.scaling.type", "linear")
@@ -109,12 +139,7 @@ def _fix_gemma3(told: Told) -> None:
 
 def _fix_gemma4(told: Told) -> None:
     """Say which tokens are bytes: the converter knows none where it reads a tokenizer.json."""
-    texts, kinds = (told.metadata.get(f"{TOKENIZER}{key}") for key in ("tokens", "token_type"))
-    if isinstance(texts, list) and isinstance(kinds, list) and len(texts) == len(kinds):
-        told.metadata[f"{TOKENIZER}token_type"] = [
-            _BYTE_KIND if kind == _NORMAL and _BYTE.fullmatch(str(text)) else kind
-            for text, kind in zip(texts, kinds, strict=True)
-        ]
+    told.retype(_BYTE, _BYTE_KIND)
 
 
 def _fix_experts(told: Told) -> None:
@@ -147,10 +172,9 @@ def _fix_hybrid(told: Told) -> None:
         told.drop("feed_forward_length")
     if any(counts := told.counts("attention.head_count_kv")):
         most = max(counts)
-        period = counts.index(most) + 1
+        period = told.period("attention.head_count_kv", most, 0)
+        assert period is not None, "it is a list"
         told.default("full_attention_interval", period)
-        if counts != [0 if n % period else most for n in range(1, len(counts) + 1)]:
-            raise told.refused(f"attention.head_count_kv = {shown(counts)} is not supported")
         told.put("attention.head_count_kv", most)
 
 
@@ -169,9 +193,8 @@ def _fix_convolutions(told: Told) -> None:
 
 def _fix_windows(told: Told) -> None:
     """Refuse other windows than llama.cpp's: in all layers but every fourth."""
-    pattern = told.get("attention.sliding_window_pattern")
-    if isinstance(pattern, list) and pattern != [n % 4 != 0 for n in range(1, len(pattern) + 1)]:
-        raise told.refused(f"attention.sliding_window_pattern = {shown(pattern)} is not supported")
+    if told.period(_PATTERN, False, True) not in (None, 4):
+        raise told.refused(f"{_PATTERN} = {shown(told.get(_PATTERN))} is not supported")
 
 
 def _fix_nemotron(told: Told) -> None:

@@ -352,6 +352,10 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
         lambda p, c: patched(p, c, place_of(p, b"output_norm.weight", 12), U32(999)),
         "tensor output_norm.weight is stored as type 999; supported",
     ),
+    "Ollama's first MXFP4": (
+        lambda p, c: patched(p, c, place_of(p, b"output_norm.weight", 12), U32(4)),
+        "tensor output_norm.weight is stored as .*; `ollama pull` it again",
+    ),
     "a type of another block": (
         lambda p, c: patched(p, c, place_of(p, b"output_norm.weight", 12), U32(8)),
         r"tensor output_norm.weight of shape \[48\] cannot be Q8_0",

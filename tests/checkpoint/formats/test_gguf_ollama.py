@@ -266,6 +266,13 @@ WRITTEN = {
         changed={"sliding_window": 20},
         more={"attention.sliding_window_pattern": [True, True, True, False]},
     ),
+    "gemma3_text": Written(
+        name="gemma3",
+        changed={"num_hidden_layers": 4, "rms_norm_eps": 1e-6, "sliding_window": 20},
+        plain={"attention__sliding_window_pattern": 3},
+        more={"attention.sliding_window_pattern": [True, True, False, True]}
+        | {"rope.local.freq_base": 10000.0},
+    ),
     "glm4_moe_lite": Written(
         name="glm4moelite",
         changed={"num_hidden_layers": 3},
@@ -528,6 +535,13 @@ def test_a_towers_values_may_be_packed_where_queries_are_not(tmp_path: Path) -> 
         ),
         ("olmo3", "olmo3", {"rope__freq_base": None}, "rope.freq_base is missing"),
         (
+            "gemma3_text",
+            "gemma3",
+            {"attention__sliding_window_pattern": [True, False, False, True]}
+            | {"rope__local__freq_base": 10000.0},
+            "sliding_window_pattern = ",
+        ),
+        (
             "nemotron_h",
             "nemotron_h_moe",
             {"extra": {"blk.1.ffn_latent_in.weight": np.zeros((8, 48), np.float32)}},
@@ -563,6 +577,19 @@ def test_gemma_4s_tokenizer_has_bytes_and_no_space_in_front() -> None:
     header = GgufHeader(metadata=written, tensors=(), head_bytes=0, size_bytes=0)
     assert written[key] != right[key]
     assert language_of(header, "a.gguf").metadata == right
+
+
+def test_gemma_3s_tokens_around_pictures_are_no_text() -> None:
+    """Else a template's would be read as words, and no picture find its place."""
+    key = "tokenizer.ggml.token_type"
+    written: dict[str, MetadataValue] = {
+        "general.architecture": "gemma3",
+        "gemma3.mm.tokens_per_image": 256,
+        "tokenizer.ggml.tokens": ["<pad>", "<start_of_image>", "<end_of_image>", "of_image"],
+        key: [3, 1, 1, 1],
+    }
+    header = GgufHeader(metadata=written, tensors=(), head_bytes=0, size_bytes=0)
+    assert language_of(header, "a.gguf").metadata[key] == [3, 3, 3, 1]
 
 
 @pytest.mark.parametrize(("end", "found"), [("<|eot_id|>", "llama-bpe"), ("other", "default")])
