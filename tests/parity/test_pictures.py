@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,11 +42,12 @@ from support.rings.stage_chain import (
 )
 from support.soak import cases, is_soak
 from torch import Tensor
+from transformers import AutoProcessor
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.pictures import open_pictures
-from shardnet.errors import CheckpointError, UsageError
+from shardnet.errors import CheckpointError, UnsupportedModelError, UsageError
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.modules.module_tower import ModuleProcessor
 from shardnet.model.vision.picture import EncodedPicture, PictureEncoder, PreparedPicture
@@ -283,6 +285,41 @@ def test_a_processor_that_counts_other_rows_than_the_tower_is_noticed(tmp_path: 
     prepared = encoder.processor.prepare(random_picture(37, 53))
     with pytest.raises(UsageError, match="16 rows, and its processor has 15 tokens"):
         encoded(encoder, replace(prepared, grid=(1, 1, 15)))
+
+
+def test_a_picture_that_would_grow_without_bounds_is_refused(tmp_path: Path) -> None:
+    """CLIP's shorter side has one length whatever the other's, before the picture is cropped."""
+    processor = encoder_of(make_by_modules("llava", tmp_path)).processor
+    with pytest.raises(UsageError, match="100 x 2 pixels: one side may be at most 20 times"):
+        processor.prepare(np.zeros((2, 100, 3), np.uint8))
+
+
+def test_what_a_processor_of_transformers_raises_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("odd")
+
+    own: dict[str, Any] = {"made": SimpleNamespace()}
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda *args, **kwargs: own["made"])
+
+    def processor(number: int) -> ModuleProcessor:
+        folder = tmp_path / str(number)  # each is opened once
+        return ModuleProcessor(folder=folder, row_id=5, takes=frozenset())
+
+    with pytest.raises(UnsupportedModelError, match="a SimpleNamespace, has no token for pictures"):
+        processor(1).placeholder  # noqa: B018
+    with_token = type("Own", (), {"image_token": "<image>", "tokenizer": 1, "__call__": refuse})
+    own["made"] = with_token()
+    with pytest.raises(UsageError, match="does not take the picture: KeyError: 'odd'"):
+        processor(2).prepare(np.zeros((2, 2, 3), np.uint8))
+
+    def lacks(*args: Any, **kwargs: Any) -> Any:
+        raise ImportError("it needs torchvision")
+
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", lacks)
+    with pytest.raises(UnsupportedModelError, match=r"needs torchvision; .* pip install"):
+        processor(3).placeholder  # noqa: B018
 
 
 async def in_a_ring(

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -32,11 +32,15 @@ from shardnet.model.modules.meta_model import (
     one_line,
     parse_text,
 )
+from shardnet.model.vision.patches import MAX_RATIO, check_ratio
 from shardnet.model.vision.picture import EncodedPicture, EncoderWalk, PreparedPicture
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
+
+_MAX_CROPPED_RATIO: Final = 20
+"""Of pictures that grow to some length of the shorter side before they are cropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +162,10 @@ class ModuleProcessor:
         """Prepare a picture [H, W, 3]; see PictureProcessor."""
         from PIL import Image  # which transformers needs for pictures
 
+        own = getattr(self._own, "image_processor", None)
+        size = dict(getattr(own, "size", None) or {})
+        is_cropped = "shortest_edge" in size and "longest_edge" not in size
+        check_ratio(rgb, _MAX_CROPPED_RATIO if is_cropped else MAX_RATIO)
         try:
             made: Mapping[str, Any] = self._own(
                 text=[self.placeholder],
@@ -165,15 +173,16 @@ class ModuleProcessor:
                 add_special_tokens=False,
                 return_tensors="pt",
             )
-        except MODULE_ERRORS as error:
+            ids = np.asarray(made["input_ids"])[0]
+            arrays = {name: np.asarray(made[name]) for name in made if name in self.takes}
+            pixels = np.asarray(arrays.pop("pixel_values"), np.float32)
+        except Exception as error:  # whatever the makers' code raises
             raise UsageError(
                 f"transformers does not take the picture: {one_line(error)}"
             ) from error
-        ids = np.asarray(made["input_ids"])[0]
         is_row = ids == self.row_id
-        arrays = {name: np.asarray(made[name]) for name in made if name in self.takes}
         return PreparedPicture(
-            pixels=np.asarray(arrays.pop("pixel_values"), np.float32),
+            pixels=pixels,
             arrays=arrays,
             grid=(1, 1, int(is_row.sum())),
             token_ids=tuple(ids.tolist()),
@@ -185,13 +194,24 @@ class ModuleProcessor:
 def _open_processor(folder: str) -> Any:
     from transformers import AutoProcessor
 
+    remedy = "fetch the checkpoint again, with preprocessor and tokenizer"
     try:
-        return AutoProcessor.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        found = AutoProcessor.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
     except Exception as error:  # whatever its files make it raise
+        if isinstance(error, ImportError):
+            remedy = "install on this node what it asks for, as by pip install torchvision"
         raise UnsupportedModelError(
-            f"{folder}: transformers does not open its processor: {one_line(error)}",
-            remedy="fetch the checkpoint again, with preprocessor and tokenizer",
+            f"{folder}: transformers does not open its processor: {one_line(error)}", remedy=remedy
         ) from error
+    if not hasattr(found, "tokenizer") or not hasattr(found, "image_token"):
+        raise UnsupportedModelError(
+            f"{folder}: what transformers opens as its processor, a {type(found).__name__}, has no "
+            "token for pictures",
+            remedy=remedy,
+        )
+    return found
 
 
 def row_token(config_text: str) -> int:

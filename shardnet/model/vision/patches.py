@@ -236,12 +236,15 @@ class PatchProcessor:
         return patches.reshape(-1, 3 * self.n_frames * self.patch * self.patch)
 
 
-def check_ratio(rgb: NDArray[np.uint8]) -> tuple[int, int]:
-    """Return height and width of a picture [H, W, 3]; UsageError where one is far longer."""
+def check_ratio(rgb: NDArray[np.uint8], most: int = MAX_RATIO) -> tuple[int, int]:
+    """Return height and width of a picture [H, W, 3].
+
+    Raises UsageError where one is more than `most` times as long as the other.
+    """
     height, width = rgb.shape[:2]
-    if max(height, width) > MAX_RATIO * min(height, width):
+    if max(height, width) > most * min(height, width):
         raise UsageError(
-            f"a picture of {width} x {height} pixels: one side may be at most {MAX_RATIO} "
+            f"a picture of {width} x {height} pixels: one side may be at most {most} "
             "times as long as the other",
             remedy="crop the picture",
         )
