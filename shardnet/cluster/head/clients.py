@@ -35,8 +35,8 @@ from shardnet.cluster.head.replies import (
 from shardnet.cluster.head.requests import (
     Constraints,
     adapter_uses,
-    check_length,
     check_made,
+    check_prompt,
     described,
     detokenized,
     needs_tokenizer,
@@ -320,7 +320,7 @@ class Clients:
             return ids, ids, ()
         tower = lead.plan.choice.mmproj
         whole, pictures = await self.pictures.placed(message, ids, processor, held, tower=tower)
-        check_length(len(whole), message, lead, may_be_long=may_be_long)
+        check_prompt(whole, message, lead, may_be_long=may_be_long)
         return ids, whole, pictures
 
     async def _prompt_ids(

@@ -110,7 +110,13 @@ class Pictures:
             raise UnsupportedModelError(f"{path} has no tokenizer: it takes no pictures")
         if files not in self._processors:
             ids = {text: token_id for token_id, text, _ in tokenizer.added_tokens(MAX_ADDED_TEXT)}
-            find = partial(self.find, path, Path(files[1]) if files[1] else None, ids.get)
+            mmproj = Path(files[1]) if files[1] else None
+
+            def find() -> PictureProcessor:
+                found = self.find(path, mmproj, ids.get)
+                _ = found.placeholder_id  # some read their files for it: not on the event loop
+                return found
+
             self._processors[files] = await self.disk.run(path, find)
         return self._processors[files]
 

@@ -19,7 +19,7 @@ from shardnet.runtime.engine.requests import GenerationRequest, MadeToken
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.routing import MAX_ROUTING_BYTES
 from shardnet.sampling_params import SamplingParams
-from shardnet.slot_operations import AdapterUse
+from shardnet.slot_operations import MAX_PICTURES, AdapterUse
 from shardnet.tokenizers.chat.chat_template import CONTINUES, TemplateOptions
 from shardnet.tokenizers.detokenizer import TextStream
 from shardnet.tokenizers.grammar.grammars import Grammars
@@ -104,16 +104,21 @@ def prompt_ids(
         token_ids = lead.tokenizer.encode(text, bos=message.bos, most_tokens=most_tokens)
     if lead.tokenizer is not None:
         lead.tokenizer.ready()
-    check_token_ids(token_ids, vocab_size, lead.tokenizer)
     for token_id, _ in message.sampling.logit_bias:
         if token_id >= vocab_size:
             raise UsageError(f"logit-bias names token {token_id}, ids end at {vocab_size - 1}")
-    check_length(len(token_ids), message, lead, may_be_long=may_be_long)
+    check_prompt(token_ids, message, lead, may_be_long=may_be_long)
     return token_ids
 
 
-def check_length(n_prompt: int, message: Generate, lead: Lead, *, may_be_long: bool) -> None:
-    """Raise ContextExceededError for a prompt that fills the context; see `prompt_ids`."""
+def check_prompt(
+    token_ids: Sequence[int], message: Generate, lead: Lead, *, may_be_long: bool
+) -> None:
+    """Raise UsageError for an id the model does not have, ContextExceededError for a prompt that
+    fills the context; see `prompt_ids`.
+    """
+    check_token_ids(token_ids, lead.ring.spec.config.vocab_size, lead.tokenizer)
+    n_prompt = len(token_ids)
     least = n_prompt + min(message.max_tokens, 1)
     if least > (MAX_TOKENIZED if may_be_long else lead.ring.spec.form.context):
         raise too_long(
@@ -135,13 +140,18 @@ def turn_of(message: Generate) -> Turn:
 def in_order(message: Generate) -> list[Picture]:
     """Return the pictures of a request as they stand in its prompt.
 
-    Raises UsageError for the number of none.
+    Raises UsageError for the number of none, and for more than MAX_PICTURES.
     """
     if message.messages is None:
         return [*message.pictures]
     numbers = [part for said in message.messages for part in said.parts if isinstance(part, int)]
     if max(numbers, default=-1) >= len(message.pictures):
         raise UsageError(f"a message shows picture {max(numbers)} of {len(message.pictures)}")
+    if len(numbers) > MAX_PICTURES:
+        raise UsageError(
+            f"messages show {len(numbers)} pictures, at most {MAX_PICTURES} are read",
+            remedy="show each of them once",
+        )
     return [message.pictures[number] for number in numbers]
 
 

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
 from support.models import trained_tokenizers as trained
 
+from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.head.pictures import Pictures
-from shardnet.cluster.head.requests import prompt_ids, text_stream, with_ids
+from shardnet.cluster.head.requests import in_order, prompt_ids, text_stream, with_ids
 from shardnet.cluster.store.disk_jobs import DiskJobs
+from shardnet.errors import UsageError
 from shardnet.model.vision.picture import PreparedPicture
 from shardnet.sampling_params import SamplingParams
+from shardnet.slot_operations import MAX_PICTURES
 from shardnet.tokenizers.chat.chat_template import CONTINUES
 from shardnet.tokenizers.tokenizer import Tokenizer
 from shardnet.wire.messages.chat import ChatMessage, Picture
@@ -110,6 +115,64 @@ def test_a_client_that_leaves_while_its_picture_is_read_leaves_nothing_behind() 
         disk.close()
 
     asyncio.run(main())
+
+
+def test_a_processor_reads_its_files_off_the_event_loop() -> None:
+    """Transformers' opens them when it is first asked for anything, as for its placeholder."""
+    asked = list[int]()
+
+    class Processor:
+        @cached_property
+        def placeholder_id(self) -> int:
+            asked.append(threading.get_ident())
+            return 5
+
+    choice, facts = SimpleNamespace(mmproj=""), SimpleNamespace(path=Path("m"))
+    tokenizer = SimpleNamespace(added_tokens=lambda longest: [])
+    lead: Any = SimpleNamespace(
+        plan=SimpleNamespace(choice=choice, facts=facts), tokenizer=tokenizer
+    )
+
+    async def main() -> None:
+        disk = DiskJobs("test-processors")
+        pictures = Pictures(disk=disk, find=Mock(return_value=Processor()))
+        processor = await pictures.processor(lead)
+        assert processor.placeholder_id == 5
+        assert asked != [threading.get_ident()]
+        disk.close()
+
+    asyncio.run(main())
+
+
+def test_a_request_shows_no_more_pictures_than_it_may_have() -> None:
+    """However often it shows the same one: each place is prepared."""
+    said = [ChatMessage(role="user", content=None, parts=[0] * (MAX_PICTURES + 1))]
+    message = Generate(
+        request=1,
+        choice=ModelChoice(model="m"),
+        sampling=SamplingParams(),
+        messages=said,
+        pictures=[Picture(data=b"p")],
+    )
+    with pytest.raises(UsageError, match="messages show 101 pictures, at most 100 are read"):
+        in_order(message)
+    said[0].parts.pop()
+    assert len(in_order(message)) == MAX_PICTURES
+
+
+def test_tokens_of_a_picture_are_checked_before_they_reach_a_step(tokenizer: Tokenizer) -> None:
+    """A step fails for all that are in it."""
+    message = Generate(
+        request=1, choice=ModelChoice(model="m"), sampling=SamplingParams(), token_ids=[5]
+    )
+    lead = lead_of(tokenizer)
+    placed = AsyncMock(return_value=([5, tokenizer.n_tokens, 5], ()))
+    pictures = SimpleNamespace(processor=AsyncMock(), placed=placed)
+    lead.plan.choice = SimpleNamespace(mmproj="")  # type: ignore[misc,assignment]
+    clients: Any = SimpleNamespace(pictures=pictures, _prompt_ids=AsyncMock(return_value=[5]))
+    message.pictures.append(Picture(data=b"p"))
+    with pytest.raises(UsageError, match="at place 1 of the prompt is outside the model's"):
+        asyncio.run(Clients._prompt(clients, message, lead, set()))
 
 
 def lead_of(tokenizer: Tokenizer) -> Lead:
