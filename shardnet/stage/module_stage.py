@@ -6,7 +6,7 @@ of several sequences are computed one sequence after the other. Must not know wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -62,9 +62,9 @@ class ModuleSlots:
         """Copy the first positions of `source` to `slot`. Raises as `trim`."""
         held = self._slots.get(source)
         self._slots.pop(slot, None)
-        if held is not None:
-            self._slots[slot] = held.copied()
-            self.trim(slot, n_positions)
+        if held is not None and n_positions:
+            _check_cut(held, source, n_positions)
+            self._slots[slot] = held.copied(n_positions)
 
     def trim(self, slot: SlotId, n_positions: int) -> None:
         """Keep the first positions of a slot.
@@ -77,11 +77,7 @@ class ModuleSlots:
         if n_positions == 0:
             del self._slots[slot]
             return
-        if not held.can_crop:
-            raise RemoteProtocolError(
-                f"slot {slot} should be cut to {n_positions} of its {held.length} positions, and "
-                "its state cannot be rewound"
-            )
+        _check_cut(held, slot, n_positions)
         held.crop(n_positions)
 
     def at(self, slot: SlotId, position: int, n_rows: int) -> SlotCache:
@@ -108,6 +104,15 @@ class ModuleSlots:
     def drop(self, slot: SlotId) -> None:
         """Free a slot whose layers may hold different positions: a step failed in it."""
         self._slots.pop(slot, None)
+
+
+def _check_cut(held: SlotCache, slot: SlotId, n_positions: int) -> None:
+    """Raise RemoteProtocolError where a state would have to be rewound."""
+    if n_positions < held.length and not held.can_crop:
+        raise RemoteProtocolError(
+            f"slot {slot} should be cut to {n_positions} of its {held.length} positions, and "
+            "its state cannot be rewound"
+        )
 
 
 class ModuleStage:
@@ -148,24 +153,24 @@ class ModuleStage:
         """
         batch = run.batch
         self._check_token_ids(batch.token_ids)
+        own = range(self.layers.start + (self.layers.start > 0), self.layers.end + 1)
+        kept = run.kept_states & {*own}
         outputs, start = [], 0
         for group in batch.groups:
             slot = self.kv.at(group.slot, group.position, group.n_rows)
             end = start + group.n_rows
             hidden = None if run.hidden is None else run.hidden[start:end]
             try:
-                outputs.append(self._run(batch.token_ids[start:end], hidden, slot))
+                outputs.append(self._run(batch.token_ids[start:end], hidden, slot, kept))
             except BaseException:
                 self.kv.drop(group.slot)
                 raise
             start = end
         if not outputs:
             return torch.empty(0, self.width, dtype=self.dtype, device=self.device)
-        for number in run.kept_states & {*range(self.layers.start, self.layers.end + 1)}:
-            at = number - self.layers.start
-            if at or self.layers.start == 0:
-                keep_state(run, number, torch.cat([states[at] for states in outputs]))
-        return torch.cat([states[-1] for states in outputs])
+        for number in kept:
+            keep_state(run, number, torch.cat([states[number] for states in outputs]))
+        return torch.cat([states[self.layers.end] for states in outputs])
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
@@ -183,16 +188,22 @@ class ModuleStage:
         return self._model.normed(rows)
 
     def _run(
-        self, token_ids: Sequence[int], hidden: Tensor | None, slot: SlotCache
-    ) -> list[Tensor]:
+        self,
+        token_ids: Sequence[int],
+        hidden: Tensor | None,
+        slot: SlotCache,
+        kept: Collection[int],
+    ) -> dict[int, Tensor]:
         """Run rows of a sequence: in one call, or one by one where layers cannot continue."""
         if slot.length == 0 or self.takes_chunks or len(token_ids) == 1:
-            return self._model.run(token_ids, hidden, slot)
+            return self._model.run(token_ids, hidden, slot, kept)
         steps = [
-            self._model.run([token_id], None if hidden is None else hidden[row : row + 1], slot)
+            self._model.run(
+                [token_id], None if hidden is None else hidden[row : row + 1], slot, kept
+            )
             for row, token_id in enumerate(token_ids)
         ]
-        return [torch.cat(states) for states in zip(*steps, strict=True)]
+        return {number: torch.cat([states[number] for states in steps]) for number in steps[0]}
 
     @torch.inference_mode()
     def _try(self) -> bool:
@@ -209,7 +220,7 @@ class ModuleStage:
 
         def run(rows: slice, slot: SlotCache) -> Tensor:
             given = None if hidden is None else hidden[rows]
-            return self._model.run(token_ids[rows], given, slot)[-1].float()
+            return self._model.run(token_ids[rows], given, slot)[self.layers.end].float()
 
         try:
             whole, slot = run(slice(None), self._model.new_slot()), self._model.new_slot()

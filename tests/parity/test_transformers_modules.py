@@ -151,10 +151,37 @@ def test_positions_are_taken_back_and_copied(folder: Path) -> None:
     wanted = step(stages, rows(0, 0, ids))
     for stage in stages:
         stage.kv.copy(SlotId(0), SlotId(1), 12)
+        assert held_bytes(stage, 1) == 12 * held_bytes(stage, 0) // 20
+        stage.kv.copy(SlotId(0), SlotId(2), 20)
+        stage.kv.trim(SlotId(2), 5)
+        assert held_bytes(stage, 2) == held_bytes(stage, 0) // 4
+        stage.kv.trim(SlotId(2), 0)
     again = step(stages, rows(1, 10, ids[10:]), rows(0, 15, ids[15:]))
     torch.testing.assert_close(again[:10], wanted[10:], rtol=0, atol=1e-5)
     torch.testing.assert_close(again[10:], wanted[15:], rtol=0, atol=1e-5)
     assert [stage.kv.blocks_used for stage in stages] == [2, 2]
+
+
+def held_bytes(stage: ModuleStage, slot: int) -> int:
+    """What keys and values of a slot take in memory, and what they keep there."""
+    layers: Any = stage.kv._slots[SlotId(slot)].cache.layers
+    held = [each for layer in layers if layer.is_initialized for each in (layer.keys, layer.values)]
+    return sum(each.untyped_storage().nbytes() for each in held)
+
+
+@pytest.mark.parametrize("folder", ["persimmon"], indirect=True)
+def test_of_hidden_states_those_that_are_asked_for_are_kept(folder: Path) -> None:
+    [stage] = load(folder, [LayerRange(0, 4)])
+    batch = batch_of([rows(0, 0, [5, 6, 7])])
+    run = Run(batch=batch, hidden=None, kept_states=frozenset({0, 2}))
+    last = stage.run_alone(run)
+    assert {number: tuple(state.shape) for number, state in run.states.items()} == dict.fromkeys(
+        (0, 2), tuple(last.shape)
+    )
+    model = stage._model
+    with torch.inference_mode():
+        assert model.run([5], None, model.new_slot(), {1}).keys() == {1, 4}
+    assert not model._pass.outputs, "nothing stays after a step"
 
 
 @pytest.mark.parametrize("folder", ["jamba"], indirect=True)

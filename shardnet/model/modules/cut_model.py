@@ -8,7 +8,7 @@ no layer computes. Must not know files, slots or steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +35,14 @@ class _LayersDone(Exception):
 class _Pass:
     """A forward pass: what comes into the layers of the stage, None in its first one's place.
 
-    Without `runs_layers` they hand on what comes in. `outputs` are the hidden states before the
-    first layer that ran and after each.
+    Without `runs_layers` they hand on what comes in. `outputs` are the hidden states after so many
+    layers of the model: those `kept`, and those after the last layer of the stage.
     """
 
     hidden: Tensor | None
     runs_layers: bool = True
-    outputs: list[Tensor] = field(default_factory=list)
+    kept: Collection[int] = ()
+    outputs: dict[int, Tensor] = field(default_factory=dict)
 
 
 class CutModel:
@@ -92,13 +93,20 @@ class CutModel:
         """Return an empty cache of the layers of this stage."""
         return SlotCache(self._config, self._layers)
 
-    def run(self, token_ids: Sequence[int], hidden: Tensor | None, slot: SlotCache) -> list[Tensor]:
+    def run(
+        self,
+        token_ids: Sequence[int],
+        hidden: Tensor | None,
+        slot: SlotCache,
+        kept: Collection[int] = (),
+    ) -> dict[int, Tensor]:
         """Run the next rows of a sequence through the layers; what they cache is added to `slot`.
 
         `hidden` is [T, E] in the compute dtype, None on the first stage. Returns the hidden states
-        [T, E] before the first layer and after each.
+        [T, E] by the number of layers before them: those `kept`, and those behind this stage.
         """
-        self._pass = _Pass(hidden=None if hidden is None else hidden[None])
+        running = _Pass(hidden=None if hidden is None else hidden[None], kept=kept)
+        self._pass = running
         positions = torch.arange(slot.length, slot.length + len(token_ids), device=self._device)
         try:
             self._model(
@@ -109,7 +117,9 @@ class CutModel:
             )
         except _LayersDone:
             slot.moved_to(slot.length + len(token_ids))
-            return [output[0] for output in self._pass.outputs]
+            return {number: output[0] for number, output in running.outputs.items()}
+        finally:
+            self._pass = _Pass(hidden=None)
         raise AssertionError("the last layer of a stage ends the pass")
 
     def logits(self, rows: Tensor) -> Tensor:
@@ -125,11 +135,14 @@ class CutModel:
     def _behind_layers(self, model: Any, rows: Tensor) -> Any:
         """Run what comes after the layers."""
         self._pass = _Pass(hidden=rows[None].to(self._dtype), runs_layers=False)
-        return model(
-            input_ids=torch.zeros(1, len(rows), dtype=torch.long, device=self._device),
-            position_ids=torch.arange(len(rows), device=self._device)[None],
-            use_cache=False,
-        )
+        try:
+            return model(
+                input_ids=torch.zeros(1, len(rows), dtype=torch.long, device=self._device),
+                position_ids=torch.arange(len(rows), device=self._device)[None],
+                use_cache=False,
+            )
+        finally:
+            self._pass = _Pass(hidden=None)
 
     def _forward_of(self, number: int, own: Callable[..., Any]) -> Callable[..., Any]:
         """Return what a layer does in this stage: compute, or hand the hidden state on."""
@@ -147,12 +160,13 @@ class CutModel:
                 return returned(came)
             output = own(*args, **kwargs)
             hidden = output[0] if isinstance(output, tuple) else output
-            if number == layers.start:
-                running.outputs.append(came)
-            running.outputs.append(hidden.to(self._hidden_dtype).to(self._dtype))
+            if number == layers.start and number in running.kept:
+                running.outputs[number] = came
+            hidden = hidden.to(self._hidden_dtype).to(self._dtype)
+            if number + 1 in running.kept or number == layers.end - 1:
+                running.outputs[number + 1] = hidden
             if number == layers.end - 1:
                 raise _LayersDone
-            hidden = running.outputs[-1]
             return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
         return forward

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
 _CROPPED: Final = (DynamicLayer, DynamicIndexedLayer, DummyLayer)
 """Layers with nothing but what `crop` takes back."""
+_PER_POSITION: Final = ("keys", "values", "indexer_keys")
 _STATES: Final = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 
 
@@ -123,11 +124,24 @@ class SlotCache:
         for layer in self.cache.layers:
             if isinstance(layer, DynamicLayer) and not isinstance(layer, _ELSEWHERE):
                 layer.crop(length - self.length)
+                for name in _PER_POSITION:
+                    if isinstance(kept := getattr(layer, name, None), Tensor):
+                        setattr(layer, name, kept.clone())  # else the rest stays in memory
         self.moved_to(length)
 
-    def copied(self) -> SlotCache:
-        """Return a copy that shares no memory with this one."""
-        return copy.deepcopy(self)
+    def copied(self, length: int) -> SlotCache:
+        """Return a copy of the first `length` positions that shares no memory with this one.
+
+        With fewer positions than there are there must be no states.
+        """
+        if length >= self.length:
+            return copy.deepcopy(self)
+        made = copy.copy(self)
+        made.cache = copy.copy(self.cache)
+        made.cache.layers = [copy.copy(layer) for layer in self.cache.layers]
+        made._elsewhere = [one for one in made.cache.layers if isinstance(one, _ELSEWHERE)]
+        made.crop(length)
+        return made
 
 
 def cached_numbers(layer: CacheLayer, n_positions: int) -> tuple[int, int]:
@@ -135,7 +149,7 @@ def cached_numbers(layer: CacheLayer, n_positions: int) -> tuple[int, int]:
 
     It holds `n_positions`.
     """
-    per_position = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
+    per_position = [getattr(layer, name, None) for name in _PER_POSITION]
     numbers = sum(t.numel() for t in per_position if isinstance(t, Tensor)) // n_positions
     return numbers, sum(tensor.nbytes for tensor in _state_tensors(layer))
 
