@@ -45,7 +45,7 @@ _MAX_CROPPED_RATIO: Final = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTower:
-    """A model without its language model, on the meta device until it is loaded.
+    """A model without its language model, on the meta device until it is loaded; see Tower.
 
     `rules` are those of the whole model's stored tensors.
     """
@@ -64,37 +64,13 @@ class ModuleTower:
         """Its parameters."""
         return {name: tuple(tensor.shape) for name, tensor in self.model.state_dict().items()}
 
-    def load(
-        self, weights: WeightSource, dtype: torch.dtype, device: torch.device
-    ) -> LoadedModuleTower:
+    def load(self, weights: WeightSource, dtype: torch.dtype, device: torch.device) -> ModuleTower:
         """Take the parameters; compute buffers that no checkpoint has."""
         for name, meta in [*self.model.state_dict(keep_vars=True).items()]:
             value = weights.parameter(name).to(device, dtype if meta.is_floating_point() else None)
             fill(self.model, name, value)
         compute_buffers(self.model, device)
-        return LoadedModuleTower(model=self.model)
-
-
-def build_tower(config_text: str, where: str) -> ModuleTower:
-    """Build the tower of a config.json, which errors call `where`.
-
-    Raises CheckpointError and UnsupportedModelError for what transformers does not take or build.
-    """
-    model = build_on_meta(parse_text(config_text), torch.float32, where, sees=True)
-    rules = Conversions(model)
-    of_language = model.get_decoder(), model.get_output_embeddings()
-    for name, module in [*model.named_modules()]:
-        if module in of_language:
-            parent, _, key = name.rpartition(".")
-            setattr(model.get_submodule(parent), key, nn.Module())
-    return ModuleTower(model=model, rules=rules)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModuleTower:
-    """The forward pass; see Tower."""
-
-    model: PreTrainedModel
+        return self
 
     def walk(self, pixels: Tensor, grid: tuple[int, int, int], **arrays: Tensor) -> EncoderWalk:
         """Encode a picture at once, given what its processor says of it in `arrays` too."""
@@ -116,6 +92,21 @@ class LoadedModuleTower:
                 f"{math.prod(grid)} tokens for them"
             )
         yield EncodedPicture(rows=rows.to(pixels.dtype))
+
+
+def build_tower(config_text: str, where: str) -> ModuleTower:
+    """Build the tower of a config.json, which errors call `where`.
+
+    Raises CheckpointError and UnsupportedModelError for what transformers does not take or build.
+    """
+    model = build_on_meta(parse_text(config_text), torch.float32, where, sees=True)
+    rules = Conversions(model)
+    of_language = model.get_decoder(), model.get_output_embeddings()
+    for name, module in [*model.named_modules()]:
+        if module in of_language:
+            parent, _, key = name.rpartition(".")
+            setattr(model.get_submodule(parent), key, nn.Module())
+    return ModuleTower(model=model, rules=rules)
 
 
 @dataclass(frozen=True)

@@ -269,12 +269,11 @@ class Gemma4Tower(AveragingTower):
 
     def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode patches; see Tower."""
-        from shardnet.model.vision.tower import axial_rotary, frequencies, in_pieces, patch_places
+        from shardnet.model.vision.tower import in_pieces, patch_places, rotary_of
 
         config = self.config
-        by_turns = frequencies(config.rope_theta, config.head_size // 4)
         places = patch_places(grid, config.merge).flip(-1)  # column and line
-        rotary = axial_rotary(places, by_turns, by_turns, pixels.dtype, pixels.device)
+        rotary = rotary_of(config, places, pixels)
         columns, lines = places.to(pixels.device).unbind(-1)
         hidden = yield from in_pieces(lambda part: self.patches(2 * (part - 0.5)), pixels)
         hidden = hidden + (self.positions[0, columns] + self.positions[1, lines])

@@ -145,37 +145,26 @@ class GlmTower:
     ) -> GlmTower:
         """Take the parameters."""
         from shardnet.model.layers.modules import GatedMlp
-        from shardnet.model.vision.tower import TowerLayer
-
-        def layer(number: int) -> TowerLayer:
-            prefix = f"visual.blocks.{number}"
-            return TowerLayer.load(
-                config,
-                weights,
-                GatedMlp.load(config, weights, f"{prefix}.mlp"),
-                norms=(f"{prefix}.norm1", f"{prefix}.norm2"),
-                qkv=[f"{prefix}.attn.qkv"],
-                out=f"{prefix}.attn.proj",
-            )
 
         return cls(
             config=config,
             patches=weights.linear("visual.patch_embed.proj"),
             first_norm=weights.norm("visual.post_conv_layernorm", config.norm_eps),
             positions=weights.matrix(_TABLE),
-            layers=tuple(layer(number) for number in range(config.n_layers)),
+            layers=qwen2_5_vl.load_layers(
+                config, weights, lambda prefix: GatedMlp.load(config, weights, prefix)
+            ),
             last_norm=weights.norm("visual.post_layernorm", config.norm_eps),
             projector=GlmProjector.load(config, weights),
         )
 
     def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode patches; see Tower."""
-        from shardnet.model.vision.tower import axial_rotary, frequencies, in_pieces, patch_places
+        from shardnet.model.vision.tower import in_pieces, patch_places, rotary_of
 
         config = self.config
-        by_turns = frequencies(config.rope_theta, config.head_size // 4)
         places = patch_places(grid, config.merge)
-        rotary = axial_rotary(places, by_turns, by_turns, pixels.dtype, pixels.device)
+        rotary = rotary_of(config, places, pixels)
         hidden = yield from in_pieces(lambda part: self.first_norm(self.patches(part)), pixels)
         hidden = hidden + self._interpolated(places, grid).to(hidden.dtype)
         for layer in self.layers:

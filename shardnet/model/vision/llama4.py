@@ -308,16 +308,14 @@ class Llama4Tower:
         """Encode the patches of all tiles; see Tower."""
         import torch
 
-        from shardnet.model.vision.tower import axial_rotary, frequencies, in_pieces, patch_places
+        from shardnet.model.vision.tower import in_pieces, patch_places, rotary_of
 
         config, n_tiles = self.config, grid[0]
         places = patch_places(grid, config.merge)
         lines, columns = places.to(pixels.device).unbind(-1)
         own = torch.cat((lines * config.grid + columns, lines.new_tensor([config.grid**2])))
         turned = torch.cat((places.flip(-1) + 1, places.new_zeros(1, 2)))  # by column and line
-        by_turns = frequencies(config.rope_theta, config.head_size // 4)
-        turned = turned.repeat(n_tiles, 1)
-        rotary = axial_rotary(turned, by_turns, by_turns, pixels.dtype, pixels.device)
+        rotary = rotary_of(config, turned.repeat(n_tiles, 1), pixels)
         hidden = yield from in_pieces(self.patches, pixels)
         hidden = hidden.view(n_tiles, -1, hidden.shape[1])
         hidden = torch.cat((hidden, self.class_token.expand(n_tiles, 1, -1)), 1)

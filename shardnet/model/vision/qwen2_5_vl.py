@@ -6,7 +6,7 @@ within windows only. What the towers after it have in common with it is here too
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shardnet.model.kernels.linear import Linear
     from shardnet.model.layers.norms import Norm
     from shardnet.model.layers.weight_source import WeightSource
-    from shardnet.model.vision.tower import TowerLayer, TowerMlp
+    from shardnet.model.vision.tower import Rowwise, TowerLayer, TowerMlp
 
 EPS: Final = 1e-6
 PLACEHOLDER: Final = "<|image_pad|>"
@@ -192,6 +192,26 @@ class QwenMerger:
         return self.mlp(self.norm(merged.view(-1, width)).view(merged.shape))
 
 
+def load_layers(
+    config: VisionConfig, weights: WeightSource, mlp: Callable[[str], Rowwise]
+) -> tuple[TowerLayer, ...]:
+    """Take the parameters of all layers; `mlp` those below a prefix."""
+    from shardnet.model.vision.tower import TowerLayer
+
+    prefixes = [f"visual.blocks.{number}" for number in range(config.n_layers)]
+    return tuple(
+        TowerLayer.load(
+            config,
+            weights,
+            mlp(f"{prefix}.mlp"),
+            norms=(f"{prefix}.norm1", f"{prefix}.norm2"),
+            qkv=[f"{prefix}.attn.qkv"],
+            out=f"{prefix}.attn.proj",
+        )
+        for prefix in prefixes
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen25Tower:
     """The forward pass."""
@@ -213,7 +233,7 @@ class Qwen25Tower:
     ) -> Qwen25Tower:
         """Take the parameters. Without a gate the MLPs are those of Qwen2-VL."""
         from shardnet.model.layers.modules import GatedMlp
-        from shardnet.model.vision.tower import TowerLayer, TowerMlp
+        from shardnet.model.vision.tower import TowerMlp
 
         def mlp(prefix: str) -> GatedMlp | TowerMlp:
             if has_gate:
@@ -221,42 +241,24 @@ class Qwen25Tower:
             names = f"{prefix}.fc1", f"{prefix}.fc2"
             return TowerMlp.load(config.activation, weights, *names)
 
-        def layer(number: int) -> TowerLayer:
-            prefix = f"visual.blocks.{number}"
-            return TowerLayer.load(
-                config,
-                weights,
-                mlp(f"{prefix}.mlp"),
-                norms=(f"{prefix}.norm1", f"{prefix}.norm2"),
-                qkv=[f"{prefix}.attn.qkv"],
-                out=f"{prefix}.attn.proj",
-            )
-
         merger = ("visual.merger.ln_q", "visual.merger.mlp.0", "visual.merger.mlp.2")
         return cls(
             config=config,
             patches=weights.linear("visual.patch_embed.proj"),
-            layers=tuple(layer(number) for number in range(config.n_layers)),
+            layers=load_layers(config, weights, mlp),
             merger=QwenMerger.load(weights, *merger),
         )
 
     def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode patches; see Tower. Those of a window stand together until they are merged."""
-        from shardnet.model.vision.tower import (
-            axial_rotary,
-            frequencies,
-            in_pieces,
-            patch_places,
-            window_order,
-        )
+        from shardnet.model.vision.tower import in_pieces, patch_places, rotary_of, window_order
 
         config = self.config
         order, n_rows = window_order(grid, config.window or max(grid))
         n_merged = config.merge**2
         own = (order[:, None] * n_merged + order.new_tensor(range(n_merged))).flatten()
-        by_turns = frequencies(config.rope_theta, config.head_size // 4)
         places = patch_places(grid, config.merge)[own]
-        rotary = axial_rotary(places, by_turns, by_turns, pixels.dtype, pixels.device)
+        rotary = rotary_of(config, places, pixels)
         hidden = yield from in_pieces(self.patches, pixels[own.to(pixels.device)])
         windows = [n * n_merged for n in n_rows]
         for number, layer in enumerate(self.layers):

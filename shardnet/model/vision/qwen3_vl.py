@@ -90,19 +90,11 @@ class Qwen3Tower:
         cls, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
     ) -> Qwen3Tower:
         """Take the parameters."""
-        from shardnet.model.vision.tower import TowerLayer, TowerMlp
+        from shardnet.model.vision.tower import TowerMlp
 
-        def layer(number: int) -> TowerLayer:
-            prefix = f"visual.blocks.{number}"
-            up, down = (f"{prefix}.mlp.linear_fc{number}" for number in (1, 2))
-            return TowerLayer.load(
-                config,
-                weights,
-                TowerMlp.load(config.activation, weights, up, down),
-                norms=(f"{prefix}.norm1", f"{prefix}.norm2"),
-                qkv=[f"{prefix}.attn.qkv"],
-                out=f"{prefix}.attn.proj",
-            )
+        def mlp(prefix: str) -> TowerMlp:
+            names = f"{prefix}.linear_fc1", f"{prefix}.linear_fc2"
+            return TowerMlp.load(config.activation, weights, *names)
 
         def merger(prefix: str, *, norms_rows: bool = False) -> QwenMerger:
             names = [f"{prefix}.{part}" for part in ("norm", "linear_fc1", "linear_fc2")]
@@ -112,7 +104,7 @@ class Qwen3Tower:
             config=config,
             patches=weights.linear("visual.patch_embed.proj"),
             positions=weights.matrix("visual.pos_embed"),
-            layers=tuple(layer(number) for number in range(config.n_layers)),
+            layers=qwen2_5_vl.load_layers(config, weights, mlp),
             merger=merger("visual.merger"),
             deep={
                 layer: merger(f"visual.deepstack_merger_list.{number}", norms_rows=True)
@@ -122,12 +114,11 @@ class Qwen3Tower:
 
     def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode patches; see Tower."""
-        from shardnet.model.vision.tower import axial_rotary, frequencies, in_pieces, patch_places
+        from shardnet.model.vision.tower import in_pieces, patch_places, rotary_of
 
         config = self.config
-        by_turns = frequencies(config.rope_theta, config.head_size // 4)
         places = patch_places(grid, config.merge)
-        rotary = axial_rotary(places, by_turns, by_turns, pixels.dtype, pixels.device)
+        rotary = rotary_of(config, places, pixels)
         hidden = yield from in_pieces(self.patches, pixels)
         hidden = hidden + self._interpolated(places, grid).to(hidden.dtype)
         deep = []

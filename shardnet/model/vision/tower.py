@@ -207,6 +207,12 @@ def axial_rotary(
     return Rotary(cos=cosines, sin=sines)
 
 
+def rotary_of(config: VisionConfig, places: Tensor, pixels: Tensor) -> Rotary:
+    """Make the tables of patches at `places`, to compute as `pixels` are."""
+    by_turns = frequencies(config.rope_theta, config.head_size // 4)
+    return axial_rotary(places, by_turns, by_turns, pixels.dtype, pixels.device)
+
+
 def window_order(grid: tuple[int, int, int], window: int) -> tuple[Tensor, list[int]]:
     """Return the rows of a picture by windows of `window` x `window` rows, and the sizes of these.
 
