@@ -7,6 +7,7 @@ token that followed the same n-gram is right: what a branch could gain.
 
 from __future__ import annotations
 
+import argparse
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,18 +19,20 @@ from shardnet.runtime.scheduling.drafting import SIZES, NgramDrafts
 from shardnet.tokenizers.tokenizer import Tokenizer
 
 DRAFTS = (4, 8)
-N_TOKENS = 600
 _KEPT = 8
 """Tokens of a prompt before an answer, where the rest of it is elsewhere."""
 
 
 def main() -> None:
     """Print a row for each text: tokens a round, and the share of drafts that are right."""
+    parser = argparse.ArgumentParser(description=__doc__, prog="scripts/bench lookup")
+    parser.add_argument("--tokens", type=int, default=600, help="of each text at most")
+    n_tokens = parser.parse_args().tokens
     tokenizer = Tokenizer.load(DEFAULT_MODEL_PATH)
     heads = [f"{place}{limit} drafts" for place in ("", "elsewhere, ") for limit in DRAFTS]
     print(f"| text | {' | '.join(heads)} | second |\n|{'---|' * (len(heads) + 2)}")
     for path in sorted(TEXTS.glob("*.txt")):
-        prompt, said = _parts(tokenizer, path)
+        prompt, said = _parts(tokenizer, path, n_tokens)
         cells = [_rounds(NgramDrafts(), prompt, said, limit) for limit in DRAFTS]
         for limit in DRAFTS:
             others: deque[NgramDrafts] = deque()
@@ -41,10 +44,10 @@ def main() -> None:
     tokenizer.close()
 
 
-def _parts(tokenizer: Tokenizer, path: Path) -> tuple[list[int], list[int]]:
+def _parts(tokenizer: Tokenizer, path: Path, n_tokens: int) -> tuple[list[int], list[int]]:
     before, _, after = path.read_text(encoding="utf-8").partition(PROMPT_MARK)
     prompt, said = (tokenizer.encode(part, bos="off") for part in (before, after))
-    return prompt, said[:N_TOKENS]
+    return prompt, said[:n_tokens]
 
 
 def _rounds(drafts: NgramDrafts, prompt: list[int], said: list[int], limit: int) -> str:

@@ -147,18 +147,18 @@ def test_logits_are_those_of_transformers_at_every_split(folder: Path) -> None:
 def test_positions_are_taken_back_and_copied(folder: Path) -> None:
     """As rejected drafts and shared prefixes need it; windows too are kept whole for it."""
     stages = load(folder, [LayerRange(0, 2), LayerRange(2, 4)])
-    ids = random_prompt(20, VOCAB_SIZE, seed=3)
+    ids = random_prompt(48, VOCAB_SIZE, seed=3)
     wanted = step(stages, rows(0, 0, ids))
     for stage in stages:
         stage.kv.copy(SlotId(0), SlotId(1), 12)
-        assert held_bytes(stage, 1) == 12 * held_bytes(stage, 0) // 20
-        stage.kv.copy(SlotId(0), SlotId(2), 20)
-        stage.kv.trim(SlotId(2), 5)
+        assert held_bytes(stage, 1) == held_bytes(stage, 0) // 4
+        stage.kv.copy(SlotId(0), SlotId(2), 48)
+        stage.kv.trim(SlotId(2), 12)
         assert held_bytes(stage, 2) == held_bytes(stage, 0) // 4
         stage.kv.trim(SlotId(2), 0)
     again = step(stages, rows(1, 10, ids[10:]), rows(0, 15, ids[15:]))
-    torch.testing.assert_close(again[:10], wanted[10:], rtol=0, atol=1e-5)
-    torch.testing.assert_close(again[10:], wanted[15:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(again[:38], wanted[10:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(again[38:], wanted[15:], rtol=0, atol=1e-5)
     assert [stage.kv.blocks_used for stage in stages] == [2, 2]
 
 

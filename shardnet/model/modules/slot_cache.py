@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 )
 
 from shardnet.errors import UnsupportedModelError
+from shardnet.slot_operations import MAX_DRAFTS
 from shardnet.types import LayerRange
 
 if TYPE_CHECKING:
@@ -119,14 +120,20 @@ class SlotCache:
             layer.length = length
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` positions, no more than there are and without states."""
+        """Keep the first `length` positions, no more than there are and without states.
+
+        The memory of more than some drafts is given back; of fewer the next step does so.
+        """
+        self._keep(length, is_copy=self.length - length > MAX_DRAFTS)
+
+    def _keep(self, length: int, *, is_copy: bool) -> None:
         assert length <= self.length
         for layer in self.cache.layers:
             if isinstance(layer, DynamicLayer) and not isinstance(layer, _ELSEWHERE):
                 layer.crop(length - self.length)
-                for name in _PER_POSITION:
+                for name in _PER_POSITION if is_copy else ():
                     if isinstance(kept := getattr(layer, name, None), Tensor):
-                        setattr(layer, name, kept.clone())  # else the rest stays in memory
+                        setattr(layer, name, kept.clone())
         self.moved_to(length)
 
     def copied(self, length: int) -> SlotCache:
@@ -140,7 +147,7 @@ class SlotCache:
         made.cache = copy.copy(self.cache)
         made.cache.layers = [copy.copy(layer) for layer in self.cache.layers]
         made._elsewhere = [one for one in made.cache.layers if isinstance(one, _ELSEWHERE)]
-        made.crop(length)
+        made._keep(length, is_copy=True)
         return made
 
 
