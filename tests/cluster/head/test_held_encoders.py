@@ -145,18 +145,26 @@ def test_idle_encoders_make_room_and_files_that_change_are_read_again(tmp_path: 
     asyncio.run(main())
 
 
+def held_back(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> tuple[threading.Event, threading.Event]:
+    """Have calls of a method wait for the second event, once they have set the first."""
+    begun, go_on, real = threading.Event(), threading.Event(), getattr(owner, name)
+
+    def late(*arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, late)
+    return begun, go_on
+
+
 def test_files_that_change_under_a_request_and_memory_that_is_wanted_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, go_on = make_encoder(tmp_path / "model", "BertModel"), threading.Event()
-    begun, inputs = threading.Event(), held_encoder.HeldEncoder.inputs
-
-    def inputs_late(*arguments: Any) -> Any:
-        begun.set()
-        assert go_on.wait(30)
-        return inputs(*arguments)
-
-    monkeypatch.setattr(held_encoder.HeldEncoder, "inputs", inputs_late)
+    folder = make_encoder(tmp_path / "model", "BertModel")
+    begun, go_on = held_back(monkeypatch, held_encoder.HeldEncoder, "inputs")
 
     async def main() -> None:
         async with lab() as here:
@@ -262,15 +270,8 @@ def test_an_encoder_that_loads_for_longer_than_a_request_waits_is_there_for_the_
 def test_texts_are_read_while_others_are_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, go_on = make_encoder(tmp_path, "BertModel"), threading.Event()
-    begun, forward = threading.Event(), encoder.Encoder.forward
-
-    def forward_late(*arguments: Any) -> Any:
-        begun.set()
-        assert go_on.wait(30)
-        return forward(*arguments)
-
-    monkeypatch.setattr(encoder.Encoder, "forward", forward_late)
+    folder = make_encoder(tmp_path, "BertModel")
+    begun, go_on = held_back(monkeypatch, encoder.Encoder, "forward")
 
     async def main() -> None:
         async with lab() as here:
