@@ -12,8 +12,8 @@ from support.soak import cases, is_soak
 from support.system.nodes import Machine, open_machine
 from support.system.parrot import Parrots
 
-CUT = '{ "$@" 2>&1; echo "left with $?" >&3; } 3>&2 | head -n 1'
-"""A shell's line: run a command, read one line of all it writes, and leave."""
+CUT = '{ "$@" 2>&1; echo "left with $?" >&3; } 3>&2 | grep -m 1 "^{"'
+"""A shell's line: run a command, read what it writes up to what a node says of itself, leave."""
 CUT_TEXT = '{ "$@"; echo "left with $?" >&2; } | head -c 1'
 
 
