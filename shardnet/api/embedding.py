@@ -148,8 +148,7 @@ async def embed(
         raise UsageError("pooling cls is for encoders", remedy="ask for last or mean")
     given: Sequence[GivenText] = texts
     if truncate:
-        bos = options.get("bos", "auto")
-        given = [await _cut(generator, text, model, bos) for text in texts]
+        given = await _cut(generator, texts, model, options.get("bos", "auto"))
     options = {**options, "max_tokens": 0, "outputs": _OUTPUTS[shape.pooling or "last"]}
     prompts = [Prompt(text) for text in given]
     events = generator.generate(prompts, SamplingParams(), model=model, **options)
@@ -160,27 +159,43 @@ async def embed(
 
 
 async def _cut(
-    generator: EmbeddingGenerator, text: GivenText, model: ModelChoice, bos: Bos
-) -> GivenText:
-    """Tokenise a text and cut it at the end of the context; tokens that end each text stay."""
-    if not isinstance(text, str):
-        return text
+    generator: EmbeddingGenerator, texts: Sequence[GivenText], model: ModelChoice, bos: Bos
+) -> list[GivenText]:
+    """Tokenise texts and cut them at the end of the context; tokens that end each text stay."""
+    cut: list[GivenText] = []
+    n_end = None
+    for text in texts:
+        if not isinstance(text, str):
+            cut.append(text)
+            continue
+        told = await _tokenized(generator, text, model, bos)
+        ids = told.token_ids
+        if len(ids) > told.context:
+            n_end = await _n_end(generator, model, bos) if n_end is None else n_end
+            ids = [*ids[: told.context - n_end], *ids[len(ids) - n_end :]]
+        cut.append(ids)
+    return cut
+
+
+async def _tokenized(
+    generator: EmbeddingGenerator, text: str, model: ModelChoice, bos: Bos
+) -> Tokenized:
     try:
-        told = await generator.tokenize(text, model=model, bos=bos)
+        return await generator.tokenize(text, model=model, bos=bos)
     except ContextExceededError as error:
         if not error.n_prompt:
             raise
         # More of it than the model could take was left before it was tokenized.
         most = len(text) * error.n_context // error.n_prompt
-        told = await generator.tokenize(text[:most], model=model, bos=bos)
-    ids = told.token_ids
-    if len(ids) <= told.context:
-        return ids
+        return await generator.tokenize(text[:most], model=model, bos=bos)
+
+
+async def _n_end(generator: EmbeddingGenerator, model: ModelChoice, bos: Bos) -> int:
+    """Count the tokens that end each text."""
     whole = (await generator.tokenize("a", model=model, bos=bos)).token_ids
     bare = (await generator.tokenize("a", model=model, bos="off")).token_ids
     n_begin = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
-    n_end = len(whole) - n_begin - len(bare)
-    return [*ids[: told.context - n_end], *ids[len(ids) - n_end :]]
+    return len(whole) - n_begin - len(bare)
 
 
 async def results_of(
