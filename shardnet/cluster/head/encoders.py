@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from msgspec import structs
 
-from shardnet.cluster.head.held_encoder import EncoderThread, HeldEncoder, node_leaves
+from shardnet.cluster.head.held_encoder import EncoderThread, HeldEncoder
 from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.replies import report_progress
 from shardnet.cluster.member.stage_orders import StageOrders
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.planning.planning import Planner
-from shardnet.cluster.store.disk_jobs import DiskJobs
+from shardnet.cluster.store.disk_jobs import DiskJobs, node_leaves
 from shardnet.errors import (
     CapacityError,
     CheckpointError,

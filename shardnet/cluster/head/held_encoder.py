@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from shardnet.errors import CancelledRequestError, DeadlineError, PeerFailedError
+from shardnet.cluster.store.disk_jobs import node_leaves
+from shardnet.errors import CancelledRequestError, DeadlineError
 from shardnet.runtime.encoding.judge import INSTRUCTION, Judge, question
 from shardnet.runtime.stage.executor import Executor
 from shardnet.tokenizers.tokenizer import TextProcess
@@ -112,8 +113,3 @@ class HeldEncoder:
             special_tokens=message.special_tokens,
             most_tokens=most_tokens,
         )
-
-
-def node_leaves() -> PeerFailedError:
-    """Make the error for what a node that leaves does not do any more."""
-    return PeerFailedError("this node is leaving", remedy="ask another one")

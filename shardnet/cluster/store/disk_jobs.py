@@ -99,12 +99,12 @@ class DiskJobs:
         """Fail what waits and what runs, and end the threads; those that hang are left behind."""
         self._is_closed = True
         for lane in [*self._lanes.values()]:
-            lane.fail(PeerFailedError("this node is leaving", remedy="ask another one"))
+            lane.fail(node_leaves())
         self._lanes.clear()
 
     def _lane(self, place: str) -> _Lane:
         if self._is_closed:
-            raise PeerFailedError("this node is leaving", remedy="ask another one")
+            raise node_leaves()
         lane = self._lanes.get(place)
         if lane is not None:
             return lane
@@ -260,3 +260,8 @@ def _silent(place: str, silence_s: float) -> DiskSilentError:
         f"{place}: the disk does not answer for {silence_s:g} s",
         remedy="bring it back (a network mount, a sleeping or failing drive), then ask again",
     )
+
+
+def node_leaves() -> PeerFailedError:
+    """Make the error for what a node that leaves does not do any more."""
+    return PeerFailedError("this node is leaving", remedy="ask another one")

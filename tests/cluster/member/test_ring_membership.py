@@ -12,6 +12,7 @@ from typing import Any, cast
 from unittest import mock
 
 import pytest
+from support.strategies.wire_strategies import hello
 
 from shardnet.cluster.member import ring_membership
 from shardnet.cluster.member.ring_membership import (
@@ -47,7 +48,7 @@ from shardnet.types import (
     WireDType,
 )
 from shardnet.wire.framing.frames import Frame
-from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, read_error
+from shardnet.wire.messages.handshake import Hello, Purpose, read_error
 
 
 class Panic(BaseException):
@@ -80,16 +81,7 @@ async def no_dial(address: str, own: DataEnd) -> Link:
 
 def data_hello(rank: int) -> Hello:
     """What a neighbour says on its data link."""
-    return Hello(
-        purpose=Purpose.DATA,
-        role=PeerRole.NODE,
-        node="n",
-        name="n",
-        version="0",
-        ring="r",
-        epoch=1,
-        rank=rank,
-    )
+    return hello("n", Purpose.DATA, ring="r", epoch=1, rank=rank)
 
 
 def membership(
@@ -205,7 +197,7 @@ def test_slots_are_freed_though_whoever_leaves_gives_up_while_something_is_compu
 
 def test_a_seat_that_is_left_while_it_connects_keeps_no_link() -> None:
     async def main() -> None:
-        node = Hello(purpose=Purpose.CONTROL, role=PeerRole.NODE, node="n", name="n", version="0")
+        node = hello("n")
         near, far = await memory_pair(node, node)
         dialled, answer = asyncio.Event(), asyncio.Event()
 
@@ -264,7 +256,7 @@ def test_a_seat_that_is_left_while_it_waits_for_its_neighbour_says_so() -> None:
     """A cancellation would be nobody's error: the head's ring would seem to be connected."""
 
     async def main() -> None:
-        node = Hello(purpose=Purpose.CONTROL, role=PeerRole.NODE, node="n", name="n", version="0")
+        node = hello("n")
         near, far = await memory_pair(node, node)
         dialled = asyncio.Event()
 
@@ -349,17 +341,8 @@ def test_a_ring_whose_head_is_gone_before_it_stands_is_over() -> None:
 )
 def test_only_the_stage_before_may_send_here(ring: str, epoch: int, rank: int) -> None:
     async def main() -> None:
-        hello = Hello(
-            purpose=Purpose.DATA,
-            role=PeerRole.NODE,
-            node="n",
-            name="n",
-            version="0",
-            ring=ring,
-            epoch=epoch,
-            rank=rank,
-        )
+        before = hello("n", Purpose.DATA, ring=ring, epoch=epoch, rank=rank)
         with pytest.raises(UsageError, match="expected rank 2 of ring r epoch 1"):
-            membership(print, n_stages=3, rank=0).check_hello(hello)
+            membership(print, n_stages=3, rank=0).check_hello(before)
 
     asyncio.run(main())

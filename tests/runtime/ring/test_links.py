@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import cast
 
 import pytest
+from support.strategies.wire_strategies import hello
 
 from shardnet.constraints import MaskForm, RowMask, TokenMask
 from shardnet.errors import CapacityError, RemoteProtocolError
@@ -38,7 +39,7 @@ from shardnet.wire.messages.extras import (
     read_masks,
     sequence_frame,
 )
-from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
+from shardnet.wire.messages.handshake import Purpose, error_frame
 from shardnet.wire.payloads.data import tokens_frame
 from shardnet.wire.payloads.rows import RowBlock, read_rows, rows_frames
 
@@ -53,16 +54,8 @@ def received(
     """What the far end makes of `frames`."""
 
     async def main() -> object:
-        hello = Hello(
-            purpose=Purpose.DATA,
-            role=PeerRole.NODE,
-            node="n",
-            name="other",
-            version="0",
-            ring="r",
-            epoch=EPOCH,
-        )
-        near, far = await memory_pair(hello, hello)
+        said = hello("other", Purpose.DATA, ring="r", epoch=EPOCH)
+        near, far = await memory_pair(said, said)
         try:
             for frame in frames:
                 near.send(frame)

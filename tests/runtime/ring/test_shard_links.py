@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import pytest
 from msgspec import structs
+from support.strategies.wire_strategies import hello
 
 from shardnet.errors import (
     CapacityError,
@@ -34,7 +35,7 @@ from shardnet.types import (
     WireDType,
 )
 from shardnet.wire.framing.frames import Frame, FrameKind
-from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
+from shardnet.wire.messages.handshake import Hello, Purpose, error_frame
 from shardnet.wire.payloads.rows import RowBlock, ShardPart, part_frame
 
 EPOCH = Epoch(2)
@@ -50,23 +51,15 @@ PART = ShardPart(
 )
 
 
-def hello(name: str) -> Hello:
-    return Hello(
-        purpose=Purpose.DATA,
-        role=PeerRole.NODE,
-        node=name,
-        name=name,
-        version="0",
-        ring="r",
-        epoch=EPOCH,
-    )
+def data_hello(name: str) -> Hello:
+    return hello(name, Purpose.DATA, ring="r", epoch=EPOCH)
 
 
 def linked(test: Callable[[Link, Link], Awaitable[None]]) -> None:
     """Run `test` with both ends of a link: shard 0's and shard 1's."""
 
     async def main() -> None:
-        ends = await memory_pair(hello("zero"), hello("one"))
+        ends = await memory_pair(data_hello("zero"), data_hello("one"))
         try:
             await test(*ends)
         finally:
