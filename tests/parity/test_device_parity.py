@@ -55,6 +55,7 @@ def test_a_stage_on_a_device_has_the_librarys_bits(
     whole = StageChain.load(folder, even_split(n_layers, 1), choice).generate(PROMPTS, 3)
     device = device_of(kind)
     monkeypatch.setattr(stage_chain, "load_stage", functools.partial(load_stage, on=device))
+    monkeypatch.setattr(device_attention, "_ENOUGH_GROUPS", 64)  # rows of prompts go together
     chain = StageChain.load(folder, even_split(n_layers, 2), choice)
     before = device.driver.n_launches
     found = chain.generate(PROMPTS, 3)
@@ -262,7 +263,7 @@ def test_a_stage_whose_form_is_refused_stays_on_the_host(
 def test_a_device_with_other_bits_is_a_class_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bits.error_of(Device(HostOnce())) == 0
     own = drivers.part_of_text
-    exact = "exponential(ADD(score[at], -most[at / KEYS]))"
+    exact = "exponential(ADD(SCORE(i, q), -most[q]))"
     assert exact in own("attention")
     monkeypatch.setattr(
         drivers,

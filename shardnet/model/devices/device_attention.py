@@ -25,20 +25,26 @@ _KEYS: Final = 128
 """Positions of a block."""
 _BESIDE_COLUMNS: Final = 17
 """What is written down of a block beside the sums of its values."""
+_TOGETHER: Final = 8
+"""Rows of a prompt that a group of threads computes, at most: they read keys and values once."""
 _ENOUGH_GROUPS: Final = 256
 """So many groups of threads keep a device busy: with fewer, a row's blocks are spread."""
 _MOST_BLOCK_BYTES: Final = 256 << 20
 """What blocks that are written down may take: beyond that a group computes all of a row."""
 
 
-def attention_macros(n_queries: int, size: int, n_columns: int) -> dict[str, int]:
+def attention_macros(
+    n_queries: int, size: int, n_columns: int, most_rows: int = 1
+) -> dict[str, int]:
     """Return what the text must know: by query heads of a KV head, their columns, and values'.
 
-    A group of threads computes as many of them as it has memory for: they read keys together.
+    A group of threads computes as many of them as it has memory for, and of up to `most_rows` rows:
+    they read keys together.
     """
-    most = 8 if size <= 256 else 4
+    most = 16 if size <= 128 else 8 if size <= 256 else 4
     n_heads = next(n for n in (8, 6, 4, 2, 1) if n <= most and n_queries % n == 0)
-    return {"HEADS": n_heads, "SIZE": size, "OF_VALUE": n_columns}
+    n_rows = min(most_rows, most // n_heads)
+    return {"HEADS": n_heads, "TOGETHER": n_rows, "SIZE": size, "OF_VALUE": n_columns}
 
 
 def blocks_within(position: int) -> int:
@@ -85,10 +91,16 @@ class Attend:
         grows: bool = False,
     ) -> None:
         """Compile it for query and KV heads. Raises CapacityError."""
-        macros = attention_macros(n_heads[0] // n_heads[1], size, n_columns)
-        self._kernels = on.kernels.of(macros, ATTENTION_PARTS, ATTENTION_NAMES)
+        of_rows = [
+            attention_macros(n_heads[0] // n_heads[1], size, n_columns, n_rows)
+            for n_rows in (1, _TOGETHER)
+        ]
+        self._few, self._many = (
+            (each["TOGETHER"], on.kernels.of(each, ATTENTION_PARTS, ATTENTION_NAMES))
+            for each in of_rows
+        )
         self._driver, self._scratch = on.driver, on.scratch
-        self._n_heads, self._heads_of_group = n_heads, macros["HEADS"]
+        self._n_heads, self._heads_of_group = n_heads, of_rows[0]["HEADS"]
         self._n_columns, self._row_stride = n_columns, row_stride
         factor = np.float32(size**-0.5 if kind.scale is None else kind.scale)
         self._soft_cap = np.float32(kind.soft_cap or 0)
@@ -104,23 +116,26 @@ class Attend:
         attended = of("attended", 4 * n_rows * n_heads * columns)
         n_groups = n_heads // self._heads_of_group
         n_bytes = 4 * n_rows * n_heads * n_blocks * (columns + _BESIDE_COLUMNS)
-        n_splits = max(1, min(n_blocks, _ENOUGH_GROUPS // (n_rows * n_groups)))
+        together, kernels = self._many if n_rows * n_groups > _ENOUGH_GROUPS else self._few
+        n_tiles = -(-n_rows // together)
+        n_splits = max(1, min(n_blocks, _ENOUGH_GROUPS // (n_tiles * n_groups)))
         if n_bytes > _MOST_BLOCK_BYTES:
             n_splits = 1
         blocks = heads if n_splits == 1 else of("blocks", n_bytes)
         sinks = heads if self._sinks is None else self._sinks
         launch(
             self._driver,
-            self._kernels["attend"],
-            (n_groups * n_splits, n_rows),
+            kernels["attend"],
+            (n_groups * n_splits, n_tiles),
             [heads, *step.at, *pages, sinks, attended, blocks],
-            *(n_heads, n_kv_heads, self._row_stride, PAGE, *self._of_kind, n_splits, n_blocks),
+            *(n_rows, n_heads, n_kv_heads, self._row_stride, PAGE, *self._of_kind),
+            *(n_splits, n_blocks),
             *(self._grows, self._factor, self._soft_cap),
         )
         if n_splits > 1:
             launch(
                 self._driver,
-                self._kernels["join_blocks"],
+                kernels["join_blocks"],
                 (n_heads, n_rows),
                 [heads, step.at[0], sinks, blocks, attended],
                 *(n_heads, self._row_stride, *self._of_kind, n_blocks),

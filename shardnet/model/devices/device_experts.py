@@ -144,9 +144,8 @@ class DeviceExperts:
             return None
         n_tiles = n_visits // TILE + n_experts
         order, tiles = of("order", 4 * n_visits), of("tiles", 12 * n_tiles)
-        starts = of("starts", 4 * n_experts)
         sizes = n_visits, n_experts, n_tiles
-        self._launch("group_visits", (1, 1), [ids, starts, order, tiles], *sizes)
+        self._launch("group_visits", (n_experts, 1), [ids, order, tiles], *sizes)
         return Tiles(order=order, tiles=tiles, n=n_tiles)
 
     def _route(self, scores: Buffer, ids: Buffer, weights: Buffer, n_rows: int) -> None:

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 import pytest
 import torch
@@ -27,11 +28,14 @@ from shardnet.model.kernels.panels import Panels
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="it is compared with the library")
 QUICK = ("-O0",)
 REVERSE, SHUFFLED = "(255 - (i))", "((i) * 5 + 3) % 256"
+TENSORS: Final = "tensors"
+"""The host, with outputs and rows given to threads as NVIDIA's tensor cores do."""
 Q4_K, Q6_K = GGUF_FORMS["Q4_K"], GGUF_FORMS["Q6_K"]
 GPTQ = next(form for form in FORMS if form.name.startswith("GPTQ"))
 BY_DEVICE = [f"{form.name}-{DEVICE}" for form in (Q4_K,)]
 IN_ALL_ROWS = {*BY_DEVICE, f"{Q4_K.name}-{HOST}", f"{FLOAT16.name}-{HOST}"}
 ALL = [f"{form.name}-{kind}" for kind in (HOST, DEVICE) for form in FORMS]
+BY_TENSORS = [f"{form.name}-{TENSORS}" for form in FORMS if not form.is_float and not form.is_plain]
 
 
 @functools.cache
@@ -39,6 +43,8 @@ def quick_device_of(kind: str) -> Device:
     """As `device_of`; the host's compiler takes longer to optimise a product than that takes."""
     if kind == DEVICE:
         return device_of(kind)
+    if kind == TENSORS:
+        return Device(HostOnce(options=(*QUICK, "-DTENSORS")))
     return Device(HostOnce("(i)" if kind == HOST else kind, QUICK))
 
 
@@ -72,7 +78,10 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 @pytest.mark.parametrize(
     "case",
-    cases([name for name in ALL if HOST in name] + BY_DEVICE, [n for n in ALL if DEVICE in n]),
+    cases(
+        [name for name in ALL if HOST in name] + BY_TENSORS + BY_DEVICE,
+        [name for name in ALL if DEVICE in name],
+    ),
 )
 def test_every_form_has_the_librarys_bits(case: str) -> None:
     """Of 1 and 33 rows with odd sizes, some of 2 and 8; values that are no number come through."""
@@ -82,7 +91,8 @@ def test_every_form_has_the_librarys_bits(case: str) -> None:
     panels, device = random_panels(form, n_out, n_in), quick_device_of(kind)
     linear = PanelLinear([panels], None)
     assert linear.is_native
-    for n_rows in (1, 2, 8, 33) if is_soak() or case in IN_ALL_ROWS else (1, 33):
+    few = (33,) if kind == TENSORS else (1, 33)
+    for n_rows in (1, 2, 8, 33) if is_soak() or case in IN_ALL_ROWS else few:
         rows = random_rows(n_rows, n_in)
         rows[n_rows // 2, 7] = math.nan if n_rows > 2 else 1e-30
         assert same(multiplied(device, [panels], rows, None), linear(rows)), n_rows
@@ -116,12 +126,13 @@ _ADDING = """PHASE {
     [
         ("4 + (quad) / 4", "4"),
         ("dots[r * 4 + j] - less", "dots[r * 4 + j]"),
-        ("(LESS ? LESS * least[r] : 0)", "0"),
+        ("- LESS * 0x01010101u", ""),
+        ("(half * (DEEP / 16) + QUAD / 4)", "(QUAD / 4)"),
         ("FMA(part[at + g * 16], factor[at + g * 16], sum)", "sum + part[at + g * 16]"),
         (_ADDING, _ADDING.replace("PHASE {", "{ const uint32_t turn = 255;", 1)),
         ("DIV(largest, 127.0f)", "MUL(largest, 1.0f / 127.0f)"),
     ],
-    ids=["plane", "offset", "offset of many", "fused", "phase", "reciprocal"],
+    ids=["plane", "offset", "offset of many", "half", "fused", "phase", "reciprocal"],
 )
 def test_a_wrong_text_is_found_out(
     before: str, after: str, monkeypatch: pytest.MonkeyPatch

@@ -24,6 +24,7 @@ typedef unsigned short uint16_t;
 typedef struct alignas(16) { uint32_t of[4]; } FOUR;
 #define UNROLLED _Pragma("unroll")
 #define AHEAD _Pragma("unroll 16") /* what is needed is read before it is needed */
+#define AHEAD_8 _Pragma("unroll 8")
 #define BYTES_OF __byte_perm
 #define FMA __fmaf_rn
 #define MUL __fmul_rn
@@ -43,3 +44,23 @@ INLINE float HALF(uint32_t bits) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)bits));
     return value;
 }
+
+/* From sm_80 on a warp multiplies bytes of 32 outputs and 16 rows by tensor cores: sums of whole numbers, as DOT4's. `weights`
+ * and `rows` are [16 inputs][64], and the sums of a thread are those of PLACE and ROW. */
+#if __CUDA_ARCH__ >= 800
+#define TENSORS
+#define MULTIPLY_TILES(weights, rows, dots)                                                                             \
+    TIMES (part, 4) { /* of 16 outputs and 8 rows */                                                                    \
+        const FOUR *w = (weights) + PLACE(part % 2 * 2), *x = (rows) + FIRST_ROW + part / 2 * 8 + THREAD % 32 / 4;      \
+        int *d = (dots) + part / 2 * 8 + part % 2 * 2;                                                                  \
+        const uint32_t t = THREAD % 4;                                                                                  \
+        if (SUB == 32)                                                                                                  \
+            asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
+                : "+r"(d[0]), "+r"(d[4]), "+r"(d[1]), "+r"(d[5])                                                        \
+                : "r"(w[0].of[t]), "r"(w[8].of[t]), "r"(w[64].of[t]), "r"(w[72].of[t]), "r"(x[0].of[t]), "r"(x[64].of[t])); \
+        else                                                                                                            \
+            asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"          \
+                : "+r"(d[0]), "+r"(d[4]), "+r"(d[1]), "+r"(d[5])                                                        \
+                : "r"(w[0].of[t]), "r"(w[8].of[t]), "r"(x[0].of[t]));                                                   \
+    }
+#endif

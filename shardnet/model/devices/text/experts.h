@@ -136,36 +136,32 @@ KERNEL route_in_groups(GLOBAL float *scores, GLOBAL const float *bias, GLOBAL fl
     }
 }
 
-/* One group of threads orders the visits of rows to experts by expert, and divides them into tiles of at most 64 of one:
- * [n_tiles] of expert, where its visits begin in `order`, how many; 0 for tiles that are not needed. `starts` is scratch,
- * a word for each expert. */
-KERNEL group_visits(GLOBAL const uint32_t *ids, GLOBAL uint32_t *starts, GLOBAL uint32_t *order, GLOBAL uint32_t *tiles,
-                    uint32_t n_visits, uint32_t n_experts, uint32_t n_tiles WHERE) {
+/* Orders the visits of rows to experts by expert, and divides them into tiles of at most 64 of one: [n_tiles] of expert,
+ * where its visits begin in `order`, how many; 0 for tiles that are not needed. A group of threads has the visits to expert
+ * GROUP_X: how many are to experts before says where they and their tiles begin. */
+KERNEL group_visits(GLOBAL const uint32_t *ids, GLOBAL uint32_t *order, GLOBAL uint32_t *tiles, uint32_t n_visits,
+                    uint32_t n_experts, uint32_t n_tiles WHERE) {
+    SHARED uint32_t before[THREADS], own[THREADS];
+    const uint32_t expert = GROUP_X, each = (n_visits + THREADS - 1) / THREADS;
     PHASE {
-        for (uint32_t e = THREAD; e < n_experts; e += THREADS) {
-            uint32_t count = 0;
-            AHEAD for (uint32_t v = 0; v < n_visits; v++) count += ids[v] == e;
-            starts[e] = count;
-        }
+        uint32_t n_before = 0, n_own = 0;
+        for (uint32_t v = THREAD * each; v < (THREAD + 1) * each && v < n_visits; v++)
+            n_before += ids[v] < expert, n_own += ids[v] == expert;
+        before[THREAD] = n_before, own[THREAD] = n_own;
     }
     PHASE {
-        uint32_t tile = 0, begin = 0;
-        for (uint32_t e = 0; e < n_experts && THREAD == 0; e++) {
-            const uint32_t count = starts[e];
-            for (uint32_t at = 0; at < count; at += 64, tile++) {
-                tiles[3 * tile] = e, tiles[3 * tile + 1] = begin + at;
-                tiles[3 * tile + 2] = count - at < 64 ? count - at : 64;
-            }
-            starts[e] = begin;
-            begin += count;
+        uint32_t start = 0, count = 0, at = 0;
+        AHEAD for (uint32_t i = 0; i < THREADS; i++) {
+            start += before[i], count += own[i];
+            at += i < THREAD ? own[i] : 0;
         }
-        for (; tile < n_tiles && THREAD == 0; tile++) tiles[3 * tile + 2] = 0;
-    }
-    PHASE {
-        for (uint32_t e = THREAD; e < n_experts; e += THREADS) {
-            uint32_t at = starts[e];
-            for (uint32_t v = 0; v < n_visits; v++)
-                if (ids[v] == e) order[at++] = v;
+        for (uint32_t v = THREAD * each; v < (THREAD + 1) * each && v < n_visits; v++)
+            if (ids[v] == expert) order[start + at++] = v;
+        const uint32_t first = start / 64 + expert, end = (start + count) / 64 + expert + 1;
+        for (uint32_t i = THREAD; first + i < (expert + 1 < n_experts ? end : n_tiles); i += THREADS) {
+            const uint32_t left = i * 64 < count ? count - i * 64 : 0;
+            GLOBAL uint32_t *tile = tiles + 3 * (first + i);
+            tile[0] = expert, tile[1] = start + i * 64, tile[2] = left < 64 ? left : 64;
         }
     }
 }

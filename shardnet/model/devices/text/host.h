@@ -19,6 +19,7 @@ static uint32_t GROUP_X, GROUP_Y;
 typedef struct { uint32_t of[4]; } FOUR;
 #define UNROLLED
 #define AHEAD
+#define AHEAD_8
 #define FMA fmaf
 #define MUL(a, b) ((a) * (b))
 #define ADD(a, b) ((a) + (b))

@@ -209,6 +209,9 @@ INLINE FOUR codes_of(FOUR low, FOUR high, uint32_t quad) {
 }
 
 #define LESS (CODE == 1 ? 0 : BITS == 8 ? OFFSET - 128 : OFFSET) /* what signed codes are too large by */
+/* Codes less that, but of 8 bits: bytes that do not borrow from each other. */
+#define SIGNED(codes) \
+    (BITS < 8 && LESS ? (((codes) | 0x80808080u) - LESS * 0x01010101u) ^ 0x80808080u : (codes))
 #endif
 
 /* What the sum of a token group is multiplied by before it is added, and what its minimums are. */
@@ -235,11 +238,26 @@ INLINE float plain_at(uint32_t word, uint32_t i) {
 
 #if IS_FLOAT
 #define DEEP 32 /* inputs at a time */
-#define WORDS DEEP
 #else
 #define DEEP 64
-#define WORDS (DEEP / 4)
+#define SUBS (DEEP / SUB)
+#define LESS_OF_MANY (BITS == 8 ? LESS : 0) /* smaller codes become signed bytes */
+#define NEEDS_SUMS ((LESS_OF_MANY != 0) + LEVELS * HAS_MINIMUM) /* of groups */
 #endif
+
+/* Of the 4 x 4 outputs and rows of a thread: where they are among the 64 x 64 that a group has in memory. */
+#if defined(TENSORS) && !IS_FLOAT
+#define FIRST_ROW (THREAD / 64 * 16) /* of a warp, which multiplies together */
+#define PLACE(j) (THREAD / 32 % 2 * 32 + THREAD % 32 / 4 + (j) * 8)
+#define ROW(r) (FIRST_ROW + (r) / 2 * 8 + THREAD % 4 * 2 + (r) % 2)
+#else
+#define FIRST_ROW (THREAD / 16 * 4)
+#define PLACE(j) (THREAD % 16 + (j) * 16)
+#define ROW(r) (FIRST_ROW + (r))
+#endif
+#define OUTPUT(j) (PLACE(j) % 16 * 4 + PLACE(j) / 16) /* so that threads write to unlike banks */
+#define PANEL_OF(j) (GROUP_X * 4 + OUTPUT(j) / 16 < n_panels ? GROUP_X * 4 + OUTPUT(j) / 16 : n_panels - 1)
+#define BLOCK_OF(panel, input) (matrix + ((uint64_t)(panel) * n_blocks + (input) / BLOCK) * BLOCK_WORDS)
 
 /* Has a thread read its part of the inputs from `next` on, of weights and rows, while those before are multiplied. */
 #if IS_FLOAT
@@ -255,29 +273,42 @@ INLINE float plain_at(uint32_t word, uint32_t i) {
         const uint32_t input = (next) + k * (THREADS / 64) + THREAD / 64;                                                \
         const uint32_t its_panel = GROUP_X * 4 + THREAD % 64 / 16;                                                       \
         if (input < n_inputs && its_panel < n_panels) {                                                                  \
-            GLOBAL const uint32_t *its = matrix + ((uint64_t)its_panel * n_blocks + input / BLOCK) * BLOCK_WORDS;        \
-            MY(weight)[k] = WEIGHT(its, input, THREAD % 16);                                                             \
+            MY(weight)[k] = WEIGHT(BLOCK_OF(its_panel, input), input, THREAD % 16);                                      \
         }                                                                                                                \
         if (input < n_inputs && THREAD % 64 < count)                                                                     \
             MY(value)[k] = wide[(uint64_t)source[THREAD % 64] * n_inputs + input];                                       \
     }
 #else
+/* A thread brings four outputs of a quad, 16 inputs of a row, and for a unit of inputs what an output and a row have. */
+#define QUAD (THREAD / 8 % 16)
+#define FOURTH (THREAD % 8 + THREAD / 128 * 8)
 #define BRING(next)                                                                                                      \
     {                                                                                                                    \
-        const uint32_t quad = THREAD / 16 % 8, input = (next) + THREAD / 16 * 4, piece = (next) + THREAD / 64 * 16;      \
-        const uint32_t its_panel = GROUP_X * 4 + THREAD % 16 / 4;                                                        \
+        const uint32_t input = (next) + QUAD * 4, piece = (next) + THREAD / 64 * 16, sub = (next) + THREAD / 64 * SUB;   \
+        const uint32_t its_panel = GROUP_X * 4 + FOURTH / 4, of_sub = GROUP_X * 4 + THREAD % 64 / 16;                    \
         if (input < n_inputs && its_panel < n_panels) {                                                                  \
-            GLOBAL const uint32_t *unit = matrix + ((uint64_t)its_panel * n_blocks + input / BLOCK) * BLOCK_WORDS +      \
-                                          HEADER / 4 + input % BLOCK / 32 * BITS * 16 + THREAD % 4 * 4;                  \
-            MY(low)[0] = LOAD4(unit + LOW(quad) * 16);                                                                   \
-            MY(high)[0] = LOAD4(unit + HIGH(quad) * 16);                                                                 \
+            GLOBAL const uint32_t *unit =                                                                                \
+                BLOCK_OF(its_panel, input) + HEADER / 4 + input % BLOCK / 32 * BITS * 16 + FOURTH % 4 * 4;               \
+            MY(low)[0] = LOAD4(unit + LOW(QUAD % 8) * 16);                                                               \
+            MY(high)[0] = LOAD4(unit + HIGH(QUAD % 8) * 16);                                                             \
         }                                                                                                                \
         if (piece < n_inputs && THREAD % 64 < count)                                                                     \
             MY(four)[0] = LOAD4(quantised + ((uint64_t)source[THREAD % 64] * n_inputs + piece) / 4);                     \
+        if (NEEDS_SUMS && THREAD < SUBS * 64 && sub < n_inputs && THREAD % 64 < count)                                   \
+            MY(its_least)[0] = group_sums[((uint64_t)source[THREAD % 64] * n_inputs + sub) / SUB];                       \
+        BRING_LEVELS                                                                                                     \
     }
+#if LEVELS
+#define BRING_LEVELS                                                                                                     \
+    if (THREAD < SUBS * 64 && sub < n_inputs && of_sub < n_panels) {                                                     \
+        MY(its_level)[0] = level_at(BLOCK_OF(of_sub, sub), sub % BLOCK / SIZE_OF_GROUP, THREAD % 16);                    \
+        if (HAS_MINIMUM)                                                                                                 \
+            MY(its_minimum)[0] = minimum_at(BLOCK_OF(of_sub, sub), sub % BLOCK / SIZE_OF_GROUP, THREAD % 16);            \
+    }
+#else
+#define BRING_LEVELS
 #endif
-
-#define NEEDS_SUMS (LESS != 0) + LEVELS * HAS_MINIMUM /* of groups */
+#endif
 
 /* out[row][first + o] for the four panels from GROUP_X * 4 on and the 64 rows from GROUP_Y * 64 on: a thread has four
  * outputs of four rows. With `expert_words` they are the rows of tile GROUP_Y, whose numbers are in `order`, by the matrix
@@ -287,12 +318,14 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
                      GLOBAL const float *bias, GLOBAL const uint32_t *order, GLOBAL const uint32_t *tiles,
                      GLOBAL float *out, uint32_t n_blocks, uint32_t n_out, uint32_t n_rows, uint32_t width,
                      uint32_t first, uint32_t has_bias, uint32_t expert_words, uint32_t repeats WHERE) {
-    SHARED FOUR of_weights[WORDS * 16], of_rows[WORDS * 16]; /* [words][64] */
-    SHARED uint32_t source[64], target[64];                  /* of rows: where their inputs are, and their outputs */
+    SHARED uint32_t source[64], target[64]; /* of rows: where their inputs are, and their outputs */
     OWN(float, total, 16);
 #if IS_FLOAT
+    SHARED FOUR of_weights[DEEP * 16], of_rows[DEEP * 16]; /* [inputs][64] */
     OWN(float, sum, 16);
 #else
+    SHARED FOUR of_weights[2 * DEEP / 16 * 64], of_rows[2 * DEEP / 16 * 64]; /* twice [16 inputs][64] */
+    SHARED int least[2 * SUBS * 64], level[2 * SUBS * 64], minimum[2 * SUBS * 64];
     OWN(int, sum, 16);
     OWN(int, more, 16);
 #endif
@@ -316,30 +349,26 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
     OWN(FOUR, low, 1);
     OWN(FOUR, high, 1);
     OWN(FOUR, four, 1);
+    OWN(int, its_least, 1);
+    OWN(int, its_level, 1);
+    OWN(int, its_minimum, 1);
     PHASE { TIMES (i, 16) MY(more)[i] = 0; }
 #endif
     PHASE { TIMES (i, 16) MY(total)[i] = 0, MY(sum)[i] = 0; }
     PHASE { BRING(0) }
+#if IS_FLOAT
     for (uint32_t begin = 0; begin < n_inputs; begin += DEEP) {
         PHASE {
-#if IS_FLOAT
             TIMES (k, OF_THREAD) {
                 const uint32_t at = (k * (THREADS / 64) + THREAD / 64) * 16 + THREAD % 64 / 4;
                 of_weights[at].of[THREAD % 4] = (uint32_t)AS_INT(MY(weight)[k]);
                 of_rows[at].of[THREAD % 4] = (uint32_t)AS_INT(MY(value)[k]);
             }
-#else
-            of_weights[THREAD] = codes_of(MY(low)[0], MY(high)[0], THREAD / 16 % 8);
-            TIMES (j, 4) of_rows[(THREAD / 64 * 4 + j) * 16 + THREAD % 64 / 4].of[THREAD % 4] = MY(four)[0].of[j];
-#endif
         }
         PHASE {
-            const uint32_t column = THREAD % 16 * 4, o = column % 16, row = THREAD / 16 * 4;
-            const uint32_t wanted = GROUP_X * 4 + column / 16, panel = wanted < n_panels ? wanted : n_panels - 1;
             BRING(begin + DEEP)
-#if IS_FLOAT
             TIMES (i, DEEP) {
-                const FOUR w = of_weights[i * 16 + column / 4], x = of_rows[i * 16 + THREAD / 16];
+                const FOUR w = of_weights[i * 16 + THREAD % 16], x = of_rows[i * 16 + THREAD / 16];
                 if (begin + i < n_inputs)
                     TIMES (r, 4)
                         TIMES (j, 4)
@@ -348,9 +377,8 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
 #if BITS < 16
             if ((begin + DEEP) % TOKEN_GROUP == 0) {
                 const uint32_t from = begin % BLOCK / TOKEN_GROUP * TOKEN_GROUP;
-                GLOBAL const uint32_t *block = matrix + ((uint64_t)panel * n_blocks + begin / BLOCK) * BLOCK_WORDS;
                 TIMES (j, 4) {
-                    const float factor = OWN_FACTOR(block, from, o + j);
+                    const float factor = OWN_FACTOR(BLOCK_OF(PANEL_OF(j), begin), from, OUTPUT(j) % 16);
                     TIMES (r, 4) {
                         MY(total)[r * 4 + j] = FMA(MY(sum)[r * 4 + j], factor, MY(total)[r * 4 + j]);
                         MY(sum)[r * 4 + j] = 0;
@@ -358,47 +386,62 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
                 }
             }
 #endif
+        }
+    }
 #else
+    /* What was brought is put in one half of the memory, while the other is multiplied. */
+    for (uint32_t begin = 0; begin < n_inputs + DEEP; begin += DEEP) {
+        PHASE {
+            const uint32_t half = begin / DEEP % 2;
+            const FOUR codes = codes_of(MY(low)[0], MY(high)[0], QUAD % 8);
+            TIMES (j, 4)
+                of_weights[(half * (DEEP / 16) + QUAD / 4) * 64 + j * 16 + FOURTH].of[QUAD % 4] = SIGNED(codes.of[j]);
+            of_rows[half * (DEEP / 16) * 64 + THREAD] = MY(four)[0];
+            if (THREAD < SUBS * 64) {
+                const uint32_t at = half * SUBS * 64 + THREAD, place = at - THREAD % 64 + THREAD % 4 * 16 + THREAD % 64 / 4;
+                if (NEEDS_SUMS) least[at] = MY(its_least)[0];
+                if (LEVELS) level[place] = MY(its_level)[0];
+                if (LEVELS * HAS_MINIMUM) minimum[place] = MY(its_minimum)[0];
+            }
+            BRING(begin + DEEP)
             UNROLLED for (uint32_t sub = 0; sub < DEEP; sub += SUB) {
-                const uint32_t input = begin + sub, from = input % BLOCK;
-                if (input < n_inputs && row < count) {
-                    GLOBAL const uint32_t *block = matrix + ((uint64_t)panel * n_blocks + input / BLOCK) * BLOCK_WORDS;
-                    int dots[16], least[4];
+                const uint32_t input = begin - DEEP + sub, at = ((1 - half) * SUBS + sub / SUB) * 64;
+                if (begin && input < n_inputs && FIRST_ROW < count) {
+                    const uint32_t first_four = ((1 - half) * DEEP + sub) / 16 * 64;
+                    int dots[16];
                     TIMES (i, 16) dots[i] = 0;
-                    UNROLLED for (uint32_t quad = sub / 4; quad < (sub + SUB) / 4; quad++) {
-                        const FOUR w = of_weights[quad * 16 + column / 4], x = of_rows[quad * 16 + THREAD / 16];
-                        TIMES (r, 4)
-                            TIMES (j, 4) dots[r * 4 + j] = DOT4(w.of[j], x.of[r], dots[r * 4 + j]);
-                    }
-                    TIMES (r, NEEDS_SUMS ? 4 : 0) {
-                        const uint32_t own = source[row + r < count ? row + r : count - 1];
-                        least[r] = group_sums[((uint64_t)own * n_inputs + input) / SUB];
-                    }
-                    TIMES (j, 4) {
-#if LEVELS
-                        const int level = level_at(block, from / SIZE_OF_GROUP, o + j);
-                        const int minimum = HAS_MINIMUM ? minimum_at(block, from / SIZE_OF_GROUP, o + j) : 0;
+#ifdef MULTIPLY_TILES
+                    MULTIPLY_TILES(of_weights + first_four, of_rows + first_four, dots);
 #else
-                        const int level = 1, minimum = 0;
+                    UNROLLED for (uint32_t four = first_four; four < first_four + SUB / 16 * 64; four += 64) {
+                        FOUR w[4], x[4];
+                        TIMES (j, 4) w[j] = of_weights[four + PLACE(j)], x[j] = of_rows[four + ROW(j)];
+                        TIMES (quad, 4)
+                            TIMES (r, 4)
+                                TIMES (j, 4) dots[r * 4 + j] = DOT4(w[j].of[quad], x[r].of[quad], dots[r * 4 + j]);
+                    }
 #endif
-                        TIMES (r, 4) {
-                            MY(sum)[r * 4 + j] += (dots[r * 4 + j] - (LESS ? LESS * least[r] : 0)) * level;
-                            if (LEVELS * HAS_MINIMUM) MY(more)[r * 4 + j] += minimum * least[r];
+                    TIMES (r, 4) {
+                        const int of_row = NEEDS_SUMS ? least[at + ROW(r)] : 0;
+                        TIMES (j, 4) {
+                            const int dot = dots[r * 4 + j] - (LESS_OF_MANY ? LESS_OF_MANY * of_row : 0);
+                            MY(sum)[r * 4 + j] += LEVELS ? dot * level[at + PLACE(j)] : dot;
+                            if (LEVELS * HAS_MINIMUM) MY(more)[r * 4 + j] += minimum[at + PLACE(j)] * of_row;
                         }
                     }
                     if ((input + SUB) % TOKEN_GROUP == 0) {
-                        const uint32_t at = from / TOKEN_GROUP * TOKEN_GROUP;
+                        const uint32_t from = input % BLOCK / TOKEN_GROUP * TOKEN_GROUP;
                         TIMES (j, 4) {
-                            const float factor = OWN_FACTOR(block, at, o + j);
+                            GLOBAL const uint32_t *block = BLOCK_OF(PANEL_OF(j), input);
+                            const float factor = OWN_FACTOR(block, from, OUTPUT(j) % 16);
                             TIMES (r, 4) {
-                                const uint32_t own = source[row + r < count ? row + r : count - 1];
+                                const uint32_t own = source[ROW(r) < count ? ROW(r) : count - 1], i = r * 4 + j;
                                 const uint64_t group = (uint64_t)own * n_groups + input / TOKEN_GROUP;
-                                const uint32_t i = r * 4 + j;
                                 float all = FMA((float)MY(sum)[i], MUL(factor, scales[group]), MY(total)[i]);
 #if HAS_MINIMUM && LEVELS
-                                all = FMA((float)MY(more)[i], MUL(BELOW(block, o + j), scales[group]), all);
+                                all = FMA((float)MY(more)[i], MUL(BELOW(block, OUTPUT(j) % 16), scales[group]), all);
 #elif HAS_MINIMUM
-                                all = FMA(lowest_at(block, at / SIZE_OF_GROUP, o + j, factor), sums[group], all);
+                                all = FMA(lowest_at(block, from / SIZE_OF_GROUP, OUTPUT(j) % 16, factor), sums[group], all);
 #endif
                                 MY(total)[i] = all, MY(sum)[i] = 0, MY(more)[i] = 0;
                             }
@@ -406,16 +449,16 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
                     }
                 }
             }
-#endif
         }
     }
+#endif
     PHASE {
-        const uint32_t o = GROUP_X * 64 + THREAD % 16 * 4, row = THREAD / 16 * 4;
-        for (uint32_t r = 0; r < 4 && row + r < count; r++)
-            for (uint32_t j = 0; j < 4 && o + j < n_out; j++) {
+        TIMES (r, 4)
+            TIMES (j, 4) {
+                const uint32_t o = GROUP_X * 64 + OUTPUT(j);
                 const float all = BITS < 16 ? MY(total)[r * 4 + j] : (float)MY(sum)[r * 4 + j];
-                const uint64_t place = (uint64_t)target[row + r] * width + first + o + j;
-                out[place] = finished(all, bias, o + j + expert * n_out, n_out, has_bias);
+                if (ROW(r) < count && o < n_out)
+                    out[(uint64_t)target[ROW(r)] * width + first + o] = finished(all, bias, o + expert * n_out, n_out, has_bias);
             }
     }
 }

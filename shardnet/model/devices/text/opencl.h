@@ -21,6 +21,7 @@ typedef ushort uint16_t;
 typedef struct __attribute__((aligned(16))) { uint32_t of[4]; } FOUR;
 #define UNROLLED _Pragma("unroll")
 #define AHEAD _Pragma("unroll 16") /* what is needed is read before it is needed */
+#define AHEAD_8 _Pragma("unroll 8")
 #define FMA fma
 #define MUL(a, b) ((a) * (b))
 #define ADD(a, b) ((a) + (b))
