@@ -25,7 +25,7 @@ GATHERED_FROM: Final = 12
 """From so many visits an expert on they are gathered by expert: TILE rows together cost as many
 one by one.
 """
-PRODUCT_PARTS: Final = ("vectors", "linear")
+PRODUCT_PARTS: Final = ("vectors", "linear", "many")
 """Of the text."""
 NO_ACTIVATION: Final = 4
 _HAS_BIAS, _HAS_FACTORS = 1, 2
@@ -40,7 +40,6 @@ def form_macros(form: PanelForm, rows: int) -> dict[str, object]:
     words = np.array(form.book or [0] * 16).astype(np.int8).view(np.uint32)
     return {
         "ROWS": rows,
-        "AT_LEAST": 3 if rows == 1 else 2,
         "BITS": form.bits,
         "CODE": int(form.code),
         "OFFSET": form.offset,
@@ -63,7 +62,8 @@ def form_macros(form: PanelForm, rows: int) -> dict[str, object]:
 
 def can_multiply(form: PanelForm) -> bool:
     """Say whether the text multiplies panels of a form, as the library does."""
-    return form.is_plain or form.has_kernel
+    is_even = form.is_float or form.block_inputs == UNIT or form.block_inputs % (2 * UNIT) == 0
+    return form.is_plain or (form.has_kernel and is_even)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,7 +127,7 @@ _ADDING = """PHASE {
         ("4 + (quad) / 4", "4"),
         ("dots[r * 4 + j] - less", "dots[r * 4 + j]"),
         ("- LESS * 0x01010101u", ""),
-        ("(half * (DEEP / 16) + QUAD / 4)", "(QUAD / 4)"),
+        ("((side) * (DEEP / 16) + QUAD / 4)", "(QUAD / 4)"),
         ("FMA(part[at + g * 16], factor[at + g * 16], sum)", "sum + part[at + g * 16]"),
         (_ADDING, _ADDING.replace("PHASE {", "{ const uint32_t turn = 255;", 1)),
         ("DIV(largest, 127.0f)", "MUL(largest, 1.0f / 127.0f)"),
@@ -138,13 +138,9 @@ def test_a_wrong_text_is_found_out(
     before: str, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By these tests, and by a device that holds its products against the library's."""
-    text = drivers.part_of_text("linear")
-    assert text.count(before) == 1
-    wrong = text.replace(before, after)
-    monkeypatch.setattr(
-        drivers, "part_of_text", lambda name, own=drivers.part_of_text: wrong
-        if name == "linear" else own(name)
-    )  # fmt: skip
+    own = drivers.part_of_text
+    assert sum(own(name).count(before) for name in ("linear", "many")) == 1
+    monkeypatch.setattr(drivers, "part_of_text", lambda name: own(name).replace(before, after))
     linear = PanelLinear([random_panels(Q6_K, 16, 1024)], None)
     with pytest.raises(ConfigurationError, match="has other bits for Q6_K"):
         Device(HostOnce(options=QUICK)).product(linear)

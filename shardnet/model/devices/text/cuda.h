@@ -5,11 +5,8 @@ typedef unsigned char uint8_t;
 typedef signed char int8_t;
 typedef short int16_t;
 typedef unsigned short uint16_t;
-/* Two groups at a time, or as the text says: with more a thread has few registers, and waits for each word that it reads. */
-#ifndef AT_LEAST
-#define AT_LEAST 2
-#endif
-#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, AT_LEAST)
+/* Two groups at a time: with more a thread has few registers, and waits for each word that it reads. */
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 2)
 #define INLINE static __device__ __forceinline__
 #define GLOBAL
 #define TABLE __constant__
@@ -45,8 +42,15 @@ INLINE float HALF(uint32_t bits) {
     return value;
 }
 
+/* The sums of two words of 16 bits, signed, each times a byte, without a sign; from sm_61 on. */
+INLINE int DOT2(uint32_t words, uint32_t bytes, int c) {
+    asm("dp2a.lo.s32.u32 %0, %1, %2, %0;" : "+r"(c) : "r"(words), "r"(bytes));
+    return c;
+}
+#define DOT2 DOT2
+
 /* From sm_80 on a warp multiplies bytes of 32 outputs and 16 rows by tensor cores: sums of whole numbers, as DOT4's. `weights`
- * and `rows` are [16 inputs][64], and the sums of a thread are those of PLACE and ROW. */
+ * and `rows` are [16 inputs][64], and a thread gets the sums of its own outputs and rows (many.h). */
 #if __CUDA_ARCH__ >= 800
 #define TENSORS
 #define MULTIPLY_TILES(weights, rows, dots)                                                                             \
@@ -55,12 +59,13 @@ INLINE float HALF(uint32_t bits) {
         int *d = (dots) + part / 2 * 8 + part % 2 * 2;                                                                  \
         const uint32_t t = THREAD % 4;                                                                                  \
         if (SUB == 32)                                                                                                  \
-            asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
-                : "+r"(d[0]), "+r"(d[4]), "+r"(d[1]), "+r"(d[5])                                                        \
-                : "r"(w[0].of[t]), "r"(w[8].of[t]), "r"(w[64].of[t]), "r"(w[72].of[t]), "r"(x[0].of[t]), "r"(x[64].of[t])); \
+            asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};" \
+                : "=r"(d[0]), "=r"(d[4]), "=r"(d[1]), "=r"(d[5])                                                        \
+                : "r"(w[0].of[t]), "r"(w[8].of[t]), "r"(w[64].of[t]), "r"(w[72].of[t]), "r"(x[0].of[t]),                \
+                  "r"(x[64].of[t]), "r"(0));                                                                            \
         else                                                                                                            \
-            asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"          \
-                : "+r"(d[0]), "+r"(d[4]), "+r"(d[1]), "+r"(d[5])                                                        \
-                : "r"(w[0].of[t]), "r"(w[8].of[t]), "r"(x[0].of[t]));                                                   \
+            asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"          \
+                : "=r"(d[0]), "=r"(d[4]), "=r"(d[1]), "=r"(d[5])                                                        \
+                : "r"(w[0].of[t]), "r"(w[8].of[t]), "r"(x[0].of[t]), "r"(0));                                           \
     }
 #endif

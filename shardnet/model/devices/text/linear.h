@@ -1,9 +1,8 @@
 /* Rows quantised as csrc/linear.c does, and their products with panels of any form, to the same bits.
  *
  * What a form is, is given by macros, so that a compiler sees constants: config/panel_form.py says what they mean. A
- * group of threads makes a panel of 16 outputs for ROWS rows (`multiply`), or four panels for 64 rows
- * (`multiply_many`). Sums of whole numbers may be taken in any order; what is added in floats is added up in the
- * order of its token groups, by one thread. */
+ * group of threads makes a panel of 16 outputs for ROWS rows; many.h has products of many. Sums of whole numbers may be
+ * taken in any order; what is added in floats is added up in the order of its token groups, by one thread. */
 
 #define SUB (SIZE_OF_GROUP < 32 ? SIZE_OF_GROUP : 32) /* inputs of a unit that share a scale */
 #define BLOCK_WORDS (BLOCK_BYTES / 4)
@@ -232,238 +231,7 @@ INLINE float plain_at(uint32_t word, uint32_t i) {
 
 #endif
 
-#if ROWS == 0
-
-/* --- four panels for many rows */
-
-#if IS_FLOAT
-#define DEEP 32 /* inputs at a time */
-#else
-#define DEEP 64
-#define SUBS (DEEP / SUB)
-#define LESS_OF_MANY (BITS == 8 ? LESS : 0) /* smaller codes become signed bytes */
-#define NEEDS_SUMS ((LESS_OF_MANY != 0) + LEVELS * HAS_MINIMUM) /* of groups */
-#endif
-
-/* Of the 4 x 4 outputs and rows of a thread: where they are among the 64 x 64 that a group has in memory. */
-#if defined(TENSORS) && !IS_FLOAT
-#define FIRST_ROW (THREAD / 64 * 16) /* of a warp, which multiplies together */
-#define PLACE(j) (THREAD / 32 % 2 * 32 + THREAD % 32 / 4 + (j) * 8)
-#define ROW(r) (FIRST_ROW + (r) / 2 * 8 + THREAD % 4 * 2 + (r) % 2)
-#else
-#define FIRST_ROW (THREAD / 16 * 4)
-#define PLACE(j) (THREAD % 16 + (j) * 16)
-#define ROW(r) (FIRST_ROW + (r))
-#endif
-#define OUTPUT(j) (PLACE(j) % 16 * 4 + PLACE(j) / 16) /* so that threads write to unlike banks */
-#define PANEL_OF(j) (GROUP_X * 4 + OUTPUT(j) / 16 < n_panels ? GROUP_X * 4 + OUTPUT(j) / 16 : n_panels - 1)
-#define BLOCK_OF(panel, input) (matrix + ((uint64_t)(panel) * n_blocks + (input) / BLOCK) * BLOCK_WORDS)
-
-/* Has a thread read its part of the inputs from `next` on, of weights and rows, while those before are multiplied. */
-#if IS_FLOAT
-#define OF_THREAD (DEEP * 64 / THREADS)
-#if BITS < 16
-#define WEIGHT(block, input, o) VALUE(block + HEADER / 4 + (input) % BLOCK / 32 * BITS * 16, (input) % 32, o)
-#else
-#define WEIGHT(block, input, o) plain_at(block[o], (input) % OF_WORD)
-#define OPEN_BOOK
-#endif
-#define BRING(next)                                                                                                      \
-    TIMES (k, OF_THREAD) {                                                                                               \
-        const uint32_t input = (next) + k * (THREADS / 64) + THREAD / 64;                                                \
-        const uint32_t its_panel = GROUP_X * 4 + THREAD % 64 / 16;                                                       \
-        if (input < n_inputs && its_panel < n_panels) {                                                                  \
-            MY(weight)[k] = WEIGHT(BLOCK_OF(its_panel, input), input, THREAD % 16);                                      \
-        }                                                                                                                \
-        if (input < n_inputs && THREAD % 64 < count)                                                                     \
-            MY(value)[k] = wide[(uint64_t)source[THREAD % 64] * n_inputs + input];                                       \
-    }
-#else
-/* A thread brings four outputs of a quad, 16 inputs of a row, and for a unit of inputs what an output and a row have. */
-#define QUAD (THREAD / 8 % 16)
-#define FOURTH (THREAD % 8 + THREAD / 128 * 8)
-#define BRING(next)                                                                                                      \
-    {                                                                                                                    \
-        const uint32_t input = (next) + QUAD * 4, piece = (next) + THREAD / 64 * 16, sub = (next) + THREAD / 64 * SUB;   \
-        const uint32_t its_panel = GROUP_X * 4 + FOURTH / 4, of_sub = GROUP_X * 4 + THREAD % 64 / 16;                    \
-        if (input < n_inputs && its_panel < n_panels) {                                                                  \
-            GLOBAL const uint32_t *unit =                                                                                \
-                BLOCK_OF(its_panel, input) + HEADER / 4 + input % BLOCK / 32 * BITS * 16 + FOURTH % 4 * 4;               \
-            MY(low)[0] = LOAD4(unit + LOW(QUAD % 8) * 16);                                                               \
-            MY(high)[0] = LOAD4(unit + HIGH(QUAD % 8) * 16);                                                             \
-        }                                                                                                                \
-        if (piece < n_inputs && THREAD % 64 < count)                                                                     \
-            MY(four)[0] = LOAD4(quantised + ((uint64_t)source[THREAD % 64] * n_inputs + piece) / 4);                     \
-        if (NEEDS_SUMS && THREAD < SUBS * 64 && sub < n_inputs && THREAD % 64 < count)                                   \
-            MY(its_least)[0] = group_sums[((uint64_t)source[THREAD % 64] * n_inputs + sub) / SUB];                       \
-        BRING_LEVELS                                                                                                     \
-    }
-#if LEVELS
-#define BRING_LEVELS                                                                                                     \
-    if (THREAD < SUBS * 64 && sub < n_inputs && of_sub < n_panels) {                                                     \
-        MY(its_level)[0] = level_at(BLOCK_OF(of_sub, sub), sub % BLOCK / SIZE_OF_GROUP, THREAD % 16);                    \
-        if (HAS_MINIMUM)                                                                                                 \
-            MY(its_minimum)[0] = minimum_at(BLOCK_OF(of_sub, sub), sub % BLOCK / SIZE_OF_GROUP, THREAD % 16);            \
-    }
-#else
-#define BRING_LEVELS
-#endif
-#endif
-
-/* out[row][first + o] for the four panels from GROUP_X * 4 on and the 64 rows from GROUP_Y * 64 on: a thread has four
- * outputs of four rows. With `expert_words` they are the rows of tile GROUP_Y, whose numbers are in `order`, by the matrix
- * of the tile's expert; `repeats` rows have the same inputs. */
-KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised, GLOBAL const float *wide,
-                     GLOBAL const float *scales, GLOBAL const float *sums, GLOBAL const int16_t *group_sums,
-                     GLOBAL const float *bias, GLOBAL const uint32_t *order, GLOBAL const uint32_t *tiles,
-                     GLOBAL float *out, uint32_t n_blocks, uint32_t n_out, uint32_t n_rows, uint32_t width,
-                     uint32_t first, uint32_t has_bias, uint32_t expert_words, uint32_t repeats WHERE) {
-    SHARED uint32_t source[64], target[64]; /* of rows: where their inputs are, and their outputs */
-    OWN(float, total, 16);
-#if IS_FLOAT
-    SHARED FOUR of_weights[DEEP * 16], of_rows[DEEP * 16]; /* [inputs][64] */
-    OWN(float, sum, 16);
-#else
-    SHARED FOUR of_weights[2 * DEEP / 16 * 64], of_rows[2 * DEEP / 16 * 64]; /* twice [16 inputs][64] */
-    SHARED int least[2 * SUBS * 64], level[2 * SUBS * 64], minimum[2 * SUBS * 64];
-    OWN(int, sum, 16);
-    OWN(int, more, 16);
-#endif
-    const uint32_t n_inputs = n_blocks * BLOCK, n_groups = n_inputs / TOKEN_GROUP, n_panels = (n_out + 15) / 16;
-    const uint32_t expert = expert_words ? tiles[3 * GROUP_Y] : 0;
-    const uint32_t begin_row = expert_words ? tiles[3 * GROUP_Y + 1] : GROUP_Y * 64, left = n_rows - begin_row;
-    const uint32_t count = expert_words ? tiles[3 * GROUP_Y + 2] : left < 64 ? left : 64;
-    GLOBAL const uint32_t *matrix = weights + (uint64_t)expert * expert_words;
-    if (count == 0) return;
-    PHASE {
-        if (THREAD < count) {
-            target[THREAD] = expert_words ? order[begin_row + THREAD] : begin_row + THREAD;
-            source[THREAD] = target[THREAD] / repeats;
-        }
-    }
-#if IS_FLOAT
-    OWN(float, weight, OF_THREAD);
-    OWN(float, value, OF_THREAD);
-    OPEN_BOOK
-#else
-    OWN(FOUR, low, 1);
-    OWN(FOUR, high, 1);
-    OWN(FOUR, four, 1);
-    OWN(int, its_least, 1);
-    OWN(int, its_level, 1);
-    OWN(int, its_minimum, 1);
-    PHASE { TIMES (i, 16) MY(more)[i] = 0; }
-#endif
-    PHASE { TIMES (i, 16) MY(total)[i] = 0, MY(sum)[i] = 0; }
-    PHASE { BRING(0) }
-#if IS_FLOAT
-    for (uint32_t begin = 0; begin < n_inputs; begin += DEEP) {
-        PHASE {
-            TIMES (k, OF_THREAD) {
-                const uint32_t at = (k * (THREADS / 64) + THREAD / 64) * 16 + THREAD % 64 / 4;
-                of_weights[at].of[THREAD % 4] = (uint32_t)AS_INT(MY(weight)[k]);
-                of_rows[at].of[THREAD % 4] = (uint32_t)AS_INT(MY(value)[k]);
-            }
-        }
-        PHASE {
-            BRING(begin + DEEP)
-            TIMES (i, DEEP) {
-                const FOUR w = of_weights[i * 16 + THREAD % 16], x = of_rows[i * 16 + THREAD / 16];
-                if (begin + i < n_inputs)
-                    TIMES (r, 4)
-                        TIMES (j, 4)
-                            MY(sum)[r * 4 + j] = FMA(AS_FLOAT(w.of[j]), AS_FLOAT(x.of[r]), MY(sum)[r * 4 + j]);
-            }
-#if BITS < 16
-            if ((begin + DEEP) % TOKEN_GROUP == 0) {
-                const uint32_t from = begin % BLOCK / TOKEN_GROUP * TOKEN_GROUP;
-                TIMES (j, 4) {
-                    const float factor = OWN_FACTOR(BLOCK_OF(PANEL_OF(j), begin), from, OUTPUT(j) % 16);
-                    TIMES (r, 4) {
-                        MY(total)[r * 4 + j] = FMA(MY(sum)[r * 4 + j], factor, MY(total)[r * 4 + j]);
-                        MY(sum)[r * 4 + j] = 0;
-                    }
-                }
-            }
-#endif
-        }
-    }
-#else
-    /* What was brought is put in one half of the memory, while the other is multiplied. */
-    for (uint32_t begin = 0; begin < n_inputs + DEEP; begin += DEEP) {
-        PHASE {
-            const uint32_t half = begin / DEEP % 2;
-            const FOUR codes = codes_of(MY(low)[0], MY(high)[0], QUAD % 8);
-            TIMES (j, 4)
-                of_weights[(half * (DEEP / 16) + QUAD / 4) * 64 + j * 16 + FOURTH].of[QUAD % 4] = SIGNED(codes.of[j]);
-            of_rows[half * (DEEP / 16) * 64 + THREAD] = MY(four)[0];
-            if (THREAD < SUBS * 64) {
-                const uint32_t at = half * SUBS * 64 + THREAD, place = at - THREAD % 64 + THREAD % 4 * 16 + THREAD % 64 / 4;
-                if (NEEDS_SUMS) least[at] = MY(its_least)[0];
-                if (LEVELS) level[place] = MY(its_level)[0];
-                if (LEVELS * HAS_MINIMUM) minimum[place] = MY(its_minimum)[0];
-            }
-            BRING(begin + DEEP)
-            UNROLLED for (uint32_t sub = 0; sub < DEEP; sub += SUB) {
-                const uint32_t input = begin - DEEP + sub, at = ((1 - half) * SUBS + sub / SUB) * 64;
-                if (begin && input < n_inputs && FIRST_ROW < count) {
-                    const uint32_t first_four = ((1 - half) * DEEP + sub) / 16 * 64;
-                    int dots[16];
-                    TIMES (i, 16) dots[i] = 0;
-#ifdef MULTIPLY_TILES
-                    MULTIPLY_TILES(of_weights + first_four, of_rows + first_four, dots);
-#else
-                    UNROLLED for (uint32_t four = first_four; four < first_four + SUB / 16 * 64; four += 64) {
-                        FOUR w[4], x[4];
-                        TIMES (j, 4) w[j] = of_weights[four + PLACE(j)], x[j] = of_rows[four + ROW(j)];
-                        TIMES (quad, 4)
-                            TIMES (r, 4)
-                                TIMES (j, 4) dots[r * 4 + j] = DOT4(w[j].of[quad], x[r].of[quad], dots[r * 4 + j]);
-                    }
-#endif
-                    TIMES (r, 4) {
-                        const int of_row = NEEDS_SUMS ? least[at + ROW(r)] : 0;
-                        TIMES (j, 4) {
-                            const int dot = dots[r * 4 + j] - (LESS_OF_MANY ? LESS_OF_MANY * of_row : 0);
-                            MY(sum)[r * 4 + j] += LEVELS ? dot * level[at + PLACE(j)] : dot;
-                            if (LEVELS * HAS_MINIMUM) MY(more)[r * 4 + j] += minimum[at + PLACE(j)] * of_row;
-                        }
-                    }
-                    if ((input + SUB) % TOKEN_GROUP == 0) {
-                        const uint32_t from = input % BLOCK / TOKEN_GROUP * TOKEN_GROUP;
-                        TIMES (j, 4) {
-                            GLOBAL const uint32_t *block = BLOCK_OF(PANEL_OF(j), input);
-                            const float factor = OWN_FACTOR(block, from, OUTPUT(j) % 16);
-                            TIMES (r, 4) {
-                                const uint32_t own = source[ROW(r) < count ? ROW(r) : count - 1], i = r * 4 + j;
-                                const uint64_t group = (uint64_t)own * n_groups + input / TOKEN_GROUP;
-                                float all = FMA((float)MY(sum)[i], MUL(factor, scales[group]), MY(total)[i]);
-#if HAS_MINIMUM && LEVELS
-                                all = FMA((float)MY(more)[i], MUL(BELOW(block, OUTPUT(j) % 16), scales[group]), all);
-#elif HAS_MINIMUM
-                                all = FMA(lowest_at(block, from / SIZE_OF_GROUP, OUTPUT(j) % 16, factor), sums[group], all);
-#endif
-                                MY(total)[i] = all, MY(sum)[i] = 0, MY(more)[i] = 0;
-                            }
-                        }
-                    }
-                }
-            }
-        }
-    }
-#endif
-    PHASE {
-        TIMES (r, 4)
-            TIMES (j, 4) {
-                const uint32_t o = GROUP_X * 64 + OUTPUT(j);
-                const float all = BITS < 16 ? MY(total)[r * 4 + j] : (float)MY(sum)[r * 4 + j];
-                if (ROW(r) < count && o < n_out)
-                    out[(uint64_t)target[ROW(r)] * width + first + o] = finished(all, bias, o + expert * n_out, n_out, has_bias);
-            }
-    }
-}
-
-#else
+#if ROWS != 0
 
 /* out[row][first + o] for the panel GROUP_X and ROWS rows from GROUP_Y * ROWS on. With `ids` each row has the matrix of
  * its own number there, `expert_words` from one to the next, and `repeats` rows have the same inputs. */
@@ -498,19 +266,18 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
 #define SLICES (TOKEN_GROUP / SLICE) /* of a token group */
 #define EACH (ROWS < 2 ? ROWS : 2)   /* rows of a thread */
 #define AT_ONCE (THREADS / 4 / (ROWS / EACH))
-#define PASSES (ROWS == 1 && BITS < 8 && TOKEN_GROUP > 32 ? 2 : 1)
-#define CHUNK (AT_ONCE * PASSES / SLICES) /* token groups at a time */
+#define CHUNK (AT_ONCE / SLICES) /* token groups at a time */
 #define OF_CHUNK (ROWS * CHUNK * 16)
 #define OF_THREAD (OF_CHUNK / THREADS)
 #define HAS_ONE(i) (begin + (i) / 16 % CHUNK < n_groups && row + (i) / (CHUNK * 16) < n_rows)
 
 /* Has a thread read its slices of the chunk that begins at token group `next`. */
 #define BRING_LINES(next)                                                                                                \
-    TIMES (pass, PASSES) {                                                                                               \
-        const uint32_t input = (next) * TOKEN_GROUP + (pass * AT_ONCE + THREAD / 4 % AT_ONCE) * SLICE;                   \
+    {                                                                                                                    \
+        const uint32_t input = (next) * TOKEN_GROUP + THREAD / 4 % AT_ONCE * SLICE;                                      \
         GLOBAL const uint32_t *lines = panel + input / BLOCK * BLOCK_WORDS + HEADER / 4 + input % BLOCK * BITS / 32 * 16; \
         if (input < n_groups * TOKEN_GROUP)                                                                              \
-            TIMES (k, LINES) MY(line)[pass * LINES + k] = LOAD4(lines + k * 16 + THREAD % 4 * 4);                        \
+            TIMES (k, LINES) MY(line)[k] = LOAD4(lines + k * 16 + THREAD % 4 * 4);                                       \
     }
 
 MULTIPLY {
@@ -529,7 +296,7 @@ MULTIPLY {
 #if IS_FLOAT
     OPEN_BOOK
 #else
-    OWN(FOUR, line, PASSES * LINES);
+    OWN(FOUR, line, LINES);
     PHASE { BRING_LINES(0) }
 #endif
     PHASE { if (THREAD < ROWS * 16) total[THREAD] = 0; }
@@ -557,60 +324,57 @@ MULTIPLY {
 #endif
                 }
             }
-            TIMES (pass, PASSES) {
-                const uint32_t slice = pass * AT_ONCE + THREAD / 4 % AT_ONCE, input = begin * TOKEN_GROUP + slice * SLICE;
-                if (input < n_groups * TOKEN_GROUP) {
-                    GLOBAL const uint32_t *block = panel + input / BLOCK * BLOCK_WORDS;
-                    const uint32_t from = input % BLOCK;
+            const uint32_t slice = THREAD / 4 % AT_ONCE, input = begin * TOKEN_GROUP + slice * SLICE;
+            if (input < n_groups * TOKEN_GROUP) {
+                GLOBAL const uint32_t *block = panel + input / BLOCK * BLOCK_WORDS;
+                const uint32_t from = input % BLOCK;
 #if IS_FLOAT
-                    GLOBAL const uint32_t *unit = block + HEADER / 4 + from / 32 * BITS * 16;
+                GLOBAL const uint32_t *unit = block + HEADER / 4 + from / 32 * BITS * 16;
 #endif
-                    SUM sum[EACH * 4];
-                    TIMES (j, EACH * 4) sum[j] = 0;
-                    UNROLLED for (uint32_t sub = 0; sub < SLICE; sub += SUB) {
+                SUM sum[EACH * 4];
+                TIMES (j, EACH * 4) sum[j] = 0;
+                UNROLLED for (uint32_t sub = 0; sub < SLICE; sub += SUB) {
 #if IS_FLOAT
-                        for (uint32_t i = 0; i < SUB; i++)
-                            TIMES (j, 4) {
-                                const float value = VALUE(unit + sub / 32 * BITS * 16, i, o + j);
-                                TIMES (r, EACH)
-                                    if (row + own + r < n_rows)
-                                        sum[r * 4 + j] = FMA(
-                                            value, wide[(uint64_t)((row + own + r) / repeats) * n_groups * TOKEN_GROUP +
-                                                        input + sub + i], sum[r * 4 + j]);
-                            }
-#else
-                        int dots[EACH * 4];
-                        TIMES (j, EACH * 4) dots[j] = 0;
-                        TIMES (quad, SUB / 4) {
-                            const uint32_t of_slice = sub / 4 + quad;
-                            const FOUR codes = codes_of(
-                                MY(line)[pass * LINES + LOW(of_slice)], MY(line)[pass * LINES + HIGH(of_slice)], of_slice);
+                    for (uint32_t i = 0; i < SUB; i++)
+                        TIMES (j, 4) {
+                            const float value = VALUE(unit + sub / 32 * BITS * 16, i, o + j);
                             TIMES (r, EACH)
-                                if (row + own + r < n_rows) {
-                                    const uint64_t at = (uint64_t)((row + own + r) / repeats) * n_groups * TOKEN_GROUP;
-                                    const uint32_t four = quantised[(at + input + sub) / 4 + quad];
-                                    TIMES (j, 4) dots[r * 4 + j] = DOT4(codes.of[j], four, dots[r * 4 + j]);
-                                }
+                                if (row + own + r < n_rows)
+                                    sum[r * 4 + j] = FMA(
+                                        value, wide[(uint64_t)((row + own + r) / repeats) * n_groups * TOKEN_GROUP +
+                                                    input + sub + i], sum[r * 4 + j]);
                         }
+#else
+                    int dots[EACH * 4];
+                    TIMES (j, EACH * 4) dots[j] = 0;
+                    TIMES (quad, SUB / 4) {
+                        const uint32_t of_slice = sub / 4 + quad;
+                        const FOUR codes = codes_of(MY(line)[LOW(of_slice)], MY(line)[HIGH(of_slice)], of_slice);
                         TIMES (r, EACH)
                             if (row + own + r < n_rows) {
                                 const uint64_t at = (uint64_t)((row + own + r) / repeats) * n_groups * TOKEN_GROUP;
-                                const int less = LESS ? LESS * group_sums[(at + input + sub) / SUB] : 0;
-                                TIMES (j, 4) {
-                                    const int dot = dots[r * 4 + j] - less;
-#if LEVELS
-                                    sum[r * 4 + j] += dot * level_at(block, (from + sub) / SIZE_OF_GROUP, o + j);
-#else
-                                    sum[r * 4 + j] += dot;
-#endif
-                                }
+                                const uint32_t four = quantised[(at + input + sub) / 4 + quad];
+                                TIMES (j, 4) dots[r * 4 + j] = DOT4(codes.of[j], four, dots[r * 4 + j]);
                             }
-#endif
                     }
                     TIMES (r, EACH)
-                        TIMES (j, 4)
-                            slices[((own + r) * CHUNK * SLICES + slice) * 16 + o + j] = sum[r * 4 + j];
+                        if (row + own + r < n_rows) {
+                            const uint64_t at = (uint64_t)((row + own + r) / repeats) * n_groups * TOKEN_GROUP;
+                            const int less = LESS ? LESS * group_sums[(at + input + sub) / SUB] : 0;
+                            TIMES (j, 4) {
+                                const int dot = dots[r * 4 + j] - less;
+#if LEVELS
+                                sum[r * 4 + j] += dot * level_at(block, (from + sub) / SIZE_OF_GROUP, o + j);
+#else
+                                sum[r * 4 + j] += dot;
+#endif
+                            }
+                        }
+#endif
                 }
+                TIMES (r, EACH)
+                    TIMES (j, 4)
+                        slices[((own + r) * CHUNK * SLICES + slice) * 16 + o + j] = sum[r * 4 + j];
             }
 #if !IS_FLOAT
             BRING_LINES(begin + CHUNK)

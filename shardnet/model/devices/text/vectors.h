@@ -16,6 +16,13 @@ INLINE uint32_t BYTES_OF(uint32_t low, uint32_t high, uint32_t which) {
 }
 #endif
 
+#ifndef DOT2
+/* The sums of two words of 16 bits, signed, each times a byte, without a sign. */
+INLINE int DOT2(uint32_t words, uint32_t bytes, int c) {
+    return c + (int)(int16_t)words * (int)(bytes & 255u) + (int)(int16_t)(words >> 16) * (int)(bytes >> 8 & 255u);
+}
+#endif
+
 INLINE float more_of(float a, float b) { return a > b ? a : b; }
 INLINE float less_of(float a, float b) { return a < b ? a : b; }
 
