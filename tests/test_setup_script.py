@@ -105,3 +105,32 @@ case "$*" in *"--no-deps -e "*) exit {library} ;; *) exit {packages} ;; esac
     calls = (tmp_path / "calls").read_text()
     assert f"--no-deps -e {SETUP.parents[1]}" in calls or packages  # or was ended before it began
     assert " -r /" in calls
+
+
+def test_a_library_that_is_gone_is_built_again(tmp_path: Path) -> None:
+    """Without it all is computed by torch, many times slower; who has no compiler has none."""
+    root = SETUP.parents[1]
+    kernels = tmp_path / "shardnet" / "model" / "kernels"
+    for folder in (tmp_path / "scripts", tmp_path / ".venv", kernels / "csrc"):
+        folder.mkdir(parents=True)
+    for name in ("scripts/setup", "pyproject.toml", "constraints.txt", "setup.py"):
+        (tmp_path / name).write_bytes((root / name).read_bytes())
+    library = kernels / "_quantized.so"
+
+    def n_installed(program: str) -> int:
+        program = f'make_environment() {{ :; }}; PYTHON="{sys.executable}"; {program}; set_up dev'
+        done = subprocess.run(
+            ["bash", "-c", f'set -euo pipefail; source "{tmp_path}/scripts/setup"; {program}'],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stderr.count("(once)")
+
+    builds = f'install_packages() {{ touch "{library}"; }}'
+    assert [n_installed(builds), n_installed(builds)] == [1, 0]
+    library.unlink()
+    assert [n_installed(builds), n_installed(builds)] == [1, 0]
+    library.unlink()
+    no_compiler = "install_packages() { :; }"
+    assert [n_installed(no_compiler), n_installed(no_compiler)] == [1, 0]
