@@ -5,8 +5,7 @@ Knows the keys of their config and the names of their tensors. Must not know fil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from shardnet.checkpoint.quantization.weight_parts import (
@@ -43,24 +42,40 @@ _IGNORED: Final = (
 def read_gptq(fields: Fields) -> WeightFormat:
     """Read `quantization_config`. Raises UnsupportedModelError for what is not implemented."""
     take_shared(fields)
-    bits = fields.take("bits", int)
-    if bits not in _BITS:
-        raise fields.unsupported("bits", bits, ", ".join(map(str, _BITS)))
     newer = fields.take("format", str, "gptq")
     version = fields.take("checkpoint_format", str, newer).lower()
     if version not in ("gptq", "gptq_v2"):
         raise fields.unsupported("checkpoint_format", version, "gptq, gptq_v2")
-    combine = partial(
-        _combine,
-        bits=bits,
-        group_size=read_group_size(fields),
-        zero_offset=1 if version == "gptq" else 0,
-    )
+    usual = read_bits(fields), read_group_size(fields)
+    return gptq_format(usual, {}, zero_offset=1 if version == "gptq" else 0)
+
+
+def gptq_format(
+    usual: tuple[int, int], others: Mapping[str, tuple[int, int]], *, zero_offset: int
+) -> WeightFormat:
+    """Make the format of weights with the `usual` bits and inputs that share a scale (0: all).
+
+    `others` has those of single weights, by the beginning of their tensors' names. `zero_offset` is
+    added to the zeros: 1 in the first version of the format.
+    """
+
+    def combine(parts: WeightParts) -> ModelTensor:
+        bits, group_size = others.get(parts.stem, usual)
+        return _combine(parts, bits=bits, group_size=group_size, zero_offset=zero_offset)
+
     return WeightFormat(
         markers=(".qweight",),
         suffixes=(".qweight", ".qzeros", ".scales", ".g_idx", ".bias"),
         combine=combine,
     )
+
+
+def read_bits(fields: Fields, *default: int) -> int:
+    """Read the bits of a weight."""
+    bits = fields.take("bits", int, *default)
+    if bits not in _BITS:
+        raise fields.unsupported("bits", bits, ", ".join(map(str, _BITS)))
+    return int(bits)
 
 
 def take_shared(fields: Fields) -> None:
@@ -77,9 +92,9 @@ def take_shared(fields: Fields) -> None:
         raise fields.unsupported("dynamic", exceptions, "patterns that begin with -:")
 
 
-def read_group_size(fields: Fields) -> int:
+def read_group_size(fields: Fields, default: int = 128) -> int:
     """Read the number of inputs that share a scale; 0 for all of them."""
-    size = fields.take("group_size", int, 128)
+    size = fields.take("group_size", int, default or -1)
     if size != -1 and not 1 <= size <= MAX_SIZE:
         raise fields.damaged(f"quantization_config.group_size is {size}, expected -1 or 1 on")
     return 0 if size == -1 else int(size)
@@ -88,8 +103,7 @@ def read_group_size(fields: Fields) -> int:
 def _combine(parts: WeightParts, *, bits: int, group_size: int, zero_offset: int) -> ModelTensor:
     """Combine qweight [K x bits / 32, N], qzeros [G, N x bits / 32], scales [G, N], g_idx [K].
 
-    `zero_offset` is added to the zeros: 1 in the first version of the format. AutoGPTQ once wrote
-    biases of zeros where the model has none.
+    AutoGPTQ once wrote biases of zeros where the model has none.
     """
     n_out, n_in = parts.shape
     n_groups = -(-n_in // (group_size or n_in))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from shardnet.checkpoint.quantization.auto_round import read_auto_round
 from shardnet.checkpoint.quantization.awq import read_awq
 from shardnet.checkpoint.quantization.bitsandbytes import read_bitsandbytes
 from shardnet.checkpoint.quantization.compressed_tensors import read_compressed_tensors
@@ -29,6 +30,7 @@ from shardnet.model.families.stage_tensors import canonical_name, stage_tensors
 from shardnet.types import LayerRange
 
 METHODS: Final[Mapping[str, Callable[[Fields], WeightFormat]]] = {
+    "auto-round": read_auto_round,
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed_tensors,

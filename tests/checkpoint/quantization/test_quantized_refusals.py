@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.models.checkpoints import make_decoder, make_llama
-from support.models.quantized_cases import AWQ, CASES, bnb
+from support.models.quantized_cases import AUTO_ROUND, AWQ, CASES, bnb
 from support.models.quantized_checkpoints import quantized
 from support.rings.stage_chain import StageChain
 
@@ -27,6 +27,7 @@ FP8 = CASES["fp8-blocks"].config
 PACKED = CASES["int4-groups"].config
 GROUP = PACKED["config_groups"]["group_0"]
 MLX = {"group_size": 64, "bits": 4}
+GROUP_64 = {"bits": 4, "group_size": 64}
 
 
 def with_weights(**changes: Any) -> dict[str, Any]:
@@ -44,7 +45,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "hqq"}, r"quant_method = 'hqq' is not supported; supported: awq, bits"),
+        (
+            {"quant_method": "hqq"},
+            r"quant_method = 'hqq' is not supported; supported: auto-round, awq, b",
+        ),
         ({"bits": 4}, r"quant_method is missing"),
         (GPTQ | {"bits": 5}, r"bits = 5 is not supported; supported: 2, 3, 4, 8"),
         (GPTQ | {"checkpoint_format": "marlin"}, r"checkpoint_format = 'marlin' is not supported"),
@@ -56,6 +60,25 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
             r"version = 'gemv_fast' is not supported; supported: gemm",
         ),
         (AWQ | {"data_type": "fp"}, r"data_type = 'fp' is not supported"),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round:fp8"},
+            r"packing_format = 'auto_round:fp8' is",
+        ),
+        (AUTO_ROUND | {"act_bits": 8}, r"act_bits = 8 is not supported; supported: 16 and more"),
+        (AUTO_ROUND | {"data_type": "mx_fp"}, r"data_type = 'mx_fp' is not supported"),
+        (AUTO_ROUND | {"rotation_configs": [{"a": 1}]}, r"rotation_configs = .* is not known"),
+        (
+            AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "extra_config": {"a": GROUP_64}},
+            r"extra_config = \['a'\] is not supported; supported: layers like all others",
+        ),
+        (
+            AUTO_ROUND | {"extra_config": {"lm_head": 4}},
+            r"extra_config\.lm_head = 4 is not supported; supported: objects with bits",
+        ),
+        (
+            AUTO_ROUND | {"extra_config": {"lm_head": {"bits": 4, "data_type": "nv_fp"}}},
+            r"extra_config\.lm_head\.data_type = 'nv_fp' is not supported",
+        ),
         (FP8 | {"weight_block_size": [128]}, r"weight_block_size is \[128\]"),
         (FP8 | {"expert_dtype": "fp4"}, r"expert_dtype = 'fp4' is not supported"),
         (FP8 | {"rotation": "hadamard"}, r"rotation = 'hadamard' is not known"),

@@ -25,6 +25,11 @@ from support.models.quantized_checkpoints import (
 Write = Callable[..., Made]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PROJECTION = "model.layers.0.self_attn.q_proj"
+LINEARS = [
+    f"model.layers.{layer}.{kind}_proj"
+    for layer in range(2)
+    for kind in (*(f"self_attn.{one}" for one in "qkvo"), "mlp.gate", "mlp.up", "mlp.down")
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +111,19 @@ GPTQ_MODEL: dict[str, Any] = {
     "true_sequential": True,
 }
 """What GPTQModel, AutoRound and transformers 5 write for GPTQ and AWQ alike."""
+AUTO_ROUND: dict[str, Any] = {
+    "quant_method": "auto-round",
+    "autoround_version": "0.9.0",
+    "bits": 4,
+    "block_name_to_quantize": "model.layers",
+    "data_type": "int",
+    "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}},
+    "group_size": 32,
+    "iters": 0,
+    "model_free": True,
+    "packing_format": "auto_round:auto_gptq",
+    "sym": True,
+}
 E5M2 = torch.float8_e5m2
 CASES: dict[str, Case] = (
     {
@@ -137,6 +155,20 @@ CASES: dict[str, Case] = (
         "awq-gemv": Case(
             config=AWQ | {"version": None, "format": "gemv"},
             write=partial(awq_gemv, group=32),
+            form="AWQ 4",
+        ),
+        "auto-round": gptq_case(config=AUTO_ROUND),
+        "auto-round-v2": gptq_case(
+            bits=8,
+            form="GPTQ 8",
+            first=False,
+            config=AUTO_ROUND
+            | {"bits": 4, "packing_format": "auto_round", "sym": False}
+            | {"extra_config": {name: {"bits": 8, "act_bits": 16} for name in LINEARS}},
+        ),
+        "auto-round-awq": Case(
+            config=AUTO_ROUND | {"packing_format": "auto_round:auto_awq"},
+            write=partial(awq, group=32),
             form="AWQ 4",
         ),
         "fp8-blocks": Case(
