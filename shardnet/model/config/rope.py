@@ -182,6 +182,7 @@ def _yarn(rope: Fields, plain: Rope, max_positions: int) -> Rope:
     if plain.theta <= 1:
         raise rope.damaged(f"rope_theta is {plain.theta}, expected more than 1 with yarn")
     factor = _factor(rope, max_positions / plain.original_max_positions)
+    rope.ignore("attn_factor")  # DeepSeek-R1-0528-Qwen3-8B's: transformers has no such key
     magnitude = rope.optional_number("attention_factor")
     mscale, all_dim = rope.nonzero("mscale"), rope.nonzero("mscale_all_dim")
     if magnitude is None and mscale and all_dim:

@@ -48,6 +48,7 @@ def longrope(head_size: int, original: int) -> dict[str, Any]:
         YARN | {ORIGINAL: 2048, "truncate": False},
         YARN | {ORIGINAL: 256, "beta_fast": 20.0, "beta_slow": 2.0},
         YARN | {ORIGINAL: 2048, "attention_factor": 0.7},
+        YARN | {ORIGINAL: 2048, "attn_factor": 0.878},  # DeepSeek-R1-0528-Qwen3-8B
         YARN | {ORIGINAL: 2048, "mscale": 0.7, "mscale_all_dim": 1.3},
         "short",
         "long",
