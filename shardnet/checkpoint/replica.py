@@ -323,6 +323,7 @@ def lay_out(folder: Path, heads: Sequence[FileHead]) -> TensorFiles:
     """
     try:
         for head in heads:
+            (folder / head.name).parent.mkdir(mode=0o700, exist_ok=True)
             with (folder / head.name).open("xb") as file:
                 file.truncate(head.size_bytes)
     except OSError as error:

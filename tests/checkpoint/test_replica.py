@@ -29,6 +29,7 @@ from shardnet.checkpoint.replica import (
     stored_layers,
 )
 from shardnet.checkpoint.replica_journal import JOURNAL_FILE, Journal
+from shardnet.checkpoint.tensors.manifest import TOOL_TEMPLATE
 from shardnet.checkpoint.tensors.stored_tensor import FileHead
 from shardnet.errors import CapacityError, CheckpointError
 from shardnet.runtime.loading.model_facts import stamp
@@ -153,6 +154,17 @@ def test_parts_cover_every_byte_of_a_tensor_once(single: Path) -> None:
 def test_a_part_that_no_model_has_is_refused(single: Path, tensor: str, number: int) -> None:
     with pytest.raises(CheckpointError, match="there is no part"):
         part_of(Checkpoint.open(single), tensor, number)
+
+
+def test_a_file_in_a_folder_of_the_model_comes_too(tmp_path: Path) -> None:
+    source = make_llama(tmp_path / "source")
+    plain_id = Checkpoint.open(source).model_id
+    (source / TOOL_TEMPLATE).parent.mkdir()
+    (source / TOOL_TEMPLATE).write_text("{{ tools }}")
+    assert Checkpoint.open(source).model_id != plain_id
+    replica = skeleton_of(source, tmp_path / "replica")
+    assert (replica / TOOL_TEMPLATE).read_text() == "{{ tools }}"
+    assert Replica(replica).checkpoint.model_id == Checkpoint.open(source).model_id
 
 
 class TestJournal:

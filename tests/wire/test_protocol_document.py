@@ -161,7 +161,7 @@ def test_fields_of_schemas() -> None:
 
 def test_the_files_of_a_models_id() -> None:
     section = DOCUMENT.split("## 16. A model's id")[1]
-    in_order = [name for name in re.findall(r"`([\w.]+)`", section) if name in ID_FILES]
+    in_order = [name for name in re.findall(r"`([\w./]+)`", section) if name in ID_FILES]
     assert tuple(in_order) == ID_FILES
     assert all(f"`{name}`" in section for name in INDEX_FILES)
     assert f"cut every {WEIGHT_PART_BYTES} bytes" in DOCUMENT.replace("\n", " ")

@@ -18,6 +18,8 @@ from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.checkpoint.tensors.stored_tensor import ByteRange, StoredTensor, TensorFile, in_order
 from shardnet.model.config.model_config import ModelConfig
 
+TOOL_TEMPLATE: Final = "additional_chat_templates/tool_use.jinja"
+"""The chat template for requests with tools, where transformers writes several into files."""
 ID_FILES: Final = (
     "config.json",
     "generation_config.json",
@@ -36,6 +38,7 @@ ID_FILES: Final = (
     "tokenizer.model.v7",
     "chat_template.jinja",
     "chat_template.json",
+    TOOL_TEMPLATE,
     "preprocessor_config.json",
     "processor_config.json",
 )

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 
 from shardnet.checkpoint.tensors.checkpoint_files import has_file
 from shardnet.checkpoint.tensors.json_files import read_file, read_json
+from shardnet.checkpoint.tensors.manifest import TOOL_TEMPLATE
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.guard.helper_process import HelperProcess, JobFailedError, JobLimits
 
@@ -130,16 +131,22 @@ class ChatTemplate:
     def find(cls, folder: Path, own: ChatTemplate | None = None) -> ChatTemplate:
         """Find the template of a checkpoint folder.
 
-        It is the first of `chat_template.jinja`, `chat_template` in tokenizer_config.json (one, or
-        of several those named "default" and "tool_use"), chat_template.json, and `own`, that of the
-        tokenizer's file. Raises UsageError if there is none, CheckpointError for an unreadable or
-        invalid file.
+        It is the first of `chat_template.jinja` (with that for tools in a folder beside it),
+        `chat_template` in tokenizer_config.json (one, or of several those named "default" and
+        "tool_use"), chat_template.json, and `own`, that of the tokenizer's file. Raises UsageError
+        if there is none, CheckpointError for an unreadable or invalid file.
         """
         config = _read_json(folder / "tokenizer_config.json")
         tokens = _special_tokens(folder, config)
         file = folder / "chat_template.jinja"
         if has_file(file):
-            return cls(source=_read_text(file), where=str(file), tokens=tokens)
+            with_tools = folder / TOOL_TEMPLATE
+            return cls(
+                source=_read_text(file),
+                where=str(file),
+                tokens=tokens,
+                with_tools=_read_text(with_tools) if has_file(with_tools) else "",
+            )
         for name, content in (
             ("tokenizer_config.json", config),
             ("chat_template.json", _read_json(folder / "chat_template.json")),

@@ -237,11 +237,20 @@ def test_the_environment_of_the_node_is_not_there(
             },
             "D|T",
         ),
+        (
+            {
+                "chat_template.jinja": "A",
+                "additional_chat_templates/tool_use.jinja": "T",
+                "additional_chat_templates/rag.jinja": "R",
+            },
+            "A|T",
+        ),
     ],
 )
 def test_where_templates_are_found(files: dict[str, Any], source: str, tmp_path: Path) -> None:
     for name, said in files.items():
         text = said if isinstance(said, str) else json.dumps(said)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     found = ChatTemplate.find(tmp_path)
     assert "|".join(filter(None, (found.source, found.with_tools))) == source
