@@ -179,6 +179,12 @@ async def check_ranking(http: httpx2.AsyncClient, oracle: Oracle, name: str) -> 
     raw = (await http.post("/v1/rerank", json={**body, "raw_scores": True})).json()
     for one in raw["results"]:
         assert one["relevance_score"] == pytest.approx(logits[one["index"]], abs=TOLERANCE)
+    asked = {"model": name, "query": QUERY, "texts": texts, "return_text": True}
+    for one, place in zip((await http.post("/rerank", json=asked)).json(), order, strict=True):
+        score = pytest.approx(1 / (1 + np.exp(-logits[place])), abs=TOLERANCE)
+        assert one == {"index": place, "score": score, "text": texts[place]}
+    both = await http.post("/rerank", json={**body, "texts": texts})
+    assert (both.status_code, "either documents or texts" in both.text) == (400, True)
     whole = await http.post("/v1/rerank", json={**body, "truncate": False})
     assert whole.json()["error"]["code"] == "context_length_exceeded"
 

@@ -1,4 +1,7 @@
-"""Texts as vectors, in OpenAI's form; documents by how well they answer, in Cohere's and Jina's."""
+"""Texts as vectors, in OpenAI's form; documents by how well they answer.
+
+These in Cohere's and Jina's form, or in that of Text Embeddings Inference (TEI).
+"""
 
 from __future__ import annotations
 
@@ -126,17 +129,30 @@ class RerankBody(msgspec.Struct, kw_only=True):
     """The body of a request; from `instruction` on the fields are not Cohere's.
 
     That says what a good answer is, `truncate` whether an encoder cuts what is too long, and
-    `raw_scores` has scores as the model gives them.
+    `raw_scores` has scores as the model gives them. TEI's programs give `texts` in place of
+    `documents`, and have RankedText in the answer.
     """
 
     query: str
-    documents: Annotated[list[str | DocumentBody], Meta(min_length=1, max_length=MAX_DOCUMENTS)]
+    documents: (
+        Annotated[list[str | DocumentBody], Meta(min_length=1, max_length=MAX_DOCUMENTS)] | None
+    ) = None
     model: Annotated[str, Meta(max_length=4096)] | None = None
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool | None = None
     instruction: str | None = None
     truncate: bool | None = None
     raw_scores: bool | None = None
+    texts: Annotated[list[str], Meta(min_length=1, max_length=MAX_DOCUMENTS)] | None = None
+    return_text: bool | None = None
+
+
+class RankedText(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Text number `index`, and how well it answers, in TEI's words."""
+
+    index: int
+    score: float
+    text: str | None = None
 
 
 class RankedDocument(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -158,8 +174,11 @@ class Ranking(msgspec.Struct, kw_only=True):
 
 async def rank(exchange: Exchange, body: RerankBody) -> Reply:
     """Return the documents in their order."""
+    given = body.documents if body.texts is None else body.texts
+    if given is None or (body.documents is not None and body.texts is not None):
+        raise refused("give either documents or texts", "documents")
     served = await exchange.service.models.find(body.model)
-    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    texts = [one if isinstance(one, str) else one.text for one in given]
     instruction = body.instruction or INSTRUCTION
     scored: list[Scored] = []
     found = rerank(
@@ -174,14 +193,21 @@ async def rank(exchange: Exchange, body: RerankBody) -> Reply:
         async for one in found:
             scored.append(one)
     scored.sort(key=lambda one: (-one.logit, one.index))
+    scores = {one.index: one.logit if body.raw_scores else one.score for one in scored}
+    if body.texts is not None:
+        ranked = [
+            RankedText(index=place, score=score, text=texts[place] if body.return_text else None)
+            for place, score in scores.items()
+        ]
+        return Json(value=ranked[: body.top_n])
     n_tokens = sum(one.n_prompt for one in scored)
     results = [
         RankedDocument(
-            index=one.index,
-            relevance_score=one.logit if body.raw_scores else one.score,
-            document=DocumentBody(text=texts[one.index]) if body.return_documents else None,
+            index=place,
+            relevance_score=score,
+            document=DocumentBody(text=texts[place]) if body.return_documents else None,
         )
-        for one in scored[: body.top_n]
+        for place, score in [*scores.items()][: body.top_n]
     ]
     return Json(
         value=Ranking(

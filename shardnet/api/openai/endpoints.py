@@ -25,6 +25,7 @@ from shardnet.api.openai.completions import (
 from shardnet.api.openai.embeddings import (
     EmbeddingBody,
     EmbeddingList,
+    RankedText,
     Ranking,
     RerankBody,
     embeddings,
@@ -156,9 +157,11 @@ async def list_models(exchange: Exchange, body: None) -> Reply:
 
 
 async def show_model(exchange: Exchange, body: None) -> Reply:
-    """Return one model, found by its name or a part of it."""
-    models = exchange.service.models
-    return Json(value=_card(models, await models.find(exchange.path_parameters["name"])))
+    """Return one model, found by its name or a part of it; behind `/v1/models/` nothing is all."""
+    models, name = exchange.service.models, exchange.path_parameters["name"]
+    if not name:
+        return await list_models(exchange, body)
+    return Json(value=_card(models, await models.find(name)))
 
 
 def endpoints() -> list[Endpoint[Any]]:
@@ -205,7 +208,7 @@ def endpoints() -> list[Endpoint[Any]]:
                 "Documents in the order of how well they answer a query",
                 rank,
                 RerankBody,
-                Ranking,
+                Ranking | list[RankedText],
                 counts=True,
             )
             for path in ("/v1/rerank", "/v2/rerank", "/rerank")

@@ -47,6 +47,10 @@ from shardnet.wire.messages.plans import ModelChoice
 
 HEADERS_S: Final = 10.0
 """A connection may wait so long for the whole headers of a request."""
+KEPT_S: Final = 75
+"""And so many whole seconds for the first byte of a further one: longer than the usual programs and
+proxies (60 s) keep one that they mean to use again, which would else send into one that is closed.
+"""
 MOST_WAITING: Final = 256
 MOST_OF_HOST: Final = 64
 """Connections that may wait at one time, in all and of one host: the oldest makes room."""
@@ -132,6 +136,8 @@ class WaitingProtocol(H11Protocol):
         super().__init__(*arguments, **options)
         self._waiting = waiting
         self._timer: asyncio.TimerHandle | None = None
+        self._is_kept = False
+        """Whether nothing has come since a request was answered; after KEPT_S uvicorn closes it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request."""
@@ -140,14 +146,19 @@ class WaitingProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Read a request, or more of one. Waiting ends with its headers."""
+        was_kept, self._is_kept = self._is_kept, False
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
             self._wait_no_more()
+        elif was_kept:
+            self._wait()
 
     def on_response_complete(self) -> None:
         """Wait for the next request, unless it has come already."""
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
+            is_read = self.conn.our_state is self.conn.their_state  # both IDLE; else it sends still
+            self._is_kept = is_read and not self.conn.trailing_data[0]
             self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -162,7 +173,8 @@ class WaitingProtocol(H11Protocol):
     def _wait(self) -> None:
         self._wait_no_more()
         self._waiting.begin(self, host_name(self.client[0]) if self.client else "")
-        self._timer = self.loop.call_later(HEADERS_S, self._waiting.close, self)
+        if not self._is_kept:
+            self._timer = self.loop.call_later(HEADERS_S, self._waiting.close, self)
 
     def _wait_no_more(self) -> None:
         self._waiting.end(self)
@@ -368,6 +380,7 @@ def _config(app: ASGIApp, listening: Listening) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=STOP_S,
+        timeout_keep_alive=KEPT_S,
         ssl_certfile=listening.certificate or None,
         ssl_keyfile=listening.private_key or None,
     )

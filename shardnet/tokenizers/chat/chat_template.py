@@ -140,12 +140,12 @@ class ChatTemplate:
         tokens = _special_tokens(folder, config)
         file = folder / "chat_template.jinja"
         if has_file(file):
-            with_tools = folder / TOOL_TEMPLATE
+            for_tools = folder / TOOL_TEMPLATE
             return cls(
                 source=_read_text(file),
                 where=str(file),
                 tokens=tokens,
-                with_tools=_read_text(with_tools) if has_file(with_tools) else "",
+                with_tools=_read_text(for_tools) if has_file(for_tools) else "",
             )
         for name, content in (
             ("tokenizer_config.json", config),

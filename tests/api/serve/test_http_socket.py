@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import re
 import resource
 import ssl
 from collections.abc import Iterator
@@ -233,6 +234,35 @@ def test_who_sends_no_whole_request_is_cut_off(monkeypatch: pytest.MonkeyPatch) 
                 assert b"HTTP/1.1 408" in await reader.read()
             writer.close()
 
+    asyncio.run(main())
+
+
+def test_a_connection_is_kept_for_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than one may take to send its headers, which count from its first byte on."""
+    monkeypatch.setattr(server, "HEADERS_S", 0.3)
+    whole = WHOLE.replace(b"Connection: close\r\n", b"")
+
+    async def main() -> None:
+        listening = Listening(host="127.0.0.1", port=0)
+        async with client_of(ScriptedNode()) as client, serving(client, listening) as url:
+            port = int(url.rpartition(":")[2])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for _ in range(2):
+                writer.write(whole)
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 200")
+                [length] = re.findall(rb"(?i)content-length: (\d+)", head)
+                await reader.readexactly(int(length))
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.8):
+                        await reader.read(1)
+            writer.write(HALF)
+            async with asyncio.timeout(10):
+                with contextlib.suppress(ConnectionResetError):
+                    assert not await reader.read()
+            writer.close()
+
+    assert server.KEPT_S > 60
     asyncio.run(main())
 
 

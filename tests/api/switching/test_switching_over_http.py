@@ -131,6 +131,7 @@ def test_another_model_is_loaded_when_the_ring_is_idle_and_who_waits_hears_why()
             assert there.loaded == [TINY, BIG]
             listed = (await ask(app, "/v1/models")).json["data"]
             assert {TINY, BIG} <= {model["id"] for model in listed}
+            assert (await ask(app, "/v1/models/")).json["data"] == listed
 
     asyncio.run(main())
 
