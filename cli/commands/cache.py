@@ -14,7 +14,7 @@ import typer
 
 from shardnet.cluster.machine.folders import PACKS_FOLDER, PREFIXES_FOLDER, cache_dir
 from shardnet.cluster.store.model_cache import CachedModel, ModelCache
-from shardnet.errors import ShardnetError, UsageError
+from shardnet.errors import BusyError, ShardnetError, UsageError
 from shardnet.files import CacheFolder
 from shardnet.stage.packs.pack_cache import packed_models
 from shardnet.stage.prefixes.prefix_store import stored_prefixes
@@ -98,15 +98,30 @@ def remove(
         _delete("quantised weights", packs, model_id)
         _delete("prompts", prompts, model_id)
         for model in models:
-            if not model.model_id.startswith(model_id):
-                continue
-            if everything and model.in_use:
-                say(f"{model.model_id[:12]} is in use and stays: `shardnet unload` frees it")
-                continue
-            freed = cache.remove(model.model_id)
-            say(f"deleted {model.model_id[:12]} ({freed / MIB:.1f} MiB) {model.name}".rstrip())
+            if model.model_id.startswith(model_id):
+                _delete_model(cache, model, everything)
     except ShardnetError as error:
         fail(str(error))
+
+
+def _delete_model(cache: ModelCache, model: CachedModel, everything: bool) -> None:
+    """Delete a model. Of `everything` what came to be used, or was deleted, since is passed over.
+
+    Raises BusyError and UsageError for one that was named.
+    """
+    name = model.model_id[:12]
+    try:
+        freed = cache.remove(model.model_id)
+    except BusyError:
+        if not everything:
+            raise
+        say(f"{name} is in use and stays: `shardnet unload` frees it")
+    except UsageError:
+        if not everything:
+            raise
+        say(f"{name} is gone: another process has deleted it meanwhile")
+    else:
+        say(f"deleted {name} ({freed / MIB:.1f} MiB) {model.name}".rstrip())
 
 
 def _delete(what: str, stored: Iterable[CacheFolder], prefix: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 from support.cluster.checkup_facts import reply
 from typer.testing import CliRunner
 
+from shardnet.cluster.store.model_cache import CachedModel, ModelCache, ModelUse
 from shardnet.files import note_model
 from shardnet.stage.prefixes.prefix_store import PrefixStore
 from shardnet.wire.messages.diagnostics import (
@@ -68,6 +70,35 @@ def test_nothing_is_deleted_by_digits_that_begin_two_ids(
         assert cli.invoke(app, ["cache", "rm", prefix]).exit_code == 0
     [left] = json.loads(cli.invoke(app, ["cache", "ls", "--json"]).stdout)
     assert left["model_id"] == "ab1"
+
+
+def test_what_others_use_or_delete_meanwhile_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node of this machine evicts one of three models, and uses another, once all are listed."""
+    monkeypatch.setenv("SHARDNET_CACHE_DIR", str(tmp_path))
+    ids = [digit * 64 for digit in "abc"]
+    for used_s, model_id in enumerate(ids):
+        (tmp_path / "models" / model_id).mkdir(parents=True, mode=0o700)
+        os.utime(tmp_path / "models" / model_id, (-used_s, -used_s))
+    other, list_all = ModelCache(tmp_path), ModelCache.models
+    uses: list[ModelUse] = []
+
+    def models(cache: ModelCache) -> list[CachedModel]:
+        found = list_all(cache)
+        if not uses:
+            other.remove(ids[0])
+            uses.append(other.use(ids[1]))
+        return found
+
+    monkeypatch.setattr(ModelCache, "models", models)
+    done = CliRunner().invoke(app, ["cache", "rm", "--all"])
+    uses[0].close()
+    assert done.exit_code == 0, done.stderr
+    gone, stays, deleted = done.stderr.splitlines()
+    assert gone == "aaaaaaaaaaaa is gone: another process has deleted it meanwhile"
+    assert stays == "bbbbbbbbbbbb is in use and stays: `shardnet unload` frees it"
+    assert deleted.startswith("deleted cccccccccccc")
 
 
 def test_status_tells_of_prompts_where_any_are_kept_and_for_whom_it_stands_by() -> None:
