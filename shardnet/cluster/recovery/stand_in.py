@@ -65,6 +65,8 @@ EPOCHS: Final = 1 << 16
 """A deputy's epochs begin so many later: a head builds fewer rings than that."""
 TOLD_S: Final = 15.0
 """A link that lives so long after a message had it: silence would have ended it."""
+SEEK_S: Final = 1.0
+"""How long at most until a former head that comes back is told: less than it waits to be."""
 HOLD_S: Final = 2.0
 """How long a head that leaves waits for its steps."""
 OFFER_S: Final = 5.0
@@ -277,17 +279,19 @@ class StandIn:
     async def _tell_former(self, former: NodeId, epoch: int) -> None:
         """Tell a former head that it is one no more, as soon as it is here.
 
-        A link may be lost already and not known to be: a new one is told again.
+        A link may be lost already and not known to be: a new one is told again. One that stays
+        away, for good perhaps, is looked for ever more rarely.
         """
-        told, until_s = None, math.inf
+        told, until_s, pause_s = None, math.inf, AGAIN_S
         while time.monotonic() < until_s:
             control = self.links.link_of(former)
             if control is not told and control is not None and not control.link.closed:
                 control.send(TakenOver(epoch=epoch))
-                told, until_s = control, time.monotonic() + TOLD_S
+                told, until_s, pause_s = control, time.monotonic() + TOLD_S, AGAIN_S
             elif control is not told:
                 until_s = math.inf
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, SEEK_S)
 
     async def _find_node(self, control: ControlLink, message: FindNode) -> None:
         node = NodeId(message.node)

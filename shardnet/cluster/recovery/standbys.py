@@ -34,7 +34,10 @@ FOLLOW_S: Final = 0.02
 FOLLOW_SHARE: Final = 4
 """And it takes so many times as long as the round took: following leaves room for requests."""
 AGAIN_S: Final = 10.0
-"""When a node that could not stand by is asked again, or one that could not be reached."""
+"""When a node that could not stand by is asked again, or one that could not be reached; twice as
+much later each further time in turn."""
+MOST_AGAIN_S: Final = 320.0
+"""But no later than that: what it lacks may have come."""
 ANSWER_S: Final = 1.0
 """How long nodes may take to say that they are there, once a ring is lost: one whose process has
 ended is known to be gone at once."""
@@ -60,6 +63,7 @@ class Ready:
     moves: RingMoves
     is_loaded: bool = False
     not_before_s: float = 0.0
+    n_failed: int = 0
     followed: dict[SequenceId, int] = field(default_factory=dict)
     refused: dict[SequenceId, int] = field(default_factory=dict)
 
@@ -114,6 +118,7 @@ class Standbys:
         self._ready: list[Ready] = []
         self._took_s = 0.0
         self._not_before_s = 0.0
+        self._n_short = 0
         self.is_ready = asyncio.Event()
         """Set while every node that should stand by does, and has followed what runs."""
 
@@ -161,7 +166,8 @@ class Standbys:
         Those that are made already are kept. A node that cannot be reached keeps no other one from
         standing by: it may have left since the plan was made.
         """
-        self._not_before_s = time.monotonic() + AGAIN_S
+        self._n_short = self._n_short + 1 if lead.ring is self._ring else 0
+        self._not_before_s = time.monotonic() + _again_s(self._n_short)
         try:
             async with self._head.led.changing(lead):
                 ring, plan, found = lead.ring, lead.plan, []
@@ -216,9 +222,11 @@ class Standbys:
             # A state is after the last position alone.
             if ready.former.spec.config.has_movable_slots:
                 await ready.follow(computed)
+            ready.n_failed = 0
         except ShardnetError as error:
             ready.lose()
-            ready.not_before_s = time.monotonic() + AGAIN_S
+            ready.not_before_s = time.monotonic() + _again_s(ready.n_failed)
+            ready.n_failed += 1
             if ready.former.broken is None:
                 name = ready.ring.ports[ready.rank].node_name
                 self._log(f"{name} does not stand by for {ready.name} now: {error}")
@@ -264,6 +272,11 @@ class Standbys:
             engine.moved({})
             raise
         return moved
+
+
+def _again_s(n_failed: int) -> float:
+    """Return how long to wait before what has failed so often before is tried again."""
+    return min(AGAIN_S * 2.0 ** min(n_failed, 16), MOST_AGAIN_S)
 
 
 async def _is_there(port: StagePort) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from support.cluster.keyed_streams import Said, say
@@ -13,9 +16,11 @@ from support.models.checkpoints import make_llama
 from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import connect
-from shardnet.cluster.recovery import node_watch
+from shardnet.cluster.recovery import node_watch, stand_in
+from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.errors import BusyError, LinkError, ShardnetError
 from shardnet.types import NodeId
+from shardnet.wire.messages.deputies import TakenOver
 from shardnet.wire.messages.plans import ModelChoice
 
 DEADLINE_S = 90.0
@@ -172,3 +177,28 @@ def delay_telling(former: Machine, successor: Machine) -> asyncio.Event:
     head.successor = wait_for_it  # type: ignore[method-assign]
     stand_in._tell_former = tell_it  # type: ignore[method-assign]
     return refused
+
+
+def test_a_former_head_that_stays_away_is_looked_for_once_a_second_and_told_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, looked_at = 0.0, []
+    back = Mock()
+    back.link.closed = False
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    def link_of(node: NodeId) -> Mock | None:
+        looked_at.append(now_s)
+        return back if now_s > 600 else None
+
+    monkeypatch.setattr(stand_in, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(stand_in, "asyncio", SimpleNamespace(sleep=sleep))
+    here = cast(Any, SimpleNamespace(links=SimpleNamespace(link_of=link_of)))
+    asyncio.run(StandIn._tell_former(here, NodeId("a" * 32), 7))
+    assert looked_at[1] - looked_at[0] <= 0.1
+    assert sum(at <= 600 for at in looked_at) < 620
+    back.send.assert_called_once_with(TakenOver(epoch=7))
+    assert now_s < 601 + stand_in.TOLD_S + 1

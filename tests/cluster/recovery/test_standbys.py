@@ -22,8 +22,8 @@ from shardnet.cluster.head.head import Head
 from shardnet.cluster.node.node import Node, listening
 from shardnet.cluster.placement.figures import Placement, StagePlan
 from shardnet.cluster.placement.standbys import Standby, choose_standbys, without_stage
-from shardnet.cluster.recovery.standbys import Standbys
-from shardnet.errors import LinkClosedError, PeerFailedError
+from shardnet.cluster.recovery.standbys import Ready, Standbys
+from shardnet.errors import CapacityError, LinkClosedError, PeerFailedError
 from shardnet.types import LayerRange, NodeId, SequenceId
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -136,6 +136,73 @@ def test_a_node_that_cannot_be_reached_keeps_no_other_one_from_standing_by(
         await standbys.look()
         assert head.made == [1, 2, 1]
 
+    asyncio.run(main())
+
+
+def test_a_node_that_cannot_stand_by_is_asked_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a full disk the log would else say the same every ten seconds. One success ends that."""
+    head, now_s = Chosen(), 0.0
+    failing = CapacityError("the disk is full")
+
+    async def main() -> None:
+        nonlocal now_s
+        standbys = Standbys(head=cast(Head, head), log=head.lines.append)
+        load = AsyncMock(side_effect=failing)
+        port, spec = SimpleNamespace(load=load, node_name="anna"), Mock()
+        spec.config.has_movable_slots = False
+        ready = Ready(
+            standby=head.plan.standbys[0],
+            lost=B,
+            name="bert",
+            former=cast(Any, SimpleNamespace(broken=None, spec=spec)),
+            plan=head.plan,
+            ring=cast(Any, SimpleNamespace(order=Mock(), ports=[port])),
+            rank=0,
+            moves=Mock(),
+        )
+        standbys._ready, standbys._ring = [ready], head.ring
+        head.latest.plan.standbys = [ready.standby]
+        asked_at: list[float] = []
+        for now_s in range(1200):
+            await standbys.look()
+            if load.await_count > len(asked_at):
+                asked_at.append(now_s)
+        assert asked_at == [0, 10, 30, 70, 150, 310, 630, 950]
+        assert len(head.lines) == 8
+        load.side_effect = None
+        now_s = 1300
+        await standbys.look()
+        assert standbys.is_ready.is_set()
+        ready.lose()
+        load.side_effect = failing
+        await standbys.look()
+        assert ready.not_before_s == now_s + 10
+
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("shardnet.cluster.recovery.standbys.time", clock)
+    monkeypatch.setattr("shardnet.cluster.recovery.standbys.replace", lambda order, **_: order)
+    asyncio.run(main())
+
+
+def test_a_node_that_cannot_be_reached_is_looked_for_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    head, now_s = Chosen(), 0.0
+
+    async def main() -> None:
+        nonlocal now_s
+        standbys = Standbys(head=cast(Head, head), log=head.lines.append)
+        monkeypatch.setattr(standbys, "_made", head.make)
+        monkeypatch.setattr(standbys, "_keep", AsyncMock())
+        while now_s < 200:
+            await standbys.look()
+            now_s += 1
+        assert head.made == [1, 2, 1, 1, 1, 1]
+
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("shardnet.cluster.recovery.standbys.time", clock)
     asyncio.run(main())
 
 
