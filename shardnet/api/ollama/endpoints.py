@@ -132,7 +132,8 @@ async def _vectors(
 ) -> list[Embedding]:
     """Embed texts; return the vectors in their order. Without any, have the model loaded."""
     if not texts:
-        encoder = await exchange.encode(Encode(request=0, model=model.model))
+        asked = Encode(request=0, model=model.model, keep_s=exchange.keep_s)
+        encoder = await exchange.encode(asked)
         if not encoder.kind:  # that is loaded for its first text
             await exchange.use(model)
         return []

@@ -41,6 +41,7 @@ from shardnet.errors import (
     shown,
 )
 from shardnet.sampling_params import SamplingParams
+from shardnet.wire.framing.schema import MAX_SECONDS
 from shardnet.wire.messages.chat import MAX_PICTURES_BYTES, TokenizerDescribed
 from shardnet.wire.messages.generation import Detokenized, Encode, Encoded, Tokenized
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
@@ -209,6 +210,13 @@ class Exchange:
         """The name of the request's key, "" without one: what is kept for it is that key's."""
         return self.key.name if self.key is not None else ""
 
+    @property
+    def keep_s(self) -> float | None:
+        """How long an encoder is to stay loaded, None where the request does not say."""
+        if self.keep is None:
+            return None
+        return MAX_SECONDS if self.keep.seconds is None else self.keep.seconds
+
     async def use(self, model: str | ModelChoice | None = None) -> ModelChoice:
         """Wait until the ring has a model, the default for None; return what nodes are sent.
 
@@ -318,6 +326,8 @@ class Exchange:
 
     async def encode(self, message: Encode) -> Encoded:
         """Ask an encoder as `shardnet.api.Client.encode` does. The ring keeps its model."""
+        if message.texts:
+            message = replace(message, keep_s=self.keep_s)
         answer = await self.service.client.encode(message, self.loading)
         n_tokens = sum(answer.n_tokens)
         self.service.metrics.prompt_tokens.inc(n_tokens)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -50,7 +51,7 @@ if TYPE_CHECKING:  # it imports torch
 T = TypeVar("T")
 
 IDLE_S: Final = 300.0
-"""An encoder that no request has used for so long is freed."""
+"""An encoder that no request has used for so long is freed, unless its last one says otherwise."""
 MAX_REQUESTS: Final = 64
 """Requests that wait or run at one time."""
 
@@ -191,11 +192,10 @@ class Encoders:
             why=f"{facts.config.kind} encoder, one node, {by}",
         )
 
-    def free_idle(self, idle_s: float = 0.0) -> None:
-        """Free the encoders that no request has used for so long."""
-        now_s = time.monotonic()
+    def free_idle(self, until_s: float = math.inf) -> None:
+        """Free the encoders that no request uses, of these those that are kept until `until_s`."""
         for path, held in [*self._held.items()]:
-            if not held.n_users and now_s - held.used_s >= idle_s:
+            if not held.n_users and _ends_s(held) <= until_s:
                 self._free(path)
 
     async def close(self) -> None:
@@ -234,12 +234,17 @@ class Encoders:
             width=facts.width,
         )
         if not message.texts:
+            known = self._held.get(facts.path)
+            if known is not None and message.keep_s is not None:
+                known.keep_s = message.keep_s
+                self._free_later()
             return described
         if (kind == "reranker") != (message.query is not None):
             wants = "a query and documents to rank" if kind == "reranker" else "texts for vectors"
             raise UsageError(f"{message.model} takes {wants}", remedy="ask another model for that")
         held = await self._load(model, facts)
         held.n_users += 1
+        held.keep_s = message.keep_s
         try:
             inputs = await self._inputs(message, held)
             values = await self._computed(held, inputs, message)
@@ -416,14 +421,19 @@ class Encoders:
         """Have encoders freed as each has been idle for long enough."""
         if self._freeing is not None:
             self._freeing.cancel()
-        unused = [held.used_s for held in self._held.values() if not held.n_users]
-        if unused:
-            wait_s = min(unused) + IDLE_S + 1 - time.monotonic()
+        unused = [_ends_s(held) for held in self._held.values() if not held.n_users]
+        if unused:  # a second later: texts of one request may come in several messages
+            wait_s = min(unused) + 1 - time.monotonic()
             self._freeing = asyncio.get_running_loop().call_later(wait_s, self._free_long_idle)
 
     def _free_long_idle(self) -> None:
-        self.free_idle(IDLE_S)
+        self.free_idle(time.monotonic())
         self._free_later()
+
+
+def _ends_s(held: HeldEncoder) -> float:
+    """Return until when an encoder is kept that no request uses."""
+    return held.used_s + (IDLE_S if held.keep_s is None else held.keep_s)
 
 
 def _does_not_fit(facts: EncoderFacts, room_bytes: int) -> CapacityError:

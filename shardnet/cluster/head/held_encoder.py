@@ -77,7 +77,10 @@ class EncoderThread:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HeldEncoder:
-    """A loaded encoder, and since when no request has used it."""
+    """A loaded encoder, since when no request has used it, and how long it is kept then.
+
+    `keep_s` None is the usual time.
+    """
 
     model: str
     encoder: Encoder | Decoder
@@ -86,6 +89,7 @@ class HeldEncoder:
     judge: Judge | None = None
     n_users: int = 0
     used_s: float = field(default_factory=time.monotonic)
+    keep_s: float | None = None
 
     def inputs(self, message: Encode, step: Step) -> list[EncoderInput]:
         """Make the inputs of all texts, each behind the query if there is one."""

@@ -289,7 +289,8 @@ class Encode(Numbered, frozen=True, kw_only=True):
 
     Without texts it is only described. `pooling` "" is the model's own. `instruction` says what a
     good answer is, "" for the usual one, to models that are told. Texts that are too long are
-    refused unless they are to `truncate`. `first` is the number of the first one, for errors.
+    refused unless they are to `truncate`. `first` is the number of the first one, for errors. The
+    model stays loaded for `keep_s` after it was used last, null for the usual time.
     Answered by Encoded, after NodeProgress while the model is downloaded, or by Redirect.
     """
 
@@ -301,6 +302,7 @@ class Encode(Numbered, frozen=True, kw_only=True):
     special_tokens: bool = True
     truncate: bool = False
     first: U32 = 0
+    keep_s: Seconds | None = None
 
 
 class Encoded(Numbered, frozen=True, kw_only=True):

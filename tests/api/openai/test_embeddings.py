@@ -18,6 +18,7 @@ from support.servers.http_app import served
 from shardnet.api.embedding import Shape, embed
 from shardnet.errors import UsageError
 from shardnet.output_params import ALL_ROWS, OutputParams
+from shardnet.wire.framing.schema import MAX_SECONDS
 from shardnet.wire.messages.generation import Encode, Encoded, Tokenized
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -169,5 +170,26 @@ def test_what_ends_a_text_stays_where_it_is_cut() -> None:
         assert ring.prompts == [[*begun, 2], [*begun, ord("e"), 2], [7] * 9]
         await vectors_of(ring, ["bcdefgh"], Shape(), truncate=True, bos="off")
         assert ring.prompts[-1] == [*map(ord, "bcdefg")]
+
+    asyncio.run(main())
+
+
+def test_ollamas_keep_alive_is_told_to_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the texts: the question before them, what the model is, ends no model's time."""
+    asked: list[Encode] = []
+
+    async def encode(message: Encode, on_loading: object) -> Encoded:
+        asked.append(message)
+        return await Encoder().encode(message)
+
+    async def main() -> None:
+        async with served() as server:
+            monkeypatch.setattr(server.service.client, "encode", encode)
+            for given, kept_s in ((0, 0.0), ("5m", 300.0), (-1, MAX_SECONDS), (None, None)):
+                body = {"input": "a", "keep_alive": given}
+                assert (await ask(server.app, "/api/embed", body)).status == 200
+                assert [one.keep_s for one in asked[-2:]] == [None, kept_s]
+            assert (await ask(server.app, "/api/embed", {"keep_alive": 0})).status == 200
+            assert (asked[-1].texts, asked[-1].keep_s) == ([], 0.0)
 
     asyncio.run(main())

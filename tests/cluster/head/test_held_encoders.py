@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -132,7 +133,7 @@ def test_idle_encoders_make_room_and_files_that_change_are_read_again(tmp_path: 
             again: Encoded = await here.ask(second, "a", pooling="cls")
             assert np.frombuffer(again.values, "<f4").shape == (width,)
             assert here.orders.encoder_bytes == needed_bytes(second)
-            here.encoders.free_idle(1000)
+            here.encoders.free_idle(time.monotonic())
             assert here.orders.encoder_bytes > 0
             here.encoders.free_idle()
             assert here.orders.encoder_bytes == 0
@@ -232,6 +233,31 @@ def test_an_encoder_that_is_used_all_the_time_keeps_no_other_in_memory(
             while f"freed the encoder {first}" not in here.log:
                 await here.ask(second, "a")
             assert f"freed the encoder {second}" not in here.log
+
+    asyncio.run(main())
+
+
+def test_an_encoder_is_kept_as_long_as_its_last_request_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make_encoder(tmp_path / "first", "BertModel")
+    second = make_encoder(tmp_path / "second", "BertModel")
+    monkeypatch.setattr(encoders, "IDLE_S", 0.1)
+
+    async def main() -> None:
+        async with lab() as here:
+            await here.ask(first, "a", keep_s=1e9)
+            await here.ask(second, "a")
+            while f"freed the encoder {second}" not in here.log:
+                await here.ask(first)  # as it is asked before texts are sent
+            assert f"freed the encoder {first}" not in here.log
+            await here.ask(first, keep_s=0.0)
+            while f"freed the encoder {first}" not in here.log:
+                await here.ask(second, "a", keep_s=1e9)
+            monkeypatch.setattr(encoders, "IDLE_S", 1e9)
+            await here.ask(second, "a", keep_s=0.0)
+            while here.log.count(f"freed the encoder {second}") < 2:
+                await here.ask(first)
 
     asyncio.run(main())
 
