@@ -18,6 +18,7 @@ from shardnet.checkpoint.replica import StoredLayers
 from shardnet.cluster.head.ring_builder import ring_spec
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
 from shardnet.cluster.peers.node_directory import NodeCandidates
+from shardnet.cluster.peers.peer_links import MAX_PEERS
 from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
 from shardnet.cluster.planning import planning
 from shardnet.cluster.planning.model_shape import QuantizationChoice, model_shape
@@ -40,10 +41,13 @@ from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.stage.estimate.memory_estimate import WeightForm, graph_bytes, stage_weight_bytes
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import Arith, DType, Epoch, KvDType, LayerRange, NodeId, WireDType
+from shardnet.wire.framing.frames import Frame, FrameKind
+from shardnet.wire.framing.schema import encode
+from shardnet.wire.messages.control import read_control
 from shardnet.wire.messages.generation import MeanStageTime, Timing
 from shardnet.wire.messages.measurements import NodeMeasured
 from shardnet.wire.messages.membership import DeviceInfo, NodeInfo
-from shardnet.wire.messages.plans import LeftOut, ModelChoice, NamedAdapter
+from shardnet.wire.messages.plans import LeftOut, ModelChoice, NamedAdapter, PlanReply
 
 GIB = 2**30
 
@@ -145,6 +149,20 @@ def test_measured_figures_decide_and_are_told() -> None:
     named = make_plan(ModelChoice(model="/m", nodes=["x"]), facts(), nodes, measured)
     assert [stage.layers for stage in named.reply(1).stages] == [(0, 2), (2, 6)]
     assert named.chunk_s == pytest.approx(6 * 1 + 2 * 0.002)
+
+
+def test_a_plan_over_as_many_nodes_as_a_head_can_have_fits_into_its_message() -> None:
+    nodes = [node(f"n{number}") for number in range(MAX_PEERS + 1)]
+    ends = [(NodeId(a.node), NodeId(b.node)) for a in nodes for b in nodes if a is not b]
+    speed = StageSpeed(layer_s=0.001, layer_256_s=1, embed_s=0, head_s=0)
+    measured = Measured(
+        speeds={NodeId(one.node): speed for one in nodes},
+        links=dict.fromkeys(ends, LinkSpeed(round_trip_s=0.001, bytes_per_s=1e8)),
+    )
+    reply = make_plan(ModelChoice(model="/m"), facts(), nodes, measured).reply(1)
+    read = read_control(Frame(kind=FrameKind.CONTROL, meta=encode(reply)))
+    assert isinstance(read, PlanReply)
+    assert len(read.links) == len(ends)
 
 
 def test_what_a_chunk_takes_is_not_known_unless_every_stage_was_measured() -> None:
