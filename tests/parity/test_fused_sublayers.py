@@ -73,6 +73,7 @@ SUBLAYERS_BY_FAMILY = {
     "afmoe": (True, True),
     "lfm3-bias-untied": (True, True),
     "laguna": (True, True),
+    "granite_swa": (True, True),
 }
 """Families whose first layer has its attention, its MLP computed by the library."""
 IN_INT8 = ["mistral-odd", "phi3-partial-tied", "gemma2", "olmo2", "gpt_oss", "deepseek_v2"]

@@ -23,13 +23,8 @@ from shardnet.model.config.model_config import Experts, ModelConfig, Rope
 from shardnet.model.config.rope import read_rope, read_scaling
 from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
 from shardnet.model.families.llama import pre_norm_layer
-from shardnet.model.families.tensor_shapes import (
-    ExpertNames,
-    Table,
-    attention,
-    linears,
-    pre_norms,
-)
+from shardnet.model.families.parts import ATTENTION
+from shardnet.model.families.tensor_shapes import ExpertNames, Table, linears, pre_norms
 
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer
@@ -102,9 +97,8 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
     for number in range(n_experts):
         experts |= linears(f"{prefix}.mlp.experts.{number}", shapes, with_bias=True)
     return (
-        attention(config, layer)
+        ATTENTION.tensors(config, layer)
         | {
-            f"{prefix}.self_attn.sinks": (config.n_heads,),
             f"{prefix}.mlp.router.weight": (n_experts, hidden),
             f"{prefix}.mlp.router.bias": (n_experts,),
         }
@@ -116,16 +110,12 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
 def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
     from shardnet.model.layers.experts import ClampedMlp, SoftmaxRouter, SparseMlp
-    from shardnet.model.layers.modules import SelfAttention
     from shardnet.model.shards.cut import INNER_EACH, Axis
 
     experts = config.experts
     assert experts is not None
     assert experts.swiglu_limit is not None
     prefix = f"model.layers.{layer}"
-    plain = SelfAttention.load(config, weights, layer)
-    sinks = weights.parameter(f"{prefix}.self_attn.sinks", rows=Axis.HEADS)
-    sinks = sinks.view(config.n_kv_heads, -1, 1)
     names = [f"{prefix}.mlp.experts.{number}" for number in range(experts.n_experts)]
     sparse = SparseMlp(
         router=SoftmaxRouter.of(experts, weights.linear(f"{prefix}.mlp.router", precise=True)),
@@ -139,7 +129,7 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
             for expert in names
         ],
     )
-    self_attn = replace(plain, kind=replace(plain.kind, sinks=sinks))
+    self_attn = ATTENTION.load(config, weights, layer)
     return pre_norm_layer(config, weights, layer, self_attn, sparse)
 
 

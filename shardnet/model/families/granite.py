@@ -17,8 +17,13 @@ _SSM: Final = ("conv_kernel", "group_count", "inner_size", "state_size", "time_s
 
 def read_config(fields: Fields) -> ModelConfig:
     """Read a GraniteConfig."""
+    return read_multipliers(fields, llama.read_config(fields))
+
+
+def read_multipliers(fields: Fields, config: ModelConfig) -> ModelConfig:
+    """Add the multipliers to `config`."""
     return replace(
-        llama.read_config(fields),
+        config,
         attention_scale=fields.number("attention_multiplier", 1.0),
         embedding_multiplier=fields.number("embedding_multiplier", 1.0),
         residual_multiplier=fields.number("residual_multiplier", 1.0),

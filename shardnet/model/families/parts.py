@@ -57,7 +57,7 @@ def attention_part(
     """Make the part of Llama's attention with another name of its `output`.
 
     Without `has_output_bias` the output has none in any case. Where the config has them there are
-    `norms` over heads, after the rotation with `norms_rotated`.
+    `norms` over heads, after the rotation with `norms_rotated`, and attention sinks.
     """
 
     def tensors(config: ModelConfig, layer: int) -> Table:
@@ -67,10 +67,13 @@ def attention_part(
         bias = config.attention_bias
         made = linears(prefix, inputs, with_bias=bias)
         made |= linears(prefix, {output: (hidden, queries)}, with_bias=bias and has_output_bias)
+        if config.has_sinks:
+            made[f"{prefix}.sinks"] = (config.n_heads,)
         return made | (head_norms(config, layer, norms) if config.has_head_norms else {})
 
     def load(config: ModelConfig, weights: WeightSource, layer: int) -> SelfAttention:
         from shardnet.model.layers.modules import SelfAttention
+        from shardnet.model.shards.cut import Axis
 
         made = SelfAttention.load(
             config,
@@ -80,6 +83,10 @@ def attention_part(
             norm_names=norms,
             output=output,
         )
+        if config.has_sinks:
+            name = f"model.layers.{layer}.self_attn.sinks"
+            sinks = weights.parameter(name, rows=Axis.HEADS).view(made.n_kv_heads, -1, 1)
+            made = replace(made, kind=replace(made.kind, sinks=sinks))
         return replace(made, norms_rotated=norms_rotated)
 
     return Part(tensors=tensors, load=load)

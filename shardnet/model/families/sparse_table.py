@@ -76,7 +76,8 @@ def _all_layers(config: ModelConfig, n_experts: int, top_k: int, **more: Any) ->
 # Granite
 
 
-def _read_granite_moe(fields: Fields) -> ModelConfig:
+def read_granite_moe(fields: Fields) -> ModelConfig:
+    """Read a GraniteMoeConfig, with a shared expert or without."""
     config = granite.read_config(fields)
     counts = read_expert_counts(fields, ("num_local_experts", "num_experts"), 8, 2)
     shared: int = fields.take("shared_intermediate_size", int, 0)
@@ -441,7 +442,7 @@ FAMILIES: Final = (
     record(
         "granitemoe",
         "GraniteMoeForCausalLM",
-        _read_granite_moe,
+        read_granite_moe,
         Layout(mlp=GRANITE_MLP),
         renamed_tensors=GRANITE_NAMES,
         gguf=GgufFormat(
@@ -455,7 +456,7 @@ FAMILIES: Final = (
     record(
         "granitemoeshared",
         "GraniteMoeSharedForCausalLM",
-        _read_granite_moe,
+        read_granite_moe,
         Layout(mlp=GRANITE_MLP),
         renamed_tensors=GRANITE_NAMES,
         gguf=GgufFormat(

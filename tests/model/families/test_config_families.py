@@ -574,6 +574,21 @@ def test_contexts_end_where_positions_are_chosen(family: str) -> None:
         parse_config(few | {"rope_interleave": False}, "config.json")
 
 
+def test_granite_with_windows_says_the_base_of_each_layer() -> None:
+    """Where layers of one kind differ in it, transformers' modules compute the model."""
+    plain = SIZES | {"model_type": "granite_swa"}
+    config = parse(plain, layer_rope_theta=[0, 1e4, 0, 1e4, 5e5, 1e4, 1e4])
+    assert config.rope is not None
+    assert config.local_rope is not None
+    assert (config.rope.theta, config.local_rope.theta) == (5e5, 1e4)
+    assert config.nope_layers == (0, 2)
+    assert parse(plain, layer_rope_theta=[0] * 7).nope_layers == tuple(range(7))
+    assert parse(plain, layer_rope_theta=[1e4, *[2e4, 3e4] * 3]).outline is not None
+    for wrong in ([1e4], [-1.0] * 7, ["1e4"] * 7, [True] * 7):
+        with pytest.raises(CheckpointError, match=r"layer_rope_theta is .*, expected 7 of 0 or 1 "):
+            parse(plain, layer_rope_theta=wrong)
+
+
 def test_llama4() -> None:
     """As Scout is published; within the first chunk of attention all layers are full."""
     config = parse(LLAMA4)

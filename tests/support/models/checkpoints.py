@@ -166,6 +166,8 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "shared_intermediate_size": 24,
     },
+    "granitemoe_swa": {"num_local_experts": 5, "num_experts_per_tok": 2}
+    | {"shared_intermediate_size": 24},
     "phimoe": {"num_local_experts": 6},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 6, "moe_topk": 3},
     "dots1": {
