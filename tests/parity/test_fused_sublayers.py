@@ -74,6 +74,9 @@ SUBLAYERS_BY_FAMILY = {
     "lfm3-bias-untied": (True, True),
     "laguna": (True, True),
     "granite_swa": (True, True),
+    "flint": (True, True),
+    "sarvam_moe": (True, True),
+    "minicpm3": (False, True),
 }
 """Families whose first layer has its attention, its MLP computed by the library."""
 IN_INT8 = ["mistral-odd", "phi3-partial-tied", "gemma2", "olmo2", "gpt_oss", "deepseek_v2"]

@@ -301,6 +301,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "glm4_moe_lite": ({"num_hidden_layers": 3}, {}),
+    "minicpm3": ({"num_hidden_layers": 2}, {"has_whole_latents": True}),
     "glm_moe_dsa": (
         {"num_hidden_layers": 3, "n_group": 1, "topk_group": 1},
         {"attention__indexer__types": [True, False, True]},

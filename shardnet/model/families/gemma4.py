@@ -61,14 +61,17 @@ _EXPERT_NORMS: Final = (
 )
 
 
-def read_config(fields: Fields) -> ModelConfig:
-    """Read a Gemma4TextConfig. Raises UnsupportedModelError for text that sees what follows it."""
+def read_config(fields: Fields, max_positions: int = 131072, window: int = 512) -> ModelConfig:
+    """Read a Gemma4TextConfig; positions and `window` are defaults.
+
+    Raises UnsupportedModelError for text that sees what follows it.
+    """
     if fields.take("use_bidirectional_attention", str, None) == "all":
         raise fields.unsupported("use_bidirectional_attention", "all", "null, vision")
     config = read_decoder(
         fields,
         n_kv_heads=4,
-        max_positions=131072,
+        max_positions=max_positions,
         head_size=256,
         activation_key="hidden_activation",
         activation="gelu_pytorch_tanh",
@@ -78,7 +81,7 @@ def read_config(fields: Fields) -> ModelConfig:
     windows = read_windows(
         fields,
         config.n_layers,
-        fields.positive("sliding_window", 512),
+        fields.positive("sliding_window", window),
         lambda layer: (layer + 1) % _PERIOD != 0,
     )
     windows = (*windows[:-1], None)  # whatever the list says, transformers has it so
@@ -96,11 +99,14 @@ def read_config(fields: Fields) -> ModelConfig:
     )
 
 
-def covers(fields: Fields) -> bool:
-    """Whether a model has neither embeddings per layer nor layers that share keys and values."""
+def covers(fields: Fields, per_layer: int = 256) -> bool:
+    """Whether a model has neither embeddings per layer nor layers that share keys and values.
+
+    `per_layer` is the default of how wide the embeddings are.
+    """
     shared = fields.take("num_kv_shared_layers", int, 0)
     fields.ignore("vocab_size_per_layer_input", "use_double_wide_mlp")
-    return not (shared or fields.take("hidden_size_per_layer_input", int, 256))
+    return not (shared or fields.take("hidden_size_per_layer_input", int, per_layer))
 
 
 def read_rope(
@@ -390,3 +396,12 @@ FAMILY = Family(
     ),
     has_whole_heads=True,
 )
+UNIFIED: Final = replace(
+    FAMILY,
+    model_type="gemma4_unified_text",
+    architecture="Gemma4UnifiedForCausalLM",
+    read_config=partial(read_config, max_positions=262144, window=1024),
+    covers=partial(covers, per_layer=0),
+    gguf=None,
+)
+"""The language model of the 12B by itself, as transformers saves it."""

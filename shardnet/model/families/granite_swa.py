@@ -49,11 +49,11 @@ def _read_layers(fields: Fields, config: ModelConfig) -> ModelConfig:
     are_bases = all(type(n) in (int, float) and (n == 0 or _is_base(n)) for n in given)
     if len(given) != config.n_layers or not are_bases:
         raise fields.damaged(f"layer_rope_theta is {shown(given)}, expected {expected}")
-    local, full = _bases(given, windows)
+    local, full = (_turned(config.rope, bases) for bases in _bases(given, windows))
     return replace(
         config,
-        rope=_turned(config.rope, full),
-        local_rope=_turned(config.rope, local),
+        rope=full,
+        local_rope=None if local == full else local,
         nope_layers=tuple(layer for layer, base in enumerate(given) if not base),
     )
 

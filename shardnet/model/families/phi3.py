@@ -21,7 +21,7 @@ from shardnet.model.families.tensor_shapes import Table, linears, pre_norms
 
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.modules import GatedMlp
+    from shardnet.model.layers.modules import GatedMlp, SelfAttention
     from shardnet.model.layers.weight_source import WeightSource
 
 
@@ -37,14 +37,16 @@ def read_config(fields: Fields) -> ModelConfig:
 
 def layer_tensors(config: ModelConfig, layer: int) -> Table:
     """Name queries, keys and values as one linear, gate and up as another."""
-    hidden = config.hidden_size
+    attention = joined_attention(config, layer)
+    return attention | joined_mlp(config, layer) | pre_norms(config, layer)
+
+
+def joined_attention(config: ModelConfig, layer: int, *, with_bias: bool = False) -> Table:
+    """Name queries, keys and values as one linear, and the output, which has no bias."""
+    attn, hidden = f"model.layers.{layer}.self_attn", config.hidden_size
     queries, keys = config.n_heads * config.head_size, config.n_kv_heads * config.head_size
-    shapes = {"qkv_proj": (queries + 2 * keys, hidden), "o_proj": (hidden, queries)}
-    return (
-        linears(f"model.layers.{layer}.self_attn", shapes)
-        | joined_mlp(config, layer)
-        | pre_norms(config, layer)
-    )
+    joined = linears(attn, {"qkv_proj": (queries + 2 * keys, hidden)}, with_bias=with_bias)
+    return joined | linears(attn, {"o_proj": (hidden, queries)})
 
 
 def joined_mlp(config: ModelConfig, layer: int) -> Table:
@@ -56,18 +58,23 @@ def joined_mlp(config: ModelConfig, layer: int) -> Table:
 
 def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
+    self_attn = load_joined_attention(config, weights, layer)
+    mlp = load_joined_mlp(config, weights, layer)
+    return pre_norm_layer(config, weights, layer, self_attn, mlp)
+
+
+def load_joined_attention(config: ModelConfig, weights: WeightSource, layer: int) -> SelfAttention:
+    """Take the parameters of the attention of the absolute `layer`."""
     from shardnet.model.layers.modules import SelfAttention
     from shardnet.model.shards.cut import HEADS_EACH, Axis
 
     attn = f"model.layers.{layer}.self_attn"
-    self_attn = SelfAttention.of(
+    return SelfAttention.of(
         config,
         layer,
         qkv_proj=weights.linear(f"{attn}.qkv_proj", outputs=HEADS_EACH),
         o_proj=weights.linear(f"{attn}.o_proj", inputs=Axis.HEADS),
     )
-    mlp = load_joined_mlp(config, weights, layer)
-    return pre_norm_layer(config, weights, layer, self_attn, mlp)
 
 
 def load_joined_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp:

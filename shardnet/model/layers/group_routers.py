@@ -68,6 +68,24 @@ class BestTwoRouter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BiasedLogitsRouter:
+    """Choose by logits with a bias, and weigh by the sigmoids of those without (Kolibri)."""
+
+    experts: Experts
+    gate: Linear
+    bias: Tensor  # [X], float32
+
+    def __call__(self, hidden: Tensor) -> ExpertChoice:
+        """Choose experts for each row of the hidden states [T, E]."""
+        logits = self.gate(hidden.float())  # [T, X]
+        _, experts = best_experts(logits + self.bias, self.experts.top_k)
+        weights = row_sigmoid(logits.gather(-1, experts))
+        if self.experts.normalize_top_k:
+            weights = weights / _row_sum(weights)
+        return ExpertChoice(experts=experts, weights=weights)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SparseMixerRouter:
     """Choose the best expert, then the best of the others (Phi-3.5-MoE, arXiv 2409.12136).
 

@@ -7,6 +7,7 @@ those that are published today.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,29 @@ READ: dict[str, dict[str, Any]] = {
     "dots.llm1": {"sparse_layers": tuple(range(1, 62)), "windows": (None,) * 62},
     "bamba-9b": {"rope": Rope(share=0.5), "intermediate_size": 14336},
     "granite-3.3-8b": {"logit_divisor": 16.0, "residual_multiplier": 0.22, "rope": Rope(theta=1e7)},
+    "granite-swash-2b": {
+        "windows": (None, 128, 128, 128) * 6,
+        "has_sinks": True,
+        "logit_divisor": 10.0,
+        "nope_layers": (),
+        "tie_word_embeddings": True,
+    },
+    "sarvam-30b": {
+        "rope": Rope(theta=8e6),
+        "has_head_norms": True,
+        "sparse_layers": tuple(range(1, 19)),
+    },
+    "sarvam-105b": {
+        "attention_scale": 192**-0.5 * (0.1 * math.log(40) + 1) ** 2,
+        "head_size": 64,
+        "sparse_layers": tuple(range(1, 32)),
+    },
+    "minicpm3-4b": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 1.4 / 62**0.5,
+        "logit_divisor": 10.0,
+        "max_positions": 32768,
+    },
     "olmo-2-7b": {"rope": Rope(theta=5e5), "n_kv_heads": 32, "norm_eps": 1e-6},
     "glm-4.5-air": {"sparse_layers": tuple(range(1, 46)), "rope": Rope(theta=1e6, share=0.5)},
     "glm-4-9b-chat": {"rope": Rope(share=0.5), "norm_eps": 1.5625e-07, "attention_bias": True},

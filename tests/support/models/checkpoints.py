@@ -87,6 +87,21 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"] * 2,
     },
     "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12},
+    "gemma4_unified_text": {"head_dim": 8, "global_head_dim": 12},
+    "sarvam_moe": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    | {"head_dim": 10},
+    "sarvam_mla": LATENT | {"n_routed_experts": 6, "num_experts_per_tok": 2},
+    "flint": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    | {"head_dim": 10, "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+    "kolibri1": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    | {"head_dim": 10, "shared_expert_intermediate_size": 24},
+    "minicpm3": {
+        "kv_lora_rank": 16,
+        "q_lora_rank": 14,
+        "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 8,
+        "num_key_value_heads": 6,
+    },
     "glm4": {"head_dim": 12},
     "ernie4_5": {"head_dim": 12},
     "hunyuan_v1_dense": {"head_dim": 12},

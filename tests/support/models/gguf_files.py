@@ -64,6 +64,7 @@ ARCHITECTURES = {
     "glm4_moe": "glm4moe",
     "solar_open": "glm4moe",
     "glm4_moe_lite": "deepseek2",
+    "minicpm3": "minicpm3",
     "glm_moe_dsa": "glm-dsa",
     "gpt2": "gpt2",
     "gemma": "gemma",
@@ -463,6 +464,15 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
             }
         case "deepseek_v2" | "deepseek_v3" | "glm4_moe_lite":
             made |= _latents(config, rope) | _grouped_experts(config)
+        case "minicpm3":
+            rotated, nope = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
+            made |= {
+                "attention.kv_lora_rank": config["kv_lora_rank"],
+                "attention.q_lora_rank": config["q_lora_rank"],
+                "attention.key_length": rotated + nope,
+                "attention.value_length": None,
+                "rope.dimension_count": rotated,
+            }
         case "glm_moe_dsa":
             made |= _latents(config, rope) | _grouped_experts(config)
             made |= {

@@ -1,0 +1,145 @@
+"""Families of small experts (transformers, modeling_flint.py, modeling_kolibri1.py).
+
+Both have norms over heads, windows in most layers, positions in those alone, and a shared expert;
+Flint has attention sinks, Kolibri four norms a layer and experts in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardnet.model.config.decoder_config import (
+    read_decoder,
+    read_expert_counts,
+    read_sparse_layers,
+    read_windows,
+)
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.model_config import Experts, ModelConfig
+from shardnet.model.families import deepseek_v2, deepseek_v3
+from shardnet.model.families.family import Stacking
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import Part
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.experts import Router, SparseMlp
+    from shardnet.model.layers.modules import GatedMlp
+    from shardnet.model.layers.weight_source import WeightSource
+
+_STACKED: Final = {"experts": deepseek_v2.EXPERTS, "stacking": Stacking.CONCATENATED}
+
+
+def _read_flint(fields: Fields) -> ModelConfig:
+    """Read a FlintConfig."""
+    config = read_decoder(
+        fields, n_kv_heads=4, max_positions=262144, head_size=128, intermediate_size=6144
+    )
+    last = config.n_layers - 1
+    config = _read_layers(fields, config, lambda n: n >= 2 and n % 4 != 1 and n != last)
+    dense = fields.take("mlp_only_layers", list, None)
+    layers = (
+        range(2, config.n_layers) if dense is None else read_sparse_layers(fields, config.n_layers)
+    )
+    config = _read_experts(fields, config, 256, 1024, tuple(layers), sums=True)
+    bias = fields.take("attention_bias", bool, False)
+    return replace(config, attention_bias=bias, has_sinks=True)
+
+
+def _read_kolibri(fields: Fields) -> ModelConfig:
+    """Read a Kolibri1Config."""
+    inner = fields.optional("moe_intermediate_size") or 512
+    config = read_decoder(
+        fields, n_kv_heads=4, max_positions=262144, head_size=128, intermediate_size=inner
+    )
+    config = _read_layers(fields, config, lambda n: (n + 1) % 5 != 0)
+    return _read_experts(fields, config, 384, 512, tuple(range(config.n_layers)), sums=False)
+
+
+def _read_layers(
+    fields: Fields, config: ModelConfig, is_local: Callable[[int], bool]
+) -> ModelConfig:
+    """Add which layers have windows, by default those that are `is_local`: only they turn heads."""
+    window = fields.positive("sliding_window", 513)
+    windows = read_windows(fields, config.n_layers, window, is_local)
+    nope = tuple(n for n in range(config.n_layers) if windows[n] is None)
+    return replace(config, windows=windows, nope_layers=nope, has_head_norms=True)
+
+
+def _read_experts(
+    fields: Fields,
+    config: ModelConfig,
+    n_experts: int,
+    shared: int,
+    layers: tuple[int, ...],
+    *,
+    sums: bool,
+) -> ModelConfig:
+    """Add experts in `layers` and a shared one.
+
+    `n_experts`, the columns of the `shared` one and whether weights are sums of 1 are defaults.
+    """
+    counts = read_expert_counts(fields, ("num_experts", "num_local_experts"), n_experts, 6)
+    experts = Experts(
+        n_experts=counts[0],
+        top_k=counts[1],
+        intermediate_size=fields.positive("moe_intermediate_size", 512),
+        normalize_top_k=fields.take("norm_topk_prob", bool, sums),
+        shared_intermediate_size=fields.positive("shared_expert_intermediate_size", shared),
+        layers=layers,
+    )
+    return replace(config, experts=experts if layers else None)
+
+
+def _load_flint_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp | SparseMlp:
+    from shardnet.model.layers.group_routers import BestTwoRouter
+
+    def router(experts: Experts, gate: str) -> Router:
+        return BestTwoRouter(experts=experts, gate=weights.linear(gate, wide=True), bias=None)
+
+    return deepseek_v2.load_mlp(config, weights, layer, router)
+
+
+def _load_kolibri_mlp(
+    config: ModelConfig, weights: WeightSource, layer: int
+) -> GatedMlp | SparseMlp:
+    from shardnet.model.layers.group_routers import BiasedLogitsRouter
+
+    def router(experts: Experts, gate: str) -> Router:
+        return BiasedLogitsRouter(
+            experts=experts,
+            gate=weights.linear(gate, wide=True),
+            bias=weights.parameter(f"{gate}.e_score_correction_bias"),
+        )
+
+    return deepseek_v2.load_mlp(config, weights, layer, router)
+
+
+FAMILIES: Final = (
+    record(
+        "flint",
+        "FlintForCausalLM",
+        _read_flint,
+        Layout(mlp=Part(tensors=deepseek_v2.mlp_tensors, load=_load_flint_mlp)),
+        renamed_tensors=(
+            (".self_attn.softmax_offset", ".self_attn.sinks"),
+            (".mlp.shared_expert.", ".mlp.shared_experts."),
+        ),
+        **_STACKED,
+    ),
+    record(
+        "kolibri1",
+        "Kolibri1ForCausalLM",
+        _read_kolibri,
+        Layout(
+            mlp=Part(tensors=deepseek_v3.mlp_tensors, load=_load_kolibri_mlp),
+            norms=(
+                *("input_layernorm", "post_attn_norm"),
+                *("post_attention_layernorm", "post_ffn_norm"),
+            ),
+        ),
+        renamed_tensors=((".moe.router.expert_bias", ".mlp.gate.e_score_correction_bias"),),
+        **_STACKED,
+    ),
+)
