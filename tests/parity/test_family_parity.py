@@ -124,7 +124,9 @@ def make(request: pytest.FixtureRequest) -> Callable[..., Path]:
     """What writes a checkpoint of each family, with a config that is not all default."""
     if request.param == "gpt2":
         return make_gpt2
-    config = CASES.get(request.param, {}) | {"num_hidden_layers": 4}
+    config = CASES.get(request.param, {})
+    if "layer_types" not in config:
+        config = config | {"num_hidden_layers": 4}
     return partial(make_decoder, family=request.param, **config)
 
 
@@ -138,7 +140,8 @@ def test_bfloat16_is_as_close_as_transformers_in_bfloat16(
         reference_logits(load_reference(folder, dtype), prompt)
         for dtype in (torch.float32, torch.bfloat16)
     )
-    logits = StageChain.load(folder, even_split(4, 2), probed(CPU, DType.BFLOAT16, None))
+    halves = even_split(Checkpoint.open(folder).config.n_layers, 2)
+    logits = StageChain.load(folder, halves, probed(CPU, DType.BFLOAT16, None))
     error = (logits.prefill(0, prompt) - exact).square().mean()
     assert error <= 1.5**2 * (rounded - exact).square().mean()
 
@@ -155,12 +158,14 @@ def test_a_float16_checkpoint_is_computed_in_float32(
     make: Callable[..., Path], tmp_path: Path
 ) -> None:
     folder = make(tmp_path, dtype=torch.float16)
-    assert Checkpoint.open(folder).config.checkpoint_dtype is DType.FLOAT16
+    config = Checkpoint.open(folder).config
+    assert config.checkpoint_dtype is DType.FLOAT16
     reference = load_reference(folder)
     prompt = random_prompt(40, 300)
-    chain = StageChain.load(folder, even_split(4, 3), probed(CPU, DType.FLOAT32, DType.FLOAT16))
+    halves, thirds = (even_split(config.n_layers, n) for n in (2, 3))
+    chain = StageChain.load(folder, thirds, probed(CPU, DType.FLOAT32, DType.FLOAT16))
     check_generation(chain, reference, [prompt], 8)
     exact = reference_logits(reference, prompt)
-    rounded = StageChain.load(folder, even_split(4, 2), probed(CPU, DType.FLOAT16, DType.FLOAT16))
+    rounded = StageChain.load(folder, halves, probed(CPU, DType.FLOAT16, DType.FLOAT16))
     error = rounded.prefill(1, prompt) - exact
     assert error.square().mean() < 0.01**2 * exact.square().mean()

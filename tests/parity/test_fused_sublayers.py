@@ -150,7 +150,7 @@ def test_every_family_computes_what_torch_does(
     family: str, kv_dtype: KvDType, tmp_path: Path
 ) -> None:
     folder = make_decoder(
-        tmp_path, family.split("-")[0], dtype=torch.bfloat16, **CASES[family] | {"seed": 3}
+        tmp_path, family.split("-")[0], dtype=torch.bfloat16, **{"seed": 3} | CASES[family]
     )
     ours, theirs = chains(folder, native(DType.FLOAT32), kv_dtype)
     layer = ours.stages[0].family._layers[0][0]  # type: ignore[attr-defined]
