@@ -131,7 +131,18 @@ OWN_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "ctrl": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "dff": 96},
     "deepseek_v32": {**_INDEXED, **_LATENT},
-    "dots3_note_text": {**_INDEXED, **_LATENT, "num_key_value_heads": 4},
+    "dots3_note_text": {
+        **_INDEXED,
+        **_LATENT,
+        "shared_experts_intermediate_size": 32,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 24,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 16,
+    },
     "dots1": {"layer_types": ["full_attention"] * N_LAYERS},
     "falcon_h1": _MAMBA2,
     "gemma4_text": {
@@ -180,6 +191,10 @@ OWN_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
     "openai-gpt": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "n_positions": 256},
     "xglm": {"d_model": 64, "ffn_dim": 96, "num_layers": N_LAYERS, "attention_heads": 4},
     "xlnet": {"d_model": 64, "n_head": 4, "n_layer": N_LAYERS},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid"] * (N_LAYERS // 2),
+        "num_key_value_heads": 4,
+    },
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * (N_LAYERS // 2)},
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -63,14 +63,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "use_mamba_kernels": False,
     },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "mamba_d_state": 8,
+        "n_mamba_heads": 4,
+        "num_key_value_heads": 6,
+        "adapter_rank": 4,
+    },
     "phimoe": {"num_local_experts": 4, "sliding_window": 16},
     "gemma4_text": GEMMA4_E,
     "gemma4": GEMMA4_E | {"tie_word_embeddings": True},
 }
-"""A plain one, one whose embedding is needed everywhere, states with experts and without, experts,
-and one whose layers need the token ids, alone and in a multimodal checkpoint.
+"""A plain one, one whose embedding is needed everywhere, states with experts and without, layers
+that share parameters and read the embedding again, experts, and one whose layers need the token
+ids, alone and in a multimodal checkpoint.
 """
-STATES = ("jamba", "lfm2")
+STATES = ("jamba", "lfm2", "zamba2")
 
 
 @pytest.fixture

@@ -37,12 +37,16 @@ _TRIAL_ROWS = 5
 
 @dataclass(slots=True)
 class _Trial:
-    """What a forward pass has shown: modules by name, layers by number."""
+    """What a forward pass has shown: modules by name, layers by number.
+
+    Layers may look at the embedding again (`rereads`), behind the first one.
+    """
 
     before: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     called: list[int] = field(default_factory=list)
     output_counts: list[int] = field(default_factory=list)
+    rereads: bool = False
 
 
 @lru_cache(maxsize=4)
@@ -66,7 +70,7 @@ def read_outline(config_text: str, where: str) -> ModuleOutline:
     in_trial = [cached_numbers(layer, _TRIAL_ROWS) for layer in cache.layers]
     sizes = in_trial + [(0, 0)] * (len(layers) - len(in_trial))
     before = names.of_modules(trial.before)
-    is_plain = trial.before == [names.embedding]
+    is_plain = trial.before == [names.embedding] and not trial.rereads
     head = names.of_modules(trial.after)
     rest = {n: s for n, s in names.outside.items() if n not in before and n not in head}
     return ModuleOutline(
@@ -139,6 +143,17 @@ class _Lineage(TorchDispatchMode):
         self._first_allowed = 0
         self._hidden: Tensor | None = None
         self._barred: Set[int] = frozenset()
+        self._embedded: set[int] = set()
+        self._is_before_layers = True
+        self.rereads = False
+
+    def embedded(self, output: Tensor) -> None:
+        """Take `output`, and what is computed from it before the layers, for the embedding."""
+        self._embedded.add(id(output))
+
+    def layers_begin(self) -> None:
+        """Take what is computed from now on for no embedding."""
+        self._is_before_layers = False
 
     def layer_returned(self, number: int, output: object) -> None:
         """Take the tensors in `output`, and what will be computed from them, for a layer's."""
@@ -154,8 +169,9 @@ class _Lineage(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute, and note what comes of it."""
-        number = -1
+        number, reads_embedding = -1, False
         for each in _tensors((args, [*(kwargs or {}).values()])):
+            reads_embedding |= id(each) in self._embedded
             made_in = self._layer_of.get(id(each), -1)
             is_old = 0 <= made_in < self._first_allowed and each is not self._hidden
             if is_old or id(each) in self._barred:
@@ -163,6 +179,9 @@ class _Lineage(TorchDispatchMode):
             number = max(number, made_in)
         result = func(*args, **(kwargs or {}))
         self._made.update((id(each), each) for each in _tensors(result))
+        self.rereads |= reads_embedding and self._first_allowed > 0
+        if reads_embedding and self._is_before_layers:
+            self._embedded.update(id(each) for each in _tensors(result))
         if number >= 0:
             self.layer_returned(max(number, self._first_allowed), result)
         return result
@@ -193,6 +212,7 @@ def _watched(
 
     def note_inputs(module: nn.Module, args: Any, kwargs: Any) -> None:
         came = args[0] if args else kwargs.get("hidden_states")
+        lineage.layers_begin()
         if hidden and (last is None or len(hidden) <= last):
             if came is not hidden[-1]:
                 raise _handed_on(family)
@@ -222,12 +242,18 @@ def _watched(
     for name, module in model.named_modules():
         if id(module) not in inside and any(True for _ in module.parameters(recurse=False)):
             hooks.append(module.register_forward_pre_hook(note_module(name)))
+
+    def note_embedding(module: nn.Module, args: Any, output: Tensor) -> None:
+        lineage.embedded(output)
+
+    hooks.append(model.get_input_embeddings().register_forward_hook(note_embedding))
     for number, layer in enumerate(layers):
         hooks.append(layer.register_forward_pre_hook(note_inputs, with_kwargs=True))
         hooks.append(layer.register_forward_hook(note_layer(number)))
     try:
         with lineage:
             yield
+        trial.rereads = lineage.rereads
     finally:
         for hook in hooks:
             hook.remove()
@@ -256,9 +282,10 @@ class _Names:
         }
 
     def of_layer(self, number: int) -> Shapes:
-        """The parameters of a layer."""
+        """The parameters of a layer; what it shares with an earlier one has that one's names."""
         prefix = f"{self._prefix}{number}."
-        return {n: tuple(t.shape) for n, t in self._state.items() if n.startswith(prefix)}
+        own = {name: tensor for name, tensor in self._state.items() if name.startswith(prefix)}
+        return {self._first[id(tensor)]: tuple(tensor.shape) for tensor in own.values()}
 
     def of_modules(self, modules: list[str]) -> dict[str, tuple[int, ...]]:
         """The parameters of modules outside the layers."""
