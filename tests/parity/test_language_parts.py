@@ -36,12 +36,27 @@ CASES: dict[str, Case] = {
         {"depth": 1, "num_heads": 4, "out_hidden_size": 32, "fullatt_block_indexes": [0]},
         {},
     ),
+    "cohere_compass": (
+        "cohere_compass",
+        "cohere_compass_text",
+        {"depth": 1, "num_heads": 1, "out_hidden_size": 32, "deepstack_visual_indexes": [0]},
+        {},
+    ),
     "llava_next-gemma": ("llava_next", "gemma", CLIP, {"image_grid_pinpoints": [[28, 56]]}),
 }
 """The kind, its language model's family, its tower and its own keys."""
 OWN_TEXT: dict[str, dict[str, Any]] = {
     "qwen3_5_text": HYBRID,
     "gemma": {"head_dim": 8},
+    "cohere_compass_text": {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 7,
+        "logit_scale": 0.5,
+        "rope_parameters": {
+            "full_attention": None,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
+        },
+    },
     "mistral": {"sliding_window": None},  # left out, it would be one of 4096
 }
 
@@ -56,13 +71,15 @@ def make(folder: Path, case: Case) -> Path:
 def test_a_plain_language_model_is_read_as_its_family(case: str, tmp_path: Path) -> None:
     folder = make(tmp_path, CASES[case])
     checkpoint = Checkpoint.open(folder)
-    assert (checkpoint.config.wrapper, checkpoint.config.family) == CASES[case][:2]
-    assert checkpoint.config.outline is checkpoint.config.smallest_window is None
+    kind, family, _, _ = CASES[case]
+    assert (checkpoint.config.wrapper, checkpoint.config.family) == (kind, family)
+    assert checkpoint.config.outline is None
+    assert checkpoint.config.smallest_window == OWN_TEXT.get(family, {}).get("sliding_window")
     reference, prompts = load_reference(folder), [random_prompt(19, 300, seed=1)]
     for n_stages in (1, 2):
         chain = StageChain.load(folder, even_split(2, n_stages))
         check_generation(chain, reference, prompts, 6)
-    with pytest.raises(UnsupportedModelError, match=f"tower of {CASES[case][0]}"):
+    with pytest.raises(UnsupportedModelError, match=f"tower of {kind}"):
         open_pictures(checkpoint, {}.get)
 
 

@@ -312,6 +312,8 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         sizes["num_hidden_layers"] = 6
     if family == "gemma4_text":
         sizes["hidden_size_per_layer_input"] = 0
+    if family == "cohere_compass_text":  # has a base by no default
+        sizes["rope_parameters"] = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
     theirs = AutoConfig.for_model(family, **sizes)
     theirs.allow_global_per_layer_attribute_access = True
     ours = parse_config(sizes | {"model_type": family}, "config.json")
@@ -572,6 +574,20 @@ def test_contexts_end_where_positions_are_chosen(family: str) -> None:
     assert parse_config(few, "config.json").limit_words == "the model has 512 positions at most"
     with pytest.raises(UnsupportedModelError, match="rope_interleave = False is not supported"):
         parse_config(few | {"rope_interleave": False}, "config.json")
+
+
+def test_kinds_of_layers_may_have_no_positions() -> None:
+    raw = SIZES | {"model_type": "cohere_compass_text"}
+    kinds = ["full_attention", *["sliding_attention"] * 6]
+    turned = {"rope_type": "default", "rope_theta": 5e4}
+    config = parse(raw, layer_types=kinds, rope_parameters={"sliding_attention": turned})
+    assert config.local_rope == Rope(theta=5e4)
+    assert (config.nope_layers, config.windows[:2]) == ((0,), (None, 4096))
+    both = {"full_attention": turned | {"mrope_section": [4, 2, 2]}, "sliding_attention": None}
+    config = parse(raw, layer_types=kinds, rope_parameters=both, logit_scale=0.25)
+    assert config.rope is not None
+    assert (config.rope.theta, config.nope_layers) == (5e4, (1, 2, 3, 4, 5, 6))
+    assert config.logit_divisor == 4.0
 
 
 def test_granite_with_windows_says_the_base_of_each_layer() -> None:

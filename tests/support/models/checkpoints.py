@@ -87,6 +87,9 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"] * 2,
     },
     "minimax_m2": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
     "gemma4_unified_text": {"head_dim": 8, "global_head_dim": 12},
     "sarvam_moe": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     | {"head_dim": 10},

@@ -469,6 +469,18 @@ CASES: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 3.0,
         "logits_scaling": 2.0,
     },
+    "cohere_compass_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        "sliding_window": 20,
+        "logit_scale": 0.5,
+        "attention_bias": True,
+        "rope_parameters": {
+            "full_attention": None,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e4}
+            | {"mrope_section": [2, 1, 1]},
+        },
+    },
     "gemma4_unified_text": GEMMA4 | {"num_hidden_layers": 3},
     "sarvam_moe": {"num_hidden_layers": 3, "attention_bias": True},
     "sarvam_mla": {"num_hidden_layers": 3, "first_k_dense_replace": 1},
