@@ -38,10 +38,8 @@ def _read_flint(fields: Fields) -> ModelConfig:
     )
     last = config.n_layers - 1
     config = _read_layers(fields, config, lambda n: n >= 2 and n % 4 != 1 and n != last)
-    dense = fields.take("mlp_only_layers", list, None)
-    layers = (
-        range(2, config.n_layers) if dense is None else read_sparse_layers(fields, config.n_layers)
-    )
+    first = 2 if fields.missing("mlp_only_layers") else 0
+    layers = [n for n in read_sparse_layers(fields, config.n_layers) if n >= first]
     config = _read_experts(fields, config, 256, 1024, tuple(layers), sums=True)
     bias = fields.take("attention_bias", bool, False)
     return replace(config, attention_bias=bias, has_sinks=True)

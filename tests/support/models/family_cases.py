@@ -520,6 +520,7 @@ SELDOM = [
     *("granite", "olmo2", "helium", "iquestcoder", "exaone", "cwm", "ministral", "gemma"),
     *("vaultgemma", "jais2", "cohere2", "stablelm", "gpt_neox-serial", "youtu", "granitemoe"),
     *("dots1", "solar_open", "exaone_moe", "flex_olmo", "bamba", "granitemoehybrid-dense"),
+    *("sarvam_mla", "gemma4_unified_text"),
     *(
         "mixtral",
         "deepseek_v2",
