@@ -33,7 +33,8 @@ class DaemonThreads:
 
     `initializer` runs first on each thread; a thread works also where that fails. `before_sleep` is
     called before a thread waits for a job, with what says whether there is none; it must not know
-    this object.
+    this object. `niceness` lowers the threads' priority where the system has one per thread
+    (Linux).
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class DaemonThreads:
         name: str,
         initializer: Callable[[], None] = lambda: None,
         before_sleep: BeforeSleep | None = None,
+        niceness: int = 0,
     ) -> None:
         self._n_threads = n_threads
         self._before_sleep = before_sleep
         self._name = name
         self._initializer = initializer
+        self._niceness = niceness
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
@@ -83,7 +86,7 @@ class DaemonThreads:
             if len(self._threads) < self._n_threads:
                 thread = threading.Thread(
                     target=_work,
-                    args=(self._jobs, self._initializer, self._before_sleep),
+                    args=(self._jobs, self._initializer, self._before_sleep, self._niceness),
                     name=f"{self._name}_{len(self._threads)}",
                     daemon=True,
                 )
@@ -198,8 +201,12 @@ def _work(
     jobs: SimpleQueue[Callable[[], None] | None],
     initializer: Callable[[], None],
     before_sleep: BeforeSleep | None,
+    niceness: int,
 ) -> None:
     """Take jobs until there is a None, which is left for the next thread."""
+    if niceness and sys.platform == "linux":  # elsewhere it would be the whole process's
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     with contextlib.suppress(Exception):
         initializer()
     while (job := jobs.get()) is not None:

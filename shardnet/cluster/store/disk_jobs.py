@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 import threading
 import time
@@ -39,8 +38,8 @@ _LOOKS: Final = 10
 class DiskJobs:
     """Runs jobs of one place in order, of several places side by side.
 
-    A place is whatever hangs as one: the path of a checkpoint, a cache folder. `niceness` lowers
-    the threads' priority on Linux. All calls are made on the event loop.
+    A place is whatever hangs as one: the path of a checkpoint, a cache folder. `niceness` is that
+    of DaemonThreads. All calls are made on the event loop.
     """
 
     def __init__(self, name: str, *, niceness: int = 0, silence_s: float = SILENCE_S) -> None:
@@ -169,9 +168,8 @@ class _Lane:
         self.jobs: dict[Future[Any], asyncio.Future[Any]] = {}
         """Waiting and running jobs, and where their ends are awaited."""
         self._alive: dict[Future[Any], Callable[[], object]] = {}
-        self._clocks: list[int] = []
-        clocks = self._clocks
-        self.threads = DaemonThreads(1, name, lambda: _begin(niceness, clocks))
+        self._clocks = clocks = list[int]()
+        self.threads = DaemonThreads(1, name, lambda: _note_clock(clocks), niceness=niceness)
         self._silence_s = silence_s
         self._on_answer = on_answer
         self._on_silence = on_silence
@@ -247,12 +245,10 @@ class _Lane:
             self._look = asyncio.get_running_loop().call_later(wait_s, self._look_at_it)
 
 
-def _begin(niceness: int, clocks: list[int]) -> None:
-    """Lower the calling thread's priority, and note the clock of its processor time (Linux)."""
+def _note_clock(clocks: list[int]) -> None:
+    """Note the clock of the calling thread's processor time (Linux)."""
     if sys.platform == "linux":
         clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
-        if niceness:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def _silent(place: str, silence_s: float) -> DiskSilentError:

@@ -38,21 +38,15 @@ class JobThread(Protocol):
 class Executor:
     """One thread that runs jobs in the order they were submitted.
 
-    `set_up` runs first, on the thread. `niceness` lowers the thread's priority where the system
-    has one per thread (Linux). What a job raises that is no Exception arrives as a RuntimeError.
+    `set_up` runs first, on the thread. `niceness` is that of DaemonThreads. What a job raises that
+    is no Exception arrives as a RuntimeError.
     """
 
     def __init__(
-        self, name: str, *, set_up: Callable[[], None] | None = None, niceness: int = 0
+        self, name: str, *, set_up: Callable[[], None] = lambda: None, niceness: int = 0
     ) -> None:
-        def start() -> None:
-            if niceness:
-                _lower_priority(niceness)
-            if set_up is not None:
-                set_up()
-
         self._pause = _Pause()
-        self._thread = DaemonThreads(1, name, start, self._pause)
+        self._thread = DaemonThreads(1, name, set_up, self._pause, niceness)
         # Counts of jobs with one writer each: the loop of the first two, the thread of the last.
         self._n_queued = self._n_cancelled = self._n_ended = 0
 
@@ -216,13 +210,6 @@ def _library_wait() -> Callable[[int, int, int], object] | None:
         return None
 
 
-def _lower_priority(niceness: int) -> None:
-    """Lower the calling thread's priority. Elsewhere than on Linux it would be the process's."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, niceness)
-
-
 class ComputeThreads:
     """A thread for each of `devices`; jobs of one device run in the order they were submitted."""
 
@@ -321,13 +308,11 @@ def on_cores(cores: Sequence[int]) -> Iterator[None]:
             os.sched_setaffinity(0, before)
 
 
-def _keeping_to(cores: Sequence[int]) -> Callable[[], None] | None:
-    if not cores or not hasattr(os, "sched_setaffinity"):
-        return None
-
+def _keeping_to(cores: Sequence[int]) -> Callable[[], None]:
     def keep() -> None:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, cores)
+        if cores and hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(0, cores)
 
     return keep
 

@@ -9,9 +9,6 @@ modified, and are released with this object: then the stage is gone and its memo
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
 import threading
 import weakref
 from collections import deque
@@ -65,7 +62,7 @@ class PackWriter:
         if self._packs is None:
             return
         if self._thread is None:
-            self._thread = DaemonThreads(1, "shardnet-packs-put", _let_others_go_first)
+            self._thread = DaemonThreads(1, "shardnet-packs-put", niceness=_LOWEST_PRIORITY)
         while self._writing and self._writing[0].done():
             self._writing.popleft().result()
         job = self._thread.submit(_write, self._packs, names, kind, packed, self._stop)
@@ -85,13 +82,6 @@ def _end(stop: threading.Event, writing: deque[Future[None]]) -> None:
     stop.set()
     if not threading.main_thread().is_alive():
         wait_for(writing, _EXIT_S)
-
-
-def _let_others_go_first() -> None:
-    """Give the calling thread the lowest priority, where the system supports it."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
 
 
 class _Stopped(Exception):

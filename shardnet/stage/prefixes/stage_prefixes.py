@@ -11,10 +11,7 @@ Layers with a sliding window hold the end of a slot only, so each window has a f
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -98,7 +95,7 @@ class StagePrefixes:
         self.block_bytes = sum(part.size_bytes for part in self._parts)
         """Bytes of one block in all layers."""
         self.figures = PrefixFigures()
-        self._thread = DaemonThreads(1, "shardnet-prefixes", _lower_priority)
+        self._thread = DaemonThreads(1, "shardnet-prefixes", niceness=_NICENESS)
         self._saving: list[_Saving] = []
         self._writing: list[Future[None]] = []
         self._restored: dict[SequenceId, _Restored] = {}
@@ -316,10 +313,3 @@ def _copied(contents: SlotContents, begin: int, end: int) -> SlotContents:
 def _bytes_of(tensor: Tensor) -> memoryview:
     array: Any = tensor.numpy()  # numpy's arrays are buffers, which its types do not say
     return memoryview(array).cast("B")
-
-
-def _lower_priority() -> None:
-    """Let steps go first. Elsewhere than on Linux it would be the whole process."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
