@@ -27,7 +27,7 @@ from shardnet.runtime.loading.loaded_stage import LoadedStage, computes_by_devic
 from shardnet.runtime.loading.loading import release_freed_memory, set_compute_threads
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.stage.compute import ComputePlugin, StageCompute
-from shardnet.runtime.stage.executor import ComputeThreads, ProgressReporter
+from shardnet.runtime.stage.executor import ComputeThreads
 from shardnet.runtime.stage.handover import Lane
 from shardnet.runtime.stage.stage_order import ONE_DEVICE, StageDevice, StageOrder
 from shardnet.stage.packs.pack_cache import drop_pages
@@ -398,16 +398,14 @@ class StageHost:
         async with self._changing:
             self.refusals.check_not_closing()
             self.check_idle()
-            reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
-
-            def tick() -> None:
-                self.check_idle()
-                reporter.report(0, 1)
-
             try:
-                return await self._loader.to_its_end(
-                    self._compute.submit(lambda: job(tick), place), reporter
-                )
+                with self._loader.working(on_progress) as reporter:
+
+                    def tick() -> None:
+                        self.check_idle()
+                        reporter.report(0, 1)
+
+                    return await reporter.to_its_end(self._compute.submit(lambda: job(tick), place))
             finally:
                 await self._loader.release_freed_memory()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -65,6 +65,15 @@ class StageLoader:
         if self._work is not None:
             self._work.cancel(why)
 
+    @contextlib.contextmanager
+    def working(self, on_progress: Callable[[int, int], None]) -> Iterator[ProgressReporter]:
+        """Yield what the current work reports to, through which `cancel` ends it."""
+        self._work = ProgressReporter(on_progress, asyncio.get_running_loop())
+        try:
+            yield self._work
+        finally:
+            self._work = None
+
     async def run(self, place: Path | str, job: Callable[[], T]) -> T:
         """Run a job on the loading thread; see DiskJobs.run."""
         return await self._jobs.run(place, job)
@@ -81,7 +90,6 @@ class StageLoader:
 
         `memory_bytes` and `held_bytes` are those of each of the node's devices.
         """
-        reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
 
         def load_part(
             part: StageOrder, n_bytes: int, progress: Progress, kept: KeptWeights | None
@@ -96,14 +104,16 @@ class StageLoader:
             return loading()
 
         try:
-            return await self.to_its_end(
-                self._jobs.submit(
-                    order.folder,
-                    lambda: load_by_device(order, memory_bytes, load_part, reporter.report, kept),
-                    alive=lambda: reporter.n_reports,
-                ),
-                reporter,
-            )
+            with self.working(on_progress) as reporter:
+                return await reporter.to_its_end(
+                    self._jobs.submit(
+                        order.folder,
+                        partial(
+                            load_by_device, order, memory_bytes, load_part, reporter.report, kept
+                        ),
+                        alive=lambda: reporter.n_reports,
+                    )
+                )
         except asyncio.CancelledError:
             await finish(self.release_freed_memory())
             raise
@@ -149,21 +159,6 @@ class StageLoader:
         """Return freed memory to the system; nobody waits for it."""
         self._jobs.submit("freed memory", release_freed_memory).add_done_callback(looked_at)
 
-    async def to_its_end(self, running: asyncio.Future[T], reporter: ProgressReporter) -> T:
-        """Wait for a job on a thread. When cancelled, cancel the job and wait for its end."""
-        self._work = reporter
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            reporter.cancel()
-            try:
-                await finish(_ended(running))
-            finally:
-                del running  # with what it has made: the memory may be wanted while this travels
-            raise
-        finally:
-            self._work = None
-
     def close(self) -> None:
         """End the thread."""
         self._jobs.close()
@@ -173,13 +168,6 @@ def looked_at(job: asyncio.Future[None]) -> None:
     """Retrieve the error of a job that nobody waits for: the disk hangs, or this node leaves."""
     if not job.cancelled():
         job.exception()
-
-
-async def _ended(running: asyncio.Future[T]) -> None:
-    """Wait for the end of a cancelled job, and discard its result."""
-    await asyncio.wait([running])
-    if not running.cancelled():
-        running.exception()
 
 
 class PrefixDisk:

@@ -111,19 +111,13 @@ class WireLoss:
         check_threads(plan.choice.threads, available_cores())
         threads = plan.choice.threads or self._threads()
         reporter = ProgressReporter(on_progress, asyncio.get_running_loop())
-        measuring = asyncio.ensure_future(
-            self._thread.run(
+        return await reporter.to_its_end(
+            self._thread.submit(
                 plan.facts.path,
                 lambda: self._find_or_measure(plan, threads, reporter),
                 alive=lambda: reporter.n_reports,
             )
         )
-        try:
-            return await asyncio.shield(measuring)
-        except asyncio.CancelledError:
-            reporter.cancel()
-            await asyncio.gather(measuring, return_exceptions=True)
-            raise
 
     # --- on the thread
 

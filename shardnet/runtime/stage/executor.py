@@ -18,6 +18,7 @@ from typing import Final, Protocol, TypeVar
 from shardnet.errors import CancelledRequestError, ShardnetError
 from shardnet.runtime.stage.stage_order import ONE_DEVICE, StageDevice
 from shardnet.threads import DaemonThreads, contained
+from shardnet.transport.loop import finish
 
 T = TypeVar("T")
 
@@ -325,7 +326,9 @@ PROGRESS_EVERY_S = 0.1
 
 
 class ProgressReporter:
-    """Carries progress from a thread to the loop, a few times a second and at the end."""
+    """Carries progress from a thread to the loop, a few times a second and at the end, and the wish
+    to stop from the loop to the thread.
+    """
 
     def __init__(
         self, on_progress: Callable[[int, int], None], loop: asyncio.AbstractEventLoop
@@ -341,6 +344,18 @@ class ProgressReporter:
         """Cancel the work: make its next report raise `why`."""
         self._why = why or CancelledRequestError("the work was cancelled")
 
+    async def to_its_end(self, running: asyncio.Future[T]) -> T:
+        """Wait for the job that reports here. When cancelled, cancel it and wait for its end."""
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self.cancel()
+            try:
+                await finish(_ended(running))
+            finally:
+                del running  # with what it has made: the memory may be wanted while this travels
+            raise
+
     def report(self, done_bytes: int, total_bytes: int) -> None:
         """Report from the working thread. Raises the error given to `cancel`, if called."""
         self.n_reports += 1
@@ -350,3 +365,10 @@ class ProgressReporter:
         if done_bytes >= total_bytes or now - self._last_s >= PROGRESS_EVERY_S:
             self._last_s = now
             self._loop.call_soon_threadsafe(self._on_progress, done_bytes, total_bytes)
+
+
+async def _ended(running: asyncio.Future[T]) -> None:
+    """Wait for the end of a cancelled job, and discard its result."""
+    await asyncio.wait([running])
+    if not running.cancelled():
+        running.exception()
