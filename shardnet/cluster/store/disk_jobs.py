@@ -43,9 +43,9 @@ class DiskJobs:
     """
 
     def __init__(self, name: str, *, niceness: int = 0, silence_s: float = SILENCE_S) -> None:
-        self._name = name
-        self._niceness = niceness
-        self._silence_s = silence_s
+        self.name = name
+        self.niceness = niceness
+        self.silence_s = silence_s
         self._lanes: dict[str, _Lane] = {}
         self._stuck: dict[str, _Lane] = {}
         self._answered: dict[str, None] = {}
@@ -108,7 +108,7 @@ class DiskJobs:
         if lane is not None:
             return lane
         if place in self._stuck or (len(self._stuck) >= MAX_STUCK and place not in self._answered):
-            raise _silent(place, self._silence_s)
+            raise _silent(place, self.silence_s)
         idle = [name for name, other in self._lanes.items() if not other.jobs]
         if len(self._lanes) - len(idle) >= MAX_BUSY:
             raise BusyError(
@@ -117,12 +117,11 @@ class DiskJobs:
             )
         for name in idle[: max(0, len(idle) - MAX_IDLE + 1)]:
             self._lanes.pop(name).threads.close()
-        lane = self._lanes[place] = _Lane(
-            place, self._name, self._niceness, self._silence_s, self._lane_answers, self._lane_hangs
-        )
+        lane = self._lanes[place] = _Lane(place, self)
         return lane
 
-    def _lane_answers(self, lane: _Lane) -> None:
+    def answers(self, lane: _Lane) -> None:
+        """Note that a job has ended."""
         self._answered.pop(lane.place, None)
         self._answered[lane.place] = None
         if len(self._answered) > MAX_ANSWERED:
@@ -130,10 +129,11 @@ class DiskJobs:
         if self._stuck.get(lane.place) is lane:
             del self._stuck[lane.place]
 
-    def _lane_hangs(self, lane: _Lane) -> None:
+    def hangs(self, lane: _Lane) -> None:
+        """Fail the jobs of a place that has been silent for too long."""
         self._lanes.pop(lane.place, None)
         self._stuck[lane.place] = lane
-        lane.fail(_silent(lane.place, self._silence_s))
+        lane.fail(_silent(lane.place, self.silence_s))
 
 
 class DiskPlace:
@@ -155,24 +155,16 @@ class DiskPlace:
 class _Lane:
     """The thread of one place, and the loop's view of it."""
 
-    def __init__(
-        self,
-        place: str,
-        name: str,
-        niceness: int,
-        silence_s: float,
-        on_answer: Callable[[_Lane], None],
-        on_silence: Callable[[_Lane], None],
-    ) -> None:
+    def __init__(self, place: str, owner: DiskJobs) -> None:
         self.place = place
+        self._owner = owner
         self.jobs: dict[Future[Any], asyncio.Future[Any]] = {}
         """Waiting and running jobs, and where their ends are awaited."""
         self._alive: dict[Future[Any], Callable[[], object]] = {}
         self._clocks = clocks = list[int]()
-        self.threads = DaemonThreads(1, name, lambda: _note_clock(clocks), niceness=niceness)
-        self._silence_s = silence_s
-        self._on_answer = on_answer
-        self._on_silence = on_silence
+        self.threads = DaemonThreads(
+            1, owner.name, lambda: _note_clock(clocks), niceness=owner.niceness
+        )
         self._n_ended = 0
         self._n_silent = 0
         self._seen: object = None
@@ -195,7 +187,7 @@ class _Lane:
         answer.add_done_callback(lambda _: running.cancel())  # unless it has begun
         if self._look is None:
             self._n_silent, self._seen = 0, self.beat()
-            self._look = loop.call_later(self._silence_s / _LOOKS, self._look_at_it)
+            self._look = loop.call_later(self._owner.silence_s / _LOOKS, self._look_at_it)
 
     def fail(self, error: Exception) -> None:
         """End the thread after what it does now, and fail all jobs with `error`."""
@@ -217,7 +209,7 @@ class _Lane:
             answer.cancel()
             return
         self._n_ended += 1
-        self._on_answer(self)
+        self._owner.answers(self)
         error = running.exception()
         if answer.done():
             return
@@ -239,9 +231,9 @@ class _Lane:
         self._seen = beat
         if self._n_silent >= _LOOKS:
             self._look = None
-            self._on_silence(self)
+            self._owner.hangs(self)
         else:
-            wait_s = self._silence_s / _LOOKS
+            wait_s = self._owner.silence_s / _LOOKS
             self._look = asyncio.get_running_loop().call_later(wait_s, self._look_at_it)
 
 
