@@ -29,7 +29,7 @@ from shardnet.runtime.engine.requests import Speculation
 from shardnet.runtime.scheduling.drafting import NgramDrafts
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import Outcome, SendStep, SequenceRequest
-from shardnet.runtime.scheduling.step_cost import StepLimits
+from shardnet.runtime.scheduling.step_cost import RingLimits, StepLimits
 from shardnet.runtime.stage.executor import Executor
 from shardnet.tokenizers.tokenizer import Tokenizer
 from shardnet.transport.loop import run
@@ -383,12 +383,14 @@ class Forcing:
 async def scheduler(bench: Bench) -> dict[str, Any]:
     """The scheduler's own time per step at 32 sequences of 2 stages, without any ring."""
     one = Scheduler(
-        epoch=Epoch(1),
-        n_stages=2,
-        room_blocks=1000,
-        context=4096,
-        max_slots=64,
-        limits=StepLimits(),
+        RingLimits(
+            epoch=Epoch(1),
+            n_stages=2,
+            room_blocks=1000,
+            context=4096,
+            max_slots=64,
+            limits=StepLimits(),
+        )
     )
     for number, prompt in enumerate(bench.prompts(32, 200, 1)):
         one.submit(

@@ -21,7 +21,7 @@ from shardnet.runtime.engine.requests import RequestEvent, RequestMoved
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, NgramDrafts
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import SequenceRequest
-from shardnet.runtime.scheduling.step_cost import StepCost
+from shardnet.runtime.scheduling.step_cost import RingLimits, StepCost
 from shardnet.sampling_params import SamplingParams
 from shardnet.stage.runs import Run
 from shardnet.types import Epoch, LayerRange, LiveState, SequenceId
@@ -102,7 +102,9 @@ def test_more_sequences_than_slots_take_turns(stages: TorchStages) -> None:
 
 def test_drafts_are_refused_by_name(folder: Path) -> None:
     scheduler = Scheduler(
-        epoch=Epoch(1), n_stages=1, room_blocks=4, context=512, max_slots=4, state_slots=2
+        RingLimits(
+            epoch=Epoch(1), n_stages=1, room_blocks=4, context=512, max_slots=4, state_slots=2
+        )
     )
     drafter = AdaptiveDrafter(draft_source=NgramDrafts(), cost=StepCost(), most=8)
     asked = SequenceRequest(sequence_id=SequenceId(1), prompt=(1, 2), max_tokens=4, drafter=drafter)

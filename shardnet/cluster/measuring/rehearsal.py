@@ -18,6 +18,7 @@ from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.requests import GenerationRequest, TokenGenerated
 from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
 from shardnet.runtime.scheduling.scheduler import Scheduler
+from shardnet.runtime.scheduling.step_cost import RingLimits
 from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.worker import StageWorker
@@ -34,6 +35,13 @@ from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 _CONTEXT = 2**16
 """More tokens than a measurement makes."""
 _TOKEN = 1
+_RING = RingLimits(
+    epoch=Epoch(1),
+    n_stages=1,
+    room_blocks=2 * _CONTEXT // BLOCK_POSITIONS,
+    context=_CONTEXT,
+    max_slots=1,
+)
 _HELLO = Hello(
     purpose=Purpose.CONTROL, role=PeerRole.NODE, node="rehearsal", name="rehearsal", version=""
 )
@@ -106,17 +114,10 @@ class _Text:
 
 async def _generate(compute: _Rehearsed, set_up: Callable[[], None]) -> None:
     """Generate until `compute` is done, and send each token to somebody."""
-    epoch = Epoch(1)
     engine = Engine(
-        scheduler=Scheduler(
-            epoch=epoch,
-            n_stages=1,
-            room_blocks=2 * _CONTEXT // BLOCK_POSITIONS,
-            context=_CONTEXT,
-            max_slots=1,
-        ),
+        scheduler=Scheduler(_RING),
         make_pipeline=lambda on_answered, on_failed: Pipeline(
-            epoch=epoch,
+            epoch=_RING.epoch,
             vocab_size=_TOKEN + 1,
             clock_ns=time.perf_counter_ns,
             on_answered=on_answered,

@@ -138,6 +138,10 @@ class EngineMaker:
                 exact_rows=max(1, min(stage.exact_rows for stage in ready)),
                 notes_states=self.spec.config.notes_states,
             ),
+            context=self.spec.form.context,
+            max_slots=MAX_SLOTS,
+            window=self.spec.config.smallest_window,
+            state_slots=STATE_SLOTS if self.spec.config.has_state else None,
             prefix_seed=prefixes.seed if prefixes else None,
             shares_blocks=all(stage.shares_blocks for stage in ready),
         )
@@ -145,21 +149,8 @@ class EngineMaker:
     def engine(self, ready: Sequence[StageReady]) -> Engine:
         """Make the engine of a ring that replaces none."""
         prefixes = self.prefixes(ready)
-        ring = self.limits(ready, prefixes)
-        scheduler = Scheduler(
-            epoch=ring.epoch,
-            n_stages=ring.n_stages,
-            room_blocks=ring.room_blocks,
-            context=self.spec.form.context,
-            max_slots=MAX_SLOTS,
-            window=self.spec.config.smallest_window,
-            state_slots=STATE_SLOTS if self.spec.config.has_state else None,
-            limits=ring.limits,
-            prefix_seed=ring.prefix_seed,
-            shares_blocks=ring.shares_blocks,
-        )
         return Engine(
-            scheduler=scheduler,
+            scheduler=Scheduler(self.limits(ready, prefixes)),
             make_pipeline=self.pipeline,
             clock_ns=time.perf_counter_ns,
             prefixes=prefixes,

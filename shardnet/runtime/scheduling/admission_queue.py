@@ -47,22 +47,14 @@ and prompts that nobody repeats would come to fill it.
 """
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class AdmissionQueue:
-    """Waiting and running sequences of one ring. For the limits see Scheduler.
+    """Waiting and running sequences of one ring.
 
     `pending` lists the instructions for the stages in data order, the scheduler's steps included.
     """
 
-    room_blocks: int
-    context: int
-    max_slots: int
-    max_waiting: int
-    window: int | None
-    state_slots: int | None
-    chunk_rows: int
-    prefix_seed: bytes | None = None
-    shares_blocks: bool = False
+    ring: RingLimits
     kv_blocks: KvBlockManager = field(init=False)
     waiting: list[LiveSequence] = field(default_factory=list)
     """Waiting and paused sequences, the next to be admitted first."""
@@ -76,17 +68,21 @@ class AdmissionQueue:
 
     def __post_init__(self) -> None:
         self.kv_blocks = self._empty_blocks()
-        if self.state_slots is not None:
-            self.max_slots = min(self.max_slots, self.state_slots)
+
+    @property
+    def max_slots(self) -> int:
+        """Most sequences that run at once."""
+        most, state_slots = self.ring.max_slots, self.ring.state_slots
+        return most if state_slots is None else min(most, state_slots)
 
     def _empty_blocks(self) -> KvBlockManager:
-        share = int(self.room_blocks * WARM_SHARE)
+        share = int(self.ring.room_blocks * WARM_SHARE)
         return KvBlockManager(
-            room_blocks=self.room_blocks,
-            most_warm_blocks=max(WARM_CONTEXTS * blocks_for(self.context), share),
-            window=self.window,
-            state_slots=self.state_slots,
-            shares=self.shares_blocks,
+            room_blocks=self.ring.room_blocks,
+            most_warm_blocks=max(WARM_CONTEXTS * blocks_for(self.ring.context), share),
+            window=self.ring.window,
+            state_slots=self.ring.state_slots,
+            shares=self.ring.shares_blocks,
         )
 
     def submit(self, request: SequenceRequest) -> None:
@@ -104,15 +100,15 @@ class AdmissionQueue:
         if request.max_tokens < 0:
             raise UsageError(f"max-tokens must be 0 or more, not {request.max_tokens}")
         if request.drafter is not None and not request.n_drafts:
-            check_drafts(has_state=self.state_slots is not None)
-        if n_prompt + min(request.max_tokens, 1) > self.context:
+            check_drafts(has_state=not self.ring.rewinds)
+        if n_prompt + min(request.max_tokens, 1) > self.ring.context:
             raise ContextExceededError.of(
-                f"the prompt has {n_prompt} tokens and the context holds {self.context}",
+                f"the prompt has {n_prompt} tokens and the context holds {self.ring.context}",
                 n_prompt,
-                self.context,
+                self.ring.context,
             )
         self._check_room(request)
-        if len(self.waiting) >= self.max_waiting:
+        if len(self.waiting) >= self.ring.max_waiting:
             raise QueueFullError(
                 f"{len(self.waiting)} requests are waiting already", remedy="ask again later"
             )
@@ -123,10 +119,10 @@ class AdmissionQueue:
     def _check_room(self, request: SequenceRequest) -> None:
         """Raise CapacityError if prompt and output could never fit the KV room."""
         needed = blocks_for(self.longest_life(request))
-        if needed > self.room_blocks:
+        if needed > self.ring.room_blocks:
             raise CapacityError(
                 f"the request may grow to {self.longest_life(request)} positions ({needed} KV "
-                f"blocks) and the ring has room for {self.room_blocks}",
+                f"blocks) and the ring has room for {self.ring.room_blocks}",
                 remedy="lower --max-tokens, or give the nodes more --memory",
             )
 
@@ -144,8 +140,7 @@ class AdmissionQueue:
 
     def move(self, ring: RingLimits) -> list[SequenceFailed]:
         """Go on with the room of another ring; end what could never fit it. None may run."""
-        self.room_blocks, self.prefix_seed = ring.room_blocks, ring.prefix_seed
-        self.shares_blocks = ring.shares_blocks
+        self.ring = ring
         self.kv_blocks = self._empty_blocks()
         failed = []
         for sequence in [*self.waiting]:
@@ -158,7 +153,7 @@ class AdmissionQueue:
 
     def longest_life(self, request: SequenceRequest) -> int:
         """Return the most positions a request can fill: prompt and output within the context."""
-        return min(len(request.prompt) + request.max_tokens, self.context)
+        return min(len(request.prompt) + request.max_tokens, self.ring.context)
 
     def is_live(self, sequence: LiveSequence) -> bool:
         """Say whether a sequence waits or runs."""
@@ -193,7 +188,7 @@ class AdmissionQueue:
         slot. Where layers keep a state none counts: it will have gone beyond the prefix. To one
         without pictures none counts that waits for its own: that may take minutes.
         """
-        if sequence.request.whole_prompt or self.state_slots is not None:
+        if sequence.request.whole_prompt or not self.ring.rewinds:
             return False
         request = sequence.request
         held = self.kv_blocks.prefix(sequence.tokens, request.adapters, request.pictures)
@@ -223,7 +218,7 @@ class AdmissionQueue:
         if request.whole_prompt:
             start = self.kv_blocks.start_empty(n_blocks) if is_room else None
         else:
-            only_chunks = self.chunk_rows if request.deterministic else 0
+            only_chunks = self.ring.limits.chunk_rows if request.deterministic else 0
             start = self.kv_blocks.start(
                 sequence.tokens,
                 n_blocks,
@@ -408,11 +403,11 @@ class AdmissionQueue:
         Rows that were not answered do not count: a step may still fail on some stage.
         """
         n_positions = min(slot.n_held, slot.n_answered)
-        if self.prefix_seed is None or n_positions < STORED_PREFIX_POSITIONS:
+        if self.ring.prefix_seed is None or n_positions < STORED_PREFIX_POSITIONS:
             return ()
         request = sequence.request
         return block_keys(
-            self.prefix_seed, sequence.tokens, n_positions, request.adapters, request.pictures
+            self.ring.prefix_seed, sequence.tokens, n_positions, request.adapters, request.pictures
         )
 
     def _free(self, slots: Iterable[Slot]) -> None:

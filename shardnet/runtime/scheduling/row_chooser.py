@@ -47,16 +47,16 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
         return [*self.sequence.tokens[group.position : end], *self.drafts]
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RowChooser:
-    """Chooses among the running sequences of `queue`.
-
-    `rewinds` says whether slots can be rewound, so that drafts may be wrong.
-    """
+    """Chooses among the running sequences of `queue`."""
 
     queue: AdmissionQueue
-    limits: StepLimits
-    rewinds: bool
+
+    @property
+    def limits(self) -> StepLimits:
+        """What bounds the rows of a step."""
+        return self.queue.ring.limits
 
     def decode_rows(self, share: int, n_frames: int = 1) -> list[Rows]:
         """Select the newest token's row of up to `share` sequences, each followed by its drafts.
@@ -96,7 +96,9 @@ class RowChooser:
 
         They are right if all those before them are, and take no room that is not booked.
         """
-        flying = [each for each in self.queue.running.values() if self.rewinds and each.may_fly]
+        flying = [
+            each for each in self.queue.running.values() if self.queue.ring.rewinds and each.may_fly
+        ]
         for sequence in sorted(flying, key=lambda each: each.n_in_flight):
             is_exact = sequence.request.deterministic
             limit = self.limits.exact_rows if is_exact else self.limits.cheap_rows
@@ -120,7 +122,7 @@ class RowChooser:
         left = self.queue.longest_life(request) - len(sequence.tokens) - len(ahead) - 1
         room = slot.n_blocks * BLOCK_POSITIONS - sequence.n_sent - 1
         limit = min(limit, left, room)
-        forced = request.guide.forced if request.guide and self.rewinds else None
+        forced = request.guide.forced if request.guide and self.queue.ring.rewinds else None
         for drafter in (forced, request.drafter):
             if drafter is not None and limit > 0:
                 drafts = drafter.propose(

@@ -42,35 +42,17 @@ from shardnet.runtime.scheduling.sequences import (
     TokenSampled,
 )
 from shardnet.runtime.scheduling.step_cost import MIXED_ROWS, RingLimits, StepCost, StepLimits
-from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, StepId
+from shardnet.types import MicroBatch, RowGroup, SequenceId, StepId
 
 _IS_DECODING: Final = attrgetter("is_decoding")
 _IS_LOCKSTEP: Final = attrgetter("request.lockstep")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Scheduler:
-    """Schedules the sequences of one ring.
+    """Schedules the sequences of one ring."""
 
-    `room_blocks` is the smallest KV room of its stages, `context` bounds one sequence, `max_slots`
-    the sequences that run at once, `max_waiting` those that wait. `window` is the smallest sliding
-    window of the model's layers, None where none has one. `state_slots` is the most slots, warm
-    ones included, where layers keep a state, which cannot be rewound; None where none does.
-    `prefix_seed` stands for the ring where all stages keep prefixes on disk, else it is None. All
-    of them share blocks between slots if it `shares_blocks`.
-    """
-
-    epoch: Epoch
-    n_stages: int
-    room_blocks: int
-    context: int
-    max_slots: int
-    max_waiting: int = 1024
-    window: int | None = None
-    state_slots: int | None = None
-    limits: StepLimits = field(default_factory=StepLimits)
-    prefix_seed: bytes | None = None
-    shares_blocks: bool = False
+    ring: RingLimits
     mixed_rows: int = field(init=False)
     """Most prompt rows batched with decode rows at present."""
     _queue: AdmissionQueue = field(init=False)
@@ -91,26 +73,19 @@ class Scheduler:
     _round_share: int = 0
 
     def __post_init__(self) -> None:
-        self._queue = AdmissionQueue(
-            room_blocks=self.room_blocks,
-            context=self.context,
-            max_slots=self.max_slots,
-            max_waiting=self.max_waiting,
-            window=self.window,
-            state_slots=self.state_slots,
-            chunk_rows=self.limits.chunk_rows,
-            prefix_seed=self.prefix_seed,
-            shares_blocks=self.shares_blocks,
-        )
-        self._chooser = RowChooser(
-            queue=self._queue, limits=self.limits, rewinds=self.state_slots is None
-        )
+        self._queue = AdmissionQueue(self.ring)
+        self._chooser = RowChooser(self._queue)
         self.mixed_rows = self.limits.mixed_rows
+
+    @property
+    def limits(self) -> StepLimits:
+        """What bounds the rows of a step."""
+        return self.ring.limits
 
     @property
     def max_in_flight(self) -> int:
         """Steps that may be in flight: the credit of the ring."""
-        return 2 * self.n_stages
+        return 2 * self.ring.n_stages
 
     @property
     def n_active(self) -> int:
@@ -179,9 +154,7 @@ class Scheduler:
 
         Returns those that could never fit it, which have ended.
         """
-        self.epoch, self.n_stages, self.room_blocks = ring.epoch, ring.n_stages, ring.room_blocks
-        self.limits, self.prefix_seed = ring.limits, ring.prefix_seed
-        self._chooser.limits = ring.limits
+        self.ring = ring
         self.mixed_rows = min(self.mixed_rows, self.limits.mixed_rows)
         return self._queue.move(ring)
 
@@ -303,25 +276,25 @@ class Scheduler:
 
     def _send_step(self) -> bool:
         """Send one step if there are rows to send; return whether it was sent."""
-        running = self._queue.running
+        running, n_stages = self._queue.running, self.ring.n_stages
         n_decoding = self.n_decoding
         if any(map(_IS_LOCKSTEP, running.values())):
             return self._send_in_lockstep()
         if not n_decoding:
             rows = self._chooser.prompt_rows(self.limits.chunk_rows)
             return self._send(rows, is_decode=False)
-        if len(self._steps) - len(self.behind) >= self.n_stages:
+        if len(self._steps) - len(self.behind) >= n_stages:
             return False
         chooser = self._chooser
         is_due, self._is_prompt_due = self._is_prompt_due, False
         if is_due and self._send(chooser.prompt_rows(self.mixed_rows), is_decode=False):
             return True
         all_decode = n_decoding == len(running)
-        n_frames = max(1, self.max_in_flight // n_decoding) if n_decoding < self.n_stages else 1
+        n_frames = max(1, self.max_in_flight // n_decoding) if n_decoding < n_stages else 1
         if all_decode and not self._queue.ready:
             return n_frames > 1 and self._send(chooser.flight_rows(n_frames), is_decode=True)
         n_frames = n_frames if all_decode else 1
-        decode = chooser.decode_rows(-(-n_decoding // self.n_stages), n_frames)
+        decode = chooser.decode_rows(-(-n_decoding // n_stages), n_frames)
         prompts: Sequence[Rows] = ()
         if not all_decode and not any(rows.sequence.request.deterministic for rows in decode):
             prompts = chooser.prompt_rows(self.mixed_rows, beside=decode)
@@ -342,7 +315,7 @@ class Scheduler:
                 return False
             queue.ready = dict(sorted(queue.ready.items(), key=lambda each: each[1].rank))
             self._n_round = len(queue.ready)
-            self._round_share = -(-self._n_round // self.n_stages)
+            self._round_share = -(-self._n_round // self.ring.n_stages)
         rows = self._chooser.decode_rows(min(self._round_share, self._n_round))
         self._n_round = self._n_round - len(rows) if rows else 0
         return self._send(rows, is_decode=True)
@@ -357,7 +330,7 @@ class Scheduler:
             token for part, group in zip(rows, groups, strict=True) for token in part.inputs(group)
         ]
         batch = MicroBatch(
-            epoch=self.epoch,
+            epoch=self.ring.epoch,
             step=step,
             groups=tuple(groups),
             token_ids=token_ids,
@@ -464,7 +437,7 @@ class Scheduler:
     def _finish_reason(self, sequence: LiveSequence) -> FinishReason | None:
         if sequence.tokens[-1] in sequence.request.stop_ids:
             return FinishReason.STOP
-        is_full = len(sequence.tokens) >= self.context
+        is_full = len(sequence.tokens) >= self.ring.context
         if is_full or sequence.n_generated >= sequence.request.max_tokens:
             return FinishReason.LENGTH
         return None

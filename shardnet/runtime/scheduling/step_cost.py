@@ -119,11 +119,29 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingLimits:
-    """What a ring gives its scheduler; for the fields see Scheduler."""
+    """What a ring gives its scheduler.
+
+    `room_blocks` is the smallest KV room of its stages, `context` bounds one sequence, `max_slots`
+    the sequences that run at once, `max_waiting` those that wait. `window` is the smallest sliding
+    window of the model's layers, None where none has one. `state_slots` is the most slots, warm
+    ones included, where layers keep a state, which cannot be rewound; None where none does.
+    `prefix_seed` stands for the ring where all stages keep prefixes on disk, else it is None. All
+    of them share blocks between slots if it `shares_blocks`.
+    """
 
     epoch: Epoch
     n_stages: int
     room_blocks: int
+    context: int
+    max_slots: int
+    max_waiting: int = 1024
+    window: int | None = None
+    state_slots: int | None = None
     limits: StepLimits = field(default_factory=StepLimits)
     prefix_seed: bytes | None = None
     shares_blocks: bool = False
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether slots can be rewound, so that drafts may be wrong."""
+        return self.state_slots is None

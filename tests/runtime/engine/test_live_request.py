@@ -17,7 +17,7 @@ from shardnet.runtime.ring.pipeline import StepAnswer, StepAnswered
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, NgramDrafts
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import FinishReason
-from shardnet.runtime.scheduling.step_cost import StepCost
+from shardnet.runtime.scheduling.step_cost import RingLimits, StepCost
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
 from shardnet.wire.messages.extras import StageTiming
@@ -94,7 +94,9 @@ def test_drafts_are_not_blamed_for_the_time_of_prompts_and_recoveries(pause: str
     for n_rows in (1, 8):
         cost.learn(n_rows, 0.01 + n_rows / 10_000)
     drafter = AdaptiveDrafter(draft_source=NgramDrafts(), cost=cost)
-    scheduler = Scheduler(epoch=Epoch(1), n_stages=1, room_blocks=8, context=256, max_slots=1)
+    scheduler = Scheduler(
+        RingLimits(epoch=Epoch(1), n_stages=1, room_blocks=8, context=256, max_slots=1)
+    )
     requests = LiveRequests(scheduler=scheduler, clock_ns=lambda: int(now_s * 1e9))
     live = requests[SEQUENCE] = live_request(drafter)
     group, n_tokens = rows(1, 1), 1

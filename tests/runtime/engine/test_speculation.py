@@ -25,7 +25,7 @@ from shardnet.runtime.engine.draft_model import DraftModel, load_draft_model
 from shardnet.runtime.engine.requests import GenerationRequest, Speculation, TokenGenerated
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, DraftSource, NgramDrafts
 from shardnet.runtime.scheduling.scheduler import Scheduler
-from shardnet.runtime.scheduling.step_cost import StepLimits
+from shardnet.runtime.scheduling.step_cost import RingLimits, StepLimits
 from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import OpenSequence, SlotOperation
@@ -364,12 +364,14 @@ def draws(draft_source: str) -> list[list[int]]:
 
     async def scenario() -> list[list[int]]:
         scheduler = Scheduler(
-            epoch=Epoch(1),
-            n_stages=1,
-            room_blocks=200,
-            context=1000,
-            max_slots=20,
-            limits=StepLimits(cheap_rows=100),
+            RingLimits(
+                epoch=Epoch(1),
+                n_stages=1,
+                room_blocks=200,
+                context=1000,
+                max_slots=20,
+                limits=StepLimits(cheap_rows=100),
+            )
         )
         async with running_ring([EightTokens()], scheduler, vocab_size=8, over="memory") as (
             engine,

@@ -45,6 +45,8 @@ async def next_ring(
         epoch=Epoch(epoch),
         n_stages=n_stages,
         room_blocks=room_blocks,
+        context=1024,
+        max_slots=8,
         limits=StepLimits(chunk_rows=64, mixed_rows=64),
     )
     pipeline = engine.new_pipeline(pipeline_maker(Epoch(epoch), VOCAB))

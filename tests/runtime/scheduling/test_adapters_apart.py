@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.rings.answered_steps import operations, run
 
@@ -22,12 +24,14 @@ HALF_A = (AdapterUse(adapter_id="a" * 64, scale=0.5),)
 
 def scheduler() -> Scheduler:
     return Scheduler(
-        epoch=Epoch(1),
-        n_stages=1,
-        prefix_seed=b"ring",
-        room_blocks=64,
-        context=2048,
-        max_slots=4,
+        RingLimits(
+            epoch=Epoch(1),
+            n_stages=1,
+            prefix_seed=b"ring",
+            room_blocks=64,
+            context=2048,
+            max_slots=4,
+        )
     )
 
 
@@ -70,9 +74,6 @@ def test_a_sequence_that_is_replayed_has_its_adapters() -> None:
     submit(book, 1, A)
     assert operations(book.next_instructions(), OpenSequence)[0].adapters == A
     book.suspend()
-    ring = RingLimits(
-        epoch=Epoch(2), n_stages=1, room_blocks=64, limits=book.limits, prefix_seed=b"other"
-    )
-    assert book.resume(ring) == []
+    assert book.resume(replace(book.ring, epoch=Epoch(2), prefix_seed=b"other")) == []
     [opened] = operations(book.next_instructions(), OpenSequence)
     assert opened.adapters == A

@@ -11,7 +11,7 @@ from support.rings.toy_ring import ToyRing, next_token, text_of
 from shardnet.constraints import MAX_STEP_MASK_BYTES, MaskForm, TokenMask
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import SequenceRequest
-from shardnet.runtime.scheduling.step_cost import StepLimits
+from shardnet.runtime.scheduling.step_cost import RingLimits, StepLimits
 from shardnet.types import Epoch, SequenceId
 
 CONTEXT = 1024
@@ -104,12 +104,14 @@ def submit(
 def toy_ring(n_stages: int = 2, room_blocks: int = 3) -> ToyRing:
     return ToyRing(
         Scheduler(
-            epoch=Epoch(1),
-            n_stages=n_stages,
-            room_blocks=room_blocks,
-            context=CONTEXT,
-            max_slots=16,
-            limits=StepLimits(chunk_rows=64, mixed_rows=32, cheap_rows=8),
+            RingLimits(
+                epoch=Epoch(1),
+                n_stages=n_stages,
+                room_blocks=room_blocks,
+                context=CONTEXT,
+                max_slots=16,
+                limits=StepLimits(chunk_rows=64, mixed_rows=32, cheap_rows=8),
+            )
         )
     )
 

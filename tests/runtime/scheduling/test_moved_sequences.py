@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardnet.output_params import OutputParams
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import OperateSlot, SendStep, SequenceRequest
@@ -21,7 +23,9 @@ def answered(scheduler: Scheduler) -> list[SendStep]:
 
 
 def test_who_was_moved_goes_on_and_others_are_computed_again() -> None:
-    scheduler = Scheduler(epoch=Epoch(1), n_stages=1, room_blocks=16, context=2048, max_slots=4)
+    scheduler = Scheduler(
+        RingLimits(epoch=Epoch(1), n_stages=1, room_blocks=16, context=2048, max_slots=4)
+    )
     for sequence_id, first in ((ONE, 10), (TWO, 20)):
         prompt = tuple(range(first, first + 300))
         scheduler.submit(SequenceRequest(sequence_id=sequence_id, prompt=prompt, max_tokens=9))
@@ -40,7 +44,7 @@ def test_who_was_moved_goes_on_and_others_are_computed_again() -> None:
     n_moved = len(computed[ONE].token_ids)
     scheduler.suspend()
     scheduler.moved({ONE: n_moved})
-    scheduler.resume(RingLimits(epoch=Epoch(2), n_stages=1, room_blocks=16))
+    scheduler.resume(replace(scheduler.ring, epoch=Epoch(2)))
     instructions = scheduler.next_instructions()
     opened = {
         each.operation.sequence_id: (each.operation.is_restored, each.operation.n_kept)

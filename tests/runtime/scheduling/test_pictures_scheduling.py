@@ -10,6 +10,7 @@ from support.rings.answered_steps import operations, run
 from shardnet.runtime.scheduling.kv_block_manager import block_keys
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import EncodePictures, SendStep, SequenceRequest
+from shardnet.runtime.scheduling.step_cost import RingLimits
 from shardnet.slot_operations import CloseSequence, OpenSequence, PicturePlace, Pictures
 from shardnet.types import Epoch, SequenceId
 
@@ -31,12 +32,14 @@ A, B, LATER = place(100, 300, "a"), place(100, 300, "b"), place(600, 20, "c")
 
 def scheduler() -> Scheduler:
     return Scheduler(
-        epoch=Epoch(1),
-        n_stages=1,
-        prefix_seed=b"ring",
-        room_blocks=64,
-        context=2048,
-        max_slots=4,
+        RingLimits(
+            epoch=Epoch(1),
+            n_stages=1,
+            prefix_seed=b"ring",
+            room_blocks=64,
+            context=2048,
+            max_slots=4,
+        )
     )
 
 

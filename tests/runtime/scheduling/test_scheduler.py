@@ -27,7 +27,7 @@ from shardnet.runtime.scheduling.sequences import (
     SequenceRequest,
     TokenSampled,
 )
-from shardnet.runtime.scheduling.step_cost import StepCost, StepLimits
+from shardnet.runtime.scheduling.step_cost import RingLimits, StepCost, StepLimits
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence
 from shardnet.types import BLOCK_POSITIONS, Epoch, SequenceId, StepId
 
@@ -47,14 +47,16 @@ def ring(
 ) -> ToyRing:
     return ToyRing(
         Scheduler(
-            epoch=Epoch(1),
-            n_stages=n_stages,
-            room_blocks=room_blocks,
-            context=context,
-            max_slots=max_slots,
-            max_waiting=max_waiting,
-            limits=limits,
-            shares_blocks=shares_blocks,
+            RingLimits(
+                epoch=Epoch(1),
+                n_stages=n_stages,
+                room_blocks=room_blocks,
+                context=context,
+                max_slots=max_slots,
+                max_waiting=max_waiting,
+                limits=limits,
+                shares_blocks=shares_blocks,
+            )
         )
     )
 
@@ -319,7 +321,8 @@ def test_as_many_prompt_rows_travel_beside_others_as_their_cost_allows(
 def test_where_most_wait_for_their_prompt_those_who_decode_wait_longer() -> None:
     """Each sequence counts the same: with two of eight decoding, a step may take four times."""
     scheduler, cost = ring().scheduler, StepCost()
-    scheduler.limits = StepLimits(chunk_rows=64, mixed_rows=128, exact_rows=4)
+    limits = StepLimits(chunk_rows=64, mixed_rows=128, exact_rows=4)
+    scheduler.ring = replace(scheduler.ring, limits=limits)
     scheduler.mixed_rows = 128
     for n_rows in (2, 50):
         cost.learn(n_rows, 0.05 + 2.5e-3 * n_rows)

@@ -14,6 +14,7 @@ from shardnet.runtime.scheduling.sequences import (
     SendStep,
     SequenceRequest,
 )
+from shardnet.runtime.scheduling.step_cost import RingLimits
 from shardnet.slot_operations import CloseSequence, OpenSequence
 from shardnet.types import Epoch, SequenceId
 
@@ -22,8 +23,9 @@ PROMPT = tuple(range(700))
 
 
 def scheduler(**limits: Any) -> Scheduler:
-    defaults: dict[str, Any] = {"room_blocks": 16, "context": 2048, "max_slots": 4}
-    return Scheduler(epoch=Epoch(1), n_stages=1, prefix_seed=b"ring", **defaults | limits)
+    defaults: dict[str, Any] = {"epoch": Epoch(1), "n_stages": 1, "prefix_seed": b"ring"}
+    defaults |= {"room_blocks": 16, "context": 2048, "max_slots": 4}
+    return Scheduler(RingLimits(**defaults | limits))
 
 
 def wanted(sequence_id: SequenceId = ONE, n_stored: int = 512, **rest: Any) -> SequenceRequest:
@@ -124,10 +126,9 @@ def test_rows_that_were_not_answered_are_not_kept() -> None:
 
 
 def test_short_prompts_and_rings_without_a_disk_keep_nothing() -> None:
-    short, without = scheduler(), scheduler()
+    short, without = scheduler(), scheduler(prefix_seed=None)
     short.submit(wanted(n_stored=0, prompt=PROMPT[:500]))
     without.submit(wanted(n_stored=0))
-    without._queue.prefix_seed = None
     for queue in (short, without):
         [closed] = operations(run(queue), CloseSequence)
         assert closed.stored == ()

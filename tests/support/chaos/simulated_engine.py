@@ -13,7 +13,7 @@ import random
 import struct
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from support.chaos.virtual_time import VirtualLoop, run_virtually
 from support.rings.rings import NoText
@@ -283,7 +283,7 @@ class Simulation:
         self._chance = random.Random(seed)
         self.stories = draw_stories(self._chance)
         self.n_lost = 0
-        self._epoch = 0
+        self._epoch, self._max_slots = 0, 1
 
     async def run(self) -> Counter[str]:
         """Run it to its end, and check everything. Returns how the requests ended."""
@@ -296,14 +296,9 @@ class Simulation:
 
     async def _run(self) -> None:
         limits = self._limits()
-        scheduler = Scheduler(
-            epoch=limits.epoch,
-            n_stages=limits.n_stages,
-            room_blocks=limits.room_blocks,
-            context=CONTEXT,
-            max_slots=self._chance.randint(1, 4),
-            limits=limits.limits,
-        )
+        self._max_slots = self._chance.randint(1, 4)
+        limits = replace(limits, max_slots=self._max_slots)
+        scheduler = Scheduler(limits)
         self.engine = Engine(
             scheduler=scheduler,
             make_pipeline=self._pipeline(limits),
@@ -370,6 +365,8 @@ class Simulation:
             epoch=Epoch(self._epoch),
             n_stages=chance.randint(1, 4),
             room_blocks=chance.choice([6, 6, 7, 12, 40]),
+            context=CONTEXT,
+            max_slots=self._max_slots,
             limits=StepLimits(
                 chunk_rows=8,
                 mixed_rows=chance.choice([2, 8]),

@@ -18,7 +18,7 @@ from shardnet.errors import ShardnetError
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest, TokenGenerated
 from shardnet.runtime.scheduling.scheduler import Scheduler
-from shardnet.runtime.scheduling.step_cost import StepLimits
+from shardnet.runtime.scheduling.step_cost import RingLimits, StepLimits
 from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
@@ -144,12 +144,14 @@ async def fake_ring(
     """Run a ring over "memory" or "tcp" links, by default with the smallest queues and buffers."""
     computes = [FakeCompute(rank, n_stages) for rank in range(n_stages)]
     scheduler = Scheduler(
-        epoch=Epoch(1),
-        n_stages=n_stages,
-        room_blocks=room_blocks,
-        context=1024,
-        max_slots=max_slots,
-        limits=StepLimits(chunk_rows=chunk_rows, mixed_rows=chunk_rows),
+        RingLimits(
+            epoch=Epoch(1),
+            n_stages=n_stages,
+            room_blocks=room_blocks,
+            context=1024,
+            max_slots=max_slots,
+            limits=StepLimits(chunk_rows=chunk_rows, mixed_rows=chunk_rows),
+        )
     )
     async with running_ring(computes, scheduler, vocab_size=VOCAB, over=over, options=options) as (
         engine,

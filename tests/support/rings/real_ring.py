@@ -28,7 +28,7 @@ from shardnet.runtime.engine.requests import (
     TokenGenerated,
 )
 from shardnet.runtime.scheduling.scheduler import Scheduler
-from shardnet.runtime.scheduling.step_cost import StepLimits
+from shardnet.runtime.scheduling.step_cost import RingLimits, StepLimits
 from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import PicturePlace
@@ -68,13 +68,15 @@ async def real_ring(
         for stage in chain.stages
     ]
     scheduler = Scheduler(
-        epoch=Epoch(1),
-        n_stages=n_stages,
-        room_blocks=room_blocks,
-        context=CONTEXT,
-        max_slots=16,
-        state_slots=16 if Checkpoint.open(folder).config.has_state else None,
-        limits=StepLimits(exact_rows=min(stage.exact_rows for stage in chain.stages)),
+        RingLimits(
+            epoch=Epoch(1),
+            n_stages=n_stages,
+            room_blocks=room_blocks,
+            context=CONTEXT,
+            max_slots=16,
+            state_slots=16 if Checkpoint.open(folder).config.has_state else None,
+            limits=StepLimits(exact_rows=min(stage.exact_rows for stage in chain.stages)),
+        )
     )
     vocab_size = chain.stages[0].vocab_size
     chain.stages[0].encoder = encoder

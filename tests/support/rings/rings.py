@@ -51,7 +51,7 @@ async def running_ring(
     stage: FirstStage | None = None,
 ) -> AsyncIterator[tuple[Engine, list[Link]]]:
     """Run a ring over "memory" or "tcp" links, by default with the smallest queues and buffers."""
-    epoch = scheduler.epoch
+    epoch = scheduler.ring.epoch
     engine = Engine(
         scheduler=scheduler,
         make_pipeline=pipeline_maker(epoch, vocab_size, routing),

@@ -16,7 +16,7 @@ from support.rings.toy_ring import VOCABULARY, ToyRing, next_token
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import SendStep, SequenceRequest, TokenSampled
-from shardnet.runtime.scheduling.step_cost import StepCost, StepLimits
+from shardnet.runtime.scheduling.step_cost import RingLimits, StepCost, StepLimits
 from shardnet.types import Epoch, MicroBatch, SequenceId
 
 
@@ -67,12 +67,14 @@ class TimedRing:
         self.times_s.clear()
         self._free_s = [self.now_s] * len(self.stages_s)
         scheduler = Scheduler(
-            epoch=Epoch(1),
-            n_stages=len(self.stages_s),
-            room_blocks=100,
-            context=4096,
-            max_slots=1,
-            limits=StepLimits(),
+            RingLimits(
+                epoch=Epoch(1),
+                n_stages=len(self.stages_s),
+                room_blocks=100,
+                context=4096,
+                max_slots=1,
+                limits=StepLimits(),
+            )
         )
         ring = ToyRing(scheduler)
         ring.stage.next_token = lambda tokens: next_token(tokens[-40:])

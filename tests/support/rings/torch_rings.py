@@ -27,7 +27,7 @@ from shardnet.runtime.engine.requests import (
 )
 from shardnet.runtime.loading.loading import load
 from shardnet.runtime.scheduling.scheduler import Scheduler
-from shardnet.runtime.scheduling.step_cost import StepLimits
+from shardnet.runtime.scheduling.step_cost import RingLimits, StepLimits
 from shardnet.runtime.stage.compute import ComputePlugin, Samples, StageCompute
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.runtime.stage.torch_compute import TorchCompute
@@ -182,21 +182,23 @@ def run(
 
     async def main() -> list[list[RequestEvent]]:
         scheduler = Scheduler(
-            epoch=Epoch(1),
-            n_stages=len(stages.computes),
-            room_blocks=room_blocks,
-            context=stages.context,
-            window=stages.window,
-            state_slots=stages.state_slots,
-            max_slots=8,
-            limits=StepLimits(
-                chunk_rows=chunk_rows,
-                mixed_rows=chunk_rows // 2,
-                exact_rows=stages.exact_rows,
-                notes_states=stages.state_slots is not None,
-            ),
-            prefix_seed=prefixes.seed if prefixes else None,
-            shares_blocks=stages.shares_blocks,
+            RingLimits(
+                epoch=Epoch(1),
+                n_stages=len(stages.computes),
+                room_blocks=room_blocks,
+                context=stages.context,
+                window=stages.window,
+                state_slots=stages.state_slots,
+                max_slots=8,
+                limits=StepLimits(
+                    chunk_rows=chunk_rows,
+                    mixed_rows=chunk_rows // 2,
+                    exact_rows=stages.exact_rows,
+                    notes_states=stages.state_slots is not None,
+                ),
+                prefix_seed=prefixes.seed if prefixes else None,
+                shares_blocks=stages.shares_blocks,
+            )
         )
         ring = running_ring(
             stages.computes,

@@ -159,7 +159,7 @@ class ToyRing:
     instructions: list[Instruction] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.stage = ToyStage(self.scheduler.room_blocks, self.scheduler.shares_blocks)
+        self.stage = ToyStage(self.scheduler.ring.room_blocks, self.scheduler.ring.shares_blocks)
 
     def operations(self, kind: type[Operation]) -> list[Operation]:
         """The slot operations of one kind, in order."""
