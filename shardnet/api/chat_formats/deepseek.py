@@ -47,9 +47,7 @@ class DeepSeekReader(MarkedReader):
             yield from self.until(char(_SEPARATOR) + char(_END_CALL) + char(_END_CALLS))
         ).strip()
         yield from self.expect(char(_SEPARATOR))
-        yield from self.skip_space()
-        yield from self.need()
-        has_fence = (yield from self.peek()) != "{"
+        has_fence = (yield from self.look()) != "{"
         if has_fence:
             if name != "function":
                 raise NotACallError

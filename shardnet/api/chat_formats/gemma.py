@@ -43,9 +43,7 @@ class GemmaReader(MarkedReader):
         yield from self.optional(close)
 
     def _value(self, depth: int) -> Steps[None]:
-        yield from self.skip_space()
-        yield from self.need()
-        first = yield from self.peek()
+        first = yield from self.look()
         if depth > MAX_DEPTH:
             raise NotACallError
         if first == self.marks.char(_QUOTE):
@@ -106,8 +104,6 @@ class GemmaReader(MarkedReader):
         return key
 
     def _divider(self, close: str) -> Steps[None]:
-        yield from self.skip_space()
-        yield from self.need()
-        if (yield from self.peek()) != close:
+        if (yield from self.look()) != close:
             yield from self.expect(",")
             yield from self.skip_space()

@@ -91,13 +91,7 @@ class Glm4Reader(MarkedReader):
 
     def _call(self) -> Steps[None]:
         yield from self.skip_space()
-        name = yield from self._name()
-        yield from self.skip_space()
-        yield from self.need()
-        if (yield from self.peek()) != "{":
-            raise NotACallError
-        self.start_call(name)
-        yield from self.json_value(self.arguments)
+        yield from self.json_call((yield from self._name()))
 
     def _name(self) -> Steps[str]:
         """Read a line that is a tool's name, no further than it can be one."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from shardnet.api.chat_formats.reader import NotACallError, Reader, Sink, Steps
+from shardnet.api.chat_formats.reader import Reader, Sink, Steps
 
 _START, _END, _MESSAGE, _CHANNEL = "<|start|>", "<|end|>", "<|message|>", "<|channel|>"
 _CALL, _RETURN, _CONSTRAIN = "<|call|>", "<|return|>", "<|constrain|>"
@@ -89,12 +89,7 @@ class HarmonyReader(Reader):
             yield from self._prose(self.reasoning if channel == "analysis" else self.content)
 
     def _call(self, name: str) -> Steps[None]:
-        yield from self.skip_space()
-        yield from self.need()
-        if (yield from self.peek()) != "{":
-            raise NotACallError
-        self.start_call(name)
-        yield from self.json_value(self.arguments)
+        yield from self.json_call(name)
         yield from self.skip_space()
         for end in (_CALL, _END, _RETURN):
             yield from self.optional(self.marks.char(end))

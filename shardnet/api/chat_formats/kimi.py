@@ -6,7 +6,7 @@ import re
 
 from shardnet.api.chat_formats.json_text import ObjectWriter
 from shardnet.api.chat_formats.marked import MarkedReader
-from shardnet.api.chat_formats.reader import NotACallError, Reader, Steps
+from shardnet.api.chat_formats.reader import Reader, Steps
 
 _SECTION, _END_SECTION = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _CALL, _END_CALL = "<|tool_call_begin|>", "<|tool_call_end|>"
@@ -53,13 +53,8 @@ class KimiReader(MarkedReader):
         yield from self.expect(char(_CALL))
         call_id = (yield from self.until(char(_ARGUMENTS) + char(_END_CALL))).strip()
         yield from self.expect(char(_ARGUMENTS))
-        yield from self.skip_space()
-        yield from self.need()
         found = _CALL_ID.fullmatch(call_id)
-        if found is None or (yield from self.peek()) != "{":
-            raise NotACallError
-        self.start_call(found[1], call_id)
-        yield from self.json_value(self.arguments)
+        yield from self.json_call(found[1] if found else "", call_id)
         yield from self.skip_space()
         yield from self.optional(char(_END_CALL))
 
@@ -127,9 +122,7 @@ class KimiElementsReader(Reader):
         self.start_call(name)
         writer = ObjectWriter(self.arguments)
         while True:
-            yield from self.skip_space()
-            yield from self.need()
-            if (yield from self.peek()) == char(_CLOSE):
+            if (yield from self.look()) == char(_CLOSE):
                 break
             said = yield from self._attributes("argument")
             kind = said.get("type")

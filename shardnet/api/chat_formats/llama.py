@@ -43,9 +43,7 @@ class LlamaReader(MarkedReader):
     def _first(self) -> Steps[None]:
         for tag in _TAGS:
             yield from self.optional(self.marks.char(tag))
-        yield from self.skip_space()
-        yield from self.need()
-        if (yield from self.peek()) == "[":
+        if (yield from self.look()) == "[":
             yield from self._python_list()
             yield from self.optional(self.marks.char(_END))
         else:
@@ -101,9 +99,7 @@ class LlamaReader(MarkedReader):
 
     def _python_value(self, depth: int) -> Steps[str]:
         """Read a literal; return it as JSON text."""
-        yield from self.skip_space()
-        yield from self.need()
-        first = yield from self.peek()
+        first = yield from self.look()
         if depth > MAX_DEPTH:
             raise NotACallError
         if first in "\"'":

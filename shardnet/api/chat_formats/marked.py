@@ -141,9 +141,7 @@ class MarkedReader(Reader):
 
     def arguments_value(self, sink: Sink) -> Steps[None]:
         """Read the arguments: an object, null for none, or a string that holds an object."""
-        yield from self.skip_space()
-        yield from self.need()
-        match (yield from self.peek()):
+        match (yield from self.look()):
             case "{":
                 yield from self.json_value(sink)
             case "n":

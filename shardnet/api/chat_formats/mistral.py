@@ -116,8 +116,6 @@ class MistralReader(ListReader):
         if (yield from self.optional(char(_ID))):
             call_id = (yield from self.until("{" + char(_ARGUMENTS))).strip()
         yield from self.optional(char(_ARGUMENTS))
-        yield from self.skip_space()
-        yield from self.need()
-        if (yield from self.peek()) == "{":
+        if (yield from self.look()) == "{":
             self.start_call(name, call_id)
         yield from self.arguments_value(self.arguments)

@@ -191,6 +191,12 @@ class Reader(ABC):
                 return
             yield
 
+    def look(self) -> Steps[str]:
+        """Take space; return the character behind it. Raises OutputEndedError if none comes."""
+        yield from self.skip_space()
+        yield from self.need()
+        return (yield from self.peek())
+
     def expect(self, word: str) -> Steps[None]:
         """Take `word`. Raises NotACallError if something else stands there."""
         for char in word:
@@ -317,6 +323,13 @@ class Reader(ABC):
             raise NotACallError
         self.emit(ToolCallStarted(self._n_calls, call_id, name))
         self._n_calls += 1
+
+    def json_call(self, name: str, call_id: str | None = None) -> Steps[None]:
+        """Read a tool call's arguments. Raises NotACallError for what is no JSON object."""
+        if (yield from self.look()) != "{":
+            raise NotACallError
+        self.start_call(name, call_id)
+        yield from self.json_value(self.arguments)
 
     def arguments(self, text: str) -> None:
         """Add to the arguments of the call that was begun last."""
