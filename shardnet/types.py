@@ -431,6 +431,15 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
         """Rows that the tail samples: the number of ids in the answering token frame."""
         return sum(map(_N_SAMPLED, self.groups))
 
+    def check_token_ids(self, vocab_size: int) -> None:
+        """Raise UsageError for an id outside the vocabulary."""
+        wrong = next((t for t in self.token_ids if not 0 <= t < vocab_size), None)
+        if wrong is not None:
+            raise UsageError(
+                f"token id {wrong} is outside the model's vocabulary of {vocab_size}",
+                remedy=f"use ids from 0 to {vocab_size - 1}",
+            )
+
 
 class LiveState(enum.Enum):
     """How a request stands that has not ended. The value is the name used on the wire."""

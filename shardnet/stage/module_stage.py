@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.errors import CapacityError, RemoteProtocolError, UnsupportedModelError, UsageError
+from shardnet.errors import CapacityError, RemoteProtocolError, UnsupportedModelError
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.kernels.devices import capacity_error_for, is_out_of_memory
 from shardnet.model.modules.cut_model import CutModel
@@ -152,7 +152,7 @@ class ModuleStage:
         modules are not called as they were when it was loaded.
         """
         batch = run.batch
-        self._check_token_ids(batch.token_ids)
+        batch.check_token_ids(self.vocab_size)
         own = range(self.layers.start + (self.layers.start > 0), self.layers.end + 1)
         kept = run.kept_states & {*own}
         outputs, start = [], 0
@@ -237,14 +237,6 @@ class ModuleStage:
 
     def _is_close(self, rows: Tensor, wanted: Tensor) -> bool:
         return bool((rows - wanted).norm() < _CLOSE[self.dtype] * wanted.norm())
-
-    def _check_token_ids(self, token_ids: Sequence[int]) -> None:
-        wrong = next((t for t in token_ids if not 0 <= t < self.vocab_size), None)
-        if wrong is not None:
-            raise UsageError(
-                f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}",
-                remedy=f"use ids from 0 to {self.vocab_size - 1}",
-            )
 
 
 def _cannot_be_cut(why: str) -> UnsupportedModelError:

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 import torch
 from torch import Tensor
 
-from shardnet.errors import CapacityError, LostShardError, ShardnetError, UsageError
+from shardnet.errors import CapacityError, LostShardError, ShardnetError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import FamilyStage
@@ -351,7 +351,7 @@ class StageModel:
     def _begin(self, run: Run) -> tuple[Tensor, ForwardStep | None]:
         """Make room for the rows and embed them; without rows there is no step."""
         batch = run.batch
-        self._check_token_ids(batch)
+        batch.check_token_ids(self.vocab_size)
         if batch.n_rows == 0:
             return torch.empty(0, self.width, device=self.device), None
         if self.followers is not None:  # while this one begins; they meet the same errors
@@ -380,14 +380,6 @@ class StageModel:
             keep_state(run, 0, embedded)
             return embedded, step
         return run.hidden.to(self.device, self.dtype), step
-
-    def _check_token_ids(self, batch: MicroBatch) -> None:
-        wrong = next((t for t in batch.token_ids if not 0 <= t < self.vocab_size), None)
-        if wrong is not None:
-            raise UsageError(
-                f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}",
-                remedy=f"use ids from 0 to {self.vocab_size - 1}",
-            )
 
 
 def _joined(
