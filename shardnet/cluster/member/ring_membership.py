@@ -442,7 +442,7 @@ def _do_nothing() -> None:
 
 
 async def _read_answers(tail: TailLink, pipeline: Pipeline) -> None:
-    tail.offer(pipeline.answer)
+    tail.offer(lambda: True, pipeline.answer)
     while True:
         pipeline.answer(await tail.receive())
 

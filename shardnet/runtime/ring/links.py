@@ -6,7 +6,7 @@ The only place in `runtime` that knows both. Must not compute, nor decide what t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import assert_never
+from typing import Generic, TypeVar, assert_never
 
 from msgspec.structs import replace
 
@@ -49,6 +49,8 @@ from shardnet.wire.payloads.data import (
 )
 from shardnet.wire.payloads.rows import RowBlock, read_rows, rows_frames
 
+T = TypeVar("T")
+
 _NO_EXTRAS = Extras()
 
 MAX_STEP_ROWS_BYTES = 1 << 29
@@ -59,42 +61,50 @@ def _do_nothing() -> None:
     """Take no notice."""
 
 
-class LinkSource:
-    """What the previous stage sends, as a stage takes it in."""
+class _Incoming(Generic[T]):
+    """Reads the frames of a link, of which some only go with the next."""
 
     def __init__(
         self, link: Link, epoch: Epoch, on_arrival: Callable[[], None] = _do_nothing
     ) -> None:
-        """`on_arrival` is called when a step has come, before it is read."""
+        """`on_arrival` is called when a step or its answer has come, before it is read."""
         self._link = link
         self._epoch = epoch
         self._on_arrival = on_arrival
         self._extras = _PendingExtras(link)
         self._rows = _PendingRows(link)
-        self._last_step = 0
 
-    async def receive(self) -> StageInput:
-        """Return the next input. Raises LinkError when the link ends or breaks the protocol."""
+    async def receive(self) -> T:
+        """Return what comes next. Raises LinkError when the link ends or breaks the protocol."""
         while True:
-            arrived = self._input(await self._link.receive())
+            arrived = self._read(await self._link.receive())
             if arrived is not None:
                 return arrived
 
-    def offer(self, has_room: Callable[[], bool], take: Callable[[StageInput], None]) -> None:
-        """See StageSource."""
+    def offer(self, has_room: Callable[[], bool], take: Callable[[T], None]) -> None:
+        """Give `take` what comes while `receive` waits, at once, where it `has_room`."""
 
         def offered(frame: Frame) -> bool:
             if not has_room():
                 return False
-            arrived = self._input(frame)
+            arrived = self._read(frame)
             if arrived is not None:
                 take(arrived)
             return True
 
         self._link.offer(offered)
 
-    def _input(self, frame: Frame) -> StageInput | None:
+    def _read(self, frame: Frame) -> T | None:
         """Read a frame; None for one that only goes with the next."""
+        raise NotImplementedError
+
+
+class LinkSource(_Incoming[StageInput]):
+    """What the previous stage sends, as a stage takes it in."""
+
+    _last_step = 0
+
+    def _read(self, frame: Frame) -> StageInput | None:
         check_epoch(frame, self._epoch, self._link)
         extras = self._extras.before(frame)
         if frame.kind in (FrameKind.DATA, FrameKind.ERROR):
@@ -145,39 +155,10 @@ class LinkSource:
         )
 
 
-class TailLink:
+class TailLink(_Incoming[StepAnswer | StepFailed]):
     """What the tail sends to the head."""
 
-    def __init__(
-        self, link: Link, epoch: Epoch, on_arrival: Callable[[], None] = _do_nothing
-    ) -> None:
-        """`on_arrival` is called when an answer has come, before it is read."""
-        self._link = link
-        self._epoch = epoch
-        self._on_arrival = on_arrival
-        self._extras = _PendingExtras(link)
-        self._rows = _PendingRows(link)
-
-    async def receive(self) -> StepAnswer | StepFailed:
-        """Return the next answer. Raises LinkError when the link ends or breaks the protocol."""
-        while True:
-            answer = self._read(await self._link.receive())
-            if answer is not None:
-                return answer
-
-    def offer(self, take: Callable[[StepAnswer | StepFailed], None]) -> None:
-        """Give `take` each answer that comes while `receive` waits, at once."""
-
-        def offered(frame: Frame) -> bool:
-            answer = self._read(frame)
-            if answer is not None:
-                take(answer)
-            return True
-
-        self._link.offer(offered)
-
     def _read(self, frame: Frame) -> StepAnswer | StepFailed | None:
-        """Read a frame; None for one that only goes with the next."""
         extras = self._extras.before(frame)
         match frame.kind:
             case FrameKind.TOKENS:

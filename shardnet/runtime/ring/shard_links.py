@@ -264,7 +264,7 @@ class ShardSource(LinkSource):
             self._parts.fail(error)
             raise
 
-    def _input(self, frame: Frame) -> StageInput | None:
+    def _read(self, frame: Frame) -> StageInput | None:
         """Read a frame; None for a part. Steps that failed before this stage are left out."""
         if frame.kind is FrameKind.PART or (frame.kind is FrameKind.ERROR and frame.step):
             self._parts.take(0, frame)
@@ -275,7 +275,7 @@ class ShardSource(LinkSource):
                     f"{peer_name(self._link)} sent step {frame.step} after step {self._last_step}"
                 )
             self._last_step = frame.step - 1
-        return super()._input(frame)
+        return super()._read(frame)
 
 
 class ShardSink:

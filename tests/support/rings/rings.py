@@ -140,7 +140,7 @@ async def _until_broken(worker: LaneWorkers, on_broken: Callable[[ShardnetError]
 
 
 async def _answers(tail: TailLink, pipeline: Pipeline) -> None:
-    tail.offer(pipeline.answer)
+    tail.offer(lambda: True, pipeline.answer)
     try:
         while True:
             pipeline.answer(await tail.receive())
