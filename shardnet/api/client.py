@@ -38,7 +38,7 @@ from shardnet.api.requests import (
 )
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
-from shardnet.errors import LinkClosedError, LinkError, RemoteProtocolError, ShardnetError
+from shardnet.errors import LinkClosedError, LinkError, RemoteProtocolError
 from shardnet.sampling_params import SamplingParams
 from shardnet.transport import tcp
 from shardnet.transport.address import split_address
@@ -509,7 +509,7 @@ class Client:
 
     def _serve(self, link: Link, node_name: str = "") -> ControlLink:
         control = ControlLink(link, _refuse, peer_name=node_name)
-        reading = self._reading[control] = asyncio.create_task(_read(control))
+        reading = self._reading[control] = asyncio.create_task(control.serve_to_the_end())
         reading.add_done_callback(lambda _: self._reading.pop(control))
         return control
 
@@ -577,15 +577,6 @@ async def connect(address: str, identity: Identity | None = None) -> AsyncIterat
 
 def _has_ended(control: ControlLink) -> bool:
     return control.link.closed or control.ended is not None
-
-
-async def _read(control: ControlLink) -> None:
-    """Read until the link ends; calls that wait for an answer raise its error."""
-    try:
-        with contextlib.suppress(ShardnetError):
-            await control.serve()
-    finally:
-        await control.link.close()
 
 
 async def _end(control: ControlLink, reading: asyncio.Task[None]) -> None:

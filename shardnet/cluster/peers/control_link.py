@@ -7,6 +7,7 @@ a deadline. Must not know what the requests do: the link's owner passes a handle
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -236,6 +237,14 @@ class ControlLink:
                 self.link.send(error_frame(error))
                 await self.link.close()
             raise error from None
+
+    async def serve_to_the_end(self) -> None:
+        """Read the link until it ends, and close it: those who wait for answers get its error."""
+        try:
+            with contextlib.suppress(ShardnetError):
+                await self.serve()
+        finally:
+            await self.link.close()
 
     def _note_end(self, error: ShardnetError) -> None:
         """Note what has ended the link, once, and tell whoever waits for an answer."""

@@ -144,12 +144,7 @@ def _answer(task: asyncio.Task[ProbeAnswer], node: NodeId) -> ProbeAnswer | str:
 async def _asking(link: Link) -> AsyncIterator[ControlLink]:
     """Use a link as a client, and close it."""
     control = ControlLink(link, _refuse)
-
-    async def read() -> None:
-        with contextlib.suppress(ShardnetError):
-            await control.serve()
-
-    reading = asyncio.create_task(read())
+    reading = asyncio.create_task(control.serve_to_the_end())
     try:
         yield control
     except asyncio.CancelledError:

@@ -472,7 +472,7 @@ class Router:
             return await self.link_to(head.address)
         if self._to_self is None or self._to_self.link.closed:
             control = self._to_self = ControlLink(await self.own_link(), _refuse)
-            self._jobs.begin(partial(_serve, control), "a link of this node to itself")
+            self._jobs.begin(control.serve_to_the_end, "a link of this node to itself")
         return self._to_self
 
 
@@ -485,14 +485,6 @@ def _numbered(message: Asked, choice: ModelChoice, request: int) -> Asked:
 
 def _pass_on(control: ControlLink, request: int, told: NodeProgress) -> None:
     report_progress(control, request, told.rank, told.phase, told.done_bytes, told.total_bytes)
-
-
-async def _serve(control: ControlLink) -> None:
-    try:
-        with contextlib.suppress(ShardnetError):
-            await control.serve()
-    finally:
-        await control.link.close()
 
 
 async def _refuse(control: ControlLink, message: Incoming) -> None:

@@ -75,17 +75,12 @@ async def asking(folder: Path, peer: Answer | None, version: str) -> AsyncIterat
                 version=version,
             )
             link = await tcp.connect(host, int(port), hello)
-            serving = asyncio.create_task(_serve(ControlLink(link, peer)))
+            serving = asyncio.create_task(ControlLink(link, peer).serve_to_the_end())
             stack.push_async_callback(asyncio.wait, [serving])
             stack.push_async_callback(link.close)
             while not node._links.peers.links.linked():
                 await client.status()
         yield client
-
-
-async def _serve(control: ControlLink) -> None:
-    with contextlib.suppress(ShardnetError):
-        await control.serve()
 
 
 def ask(

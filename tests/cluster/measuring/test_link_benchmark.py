@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ from shardnet.cluster.measuring.link_benchmark import (
     best_rate,
 )
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
-from shardnet.errors import BusyError, ShardnetError
+from shardnet.errors import BusyError
 from shardnet.runtime.processors.alertness import ProcessorUse
 from shardnet.transport.memory import memory_pair
 from shardnet.types import NodeId
@@ -79,16 +79,12 @@ async def linked() -> AsyncIterator[Ends]:
     async def nobody(control: ControlLink, message: Incoming) -> None:
         raise AssertionError(f"{message} was not expected")
 
-    async def serve(control: ControlLink) -> None:
-        with suppress(ShardnetError):
-            await control.serve()
-
     ends = Ends()
     near, far = await memory_pair(hello("near"), hello(FAR))
     ends.control = ControlLink(near, nobody)
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(serve(ends.control))
-        tasks.create_task(serve(ControlLink(far, ends.answer)))
+        tasks.create_task(ends.control.serve_to_the_end())
+        tasks.create_task(ControlLink(far, ends.answer).serve_to_the_end())
         yield ends
         await asyncio.gather(near.close(), far.close())
 

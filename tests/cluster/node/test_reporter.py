@@ -28,7 +28,7 @@ from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.peer_links import clock_ahead
 from shardnet.cluster.peers.peer_table import KnownNode
 from shardnet.cluster.store.model_cache import ModelCache
-from shardnet.errors import AuthenticationError, ShardnetError
+from shardnet.errors import AuthenticationError
 from shardnet.transport import tcp
 from shardnet.types import DType, NodeId
 from shardnet.wire.messages.control import Done
@@ -73,18 +73,13 @@ class Lab:
             purpose=Purpose.CONTROL, role=PeerRole.NODE, node="fake", name="fake", version=version
         )
         link = await tcp.connect(host, int(port), hello)
-        serving = asyncio.create_task(_serve(ControlLink(link, handler)))
+        serving = asyncio.create_task(ControlLink(link, handler).serve_to_the_end())
 
         async def end() -> None:
             await link.close()
             await serving
 
         self._stack.push_async_callback(end)
-
-
-async def _serve(control: ControlLink) -> None:
-    with contextlib.suppress(ShardnetError):
-        await control.serve()
 
 
 @asynccontextmanager

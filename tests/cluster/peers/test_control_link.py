@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -42,13 +42,9 @@ async def pair(handler: Handler) -> AsyncIterator[tuple[ControlLink, ControlLink
     near, far = await memory_pair(hello("near"), hello("far"))
     asking, answering = ControlLink(near, nobody), ControlLink(far, handler)
 
-    async def serve(control: ControlLink) -> None:
-        with suppress(ShardnetError):
-            await control.serve()
-
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(serve(asking))
-        tasks.create_task(serve(answering))
+        tasks.create_task(asking.serve_to_the_end())
+        tasks.create_task(answering.serve_to_the_end())
         try:
             yield asking, answering
         finally:

@@ -15,7 +15,7 @@ from shardnet.cluster.machine.addresses import Interface, rank
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.peer_table import KnownNode
 from shardnet.cluster.peers.peers import Peers, PeerTimes
-from shardnet.errors import PeerUnreachableError, ShardnetError
+from shardnet.errors import PeerUnreachableError
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
 from shardnet.types import NodeId
@@ -113,7 +113,7 @@ class Member:
         if link.peer.role is PeerRole.NODE:
             self.peers.adopt(link)
         else:
-            self.tasks.create_task(serve(ControlLink(link, self._handle)))
+            self.tasks.create_task(ControlLink(link, self._handle).serve_to_the_end())
 
     async def until(self, happened: Callable[[], bool]) -> None:
         """Wait until something is so; looked at whenever anything is heard, and now and then."""
@@ -186,11 +186,6 @@ def hello(member: Member, role: PeerRole) -> Hello:
     return Hello(
         purpose=Purpose.CONTROL, role=role, node=member.node, name=member.name, version="0"
     )
-
-
-async def serve(control: ControlLink) -> None:
-    with contextlib.suppress(ShardnetError):
-        await control.serve()
 
 
 @asynccontextmanager

@@ -49,7 +49,7 @@ async def _fuzz_live(seconds: float, seed: int, key: bytes | None) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         async with _node(Path(folder), key) as (node, identity):
             client = ControlLink(await node.client(), _refuse)
-            serving = asyncio.create_task(_until_it_ends(client))
+            serving = asyncio.create_task(client.serve_to_the_end())
             before = most_bytes()
             ends = time.monotonic() + seconds
             while time.monotonic() < ends:
@@ -75,13 +75,6 @@ async def _fuzz_live(seconds: float, seed: int, key: bytes | None) -> Figures:
 
 async def _refuse(control: ControlLink, message: object) -> None:
     raise RemoteProtocolError("nothing is asked of this client")
-
-
-async def _until_it_ends(control: ControlLink) -> None:
-    try:
-        await control.serve()
-    except ShardnetError:
-        return
 
 
 async def _ping(client: ControlLink, figures: Figures, said: bytes) -> None:
