@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from .exit_codes import one_line, say
@@ -68,12 +67,7 @@ class DownloadBars:
     def __enter__(self) -> DownloadBars:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def update(self, file: str, done: int, total: int) -> None:

@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from shardnet.cluster.machine.folders import PACKS_FOLDER, cache_dir
@@ -43,12 +42,7 @@ class LoadBars:
             self._planning_timer.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def expect(self, plan: PlanReply) -> None:

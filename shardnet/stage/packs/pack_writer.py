@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from types import TracebackType
 from typing import Final
 
 from torch import Tensor
@@ -46,12 +45,7 @@ class PackWriter:
         """Return self."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: object, *__: object) -> None:
         """Keep writing in the background, or after an error stop and drop unfinished files."""
         if error is not None:
             self._stop.set()
