@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import torch
 from bench_ring import random_1b
-from support.cluster.machines import machines, until
+from support.cluster.machines import machines
+from support.waiting import until
 
 from shardnet.api.client import Client, connect
 from shardnet.assets import DEFAULT_MODEL_NAME

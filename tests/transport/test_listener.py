@@ -10,11 +10,12 @@ import resource
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 import pytest
 from support.transport_harness import HARNESSES, IDENTITY, OPTIONS, Harness, hello
+from support.waiting import until
 
 from shardnet.cluster.node.parts import Dialer
 from shardnet.errors import LinkClosedError, LinkError, ShardnetError
@@ -67,15 +68,6 @@ async def until_closed(link: Link) -> None:
     with contextlib.suppress(LinkError):
         await link.receive()
     await link.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what no event tells of."""
-    never = asyncio.Event()
-    while not condition():
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await never.wait()
 
 
 @contextlib.asynccontextmanager

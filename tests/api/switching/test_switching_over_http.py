@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.servers.asgi_client import Exchanged, ask, asking
 from support.servers.http_app import Served, served
+from support.waiting import until
 
 from shardnet.api.server import service
 from shardnet.api.server.settings import Settings
@@ -93,15 +94,6 @@ async def ring(settings: Settings = HASTY) -> AsyncIterator[Ring]:
         made.may_load.set()
         server.node.before = made.before
         yield made
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let others go on until it is true."""
-    for _ in range(100_000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    pytest.fail("it never was")
 
 
 def now() -> datetime.datetime:

@@ -11,9 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 from support.cluster.keyed_streams import Said, say
-from support.cluster.machines import Machine, machines, until
+from support.cluster.machines import Machine, machines
 from support.models.checkpoints import make_llama
 from support.rings.stage_chain import random_prompt
+from support.waiting import until
 
 from shardnet.api.client import connect
 from shardnet.cluster.recovery import node_watch, stand_in

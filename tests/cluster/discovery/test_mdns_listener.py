@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cluster.watchers import Watcher, new_record, running
+from support.waiting import until
 
 from shardnet.cluster.discovery.discovery import MAX_HEARD, Discovery, MdnsListener
 from shardnet.cluster.discovery.service_browser import SERVICE_TYPE
@@ -29,15 +28,6 @@ def answer(name: str, *, is_response: bool = True) -> bytes:
     target = labels(f"{name}.{SERVICE_TYPE}")
     body = bytes.fromhex("000c 0001 00000078") + len(target).to_bytes(2, "big") + target
     return header + labels(SERVICE_TYPE) + body
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    """Look now and then: nobody tells that the listener has heard."""
-    never = asyncio.Event()
-    while not happened():
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await never.wait()
 
 
 def test_a_node_is_noted_with_the_interface_it_was_heard_on() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from support.cluster.small_node import small_settings
 from support.models.checkpoints import make_llama
 from support.rings.stage_chain import random_prompt
+from support.waiting import until
 
 from shardnet.api.client import connect
 from shardnet.cluster.machine.profile import Device
@@ -54,14 +54,6 @@ class Machine:
         """Let the node look again."""
         self.now_s += seconds
         await node.pressure.look()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what a message between nodes brings about."""
-    while True:
-        if condition():
-            return
-        await asyncio.sleep(0.01)
 
 
 @pytest.mark.usefixtures("unmeasured")

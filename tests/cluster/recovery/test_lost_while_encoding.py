@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster.machines import machines, until
+from support.cluster.machines import machines
 from support.models.pictured_model import make_pictured, png
+from support.waiting import until
 
 from shardnet.api.client import Client, connect
 from shardnet.api.events import RequestState

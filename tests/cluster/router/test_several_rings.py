@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from support.cluster.machines import Machine, machines, until
+from support.cluster.keyed_streams import SAMPLED, Said, say
+from support.cluster.machines import Machine, machines
 from support.models.checkpoints import make_llama
 from support.needs import needs_library
 from support.rings.stage_chain import random_prompt
+from support.waiting import until
 
-from shardnet.api.client import Client, connect
+from shardnet.api.client import connect
 from shardnet.api.events import RequestState
 from shardnet.cluster.measuring.measurement import Measured
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.placement.figures import StageSpeed
 from shardnet.errors import BusyError
 from shardnet.output_params import OutputParams
-from shardnet.sampling_params import SamplingParams
 from shardnet.types import NodeId
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import ModelChoice
 
 N_STREAMS = 8
-N_TOKENS = 120
-SOME = 4
 DEADLINE_S = 60.0
 LAST = OutputParams(logit_rows=1)
-SAMPLED = SamplingParams(temperature=0.8, seed=7, repetition_penalty=1.2, n_logprobs=2)
 
 
 @pytest.fixture
@@ -42,40 +39,6 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> None:
         return Measured(speeds={NodeId(node.node): speed for node in nodes})
 
     monkeypatch.setattr(MeasurementService, "measured", measured)
-
-
-@dataclass
-class Said:
-    """What a client has got of its requests, and in which states these were."""
-
-    tokens: list[list[int]]
-    logprobs: list[list[float]]
-    states: set[RequestState] = field(default_factory=set)
-    some: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-async def say(
-    client: Client,
-    prompts: list[list[int]],
-    choice: ModelChoice,
-    said: Said | None = None,
-    key: str = "",
-) -> Said:
-    """Generate from all prompts at once."""
-    said = said or Said([[] for _ in prompts], [[] for _ in prompts])
-    events = client.generate(
-        prompts, SAMPLED, model=choice, max_tokens=N_TOKENS, ignore_eos=True, key=key
-    )
-    async with aclosing(events):
-        async for event in events:
-            if event.error is not None:
-                raise event.error
-            said.tokens[event.index] += event.token_ids
-            said.logprobs[event.index] += [one.logprob for one in event.logprobs or ()]
-            said.states.add(event.state)
-            if min(map(len, said.tokens)) >= SOME:
-                said.some.set()
-    return said
 
 
 def loads(machine: Machine) -> list[tuple[str, int, bool]]:
@@ -103,8 +66,8 @@ def test_rings_that_are_lost_are_the_others_work(tmp_path: Path) -> None:
             assert not loads(anna)
             await client.unload()
 
-            said = Said([[] for _ in prompts], [[] for _ in prompts])
-            saying = asyncio.create_task(say(client, prompts, many, said))
+            said = Said.of(prompts)
+            saying = asyncio.create_task(say(client, prompts, many, said=said))
             await said.some.wait()
             assert loads(anna) == [("anna", 4, True), ("bert", 4, True)]
             await bert.unplug()
@@ -116,8 +79,8 @@ def test_rings_that_are_lost_are_the_others_work(tmp_path: Path) -> None:
 
             await bert.plug_in()
             await until(lambda: loads(anna)[1][2])
-            said = Said([[] for _ in prompts], [[] for _ in prompts])
-            saying = asyncio.create_task(say(client, prompts, many, said, "k"))
+            said = Said.of(prompts)
+            saying = asyncio.create_task(say(client, prompts, many, "k", said=said))
             await said.some.wait()
             assert loads(anna) == [("anna", 4, True), ("bert", 4, True)]
             await anna.unplug()
@@ -161,8 +124,8 @@ def test_whoever_is_asked_several_rings_have_one_head(tmp_path: Path) -> None:
             scored = await at_anna.complete([prompt], model=many, max_tokens=1, outputs=LAST)
             assert scored[0].logits is not None
             wrong = ModelChoice(model=str(model), context=512)
-            said = Said([[]], [[]])
-            saying = asyncio.create_task(say(at_anna, prompts, many, said))
+            said = Said.of(prompts)
+            saying = asyncio.create_task(say(at_anna, prompts, many, said=said))
             await said.some.wait()
             with pytest.raises(BusyError, match="generating"):
                 await at_anna.complete([prompt], model=wrong, max_tokens=1)
@@ -175,8 +138,8 @@ def test_whoever_is_asked_several_rings_have_one_head(tmp_path: Path) -> None:
             # A head that leaves hands its ring's work over as well.
             both = [prompt, prompt[::-1]]
             whole = await say(at_anna, both, many)
-            said = Said([[], []], [[], []])
-            saying = asyncio.create_task(say(at_anna, both, many, said))
+            said = Said.of(both)
+            saying = asyncio.create_task(say(at_anna, both, many, said=said))
             await said.some.wait()
             assert loads(anna) == [("anna", 1, True), ("bert", 1, True)]
             await at_bert.drain(20.0)
@@ -204,8 +167,8 @@ def test_rings_behind_a_head_make_way_for_what_they_are_not(tmp_path: Path) -> N
             connect(anna.node.address) as at_anna,
             connect(bert.node.address) as at_bert,
         ):
-            said = Said([[]], [[]])
-            saying = asyncio.create_task(say(at_anna, prompts, many, said))
+            said = Said.of(prompts)
+            saying = asyncio.create_task(say(at_anna, prompts, many, said=said))
             await said.some.wait()
             with pytest.raises(BusyError, match="generating"):
                 await at_bert.complete([prompt], model=other, max_tokens=1)

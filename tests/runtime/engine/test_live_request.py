@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
+from support.rings.rings import NoText
 
 from shardnet.runtime.engine.live_request import (
     ALONE_POSITIONS,
@@ -12,7 +11,7 @@ from shardnet.runtime.engine.live_request import (
     LiveRequest,
     LiveRequests,
 )
-from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest, TextAssembler
+from shardnet.runtime.engine.requests import GenerationFinished, GenerationRequest
 from shardnet.runtime.ring.pipeline import StepAnswer, StepAnswered
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, NgramDrafts
 from shardnet.runtime.scheduling.scheduler import Scheduler
@@ -24,14 +23,6 @@ from shardnet.wire.messages.extras import StageTiming
 
 PROMPT = (1, 2, 3)
 SEQUENCE = SequenceId(1)
-
-
-class NoText:
-    def push(self, token_id: int) -> tuple[str, bool]:
-        return "", False
-
-    def finish(self) -> str:
-        return ""
 
 
 def step(position: int, compute_us: tuple[int, int], n_rows: int = 1) -> StepAnswered:
@@ -56,7 +47,7 @@ def live_request(drafter: AdaptiveDrafter | None = None) -> LiveRequest:
         sampling=SamplingParams(),
         max_tokens=9,
         stop_ids=frozenset(),
-        text=cast(TextAssembler, NoText()),
+        text=NoText(),
     )
     return LiveRequest(request=request, drafter=drafter, submitted_ns=0)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.waiting import until
 
 from shardnet.model.kernels.library import native_kernels
 from shardnet.runtime.processors import alertness
@@ -72,15 +73,6 @@ class Ring:
         self.alert.sent(hands_over=hands_over)
         self.clock.now_ns += took_ns
         self.alert.arrived()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop go on until it is true."""
-    for _ in range(10_000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    pytest.fail("it never was")
 
 
 async def n_turns_of_spinning(ring: Ring, turn_ns: int) -> int:

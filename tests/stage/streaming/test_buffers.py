@@ -7,14 +7,17 @@ poison from when the copy is launched: who computes too early computes with that
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from support.models.checkpoints import make_decoder, make_gpt2
-from support.rings.stage_chain import CPU, StageChain, random_prompt
+from support.rings import streamed_stage
+from support.rings.stage_chain import CPU
+from support.rings.streamed_stage import said, same
 from support.soak import cases
 from torch import Tensor
 
@@ -25,7 +28,6 @@ from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.kernels.linear import Kernel, KernelChoice, probe
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.stage import weights
-from shardnet.stage.load import load_stage
 from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.streaming.buffers import Buffers, DeviceBuffers, HostBuffers, find_buffers
@@ -143,30 +145,7 @@ def use_device(monkeypatch: pytest.MonkeyPatch, device: LateTransfers, spare_byt
     monkeypatch.setattr(StreamedLinear, "__call__", noted)
 
 
-def load(
-    folder: Path, n_streamed: int, choice: KernelChoice = PLAIN, packs: Path | None = None
-) -> StageModel:
-    kind = choice.quant
-    return load_stage(
-        Checkpoint.open(folder),
-        LayerRange(0, 4),
-        choice=choice,
-        device=CPU,
-        room_blocks=64,
-        progress=lambda done, total: None,
-        packs=PackCache(packs, str(folder), "model", kind) if packs and kind else None,
-        n_streamed=n_streamed,
-    )
-
-
-def said(model: StageModel) -> list[Tensor]:
-    """What two sequences say that are prefilled, one in a chunk, and decoded together."""
-    prompt = random_prompt(40, 300)
-    return StageChain([model]).generate([prompt, prompt[:5]], 4)
-
-
-def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+load = partial(streamed_stage.load, choice=PLAIN)
 
 
 @pytest.mark.parametrize("n_streamed", cases([1, 3], [2, 4]))
@@ -192,8 +171,8 @@ def test_every_use_waits_for_its_copy_and_every_copy_for_its_use(
 def test_rounded_layers_come_as_they_are_packed(transfers: LateTransfers, tmp_path: Path) -> None:
     folder = make_decoder(tmp_path / "model", "llama", with_tokenizer=False)
     choice = probe(CPU, DType.FLOAT32, None, Quantization.INT4)
-    streamed = load(folder, 4, choice, tmp_path / "packs")
-    assert same(said(streamed), said(load(folder, 0, choice)))
+    streamed = load(folder, 4, choice=choice, packs=tmp_path / "packs")
+    assert same(said(streamed), said(load(folder, 0, choice=choice)))
     assert not transfers.too_early
 
 

@@ -20,7 +20,8 @@ from support.cluster.bulk_peers import empty_replica
 from support.models.checkpoints import make_decoder, make_gpt2, make_llama
 from support.needs import needs_library, needs_vectors
 from support.own_process import figures_of, make_large
-from support.rings.stage_chain import CPU, Rows, StageChain, batch_of, probed, random_prompt
+from support.rings.stage_chain import Rows, batch_of, random_prompt
+from support.rings.streamed_stage import WHOLE, choice_of, load, said, same
 from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
@@ -31,14 +32,12 @@ from shardnet.model.config.panel_form import BFLOAT16, Quantization
 from shardnet.model.families.registry import FAMILIES
 from shardnet.model.kernels.float_linear import PanelPacking, float_linear
 from shardnet.model.kernels.library import native_kernels
-from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 from shardnet.stage.estimate.memory_estimate import WeightForm, stage_weight_bytes, streamed_layers
 from shardnet.stage.load import load_stage
 from shardnet.stage.packs.pack_cache import PackCache, packed_models
 from shardnet.stage.runs import Run
-from shardnet.stage.stage_model import StageModel
 from shardnet.stage.streaming import buffers, layer_stream, streamed_linear
 from shardnet.stage.streaming.buffers import FilePart
 from shardnet.stage.streaming.layer_stream import LayerStream
@@ -49,40 +48,11 @@ from shardnet.types import (
     MicroBatch,
 )
 
-WHOLE = LayerRange(0, 4)
-
 
 def make(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:
     if family == "gpt2":
         return make_gpt2(folder, dtype=dtype, with_tokenizer=False)
     return make_decoder(folder, family, dtype=dtype, with_tokenizer=False)
-
-
-def choice_of(dtype: DType, quant: str = "") -> KernelChoice:
-    return probed(CPU, dtype, dtype, Quantization.named(quant))
-
-
-def load(
-    folder: Path, n_streamed: int, choice: KernelChoice | None = None, packs: Path | None = None
-) -> StageModel:
-    choice = choice or choice_of(DType.FLOAT32)
-    kind = choice.quant
-    return load_stage(
-        Checkpoint.open(folder),
-        WHOLE,
-        choice=choice,
-        device=CPU,
-        room_blocks=64,
-        progress=lambda done, total: None,
-        packs=PackCache(packs, str(folder), "model", kind) if packs and kind else None,
-        n_streamed=n_streamed,
-    )
-
-
-def said(model: StageModel) -> list[torch.Tensor]:
-    """What two sequences say that are prefilled, one in a chunk, and decoded together."""
-    prompt = random_prompt(40, 300)
-    return StageChain([model]).generate([prompt, prompt[:5]], 4)
 
 
 TURNED = ("gpt_oss", "llama4_text")
@@ -94,10 +64,6 @@ UNLIKE = (
     *("deepseek_v3", "gpt2"),
 )
 """Families with all kinds of linears, tables, experts and states that there are to be read."""
-
-
-def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from support.cluster.small_node import small_settings
+from support.waiting import until
 
 from shardnet.cluster.node.node import Node, running
 from shardnet.errors import LinkError
@@ -93,9 +93,3 @@ async def machines(folder: Path, *names: str, **changes: Any) -> AsyncIterator[l
 
 def _knows(machine: Machine, n_others: int) -> bool:
     return len(machine.node._links.peers.links.linked()) == n_others
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    """Wait for what has no event."""
-    while not is_so():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
