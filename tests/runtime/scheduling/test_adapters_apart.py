@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.rings.answered_steps import operations, run
+from support.rings.answered_steps import operations, ring_scheduler, run
 
 from shardnet.runtime.scheduling.kv_block_manager import block_keys
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
     SequenceRequest,
 )
-from shardnet.runtime.scheduling.step_cost import RingLimits
 from shardnet.slot_operations import AdapterUse, CloseSequence, OpenSequence
 from shardnet.types import Epoch, SequenceId
 
@@ -20,19 +19,6 @@ PROMPT = tuple(range(700))
 NONE: tuple[AdapterUse, ...] = ()
 A, B = (AdapterUse(adapter_id="a" * 64, scale=1.0),), (AdapterUse(adapter_id="b" * 64, scale=1.0),)
 HALF_A = (AdapterUse(adapter_id="a" * 64, scale=0.5),)
-
-
-def scheduler() -> Scheduler:
-    return Scheduler(
-        RingLimits(
-            epoch=Epoch(1),
-            n_stages=1,
-            prefix_seed=b"ring",
-            room_blocks=64,
-            context=2048,
-            max_slots=4,
-        )
-    )
 
 
 def submit(scheduler: Scheduler, number: int, adapters: tuple[AdapterUse, ...]) -> None:
@@ -47,7 +33,7 @@ def submit(scheduler: Scheduler, number: int, adapters: tuple[AdapterUse, ...]) 
 def test_a_warm_slot_is_continued_with_its_own_adapters_alone(
     first: tuple[AdapterUse, ...],
 ) -> None:
-    book = scheduler()
+    book = ring_scheduler()
     for number, (adapters, n_kept) in enumerate(
         [(first, 0), (B, 0), (HALF_A, 0), (first, 699), (B, 699)]
     ):
@@ -62,7 +48,7 @@ def test_a_warm_slot_is_continued_with_its_own_adapters_alone(
 
 
 def test_only_a_prompt_of_the_same_adapter_waits_for_a_prefix() -> None:
-    book = scheduler()
+    book = ring_scheduler()
     for number, adapters in enumerate([A, NONE, B]):
         submit(book, number, adapters)
     opened = operations(book.next_instructions(), OpenSequence)
@@ -70,7 +56,7 @@ def test_only_a_prompt_of_the_same_adapter_waits_for_a_prefix() -> None:
 
 
 def test_a_sequence_that_is_replayed_has_its_adapters() -> None:
-    book = scheduler()
+    book = ring_scheduler()
     submit(book, 1, A)
     assert operations(book.next_instructions(), OpenSequence)[0].adapters == A
     book.suspend()

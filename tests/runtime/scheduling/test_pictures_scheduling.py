@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from support.rings.answered_steps import operations, run
+from support.rings.answered_steps import operations, ring_scheduler, run
 
 from shardnet.runtime.scheduling.kv_block_manager import block_keys
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import EncodePictures, SendStep, SequenceRequest
-from shardnet.runtime.scheduling.step_cost import RingLimits
 from shardnet.slot_operations import CloseSequence, OpenSequence, PicturePlace, Pictures
-from shardnet.types import Epoch, SequenceId
+from shardnet.types import SequenceId
 
 PROMPT = tuple(range(900))
 
@@ -30,19 +29,6 @@ def place(position: int, n_positions: int, name: str, *, sees: bool = False) -> 
 A, B, LATER = place(100, 300, "a"), place(100, 300, "b"), place(600, 20, "c")
 
 
-def scheduler() -> Scheduler:
-    return Scheduler(
-        RingLimits(
-            epoch=Epoch(1),
-            n_stages=1,
-            prefix_seed=b"ring",
-            room_blocks=64,
-            context=2048,
-            max_slots=4,
-        )
-    )
-
-
 def submit(
     book: Scheduler, number: int, pictures: Pictures, prompt: Sequence[int] = PROMPT
 ) -> None:
@@ -54,7 +40,7 @@ def submit(
 
 
 def test_a_prefix_ends_before_the_first_picture_that_differs() -> None:
-    book = scheduler()
+    book = ring_scheduler()
     for number, (pictures, n_kept, encoded) in enumerate(
         [
             ((A, LATER), 0, [A, LATER]),
@@ -77,7 +63,7 @@ def test_a_prefix_ends_before_the_first_picture_that_differs() -> None:
 
 @pytest.mark.parametrize(("first", "n_rows"), [(0, 256), (100, 256), (200, 256), (250, 400)])
 def test_a_chunk_cuts_no_picture_whose_rows_see_each_other(first: int, n_rows: int) -> None:
-    book = scheduler()
+    book = ring_scheduler()
     picture = place(first, n_rows, "a", sees=True)
     submit(book, 1, (picture,))
     ends = [
@@ -98,7 +84,7 @@ def test_a_chunk_cuts_no_picture_whose_rows_see_each_other(first: int, n_rows: i
 def test_rows_wait_for_their_pictures_and_others_do_not(
     picture: PicturePlace, other: Sequence[int]
 ) -> None:
-    book = scheduler()
+    book = ring_scheduler()
     submit(book, 1, (picture,))
     submit(book, 2, (), other)
     [step] = [each for each in book.next_instructions() if isinstance(each, SendStep)]

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.rings.answered_steps import operations, run
+from support.rings.answered_steps import operations, ring_scheduler, run
 
 from shardnet.errors import CapacityError
 from shardnet.runtime.scheduling.kv_block_manager import block_keys
-from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
     RestorePrefix,
     SendStep,
     SequenceRequest,
 )
-from shardnet.runtime.scheduling.step_cost import RingLimits
 from shardnet.slot_operations import CloseSequence, OpenSequence
-from shardnet.types import Epoch, SequenceId
+from shardnet.types import SequenceId
 
 ONE, TWO = SequenceId(1), SequenceId(2)
 PROMPT = tuple(range(700))
-
-
-def scheduler(**limits: Any) -> Scheduler:
-    defaults: dict[str, Any] = {"epoch": Epoch(1), "n_stages": 1, "prefix_seed": b"ring"}
-    defaults |= {"room_blocks": 16, "context": 2048, "max_slots": 4}
-    return Scheduler(RingLimits(**defaults | limits))
 
 
 def wanted(sequence_id: SequenceId = ONE, n_stored: int = 512, **rest: Any) -> SequenceRequest:
@@ -36,7 +28,7 @@ def wanted(sequence_id: SequenceId = ONE, n_stored: int = 512, **rest: Any) -> S
 
 
 def test_a_sequence_sends_nothing_until_its_beginning_was_read() -> None:
-    queue = scheduler()
+    queue = ring_scheduler(room_blocks=16)
     queue.submit(wanted())
     queue.submit(wanted(TWO, n_stored=0, prompt=(9, 9, 9)))
     first = run(queue)
@@ -56,7 +48,7 @@ def test_a_sequence_sends_nothing_until_its_beginning_was_read() -> None:
 
 
 def test_what_cannot_be_read_is_computed_and_tried_once() -> None:
-    queue = scheduler()
+    queue = ring_scheduler(room_blocks=16)
     queue.submit(wanted())
     run(queue)
     assert queue.restored(ONE, 0)
@@ -67,7 +59,7 @@ def test_what_cannot_be_read_is_computed_and_tried_once() -> None:
 
 
 def test_a_sequence_that_is_cancelled_while_it_waits_was_never_opened() -> None:
-    queue = scheduler()
+    queue = ring_scheduler(room_blocks=16)
     queue.submit(wanted())
     run(queue)
     assert queue.end(ONE)
@@ -78,7 +70,7 @@ def test_a_sequence_that_is_cancelled_while_it_waits_was_never_opened() -> None:
 
 def test_a_sequence_that_is_paused_while_it_waits_is_computed_later() -> None:
     """An older one grows to where there is no room for both."""
-    queue = scheduler(room_blocks=5)
+    queue = ring_scheduler(room_blocks=5)
     queue.submit(wanted(ONE, n_stored=0, prompt=PROMPT[:510]))
     steps = [each for each in queue.next_instructions() if isinstance(each, SendStep)]
     queue.submit(wanted(TWO, prompt=PROMPT[::-1]))
@@ -93,7 +85,7 @@ def test_a_sequence_that_is_paused_while_it_waits_is_computed_later() -> None:
 
 
 def test_a_warm_slot_that_holds_as_much_is_better_than_the_disk() -> None:
-    queue = scheduler()
+    queue = ring_scheduler(room_blocks=16)
     queue.submit(wanted(n_stored=0))
     run(queue)
     queue.submit(wanted(TWO))
@@ -103,7 +95,7 @@ def test_a_warm_slot_that_holds_as_much_is_better_than_the_disk() -> None:
 
 def test_deterministic_and_whole_prompts_are_computed() -> None:
     for rest in ({"deterministic": True}, {"whole_prompt": True}):
-        queue = scheduler()
+        queue = ring_scheduler(room_blocks=16)
         queue.submit(wanted(**rest))
         [opened] = operations(run(queue), OpenSequence)
         assert opened.n_kept == 0
@@ -111,7 +103,7 @@ def test_deterministic_and_whole_prompts_are_computed() -> None:
 
 def test_rows_that_were_not_answered_are_not_kept() -> None:
     """The steps of a prompt that is cancelled are under way: one of them may still fail."""
-    queue = scheduler()
+    queue = ring_scheduler(room_blocks=16)
     queue.submit(wanted(n_stored=0, prompt=tuple(range(1500))))
     steps = [each for each in queue.next_instructions() if isinstance(each, SendStep)]
     assert len(steps) == 2
@@ -126,7 +118,7 @@ def test_rows_that_were_not_answered_are_not_kept() -> None:
 
 
 def test_short_prompts_and_rings_without_a_disk_keep_nothing() -> None:
-    short, without = scheduler(), scheduler(prefix_seed=None)
+    short, without = ring_scheduler(room_blocks=16), ring_scheduler(prefix_seed=None)
     short.submit(wanted(n_stored=0, prompt=PROMPT[:500]))
     without.submit(wanted(n_stored=0))
     for queue in (short, without):
@@ -135,7 +127,7 @@ def test_short_prompts_and_rings_without_a_disk_keep_nothing() -> None:
 
 
 def test_a_window_cannot_be_rewound_before_what_was_read() -> None:
-    queue = scheduler(window=16)
+    queue = ring_scheduler(window=16)
     queue.submit(wanted())
     run(queue)
     queue.restored(ONE, 512)

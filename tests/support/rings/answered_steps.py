@@ -11,6 +11,15 @@ from shardnet.runtime.scheduling.sequences import (
     OperateSlot,
     SendStep,
 )
+from shardnet.runtime.scheduling.step_cost import RingLimits
+from shardnet.types import Epoch
+
+
+def ring_scheduler(**limits: Any) -> Scheduler:
+    """Return the scheduler of a ring of one stage that keeps prefixes on disk."""
+    defaults: dict[str, Any] = {"epoch": Epoch(1), "n_stages": 1, "prefix_seed": b"ring"}
+    defaults |= {"room_blocks": 64, "context": 2048, "max_slots": 4}
+    return Scheduler(RingLimits(**defaults | limits))
 
 
 def run(scheduler: Scheduler) -> list[Instruction]:
