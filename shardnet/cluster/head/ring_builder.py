@@ -7,14 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from shardnet.cluster.member.kv_orders import KvOrders
-from shardnet.cluster.member.stage_host import StageHost
-from shardnet.cluster.member.stage_orders import PhaseProgress, StageOrders
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.ring_dtypes import node_ariths
@@ -24,14 +19,13 @@ from shardnet.cluster.ring.stage_port import LocalPort, RemotePort, StagePort
 from shardnet.cluster.sharing.replica_sources import check_same_model, choose_sources
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import ShardnetError
 from shardnet.stage_form import StageForm
 from shardnet.tokenizers.tokenizer import TextProcess, Tokenizer, read_eos_ids
 from shardnet.transport.loop import finish
-from shardnet.types import Epoch, NodeId
+from shardnet.types import Epoch
 from shardnet.wire.framing.schema import MAX_STAGES
 from shardnet.wire.messages.membership import NodeInfo
-from shardnet.wire.messages.stages import DevicePart, LoadStage, StageReady
+from shardnet.wire.messages.stages import DevicePart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,21 +55,12 @@ class PreparedRing:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RingBuilder:
-    """Prepares rings that node `node` leads.
+    """Prepares rings that this node leads, whose own stage has `own_port`."""
 
-    `on_broken` takes the name of a ring that this node's own stage has left, why, and the neighbour
-    that fell silent if that is why.
-    """
-
-    node: NodeId
-    name: str
-    host: StageHost
-    orders: StageOrders
-    kv: KvOrders
+    own_port: LocalPort
     sharing: Sharing
     peers: Peers
     disk: DiskJobs
-    on_broken: Callable[[str, ShardnetError, NodeId | None], None]
 
     async def prepare(self, plan: Plan, *, with_tokenizer: bool = True) -> PreparedRing:
         """Check that all nodes of the plan hold the same model, and read its tokenizer.
@@ -105,21 +90,9 @@ class RingBuilder:
         )
 
     async def _port(self, node: NodeInfo) -> StagePort:
-        if node.node == self.node:
-            unload = partial(self.orders.unload, self.node)
-            move_kv = self.kv.move
-            return LocalPort(self.host, self.node, self.name, self._load_own, unload, move_kv)
-        control, links = await self.sharing.control(node), self.peers.links
-        return RemotePort(control, links.watch, links.latest)
-
-    async def _load_own(self, message: LoadStage, progress: PhaseProgress) -> StageReady:
-        return await self.orders.load(
-            message,
-            owner=self.node,
-            owner_name="itself",
-            progress=progress,
-            broken=partial(self.on_broken, message.ring),
-        )
+        if node.node == self.own_port.node:
+            return self.own_port
+        return RemotePort(await self.sharing.control(node), self.peers.links)
 
 
 async def _open_tokenizer(disk: DiskJobs, path: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:

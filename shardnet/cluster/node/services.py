@@ -42,6 +42,7 @@ from shardnet.cluster.recovery.recovery import Recovery
 from shardnet.cluster.recovery.ring_replacement import PlannedChanges
 from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.cluster.recovery.standbys import Standbys
+from shardnet.cluster.ring.stage_port import LocalPort
 from shardnet.cluster.router.router import Router
 from shardnet.errors import ConfigurationError
 from shardnet.runtime.loading.model_facts import processor_at
@@ -92,16 +93,16 @@ class Services:
             threads=stage.disk,
             log=self._log,
         )
-        builder = RingBuilder(
+        own_port = LocalPort(
+            host=stage.host,
+            stages=stage.orders,
+            kv=stage.kv,
             node=settings.node,
             name=settings.name,
-            host=stage.host,
-            orders=stage.orders,
-            kv=stage.kv,
-            sharing=stage.sharing,
-            peers=peers,
-            disk=stage.disk,
             on_broken=events.ring_broken,
+        )
+        builder = RingBuilder(
+            own_port=own_port, sharing=stage.sharing, peers=peers, disk=stage.disk
         )
         self.head = Head(
             node=settings.node,

@@ -28,18 +28,18 @@ from shardnet.wire.messages.stages import (
 )
 
 
+@dataclass(frozen=True, slots=True)
 class RingPrefixes:
     """Asks all stages of a ring at the same time."""
 
-    def __init__(self, ports: Sequence[StagePort], ring: str, epoch: int) -> None:
-        self._ports = ports
-        self._ring = ring
-        self._epoch = epoch
+    ports: Sequence[StagePort]
+    ring: str
+    epoch: int
 
     async def find(self, keys: Sequence[bytes]) -> list[FoundPrefix]:
         """Ask every stage which blocks it has. Raises the first error of any."""
-        message = FindPrefix(request=0, ring=self._ring, epoch=self._epoch, keys=tuple(keys))
-        answers = await ask_all(port.order(message, PrefixFound) for port in self._ports)
+        message = FindPrefix(request=0, ring=self.ring, epoch=self.epoch, keys=tuple(keys))
+        answers = await ask_all(port.order(message, PrefixFound) for port in self.ports)
         return [
             FoundPrefix(
                 restorable=int.from_bytes(answer.restorable, "little"),
@@ -55,13 +55,13 @@ class RingPrefixes:
         """Have every stage read these blocks; return whether all have. Raises likewise."""
         message = RestorePrefix(
             request=0,
-            ring=self._ring,
-            epoch=self._epoch,
+            ring=self.ring,
+            epoch=self.epoch,
             sequence_id=sequence_id,
             keys=tuple(keys),
             token_ids=token_ids,
         )
-        answers = await ask_all(port.order(message, PrefixRestored) for port in self._ports)
+        answers = await ask_all(port.order(message, PrefixRestored) for port in self.ports)
         return all(answer.is_whole for answer in answers)
 
     async def forget(self, sequence_id: SequenceId) -> None:

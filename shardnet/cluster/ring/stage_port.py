@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
 from shardnet.cluster.member.kv_orders import (
+    KvOrders,
     audit_stage,
     compute_for_audit,
     count_experts,
@@ -20,9 +22,9 @@ from shardnet.cluster.member.kv_orders import (
     restore_prefix,
 )
 from shardnet.cluster.member.stage_host import StageHost
-from shardnet.cluster.member.stage_orders import PhaseProgress
+from shardnet.cluster.member.stage_orders import PhaseProgress, StageOrders
 from shardnet.cluster.peers.control_link import Answer, ControlLink
-from shardnet.cluster.peers.peer_links import ClockOffset, compare_clock, same_clock
+from shardnet.cluster.peers.peer_links import ClockOffset, PeerLinks, compare_clock, same_clock
 from shardnet.errors import ShardnetError, first_error
 from shardnet.runtime.engine.encoding import FirstStage
 from shardnet.runtime.ring.pipeline import Pipeline
@@ -34,7 +36,6 @@ from shardnet.wire.messages.stages import (
     ConnectRing,
     CountExperts,
     FindPrefix,
-    KvMoved,
     LoadStage,
     MoveKv,
     RestorePrefix,
@@ -106,44 +107,50 @@ class StagePort(Protocol):
         """Call `on_lost` when the node is lost. Returns what ends the watching."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LocalPort:
-    """The head itself. `load` and `unload` do what the node does for other heads."""
+    """The head itself, which does what the node does for other heads.
 
-    def __init__(
-        self,
-        host: StageHost,
-        node: NodeId,
-        name: str,
-        load: Callable[[LoadStage, PhaseProgress], Awaitable[StageReady]],
-        unload: Callable[[str], Awaitable[None]],
-        move_kv: Callable[[MoveKv], Awaitable[KvMoved]],
-    ) -> None:
-        self._host = host
+    `on_broken` takes the name of a ring that this node's own stage has left, why, and the neighbour
+    that fell silent if that is why.
+    """
+
+    host: StageHost
+    stages: StageOrders
+    kv: KvOrders
+    node: NodeId
+    name: str
+    on_broken: Callable[[str, ShardnetError, NodeId | None], None]
+
+    def __post_init__(self) -> None:
+        self.node_name = self.name
         self._orders: dict[type[Order], Callable[[Any], Awaitable[object]]] = {
-            FindPrefix: partial(find_prefix, host),
-            RestorePrefix: partial(restore_prefix, host),
-            MoveKv: move_kv,
-            AuditStage: partial(audit_stage, host),
-            ComputeLayer: partial(compute_for_audit, host),
-            CountExperts: partial(count_experts, host),
+            FindPrefix: partial(find_prefix, self.host),
+            RestorePrefix: partial(restore_prefix, self.host),
+            MoveKv: self.kv.move,
+            AuditStage: partial(audit_stage, self.host),
+            ComputeLayer: partial(compute_for_audit, self.host),
+            CountExperts: partial(count_experts, self.host),
         }
-        self._load = load
-        self._unload = unload
-        self.node = node
-        self.name = self.node_name = name
 
     @property
     def last_step(self) -> int:
         """The last step of this node's own stage."""
-        return self._host.progress[1]
+        return self.host.progress[1]
 
     async def load(self, message: LoadStage, on_progress: PhaseProgress) -> StageReady:
         """Load the stage here."""
-        return await self._load(message, on_progress)
+        return await self.stages.load(
+            message,
+            owner=self.node,
+            owner_name="itself",
+            progress=on_progress,
+            broken=partial(self.on_broken, message.ring),
+        )
 
     async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
         """Connect to both neighbours, with `pipeline` as the source of steps."""
-        await self._host.join(ring, epoch, pipeline)
+        await self.host.join(ring, epoch, pipeline)
 
     async def order(self, message: Order, expected: type[Answer]) -> Answer:
         """Have this node's own stage do it."""
@@ -154,11 +161,11 @@ class LocalPort:
     @property
     def first_stage(self) -> FirstStage:
         """This node's own stage."""
-        return self._host
+        return self.host
 
     async def unload(self, ring: str) -> None:
         """Free the stage here."""
-        await self._unload(ring)
+        await self.stages.unload(self.node, ring)
 
     async def compare_clock(self) -> ClockOffset:
         """Return no difference: it is one clock."""
@@ -169,28 +176,21 @@ class LocalPort:
         return lambda: None
 
 
+@dataclass(eq=False, repr=False)
 class RemotePort:
-    """A peer, over its control link."""
+    """A peer, over its control link `first_control`, or that which has replaced it in `links`."""
 
-    def __init__(
-        self,
-        control: ControlLink,
-        watch: Callable[[ControlLink, Callable[[ShardnetError], None]], Callable[[], None]],
-        latest: Callable[[ControlLink], ControlLink],
-    ) -> None:
-        """Take a link to the peer; `latest` returns the link that has replaced it, if any."""
-        self._first_control = control
-        self._watch = watch
-        self._latest = latest
+    first_control: ControlLink
+    links: PeerLinks
 
     @property
     def _control(self) -> ControlLink:
-        return self._latest(self._first_control)
+        return self.links.latest(self.first_control)
 
     @property
     def node(self) -> NodeId:
         """The node id in the peer's hello."""
-        return NodeId(self._first_control.link.peer.node)
+        return NodeId(self.first_control.link.peer.node)
 
     @property
     def name(self) -> str:
@@ -200,7 +200,7 @@ class RemotePort:
     @property
     def node_name(self) -> str:
         """The name in the peer's hello."""
-        return self._first_control.link.peer.name
+        return self.first_control.link.peer.name
 
     @property
     def last_step(self) -> int:
@@ -245,4 +245,4 @@ class RemotePort:
 
     def watch(self, on_lost: Callable[[ShardnetError], None]) -> Callable[[], None]:
         """Watch the control link."""
-        return self._watch(self._control, on_lost)
+        return self.links.watch(self._control, on_lost)
