@@ -71,9 +71,9 @@ class OllamaName:
         return root / "manifests" / self.registry / self.namespace / self.name / self.tag
 
 
-def ollama_roots(environment: Mapping[str, str] = os.environ) -> list[Path]:
+def ollama_roots() -> list[Path]:
     """List the folders that may be Ollama's store: the user's and the system service's."""
-    own = environment.get("OLLAMA_MODELS")
+    own = os.environ.get("OLLAMA_MODELS")
     places = [expanded(own)] if own else []
     places += [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
     return list(dict.fromkeys(places))

@@ -156,9 +156,9 @@ class Fields:
             raise self.damaged(f"{self._prefix}{key} is {value}, expected {within}")
         return value
 
-    def optional_number(self, key: str, *, within: Range = SCALES) -> float | None:
-        """Return a number in the range `within`, None where the key is absent or null."""
-        return None if self.missing(key) else self.number(key, within=within)
+    def optional_number(self, key: str) -> float | None:
+        """Return a number in the range SCALES, None where the key is absent or null."""
+        return None if self.missing(key) else self.number(key, within=SCALES)
 
     def nonzero(self, key: str) -> float | None:
         """Return a number in the range SCALES, None where the key is absent, null or 0."""
