@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.node.parts import LinkParts, StageParts
 from shardnet.cluster.node.services import Services, own_client
 from shardnet.cluster.node.settings import NodeSettings
@@ -38,7 +37,7 @@ class Node:
         self._settings = settings
         self._links = LinkParts(settings, self, tasks)
         self._stage = StageParts(settings, self._links)
-        self._services = services = Services(settings, self, self._links, self._stage, tasks)
+        self._services = services = Services(settings, self._links, self._stage, tasks)
         self.head = services.head
         """What this node does as a head."""
         self.handlers = services.handlers
@@ -75,18 +74,6 @@ class Node:
     async def message_received(self, control: ControlLink, message: Incoming) -> None:
         """Handle a message of a peer. Raises ShardnetError: the request fails with it."""
         await self.handlers.handle(control, message)
-
-    def ring_broken(self, ring: str, error: ShardnetError, silent: NodeId | None) -> None:
-        """End a ring that this node leads, since its own stage has left it."""
-        self.head.ring_broken(ring, error, silent)
-
-    def lead_broken(self, lead: Lead) -> bool:
-        """Replace a ring that this node leads, since it broke; return whether that will be done."""
-        return self._services.recovery.begin(lead)
-
-    def ready_peers(self) -> list[NodeId]:
-        """Return the linked nodes that may take layers now."""
-        return self._links.peers.ready()
 
     def info(self) -> NodeInfo:
         """Describe this node."""

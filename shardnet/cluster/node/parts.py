@@ -15,7 +15,6 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardnet import __version__
-from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.machine.folders import PACKS_FOLDER, PREFIXES_FOLDER
 from shardnet.cluster.machine.temperature import runs_on_battery
 from shardnet.cluster.measuring.figure_cache import FigureCache
@@ -37,7 +36,6 @@ from shardnet.cluster.peers.rtt_probe import HANDSHAKE_S as PROBE_S
 from shardnet.cluster.sharing.bulk_client import SendRate
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import ShardnetError
 from shardnet.runtime.stage.executor import Executor
 from shardnet.stage.prefixes.prefix_store import PrefixStore
 from shardnet.transport import tcp
@@ -141,12 +139,6 @@ class NodeEvents(Protocol):
 
     async def message_received(self, control: ControlLink, message: Incoming) -> None:
         """Handle one control message. Raises ShardnetError: the request fails with it."""
-
-    def ring_broken(self, ring: str, error: ShardnetError, silent: NodeId | None) -> None:
-        """End a ring that this node leads, since its own stage has left it."""
-
-    def lead_broken(self, lead: Lead) -> bool:
-        """Replace a ring that this node leads, since it broke; return whether that will be done."""
 
 
 class LinkParts:

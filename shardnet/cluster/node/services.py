@@ -18,6 +18,7 @@ from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.encoders import Encoders
 from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.pictures import Pictures
 from shardnet.cluster.head.requests import Constraints
@@ -28,7 +29,7 @@ from shardnet.cluster.member.kv_orders import PrefixOrders, StageQuestions
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.node.dispatcher import Dispatcher, NodeMessages
 from shardnet.cluster.node.drain import NodeDrain
-from shardnet.cluster.node.parts import LinkParts, NodeEvents, StageParts
+from shardnet.cluster.node.parts import LinkParts, StageParts
 from shardnet.cluster.node.pressure import NodePressure, UnusedModels
 from shardnet.cluster.node.reporter import NodeReporter, RingWatch
 from shardnet.cluster.node.settings import NodeSettings
@@ -44,10 +45,11 @@ from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.cluster.recovery.standbys import Standbys
 from shardnet.cluster.ring.stage_port import LocalPort
 from shardnet.cluster.router.router import Router
-from shardnet.errors import ConfigurationError
+from shardnet.errors import ConfigurationError, ShardnetError
 from shardnet.runtime.loading.model_facts import processor_at
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
+from shardnet.types import NodeId
 from shardnet.wire.messages.handshake import PeerRole, Purpose
 
 
@@ -57,7 +59,6 @@ class Services:
     def __init__(
         self,
         settings: NodeSettings,
-        events: NodeEvents,
         links: LinkParts,
         stage: StageParts,
         tasks: asyncio.TaskGroup,
@@ -76,13 +77,13 @@ class Services:
             tasks=tasks,
             log=settings.log,
         )
-        self._build_head(events)
+        self._build_head()
         self._build_answers()
         self._build_router()
         self._build_yielding()
         self._register()
 
-    def _build_head(self, events: NodeEvents) -> None:
+    def _build_head(self) -> None:
         """Build what plans, leads rings and replaces them."""
         settings, stage, peers = self._settings, self._stage, self._links.peers
         self.planner = Planner(
@@ -99,7 +100,7 @@ class Services:
             kv=stage.kv,
             node=settings.node,
             name=settings.name,
-            on_broken=events.ring_broken,
+            on_broken=self._ring_broken,
         )
         builder = RingBuilder(
             own_port=own_port, sharing=stage.sharing, peers=peers, disk=stage.disk
@@ -109,7 +110,7 @@ class Services:
             host=stage.host,
             planner=self.planner,
             builder=builder,
-            on_broken=events.lead_broken,
+            on_broken=self._lead_broken,
             log=self._log,
         )
         self.standbys = Standbys(head=self.head, log=self._log)
@@ -137,6 +138,14 @@ class Services:
             distrust=stage.host.distrust,
             log=self._log,
         )
+
+    def _ring_broken(self, ring: str, error: ShardnetError, silent: NodeId | None) -> None:
+        """End a ring that this node leads, since its own stage has left it."""
+        self.head.ring_broken(ring, error, silent)
+
+    def _lead_broken(self, lead: Lead) -> bool:
+        """Replace a ring that this node leads, since it broke; return whether that will be done."""
+        return self.recovery.begin(lead)
 
     def _build_answers(self) -> None:
         """Build what answers clients."""
