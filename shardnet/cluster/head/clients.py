@@ -86,6 +86,19 @@ from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.plans import ModelChoice, PlanRequest
 
 
+@dataclass(slots=True, eq=False)
+class _Served:
+    """A request whose answer begins with `made`; the client has `n_sent` tokens of it."""
+
+    control: ControlLink
+    message: Generate
+    member: Member
+    made: Sequence[MadeToken]
+    n_sent: int
+    load_s: float = 0.0
+    """How long its ring was built."""
+
+
 @dataclass(eq=False, repr=False)
 class Clients:
     """Serves the client messages of all control links of a node.
@@ -216,33 +229,25 @@ class Clients:
         """Run a request whose answer begins with `made`; the client has `n_sent` tokens of it."""
         with self._sets.member(control, message) as member:
             message.sampling.check()
-            await self._lead_and_stream(control, message, member, made, n_sent)
+            await self._lead_and_stream(_Served(control, message, member, made, n_sent))
 
-    async def _lead_and_stream(
-        self,
-        control: ControlLink,
-        message: Generate,
-        member: Member,
-        made: Sequence[MadeToken],
-        n_sent: int,
-    ) -> None:
+    async def _lead_and_stream(self, served: _Served) -> None:
         """Have a ring, built if need be, that runs it; else reply Redirect."""
+        control, message = served.control, served.message
 
         def on_plan(plan: Plan) -> None:
             control.send(plan.reply(message.request))
 
-        needed, load_s = needs_tokenizer(message), 0.0
-
         def on_loaded(took_s: float) -> None:
-            nonlocal load_s
-            load_s = took_s
+            served.load_s = took_s
 
+        needed = needs_tokenizer(message)
         async with self.leading(
             control, message.request, message.choice, needed, on_plan, on_loaded
         ) as lead:
             if lead is not None:
                 try:
-                    await self._stream(control, message, member, lead, load_s, made, n_sent)
+                    await self._stream(served, lead)
                 except SupersededError as error:
                     if message.outputs.asks or not error.address or control.link.closed:
                         raise
@@ -340,38 +345,30 @@ class Clients:
         chats = self.disk.at(f"the chat template of {lead.plan.facts.path}")
         return await chats.run(job, alive=time.monotonic)
 
-    async def _stream(
-        self,
-        control: ControlLink,
-        message: Generate,
-        member: Member,
-        lead: Lead,
-        load_s: float,
-        made: Sequence[MadeToken],
-        n_sent: int,
-    ) -> None:
+    async def _stream(self, served: _Served, lead: Lead) -> None:
+        message = served.message
         with self.pictures.held(message.pictures) as held:
             ids, prompt, pictures = await self._prompt(message, lead, held)
-            request = await self._request(message, lead, made, prompt, pictures)
+            request = await self._request(served, lead, prompt, pictures)
             with (
                 self._outputs.room_for(reserved_bytes(request, lead)),
                 self.copying.copied(
-                    control, with_ids(message, ids), request.made, lambda: lead.told
+                    served.control, with_ids(message, ids), request.made, lambda: lead.told
                 ) as copy,
             ):
-                await self._answer(control, message, member, request, lead, load_s, copy, n_sent)
+                await self._answer(served, lead, request, copy)
 
     async def _request(
         self,
-        message: Generate,
+        served: _Served,
         lead: Lead,
-        made: Sequence[MadeToken],
         prompt: Sequence[int],
         pictures: tuple[RequestPicture, ...],
     ) -> GenerationRequest:
         """Make what the engine runs of a request."""
+        message = served.message
         spec = lead.ring.spec
-        check_made(message, made, len(prompt), lead)
+        check_made(message, served.made, len(prompt), lead)
         speculation = await self.drafts.speculation(
             message.speculate,
             message.draft_tokens,
@@ -398,30 +395,23 @@ class Clients:
             constrained=constrained,
             is_traced=message.trace,
             stops_by_text=bool(message.stop),
-            made=tuple(made),
+            made=tuple(served.made),
             adapters=adapter_uses(message, lead),
             pictures=pictures,
         )
 
     async def _answer(
-        self,
-        control: ControlLink,
-        message: Generate,
-        member: Member,
-        request: GenerationRequest,
-        lead: Lead,
-        load_s: float,
-        copy: Copy | None,
-        n_sent: int,
+        self, served: _Served, lead: Lead, request: GenerationRequest, copy: Copy | None
     ) -> None:
+        control, message = served.control, served.message
         n_tokens, told, copied_to = 0, lead.plan, ""
         tail = await self.reader.run(lambda: prompt_tail(request.prompt, lead))
         clocks = await lead.ring.clocks() if request.is_traced else []
-        if member.waits:  # the client sends the others of a set when the first is accepted
+        if served.member.waits:  # the client sends the others of a set when the first is accepted
             control.send(
                 StateChanged(request=message.request, state=LiveState.QUEUED, prompt_tail=tail)
             )
-            await member.begin()
+            await served.member.begin()
         async with aclosing(lead.ring.engine.generate(request)) as events:
             async for event in events:
                 if copy is not None and copy.address != copied_to:
@@ -433,7 +423,7 @@ class Clients:
                         if copy is not None and n_tokens > len(request.made):
                             made = MadeToken(token_id=event.token_id, logprobs=event.logprobs)
                             copy.add(made)
-                        if n_tokens > n_sent:
+                        if n_tokens > served.n_sent:
                             control.send(token_piece(message, event, lead.tokenizer))
                             await control.link.drain(shared=True)
                     case PromptLogprobsReady() | RowsReady():
@@ -464,8 +454,8 @@ class Clients:
                             for part in trace_pieces(message, event.trace, nodes, clocks, now):
                                 control.send(part)
                                 await control.link.drain(shared=True)
-                        await self._keep(lead, event, n_tokens, load_s)
-                        control.send(finished(message, event, request.prompt, load_s))
+                        await self._keep(lead, event, n_tokens, served.load_s)
+                        control.send(finished(message, event, request.prompt, served.load_s))
 
     async def _keep(
         self, lead: Lead, event: GenerationFinished, n_tokens: int, load_s: float
