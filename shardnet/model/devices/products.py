@@ -278,10 +278,10 @@ class DeviceProduct:
         bias = out if part.bias is None else part.bias
         tiles = None if visits is None else visits.tiles
         if tiles is not None:
-            name, rows, groups = "multiply_many", 0, (-(-n_panels // 4), tiles.n)
+            name, rows, groups = "multiply_many", 0, (tiles.n, -(-n_panels // 4))
             others = [tiles.order, tiles.tiles]
         elif visits is None and n_rows >= MANY:
-            name, rows, groups = "multiply_many", 0, (-(-n_panels // 4), -(-n_rows // TILE))
+            name, rows, groups = "multiply_many", 0, (-(-n_rows // TILE), -(-n_panels // 4))
             others = [out, out]
         else:
             rows = 1 if visits else next(n for n in ROWS if n_rows <= n or n == ROWS[-1])

@@ -50,7 +50,7 @@ INLINE int DOT2(uint32_t words, uint32_t bytes, int c) {
 #define DOT2 DOT2
 
 /* From sm_80 on a warp multiplies bytes of 32 outputs and 16 rows by tensor cores: sums of whole numbers, as DOT4's. `weights`
- * and `rows` are [16 inputs][64], and a thread gets the sums of its own outputs and rows (many.h). */
+ * and `rows` are [16 inputs][PLANE], and a thread gets the sums of its own outputs and rows (many.h). */
 #if __CUDA_ARCH__ >= 800
 #define TENSORS
 #define MULTIPLY_TILES(weights, rows, dots)                                                                             \
@@ -61,8 +61,8 @@ INLINE int DOT2(uint32_t words, uint32_t bytes, int c) {
         if (SUB == 32)                                                                                                  \
             asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};" \
                 : "=r"(d[0]), "=r"(d[4]), "=r"(d[1]), "=r"(d[5])                                                        \
-                : "r"(w[0].of[t]), "r"(w[8].of[t]), "r"(w[64].of[t]), "r"(w[72].of[t]), "r"(x[0].of[t]),                \
-                  "r"(x[64].of[t]), "r"(0));                                                                            \
+                : "r"(w[0].of[t]), "r"(w[8].of[t]), "r"(w[PLANE].of[t]), "r"(w[PLANE + 8].of[t]), "r"(x[0].of[t]),                \
+                  "r"(x[PLANE].of[t]), "r"(0));                                                                            \
         else                                                                                                            \
             asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"          \
                 : "=r"(d[0]), "=r"(d[4]), "=r"(d[1]), "=r"(d[5])                                                        \

@@ -17,7 +17,7 @@
 #define PLACE_OF_ROW(row) (row)
 #endif
 #define PLACE(j) PLACE_OF(OWN_FOURTH, j)
-#define PANEL(n) ((uint64_t)(GROUP_X * 4 + (n) < n_panels ? GROUP_X * 4 + (n) : n_panels - 1))
+#define PANEL(n) ((uint64_t)(GROUP_Y * 4 + (n) < n_panels ? GROUP_Y * 4 + (n) : n_panels - 1))
 
 #if IS_FLOAT
 #define DEEP 32 /* inputs at a time */
@@ -40,6 +40,7 @@
     }
 #else
 #define DEEP 64
+#define PLANE 66 /* fours of 16 inputs: two more than are used, so that threads write to unlike banks */
 #define SUBS (DEEP / SUB)
 #define LESS_OF_MANY (BITS == 8 ? LESS : 0) /* smaller codes become signed bytes */
 #define NEEDS_SUMS ((LESS_OF_MANY != 0) + LEVELS * HAS_MINIMUM) /* of groups */
@@ -69,15 +70,15 @@
             MY(low)[0] = LOAD4(MY(low_at)[0] + UNIT_AT(at));                                                      \
             MY(high)[0] = LOAD4(MY(high_at)[0] + UNIT_AT(at));                                                    \
         }                                                                                                         \
-        if (IS_THERE(at, X * 16)) MY(four)[0] = LOAD4(MY(four_at)[0] + (at) / 4);                                 \
+        if (IS_THERE(at, THREAD % 4 * 16)) MY(four)[0] = LOAD4(MY(four_at)[0] + (at) / 4);                        \
         BRING_FACTORS(at)                                                                                         \
     }
 #define PUT(side)                                                                                                 \
     {                                                                                                             \
         const FOUR codes = codes_of(MY(low)[0], MY(high)[0], QUAD % 8);                                           \
         TIMES (j, 4)                                                                                              \
-            of_weights[((side) * (DEEP / 16) + QUAD / 4) * 64 + PLACE_OF(FOURTH, j)].of[QUAD % 4] = SIGNED(codes.of[j]); \
-        of_rows[((side) * (DEEP / 16) + X) * 64 + PLACE_OF_ROW(Y)] = MY(four)[0];                                 \
+            of_weights[((side) * (DEEP / 16) + QUAD / 4) * PLANE + PLACE_OF(FOURTH, j)].of[QUAD % 4] = SIGNED(codes.of[j]); \
+        of_rows[((side) * (DEEP / 16) + THREAD % 4) * PLANE + PLACE_OF_ROW(THREAD / 4)] = MY(four)[0];            \
     }
 #define PAIR_OF_SUMS(at) ((GLOBAL const uint32_t *)group_sums)[(MY(row_at)[0] + begin + (at)) / (2 * SUB)]
 
@@ -138,8 +139,9 @@
 #endif
 #endif
 
-/* out[row][first + o] for the four panels from GROUP_X * 4 on and the 64 rows from GROUP_Y * 64 on. With `expert_words`
- * they are the rows of tile GROUP_Y, whose numbers are in `order`, by the matrix of the tile's expert; `repeats` rows have
+/* out[row][first + o] for the four panels from GROUP_Y * 4 on and the 64 rows from GROUP_X * 64 on: groups with the same
+ * panels run together, and find them in the cache. With `expert_words`
+ * they are the rows of tile GROUP_X, whose numbers are in `order`, by the matrix of the tile's expert; `repeats` rows have
  * the same inputs. */
 KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised, GLOBAL const float *wide,
                      GLOBAL const float *scales, GLOBAL const float *sums, GLOBAL const int16_t *group_sums,
@@ -154,7 +156,7 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
     OWN(float, value, OF_THREAD);
     OWN(float, sum, 16);
 #else
-    SHARED FOUR of_weights[2 * DEEP / 16 * 64], of_rows[2 * DEEP / 16 * 64]; /* twice [16 inputs][64] */
+    SHARED FOUR of_weights[2 * DEEP / 16 * PLANE], of_rows[2 * DEEP / 16 * PLANE]; /* twice [16 inputs][64] */
     /* Twice [parts][64]: levels or factors, minimums, sums by pairs or not, and what of a turn or row is one. */
     SHARED FOUR level[8 * 16 * EACH], lowest[8 * 16 * EACH], sums_of[8 * 16 * EACH], sum_of[8 * 16], of_turn[8 * 16];
     OWN(GLOBAL const uint32_t *, low_at, 1);
@@ -173,9 +175,9 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
     OWN(float, its_sum, 1);
     OWN(int, sum, 16);
 #endif
-    const uint32_t n_inputs = n_blocks * BLOCK, n_panels = (n_out + 15) / 16, expert = expert_words ? tiles[3 * GROUP_Y] : 0;
-    const uint32_t begin_row = expert_words ? tiles[3 * GROUP_Y + 1] : GROUP_Y * 64, left = n_rows - begin_row;
-    const uint32_t count = expert_words ? tiles[3 * GROUP_Y + 2] : left < 64 ? left : 64;
+    const uint32_t n_inputs = n_blocks * BLOCK, n_panels = (n_out + 15) / 16, expert = expert_words ? tiles[3 * GROUP_X] : 0;
+    const uint32_t begin_row = expert_words ? tiles[3 * GROUP_X + 1] : GROUP_X * 64, left = n_rows - begin_row;
+    const uint32_t count = expert_words ? tiles[3 * GROUP_X + 2] : left < 64 ? left : 64;
     GLOBAL const uint32_t *matrix = weights + (uint64_t)expert * expert_words;
     if (count == 0) return;
     PHASE {
@@ -227,7 +229,7 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
                                       UNIT_AT(QUAD / 8 * 32);
         MY(low_at)[0] = unit + LOW(QUAD % 8) * 16, MY(high_at)[0] = unit + HIGH(QUAD % 8) * 16;
         MY(panel_at)[0] = PANEL(Y / 16) * n_blocks * BLOCK_WORDS, MY(row_at)[0] = (uint64_t)source[Y] * n_inputs;
-        MY(four_at)[0] = quantised + MY(row_at)[0] / 4 + X * 4;
+        MY(four_at)[0] = quantised + (uint64_t)source[THREAD / 4] * n_inputs / 4 + THREAD % 4 * 4;
         BRING(0)
         PUT(0)
 #if LEVELS
@@ -243,14 +245,14 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
                 const uint32_t side = SIDE(step);
                 BRING(step + DEEP)
                 UNROLLED_STEPS for (uint32_t s = 0; s < SUBS; s++) {
-                    const uint32_t first_four = (side * DEEP + s * SUB) / 16 * 64;
+                    const uint32_t first_four = (side * DEEP + s * SUB) / 16 * PLANE;
                     int dots[16];
                     if (FIRST_ROW >= count || !IS_THERE(step, s * SUB)) break;
 #ifdef MULTIPLY_TILES
                     MULTIPLY_TILES(of_weights + first_four, of_rows + first_four, dots);
 #else
                     TIMES (i, 16) dots[i] = 0;
-                    UNROLLED for (uint32_t four = first_four; four < first_four + SUB / 16 * 64; four += 64) {
+                    UNROLLED for (uint32_t four = first_four; four < first_four + SUB / 16 * PLANE; four += PLANE) {
                         FOUR w[4];
                         TIMES (j, 4) w[j] = of_weights[four + PLACE(j)];
                         TIMES (r, 4) {
@@ -320,7 +322,7 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
 #endif
     PHASE {
         TIMES (i, 16) {
-            const uint32_t o = GROUP_X * 64 + OWN_FOURTH * 4 + i % 4, row = OWN_ROW + i / 4;
+            const uint32_t o = GROUP_Y * 64 + OWN_FOURTH * 4 + i % 4, row = OWN_ROW + i / 4;
             const float all = BITS < 16 ? MY(total)[i] : (float)MY(sum)[i];
             if (row < count && o < n_out)
                 out[(uint64_t)target[row] * width + first + o] = finished(all, bias, o + expert * n_out, n_out, has_bias);
