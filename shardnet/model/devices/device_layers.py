@@ -9,7 +9,6 @@ Axes in shape comments: T rows of the micro-batch, E hidden size.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -123,11 +122,6 @@ class Device:
         self.driver.upload(buffer, own)
         return buffer
 
-    def results(self, *shape: int) -> Tensor:
-        """Return float32 numbers of the host to download to."""
-        array = self.driver.results(4 * math.prod(shape))
-        return torch.from_numpy(array.view(np.float32).reshape(shape))
-
     def product(
         self,
         *linears: PanelLinear,
@@ -194,7 +188,7 @@ class DeviceLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""
-        device, out = self._device, self._device.results(len(rows), self.shape[0])
+        device, out = self._device, torch.empty(len(rows), self.shape[0])
         given = device.put_in("rows", rows.numpy())
         taken = device.scratch.of("logits", out.nbytes)
         self._product(given, len(rows), taken)
@@ -432,7 +426,7 @@ class DeviceLayers:
                 self._between(sublayer.around, following, rows, hidden.shape, rounds=rounded)
 
         self._launch_or_replay(n_rows, (n_rows, n_blocks, rounds, of_layers), launch_all)
-        out = device.results(*hidden.shape)
+        out = torch.empty_like(hidden)
         device.driver.download(rows, out.numpy())
         return out
 

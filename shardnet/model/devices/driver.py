@@ -41,9 +41,6 @@ class Driver(Protocol):
     def empty(self, n_bytes: int) -> Buffer:
         """Allocate memory. Raises CapacityError."""
 
-    def results(self, n_bytes: int) -> Array:
-        """Return bytes of the host to download to, which are the caller's while anybody has them."""
-
     def upload(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
         """Copy contiguous `array` to `offset` bytes behind the beginning of a buffer."""
 

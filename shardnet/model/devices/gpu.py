@@ -57,7 +57,6 @@ CUDA: Final = Maker(
         "name": "cuDeviceGetName",
         "free": "cuMemGetInfo_v2",
         "alloc": "cuMemAlloc_v2",
-        "pin": "cuMemHostAlloc",
         "release": "cuMemFree_v2",
         "up": "cuMemcpyHtoD_v2",
         "down": "cuMemcpyDtoH_v2",
@@ -87,7 +86,6 @@ HIP: Final = Maker(
         "name": "hipDeviceGetName",
         "free": "hipMemGetInfo",
         "alloc": "hipMalloc",
-        "pin": "hipHostMalloc",
         "release": "hipFree",
         "up": "hipMemcpyHtoD",
         "down": "hipMemcpyDtoH",
@@ -202,10 +200,6 @@ class GpuDriver:
         """In which kernels run: copies, which are in no stream, wait for it and it for them."""
         self._call("stream", ctypes.byref(self._stream), 0)
         self.n_launches = self.n_waits = 0
-        self._pinned: dict[int, list[int]] = {}
-        """Addresses of the host's memory that nobody has, by size: a card writes to it several
-        times as fast as to pages that the system may move.
-        """
 
     def _find_architecture(self, device: ctypes.c_int) -> str:
         """Name NVIDIA's architecture; AMD's compiler takes that of the current device."""
@@ -263,19 +257,6 @@ class GpuDriver:
         """Give memory back."""
         self._enter()
         self._library[self._maker.names["release"]](address)
-
-    def results(self, n_bytes: int) -> Array:
-        """See Driver."""
-        size = 1 << max(12, (n_bytes - 1).bit_length())
-        kept = self._pinned.setdefault(size, [])
-        if not kept:
-            self._enter()
-            address = ctypes.c_void_p()
-            function = self._library[self._maker.names["pin"]]
-            if function(ctypes.byref(address), ctypes.c_size_t(size), 0) or not address.value:
-                return np.empty(n_bytes, np.uint8)
-            kept.append(address.value)
-        return np.asarray(_Pinned(kept, kept.pop(), n_bytes))
 
     def upload(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
         """See Driver."""
@@ -376,22 +357,6 @@ class _Memory:
 
     def __del__(self) -> None:
         self._driver.release(self.address)
-
-
-class _Pinned:
-    """Memory of the host that stays where it is; `kept` gets it back when nobody has it any more."""
-
-    def __init__(self, kept: list[int], address: int, n_bytes: int) -> None:
-        self._kept, self._address = kept, address
-        self.__array_interface__ = {
-            "data": (address, False),
-            "shape": (n_bytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-    def __del__(self) -> None:
-        self._kept.append(self._address)
 
 
 class _Graph:

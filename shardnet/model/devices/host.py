@@ -62,10 +62,6 @@ class HostDriver:
         """See Driver."""
         return np.empty(n_bytes + 4, np.uint8)
 
-    def results(self, n_bytes: int) -> Array:
-        """See Driver."""
-        return np.empty(n_bytes, np.uint8)
-
     def upload(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
         """See Driver."""
         buffer[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)

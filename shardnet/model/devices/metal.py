@@ -67,10 +67,6 @@ class MetalDriver:
                 remedy="give the node fewer layers, or less --context",
             ) from error
 
-    def results(self, n_bytes: int) -> Array:
-        """See Driver."""
-        return np.empty(n_bytes, np.uint8)
-
     def upload(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
         """See Driver."""
         given = torch.from_numpy(array.reshape(-1).view(np.uint8))

@@ -105,10 +105,6 @@ class OpenClDriver:
     def _give_back(self, n_bytes: int) -> None:
         self._taken_bytes -= n_bytes
 
-    def results(self, n_bytes: int) -> Array:
-        """See Driver."""
-        return np.empty(n_bytes, np.uint8)
-
     def upload(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
         """See Driver."""
         self._cl.enqueue_copy(self._queue, buffer, array, dst_offset=offset, is_blocking=True)

@@ -235,7 +235,7 @@ class DeviceProduct:
         launch(
             self._driver,
             self._kernel(part.form, "quantise", 0),
-            (-(-n_rows * n_inputs // THREADS), 1),
+            (-(-n_rows * n_inputs // (4 * THREADS)), 1),
             [rows, order, *taken],
             *numbers,
             *clamps,

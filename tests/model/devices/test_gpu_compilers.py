@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from support.models.random_panels import FORMS
 from support.soak import cases
 
@@ -99,7 +98,6 @@ class _Cuda:
         self.recording: int | None = None
         self.graphs: set[int] = set()
         self.uploaded: list[int] = []
-        self.pinned: list[Any] = []
         self.fails = ""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
@@ -129,11 +127,6 @@ class _Cuda:
 
     def cuLaunchKernel(self, *_: object) -> int:
         return 0 if self.recording in (None, threading.get_ident()) else 901
-
-    def cuMemHostAlloc(self, address: Any, n_bytes: ctypes.c_size_t, _: int) -> int:
-        self.pinned.append(ctypes.create_string_buffer(n_bytes.value))
-        address._obj.value = ctypes.addressof(self.pinned[-1])
-        return int(self.fails == "cuMemHostAlloc")
 
     def cuMemcpyHtoD_v2(self, _: object, source: ctypes.c_void_p, n_bytes: ctypes.c_size_t) -> int:
         self.uploaded.append(n_bytes.value)
@@ -189,18 +182,6 @@ def test_a_recording_that_fails_leaves_no_graph(cuda: _Cuda) -> None:
     with pytest.raises(ConfigurationError, match="make failed"):
         driver.record(lambda: driver.launch(None, (1, 1), []))
     assert (cuda.graphs, driver.n_launches) == (set(), 0)
-
-
-def test_memory_of_results_is_given_again_when_nobody_has_it(cuda: _Cuda) -> None:
-    driver = GpuDriver(CUDA, 0)
-    held = torch.from_numpy(driver.results(5000).view(np.float32))
-    place, other = held.data_ptr(), driver.results(5000)
-    assert other.ctypes.data != place
-    del held
-    assert driver.results(4200).ctypes.data == place
-    assert len(cuda.pinned) == 2
-    cuda.fails = "cuMemHostAlloc"
-    assert driver.results(1 << 20).nbytes == 1 << 20
 
 
 def test_uploads_are_cut_so_that_others_may_launch_meanwhile(

@@ -38,51 +38,67 @@ INLINE float input_at(GLOBAL const float *row, uint32_t i, uint32_t n_in, uint32
 }
 
 #if ROWS == 0
-/* A thread for each input: [rows][padded inputs] of int8, and what goes with each token group. Where codes are floats,
+/* A thread for four inputs: [rows][padded inputs] of int8, and what goes with each token group. Where codes are floats,
  * rows are laid out as they are, padded with zeros. */
-KERNEL quantise(GLOBAL const float *rows, GLOBAL const uint32_t *order, GLOBAL int8_t *quantised, GLOBAL float *wide,
+KERNEL quantise(GLOBAL const float *rows, GLOBAL const uint32_t *order, GLOBAL uint32_t *quantised, GLOBAL float *wide,
                 GLOBAL float *scales, GLOBAL float *sums, GLOBAL int16_t *group_sums, uint32_t n_rows, uint32_t n_in,
                 uint32_t n_groups, uint32_t has_order, uint32_t activation, float limit, float alpha WHERE) {
-    const uint32_t n_inputs = n_groups * TOKEN_GROUP, all = n_rows * n_inputs, from = GROUP_X * THREADS;
+    const uint32_t n_inputs = n_groups * TOKEN_GROUP, all = n_rows * n_inputs, from = GROUP_X * THREADS * 4;
 #define INPUT(at)                                                                                                 \
     ((at) < all && (at) % n_inputs < n_in                                                                         \
          ? input_at(rows + (uint64_t)((at) / n_inputs) * (activation < NO_ACTIVATION ? 2 * n_in : n_in),          \
                     has_order ? order[(at) % n_inputs] : (at) % n_inputs, n_in, activation, limit, alpha) : 0.0f)
 #if IS_FLOAT
-    PHASE { if (from + THREAD < all) wide[from + THREAD] = INPUT(from + THREAD); }
-#else
-    SHARED float value[THREADS], size[THREADS];
-    SHARED int sum[THREADS];
     PHASE {
-        value[THREAD] = INPUT(from + THREAD);
-        size[THREAD] = AS_FLOAT((uint32_t)AS_INT(value[THREAD]) & 0x7fffffffu);
+        TIMES (j, 4)
+            if (from + j * THREADS + THREAD < all) wide[from + j * THREADS + THREAD] = INPUT(from + j * THREADS + THREAD);
     }
-    for (uint32_t step = 1; step < TOKEN_GROUP; step *= 2) /* what is no number stays */
+#else
+#define OF_GROUP (TOKEN_GROUP / 4) /* threads */
+#define IS_MORE(a, b) ((b) == (b) && !((a) <= (b))) /* what is no number stays */
+    SHARED float size[THREADS];
+    SHARED int sum[THREADS];
+    OWN(float, value, 4);
+    PHASE {
+        float largest = 0;
+        TIMES (j, 4) {
+            MY(value)[j] = INPUT(from + THREAD * 4 + j);
+            const float own = AS_FLOAT((uint32_t)AS_INT(MY(value)[j]) & 0x7fffffffu);
+            if (IS_MORE(own, largest)) largest = own;
+        }
+        size[THREAD] = largest;
+    }
+    for (uint32_t step = 1; step < OF_GROUP; step *= 2)
         PHASE {
-            if (THREAD % (2 * step) == 0 && size[THREAD] == size[THREAD] && !(size[THREAD + step] <= size[THREAD]))
-                size[THREAD] = size[THREAD + step];
+            if (THREAD % (2 * step) == 0 && IS_MORE(size[THREAD + step], size[THREAD])) size[THREAD] = size[THREAD + step];
         }
     PHASE {
-        const float largest = size[THREAD / TOKEN_GROUP * TOKEN_GROUP];
+        const float largest = size[THREAD / OF_GROUP * OF_GROUP];
         const int is_finite = largest <= 3.402823466e38f;
         const float inverse = is_finite && largest > 1e-36f ? DIV(127.0f, largest) : 0.0f;
-        const float shifted = ADD(is_finite ? MUL(value[THREAD], inverse) : 0.0f, 12582912.0f); /* 1.5 * 2^23 */
-        sum[THREAD] = AS_INT(shifted) - 0x4b400000;
-        if (from + THREAD < all) quantised[from + THREAD] = (int8_t)sum[THREAD];
+        uint32_t four = 0;
+        sum[THREAD] = 0;
+        TIMES (j, 4) {
+            const float shifted = ADD(is_finite ? MUL(MY(value)[j], inverse) : 0.0f, 12582912.0f); /* 1.5 * 2^23 */
+            const int whole = AS_INT(shifted) - 0x4b400000;
+            four |= ((uint32_t)whole & 255u) << 8 * j;
+            sum[THREAD] += whole;
+        }
+        if (from + THREAD * 4 < all) quantised[from / 4 + THREAD] = four;
     }
-    for (uint32_t step = 1; step < TOKEN_GROUP; step *= 2) {
+    for (uint32_t step = 1; step < OF_GROUP; step *= 2) {
         PHASE {
             if (THREAD % (2 * step) == 0) sum[THREAD] += sum[THREAD + step];
-            if (2 * step == SUB && THREAD % SUB == 0 && from + THREAD < all)
-                group_sums[(from + THREAD) / SUB] = (int16_t)sum[THREAD];
+            if (8 * step == SUB && THREAD % (SUB / 4) == 0 && from + THREAD * 4 < all)
+                group_sums[(from + THREAD * 4) / SUB] = (int16_t)sum[THREAD];
         }
     }
     PHASE {
-        if (THREAD % TOKEN_GROUP == 0 && from + THREAD < all) {
+        if (THREAD % OF_GROUP == 0 && from + THREAD * 4 < all) {
             const float largest = size[THREAD];
             const float scale = largest <= 3.402823466e38f ? DIV(largest, 127.0f) : NOT_A_NUMBER;
-            scales[(from + THREAD) / TOKEN_GROUP] = scale;
-            sums[(from + THREAD) / TOKEN_GROUP] = MUL((float)sum[THREAD], scale);
+            scales[(from + THREAD * 4) / TOKEN_GROUP] = scale;
+            sums[(from + THREAD * 4) / TOKEN_GROUP] = MUL((float)sum[THREAD], scale);
         }
     }
 #endif
