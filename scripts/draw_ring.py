@@ -53,6 +53,8 @@ class Stage:
     wire_ms: float
     memory_bytes: int | None
     """Weights and KV cache as planned, None where no plan was given."""
+    devices: str
+    """What computes, "" where no plan was given or no node has more than its CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +88,17 @@ def read_run(generated: dict[str, Any], planned: dict[str, Any] | None) -> Run:
         sys.exit("the run has no tokens per second: generate at least two tokens")
     layers = [tuple(stage["layers"]) for stage in generated["stages"]]
     memory: list[int | None] = [None] * len(layers)
+    devices = [""] * len(layers)
     if planned is not None:
         if [tuple(stage["layers"]) for stage in planned["stages"]] != layers:
             sys.exit(f"the plan has other layers than the run, which has {layers}")
         memory = [stage["weight_bytes"] + stage["kv_bytes"] for stage in planned["stages"]]
+        parts = [stage.get("parts", []) for stage in planned["stages"]]
+        if any(parts):
+            devices = [
+                ", ".join(name for part in own for name in part["devices"]) or "CPU"
+                for own in parts
+            ]
     return Run(
         model=generated["model"],
         tok_s=timing["decode_tok_s"],
@@ -101,8 +110,11 @@ def read_run(generated: dict[str, Any], planned: dict[str, Any] | None) -> Run:
                 queue_ms=times["queue_ms"],
                 wire_ms=times["wire_ms"],
                 memory_bytes=held,
+                devices=computes,
             )
-            for times, (begin, end), held in zip(timing["per_stage"], layers, memory, strict=True)
+            for times, (begin, end), held, computes in zip(
+                timing["per_stage"], layers, memory, devices, strict=True
+            )
         ],
     )
 
@@ -174,7 +186,8 @@ def _card(stage: Stage, x: float, width: float, *, is_last: bool) -> Iterator[st
         f'<rect x="{x:.0f}" y="{CARD_TOP}" width="{width:.0f}" height="{CARD_HEIGHT}" rx="10" '
         f'fill="{colour}"/>'
     )
-    yield f'<text class="rank" x="{x + 16:.0f}" y="{CARD_TOP + 28}">rank {stage.rank}{role}</text>'
+    title = escape(f"rank {stage.rank}{role}{' · ' * bool(stage.devices)}{stage.devices}")
+    yield f'<text class="rank" x="{x + 16:.0f}" y="{CARD_TOP + 28}">{title}</text>'
     for number, line in enumerate(lines):
         y = CARD_TOP + 54 + 22 * number
         yield f'<text class="card" x="{x + 16:.0f}" y="{y}">{escape(line)}</text>'

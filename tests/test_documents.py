@@ -327,7 +327,12 @@ RUN = {
 }
 PLAN = {
     "stages": [
-        {"layers": [0, 5], "weight_bytes": 6 << 20, "kv_bytes": 1 << 20},
+        {
+            "layers": [0, 5],
+            "weight_bytes": 6 << 20,
+            "kv_bytes": 1 << 20,
+            "parts": [{"devices": ["nvidia:0"]}],
+        },
         {"layers": [5, 6], "weight_bytes": 1 << 20, "kv_bytes": 1 << 19},
     ]
 }
@@ -356,6 +361,7 @@ def test_a_picture_of_a_ring_shows_the_figures_of_its_run(tmp_path: Path) -> Non
     assert {"7.0 MiB of memory", "1.5 MiB of memory"} <= set(told)
     assert {"12 ms a token", "7.5 ms a token", "the 25 ms of one token"} <= set(told)
     assert "1.3 ms" in told
+    assert {"rank 0 · head · nvidia:0", "rank 1 · tail · CPU"} <= set(told)
     assert "http" not in picture.replace('xmlns="http://www.w3.org/2000/svg"', "")
 
 
