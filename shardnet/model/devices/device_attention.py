@@ -25,6 +25,12 @@ _KEYS: Final = 128
 """Positions of a block."""
 _BESIDE_COLUMNS: Final = 17
 """What is written down of a block beside the sums of its values."""
+_KEY_COLUMNS: Final = 33
+"""Of keys that a group has in its memory at a time, with one that is not used."""
+_GROUP_BYTES: Final = 48 << 10
+"""Memory of a group of threads, on NVIDIA's and AMD's GPUs at least."""
+_OTHER_GROUP_BYTES: Final = {"metal": 32 << 10, "opencl": 32 << 10}
+"""By a driver's dialect."""
 _TOGETHER: Final = 8
 """Rows of a prompt that a group of threads computes, at most: they read keys and values once."""
 _ENOUGH_GROUPS: Final = 256
@@ -34,16 +40,18 @@ _MOST_BLOCK_BYTES: Final = 256 << 20
 
 
 def attention_macros(
-    n_queries: int, size: int, n_columns: int, most_rows: int = 1
+    n_queries: int, size: int, n_columns: int, most_rows: int = 1, n_bytes: int = _GROUP_BYTES
 ) -> dict[str, int]:
     """Return what the text must know: by query heads of a KV head, their columns, and values'.
 
-    A group of threads computes as many of them as it has memory for, and of up to `most_rows` rows:
-    they read keys together.
+    A group of threads computes as many of them as its memory of `n_bytes` holds, and of up to
+    `most_rows` rows, a power of two: they read keys together.
     """
-    most = 16 if size <= 128 else 8 if size <= 256 else 4
+    of_query = 4 * (size + n_columns + _KEYS + 2 * _BESIDE_COLUMNS)
+    most = min(16, (n_bytes - 4 * _KEYS * _KEY_COLUMNS) // of_query)
+    most = most // 4 * 4 or most  # numbers of queries lie four by four
     n_heads = next(n for n in (8, 6, 4, 2, 1) if n <= most and n_queries % n == 0)
-    n_rows = min(most_rows, most // n_heads)
+    n_rows = 1 << min(most_rows, most // n_heads).bit_length() - 1
     return {"HEADS": n_heads, "TOGETHER": n_rows, "SIZE": size, "OF_VALUE": n_columns}
 
 
@@ -91,8 +99,9 @@ class Attend:
         grows: bool = False,
     ) -> None:
         """Compile it for query and KV heads. Raises CapacityError."""
+        n_bytes = _OTHER_GROUP_BYTES.get(on.driver.dialect, _GROUP_BYTES)
         of_rows = [
-            attention_macros(n_heads[0] // n_heads[1], size, n_columns, n_rows)
+            attention_macros(n_heads[0] // n_heads[1], size, n_columns, n_rows, n_bytes)
             for n_rows in (1, _TOGETHER)
         ]
         self._few, self._many = (

@@ -53,19 +53,19 @@ INLINE int DOT2(uint32_t words, uint32_t bytes, int c) {
  * and `rows` are [16 inputs][PLANE], and a thread gets the sums of its own outputs and rows (many.h). */
 #if __CUDA_ARCH__ >= 800
 #define TENSORS
-#define MULTIPLY_TILES(weights, rows, dots)                                                                             \
-    TIMES (part, 4) { /* of 16 outputs and 8 rows */                                                                    \
-        const FOUR *w = (weights) + PLACE(part % 2 * 2), *x = (rows) + FIRST_ROW + part / 2 * 8 + THREAD % 32 / 4;      \
-        int *d = (dots) + part / 2 * 8 + part % 2 * 2;                                                                  \
-        const uint32_t t = THREAD % 4;                                                                                  \
-        if (SUB == 32)                                                                                                  \
+#define MULTIPLY_TILES(weights, rows, dots)                                                                           \
+    TIMES (part, 4) { /* of 16 outputs and 8 rows */                                                                  \
+        const FOUR *w = (weights) + PLACE(part % 2 * 2), *x = (rows) + FIRST_ROW + part / 2 * 8 + THREAD % 32 / 4;    \
+        int *d = (dots) + part / 2 * 8 + part % 2 * 2;                                                                \
+        const uint32_t t = THREAD % 4;                                                                                \
+        if (SUB == 32)                                                                                                \
             asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};" \
-                : "=r"(d[0]), "=r"(d[4]), "=r"(d[1]), "=r"(d[5])                                                        \
-                : "r"(w[0].of[t]), "r"(w[8].of[t]), "r"(w[PLANE].of[t]), "r"(w[PLANE + 8].of[t]), "r"(x[0].of[t]),                \
-                  "r"(x[PLANE].of[t]), "r"(0));                                                                            \
-        else                                                                                                            \
-            asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"          \
-                : "=r"(d[0]), "=r"(d[4]), "=r"(d[1]), "=r"(d[5])                                                        \
-                : "r"(w[0].of[t]), "r"(w[8].of[t]), "r"(x[0].of[t]), "r"(0));                                           \
+                : "=r"(d[0]), "=r"(d[4]), "=r"(d[1]), "=r"(d[5])                                                      \
+                : "r"(w[0].of[t]), "r"(w[8].of[t]), "r"(w[PLANE].of[t]), "r"(w[PLANE + 8].of[t]), "r"(x[0].of[t]),    \
+                  "r"(x[PLANE].of[t]), "r"(0));                                                                       \
+        else                                                                                                          \
+            asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%7,%7,%7,%7};"        \
+                : "=r"(d[0]), "=r"(d[4]), "=r"(d[1]), "=r"(d[5])                                                      \
+                : "r"(w[0].of[t]), "r"(w[8].of[t]), "r"(x[0].of[t]), "r"(0));                                         \
     }
 #endif

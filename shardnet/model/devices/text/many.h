@@ -30,13 +30,13 @@
 #define OPEN_BOOK
 #endif
 /* Has a thread read its part of the inputs from `next` on, of weights and rows. */
-#define BRING(next)                                                                                               \
-    TIMES (k, OF_THREAD) {                                                                                        \
-        const uint32_t input = (next) + k * (THREADS / 64) + THREAD / 64;                                         \
-        if (input < n_inputs) {                                                                                   \
-            MY(weight)[k] = WEIGHT(BLOCK_OF(PANEL(THREAD % 64 / 16), input), input, THREAD % 16);                 \
-            MY(value)[k] = wide[(uint64_t)source[THREAD % 64] * n_inputs + input];                                \
-        }                                                                                                         \
+#define BRING(next)                                                                                                   \
+    TIMES (k, OF_THREAD) {                                                                                            \
+        const uint32_t input = (next) + k * (THREADS / 64) + THREAD / 64;                                             \
+        if (input < n_inputs) {                                                                                       \
+            MY(weight)[k] = WEIGHT(BLOCK_OF(PANEL(THREAD % 64 / 16), input), input, THREAD % 16);                     \
+            MY(value)[k] = wide[(uint64_t)source[THREAD % 64] * n_inputs + input];                                    \
+        }                                                                                                             \
     }
 #else
 #define DEEP 64
@@ -58,91 +58,92 @@
 #define UNROLLED_STEPS
 #endif
 
-/* Of the inputs from `at` of a turn on a thread brings four outputs of a quad, and 16 inputs of a row; of the parts of them
- * that have factors it brings, in places of X, what output or row Y has. */
+/* Of the inputs from `at` of a turn on a thread brings four outputs of a quad, and 16 inputs of a row; and of a PART of them
+ * what output or row MEMBER has: factors, minimums, scales, sums. */
 #define QUAD (THREAD / 8 % 16)
 #define FOURTH (THREAD % 8 + THREAD / 128 * 8)
-#define X (THREAD / 64)
-#define Y (THREAD % 64)
-#define BRING(at)                                                                                                 \
-    {                                                                                                             \
-        if (IS_THERE(at, QUAD / 8 * 32)) {                                                                        \
-            MY(low)[0] = LOAD4(MY(low_at)[0] + UNIT_AT(at));                                                      \
-            MY(high)[0] = LOAD4(MY(high_at)[0] + UNIT_AT(at));                                                    \
-        }                                                                                                         \
-        if (IS_THERE(at, THREAD % 4 * 16)) MY(four)[0] = LOAD4(MY(four_at)[0] + (at) / 4);                        \
-        BRING_FACTORS(at)                                                                                         \
+#define PART (THREAD / 64)
+#define MEMBER (THREAD % 64)
+#define BRING(at)                                                                                                     \
+    {                                                                                                                 \
+        if (IS_THERE(at, QUAD / 8 * 32)) {                                                                            \
+            MY(low)[0] = LOAD4(MY(low_at)[0] + UNIT_AT(at));                                                          \
+            MY(high)[0] = LOAD4(MY(high_at)[0] + UNIT_AT(at));                                                        \
+        }                                                                                                             \
+        if (IS_THERE(at, THREAD % 4 * 16)) MY(four)[0] = LOAD4(MY(four_at)[0] + (at) / 4);                            \
+        BRING_FACTORS(at)                                                                                             \
     }
-#define PUT(side)                                                                                                 \
-    {                                                                                                             \
-        const FOUR codes = codes_of(MY(low)[0], MY(high)[0], QUAD % 8);                                           \
-        TIMES (j, 4)                                                                                              \
+#define PUT(side)                                                                                                     \
+    {                                                                                                                 \
+        const FOUR codes = codes_of(MY(low)[0], MY(high)[0], QUAD % 8);                                               \
+        TIMES (j, 4)                                                                                                  \
             of_weights[((side) * (DEEP / 16) + QUAD / 4) * PLANE + PLACE_OF(FOURTH, j)].of[QUAD % 4] = SIGNED(codes.of[j]); \
-        of_rows[((side) * (DEEP / 16) + THREAD % 4) * PLANE + PLACE_OF_ROW(THREAD / 4)] = MY(four)[0];            \
+        of_rows[((side) * (DEEP / 16) + THREAD % 4) * PLANE + PLACE_OF_ROW(THREAD / 4)] = MY(four)[0];                \
     }
 #define PAIR_OF_SUMS(at) ((GLOBAL const uint32_t *)group_sums)[(MY(row_at)[0] + begin + (at)) / (2 * SUB)]
 
 #if LEVELS
-/* Those of a whole turn at a time: levels, pairs of minimums and of sums; of X's own a factor, what is below, two scales. */
+/* Those of a whole turn at a time: levels, pairs of minimums and of sums; of PART's own a factor, what is below, two scales. */
 #define EACH (TURN / SUB / 4)
-#define BRING_FACTORS(at)                                                                                         \
+#define PAIRS (4 * EACH)
+#define BRING_FACTORS(at)                                                                                             \
     if ((at) == TURN && IS_THERE(at, 0)) BRING_TURN(at)
-#define BRING_TURN(at)                                                                                            \
-    {                                                                                                             \
-        GLOBAL const uint32_t *block = matrix + MY(panel_at)[0] + BLOCK_AT(begin) + BLOCK_AT(at);                 \
-        TIMES (k, EACH) MY(its_level)[k] = level_at(block, k * 4 + X, Y % 16);                                    \
-        TIMES (k, HAS_MINIMUM ? EACH / 2 : 0) {                                                                   \
-            const uint32_t g = (k * 4 + X) * 2;                                                                   \
-            MY(its_lowest)[k] = minimum_at(block, g, Y % 16) | minimum_at(block, g + 1, Y % 16) << 8;             \
-            MY(its_sums)[k] = PAIR_OF_SUMS((at) + g * SUB);                                                       \
-        }                                                                                                         \
-        if (X == 0) MY(its_own)[0] = OWN_FACTOR(block, 0, Y % 16);                                                \
-        if (X == 1 && HAS_MINIMUM) MY(its_own)[0] = BELOW(block, Y % 16);                                         \
-        if (X >= 2) MY(its_own)[0] = scales[(MY(row_at)[0] + begin + (at)) / TOKEN_GROUP + X - 2];                \
+#define BRING_TURN(at)                                                                                                \
+    {                                                                                                                 \
+        GLOBAL const uint32_t *block = matrix + MY(panel_at)[0] + BLOCK_AT(begin) + BLOCK_AT(at);                     \
+        TIMES (k, EACH) MY(its_level)[k] = level_at(block, k * 4 + PART, MEMBER % 16);                                \
+        TIMES (k, HAS_MINIMUM ? EACH / 2 : 0) {                                                                       \
+            const uint32_t g = (k * 4 + PART) * 2;                                                                    \
+            MY(its_lowest)[k] = minimum_at(block, g, MEMBER % 16) | minimum_at(block, g + 1, MEMBER % 16) << 8;       \
+            MY(its_sums)[k] = PAIR_OF_SUMS((at) + g * SUB);                                                           \
+        }                                                                                                             \
+        if (PART == 0) MY(its_own)[0] = OWN_FACTOR(block, 0, MEMBER % 16);                                            \
+        if (PART == 1 && HAS_MINIMUM) MY(its_own)[0] = BELOW(block, MEMBER % 16);                                     \
+        if (PART >= 2) MY(its_own)[0] = scales[(MY(row_at)[0] + begin + (at)) / TOKEN_GROUP + PART - 2];              \
     }
-#define PUT_TURN(odd)                                                                                             \
-    {                                                                                                             \
-        TIMES (k, EACH) level[(odd) * 4 * EACH * 16 + (k * 4 + X) * 16 + Y / 4].of[Y % 4] = MY(its_level)[k];    \
-        TIMES (k, HAS_MINIMUM ? EACH / 2 : 0) {                                                                   \
-            const uint32_t pair = ((odd) * 2 * EACH + k * 4 + X) * 16 + Y / 4;                                   \
-            lowest[pair].of[Y % 4] = MY(its_lowest)[k], sums_of[pair].of[Y % 4] = MY(its_sums)[k];                \
-        }                                                                                                         \
-        of_turn[((odd) * 4 + X) * 16 + Y / 4].of[Y % 4] = AS_INT(MY(its_own)[0]);                                \
+#define PUT_TURN(odd)                                                                                                 \
+    {                                                                                                                 \
+        TIMES (k, EACH) level[(odd) * 4 * EACH * 16 + (k * 4 + PART) * 16 + MEMBER / 4].of[MEMBER % 4] = MY(its_level)[k]; \
+        TIMES (k, HAS_MINIMUM ? EACH / 2 : 0) {                                                                       \
+            const uint32_t pair = ((odd) * 2 * EACH + k * 4 + PART) * 16 + MEMBER / 4;                                \
+            lowest[pair].of[MEMBER % 4] = MY(its_lowest)[k], sums_of[pair].of[MEMBER % 4] = MY(its_sums)[k];          \
+        }                                                                                                             \
+        of_turn[((odd) * 4 + PART) * 16 + MEMBER / 4].of[MEMBER % 4] = AS_INT(MY(its_own)[0]);                        \
     }
 #else
 /* Those of the token groups of a step, and pairs of sums. */
-#define BRING_FACTORS(at)                                                                                         \
-    const uint32_t its = X * TOKEN_GROUP;                                                                         \
-    if (NEEDS_SUMS && X < SUBS / 2 && IS_THERE(at, 0)) MY(its_sums)[0] = PAIR_OF_SUMS((at) + X * 2 * SUB);        \
-    if (X < DEEP / TOKEN_GROUP && IS_THERE(at, its)) {                                                            \
-        GLOBAL const uint32_t *block = matrix + MY(panel_at)[0] + BLOCK_AT(begin) + BLOCK_AT((at) + its);         \
-        const uint64_t group = (MY(row_at)[0] + begin + (at) + its) / TOKEN_GROUP;                                \
-        MY(its_own)[0] = OWN_FACTOR(block, ((at) + its) % BLOCK, Y % 16);                                         \
-        MY(its_scale)[0] = scales[group];                                                                         \
-        BRING_LOWEST                                                                                              \
+#define BRING_FACTORS(at)                                                                                             \
+    const uint32_t its = PART * TOKEN_GROUP;                                                                          \
+    if (NEEDS_SUMS && PART < SUBS / 2 && IS_THERE(at, 0)) MY(its_sums)[0] = PAIR_OF_SUMS((at) + PART * 2 * SUB);      \
+    if (PART < DEEP / TOKEN_GROUP && IS_THERE(at, its)) {                                                             \
+        GLOBAL const uint32_t *block = matrix + MY(panel_at)[0] + BLOCK_AT(begin) + BLOCK_AT((at) + its);             \
+        const uint64_t group = (MY(row_at)[0] + begin + (at) + its) / TOKEN_GROUP;                                    \
+        MY(its_own)[0] = OWN_FACTOR(block, ((at) + its) % BLOCK, MEMBER % 16);                                        \
+        MY(its_scale)[0] = scales[group];                                                                             \
+        BRING_LOWEST                                                                                                  \
     }
 #if HAS_MINIMUM
-#define BRING_LOWEST                                                                                              \
-    MY(its_lowest)[0] = AS_INT(lowest_at(block, group * TOKEN_GROUP % BLOCK / SIZE_OF_GROUP, Y % 16, MY(its_own)[0])); \
+#define BRING_LOWEST                                                                                                  \
+    MY(its_lowest)[0] = AS_INT(lowest_at(block, group * TOKEN_GROUP % BLOCK / SIZE_OF_GROUP, MEMBER % 16, MY(its_own)[0])); \
     MY(its_sum)[0] = sums[group];
 #else
 #define BRING_LOWEST
 #endif
-#define PUT_FACTORS(side)                                                                                         \
-    if (X < SUBS) {                                                                                               \
-        const uint32_t place = ((side) * SUBS + X) * 16 + Y / 4;                                                  \
-        level[place].of[Y % 4] = AS_INT(MY(its_own)[0]), of_turn[place].of[Y % 4] = AS_INT(MY(its_scale)[0]);     \
-        if (HAS_MINIMUM) lowest[place].of[Y % 4] = MY(its_lowest)[0], sum_of[place].of[Y % 4] = AS_INT(MY(its_sum)[0]); \
-        if (NEEDS_SUMS) sums_of[place].of[Y % 4] = MY(its_sums)[0];                                               \
+#define PUT_FACTORS(side)                                                                                             \
+    if (PART < SUBS) {                                                                                                \
+        const uint32_t place = ((side) * SUBS + PART) * 16 + MEMBER / 4;                                              \
+        level[place].of[MEMBER % 4] = AS_INT(MY(its_own)[0]), of_turn[place].of[MEMBER % 4] = AS_INT(MY(its_scale)[0]); \
+        if (HAS_MINIMUM) lowest[place].of[MEMBER % 4] = MY(its_lowest)[0], sum_of[place].of[MEMBER % 4] = AS_INT(MY(its_sum)[0]); \
+        if (NEEDS_SUMS) sums_of[place].of[MEMBER % 4] = MY(its_sums)[0];                                              \
     }
 #define EACH 1
+#define PAIRS 8
 #endif
 #endif
 
 /* out[row][first + o] for the four panels from GROUP_Y * 4 on and the 64 rows from GROUP_X * 64 on: groups with the same
- * panels run together, and find them in the cache. With `expert_words`
- * they are the rows of tile GROUP_X, whose numbers are in `order`, by the matrix of the tile's expert; `repeats` rows have
- * the same inputs. */
+ * panels run together, and find them in the cache. With `expert_words` they are the rows of tile GROUP_X, whose numbers are
+ * in `order`, by the matrix of the tile's expert; `repeats` rows have the same inputs. */
 KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quantised, GLOBAL const float *wide,
                      GLOBAL const float *scales, GLOBAL const float *sums, GLOBAL const int16_t *group_sums,
                      GLOBAL const float *bias, GLOBAL const uint32_t *order, GLOBAL const uint32_t *tiles,
@@ -158,7 +159,7 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
 #else
     SHARED FOUR of_weights[2 * DEEP / 16 * PLANE], of_rows[2 * DEEP / 16 * PLANE]; /* twice [16 inputs][64] */
     /* Twice [parts][64]: levels or factors, minimums, sums by pairs or not, and what of a turn or row is one. */
-    SHARED FOUR level[8 * 16 * EACH], lowest[8 * 16 * EACH], sums_of[8 * 16 * EACH], sum_of[8 * 16], of_turn[8 * 16];
+    SHARED FOUR level[8 * 16 * EACH], lowest[PAIRS * 16], sums_of[PAIRS * 16], sum_of[8 * 16], of_turn[8 * 16];
     OWN(GLOBAL const uint32_t *, low_at, 1);
     OWN(GLOBAL const uint32_t *, high_at, 1);
     OWN(GLOBAL const uint32_t *, four_at, 1);
@@ -228,7 +229,7 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
         GLOBAL const uint32_t *unit = matrix + PANEL(FOURTH / 4) * n_blocks * BLOCK_WORDS + HEADER / 4 + FOURTH % 4 * 4 +
                                       UNIT_AT(QUAD / 8 * 32);
         MY(low_at)[0] = unit + LOW(QUAD % 8) * 16, MY(high_at)[0] = unit + HIGH(QUAD % 8) * 16;
-        MY(panel_at)[0] = PANEL(Y / 16) * n_blocks * BLOCK_WORDS, MY(row_at)[0] = (uint64_t)source[Y] * n_inputs;
+        MY(panel_at)[0] = PANEL(MEMBER / 16) * n_blocks * BLOCK_WORDS, MY(row_at)[0] = (uint64_t)source[MEMBER] * n_inputs;
         MY(four_at)[0] = quantised + (uint64_t)source[THREAD / 4] * n_inputs / 4 + THREAD % 4 * 4;
         BRING(0)
         PUT(0)
