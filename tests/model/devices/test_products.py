@@ -35,7 +35,13 @@ GPTQ = next(form for form in FORMS if form.name.startswith("GPTQ"))
 BY_DEVICE = [f"{form.name}-{DEVICE}" for form in (Q4_K,)]
 IN_ALL_ROWS = {*BY_DEVICE, f"{Q4_K.name}-{HOST}", f"{FLOAT16.name}-{HOST}"}
 ALL = [f"{form.name}-{kind}" for kind in (HOST, DEVICE) for form in FORMS]
-BY_TENSORS = [f"{form.name}-{TENSORS}" for form in FORMS if not form.is_float and not form.is_plain]
+OF_ALL_KINDS = ("Q4_K", "Q6_K", "Q8_0", "NVFP4", "GPTQ 8", "MLX")
+"""Levels with minimums and without, halves of units, codes of eight bits, of which some are unsigned."""
+BY_TENSORS = [
+    f"{form.name}-{TENSORS}"
+    for form in FORMS
+    if not (form.is_float or form.is_plain or form.name in OF_ALL_KINDS)
+]
 
 
 @functools.cache
@@ -79,8 +85,10 @@ def same(found: Tensor, expected: Tensor) -> bool:
 @pytest.mark.parametrize(
     "case",
     cases(
-        [name for name in ALL if HOST in name] + BY_TENSORS + BY_DEVICE,
-        [name for name in ALL if DEVICE in name],
+        [name for name in ALL if HOST in name]
+        + [f"{name}-{TENSORS}" for name in OF_ALL_KINDS]
+        + BY_DEVICE,
+        BY_TENSORS + [name for name in ALL if DEVICE in name],
     ),
 )
 def test_every_form_has_the_librarys_bits(case: str) -> None:
