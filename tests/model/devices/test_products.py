@@ -36,7 +36,7 @@ BY_DEVICE = [f"{form.name}-{DEVICE}" for form in (Q4_K,)]
 IN_ALL_ROWS = {*BY_DEVICE, f"{Q4_K.name}-{HOST}", f"{FLOAT16.name}-{HOST}"}
 ALL = [f"{form.name}-{kind}" for kind in (HOST, DEVICE) for form in FORMS]
 OF_ALL_KINDS = ("Q4_K", "Q6_K", "Q8_0", "NVFP4", "GPTQ 8", "MLX")
-"""Levels with minimums and without, halves of units, codes of eight bits, of which some are unsigned."""
+"""Levels with minimums and without, halves of units, codes of 8 bits, with and without a sign."""
 BY_TENSORS = [
     f"{form.name}-{TENSORS}"
     for form in FORMS
