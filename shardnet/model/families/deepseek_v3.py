@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from shardnet.model.config.fields import Fields
@@ -62,12 +63,20 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     return pre_norm_layer(config, weights, layer, self_attn, load_mlp(config, weights, layer))
 
 
-def load_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp | SparseMlp:
-    """Take the parameters of the MLP or the experts of the absolute `layer`."""
+def load_mlp(
+    config: ModelConfig,
+    weights: WeightSource,
+    layer: int,
+    kind: Callable[..., Router] | None = None,
+) -> GatedMlp | SparseMlp:
+    """Take the parameters of the MLP or the experts of the absolute `layer`.
+
+    Their router is a BestTwoRouter, or of another `kind` that takes experts, gate and bias.
+    """
     from shardnet.model.layers.group_routers import BestTwoRouter
 
     def router(experts: Experts, gate: str) -> Router:
-        return BestTwoRouter(
+        return (kind or BestTwoRouter)(
             experts=experts,
             gate=weights.linear(gate, wide=True),
             bias=weights.parameter(f"{gate}.e_score_correction_bias"),

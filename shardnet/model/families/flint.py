@@ -104,14 +104,7 @@ def _load_kolibri_mlp(
 ) -> GatedMlp | SparseMlp:
     from shardnet.model.layers.group_routers import BiasedLogitsRouter
 
-    def router(experts: Experts, gate: str) -> Router:
-        return BiasedLogitsRouter(
-            experts=experts,
-            gate=weights.linear(gate, wide=True),
-            bias=weights.parameter(f"{gate}.e_score_correction_bias"),
-        )
-
-    return deepseek_v2.load_mlp(config, weights, layer, router)
+    return deepseek_v3.load_mlp(config, weights, layer, BiasedLogitsRouter)
 
 
 FAMILIES: Final = (

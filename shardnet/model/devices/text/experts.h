@@ -1,8 +1,5 @@
 /* A router's choice, and the sum of what a row's experts give: as csrc/experts_body.h has them. */
 
-/* Whether a score stands before another: NaN before all. */
-INLINE int is_more(float a, float b) { return a > b || (a != a && b == b); }
-
 /* The best of `n` scores behind `last` (n: of all), of equal ones the first. */
 INLINE uint32_t next_best(GLOBAL const float *scores, uint32_t n, uint32_t last) {
     uint32_t best = n;

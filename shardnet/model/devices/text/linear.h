@@ -55,7 +55,6 @@ KERNEL quantise(GLOBAL const float *rows, GLOBAL const uint32_t *order, GLOBAL u
     }
 #else
 #define OF_GROUP (TOKEN_GROUP / 4) /* threads */
-#define IS_MORE(a, b) ((b) == (b) && !((a) <= (b))) /* what is no number stays */
     SHARED float size[THREADS];
     SHARED int sum[THREADS];
     OWN(float, value, 4);
@@ -64,13 +63,13 @@ KERNEL quantise(GLOBAL const float *rows, GLOBAL const uint32_t *order, GLOBAL u
         TIMES (j, 4) {
             MY(value)[j] = INPUT(from + THREAD * 4 + j);
             const float own = AS_FLOAT((uint32_t)AS_INT(MY(value)[j]) & 0x7fffffffu);
-            if (IS_MORE(own, largest)) largest = own;
+            if (is_more(own, largest)) largest = own; /* what is no number stays */
         }
         size[THREAD] = largest;
     }
     for (uint32_t step = 1; step < OF_GROUP; step *= 2)
         PHASE {
-            if (THREAD % (2 * step) == 0 && IS_MORE(size[THREAD + step], size[THREAD])) size[THREAD] = size[THREAD + step];
+            if (THREAD % (2 * step) == 0 && is_more(size[THREAD + step], size[THREAD])) size[THREAD] = size[THREAD + step];
         }
     PHASE {
         const float largest = size[THREAD / OF_GROUP * OF_GROUP];

@@ -82,6 +82,14 @@
     }
 #define PAIR_OF_SUMS(at) ((GLOBAL const uint32_t *)group_sums)[(MY(row_at)[0] + begin + (at)) / (2 * SUB)]
 
+/* Ends a token group: adds its whole sums, times what outputs and rows have in w and x, to the totals. */
+#define ADD_SUMS(w, x)                                                                                                \
+    TIMES (i, 16) {                                                                                                   \
+        const float both = MUL(AS_FLOAT((w).of[i % 4]), AS_FLOAT((x).of[i / 4]));                                     \
+        MY(total)[i] = FMA((float)MY(sum)[i], both, MY(total)[i]);                                                    \
+        MY(sum)[i] = 0;                                                                                               \
+    }
+
 #if LEVELS
 /* Those of a whole turn at a time: levels, pairs of minimums and of sums; of PART's own a factor, what is below, two scales. */
 #define EACH (TURN / SUB / 4)
@@ -271,21 +279,13 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
                         const uint32_t group = sub * SUB / TOKEN_GROUP, of_group = TOKEN_GROUP / SUB / 2;
                         const FOUR factor = of_turn[odd * 64 + OWN_FOURTH], below = of_turn[odd * 64 + 16 + OWN_FOURTH];
                         const FOUR scale = of_turn[odd * 64 + 32 + group * 16 + OWN_ROW / 4];
-                        TIMES (i, 16) {
-                            const float both = MUL(AS_FLOAT(factor.of[i % 4]), AS_FLOAT(scale.of[i / 4]));
-                            MY(total)[i] = FMA((float)MY(sum)[i], both, MY(total)[i]);
-                            MY(sum)[i] = 0;
-                        }
+                        ADD_SUMS(factor, scale)
                         TIMES (k, HAS_MINIMUM ? of_group : 0) {
                             const uint32_t pair = (odd * 2 * EACH + group * of_group + k) * 16;
                             const FOUR w = lowest[pair + OWN_FOURTH], x = sums_of[pair + OWN_ROW / 4];
                             TIMES (i, 16) MY(sum)[i] = DOT2(x.of[i / 4], w.of[i % 4], MY(sum)[i]);
                         }
-                        TIMES (i, HAS_MINIMUM ? 16 : 0) {
-                            const float both = MUL(AS_FLOAT(below.of[i % 4]), AS_FLOAT(scale.of[i / 4]));
-                            MY(total)[i] = FMA((float)MY(sum)[i], both, MY(total)[i]);
-                            MY(sum)[i] = 0;
-                        }
+                        if (HAS_MINIMUM) ADD_SUMS(below, scale)
                     }
 #else
                     const uint32_t part = (side * SUBS + s * SUB / TOKEN_GROUP) * 16, pair = (side * SUBS + s / 2) * 16;
@@ -299,13 +299,9 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
                     if ((step + (s + 1) * SUB) % TOKEN_GROUP == 0) {
                         const FOUR w = level[part + OWN_FOURTH], x = of_turn[part + OWN_ROW / 4];
                         const FOUR least = lowest[part + OWN_FOURTH], y = sum_of[part + OWN_ROW / 4];
-                        TIMES (i, 16) {
-                            const float both = MUL(AS_FLOAT(w.of[i % 4]), AS_FLOAT(x.of[i / 4]));
-                            MY(total)[i] = FMA((float)MY(sum)[i], both, MY(total)[i]);
-                            if (HAS_MINIMUM)
-                                MY(total)[i] = FMA(AS_FLOAT(least.of[i % 4]), AS_FLOAT(y.of[i / 4]), MY(total)[i]);
-                            MY(sum)[i] = 0;
-                        }
+                        ADD_SUMS(w, x)
+                        TIMES (i, HAS_MINIMUM ? 16 : 0)
+                            MY(total)[i] = FMA(AS_FLOAT(least.of[i % 4]), AS_FLOAT(y.of[i / 4]), MY(total)[i]);
                     }
 #endif
                 }

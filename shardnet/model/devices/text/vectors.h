@@ -23,6 +23,9 @@ INLINE int DOT2(uint32_t words, uint32_t bytes, int c) {
 }
 #endif
 
+/* Whether a number stands before another: NaN before all. */
+INLINE int is_more(float a, float b) { return a > b || (a != a && b == b); }
+
 INLINE float more_of(float a, float b) { return a > b ? a : b; }
 INLINE float less_of(float a, float b) { return a < b ? a : b; }
 
