@@ -156,7 +156,7 @@ class DeviceExperts:
             best = self._scratch.of("best", 4 * n_rows * self._top_k)
             self._launch("route", groups, [scores, ids, weights, best], *sizes, self._routing)
             return
-        by = self._scratch.of("by", 4 * n_rows * (n_experts + own.n_groups))
+        by = self._scratch.of("by", 4 * n_rows * (n_experts + 3 * own.n_groups))
         self._launch(
             "route_in_groups",
             groups,

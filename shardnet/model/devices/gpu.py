@@ -27,6 +27,10 @@ _OUT_OF_MEMORY: Final = 2
 """The code of it, of either maker."""
 _RELAXED: Final = 2
 """How launches are recorded, of either maker: other threads may allocate meanwhile."""
+_OVERLAPS: Final = 6
+"""The attribute of a launch that may begin before the one before has ended."""
+_OVERLAPS_FROM: Final = 90
+"""Compute capability, ten times, from which the text waits for the launch before (cuda.h)."""
 _PIECE_BYTES: Final = 64 << 20
 """What is uploaded at a time: then another thread may launch."""
 
@@ -58,9 +62,9 @@ CUDA: Final = Maker(
         "free": "cuMemGetInfo_v2",
         "alloc": "cuMemAlloc_v2",
         "release": "cuMemFree_v2",
-        "up": "cuMemcpyHtoD_v2",
+        "up": "cuMemcpyHtoDAsync_v2",
         "down": "cuMemcpyDtoH_v2",
-        "across": "cuMemcpyDtoD_v2",
+        "across": "cuMemcpyDtoDAsync_v2",
         "load": "cuModuleLoadData",
         "function": "cuModuleGetFunction",
         "launch": "cuLaunchKernel",
@@ -87,9 +91,9 @@ HIP: Final = Maker(
         "free": "hipMemGetInfo",
         "alloc": "hipMalloc",
         "release": "hipFree",
-        "up": "hipMemcpyHtoD",
+        "up": "hipMemcpyHtoDAsync",
         "down": "hipMemcpyDtoH",
-        "across": "hipMemcpyDtoD",
+        "across": "hipMemcpyDtoDAsync",
         "load": "hipModuleLoadData",
         "function": "hipModuleGetFunction",
         "launch": "hipModuleLaunchKernel",
@@ -102,6 +106,28 @@ HIP: Final = Maker(
         "free_graph": "hipGraphExecDestroy",
     },
 )
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("kind", ctypes.c_uint64), ("value", ctypes.c_uint64 * 8))
+
+
+class _Launch(ctypes.Structure):
+    """CUlaunchConfig: groups and threads by three axes, bytes that a group shares."""
+
+    _fields_ = (
+        ("groups", ctypes.c_uint * 3),
+        ("threads", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("n_attributes", ctypes.c_uint),
+    )
+
+
+_OVERLAPPING: Final = (_Attribute * 1)(_Attribute(_OVERLAPS, (1,)))
 
 
 @cache
@@ -193,22 +219,25 @@ class GpuDriver:
         name = ctypes.create_string_buffer(256)
         self._call("name", name, 256, device)
         self.description = f"{self.name} ({name.value.decode(errors='replace')})"
-        self._architecture = self._find_architecture(device)
+        capability = self._find_capability(device)
+        self._architecture = f"sm_{capability}" if capability else ""
+        self._overlaps = capability >= _OVERLAPS_FROM and hasattr(library, "cuLaunchKernelEx")
         self._lock = threading.RLock()
         """Whoever launches or copies holds it: while one thread records, no other one may."""
         self._stream = ctypes.c_void_p()
-        """In which kernels run: copies, which are in no stream, wait for it and it for them."""
+        """In which kernels run, and all copies but those to the host, which wait for it. What is
+        uploaded may change at once: memory that is not pinned is copied first."""
         self._call("stream", ctypes.byref(self._stream), 0)
         self.n_launches = self.n_waits = 0
 
-    def _find_architecture(self, device: ctypes.c_int) -> str:
-        """Name NVIDIA's architecture; AMD's compiler takes that of the current device."""
+    def _find_capability(self, device: ctypes.c_int) -> int:
+        """Return NVIDIA's compute capability, ten times; 0 for AMD's, whose compiler knows it."""
         if self._maker is not CUDA:
-            return ""
+            return 0
         major, minor = ctypes.c_int(), ctypes.c_int()
-        for number, value in ((75, major), (76, minor)):  # compute capability
+        for number, value in ((75, major), (76, minor)):
             self._library["cuDeviceGetAttribute"](ctypes.byref(value), number, device)
-        return f"sm_{major.value}{minor.value}"
+        return 10 * major.value + minor.value
 
     def _enter(self) -> None:
         """Have the calling thread use this GPU."""
@@ -265,7 +294,7 @@ class GpuDriver:
             n_bytes = ctypes.c_size_t(min(_PIECE_BYTES, array.nbytes - at))
             with self._lock:
                 source = ctypes.c_void_p(array.ctypes.data + at)
-                self._call("up", buffer.at(offset + at), source, n_bytes)
+                self._call("up", buffer.at(offset + at), source, n_bytes, self._stream)
 
     def download(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
         """See Driver."""
@@ -281,7 +310,8 @@ class GpuDriver:
         """See Driver."""
         self._enter()
         with self._lock:
-            self._call("across", target.at(at[1]), source.at(at[0]), ctypes.c_size_t(n_bytes))
+            size = ctypes.c_size_t(n_bytes)
+            self._call("across", target.at(at[1]), source.at(at[0]), size, self._stream)
 
     def launch(
         self, kernel: Kernel, groups: tuple[int, int], arguments: Sequence[Argument]
@@ -293,6 +323,11 @@ class GpuDriver:
         with self._lock:
             self._enter()
             self.n_launches += 1
+            if self._overlaps:
+                made = _Launch((*groups, 1), (THREADS, 1, 1), 0, self._stream, _OVERLAPPING, 1)
+                code = self._library["cuLaunchKernelEx"](ctypes.byref(made), kernel, given, None)
+                self._must(code, "launch")
+                return
             self._call("launch", kernel, *groups, 1, THREADS, 1, 1, 0, self._stream, given, None)
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:

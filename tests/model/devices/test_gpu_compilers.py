@@ -28,7 +28,7 @@ from shardnet.model.devices import gpu, opencl
 from shardnet.model.devices.device_attention import ATTENTION_PARTS, attention_macros
 from shardnet.model.devices.device_layers import LAYER_PARTS
 from shardnet.model.devices.device_recurrence import STATE_PARTS
-from shardnet.model.devices.driver import whole_text
+from shardnet.model.devices.driver import part_of_text, whole_text
 from shardnet.model.devices.gpu import CUDA, GpuDriver, compiled
 from shardnet.model.devices.opencl import OpenClDriver
 from shardnet.model.devices.products import PRODUCT_PARTS, ROWS, form_macros
@@ -99,6 +99,8 @@ class _Cuda:
         self.graphs: set[int] = set()
         self.uploaded: list[int] = []
         self.fails = ""
+        self.capability = (8, 9)
+        self.launched: list[str] = []
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *_: int(name == self.fails)  # 1: an invalid value
@@ -125,10 +127,23 @@ class _Cuda:
         self.graphs.remove(graph.value or 0)
         return 0
 
+    def cuDeviceGetAttribute(self, value: Any, number: int, _: object) -> int:
+        value._obj.value = self.capability[number - 75]
+        return 0
+
     def cuLaunchKernel(self, *_: object) -> int:
+        self.launched.append("alone")
         return 0 if self.recording in (None, threading.get_ident()) else 901
 
-    def cuMemcpyHtoD_v2(self, _: object, source: ctypes.c_void_p, n_bytes: ctypes.c_size_t) -> int:
+    def cuLaunchKernelEx(self, launch: Any, *_: object) -> int:
+        own = launch._obj
+        assert [(one.kind, one.value[0]) for one in own.attributes[: own.n_attributes]] == [(6, 1)]
+        self.launched.append(f"{[*own.groups]} of {[*own.threads]} threads")
+        return 0
+
+    def cuMemcpyHtoDAsync_v2(
+        self, _: object, source: ctypes.c_void_p, n_bytes: ctypes.c_size_t, stream: object
+    ) -> int:
         self.uploaded.append(n_bytes.value)
         return 0 if self.recording is None else 906
 
@@ -166,6 +181,28 @@ def test_what_other_threads_launch_and_upload_is_in_no_graph(cuda: _Cuda) -> Non
     assert driver.n_launches == 1
     again()
     assert driver.n_launches == 2
+
+
+@pytest.mark.parametrize(
+    ("capability", "launched"),
+    [((8, 9), "alone"), ((9, 0), "[7, 3, 1] of [256, 1, 1] threads"), ((12, 0), "[7, 3, 1] of ")],
+)
+def test_launches_overlap_where_kernels_wait_for_each_other(
+    cuda: _Cuda, capability: tuple[int, int], launched: str
+) -> None:
+    cuda.capability = capability
+    GpuDriver(CUDA, 0).launch(None, (7, 3), [])
+    [found] = cuda.launched
+    assert found.startswith(launched)
+
+
+def test_every_kernel_waits_for_the_launch_before() -> None:
+    for name in ("attention", "experts", "linear", "many", "rows", "states"):
+        text = part_of_text(name)
+        kernels = re.split(r"^(?:    )?(?:KERNEL|MULTIPLY) ", text, flags=re.MULTILINE)[1:]
+        assert kernels, name
+        for kernel in kernels:
+            assert "AWAIT" in kernel or kernel.startswith("multiply("), kernel[:60]
 
 
 def test_a_recording_that_fails_leaves_no_graph(cuda: _Cuda) -> None:

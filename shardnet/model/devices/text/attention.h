@@ -19,7 +19,6 @@
 #define PAIR (MAY_BE(8) ? 8 : MAY_BE(4) ? 4 : MAY_BE(2) ? 2 : 1) /* queries of a thread, whose values it adds up */
 #define OF(four, q) four[(q) / 4].of[(q) % 4]
 #define SCORE(i, q) AS_FLOAT(OF((score + (i) * QUADS), q))
-#define BITS_OF(value) ((uint32_t)AS_INT(value))
 /* x[n] = the numbers from `q` on, read by fours where there are so many. */
 #define TAKE(x, n, four, q)                                                                       \
     float x[n];                                                                                   \
@@ -41,6 +40,11 @@
         if (key_at < high && c < SIZE) MY(coming)[k] = keys[slot + (uint64_t)key_at * SIZE + c];   \
     }
 
+#if TOGETHER == 1
+#define VALUES_AHEAD AHEAD
+#else
+#define VALUES_AHEAD AHEAD_8 /* of more queries a thread has no more registers */
+#endif
 /* Adds up the values at `i` for the queries of a thread from `q` on that see it. */
 #define ADD_VALUES(sees)                                                                           \
     {                                                                                              \
@@ -71,6 +75,7 @@ KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL c
               GLOBAL float *blocks, uint32_t n_rows, uint32_t n_heads, uint32_t n_kv_heads, uint32_t row_stride,
               uint32_t page_size, uint32_t window, uint32_t has_sinks, uint32_t has_gates, uint32_t n_splits,
               uint32_t n_blocks, uint32_t grows, float factor, float soft_cap WHERE) {
+    AWAIT
     SHARED FOUR query[SIZE * QUADS], score[KEYS * QUADS];
     SHARED float total[QUERIES * SUMS], key[KEYS * (COLUMNS + 1)], parts[QUERIES * PARTS], most[QUERIES], best[QUERIES];
     OWN(float, coming, OF_THREAD);
@@ -159,7 +164,7 @@ KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL c
                     TIMES (p, PAIR) sum[p] = 0;
                     if (q >= n_queries) continue;
                     for (; i < from; i++) ADD_VALUES(q + p < n_queries && i >= LOW(q + p) && i < HIGH(q + p))
-                    AHEAD_8 for (; i < to; i++) ADD_VALUES(1) /* which all queries see */
+                    VALUES_AHEAD for (; i < to; i++) ADD_VALUES(1) /* which all queries see */
                     for (; i < high; i++) ADD_VALUES(q + p < n_queries && i >= LOW(q + p) && i < HIGH(q + p))
                     TIMES (p, PAIR) if (q + p < n_queries) KEEP(q + p, c, sum[p])
                 }
@@ -200,6 +205,7 @@ KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL c
 KERNEL join_blocks(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL const float *sinks,
                    GLOBAL const float *blocks, GLOBAL float *attended, uint32_t n_heads, uint32_t row_stride,
                    uint32_t window, uint32_t has_sinks, uint32_t has_gates, uint32_t n_blocks WHERE) {
+    AWAIT
     SHARED float parts[PARTS];
     OWN(float, total, SUMS / THREADS + 1);
     const uint32_t row = GROUP_Y, position = places[3 * row], count = position / KEYS - FIRST_KEY(position) / KEYS + 1;

@@ -49,6 +49,12 @@ INLINE int DOT2(uint32_t words, uint32_t bytes, int c) {
 }
 #define DOT2 DOT2
 
+/* From sm_90 on a kernel begins before the one before has ended, of which it may read and write nothing until then. The next
+ * may begin as soon as this one need not wait. */
+#if __CUDA_ARCH__ >= 900
+#define AWAIT asm volatile("griddepcontrol.wait; griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+
 /* From sm_80 on a warp multiplies bytes of 32 outputs and 16 rows by tensor cores: sums of whole numbers, as DOT4's. `weights`
  * and `rows` are [16 inputs][PLANE], and a thread gets the sums of its own outputs and rows (many.h). */
 #if __CUDA_ARCH__ >= 800

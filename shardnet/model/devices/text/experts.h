@@ -1,38 +1,12 @@
 /* A router's choice, and the sum of what a row's experts give: as csrc/experts_body.h has them. */
 
-/* The best of `n` scores behind `last` (n: of all), of equal ones the first. */
-INLINE uint32_t next_best(GLOBAL const float *scores, uint32_t n, uint32_t last) {
-    uint32_t best = n;
-    for (uint32_t i = 0; i < n; i++) {
-        if (last < n && (is_more(scores[i], scores[last]) || (i <= last && !is_more(scores[last], scores[i])))) continue;
-        if (best == n || is_more(scores[i], scores[best])) best = i;
-    }
-    return best;
+/* How many of `n` scores stand before that of `e`: better ones, and equal ones that come first. */
+INLINE uint32_t place_of(GLOBAL const float *scores, uint32_t n, uint32_t e) {
+    uint32_t place = 0;
+    AHEAD for (uint32_t i = 0; i < n; i++)
+        place += is_more(scores[i], scores[e]) || (i < e && !is_more(scores[e], scores[i]));
+    return place;
 }
-
-#define NO_ONE 0xffffffffu
-
-/* The better of two of `scores`, of equal ones the first. */
-INLINE uint32_t better(GLOBAL const float *scores, uint32_t a, uint32_t b) {
-    if (a == NO_ONE || b == NO_ONE) return a == NO_ONE ? b : a;
-    const uint32_t first = a < b ? a : b, second = a < b ? b : a;
-    return is_more(scores[second], scores[first]) ? second : first;
-}
-
-/* All threads of a group: places[0] becomes the best of `n` scores behind `last` (NO_ONE: of all). */
-#define NEXT_BEST(scores, n, last)                                                                             \
-    PHASE {                                                                                                    \
-        uint32_t found = NO_ONE;                                                                               \
-        for (uint32_t e = THREAD; e < (n); e += THREADS)                                                       \
-            if (last == NO_ONE || is_more(scores[last], scores[e]) ||                                          \
-                (e > last && !is_more(scores[e], scores[last])))                                               \
-                found = better(scores, found, e);                                                              \
-        places[THREAD] = found;                                                                                \
-    }                                                                                                          \
-    for (uint32_t step = 1; step < THREADS; step *= 2)                                                         \
-        PHASE {                                                                                                \
-            if (THREAD % (2 * step) == 0) places[THREAD] = better(scores, places[THREAD], places[THREAD + step]); \
-        }
 
 /* All threads of a group: parts[0] becomes the sum of exponentials of `n` numbers less the best, in 16 parts. */
 #define SUM_OF_SHARES(numbers, n, best)                                                           \
@@ -50,13 +24,12 @@ INLINE uint32_t better(GLOBAL const float *scores, uint32_t a, uint32_t b) {
 
 /* All threads of a group choose the `top_k` best of `n` experts by `scores`; `of_row` gets what `kept` has of each. */
 #define CHOOSE(scores, n, kept, of_row)                                     \
-    for (uint32_t k = 0; k < top_k; k++) {                                  \
-        NEXT_BEST(scores, n, last[0])                                       \
-        PHASE {                                                             \
-            if (THREAD == 0) {                                              \
-                last[0] = places[0];                                        \
-                chosen[(uint64_t)GROUP_X * top_k + k] = last[0];            \
-                of_row[k] = (kept)[last[0]];                                \
+    PHASE {                                                                 \
+        for (uint32_t e = THREAD; e < (n); e += THREADS) {                  \
+            const uint32_t place = place_of(scores, n, e);                  \
+            if (place < top_k) {                                            \
+                chosen[(uint64_t)GROUP_X * top_k + place] = e;              \
+                of_row[place] = (kept)[e];                                  \
             }                                                               \
         }                                                                   \
     }
@@ -65,11 +38,10 @@ INLINE uint32_t better(GLOBAL const float *scores, uint32_t a, uint32_t b) {
  * the chosen, 1 by their softmax among all, 2 by their sigmoids. `best` is scratch [rows, top_k]. */
 KERNEL route(GLOBAL const float *scores, GLOBAL uint32_t *chosen, GLOBAL float *weights, GLOBAL float *best,
              uint32_t n_experts, uint32_t top_k, uint32_t routing WHERE) {
-    SHARED uint32_t places[THREADS], last[1];
+    AWAIT
     SHARED float parts[PARTS];
     GLOBAL const float *own = scores + (uint64_t)GROUP_X * n_experts;
     GLOBAL float *of_best = best + (uint64_t)GROUP_X * top_k;
-    PHASE { if (THREAD == 0) last[0] = NO_ONE; }
     CHOOSE(own, n_experts, own, of_best)
     GLOBAL const float *among = routing ? own : of_best;
     const uint32_t n_among = routing ? n_experts : top_k;
@@ -82,20 +54,22 @@ KERNEL route(GLOBAL const float *scores, GLOBAL uint32_t *chosen, GLOBAL float *
 }
 
 /* The same in the groups that are best: 3 by softmax and a group's best, 4 by sigmoids and its best two, 5 by softmax
- * and its best two. A bias is added for the choice alone. `by` is scratch [rows, experts + groups]. */
+ * and its best two. A bias is added for the choice alone. `by` is scratch [rows, experts + 3 groups]. */
 KERNEL route_in_groups(GLOBAL float *scores, GLOBAL const float *bias, GLOBAL float *by, GLOBAL uint32_t *chosen,
                        GLOBAL float *weights, uint32_t n_experts, uint32_t top_k, uint32_t n_groups,
                        uint32_t top_groups, uint32_t routing, uint32_t normalises, uint32_t has_bias,
                        float scale WHERE) {
-    SHARED uint32_t places[THREADS], last[1];
+    AWAIT
     SHARED float parts[PARTS], most[1];
     const uint32_t size = n_experts / n_groups;
     GLOBAL float *own = scores + (uint64_t)GROUP_X * n_experts, *of_row = weights + (uint64_t)GROUP_X * top_k;
-    GLOBAL float *biased = by + (uint64_t)GROUP_X * (n_experts + n_groups), *of_groups = biased + n_experts;
-    PHASE { if (THREAD == 0) last[0] = NO_ONE; }
+    GLOBAL float *biased = by + (uint64_t)GROUP_X * (n_experts + 3 * n_groups);
+    GLOBAL float *of_groups = biased + n_experts, *best_two = of_groups + n_groups;
     if (routing != 4) {
-        NEXT_BEST(own, n_experts, last[0])
-        PHASE { if (THREAD == 0) most[0] = own[places[0]]; }
+        PHASE {
+            for (uint32_t e = THREAD; e < n_experts; e += THREADS)
+                if (place_of(own, n_experts, e) == 0) most[0] = own[e];
+        }
         SUM_OF_SHARES(own, n_experts, most[0])
     }
     PHASE {
@@ -106,19 +80,18 @@ KERNEL route_in_groups(GLOBAL float *scores, GLOBAL const float *bias, GLOBAL fl
         }
     }
     PHASE {
-        for (uint32_t g = THREAD; g < n_groups; g += THREADS) {
-            GLOBAL const float *some = biased + g * size;
-            const uint32_t best = next_best(some, size, size);
-            of_groups[g] = routing == 3 ? some[best] : ADD(some[best], some[next_best(some, size, best)]);
+        for (uint32_t e = THREAD; e < n_experts; e += THREADS) {
+            const uint32_t place = place_of(biased + e / size * size, size, e % size);
+            if (place < 2) best_two[e / size * 2 + place] = biased[e];
         }
     }
     PHASE {
-        uint32_t behind = n_groups;
-        for (uint32_t i = 0; THREAD == 0 && i < n_groups && top_groups < n_groups; i++) {
-            behind = next_best(of_groups, n_groups, behind);
-            for (uint32_t e = behind * size; e < (behind + 1) * size && i >= top_groups; e++)
-                biased[e] = routing == 3 ? 0.0f : -INFINITY;
-        }
+        for (uint32_t g = THREAD; g < n_groups; g += THREADS)
+            of_groups[g] = routing == 3 ? best_two[2 * g] : ADD(best_two[2 * g], best_two[2 * g + 1]);
+    }
+    PHASE {
+        for (uint32_t e = THREAD; e < n_experts && top_groups < n_groups; e += THREADS)
+            if (place_of(of_groups, n_groups, e / size) >= top_groups) biased[e] = routing == 3 ? 0.0f : -INFINITY;
     }
     CHOOSE(biased, n_experts, routing == 3 ? biased : own, of_row)
     PHASE {
@@ -138,6 +111,7 @@ KERNEL route_in_groups(GLOBAL float *scores, GLOBAL const float *bias, GLOBAL fl
  * GROUP_X: how many are to experts before says where they and their tiles begin. */
 KERNEL group_visits(GLOBAL const uint32_t *ids, GLOBAL uint32_t *order, GLOBAL uint32_t *tiles, uint32_t n_visits,
                     uint32_t n_experts, uint32_t n_tiles WHERE) {
+    AWAIT
     SHARED uint32_t before[THREADS], own[THREADS];
     const uint32_t expert = GROUP_X, each = (n_visits + THREADS - 1) / THREADS;
     PHASE {
@@ -168,6 +142,7 @@ KERNEL group_visits(GLOBAL const uint32_t *ids, GLOBAL uint32_t *order, GLOBAL u
 KERNEL combine(GLOBAL const float *outputs, GLOBAL const float *weights, GLOBAL const float *of_shared,
                GLOBAL const float *gates, GLOBAL float *inner, uint32_t n_rows, uint32_t width, uint32_t top_k,
                uint32_t shared WHERE) {
+    AWAIT
     PHASE {
         const uint32_t at = GROUP_X * THREADS + THREAD, row = at / width, i = at % width;
         if (row < n_rows) {

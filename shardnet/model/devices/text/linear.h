@@ -43,6 +43,7 @@ INLINE float input_at(GLOBAL const float *row, uint32_t i, uint32_t n_in, uint32
 KERNEL quantise(GLOBAL const float *rows, GLOBAL const uint32_t *order, GLOBAL uint32_t *quantised, GLOBAL float *wide,
                 GLOBAL float *scales, GLOBAL float *sums, GLOBAL int16_t *group_sums, uint32_t n_rows, uint32_t n_in,
                 uint32_t n_groups, uint32_t has_order, uint32_t activation, float limit, float alpha WHERE) {
+    AWAIT
     const uint32_t n_inputs = n_groups * TOKEN_GROUP, all = n_rows * n_inputs, from = GROUP_X * THREADS * 4;
 #define INPUT(at)                                                                                                 \
     ((at) < all && (at) % n_inputs < n_in                                                                         \
@@ -255,8 +256,8 @@ INLINE float plain_at(uint32_t word, uint32_t i) {
         GLOBAL const float *scales, GLOBAL const float *sums, GLOBAL const int16_t *group_sums, GLOBAL const float *bias, \
         GLOBAL const uint32_t *ids, GLOBAL float *out, uint32_t n_blocks, uint32_t n_out, uint32_t n_rows,                \
         uint32_t width, uint32_t first, uint32_t has_bias, uint32_t expert_words, uint32_t repeats WHERE)
-#define OWN_PANEL(own) (weights + (expert_words ? (uint64_t)ids[own] * expert_words : 0) + \
-    (uint64_t)GROUP_X * n_blocks * BLOCK_WORDS)
+#define FIRST_PANEL (weights + (uint64_t)GROUP_X * n_blocks * BLOCK_WORDS)
+#define OWN_PANEL(own) (FIRST_PANEL + (expert_words ? (uint64_t)ids[own] * expert_words : 0))
 #define OWN_BIAS(own) (expert_words ? ids[own] * n_out : 0) /* experts have a bias each */
 #define FINISH                                                                               \
     PHASE {                                                                                  \
@@ -307,12 +308,19 @@ MULTIPLY {
     OWN(float, its_below, OF_THREAD);
 #endif
     const uint32_t n_groups = n_blocks * (BLOCK / TOKEN_GROUP), row = GROUP_Y * ROWS;
+#if !IS_FLOAT
+    OWN(FOUR, line, LINES);
+    if (!expert_words) { /* weights do not depend on what runs before */
+        GLOBAL const uint32_t *panel = FIRST_PANEL;
+        PHASE { BRING_LINES(0) }
+    }
+#endif
+    AWAIT
     GLOBAL const uint32_t *panel = OWN_PANEL(row);
 #if IS_FLOAT
     OPEN_BOOK
 #else
-    OWN(FOUR, line, LINES);
-    PHASE { BRING_LINES(0) }
+    if (expert_words) PHASE { BRING_LINES(0) }
 #endif
     PHASE { if (THREAD < ROWS * 16) total[THREAD] = 0; }
     for (uint32_t begin = 0; begin < n_groups + CHUNK; begin += CHUNK) {
@@ -429,23 +437,26 @@ MULTIPLY {
 #else
 
 /* The same for weights that are plain floats of 16 or 32 bits: one chain over all inputs. A line of a panel is a word of
- * each output: all threads bring LINES of them, while 16 add up those before. */
-#define LINES (THREADS / 4)
+ * each output: all threads bring LINES of them, while 16 add up those before, which takes as long as to read. */
+#define BROUGHT (ROWS > 2 ? 1 : 2) /* fours of a thread */
+#define LINES (BROUGHT * THREADS / 4)
+#define IS_LINE(k) (begin + ((k) * THREADS + THREAD) / 4 < n_blocks)
 #define AT_A_TIME (LINES * OF_WORD)
 
 MULTIPLY {
     SHARED float total[ROWS * 16], inputs[2 * ROWS * AT_A_TIME];
     SHARED uint32_t words[2 * LINES * 16];
+    AWAIT
     const uint32_t row = GROUP_Y * ROWS, n_in = n_blocks * OF_WORD;
     GLOBAL const uint32_t *panel = OWN_PANEL(row);
     PHASE { if (THREAD < ROWS * 16) total[THREAD] = 0; }
     for (uint32_t begin = 0; begin < n_blocks + LINES; begin += LINES) {
         const uint32_t turn_of = begin / LINES % 2, last = 1 - turn_of;
         PHASE {
-            const int brings = begin + THREAD / 4 < n_blocks;
-            FOUR brought;
+            FOUR brought[BROUGHT];
             float more[(ROWS * AT_A_TIME + THREADS - 1) / THREADS];
-            if (brings) brought = LOAD4(panel + (uint64_t)begin * 16 + THREAD * 4);
+            TIMES (k, BROUGHT)
+                if (IS_LINE(k)) brought[k] = LOAD4(panel + (uint64_t)begin * 16 + (k * THREADS + THREAD) * 4);
             TIMES (k, (ROWS * AT_A_TIME + THREADS - 1) / THREADS) {
                 const uint32_t i = k * THREADS + THREAD, r = i / AT_A_TIME, input = begin * OF_WORD + i % AT_A_TIME;
                 if (r < ROWS && row + r < n_rows && input < n_in)
@@ -460,7 +471,9 @@ MULTIPLY {
                                   inputs[(last * ROWS + THREAD / 16) * AT_A_TIME + line * OF_WORD + i], sum);
                 total[THREAD] = sum;
             }
-            TIMES (j, brings ? 4 : 0) words[turn_of * LINES * 16 + THREAD * 4 + j] = brought.of[j];
+            TIMES (k, BROUGHT)
+                TIMES (j, IS_LINE(k) ? 4 : 0)
+                    words[turn_of * LINES * 16 + (k * THREADS + THREAD) * 4 + j] = brought[k].of[j];
             TIMES (k, (ROWS * AT_A_TIME + THREADS - 1) / THREADS)
                 if (k * THREADS + THREAD < ROWS * AT_A_TIME) inputs[turn_of * ROWS * AT_A_TIME + k * THREADS + THREAD] = more[k];
         }

@@ -157,6 +157,7 @@ KERNEL multiply_many(GLOBAL const uint32_t *weights, GLOBAL const uint32_t *quan
                      GLOBAL const float *bias, GLOBAL const uint32_t *order, GLOBAL const uint32_t *tiles,
                      GLOBAL float *out, uint32_t n_blocks, uint32_t n_out, uint32_t n_rows, uint32_t width,
                      uint32_t first, uint32_t has_bias, uint32_t expert_words, uint32_t repeats WHERE) {
+    AWAIT
     SHARED uint32_t source[64], target[64]; /* of rows: where their inputs are, and their outputs */
     OWN(float, total, 16);
 #if IS_FLOAT

@@ -28,6 +28,7 @@
 KERNEL add_and_norm(GLOBAL float *hidden, GLOBAL const float *inner, GLOBAL const float *after,
                     GLOBAL const float *before, GLOBAL float *normed, uint32_t width, uint32_t what, uint32_t n_turns,
                     float multiplier, float eps_after, float eps_before WHERE) {
+    AWAIT
     SHARED float line[LINE], parts[PARTS], scale[1];
     const uint64_t row = (uint64_t)GROUP_X * width;
     const uint32_t n_after = what & AFTER ? width : 0, n_before = what & BEFORE ? width : 0;
@@ -58,17 +59,19 @@ KERNEL add_and_norm(GLOBAL float *hidden, GLOBAL const float *inner, GLOBAL cons
             }
             TIMES (k, OF_LINE) {
                 const uint32_t i = begin + 4 * (k * THREADS + THREAD);
-                TIMES (j, i < width ? 4 : 0) {
+                if (i >= width) continue;
+                TIMES (j, 4) {
                     float sum = AS_FLOAT(state[k].of[j]);
                     if (what & ADDS) {
                         float own = AS_FLOAT(more[k].of[j]);
                         if (what & AFTER) own = MUL(MUL(own, scale[0]), after[i + j]);
                         sum = FMA(own, multiplier, sum);
                         if (what & ROUNDS) sum = rounded(sum);
-                        hidden[row + i + j] = sum;
+                        state[k].of[j] = BITS_OF(sum);
                     }
                     line[i - begin + j] = sum;
                 }
+                if (what & ADDS) STORE4(hidden + row + i) = state[k];
             }
         }
         PHASE {
@@ -83,11 +86,12 @@ KERNEL add_and_norm(GLOBAL float *hidden, GLOBAL const float *inner, GLOBAL cons
             TIMES (k, OF_LINE) {
                 const uint32_t i = begin + 4 * (k * THREADS + THREAD);
                 if (i < width) {
-                    const FOUR weight = LOAD4(before + GROUP_X % n_turns * width + i);
+                    FOUR weight = LOAD4(before + GROUP_X % n_turns * width + i);
                     TIMES (j, 4) {
                         const float state = width > LINE ? hidden[row + i + j] : line[i + j];
-                        normed[row + i + j] = MUL(MUL(state, scale[0]), AS_FLOAT(weight.of[j]));
+                        weight.of[j] = BITS_OF(MUL(MUL(state, scale[0]), AS_FLOAT(weight.of[j])));
                     }
+                    STORE4(normed + row + i) = weight;
                 }
             }
         }
@@ -102,6 +106,7 @@ KERNEL rotate_heads(GLOBAL float *heads, GLOBAL const float *weight, GLOBAL cons
               GLOBAL const uint32_t *places, GLOBAL const uint32_t *pages, GLOBAL float *keys, GLOBAL float *values,
               uint32_t n_heads, uint32_t n_kv_heads, uint32_t size, uint32_t n_rotated, uint32_t page_size,
               uint32_t has_norm, uint32_t has_pairs, uint32_t has_gates, float eps WHERE) {
+    AWAIT
     SHARED float line[LINE], parts[PARTS], scale[1];
     const uint32_t row = GROUP_X, head = GROUP_Y, half_size = n_rotated / 2, position = places[3 * row];
     const uint32_t n_gates = has_gates ? n_heads : 0, n_before = has_gates && head < n_heads ? head : n_gates;
@@ -148,6 +153,7 @@ KERNEL split_latents(GLOBAL const float *queries, GLOBAL const float *cached, GL
                      GLOBAL const uint32_t *pages, GLOBAL float *keys, GLOBAL float *own, GLOBAL float *heads,
                      uint32_t n_heads, uint32_t n_own, uint32_t rank, uint32_t n_rotated, uint32_t page_size,
                      uint32_t has_pairs, uint32_t grows, float eps WHERE) {
+    AWAIT
     SHARED float line[LINE], parts[PARTS], scale[1];
     const uint32_t row = GROUP_X, is_key = GROUP_Y == n_heads, position = places[3 * row], half_size = n_rotated / 2;
     const uint32_t width = is_key ? rank : n_own;

@@ -80,6 +80,7 @@ KERNEL recur(GLOBAL const float *projected, GLOBAL const float *small, GLOBAL co
              uint32_t width, uint32_t small_width, uint32_t small_share, uint32_t n_taps, uint32_t n_key_heads,
              uint32_t n_heads, uint32_t key_size, uint32_t size, uint32_t takes_turns, uint32_t is_mamba,
              uint32_t has_norm, float eps, float write_scale WHERE) {
+    AWAIT
     SHARED float mixed[3 * MOST], parts[2 * PARTS], factor[2], decays[THREADS], writes[THREADS];
     const uint32_t head = GROUP_X, first = GROUP_Y, n_shared = n_heads / n_key_heads, before = n_taps - 1;
     const uint32_t key_head = takes_turns ? head % n_key_heads : head / n_shared, n_keys = n_key_heads * key_size;
@@ -193,6 +194,7 @@ KERNEL recur(GLOBAL const float *projected, GLOBAL const float *small, GLOBAL co
 KERNEL convolve(GLOBAL const float *projected, GLOBAL const float *taps, GLOBAL const float *bias,
                 GLOBAL const uint32_t *runs, GLOBAL float *states, GLOBAL float *out, uint32_t columns, uint32_t n_taps,
                 uint32_t has_bias WHERE) {
+    AWAIT
     PHASE {
         const uint32_t column = GROUP_X * THREADS + THREAD, row = GROUP_Y, before = n_taps - 1;
         const uint32_t source = CELL_BEFORE(row), target = CELL_AFTER(row);

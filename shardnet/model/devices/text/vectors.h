@@ -5,7 +5,13 @@
     for (int step = PARTS / 2; step; step /= 2)    \
         for (int i = 0; i < step; i++) (parts)[i] = ADD((parts)[i], (parts)[i + step]);
 #define LOAD4(place) (*(GLOBAL const FOUR *)(place)) /* of a multiple of 16 bytes */
+#define STORE4(place) (*(GLOBAL FOUR *)(place))
+#define BITS_OF(value) ((uint32_t)AS_INT(value))
 #define TIMES(i, n) UNROLLED for (uint32_t i = 0; i < (n); i++)
+
+#ifndef AWAIT
+#define AWAIT /* what was launched before is done */
+#endif
 
 #ifndef BYTES_OF
 /* Of eight bytes, those of `low` first, the four that four digits of `which` number. */
