@@ -7,6 +7,7 @@ entries of a cache go first. Must not know what is in them.
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -159,6 +160,22 @@ def write_whole(
             os.fchmod(file.fileno(), mode)
         if is_durable:
             os.fsync(file.fileno())
+
+
+def made_once(folder: Path, key: str, make: Callable[[], bytes]) -> bytes:
+    """Return what `make` gives, or gave for `key` before: `folder` keeps it, where it can.
+
+    A file that is damaged, or not this user's, counts as none.
+    """
+    path = folder / hashlib.sha256(key.encode()).hexdigest()[:32]
+    with suppress(OSError):
+        kept = read_own(path)
+        if hashlib.sha256(kept[32:]).digest() == kept[:32]:
+            return kept[32:]
+    made = make()
+    with suppress(OSError):
+        write_whole(path, hashlib.sha256(made).digest() + made)
+    return made
 
 
 @dataclass(slots=True, kw_only=True)

@@ -27,10 +27,12 @@ RUNTIME_DIR_VARIABLE: Final = "SHARDNET_RUNTIME_DIR"
 CONFIG_VARIABLE: Final = "SHARDNET_CONFIG"
 PACKS_FOLDER: Final = "packed"
 """Folder of packed weights in the cache (stage/packs/pack_cache.py)."""
+KERNELS_FOLDER: Final = "kernels"
+"""Folder of what was compiled for GPUs (model/devices/gpu.py)."""
 PREFIXES_FOLDER: Final = "prefixes"
+"""Folder of finished prompts in the cache (stage/prefixes)."""
 ADAPTERS_FOLDER: Final = "adapters"
 """LoRA adapters, in the folder of the models that came from other nodes."""
-"""Folder of finished prompts in the cache (stage/prefixes)."""
 _NAME: Final = "shardnet"
 _PROBE_BYTES: Final = 1 << 16
 

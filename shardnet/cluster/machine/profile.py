@@ -13,6 +13,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 
 import psutil
@@ -35,8 +36,10 @@ from shardnet.cluster.machine.device_list import (
     DeviceName,
     parse_devices,
 )
+from shardnet.cluster.machine.folders import KERNELS_FOLDER, cache_dir
 from shardnet.cluster.machine.local_nodes import this_network
 from shardnet.errors import ConfigurationError, UsageError
+from shardnet.files import made_once
 from shardnet.runtime.stage.compute import ComputePlugin, installed_compute, installed_computes
 from shardnet.types import PORTABLE_ARITHMETIC, Arith, DType, NodeId
 from shardnet.wire.framing.schema import MAX_DEVICES
@@ -248,7 +251,7 @@ def _find_by_text(name: DeviceName) -> Device:
             f"--device {name}: the compiled kernels are missing, with which it is compared",
             remedy=kernels.REMEDY,
         )
-    device = open_device(str(name))
+    device = open_device(str(name), partial(made_once, cache_dir(os.environ) / KERNELS_FOLDER))
     driver = device.driver
     try:
         error = error_of(device)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Final
 
 import torch
@@ -18,7 +17,7 @@ from shardnet.model.config.model_config import Activation, DeltaNet
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_layers import Device, DeviceLayers
-from shardnet.model.devices.gpu import CUDA, HIP, GpuDriver
+from shardnet.model.devices.gpu import CUDA, HIP, GpuDriver, Keep
 from shardnet.model.devices.host import HostDriver
 from shardnet.model.devices.metal import MetalDriver
 from shardnet.model.devices.opencl import OpenClDriver
@@ -47,12 +46,21 @@ _DELTA_NET: Final = DeltaNet(
 )
 
 
-@cache
-def open_device(name: str) -> Device:
+_OPEN: Final[dict[str, Device]] = {}
+
+
+def open_device(name: str, keep: Keep | None = None) -> Device:
     """Return a device by the name that `--device` has for it; one for the whole process.
 
-    Raises ConfigurationError if it is not here.
+    What is compiled for a GPU goes through the `keep` that it is first opened with. Raises
+    ConfigurationError if it is not here.
     """
+    if name not in _OPEN:
+        _OPEN[name] = _opened(name, keep)
+    return _OPEN[name]
+
+
+def _opened(name: str, keep: Keep | None) -> Device:
     kind, _, index = name.partition(":")
     if kind == HOST:
         return Device(HostDriver())
@@ -62,7 +70,7 @@ def open_device(name: str) -> Device:
         return Device(MetalDriver())
     for maker in (CUDA, HIP):
         if kind == maker.kind:
-            return Device(GpuDriver(maker, int(index or 0)))
+            return Device(GpuDriver(maker, int(index or 0), keep))
     raise ConfigurationError(f"--device {name}: nothing here computes by the kernel text on that")
 
 

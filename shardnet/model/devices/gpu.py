@@ -35,6 +35,10 @@ _PIECE_BYTES: Final = 64 << 20
 """What is uploaded at a time: then another thread may launch."""
 
 
+Keep = Callable[[str, Callable[[], bytes]], bytes]
+"""Returns what was made for a key before, else makes it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Maker:
     """How one maker's functions are called, and where their libraries are."""
@@ -186,6 +190,14 @@ def compiled(
     return code, log
 
 
+def compiler_version(maker: Maker) -> tuple[int, int]:
+    """Return the version of a maker's runtime compiler; (0, 0) where it is not installed."""
+    library, numbers = _library(maker.compiler), (ctypes.c_int(), ctypes.c_int())
+    if library is not None:
+        library[f"{maker.compiler_prefix}Version"](*map(ctypes.byref, numbers))
+    return numbers[0].value, numbers[1].value
+
+
 def count_gpus(maker: Maker) -> int:
     """Count the GPUs that a maker's driver finds here; 0 where it is not installed."""
     library, count = _library(maker.driver), ctypes.c_int(0)
@@ -198,9 +210,12 @@ def count_gpus(maker: Maker) -> int:
 class GpuDriver:
     """A GPU of a maker by its own driver. See Driver. Kernels run in a stream of their own."""
 
-    def __init__(self, maker: Maker, index: int) -> None:
-        """Take GPU `index`. Raises ConfigurationError if it is not here."""
+    def __init__(self, maker: Maker, index: int, keep: Keep | None = None) -> None:
+        """Take GPU `index`; `keep` has what was compiled before. Raises ConfigurationError if it
+        is not here.
+        """
         self._maker, self.dialect, self.name = maker, maker.dialect, f"{maker.kind}:{index}"
+        self._keep = keep
         library, n_gpus = _library(maker.driver), count_gpus(maker)
         if library is None or index >= n_gpus:
             few = f"{n_gpus} GPUs, numbered from 0," if n_gpus else "no GPU"
@@ -259,7 +274,7 @@ class GpuDriver:
         """See Driver."""
         self._enter()
         module = ctypes.c_void_p()
-        code, _ = compiled(self._maker, text, self._architecture)
+        code = self._code_of(text)
         with self._lock:
             self._call("load", ctypes.byref(module), code)
         found: dict[str, Kernel] = {}
@@ -267,6 +282,18 @@ class GpuDriver:
             found[name] = ctypes.c_void_p()
             self._call("function", ctypes.byref(found[name]), module, name.encode())
         return found
+
+    def _code_of(self, text: str) -> bytes:
+        """Return what a text is compiled to, for this card and by this compiler."""
+        maker = self._maker
+
+        def make() -> bytes:
+            return compiled(maker, text, self._architecture)[0]
+
+        if self._keep is None:
+            return make()
+        by = maker.options, compiler_version(maker), self.description, text
+        return self._keep(repr(by), make)
 
     def empty(self, n_bytes: int) -> Buffer:
         """See Driver."""

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from support.soak import cases
 
 from shardnet.cluster.machine.profile import find_devices
 from shardnet.errors import CapacityError, ConfigurationError
+from shardnet.files import made_once
 from shardnet.model.config.panel_form import PanelForm
 from shardnet.model.devices import gpu, opencl
 from shardnet.model.devices.device_attention import ATTENTION_PARTS, attention_macros
@@ -100,6 +102,8 @@ class _Cuda:
         self.uploaded: list[int] = []
         self.fails = ""
         self.capability = (8, 9)
+        self.version = (13, 0)
+        self.loaded: list[bytes] = []
         self.launched: list[str] = []
 
     def __getattr__(self, name: str) -> Callable[..., int]:
@@ -129,6 +133,15 @@ class _Cuda:
 
     def cuDeviceGetAttribute(self, value: Any, number: int, _: object) -> int:
         value._obj.value = self.capability[number - 75]
+        return 0
+
+    def nvrtcVersion(self, *numbers: Any) -> int:
+        for number, own in zip(numbers, self.version, strict=True):
+            number._obj.value = own
+        return 0
+
+    def cuModuleLoadData(self, module: Any, code: bytes) -> int:
+        self.loaded.append(code)
         return 0
 
     def cuLaunchKernel(self, *_: object) -> int:
@@ -194,6 +207,34 @@ def test_launches_overlap_where_kernels_wait_for_each_other(
     GpuDriver(CUDA, 0).launch(None, (7, 3), [])
     [found] = cuda.launched
     assert found.startswith(launched)
+
+
+def test_what_was_compiled_is_kept_for_the_next_process(
+    cuda: _Cuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiled_texts: list[str] = []
+
+    def compile_text(maker: object, text: str, architecture: str) -> tuple[bytes, str]:
+        compiled_texts.append(f"{text} for {architecture}")
+        return f"code of {text}".encode(), ""
+
+    monkeypatch.setattr(gpu, "compiled", compile_text)
+    folder = tmp_path / "new" / "kernels"
+    keep = partial(made_once, folder)
+    for text in ("one", "two", "one"):
+        GpuDriver(CUDA, 0, keep).compile(text, ["kernel"])
+    assert compiled_texts == ["one for sm_89", "two for sm_89"]
+    assert cuda.loaded == [b"code of one", b"code of two", b"code of one"]
+    cuda.version = (13, 1)
+    GpuDriver(CUDA, 0, keep).compile("one", [])
+    assert len(compiled_texts) == 3
+    for path in folder.iterdir():  # half a file
+        path.write_bytes(path.read_bytes()[:-1])
+    GpuDriver(CUDA, 0, keep).compile("one", [])
+    assert len(compiled_texts) == 4
+    assert cuda.loaded[-1] == b"code of one"
+    GpuDriver(CUDA, 0).compile("one", [])
+    assert len(compiled_texts) == 5
 
 
 def test_every_kernel_waits_for_the_launch_before() -> None:
