@@ -89,10 +89,11 @@ class FormStruct(ctypes.Structure):
         ("book", ctypes.c_float * 16),
     )
 
-    @classmethod
-    def of(cls, form: PanelForm) -> FormStruct:
-        """Mirror a form."""
-        return cls(
+    @staticmethod
+    @cache
+    def of(form: PanelForm) -> FormStruct:
+        """Mirror a form; not to be changed."""
+        return FormStruct(
             bits=form.bits,
             code=form.code,
             scale=form.scale,
