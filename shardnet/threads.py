@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -155,6 +156,7 @@ def end_process(code: int) -> NoReturn:
     Then what Python does at its end is left out, but for writing what was printed.
     """
     if end_jobs():
+        atexit.register(gc.freeze)  # else Python looks through all that torch is made of: 0.6 s
         sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
