@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -28,7 +27,7 @@ from shardnet.cluster.placement.words import size
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import ConfigurationError
 
-from ..finding.target import mdns_interfaces
+from ..finding.target import import_node, mdns_interfaces
 from ..flags.http_options import HttpOptions
 from ..flags.lazy_group import examples
 from ..flags.node_options import NodeOptions
@@ -95,20 +94,6 @@ def node(
     )
 
 
-@contextlib.contextmanager
-def _importing() -> Iterator[None]:
-    """Exclude what torch and the node define from garbage collection: it is never freed.
-
-    Collecting it takes a tenth of a node's start, and would block its event loop later.
-    """
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        gc.enable()
-
-
 async def _run(
     options: NodeOptions,
     access: Access,
@@ -120,13 +105,13 @@ async def _run(
 ) -> None:
     identity = access.identity()
     host = _host(options.host, access, identity is not None)
-    with _importing():
-        from shardnet.cluster.discovery.discovery import Discovery
-        from shardnet.cluster.machine.profile import MemoryBudget, find_devices, make_node_id
-        from shardnet.cluster.node.node import listening
-        from shardnet.cluster.node.settings import NodeSettings
+    import_node()
+    from shardnet.cluster.discovery.discovery import Discovery
+    from shardnet.cluster.machine.profile import MemoryBudget, find_devices, make_node_id
+    from shardnet.cluster.node.node import listening
+    from shardnet.cluster.node.settings import NodeSettings
 
-        devices = find_devices(options.device, say)
+    devices = find_devices(options.device, say)
     local_nodes = LocalNodes(runtime_dir(os.environ))
     settings = NodeSettings(
         node=make_node_id(),

@@ -250,10 +250,6 @@ def check_local(n_nodes: int, choice: ModelChoice) -> None:
         )
 
 
-def import_node() -> None:
-    """Import what a node in this process needs, torch above all: that takes a second or two."""
-
-
 @asynccontextmanager
 async def node_in_process(
     threads: int,

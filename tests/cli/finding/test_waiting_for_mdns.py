@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.own_process import figures_of
 
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
 from shardnet_cli.finding import target
@@ -34,6 +35,18 @@ def test_a_node_here_is_prepared_while_none_is_heard(
     assert found == ["found"]
     assert done.is_set()
     assert prepared.is_set() is not is_heard
+
+
+def test_what_a_node_needs_is_imported_and_left_out_of_collections() -> None:
+    found = figures_of(
+        "import gc, json, sys\n"
+        "from shardnet_cli.finding.target import import_node\n"
+        "before = 'torch' in sys.modules\n"
+        "import_node()\n"
+        "after = [name in sys.modules for name in ('torch', 'shardnet.cluster.node.node')]\n"
+        "print(json.dumps([before, *after, gc.isenabled(), gc.get_freeze_count() > 100_000]))"
+    )
+    assert found == [False, True, True, True, True]
 
 
 @pytest.mark.parametrize(
