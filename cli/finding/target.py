@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
@@ -201,9 +200,11 @@ def import_node() -> None:
     """
     gc.disable()
     try:
-        for name in ("machine.profile", "node.node", "member.stage_host"):
-            import_module(f"shardnet.cluster.{name}")
-        import_module("shardnet.stage.load")
+        import shardnet.cluster.machine.profile
+        import shardnet.cluster.member.stage_host
+        import shardnet.cluster.node.node
+        import shardnet.stage.load  # noqa: F401
+
         gc.freeze()
     finally:
         gc.enable()
