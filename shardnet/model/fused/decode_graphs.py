@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shardnet.model.config.limits import GRAPH_BUCKETS
 from shardnet.model.layers.attention import ForwardStep
-from shardnet.model.layers.decoder_layer import Layer, Residual
+from shardnet.model.layers.decoder_layer import AttentionSublayer, Layer, MlpSublayer, Residual
 from shardnet.model.layers.modules import GatedMlp, Heads, SelfAttention
 from shardnet.model.layers.rotary import Rotary
 
@@ -114,10 +114,14 @@ class SplitLayer:
         linears inside attention (DeepSeek's). Its weights must keep their addresses, which those of
         streamed layers do not.
         """
-        first, second = layer.attention.fusible_attention, layer.mlp.fusible_mlp
-        if first is None or second is None:
+        first, second = layer.attention, layer.mlp
+        if not isinstance(first, AttentionSublayer) or not isinstance(second, MlpSublayer):
             return None
         attn, mlp = first.self_attn, second.mlp
+        if not isinstance(attn, SelfAttention) or not attn.is_fusible:
+            return None
+        if not isinstance(mlp, GatedMlp):
+            return None
         linears = (attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj)
         if not all(linear.weights_stay for linear in linears):
             return None

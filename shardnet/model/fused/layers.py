@@ -30,12 +30,13 @@ from shardnet.model.layers.decoder_layer import (
     AttentionSublayer,
     ExpertsSublayer,
     Layer,
+    MlpSublayer,
     Residual,
     Sublayer,
 )
 from shardnet.model.layers.gated_delta import GatedDeltaNet
 from shardnet.model.layers.mixed_attention import GatedAttention
-from shardnet.model.layers.modules import SelfAttention
+from shardnet.model.layers.modules import GatedMlp, SelfAttention
 from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.layers.norms import HeadNorm
 from shardnet.model.layers.rotary import Rotary
@@ -74,21 +75,19 @@ class NativeSublayers:
 def _native_attention(
     sublayer: Sublayer, kernels: NativeKernels
 ) -> NativeAttention | NativeDeltaNet | None:
-    if isinstance(sublayer, AttentionSublayer) and sublayer.residual.is_rms:
-        gated = sublayer.self_attn
-        if isinstance(gated, GatedAttention):
-            projection, norm = gated.qkvg_proj, gated.qk_norm
-            return _joined_attention(sublayer.residual, gated, norm, projection, kernels)
-        if isinstance(sublayer.self_attn, GatedDeltaNet):
-            return NativeDeltaNet.of(sublayer, kernels)
-    parts = sublayer.fusible_attention
-    if parts is None or not parts.residual.is_rms:
+    if not isinstance(sublayer, AttentionSublayer) or not sublayer.residual.is_rms:
         return None
-    own = parts.self_attn
+    own = sublayer.self_attn
+    if isinstance(own, GatedAttention):
+        return _joined_attention(sublayer.residual, own, own.qk_norm, own.qkvg_proj, kernels)
+    if isinstance(own, GatedDeltaNet):
+        return NativeDeltaNet.of(sublayer, kernels)
+    if not isinstance(own, SelfAttention) or not own.is_fusible:
+        return None
     qk_norm = None if own.qk_norm is None else own.qk_norm.per_head
     if own.qk_norm is not None and qk_norm is None:
         return None
-    return _joined_attention(parts.residual, own, qk_norm, own.qkv_proj, kernels)
+    return _joined_attention(sublayer.residual, own, qk_norm, own.qkv_proj, kernels)
 
 
 def _joined_attention(
@@ -110,13 +109,15 @@ def _native_mlp(sublayer: Sublayer, kernels: NativeKernels) -> NativeMlp | Nativ
     if isinstance(sublayer, ExpertsSublayer):
         is_rms = sublayer.residual.is_rms
         return NativeExperts.of(sublayer.residual, sublayer.mlp, kernels) if is_rms else None
-    parts = sublayer.fusible_mlp
-    if parts is None or not parts.residual.is_rms or parts.mlp.activation not in ACTIVATIONS:
+    if not isinstance(sublayer, MlpSublayer) or not sublayer.residual.is_rms:
         return None
-    gate_up, down = parts.mlp.gate_up_proj, NativeOutput.of(parts.mlp.down_proj)
+    mlp = sublayer.mlp
+    if not isinstance(mlp, GatedMlp) or mlp.activation not in ACTIVATIONS:
+        return None
+    gate_up, down = mlp.gate_up_proj, NativeOutput.of(mlp.down_proj)
     if down is None or not is_native(gate_up):
         return None
-    return NativeMlp(parts.residual, parts.mlp.activation, gate_up, down, kernels)
+    return NativeMlp(sublayer.residual, mlp.activation, gate_up, down, kernels)
 
 
 Mixer = NativeAttention | NativeDeltaNet

@@ -230,14 +230,6 @@ class NativeSublayer(Generic[ArgumentsT]):
     _arguments: ArgumentsT
 
     @property
-    def fusible_attention(self) -> None:
-        """None."""
-
-    @property
-    def fusible_mlp(self) -> None:
-        """None."""
-
-    @property
     def arguments(self) -> ArgumentsT:
         """The arguments of its calls, valid as long as this object lives."""
         return self._arguments

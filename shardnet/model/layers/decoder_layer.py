@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.experts import SparseMlp
-from shardnet.model.layers.modules import Attention, GatedMlp, PlainMlp, SelfAttention
+from shardnet.model.layers.modules import Attention, GatedMlp, PlainMlp
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary
 
@@ -24,14 +24,6 @@ class Sublayer(Protocol):
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
-
-    @property
-    def fusible_attention(self) -> FusibleAttention | None:
-        """Its parts, if it is attention that can be fused with what stands around it."""
-
-    @property
-    def fusible_mlp(self) -> FusibleMlp | None:
-        """Its parts, if it is an MLP that can be fused with what stands around it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,37 +56,11 @@ class Residual:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FusibleAttention:
-    """The parts of an attention sub-layer with plain linear layers before and after attention."""
-
-    residual: Residual
-    self_attn: SelfAttention
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusibleMlp:
-    """The parts of a dense MLP sub-layer."""
-
-    residual: Residual
-    mlp: GatedMlp
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSublayer:
     """Attention with its norms and residual."""
 
     residual: Residual
     self_attn: Attention
-
-    @property
-    def fusible_attention(self) -> FusibleAttention | None:
-        """Its parts, unless the family has attention of its own (DeepSeek's)."""
-        own = self.self_attn.fusible
-        return None if own is None else FusibleAttention(residual=self.residual, self_attn=own)
-
-    @property
-    def fusible_mlp(self) -> None:
-        """None: it is no MLP."""
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
@@ -109,17 +75,6 @@ class MlpSublayer:
     residual: Residual
     mlp: GatedMlp | PlainMlp
 
-    @property
-    def fusible_attention(self) -> None:
-        """None: it is no attention."""
-
-    @property
-    def fusible_mlp(self) -> FusibleMlp | None:
-        """Its parts, if it has a gate."""
-        if isinstance(self.mlp, PlainMlp):
-            return None
-        return FusibleMlp(residual=self.residual, mlp=self.mlp)
-
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
         return self.residual.add(hidden, self.mlp(self.residual.normalize(hidden)))
@@ -131,14 +86,6 @@ class ExpertsSublayer:
 
     residual: Residual
     mlp: SparseMlp
-
-    @property
-    def fusible_attention(self) -> None:
-        """None: it is no attention."""
-
-    @property
-    def fusible_mlp(self) -> None:
-        """None: the batch of each expert depends on the routing."""
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
@@ -161,14 +108,6 @@ class ParallelExpertsSublayer:
     around_experts: Residual
     experts: SparseMlp
 
-    @property
-    def fusible_attention(self) -> None:
-        """None: it is no attention."""
-
-    @property
-    def fusible_mlp(self) -> None:
-        """None: the batch of each expert depends on the routing."""
-
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
         dense = self.dense_norm(self.dense(self.residual.normalize(hidden)))
@@ -189,14 +128,6 @@ class ParallelSublayer:
     mlp: GatedMlp | PlainMlp | SparseMlp
     mlp_norm: Norm | BareNorm | None = None
 
-    @property
-    def fusible_attention(self) -> None:
-        """None: its output is not added by itself."""
-
-    @property
-    def fusible_mlp(self) -> None:
-        """None: its output is not added by itself."""
-
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through both in layer `index` within the stage: [T, E]."""
         normed = self.residual.normalize(hidden)
@@ -216,14 +147,6 @@ class NoSublayer:
     """
 
     has_slot: bool = False
-
-    @property
-    def fusible_attention(self) -> None:
-        """None: there is none."""
-
-    @property
-    def fusible_mlp(self) -> None:
-        """None: there is none."""
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Return the hidden states."""

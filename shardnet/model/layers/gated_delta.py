@@ -168,10 +168,6 @@ class GatedDeltaNet:
             group_norm=group_norm,
         )
 
-    @property
-    def fusible(self) -> None:
-        """None: it has no keys and values."""
-
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through layer `index` within the stage: [T, E]."""
         projected = self.project(hidden)

@@ -67,10 +67,6 @@ class LatentAttention:
             temperature=config.temperature,
         )
 
-    @property
-    def fusible(self) -> None:
-        """None: it has linear layers inside attention."""
-
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Attend, in the layer `index` within the stage: [T, E] in and out."""
         n_rows, latent = hidden.shape[0], self.latent

@@ -46,10 +46,6 @@ class MixedAttention:
             eps=config.norm_eps,
         )
 
-    @property
-    def fusible(self) -> None:
-        """None: what comes before attending is not what other families have."""
-
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Attend in layer `index` within the stage: hidden states [T, E] to [T, E]."""
         inner, n_rotated = self.inner, self.inner.n_heads + self.inner.n_kv_heads
@@ -82,10 +78,6 @@ class TemperedAttention:
 
     inner: SelfAttention
     temperature: Temperature
-
-    @property
-    def fusible(self) -> None:
-        """None: queries change between the rotation and attending."""
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Attend in layer `index` within the stage: hidden states [T, E] to [T, E]."""
@@ -159,10 +151,6 @@ class GatedAttention:
             gate_columns=gate_columns or config.head_size,
             gates_behind=own,
         )
-
-    @property
-    def fusible(self) -> None:
-        """None: the gates come between attention and the output linear."""
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Attend in layer `index` within the stage: hidden states [T, E] to [T, E]."""

@@ -129,10 +129,10 @@ class SelfAttention:
         return self.o_proj(self.attend(self.heads(hidden, rotary), index, step))
 
     @property
-    def fusible(self) -> SelfAttention | None:
-        """This attention, unless its rotation is not as most families have it."""
+    def is_fusible(self) -> bool:
+        """Whether its rotation is as most families have it."""
         is_other = self.has_pairs or self.is_joined or self.norms_rotated or self.norms_values
-        return None if is_other or self.is_value_key or self.value_size is not None else self
+        return not (is_other or self.is_value_key or self.value_size is not None)
 
     def heads(self, hidden: Tensor, rotary: Rotary) -> Heads:
         """Project hidden states [T, E] to rotated queries and keys, and values."""
@@ -172,10 +172,6 @@ class Attention(Protocol):
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Attend in layer `index` within the stage: hidden states [T, E] to [T, E]."""
 
-    @property
-    def fusible(self) -> SelfAttention | None:
-        """This attention, if all its linear layers come before or after attending; else None."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BothMixers:
@@ -183,10 +179,6 @@ class BothMixers:
 
     self_attn: Attention
     recurrence: Attention
-
-    @property
-    def fusible(self) -> None:
-        """None: its linears are not all before or after attending."""
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through layer `index` within the stage: [T, E]."""

@@ -34,10 +34,6 @@ class ShortConvolution:
     taps: Tensor  # [taps, E], float32
     bias: Tensor | None  # [E], float32
 
-    @property
-    def fusible(self) -> None:
-        """None: it has no keys and values."""
-
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through layer `index` within the stage: [T, E]."""
         gate_in, gate_out, inner = self.in_proj(hidden).chunk(3, -1)  # [T, E] each
