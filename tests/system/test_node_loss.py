@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from support.servers.proxy import Proxy
+from support.servers.proxy import Proxy, slow_link
 from support.soak import cases
 from support.system.nodes import Command, Crew, Machine, NodeProcess
 from support.system.parrot import LONG, Parrots
@@ -29,17 +29,18 @@ def test_a_killed_node_can_be_replaced(
     without another one they go on. Then one of the three takes its place.
     """
     [victim] = machine.start_nodes("vera")
-    addresses = trio.addresses(0, 1).split(",")
-    addresses.insert(rank, victim.address)
-    running = trio.begin(parrots.alphabet, ",".join(addresses))
-    n_said = len(trio.nodes[0].log)
-    victim.kill()
-    if rank == 0:
-        result = running.wait()
-        assert result.code == 1
-        assert "vera" in result.error_line or victim.address in result.error_line
-    else:
-        goes_on(running, trio.nodes[0], n_said)
+    with slow_link(trio.nodes[1].ready["port"]) as to_bert:
+        addresses = [trio.addresses(0), to_bert]
+        addresses.insert(rank, victim.address)
+        running = trio.begin(parrots.alphabet, ",".join(addresses))
+        n_said = len(trio.nodes[0].log)
+        victim.kill()
+        if rank == 0:
+            result = running.wait()
+            assert result.code == 1
+            assert "vera" in result.error_line or victim.address in result.error_line
+        else:
+            goes_on(running, trio.nodes[0], n_said)
     numbers = [0, 1]
     numbers.insert(rank, 2)
     assert trio.says("m", parrots.alphabet, *numbers) == "nop"
@@ -61,7 +62,7 @@ def test_a_node_that_goes_while_it_loads_is_done_without(
         victim.kill()
     else:
         victim.stop()
-    running.stdout.wait_for("xyz")
+    running.stdout.wait_for("bcd")
     assert running.stderr.text.count("ring: ") == 2
     running.kill()
     assert trio.says("z", parrots.signs, 0, 1) == "."
@@ -71,12 +72,13 @@ def test_a_node_that_leaves_a_ring_is_done_without(
     trio: Crew, machine: Machine, parrots: Parrots
 ) -> None:
     [victim] = machine.start_nodes("vera")
-    running = trio.begin(parrots.alphabet, f"{trio.addresses(0)},{victim.address}")
-    n_said = len(trio.nodes[0].log)
-    victim.stop()
-    trio.nodes[0].stderr.wait_for("replaced the ring (node vera leaves)", after=n_said)
-    running.stdout.wait_for("xyz", after=len(running.stdout.text))
-    running.kill()
+    with slow_link(victim.ready["port"]) as to_vera:
+        running = trio.begin(parrots.alphabet, f"{trio.addresses(0)},{to_vera}")
+        n_said = len(trio.nodes[0].log)
+        victim.stop()
+        trio.nodes[0].stderr.wait_for("replaced the ring (node vera leaves)", after=n_said)
+        running.stdout.wait_for("xyz", after=len(running.stdout.text))
+        running.kill()
     assert trio.says("z", parrots.signs, 0, 1) == "."
 
 
@@ -89,8 +91,12 @@ def test_a_damaged_link_ends_no_request_but_that_of_its_client(
 ) -> None:
     """Rank 0's links are the client's and the tail's."""
     node = trio.nodes[rank]
-    with Proxy("127.0.0.1", node.ready["port"]) as proxy:
-        addresses = [other.address for other in trio.nodes]
+    slow = trio.nodes[2 if rank < 2 else 1]
+    with (
+        Proxy("127.0.0.1", node.ready["port"]) as proxy,
+        slow_link(slow.ready["port"]) as to_slow,
+    ):
+        addresses = [to_slow if other is slow else other.address for other in trio.nodes]
         addresses[rank] = f"127.0.0.1:{proxy.port}"
         running = trio.begin(parrots.alphabet, ",".join(addresses))
         n_said = len(trio.nodes[0].log)
@@ -107,15 +113,17 @@ def test_a_damaged_link_ends_no_request_but_that_of_its_client(
 
 def test_a_client_that_is_killed_frees_its_ring(trio: Crew, parrots: Parrots) -> None:
     """Another model can be loaded at once."""
-    running = trio.begin(parrots.alphabet)
-    running.kill()
-    assert trio.says("z", parrots.signs) == "."
+    with slow_link(trio.nodes[2].ready["port"]) as to_cleo:
+        running = trio.begin(parrots.alphabet, f"{trio.addresses(0, 1)},{to_cleo}")
+        running.kill()
+        assert trio.says("z", parrots.signs) == "."
 
 
 def test_interrupting_a_client_frees_its_ring(trio: Crew, parrots: Parrots) -> None:
-    running = trio.begin(parrots.alphabet)
-    running.signal(signal.SIGINT)
-    result = running.wait()
+    with slow_link(trio.nodes[2].ready["port"]) as to_cleo:
+        running = trio.begin(parrots.alphabet, f"{trio.addresses(0, 1)},{to_cleo}")
+        running.signal(signal.SIGINT)
+        result = running.wait()
     assert result.code == 130
     assert "Traceback" not in result.stderr
     assert trio.says("z", parrots.signs) == "."
@@ -137,11 +145,12 @@ def test_a_head_that_leaves_tells_its_clients(
 ) -> None:
     """And its stages are freed, although a request was under way: it was told twice."""
     [leaving] = machine.start_nodes("paul")
-    running = trio.begin(parrots.alphabet, f"{leaving.address},{trio.addresses(0)}")
-    leaving.signal(signal.SIGTERM)
-    leaving.stderr.wait_for("draining")
-    leaving.stop()
-    result = running.wait()
+    with slow_link(trio.nodes[0].ready["port"]) as to_anna:
+        running = trio.begin(parrots.alphabet, f"{leaving.address},{to_anna}")
+        leaving.signal(signal.SIGTERM)
+        leaving.stderr.wait_for("draining")
+        leaving.stop()
+        result = running.wait()
     assert result.code == 1
     assert "paul" in result.error_line
     assert "leaving" in result.error_line

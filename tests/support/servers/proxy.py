@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 _CHUNK_BYTES = 64 * 1024
+_SLOW_S = 0.01
 
 
 class Proxy:
@@ -157,3 +159,14 @@ class Proxy:
 
     def _set_garble(self) -> None:
         self._garble_next = True
+
+
+@contextmanager
+def slow_link(port: int) -> Iterator[str]:
+    """Give an address that leads to `port` of this machine, and takes its time.
+
+    A ring over it makes some dozens of tokens in a second: one of a tiny model would make thousands
+    and keep the cores busy, for as long as a test has something else to wait for.
+    """
+    with Proxy("127.0.0.1", port, delay_s=_SLOW_S) as proxy:
+        yield f"127.0.0.1:{proxy.port}"

@@ -26,7 +26,10 @@ LONG = 100_000
 """So many tokens take minutes, whatever the model."""
 
 HIDDEN = 320
-"""At least one component per token, rounded to whole attention heads of 64."""
+"""At least one component per token, rounded to what four heads of keys take."""
+HEAD, KV_HEADS = 16, 4
+"""Small heads: each node computes sines and cosines of half of one for all positions, LONG of them,
+whenever it loads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,9 +131,9 @@ def _config(layers: int, intermediate: int, positions: int) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "hidden_size": HIDDEN,
         "intermediate_size": intermediate,
-        "num_attention_heads": HIDDEN // 64,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
+        "num_attention_heads": HIDDEN // HEAD,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD,
         "vocab_size": N_TOKENS,
         "max_position_embeddings": positions,
         "rms_norm_eps": 1e-5,
@@ -154,8 +157,8 @@ def _tensors(
     for layer in range(layers):
         shapes = {
             "self_attn.q_proj": (HIDDEN, HIDDEN),
-            "self_attn.k_proj": (64, HIDDEN),
-            "self_attn.v_proj": (64, HIDDEN),
+            "self_attn.k_proj": (KV_HEADS * HEAD, HIDDEN),
+            "self_attn.v_proj": (KV_HEADS * HEAD, HIDDEN),
             "self_attn.o_proj": (HIDDEN, HIDDEN),
             "mlp.gate_proj": wide,
             "mlp.up_proj": wide,
