@@ -36,7 +36,11 @@ from shardnet.wire.framing.frames import PREAMBLE
 from shardnet.wire.messages.handshake import PeerRole, Purpose
 
 N_STREAMS = 8 if is_soak() else 4
-N_TOKENS = 150
+N_TOKENS = 60
+PAUSE_S = 0.2
+"""Between a text and the next one of the same stream: without it four streams take a core. There is
+none while another model is asked for, which is refused as long as one of them runs.
+"""
 CONTEXT = 512
 N_WARM = 8 * N_STREAMS
 """Texts after which the slots that stay warm take all the memory that they ever do."""
@@ -60,6 +64,7 @@ class Streams:
         self._choice = choice
         self._ends = asyncio.Event()
         self._more = asyncio.Condition()
+        self.pause_s = 0.0
         self.n_texts = 0
         self.longest_gap_s = 0.0
 
@@ -84,6 +89,9 @@ class Streams:
                 async with self._more:
                     self.n_texts += 1
                     self._more.notify_all()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.pause_s):
+                        await self._ends.wait()
 
     async def have_come(self, n_texts: int) -> None:
         """Wait for so many texts."""
@@ -131,9 +139,12 @@ def test_streams_go_on_whatever_a_member_and_files_do(
             streams = Streams(choice)
             running = [tasks.create_task(streams.run(number)) for number in range(N_STREAMS)]
             before = await settled_bytes(node, streams, N_WARM)
+            streams.pause_s = PAUSE_S
             n_refused = await ask_for_files(node, checkpoints)
             for purpose, frames in frames_in_corpus():
                 await asyncio.to_thread(say_to, node, purpose, frames)
+            streams.pause_s = 0.0
+            await streams.have_come(streams.n_texts + N_STREAMS)
             await ask_for_tokenizers(node, tokenizers, BusyError)
             after = await settled_bytes(node, streams, streams.n_texts + 2 * N_STREAMS)
             streams.end()

@@ -24,7 +24,7 @@ from shardnet.api.client import connect
 from shardnet.wire.framing.frames import PREAMBLE, Frame, FrameKind, Limits, pack_frame
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 
-DELAY_S = 0.02
+DELAY_S = 0.05
 """What a link adds to each token: rings that make thousands in a second would keep the cores busy
 while others are silent, and replay them all."""
 NO_HELLO = "no hello came within 5 s"

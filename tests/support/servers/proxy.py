@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Self
 
 _CHUNK_BYTES = 64 * 1024
-_SLOW_S = 0.01
 
 
 class Proxy:
@@ -162,11 +161,11 @@ class Proxy:
 
 
 @contextmanager
-def slow_link(port: int) -> Iterator[str]:
+def slow_link(port: int, delay_s: float = 0.01) -> Iterator[str]:
     """Give an address that leads to `port` of this machine, and takes its time.
 
     A ring over it makes some dozens of tokens in a second: one of a tiny model would make thousands
     and keep the cores busy, for as long as a test has something else to wait for.
     """
-    with Proxy("127.0.0.1", port, delay_s=_SLOW_S) as proxy:
+    with Proxy("127.0.0.1", port, delay_s=delay_s) as proxy:
         yield f"127.0.0.1:{proxy.port}"
