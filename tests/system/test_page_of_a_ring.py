@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from support.browser.chromium import browsing, program, running
+from support.browser.chromium import Program, browsing, program, running
 from support.models.pictured_model import make_pictured, png
 from support.system.nodes import Crew, Machine
 
@@ -27,9 +28,15 @@ PROMPT = "It is a truth universally acknowledged"
 ANSWER = "document.querySelector('.message.assistant:last-of-type')"
 
 
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
+    with running(tmp_path_factory.mktemp("browser")) as started:
+        yield started
+
+
 @pytest.mark.skipif(not program(), reason="no Chromium is installed")
 def test_a_chat_streams_a_request_is_cancelled_and_a_killed_node_turns_red(
-    trio: Crew, machine: Machine, tmp_path: Path
+    trio: Crew, machine: Machine, browser: Program
 ) -> None:
     [victim] = machine.start_nodes("vera")
     addresses = [trio.nodes[0].address, victim.address]
@@ -86,8 +93,7 @@ def test_a_chat_streams_a_request_is_cancelled_and_a_killed_node_turns_red(
                 ) == ("live")
                 assert page.problems == []
 
-    with running(tmp_path / "browser") as browser:
-        asyncio.run(main())
+    asyncio.run(main())
 
 
 GIVEN = """(() => {
@@ -104,7 +110,9 @@ GIVEN = """(() => {
 
 
 @pytest.mark.skipif(not program(), reason="no Chromium is installed")
-def test_pictures_are_dropped_pasted_taken_away_and_asked_about(tmp_path: Path) -> None:
+def test_pictures_are_dropped_pasted_taken_away_and_asked_about(
+    browser: Program, tmp_path: Path
+) -> None:
     """Small before they are sent and in the message; what is no picture is named."""
     choice = ModelChoice(model=str(make_pictured(tmp_path / "model")), dtype="float32")
     picture = base64.b64encode(png(60, 60)).decode()
@@ -154,5 +162,4 @@ def test_pictures_are_dropped_pasted_taken_away_and_asked_about(tmp_path: Path) 
             await page.until(f"{ANSWER}.querySelector('.figures')")
             assert page.problems == []
 
-    with running(tmp_path / "browser") as browser:
-        asyncio.run(main())
+    asyncio.run(main())

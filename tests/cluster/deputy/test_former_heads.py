@@ -14,6 +14,7 @@ from support.cluster.keyed_streams import Said, say
 from support.cluster.machines import Machine, machines
 from support.models.checkpoints import make_llama
 from support.rings.stage_chain import random_prompt
+from support.soak import cases
 from support.waiting import until
 
 from shardnet.api.client import connect
@@ -118,7 +119,8 @@ def test_a_head_that_stood_still_gives_way_and_joins_whoever_leads(
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
-    "error", [BusyError("this node is generating"), LinkError("the node with the weights is gone")]
+    "error",
+    cases([BusyError("this node is generating")], [LinkError("the node with the weights is gone")]),
 )
 def test_a_node_joins_again_once_what_kept_it_from_that_is_over(
     error: ShardnetError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
