@@ -8,9 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.servers.proxy import slow_link
 from support.system.nodes import Crew, Machine
 from support.system.parrot import LONG, Parrots
 from support.system.terminals import CTRL_C, at_terminal
@@ -45,14 +47,23 @@ def talker(parrots: Parrots, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def slow_trio(trio: Crew) -> Iterator[str]:
+    """The addresses of the three nodes, where answers that go on keep no core busy."""
+    with slow_link(trio.nodes[2].ready["port"]) as to_cleo:
+        yield f"{trio.addresses(0, 1)},{to_cleo}"
+
+
 def chat(talker: Path, addresses: str) -> list[str]:
     """A conversation in which every answer goes on for minutes."""
     options = ["--temperature", "0", "--context", str(LONG), "--max-tokens", str(LONG // 2)]
     return ["chat", "--model", str(talker), "--nodes", addresses, *options]
 
 
-def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(trio: Crew, talker: Path) -> None:
-    with at_terminal(trio.machine, *chat(talker, trio.addresses())) as terminal:
+def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(
+    trio: Crew, slow_trio: str, talker: Path
+) -> None:
+    with at_terminal(trio.machine, *chat(talker, slow_trio)) as terminal:
         terminal.screen.wait_for(prompt())
         terminal.type("abc\n", "defgh")
         terminal.type(CTRL_C, prompt("(stopped)"))
@@ -71,8 +82,10 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(trio: Crew, talker: P
     assert trio.says("z", talker) == "abc"
 
 
-def test_closing_the_window_frees_the_ring(trio: Crew, talker: Path, parrots: Parrots) -> None:
-    with at_terminal(trio.machine, *chat(talker, trio.addresses())) as terminal:
+def test_closing_the_window_frees_the_ring(
+    trio: Crew, slow_trio: str, talker: Path, parrots: Parrots
+) -> None:
+    with at_terminal(trio.machine, *chat(talker, slow_trio)) as terminal:
         terminal.screen.wait_for(prompt())
         terminal.type("abc\n", "defgh")
         terminal.close()
@@ -93,21 +106,22 @@ def test_sigterm_leaves_a_terminal_that_shows_what_is_typed(trio: Crew, talker: 
 def test_an_error_does_not_stand_behind_the_text(
     machine: Machine, talker: Path, parrots: Parrots
 ) -> None:
-    [node] = machine.start_nodes("anna")
-    generate = ["generate", "a", *chat(talker, node.address)[1:]]
-    with (
-        at_terminal(machine, *chat(talker, node.address)) as chatting,
-        at_terminal(machine, *generate) as generating,
-    ):
-        chatting.screen.wait_for(prompt())
-        generating.screen.wait_for("bcdef")
-        chatting.type("abc\n", "defgh")
-        seen = len(chatting.screen.text)
-        node.kill()
-        said = chatting.screen.wait_for(prompt(), after=seen)
-        assert "\nerror: anna" in said, said
-        assert generating.wait() == 1
-        generating.screen.wait_for("\nerror: anna")
+    node, other = machine.start_nodes("anna", "bert")
+    with slow_link(other.ready["port"]) as to_bert:
+        conversing = chat(talker, f"{node.address},{to_bert}")
+        with (
+            at_terminal(machine, *conversing) as chatting,
+            at_terminal(machine, "generate", "a", *conversing[1:]) as generating,
+        ):
+            chatting.screen.wait_for(prompt())
+            generating.screen.wait_for("bcdef")
+            chatting.type("abc\n", "defgh")
+            seen = len(chatting.screen.text)
+            node.kill()
+            said = chatting.screen.wait_for(prompt(), after=seen)
+            assert "\nerror: anna" in said, said
+            assert generating.wait() == 1
+            generating.screen.wait_for("\nerror: anna")
 
 
 @pytest.mark.parametrize(("moment", "code"), [(EARLY, 130), (LATE, -signal.SIGINT)])
