@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from msgspec.structs import replace
-from support.system.nodes import Machine, NodeProcess
+import pytest
+from support.system.nodes import Machine, NodeProcess, open_machine
 
 from shardnet.api.client import Client, connect
 from shardnet.api.events import GenerationResult, RequestState
@@ -88,23 +89,52 @@ async def run_all(
     ], states
 
 
-async def until_over(client: Client, n_recoveries: int) -> list[RecoveryReport]:
-    """Return what became of the recoveries when all are over."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survivor:
+    """A node that leads all rings, on a machine of its own.
+
+    `undisturbed` is what it gives alone: of a ring of its own, else all drafts would be had from
+    its answer.
+    """
+
+    machine: Machine
+    node: NodeProcess
+    undisturbed: list[tuple[object, ...]]
+
+
+@pytest.fixture(scope="module")
+def anna(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survivor]:
+    async def alone(address: str) -> list[tuple[object, ...]]:
+        async with connect(address) as client:
+            choice = ModelChoice(model=DEFAULT_MODEL_NAME, nodes=[address], context=512)
+            undisturbed, states = await run_all(client, choice)
+            assert RequestState.RECOVERING not in states[0]
+            return undisturbed
+
+    with open_machine(tmp_path_factory.mktemp("anna") / "machine") as machine:
+        [node] = machine.start_nodes("anna")
+        undisturbed = asyncio.run(alone(node.address))
+        yield Survivor(machine=machine, node=node, undisturbed=undisturbed)
+
+
+async def until_over(client: Client, n_before: int, n_recoveries: int) -> list[RecoveryReport]:
+    """Return what became of so many recoveries, after some before, when all are over."""
     while True:
-        found = (await client.activity()).recoveries
+        found = (await client.activity()).recoveries[n_before:]
         if len(found) >= n_recoveries and all(one.is_over for one in found):
             return found
         await asyncio.sleep(0.01)
 
 
-def test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(machine: Machine) -> None:
+def test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(anna: Survivor) -> None:
     """One after the other while requests run: greedy, sampled, drafted, constrained; and a request
     that names nodes which are gone is served by those that are left.
     """
-    nodes = machine.start_nodes("anna", "bert", "cleo")
-    addresses = [node.address for node in nodes]
+    nodes = anna.machine.start_nodes("bert", "cleo")
+    addresses = [anna.node.address, *(node.address for node in nodes)]
     choice = ModelChoice(model=DEFAULT_MODEL_NAME, nodes=addresses, context=512)
-    victims: list[tuple[int, NodeProcess]] = [(8, nodes[1]), (30, nodes[2])]
+    victims: list[tuple[int, NodeProcess]] = [(8, nodes[0]), (30, nodes[1])]
+    n_logged = anna.node.log.count("recovered in ")
 
     def kill(n_tokens: int) -> None:
         if victims and n_tokens >= victims[0][0]:
@@ -114,15 +144,13 @@ def test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(machine: Machin
 
     async def main() -> None:
         async with connect(addresses[0]) as client:
-            # Of a ring of its own: else all drafts would be had from its answer.
-            undisturbed, states = await run_all(client, replace(choice, nodes=addresses[:1]))
-            assert RequestState.RECOVERING not in states[0]
+            n_before = len((await client.activity()).recoveries)
             disturbed, states = await run_all(client, choice, kill)
-            assert disturbed == undisturbed
+            assert disturbed == anna.undisturbed
             assert [state.value for state in states[0]] == [
                 *("running", "recovering", "resumed", "recovering", "resumed", "finished")
             ]
-            first, second = await until_over(client, 2)
+            first, second = await until_over(client, n_before, 2)
             assert (first.lost, first.nodes) == (["bert"], ["anna", "cleo"])
             assert (second.lost, second.nodes) == (["cleo"], ["anna"])
             # A fast ring may be done with one before its tokens of the kill are here.
@@ -135,36 +163,40 @@ def test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(machine: Machin
             assert plan is not None
             assert {out.name for out in plan.left_out} == {"bert", "cleo"}
             [result] = await client.complete("Once upon a time", model=choice, max_tokens=5)
-            assert result.token_ids == undisturbed[0][0][:5]  # type: ignore[index]
+            assert result.token_ids == anna.undisturbed[0][0][:5]  # type: ignore[index]
 
     asyncio.run(main())
-    for node in nodes[1:]:
+    for node in nodes:
         node.kill()
-    assert nodes[0].log.count("recovered in ") == (1 if first_error else 2)
+    assert anna.node.log.count("recovered in ") - n_logged == (1 if first_error else 2)
 
 
 def test_a_stage_that_spans_two_nodes_says_the_same_and_outlives_one_of_them(
-    machine: Machine,
+    anna: Survivor,
 ) -> None:
     """Every layer is cut over two nodes: bits are those of one node, and one of them dies."""
-    anna, bert = machine.start_nodes("anna", "bert")
-    alone = ModelChoice(model=DEFAULT_MODEL_NAME, nodes=[anna.address], context=512)
-    both = replace(alone, nodes=[anna.address, bert.address], nodes_per_stage=2)
+    [dora] = anna.machine.start_nodes("dora")
+    both = ModelChoice(
+        model=DEFAULT_MODEL_NAME,
+        nodes=[anna.node.address, dora.address],
+        nodes_per_stage=2,
+        context=512,
+    )
 
     def kill(n_tokens: int) -> None:
         if n_tokens >= N_TOKENS // 3:
-            bert.process.kill()
+            dora.process.kill()
 
     async def main() -> None:
-        async with connect(anna.address) as client:
-            undisturbed, _ = await run_all(client, alone)
+        async with connect(anna.node.address) as client:
+            n_before = len((await client.activity()).recoveries)
             disturbed, states = await run_all(client, both, kill)
-            assert disturbed == undisturbed
+            assert disturbed == anna.undisturbed
             assert [state.value for state in states[0]] == [
                 *("running", "recovering", "resumed", "finished")
             ]
-            [seen] = await until_over(client, 1)
-            assert (seen.lost, seen.nodes, seen.error) == (["bert"], ["anna"], "")
+            [seen] = await until_over(client, n_before, 1)
+            assert (seen.lost, seen.nodes, seen.error) == (["dora"], ["anna"], "")
 
     asyncio.run(main())
-    bert.kill()
+    dora.kill()
