@@ -6,6 +6,7 @@ Walks a value beside the description of its type. Must not know any particular m
 from __future__ import annotations
 
 import difflib
+import functools
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +42,13 @@ def find_refused(value: object, kind: Any) -> str:
     Names the first wrong field, its value and what is accepted: "max_tokens is 'x': give a whole
     number". Returns "" where nothing is found.
     """
-    return next(_refused(value, mi.type_info(kind), ""), "")
+    return next(_refused(value, _type_info(kind), ""), "")
+
+
+@functools.cache
+def _type_info(kind: Any) -> mi.Type:
+    """Return the description of a type, which takes 10 ms to make of a large message."""
+    return mi.type_info(kind)
 
 
 def find_unwritable(root: msgspec.Struct) -> str:

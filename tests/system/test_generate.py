@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.servers.proxy import slow_link
 from support.soak import cases, is_soak
 from support.system.nodes import Crew, Machine, open_machine
 from support.system.parrot import EOS_ID, LONG, Parrots, make_parrot
@@ -106,19 +107,22 @@ def test_unload_frees_the_model_on_every_node(trio: Crew, parrots: Parrots) -> N
 
 
 def test_a_running_request_keeps_its_model(trio: Crew, parrots: Parrots) -> None:
-    running = trio.begin(parrots.big, trio.addresses(0, 1))
-    others = [
-        trio.machine.begin_copy("generate", "a", "--model", str(parrots.alphabet), "--nodes", nodes)
-        for nodes in (trio.addresses(0, 1), trio.addresses(1, 0), trio.addresses(2, 1))
-    ]
-    unloading = trio.machine.begin_copy("unload", "--nodes", trio.nodes[0].address)
-    for other in [*others, unloading]:
-        error = other.wait().error
-        assert str(parrots.big) in error
-        assert "wait" in error
-    running.stdout.wait_for(re.compile("[a-z]"), after=len(running.stdout.text))
-    running.signal(signal.SIGINT)
-    result = running.wait()
+    with slow_link(trio.nodes[1].ready["port"]) as to_bert:
+        running = trio.begin(parrots.big, f"{trio.addresses(0)},{to_bert}")
+        others = [
+            trio.machine.begin_copy(
+                "generate", "a", "--model", str(parrots.alphabet), "--nodes", nodes
+            )
+            for nodes in (trio.addresses(0, 1), trio.addresses(1, 0), trio.addresses(2, 1))
+        ]
+        unloading = trio.machine.begin_copy("unload", "--nodes", trio.nodes[0].address)
+        for other in [*others, unloading]:
+            error = other.wait().error
+            assert str(parrots.big) in error
+            assert "wait" in error
+        running.stdout.wait_for(re.compile("[a-z]"), after=len(running.stdout.text))
+        running.signal(signal.SIGINT)
+        result = running.wait()
     assert result.code == 130
     assert (ALPHABET * (LONG // 26 + 1))[1:].startswith(result.stdout.rstrip("\n"))
 

@@ -511,7 +511,7 @@ class Crew:
             *("generate", "a", "--model", str(model), "--nodes", addresses or self.addresses()),
             *("--context", str(LONG), "--max-tokens", str(LONG - 1)),
         )
-        running.stdout.wait_for("xyz")
+        running.stdout.wait_for("bcd")
         return running
 
 
