@@ -376,7 +376,7 @@ class Machine:
         It leaves out who does not answer at once, as happens on a busy machine.
         """
         while True:
-            listed = self.run("nodes", "--json", *arguments).json
+            listed = self._ask("nodes", "--json", *arguments).json
             found = {node["name"]: node for node in listed}
             if set(names) <= found.keys():
                 return found
@@ -387,7 +387,7 @@ class Machine:
         It gives up a node that takes seconds to answer, as happens on a busy machine.
         """
         while True:
-            result = self.run("status", *arguments)
+            result = self._ask("status", *arguments)
             if result.code == 0 and until(result.stdout):
                 return result.stdout
             late = "did not tell its state" in result.stderr or "no answer within" in result.stderr
@@ -401,6 +401,10 @@ class Machine:
             self.status("--json", "--nodes", node.address, until=lambda s: until(json.loads(s)))
         )
         return told
+
+    def _ask(self, *arguments: str) -> Result:
+        """Run a command that is asked again and again: inside this process where that can be."""
+        return self.run(*arguments) if self._prefix else self.call(*arguments)
 
     def processes(self) -> list[psutil.Process]:
         """All processes that were started for this machine and live, whoever started them.
