@@ -61,7 +61,7 @@ async def kept(client: Client) -> PrefixState | None:
     raise AssertionError("no report")
 
 
-@pytest.mark.usefixtures("reading_always_pays")
+@pytest.mark.usefixtures("reading_always_pays", "unmeasured")
 def test_a_long_prompt_is_read_after_a_restart(tmp_path: Path) -> None:
     """The nodes end at once after the answer: what is left to write is written before."""
     model = make_llama(tmp_path / "m", num_hidden_layers=2, max_position_embeddings=1024)
