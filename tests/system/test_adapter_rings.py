@@ -10,8 +10,8 @@ from secrets import token_hex
 
 from msgspec.structs import replace
 from support.models.adapters import make_peft
-from support.models.checkpoints import make_llama
 from support.system.nodes import open_machine
+from support.system.parrot import Parrots
 
 from shardnet.api.client import Client, connect
 from shardnet.api.events import GenerationResult
@@ -62,17 +62,17 @@ async def say_all(
     return [list(one.token_ids) for one in results]
 
 
-def test_adapters_are_fetched_and_outlive_nodes(tmp_path: Path) -> None:
+def test_adapters_are_fetched_and_outlive_nodes(parrots: Parrots, tmp_path: Path) -> None:
     """Only the head reads them; together each is as alone, also where a node is lost meanwhile:
     the one in the middle, then the head.
     """
-    base = make_llama(tmp_path / "base", seed=1)
+    base = parrots.alphabet  # which nodes need not measure, once another test has had it
     paths = {name: make_peft(tmp_path / name, base, seed=n) for n, name in enumerate("ab")}
     with open_machine(tmp_path / "first") as first, open_machine(tmp_path / "other") as other:
         nodes = [*first.start_nodes("anna"), *other.start_nodes("bert", "cleo")]
         adapters = [NamedAdapter(name, str(path)) for name, path in paths.items()]
         addresses = [node.address for node in nodes]
-        choice = ModelChoice(model=str(base), nodes=addresses, adapters=adapters)
+        choice = ModelChoice(model=str(base), nodes=addresses, adapters=adapters, context=512)
         victims = nodes[:2]
         is_killing = False
 
