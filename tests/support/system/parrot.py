@@ -26,8 +26,8 @@ LONG = 100_000
 """So many tokens take minutes, whatever the model."""
 
 HIDDEN = 320
-"""At least one component per token, rounded to what four heads of keys take."""
-HEAD, KV_HEADS = 16, 4
+"""At least one component per token, rounded to what two heads of keys take."""
+HEAD, KV_HEADS = 32, 2
 """Small heads: each node computes sines and cosines of half of one for all positions, LONG of them,
 whenever it loads."""
 
