@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.chaos.models import made_model
-from support.devices import DEVICE, HAS_VECTORS, HOST, compared, device_of
+from support.devices import DEVICE, HAS_VECTORS, HOST, compared, device_of, path_of_once
 from support.soak import cases
 from support.system.nodes import Crew, Machine, NodeProcess
 
@@ -38,6 +38,7 @@ def test_a_ring_of_a_device_and_a_cpu_says_what_cpus_say(
     """
     device_of(device)
     prompt = [*PROMPT, "--model", made_model(model, tmp_path)]
+    machine.environment["PATH"] = path_of_once(tmp_path / "compiled")
     [node] = machine.start_nodes("odette", arguments=["--device", device])
     alone, both = trio.addresses(0), f"{node.address},{trio.addresses(0)}"
 

@@ -257,7 +257,8 @@ class Machine:
     `prefix` comes before each command line, to run it elsewhere. Unless `environment` says
     otherwise, its nodes and commands neither announce nor look for nodes by mDNS. Unless it
     `makes_copies`, which costs less, all are started as a user's are. Where it `is_measured` it
-    knows how fast others have found themselves: in truth all are this one.
+    knows how fast others have found themselves, none of whom measured for long: in truth all are
+    this one.
     """
 
     def __init__(
@@ -272,6 +273,7 @@ class Machine:
         self._prefix = tuple(prefix)
         self._namespace = namespace_of(self._prefix)
         self._copies = makes_copies and bool(self._namespace or not prefix)
+        self._measures_well = not is_measured
         self.folder = folder
         self.runtime_dir = folder / "run"
         self.config_path = folder / "config" / "shardnet" / "config.toml"
@@ -358,7 +360,11 @@ class Machine:
             return self.begin(*arguments, environment=environment, stdin=stdin)
         its_environment = {**self.environment, **(environment or {})}
         command = Command(
-            WarmProcess(arguments, its_environment, self.folder, self._namespace, typed=stdin or "")
+            WarmProcess(
+                *(arguments, its_environment, self.folder, self._namespace),
+                typed=stdin or "",
+                measures_well=self._measures_well,
+            )
         )
         self._commands.append(command)
         return command
@@ -436,7 +442,10 @@ class Machine:
         self, arguments: Sequence[str], cwd: Path, module: str = "shardnet_cli"
     ) -> subprocess.Popen[bytes] | WarmProcess:
         if self._copies:
-            return WarmProcess(arguments, self.environment, cwd, self._namespace, module)
+            return WarmProcess(
+                *(arguments, self.environment, cwd, self._namespace, module),
+                measures_well=self._measures_well,
+            )
         return self._start(arguments, cwd=cwd, module=module)
 
     def _start(
