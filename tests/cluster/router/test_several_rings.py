@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+from support.cluster import keyed_streams
 from support.cluster.keyed_streams import SAMPLED, Said, say
 from support.cluster.machines import Machine, machines
 from support.models.checkpoints import make_llama
@@ -30,6 +31,16 @@ DEADLINE_S = 60.0
 LAST = OutputParams(logit_rows=1)
 
 
+pytestmark = [needs_library, pytest.mark.usefixtures("alike", "unhurried")]
+"""The library gives a replayed row its bits."""
+
+
+@pytest.fixture(autouse=True)
+def _short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rings in no hurry none is done too early."""
+    monkeypatch.setattr(keyed_streams, "N_TOKENS", 40)
+
+
 @pytest.fixture
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every node be as fast as the others."""
@@ -47,8 +58,6 @@ def loads(machine: Machine) -> list[tuple[str, int, bool]]:
     return [(ring.names[0], ring.n_requests, not ring.why) for ring in rings]
 
 
-@needs_library  # which gives a replayed row its bits
-@pytest.mark.usefixtures("alike")
 def test_rings_that_are_lost_are_the_others_work(tmp_path: Path) -> None:
     """First the other one's, then, once that is back, the one of the head itself."""
     model = make_llama(tmp_path / "model", max_position_embeddings=1024)
@@ -90,8 +99,6 @@ def test_rings_that_are_lost_are_the_others_work(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-@needs_library
-@pytest.mark.usefixtures("alike")
 def test_whoever_is_asked_several_rings_have_one_head(tmp_path: Path) -> None:
     model = make_llama(tmp_path / "model", max_position_embeddings=1024)
     [prompt] = prompts = [random_prompt(400, 300, seed=1)]
@@ -151,8 +158,6 @@ def test_whoever_is_asked_several_rings_have_one_head(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-@needs_library
-@pytest.mark.usefixtures("alike")
 def test_rings_behind_a_head_make_way_for_what_they_are_not(tmp_path: Path) -> None:
     """Whichever of their nodes is asked, and unless requests run on them."""
     model = make_llama(tmp_path / "model", max_position_embeddings=1024)
