@@ -169,7 +169,7 @@ def _run(
     if typed:
         _type(typed)
     if not measures_well:
-        measuring.WINDOW_S, measuring.FIGURE_S = 0.02, 0.1
+        measuring.WINDOW_S, measuring.FIGURE_S, measuring.CHUNK_S = 0.02, 0.1, 0.1
     warnings.simplefilter("error", ResourceWarning)
     sys.argv = [*command]
     try:
