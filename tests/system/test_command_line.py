@@ -51,7 +51,7 @@ def test_nodes_lists_a_node_that_is_named(trio: Crew, machine: Machine) -> None:
 
 def test_plan_json_says_who_would_run_what(trio: Crew, parrots: Parrots) -> None:
     arguments = ["--model", str(parrots.big), "--nodes", trio.addresses(1, 2), "--context", "512"]
-    plan = trio.machine.run("plan", "--json", *arguments).json
+    plan = trio.machine.call("plan", "--json", *arguments).json
     assert plan["model"] == str(parrots.big)
     assert plan["context"] == 512
     assert plan["left_out"] == []
@@ -80,16 +80,16 @@ def test_plan_json_says_who_would_run_what(trio: Crew, parrots: Parrots) -> None
 
 def test_plan_for_many_sequences_says_so(trio: Crew, parrots: Parrots) -> None:
     arguments = ["--model", str(parrots.big), "--nodes", trio.addresses(0, 1)]
-    plan = trio.machine.run("plan", *arguments, "--optimise", "throughput")
+    plan = trio.machine.call("plan", *arguments, "--optimise", "throughput")
     assert "tokens/s of many sequences" in plan.stdout
-    wrong = trio.machine.run("plan", *arguments, "--optimise", "beauty")
+    wrong = trio.machine.call("plan", *arguments, "--optimise", "beauty")
     assert wrong.code == 2
     assert "choose latency or throughput" in wrong.stderr
 
 
 def test_plan_loads_nothing(trio: Crew, parrots: Parrots) -> None:
     before = [node.log.count("loaded layer") for node in trio.nodes]
-    trio.machine.run("plan", "--model", str(parrots.signs), "--nodes", trio.addresses())
+    trio.machine.call("plan", "--model", str(parrots.signs), "--nodes", trio.addresses())
     assert [node.log.count("loaded layer") for node in trio.nodes] == before
 
 
@@ -120,7 +120,7 @@ def test_generate_json_has_the_keys_of_the_contract(trio: Crew, parrots: Parrots
 
 def test_generate_ends_its_text_with_a_closing_line(trio: Crew, parrots: Parrots) -> None:
     command = ["generate", "a", "--model", str(parrots.signs), "--nodes", trio.addresses(0, 1)]
-    result = trio.machine.run(*command)
+    result = trio.machine.call(*command)
     assert result.code == 0
     assert result.stdout == "é€😀 Жz.\n"
     closing = result.stderr.splitlines()[-1]
@@ -205,7 +205,7 @@ def check_usage_error(usage: list[str], result: Result) -> None:
 
 def test_an_unknown_configuration_key_is_named_with_the_nearest(machine: Machine) -> None:
     machine.config_path.write_text("contxt = 512\n")
-    error = machine.run("plan").error
+    error = machine.call("plan").error
     assert str(machine.config_path) in error
     assert "contxt" in error
     assert "context" in error
@@ -214,7 +214,7 @@ def test_an_unknown_configuration_key_is_named_with_the_nearest(machine: Machine
 @pytest.mark.parametrize("text", ["context = [", 'context = "many"\n'])
 def test_an_unusable_configuration_is_refused(machine: Machine, text: str) -> None:
     machine.config_path.write_text(text)
-    result = machine.run("plan")
+    result = machine.call("plan")
     assert result.code in (1, 2)
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
@@ -224,19 +224,11 @@ def test_flag_before_variable_before_file(trio: Crew, parrots: Parrots, machine:
     machine.config_path.write_text("context = 300\n[plan]\ndtype = 'float32'\n")
     arguments = ["plan", "--json", "--model", str(parrots.alphabet), "--nodes", trio.addresses(0)]
     variable = {"SHARDNET_CONTEXT": "400"}
-    assert machine.run(*arguments).json["context"] == 300
-    assert machine.run(*arguments, environment=variable).json["context"] == 400
-    plan = machine.run(*arguments, "--context", "500", environment=variable).json
+    assert machine.call(*arguments).json["context"] == 300
+    assert machine.call(*arguments, environment=variable).json["context"] == 400
+    plan = machine.call(*arguments, "--context", "500", environment=variable).json
     assert plan["context"] == 500
     assert plan["dtype"] == "float32"
-
-
-def test_nodes_of_a_run_are_not_set_up_as_this_machines_own(
-    parrots: Parrots, machine: Machine
-) -> None:
-    machine.config_path.write_text('[node]\nhttp = "192.0.2.1:80"\nmemory = "1KiB"\n')
-    arguments = ("--local", "2", "--model", str(parrots.alphabet), "--max-tokens", "3", "a")
-    assert machine.run("generate", *arguments).stdout == "bcd\n"
 
 
 def test_a_node_beyond_loopback_without_protection_is_refused(machine: Machine) -> None:
@@ -281,7 +273,7 @@ def test_a_wrong_value_is_told_with_what_would_do(
 
 
 def test_a_wrong_value_is_told_with_where_it_stands(machine: Machine) -> None:
-    by_variable = machine.run("plan", environment={"SHARDNET_CONTEXT": "many"})
+    by_variable = machine.call("plan", environment={"SHARDNET_CONTEXT": "many"})
     assert "for SHARDNET_CONTEXT: 'many': give a whole number" in by_variable.stderr
     machine.config_path.write_text("local = -1\n")
     by_file = machine.call("plan")
@@ -315,7 +307,7 @@ def test_a_node_that_is_not_asked_is_not_denied(machine: Machine) -> None:
     ],
 )
 def test_the_home_of_a_user_who_is_not_there_is_named(machine: Machine, usage: list[str]) -> None:
-    result = machine.run(*usage)
+    result = machine.call(*usage)
     assert result.code in (1, 2)
     assert "~nobody-here" in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
@@ -327,7 +319,7 @@ def test_unloading_nothing_is_said(machine: Machine) -> None:
 
 
 def test_nodes_and_local_exclude_each_other(machine: Machine) -> None:
-    error = machine.run("generate", "a", "--nodes", "127.0.0.1:1", "--local", "2").error
+    error = machine.call("generate", "a", "--nodes", "127.0.0.1:1", "--local", "2").error
     assert "--nodes" in error
     assert "--local" in error
 

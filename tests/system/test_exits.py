@@ -54,8 +54,9 @@ KINDS: dict[str, tuple[list[str], End, int]] = {
     "chat": (["chat", "--max-tokens", "3"], by_itself, 0),
     "bench": (["bench", "--rounds", "1", "--tokens", "4", "--prompt", "8"], by_itself, 0),
 }
-USUAL = ["generate", "serve"]
-"""Those that end in unlike ways. A node that is told to leave does so in test_gone_readers.py."""
+USUAL = ["generate"]
+"""A node that is told to leave does so in test_gone_readers.py, a server that is interrupted in
+test_http_server.py."""
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from shardnet.api.server.settings import Settings
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.wire.messages.diagnostics import RingLoad
 
-CONTEXT = 32768
+CONTEXT = 16384
 MOST_GROWTH_BYTES = 8 << 20
 KEYS = Settings(keys=Keyring([parse_key("ann:one", 1)]))
 
@@ -46,7 +46,7 @@ async def load_of(client: Client) -> RingLoad:
 async def until_idle(client: Client) -> RingLoad:
     """Wait until nothing runs or waits on the ring; fails at the deadline of `served`."""
     while (load := await load_of(client)).running or load.waiting:
-        pass
+        await asyncio.sleep(0.01)
     return load
 
 
@@ -330,7 +330,7 @@ def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_slot(
                 if is_stream:  # long before the first token
                     assert b" 200 " in await answer.readline()
                 while not (load := (await client.status()).load) or not load.running:
-                    pass
+                    await asyncio.sleep(0.01)
             load = await until_idle(client)
             assert load.used_blocks == load.warm_blocks
         assert "499" in log[-1]

@@ -34,7 +34,7 @@ from shardnet.api.client import connect
 from shardnet.errors import DeadlineError
 from shardnet.wire.messages.diagnostics import RingLoad
 
-SOAK_S = soak_s(3)
+SOAK_S = soak_s(1)
 N_CLIENTS = 16
 N_TEXTS = 12
 WAYS = ("stay", "close", "cancel", "deadline", "list", "vanish")

@@ -97,8 +97,8 @@ def test_a_folder_wins_over_a_name(machine: Machine, hub: Hub) -> None:
     assert hub.asked == []
 
 
-def test_a_cut_connection_is_resumed(machine: Machine, hub: Hub, parrots: Parrots) -> None:
-    hub.add(REPO, parrots.big)
+def test_a_cut_connection_is_resumed(machine: Machine, hub: Hub) -> None:
+    hub.add(REPO, make_parrot(machine.folder / "large", "abc", ends=True, intermediate=1 << 12))
     hub.cut_after_bytes = 25_000_000
     result = machine.run("pull", REPO)
     assert result.code == 0, result.stderr

@@ -15,12 +15,12 @@ from support.system.parrot import Parrots, make_parrot
 def test_a_ring_with_rounded_weights_says_what_one_stage_says(trio: Crew, parrots: Parrots) -> None:
     model = ["--model", str(parrots.alphabet), "--quant", "int4", "--max-tokens", "5"]
     where = [["--nodes", trio.addresses(0)], ["--nodes", trio.addresses(0, 1, 2)]]
-    texts = [trio.machine.run("generate", "a", *model, *nodes).stdout for nodes in where]
+    texts = [trio.machine.call("generate", "a", *model, *nodes).stdout for nodes in where]
     assert texts == ["bcdef\n", "bcdef\n"]
-    plain = trio.machine.run("generate", "a", *model[:2], "--max-tokens", "5", *where[1])
+    plain = trio.machine.call("generate", "a", *model[:2], "--max-tokens", "5", *where[1])
     assert plain.stdout == "bcdef\n"
     assert "(bfloat16," in plain.stderr or "(float32," in plain.stderr
-    again = trio.machine.run("generate", "a", *model, *where[1])
+    again = trio.machine.call("generate", "a", *model, *where[1])
     assert " with int4 weights" in again.stderr
 
 
@@ -33,20 +33,20 @@ def test_a_plan_names_rounding_where_it_makes_a_model_fit(tmp_path: Path) -> Non
     try:
         machine.start_nodes("anna", arguments=["--memory", "22MiB"])
         arguments = ["--model", str(model), "--context", "256"]
-        refused = machine.run("plan", *arguments)
+        refused = machine.call("plan", *arguments)
         assert refused.code == 1
         assert "use --quant int4 (needs " in refused.error_line
-        told = machine.run("plan", *arguments, "--quant", "int4", "--json").json
+        told = machine.call("plan", *arguments, "--quant", "int4", "--json").json
         assert told["quant"] == "int4"
         assert told["stages"][0]["weight_bytes"] < 16 * 2**20
-        text = machine.run("generate", "a", *arguments, "--quant", "int4", "--max-tokens", "4")
+        text = machine.call("generate", "a", *arguments, "--quant", "int4", "--max-tokens", "4")
         assert text.stdout == "bcab\n", text.stderr
         kept = kept_packs(machine)
         assert "int4" in kept.stdout
         assert "1 quantised model in" in kept.stderr
-        gone = machine.run("cache", "rm", kept.stdout.split()[0])
+        gone = machine.call("cache", "rm", kept.stdout.split()[0])
         assert "deleted quantised weights" in gone.stderr
-        assert machine.run("cache", "ls").stdout == ""
+        assert machine.call("cache", "ls").stdout == ""
     finally:
         machine.close()
 
@@ -54,20 +54,20 @@ def test_a_plan_names_rounding_where_it_makes_a_model_fit(tmp_path: Path) -> Non
 def kept_packs(machine: Machine) -> Result:
     """List the cache once the node has begun to write what it packed, which it does at leisure."""
     end = time.monotonic() + COMMAND_S
-    while not (kept := machine.run("cache", "ls")).stdout:
+    while not (kept := machine.call("cache", "ls")).stdout:
         assert time.monotonic() < end, kept.stderr
     return kept
 
 
 def test_bench_measures_a_ring(trio: Crew, parrots: Parrots) -> None:
-    where = ["--model", str(parrots.big), "--nodes", trio.addresses(0, 1)]
+    where = ["--model", str(parrots.alphabet), "--nodes", trio.addresses(0, 1)]
     few = ["--prompt", "20", "--tokens", "5", "--rounds", "1"]
-    told = trio.machine.run("bench", *where, *few, "--parallel", "3", "--json").json
+    told = trio.machine.call("bench", *where, *few, "--parallel", "3", "--json").json
     [speed] = told["speeds"]
     assert (speed["sequences"], speed["n_prompt"], speed["n_tokens"]) == (3, 20, 5)
     assert min(speed["ttft_s"], speed["prefill_tok_s"], speed["decode_tok_s"]) > 0
     assert len(told["stages"]) == 2
-    shown = trio.machine.run("bench", *where, *few)
+    shown = trio.machine.call("bench", *where, *few)
     assert [line.split()[:2] for line in shown.stdout.splitlines()] == [
         *(["1", "sequence:"], ["4", "sequences:"])
     ]
@@ -105,6 +105,6 @@ def test_bench_scores_a_text(trio: Crew, parrots: Parrots, tmp_path: Path) -> No
 
 
 def test_a_name_that_is_none_is_wrong_usage(trio: Crew) -> None:
-    result = trio.machine.run("generate", "a", "--quant", "int3")
+    result = trio.machine.call("generate", "a", "--quant", "int3")
     assert result.code == 2
     assert "choose none, int8 or int4" in result.stderr

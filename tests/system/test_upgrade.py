@@ -20,7 +20,7 @@ def test_a_node_of_the_previous_version_is_refused_by_name_until_it_is_upgraded(
     anna, bert = machine.start_nodes("anna", "bert")
     where = ["--max-tokens", str(N_TOKENS), "--model", str(parrots.alphabet), "--nodes"]
     ring = f"{anna.address},{bert.address}"
-    undisturbed = machine.run("generate", "a", *where, ring)
+    undisturbed = machine.call("generate", "a", *where, ring)
     running = machine.begin_copy("generate", "a", *where, ring)
     [cleo] = machine.start_nodes("cleo", arguments=["--peer", anna.address], module=MODULE)
     anna.stderr.wait_for(f"speaks protocol version {PREVIOUS}, we speak {PROTOCOL_VERSION}")
@@ -31,12 +31,12 @@ def test_a_node_of_the_previous_version_is_refused_by_name_until_it_is_upgraded(
         assert cleo.address in error
         for part in (f"version {PREVIOUS}", str(PROTOCOL_VERSION), "same shardnet on both"):
             assert part in error
-    told = machine.run("nodes", "--json").json
+    told = machine.call("nodes", "--json").json
     assert {node["name"] for node in told} == {"anna", "bert"}
     shortly = ["--max-tokens", "5", *where[2:]]
-    assert machine.run("generate", "a", *shortly, ring).stdout == "bcdef\n"
+    assert machine.call("generate", "a", *shortly, ring).stdout == "bcdef\n"
     cleo.signal(signal.SIGTERM)
     assert cleo.wait().code == 0
     [cleo] = machine.start_nodes("cleo", arguments=["--peer", anna.address])
-    upgraded = machine.run("generate", "a", *shortly, f"{anna.address},{cleo.address}")
+    upgraded = machine.call("generate", "a", *shortly, f"{anna.address},{cleo.address}")
     assert upgraded.stdout == "bcdef\n"

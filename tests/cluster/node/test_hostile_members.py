@@ -127,7 +127,7 @@ def choosing(model: str) -> dict[str, Meta]:
 def orders(bases: dict[str, Meta], first: int) -> Iterator[ControlMessage]:
     """Every message that a node may receive with every field at its extremes.
 
-    The suite sends every fourth one from `first` on: a node with a model gets others than one
+    The suite sends every eighth one from `first` on: a node with a model gets others than one
     without.
     """
     for kind in get_args(Incoming):
@@ -135,7 +135,7 @@ def orders(bases: dict[str, Meta], first: int) -> Iterator[ControlMessage]:
             continue
         base = bases.get(kind.__name__, {})
         for number, case in enumerate(extremes(kind, base)):
-            if number % 4 != first and not is_soak():
+            if number % 8 != first and not is_soak():
                 continue
             if case.is_within and case.path not in SLOW | ENDS_THE_LINK:
                 meta = encoded(case.meta)

@@ -369,9 +369,15 @@ class Machine:
         self._commands.append(command)
         return command
 
-    def call(self, *arguments: str, stdin: str | None = None) -> Result:
+    def call(
+        self,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        stdin: str | None = None,
+    ) -> Result:
         """Run a command inside this process, which is 0.3 s faster than `run`."""
-        outcome = CliRunner(env={**os.environ, **self.environment}).invoke(
+        its_environment = {**os.environ, **self.environment, **(environment or {})}
+        outcome = CliRunner(env=its_environment).invoke(
             app, arguments, input=stdin, catch_exceptions=False
         )
         return Result(code=outcome.exit_code, stdout=outcome.stdout, stderr=outcome.stderr)
