@@ -45,9 +45,20 @@ async def load_of(client: Client) -> RingLoad:
 
 async def until_idle(client: Client) -> RingLoad:
     """Wait until nothing runs or waits on the ring; fails at the deadline of `served`."""
-    while (load := await load_of(client)).running or load.waiting:
+    while True:
+        load = await load_of(client)
+        if not (load.running or load.waiting):
+            return load
         await asyncio.sleep(0.01)
-    return load
+
+
+async def until_busy(client: Client) -> None:
+    """Wait until something runs on the ring."""
+    while True:
+        load = (await client.status()).load
+        if load and load.running:
+            return
+        await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -329,8 +340,7 @@ def test_a_client_that_leaves_while_its_prompt_is_read_frees_its_slot(
             async with asking(url, body) as answer:
                 if is_stream:  # long before the first token
                     assert b" 200 " in await answer.readline()
-                while not (load := (await client.status()).load) or not load.running:
-                    await asyncio.sleep(0.01)
+                await until_busy(client)
             load = await until_idle(client)
             assert load.used_blocks == load.warm_blocks
         assert "499" in log[-1]

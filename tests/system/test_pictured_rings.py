@@ -24,7 +24,7 @@ from shardnet.api.events import RequestState
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
 
-N_TOKENS = 40
+N_TOKENS = 28
 SAID: Any = [
     {
         "role": "user",

@@ -310,6 +310,7 @@ def test_answers_are_markdown_and_conversations_are_kept(
             await page.evaluate(f"{delete}.click()")
             await page.until("!document.querySelector('.message')")
             assert await page.evaluate(names) == ["other"]
+            await check_nested_without_end(page)
             assert page.problems == []
 
     asyncio.run(main())
@@ -351,23 +352,18 @@ def test_a_conversation_is_kept_that_is_left_amid_an_answer_and_where_there_is_l
     asyncio.run(main())
 
 
-def test_text_that_is_nested_without_end_is_shown(
-    browser: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def main() -> None:
-        async with shown(browser, monkeypatch) as it:
-            for text in ("> ", "1. ", "- "):
-                for n in (40, 1_000, 6_000):  # from 3_000 on no parser's stack suffices
-                    shows = await it.page.evaluate(
-                        "Promise.all([import('./prose.js'), import('./html.js')])"
-                        ".then(([{ Prose }, { html, render }]) => {"
-                        " const at = document.createElement('div');"
-                        f" render(html`<${{Prose}} text=${{{text!r}.repeat({n}) + 'end'}} />`, at);"
-                        " return at.textContent.trim().endsWith('end'); })"
-                    )
-                    assert shows, (text, n)
-
-    asyncio.run(main())
+async def check_nested_without_end(page: Page) -> None:
+    """Check that what a model that repeats itself nests is shown, however deep."""
+    for text in ("> ", "1. ", "- "):
+        for n in (40, 1_000, 6_000):  # from 3_000 on no parser's stack suffices
+            shows = await page.evaluate(
+                "Promise.all([import('./prose.js'), import('./html.js')])"
+                ".then(([{ Prose }, { html, render }]) => {"
+                " const at = document.createElement('div');"
+                f" render(html`<${{Prose}} text=${{{text!r}.repeat({n}) + 'end'}} />`, at);"
+                " return at.textContent.trim().endsWith('end'); })"
+            )
+            assert shows, (text, n)
 
 
 def test_a_key_is_asked_for_below_a_sub_path(
