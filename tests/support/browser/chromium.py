@@ -25,6 +25,7 @@ FLAGS: Final = (
     *("--disable-background-networking", "--disable-component-update", "--no-proxy-server"),
     *("--disable-background-timer-throttling", "--mute-audio", "--hide-scrollbars"),
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+    "--process-per-site",  # one for all pages of this machine: to start one takes a second
     "--remote-debugging-pipe",
 )
 COMMAND_S: Final = 60.0
@@ -186,7 +187,7 @@ class Page:
 
 
 class Browser:
-    """A running browser, in a window whose storage and pages end with it."""
+    """A running browser, whose pages and what they stored end with it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.WriteTransport) -> None:
         self._reader = reader
@@ -194,15 +195,14 @@ class Browser:
         self._number = 0
         self._waiting: dict[int, asyncio.Future[Value]] = {}
         self._pages: dict[str, Page] = {}
-        self._window: Value = {}
-
-    async def begin(self) -> None:
-        """Open a window that remembers nothing."""
-        self._window = await self.do("Target.createBrowserContext", {})
 
     async def end(self) -> None:
-        """Close the window with its pages."""
-        await self.do("Target.disposeBrowserContext", self._window)
+        """Close the pages, and forget what they stored."""
+        for page in self._pages.values():
+            origin = await page.evaluate("location.origin")
+            if origin != "null":
+                await page.do("Storage.clearDataForOrigin", origin=origin, storageTypes="all")
+            await page.do("Page.close")
 
     async def do(self, method: str, parameters: Value, session: str = "") -> Value:
         """Do a command; return its answer. Raises TimeoutError, AssertionError for a refusal."""
@@ -218,7 +218,7 @@ class Browser:
 
     async def open_page(self, url: str = "about:blank") -> Page:
         """Open a tab."""
-        target = await self.do("Target.createTarget", {"url": "about:blank", **self._window})
+        target = await self.do("Target.createTarget", {"url": "about:blank"})
         attached = await self.do("Target.attachToTarget", {**target, "flatten": True})
         page = self._pages[attached["sessionId"]] = Page(self, attached["sessionId"])
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -289,7 +289,6 @@ async def browsing(program: Program) -> AsyncIterator[Browser]:
     browser = Browser(reader, writer)
     listening = asyncio.create_task(browser.listen())
     try:
-        await browser.begin()
         try:
             yield browser
         finally:
