@@ -59,9 +59,6 @@ FIRST_MIXED_ROWS = 12
 MakePipeline = Callable[[Callable[[StepAnswered], None], Callable[[StepFailed], None]], Pipeline]
 """Makes a pipeline that calls the first function with answers, the second with failed steps."""
 
-LONGEST_DEADLINE_S = 1e8
-"""Three years: what is longer is no deadline, and more than timers take."""
-
 _COMPUTE_US: Final = attrgetter("compute_us")
 
 
@@ -416,8 +413,8 @@ class Engine:
     ) -> asyncio.TimerHandle | None:
         if request.deadline_s is None:
             return None
-        delay_s = min(request.deadline_s, LONGEST_DEADLINE_S)
-        return asyncio.get_running_loop().call_later(delay_s, self._expire, sequence_id)
+        loop = asyncio.get_running_loop()
+        return loop.call_later(request.deadline_s, self._expire, sequence_id)
 
     def _expire(self, sequence_id: SequenceId) -> None:
         """End a request whose deadline has passed, wherever it is."""
