@@ -43,6 +43,8 @@ def test_one_process_does_one_job_after_another(helper: HelperProcess) -> None:
         helper.call("fail", {}, LIMITS)
     with pytest.raises(JobFailedError, match="nested too deeply"):
         helper.call("nest", {}, LIMITS)
+    for _ in range(2):  # each job has all of its time
+        helper.call("burn", {"cpu_s": 0.6}, replace(LIMITS, cpu_s=1))
     check_works(helper)
     assert (helper.pid, helper.n_started) == (pid, 1)
 

@@ -50,6 +50,13 @@ def spin() -> tuple[object, bytes]:
         pass
 
 
+def burn(cpu_s: float) -> tuple[object, bytes]:
+    until_s = time.process_time() + cpu_s
+    while time.process_time() < until_s:
+        pass
+    return None, b""
+
+
 def stand() -> tuple[object, bytes]:
     time.sleep(3600)
     return echo(0)
@@ -64,6 +71,6 @@ def talk(n_bytes: int) -> tuple[object, bytes]:
 
 
 def main() -> None:
-    jobs = [echo, refuse, fail, panic, nest, crash, leave, spin, stand, eat, talk]
+    jobs = [echo, refuse, fail, panic, nest, crash, leave, spin, burn, stand, eat, talk]
     sys.setrecursionlimit(200)
     serve({job.__name__: job for job in jobs})

@@ -124,10 +124,11 @@ def test_while_we_do_not_read_bytes_that_leave_are_a_sign_of_life() -> None:
     assert looks(silence, 62, 66, 68, reading=False, unsent=942) == [False, False, True]
 
 
-def test_a_peer_that_lives_and_reads_nothing_is_noticed_whatever_is_added() -> None:
+@pytest.mark.parametrize("added", [0, 10])
+def test_a_peer_that_lives_and_reads_nothing_is_noticed_whatever_is_added(added: int) -> None:
     sending = SendTimeout(ALLOWED_S, 0.0)
     assert not any(sending.is_over(now, unsent_bytes=0) for now in range(2, 40, 2))
-    waits = [sending.is_over(38.0 + 2 * n, unsent_bytes=10 * n) for n in range(6)]
+    waits = [sending.is_over(38.0 + 2 * n, unsent_bytes=10 + added * n) for n in range(6)]
     assert waits == [False, False, False, False, False, True]
 
 
