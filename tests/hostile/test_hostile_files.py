@@ -231,15 +231,22 @@ class TestPickle:
             torch_pickle.pickled_tensors(bytes(torch_pickle.MAX_PICKLE_BYTES + 1), "x.bin")
 
 
-def test_texts_of_a_gguf_are_counted_over_all_arrays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("cap", "why"),
+    [
+        ("MAX_TEXTS", "8 texts with it, at most 7"),
+        ("MAX_ELEMENTS", "claims 4 entries, but .* at most 3 entries"),
+    ],
+)
+def test_what_arrays_of_a_gguf_hold_is_counted_over_all_of_them(
+    cap: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path, "gguf")
     assert Checkpoint.open(tmp_path)
-    monkeypatch.setattr(gguf_header, "MAX_TEXTS", 7)
+    monkeypatch.setattr(gguf_header, cap, 7)
     more = small.GGUF_METADATA | {"tokenizer.ggml.merges": small.gguf_value(["a b"] * 4)}
     (tmp_path / "model.gguf").write_bytes(small.gguf(more, small.GGUF_TENSORS))
-    with pytest.raises(CheckpointError, match=r"merges': 8 texts with it, at most 7"):
+    with pytest.raises(CheckpointError, match=rf"merges': {why}"):
         Checkpoint.open(tmp_path)
 
 

@@ -178,6 +178,11 @@ class TestPaths:
         with pytest.raises(CheckpointError, match=r"00002-of-00003\.gguf: this part is missing"):
             Checkpoint.open(parts)
 
+    def test_a_name_that_counts_no_parts_is_one_file(self, small: Path, tmp_path: Path) -> None:
+        path = tmp_path / "model-00001-of-00000.gguf"
+        shutil.copy(small, path)
+        assert Checkpoint.open(path).config == Checkpoint.open(small).config
+
 
 def test_files_of_2023_have_a_tensor_for_each_expert(tmp_path: Path) -> None:
     source = make_decoder(

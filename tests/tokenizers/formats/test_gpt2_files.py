@@ -16,6 +16,7 @@ from support.models.trained_tokenizers import gpt2_backend
 from transformers import GPT2Tokenizer, Qwen2Tokenizer
 
 from shardnet.errors import CheckpointError
+from shardnet.tokenizers.backends.added_tokens import MAX_ID
 from shardnet.tokenizers.tokenizer import Tokenizer
 
 END = trained.GPT2_END
@@ -179,6 +180,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "an added gigantic id": (
         beside("added_tokens.json", {"<x>": 1 << 60}),
+        "added_tokens.json",
+        "is not a token id",
+    ),
+    "an added id behind the last": (
+        beside("added_tokens.json", {"<x>": MAX_ID}),
         "added_tokens.json",
         "is not a token id",
     ),
