@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.cache.slot_blocks import first_block
 from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, KvDType, SlotId
 
 CPU = torch.device("cpu")
@@ -144,3 +145,22 @@ def test_the_rows_of_a_whole_frame_can_be_written_again() -> None:
     for layer, window in enumerate(WINDOWS):
         expected = [*values[:position].tolist(), -1.0]
         assert seen(cache, SLOT, layer, position + 1) == expected[-(window or 0) :]
+
+
+def test_a_frame_whose_window_begins_with_a_block_can_be_written_again() -> None:
+    cache = make_cache()
+    begin = BLOCK_POSITIONS + 300 - 1
+    values = torch.arange(begin + 256.0)
+    write(cache, SLOT, 0, values[:begin])
+    write(cache, SLOT, begin, values[begin:])
+    assert cache.first(SLOT, 2) == BLOCK_POSITIONS
+    write(cache, SLOT, begin, torch.tensor([-1.0]))
+    assert seen(cache, SLOT, 2, begin + 1) == [*values[begin - 299 : begin].tolist(), -1.0]
+
+
+@pytest.mark.parametrize(
+    ("window", "block"),
+    [(None, 0), (1, 3), (2, 2), (257, 2), (258, 1), (769, 0), (2000, 0)],
+)
+def test_the_first_block_that_the_row_behind_three_sees(window: int | None, block: int) -> None:
+    assert first_block(3, window) == block

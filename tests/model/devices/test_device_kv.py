@@ -156,3 +156,16 @@ def test_a_slot_is_copied_on_the_device() -> None:
     assert not held[0, :n_changed].any()
     expected = torch.arange(n_changed * size, dtype=torch.float32).view(n_changed, size)
     assert torch.equal(copied[0, :n_changed], expected)
+
+
+def test_rows_that_the_host_alone_has_computed_are_brought_to_the_device() -> None:
+    size = 4
+    kv = cache_on(HostOnce(), 1, size)
+    for position in range(3):
+        kv.ensure(SLOT, position + 1, 1)
+        kv.give_back([Span(slot=SLOT, start=0, end=1, position=position, masks=None)])
+        kv.layer(SLOT, 0)[0][0, position] = position + 1
+    kv.ensure(SLOT, 4, 1)
+    kv.bring([Span(slot=SLOT, start=0, end=1, position=3, masks=None)])
+    rows = kv.pages_of(0)[0].view(np.float32)[: 3 * size].reshape(3, size)
+    assert rows[:, 0].tolist() == [1, 2, 3]

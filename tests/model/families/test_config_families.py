@@ -470,6 +470,9 @@ def test_mixtral() -> None:
         n_experts=8, top_k=2, intermediate_size=100, normalize_top_k=True, layers=tuple(range(7))
     )
     assert parse(MIXTRAL, sliding_window=4096).windows == (4096,) * 7
+    every_one = parse(MIXTRAL, num_experts_per_tok=8).experts
+    assert every_one is not None
+    assert every_one.top_k == 8
 
 
 def test_qwen3_moe_in_both_spellings() -> None:
