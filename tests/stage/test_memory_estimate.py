@@ -98,6 +98,14 @@ def test_of_unlike_layers_the_largest_is_planned_with(tmp_path: Path) -> None:
     assert dense - embedding_weight_bytes(config, form) < layers[0]
 
 
+def test_one_streamed_layer_has_one_buffer(tmp_path: Path) -> None:
+    """So it takes as much as two, whose buffers are theirs alone."""
+    config = Checkpoint.open(make_decoder(tmp_path, "llama", with_tokenizer=False)).config
+    layers, form = LayerRange(0, 4), WeightForm(dtype=DType.FLOAT32)
+    one, two, three, four = (stage_weight_bytes(config, layers, form, n) for n in range(1, 5))
+    assert one == two > three > four
+
+
 def unvisited(config: ModelConfig, dtype: DType) -> int:
     """Bytes of a layer's experts that one row does not visit: gate, up and down each; Nemotron's
     have no gate."""

@@ -13,7 +13,7 @@ from shardnet.cluster.planning.model_shape import model_shape
 from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.runtime.loading.loading import kv_room_blocks
+from shardnet.runtime.loading.loading import MAX_ROOM_POSITIONS, kv_room_blocks
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,
@@ -79,6 +79,7 @@ def test_a_stage_needs_room_for_all_states(config: ModelConfig, layers: LayerRan
     assert (kv_room_blocks(config, layers, form, 512, needed) == 2) is has_attention
     with pytest.raises(CapacityError, match="for a context of 512"):
         kv_room_blocks(config, layers, form, 512, needed - 1)
+    assert kv_room_blocks(config, layers, form, 512, 1 << 50) == MAX_ROOM_POSITIONS // 256
 
 
 def test_the_planner_counts_no_layer_as_less_than_it_takes(config: ModelConfig) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardnet.errors import UsageError
+from shardnet.errors import CapacityError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import HeadShape
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import OpenSequence
 from shardnet.stage.moves.slot_moves import JoinedMoves, SlotMoves
-from shardnet.types import KvDType, LayerRange, SequenceId, SlotId
+from shardnet.types import BLOCK_POSITIONS, KvDType, LayerRange, SequenceId, SlotId
 
-ONE, SLOT = SequenceId(1), SlotId(0)
+ONE, TWO, SLOT = SequenceId(1), SequenceId(2), SlotId(0)
 NARROW = HeadShape(n_kv_heads=2, key_size=8, value_size=8)
 WIDE = HeadShape(n_kv_heads=1, key_size=16, value_size=16)
 MODEL = (NARROW, WIDE, NARROW)
@@ -49,3 +49,12 @@ def test_rows_of_another_form_on_the_same_node_are_refused() -> None:
     target.begin(ONE, range(10))
     target.take_own(ONE, source, SLOT, 1, 10)
     assert target.next_wanted(ONE, 1) == 10
+
+
+def test_all_that_arrives_has_room_together() -> None:
+    target = stage(LayerRange(0, 3))
+    target.begin(ONE, range(3 * BLOCK_POSITIONS))
+    with pytest.raises(CapacityError, match=r"2 sequences of 5 KV blocks .* room for 4 blocks"):
+        target.begin(TWO, range(2 * BLOCK_POSITIONS))
+    target.begin(TWO, range(BLOCK_POSITIONS))
+    assert target.has(TWO)

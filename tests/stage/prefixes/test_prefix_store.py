@@ -97,3 +97,12 @@ def test_prefixes_are_listed_and_deleted_while_a_node_goes_on(store: PrefixStore
     with pytest.raises(FileNotFoundError):
         files.write(files.path(KEYS[0], "kv"), KEYS[0], memoryview(PAYLOAD))
     assert read(filled(store), KEYS[0]) == PAYLOAD
+
+
+def test_nothing_is_deleted_in_vain_beside_what_is_kept(store: PrefixStore) -> None:
+    files = filled(store)
+    keep = {files.path(key, "kv") for key in KEYS[:2]}
+    names = files.names()
+    assert store.make_room(3 * SIZE, keep, all_or_none=True) == 0
+    assert files.names() == names
+    assert store.make_room(2 * SIZE, keep, all_or_none=True) == 2 * SIZE
