@@ -45,6 +45,13 @@ def test_without_windows_there_is_no_floor() -> None:
     assert kept(book, 20) == 20
 
 
+def test_a_beginning_of_few_rows_is_not_copied() -> None:
+    book = KvBlockManager(room_blocks=64)
+    warm_slot(book, 100, 100)
+    starts = [book.start([*range(n_common), -1], 1) for n_common in (15, 16)]
+    assert [start.n_kept for start in starts] == [0, 16]
+
+
 def test_a_copy_has_forgotten_what_its_source_had() -> None:
     book = KvBlockManager(room_blocks=64, window=WINDOW)
     source = warm_slot(book, 1000, 1200)

@@ -168,12 +168,13 @@ def test_the_end_of_the_context_ends_with_length() -> None:
     assert len(one.said[SequenceId(1)]) == 3
 
 
-def test_no_tokens_asked_for_computes_the_prompt_and_samples_nothing() -> None:
+@pytest.mark.parametrize("n_prompt", [100, CONTEXT])
+def test_no_tokens_asked_for_computes_the_prompt_and_samples_nothing(n_prompt: int) -> None:
     one = ring()
-    one.scheduler.submit(request(1, 100, max_tokens=0))
+    one.scheduler.submit(request(1, n_prompt, max_tokens=0))
     one.run()
     assert one.finished == {SequenceId(1)}
-    assert sum(group.n_rows for group in one.groups()) == 100
+    assert sum(group.n_rows for group in one.groups()) == n_prompt
     assert not any(group.n_sampled for group in one.groups())
 
 
