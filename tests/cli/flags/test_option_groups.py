@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
+from shardnet.model.shards.cut import MAX_SHARDS
 from shardnet_cli.flags.options import takes_groups
 from shardnet_cli.flags.ring_options import RingOptions
 from shardnet_cli.main import app
@@ -112,6 +113,8 @@ def test_every_command_of_a_ring_has_the_flags_of_the_model(
         ({"kv_dtype": "int4"}, "'int4': choose auto or int8"),
         ({"stream_layers": "-1"}, "'-1': choose auto or a number of layers"),
         ({"layers": "8-4"}, "8-4"),
+        ({"nodes_per_stage": "0"}, f"'0': choose auto or a number from 1 to {MAX_SHARDS}"),
+        ({"nodes_per_stage": f"{MAX_SHARDS + 1}"}, "choose auto or a number from 1"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(changes: dict[str, str], message: str) -> None:
