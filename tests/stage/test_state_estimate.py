@@ -79,6 +79,10 @@ def test_a_stage_needs_room_for_all_states(config: ModelConfig, layers: LayerRan
     assert (kv_room_blocks(config, layers, form, 512, needed) == 2) is has_attention
     with pytest.raises(CapacityError, match="for a context of 512"):
         kv_room_blocks(config, layers, form, 512, needed - 1)
+    held_bytes = 2 * kv_block_bytes(config, layers, DTYPE)
+    assert kv_room_blocks(config, layers, form, 512, needed, held_bytes=held_bytes)
+    with pytest.raises(CapacityError, match=f"beside {held_bytes + 1} of the stage"):
+        kv_room_blocks(config, layers, form, 512, needed, held_bytes=held_bytes + 1)
     assert kv_room_blocks(config, layers, form, 512, 1 << 50) == MAX_ROOM_POSITIONS // 256
 
 

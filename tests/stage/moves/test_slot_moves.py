@@ -11,7 +11,7 @@ from shardnet.model.config.model_config import HeadShape
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import OpenSequence
 from shardnet.stage.moves.slot_moves import JoinedMoves, SlotMoves
-from shardnet.types import BLOCK_POSITIONS, KvDType, LayerRange, SequenceId, SlotId
+from shardnet.types import BLOCK_POSITIONS, HeldRows, KvDType, LayerRange, SequenceId, SlotId
 
 ONE, TWO, SLOT = SequenceId(1), SequenceId(2), SlotId(0)
 NARROW = HeadShape(n_kv_heads=2, key_size=8, value_size=8)
@@ -58,3 +58,13 @@ def test_all_that_arrives_has_room_together() -> None:
         target.begin(TWO, range(2 * BLOCK_POSITIONS))
     target.begin(TWO, range(BLOCK_POSITIONS))
     assert target.has(TWO)
+
+
+def test_a_layer_has_come_when_its_window_of_the_next_row_has() -> None:
+    sizes = (1, 1, 8, torch.float32, torch.device("cpu"), 4)
+    target = SlotMoves(KvCache(*sizes, windows=(5,)), LayerRange(0, 1), {})
+    target.begin(ONE, range(260))
+    held = HeldRows(first=BLOCK_POSITIONS, n_bytes=4 * 4 * (8 + 8))
+    target.expect(ONE, 0, held, 260)
+    target.came(ONE, 0, 260)
+    assert [target.is_whole(ONE, end) for end in (259, 260, 261)] == [False, True, False]

@@ -27,9 +27,10 @@ ONE = SequenceId(1)
 class Stage:
     """A cache of two layers, the second with a window, whose prefixes are on disk."""
 
-    def __init__(self, folder: Path, limit_bytes: int = 1 << 30) -> None:
+    def __init__(self, folder: Path, limit_bytes: int = 1 << 30, room_blocks: int = 16) -> None:
         cpu = torch.device("cpu")
-        self.kv = KvCache(2, 1, 4, torch.float32, cpu, 16, windows=(None, 300), value_size=0)
+        sizes = (2, 1, 4, torch.float32, cpu, room_blocks)
+        self.kv = KvCache(*sizes, windows=(None, 300), value_size=0)
         files = PrefixStore(folder, limit_bytes).of_stage("a", "/m", "layers 0-1")
         self.prefixes = StagePrefixes(self.kv, files)
 
@@ -72,6 +73,16 @@ def test_a_slot_comes_back_as_far_as_windows_reach(stage: Stage) -> None:
     assert stage.kv.blocks_used == 4 + 3
     stage.fill(OTHER, 800, begin=768)
     assert stage.rows(OTHER, 0)[:800] == [*range(800)]
+
+
+def test_a_beginning_may_fill_the_room(stage: Stage, tmp_path: Path) -> None:
+    stage.fill(SLOT, 512)
+    stage.prefixes.save(SLOT, KEYS[:2])
+    stage.prefixes.settle(10.0)
+    for room_blocks, comes in ((1, False), (2, True)):
+        other = Stage(tmp_path, room_blocks=room_blocks)
+        assert other.prefixes.restore(ONE, KEYS[:2], range(512)) is comes
+        other.prefixes.close()
 
 
 def test_rows_that_are_written_before_the_disk_has_them_are_not_kept(stage: Stage) -> None:
