@@ -250,6 +250,14 @@ def test_what_arrays_of_a_gguf_hold_is_counted_over_all_of_them(
         Checkpoint.open(tmp_path)
 
 
+@pytest.mark.parametrize("alignment", [0, (1 << 20) + 1, "32"])
+def test_an_alignment_that_no_gguf_has(alignment: object, tmp_path: Path) -> None:
+    more = small.GGUF_METADATA | {"general.alignment": small.gguf_value(alignment)}
+    (tmp_path / "model.gguf").write_bytes(small.gguf(more, small.GGUF_TENSORS))
+    with pytest.raises(CheckpointError, match=r"general\.alignment: .* is not a number of bytes"):
+        Checkpoint.open(tmp_path)
+
+
 def test_long_files_of_tokenizers(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").write_bytes(b"\n" * (MAX_LINES + 1))
     with pytest.raises(CheckpointError, match=r"merges\.txt has 1048577 lines, at most 1048576"):
