@@ -9,9 +9,10 @@ import pytest
 
 from shardnet.api.chat.request import ChatRequest, ChatTurn
 from shardnet.api.ollama.body import OllamaChat, OllamaGenerate
-from shardnet.api.ollama.generating import chat_request, generate_request
+from shardnet.api.ollama.generating import chat_request, generate_request, keep_of
 from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.errors import HttpError
+from shardnet.api.switching.model_switch import MOST_S, Keep
 from shardnet.constraints import Constraint
 from shardnet.types import MAX_POSITIONS
 from shardnet.wire.messages.chat import ToolCall
@@ -139,3 +140,7 @@ def test_a_generation_is_a_conversation() -> None:
     asked = generate(system="be kind")
     assert [turn.role for turn in asked.turns] == ["system", "user"]
     assert asked.turns[1].content == "hello"
+
+
+def test_a_model_is_kept_for_a_year_at_most() -> None:
+    assert [keep_of(given) for given in (1e300, "99999999h")] == [Keep(MOST_S)] * 2

@@ -10,17 +10,18 @@ from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
-from support.cluster.bulk_peers import Sources, open_sources, same_bytes
+from support.cluster.bulk_peers import Sources, hello, open_sources, same_bytes
 from support.models.checkpoints import make_llama
 from support.rings.stage_forms import FORM
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica import range_tensors
-from shardnet.cluster.sharing.bulk_client import SendRate
+from shardnet.cluster.sharing import sharing as sharing_module
+from shardnet.cluster.sharing.bulk_client import BulkClient, SendRate, SourceRefused
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.model_cache import ModelCache
-from shardnet.errors import CapacityError, CheckpointError, PeerFailedError
+from shardnet.errors import BusyError, CapacityError, CheckpointError, PeerFailedError
 from shardnet.transport.link import Link
 from shardnet.types import LayerRange, NodeId, WireDType
 from shardnet.wire.messages.membership import IdentifyModel
@@ -198,5 +199,22 @@ def test_the_next_model_may_take_the_room_of_the_last_but_not_beside_it(
             await receiver.load(sharing, 0, 4, sources=("cleo",), model=other, beside=True)
         await receiver.load(sharing, 0, 4, sources=("cleo",), model=other)
         assert receiver.cache.find(first.model_id) is None
+
+    receiving(source, tmp_path, scenario)
+
+
+def test_weights_go_to_so_many_nodes_at_once(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(receiver: Receiver) -> None:
+        sharing, sources = receiver.sharing(), receiver.sources
+        sources.serves["bert"] = sharing.serve
+        client = BulkClient(await sources.dial("bert"), receiver.model_id)
+        with pytest.raises(SourceRefused):  # the link is being served
+            await client.skeleton()
+        sharing.check_hello(hello("anna"))
+        monkeypatch.setattr(sharing_module, "MAX_BULK_LINKS", 1)
+        with pytest.raises(BusyError, match="over 1 links already"):
+            sharing.check_hello(hello("anna"))
 
     receiving(source, tmp_path, scenario)
