@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,6 +103,16 @@ def test_more_bytes_than_announced_end_a_download() -> None:
     counting.update(FILE.size_bytes)
     with pytest.raises(HubError, match=r"more of model\.safetensors came than the 104857600 bytes"):
         counting.update(20 << 20)
+
+
+def test_a_header_ends_within_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = (4).to_bytes(8, "little") + b"{  }"
+    ranges = hub_ranges.HubRanges(HubName(repo="org/name"), COMMIT)
+    monkeypatch.setattr(ranges, "stream", lambda _, begin, end: iter([content[begin:end]]))
+    assert ranges.header(replace(FILE, size_bytes=12)) == content
+    for size_bytes in (7, 11):
+        with pytest.raises(HubError, match=r"model\.safetensors is no safetensors file"):
+            ranges.header(replace(FILE, size_bytes=size_bytes))
 
 
 @pytest.mark.parametrize(
