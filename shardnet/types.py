@@ -365,12 +365,21 @@ class HeldRows:
     is_state: bool = False
 
 
+_MOST_DIGITS: Final = 18
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that a text is, None for what is no number of at most 18 digits."""
+    is_one = text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS
+    return int(text) if is_one else None
+
+
 def parse_layer_range(text: str) -> LayerRange:
     """Read `0-8`, half-open. Raises UsageError when it is not two numbers, or empty."""
-    start, dash, end = text.strip().partition("-")
-    if not (dash and start.isdigit() and end.isdigit()):
-        raise UsageError(f"'{text}' is not START-END; write for example 0-8")
-    return LayerRange(int(start), int(end))
+    start, end = (whole_number(part) for part in text.strip().partition("-")[::2])
+    if start is None or end is None:
+        raise UsageError(f"'{text:.60}' is not START-END; write for example 0-8")
+    return LayerRange(start, end)
 
 
 def parse_layers(text: str) -> tuple[LayerRange, ...]:

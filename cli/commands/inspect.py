@@ -16,6 +16,7 @@ from shardnet.api.client import GREEDY
 from shardnet.errors import ConfigurationError, SamplingError, ShardnetError
 from shardnet.files import expanded, replacing
 from shardnet.output_params import ALL_ROWS, OutputParams
+from shardnet.types import whole_number
 from shardnet.wire.messages.plans import PlanReply
 
 from ..finding.target import open_target
@@ -138,11 +139,12 @@ def _n_rows(text: str, flag: str) -> int:
     words = {LAST: 1, ALL: ALL_ROWS}
     if text in words:
         return words[text]
-    if text.isascii() and text.isdecimal() and 0 < int(text) < 1 << 32:
-        return int(text)
+    n_rows = whole_number(text)
+    if n_rows is not None and 0 < n_rows < 1 << 32:
+        return n_rows
     none = "none, " if flag == "--logits" else ""
     raise typer.BadParameter(
-        f"'{text}' is not {none}last, all or a number above 0", param_hint=flag
+        f"'{text:.40}' is not {none}last, all or a number above 0", param_hint=flag
     )
 
 

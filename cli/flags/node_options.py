@@ -14,6 +14,7 @@ import typer
 from shardnet.cluster.machine.device_list import parse_devices, parse_tensor_parallel
 from shardnet.errors import UsageError
 from shardnet.plugins import COMPUTES, installed_names
+from shardnet.types import whole_number
 
 from .config import one_of
 from .options import (
@@ -178,10 +179,11 @@ class NodeOptions:
 
     def http_address(self) -> tuple[str, int]:
         """Return host and port of --http, port 0 included. Raises typer.BadParameter."""
-        host, _, port = self.http.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > MAX_PORT:
-            raise typer.BadParameter(f"'{self.http}' is not HOST:PORT", param_hint="--http")
-        return host.removeprefix("[").removesuffix("]"), int(port)
+        host, _, text = self.http.rpartition(":")
+        port = whole_number(text)
+        if not host or port is None or port > MAX_PORT:
+            raise typer.BadParameter(f"'{self.http:.80}' is not HOST:PORT", param_hint="--http")
+        return host.removeprefix("[").removesuffix("]"), port
 
 
 def _value(flag: str, parse: Callable[[str, A], T], text: str, among: A) -> T:

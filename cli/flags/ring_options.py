@@ -18,7 +18,7 @@ from shardnet.errors import UsageError
 from shardnet.files import expanded
 from shardnet.model.shards.cut import MAX_SHARDS
 from shardnet.slot_operations import MAX_ADAPTERS
-from shardnet.types import parse_layers, parse_wires
+from shardnet.types import parse_layers, parse_wires, whole_number
 from shardnet.wire.messages.plans import AdapterScale, ModelChoice, NamedAdapter
 
 from .config import model_names, one_of
@@ -292,12 +292,13 @@ def _check_wires(text: str) -> None:
 def _nodes_per_stage(text: str) -> int:
     if text == "auto":
         return 0
-    if not (text.isdecimal() and 1 <= int(text) <= MAX_SHARDS):
+    n_nodes = whole_number(text)
+    if n_nodes is None or not 1 <= n_nodes <= MAX_SHARDS:
         raise typer.BadParameter(
-            f"'{text}': choose auto or a number from 1 to {MAX_SHARDS}",
+            f"'{text:.40}': choose auto or a number from 1 to {MAX_SHARDS}",
             param_hint="--nodes-per-stage",
         )
-    return int(text)
+    return n_nodes
 
 
 def _n_streamed(text: str) -> int | Literal["auto"]:

@@ -40,6 +40,7 @@ from shardnet.api.server.service import Exchange, Service
 from shardnet.api.server.settings import LogLine, Settings
 from shardnet.errors import QueueFullError, ShardnetError, where
 from shardnet.transport.admission import host_name
+from shardnet.types import whole_number
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +55,6 @@ RESUME_HEADER: Final = b"x-shardnet-resume"
 """With it the answer to an earlier request of the same id is sent again, without so many events."""
 
 MOST_RECEIVED: Final = 1 << 32
-MOST_DIGITS: Final = 12
 
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -266,8 +266,8 @@ def _request_id(headers: dict[bytes, bytes]) -> str:
 def _n_received(value: bytes) -> int:
     """Read how many events a client has. Raises HttpError 400 for what is no number."""
     text = value.decode("latin-1").strip()
-    is_number = text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS
-    if not is_number or int(text) > MOST_RECEIVED:
+    n_received = whole_number(text)
+    if n_received is None or n_received > MOST_RECEIVED:
         raise HttpError(
             Fault(
                 status=400,
@@ -278,7 +278,7 @@ def _n_received(value: bytes) -> int:
                 ),
             )
         )
-    return int(text)
+    return n_received
 
 
 def _key_of(headers: dict[bytes, bytes], service: Service, host: str) -> ApiKey:

@@ -19,6 +19,7 @@ from typing import Final
 
 from shardnet.api.server.errors import Fault, HttpError
 from shardnet.errors import ConfigurationError
+from shardnet.types import whole_number
 
 MAX_LIMIT = 1_000_000
 MAX_TOKENS = 1_000_000_000
@@ -70,14 +71,16 @@ def parse_key(text: str, number: int) -> ApiKey:
         parts = [str(number), *parts]
     if not parts[0] or not parts[1]:
         raise ConfigurationError(f"{what} has an empty part", remedy=f"write {_NAMED}")
-    limits = [*parts[2:], "0", "0"][:2]
-    for limit, most in zip(limits, (MAX_LIMIT, MAX_TOKENS), strict=True):
-        if not limit.isdecimal() or int(limit) > most:
+    limits = []
+    for text, most in zip([*parts[2:], "0", "0"], (MAX_LIMIT, MAX_TOKENS), strict=False):
+        limit = whole_number(text)
+        if limit is None or limit > most:
             raise ConfigurationError(
-                f"{what} has the limit '{limit}', which is no number up to {most}",
+                f"{what} has the limit '{text:.40}', which is no number up to {most}",
                 remedy="write NAME:KEY:8, or NAME:KEY:8:20000",
             )
-    n_requests, n_tokens = map(int, limits)
+        limits.append(limit)
+    n_requests, n_tokens = limits
     return ApiKey(
         name=parts[0], secret=parts[1], most_requests=n_requests, tokens_per_minute=n_tokens
     )

@@ -113,8 +113,11 @@ def test_every_command_of_a_ring_has_the_flags_of_the_model(
         ({"kv_dtype": "int4"}, "'int4': choose auto or int8"),
         ({"stream_layers": "-1"}, "'-1': choose auto or a number of layers"),
         ({"layers": "8-4"}, "8-4"),
+        ({"layers": "0-²"}, "'0-²' is not START-END"),
+        ({"layers": "0-" + "9" * 5000}, "9' is not START-END"),
         ({"nodes_per_stage": "0"}, f"'0': choose auto or a number from 1 to {MAX_SHARDS}"),
         ({"nodes_per_stage": f"{MAX_SHARDS + 1}"}, "choose auto or a number from 1"),
+        ({"nodes_per_stage": "9" * 5000}, "9': choose auto or a number from 1"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(changes: dict[str, str], message: str) -> None:
