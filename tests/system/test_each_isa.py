@@ -103,14 +103,11 @@ def test_nodes_of_the_class_keep_their_promises(
         monkeypatch.setenv(variable, value)
     if not is_soak():
         monkeypatch.setattr(test_recovery, "N_TOKENS", SHORT_TEXT)
-    with open_machine(tmp_path / "spanning") as machine:
-        test_recovery.test_a_stage_that_spans_two_nodes_says_the_same_and_outlives_one_of_them(
-            machine
-        )
-    if not is_soak():
-        return
-    with open_machine(tmp_path / "recovering") as machine:
-        test_recovery.test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(machine)
+    with test_recovery.open_survivor(tmp_path / "surviving") as anna:
+        test_recovery.test_a_stage_that_spans_two_nodes_says_the_same_and_outlives_one_of_them(anna)
+        if not is_soak():
+            return
+        test_recovery.test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(anna)
     if find_isa(os.environ) in VECTORS:
         with open_machine(tmp_path / "unlike") as machine:
             crew = Crew(machine=machine, nodes=machine.start_nodes("anna"))

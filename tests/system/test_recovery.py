@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,8 +104,10 @@ class Survivor:
     undisturbed: list[tuple[object, ...]]
 
 
-@pytest.fixture(scope="module")
-def anna(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survivor]:
+@contextlib.contextmanager
+def open_survivor(folder: Path) -> Iterator[Survivor]:
+    """Start it on a machine in `folder`, and have it say alone what rings are to say."""
+
     async def alone(address: str) -> list[tuple[object, ...]]:
         async with connect(address) as client:
             choice = ModelChoice(model=DEFAULT_MODEL_NAME, nodes=[address], context=512)
@@ -111,10 +115,16 @@ def anna(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survivor]:
             assert RequestState.RECOVERING not in states[0]
             return undisturbed
 
-    with open_machine(tmp_path_factory.mktemp("anna") / "machine") as machine:
+    with open_machine(folder) as machine:
         [node] = machine.start_nodes("anna")
         undisturbed = asyncio.run(alone(node.address))
         yield Survivor(machine=machine, node=node, undisturbed=undisturbed)
+
+
+@pytest.fixture(scope="module")
+def anna(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survivor]:
+    with open_survivor(tmp_path_factory.mktemp("anna") / "machine") as survivor:
+        yield survivor
 
 
 async def until_over(client: Client, n_before: int, n_recoveries: int) -> list[RecoveryReport]:
