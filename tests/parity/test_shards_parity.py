@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,10 +150,14 @@ def test_two_sharded_stages_generate_what_whole_ones_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", cases(["gemma3_text", "qwen3_next"], ["llama", "deepseek_v2"]))
 def test_slots_move_between_whole_and_sharded_stages(family: str, tmp_path: Path) -> None:
     """Rows, quantised or not, of a window or not, and states: both ways, through plain bytes."""
-    more = {"head_dim": 32, "sliding_window": 6} if family == "gemma3_text" else {}
-    linear = ["linear_attention", "full_attention"]
-    kinds = {"layer_types": linear} if family == "qwen3_next" else {}
-    folder = make_decoder(tmp_path, family, num_hidden_layers=2, **{**EVEN, **more, **kinds})
+    more: dict[str, Any] = {}
+    if family == "gemma3_text":
+        more = {"head_dim": 32, "sliding_window": 6}
+    if family == "qwen3_next":
+        more = {"layer_types": ["linear_attention", "full_attention"]}
+    if family == "deepseek_v2":
+        more = {"num_key_value_heads": 8}
+    folder = make_decoder(tmp_path, family, num_hidden_layers=2, **EVEN | more)
     kv_dtype = KvDType.INT8 if family == "gemma3_text" else KvDType.AUTO
     layers = [LayerRange(0, 2)]
     stages = [

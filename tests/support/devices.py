@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from support.soak import is_soak
 
 from shardnet.errors import ConfigurationError
 from shardnet.model.devices import opencl
@@ -92,5 +91,3 @@ def device_of(kind: str) -> Device:
 
 if "SHARDNET_TEST_DEVICE" in os.environ:  # what a driver opens for the process is no test's own
     device_of(DEVICE)
-elif not is_soak():  # by pocl, whose optimiser takes longer than all that tests compute there
-    opencl._OPTIONS.append("-cl-opt-disable")

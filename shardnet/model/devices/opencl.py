@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -26,6 +27,8 @@ from shardnet.model.devices.driver import (
 _OPTIONS: Final = ["-cl-std=CL1.2", "-cl-fp32-correctly-rounded-divide-sqrt", "-w"]
 """Without the second a division may be three units in the last place off; -w: a CPU's compiler
 warns of each loop that it does not unroll."""
+_OF_POCL: Final = "-cl-opt-disable"
+"""PoCL 3.0's optimiser leaves out a bound of the attention's last loop: it writes past a buffer."""
 
 
 def opencl_devices() -> list[Any]:
@@ -71,13 +74,16 @@ class OpenClDriver:
         self._memory: Any = type("Memory", (cl.Buffer,), {})  # a class that has weak references
         self._context = cl.Context([self._device])
         self._queue = cl.CommandQueue(self._context)
+        is_pocl = "pocl" in self._device.platform.version.lower()
+        self._options = [*_OPTIONS, *([_OF_POCL] if is_pocl else [])]
         self._lock = threading.Lock()
         self.n_launches = self.n_waits = self._taken_bytes = 0
 
     def compile(self, text: str, names: Sequence[str]) -> Mapping[str, Kernel]:
         """See Driver."""
         try:
-            program = self._cl.Program(self._context, text).build(options=_OPTIONS)
+            with warnings.catch_warnings(category=self._cl.CompilerWarning, action="ignore"):
+                program = self._cl.Program(self._context, text).build(options=self._options)
             return {name: self._cl.Kernel(program, name) for name in names}
         except self._cl.Error as error:
             why = re.sub(r"\s+", " ", str(error))[:400]

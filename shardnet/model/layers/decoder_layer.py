@@ -52,7 +52,8 @@ class Residual:
             inner = self.after(inner)
         if self.multiplier == 1:
             return hidden + inner
-        return torch.add(hidden, inner, alpha=self.multiplier)
+        # of the 16-bit dtypes `alpha` rounds otherwise in the last columns
+        return torch.add(hidden.float(), inner.float(), alpha=self.multiplier).to(hidden.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

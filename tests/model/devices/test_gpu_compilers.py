@@ -288,7 +288,11 @@ class _OpenCl(ModuleType):
     def __init__(self) -> None:
         super().__init__("pyopencl")
         self.device = SimpleNamespace(
-            name="card", max_work_group_size=256, max_mem_alloc_size=600, global_mem_size=1000
+            name="card",
+            max_work_group_size=256,
+            max_mem_alloc_size=600,
+            global_mem_size=1000,
+            platform=SimpleNamespace(version="OpenCL 3.0"),
         )
         self.Context = self.CommandQueue = lambda _: SimpleNamespace(finish=lambda: None)
         self.mem_flags = SimpleNamespace(READ_WRITE=1)

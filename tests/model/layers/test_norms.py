@@ -6,6 +6,7 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from shardnet.model.config.model_config import Activation
+from shardnet.model.layers.decoder_layer import Residual
 from shardnet.model.layers.norms import HeadNorm, Norm, activate, row_sigmoid
 
 
@@ -46,3 +47,15 @@ def test_a_rows_sigmoid_has_the_same_bits_in_any_batch(width: int, dtype: torch.
     for n_rows in (1, 2, 5, 31):
         assert torch.equal(row_sigmoid(rows[:n_rows]), whole[:n_rows])
         assert torch.equal(row_sigmoid(rows[-n_rows:]), whole[-n_rows:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_residual_with_a_factor_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    """It multiplies and adds before it rounds, in columns that fill no vector too."""
+    hidden, inner = torch.randn(2, 9, 129, generator=torch.Generator().manual_seed(0)).to(dtype)
+    add = Residual(multiplier=0.22).add
+    whole = add(hidden, inner)
+    exact = (hidden.double() + inner.double() * 0.22).to(dtype)
+    torch.testing.assert_close(whole, exact)
+    alone = [add(hidden[row : row + 1], inner[row : row + 1]) for row in range(9)]
+    assert torch.equal(torch.cat(alone), whole)
