@@ -20,6 +20,11 @@ INLINE void portable_halves(const uint8_t *from, float out[PANEL]) {
 #undef HALVES
 #undef BYTES
 
+/* The lower four bits of a code of four or more. */
+INLINE uint8_t nibble_at(const uint8_t *unit, int quad, int at) {
+    return unit[quad / 2 * QUAD_BYTES + at] >> (quad % 2 * 4) & 15;
+}
+
 /* The code of an input (0 to 31) of an output in a unit. */
 INLINE uint8_t code_at(const struct form *f, const uint8_t *unit, int input, int output) {
     if (is_float(f)) {
@@ -27,7 +32,6 @@ INLINE uint8_t code_at(const struct form *f, const uint8_t *unit, int input, int
         return unit[input / 2 * PANEL + output] >> (input % 2 * 4) & 15;
     }
     const int quad = input / 4, at = output * 4 + input % 4;
-    const uint8_t fours = unit[quad / 2 * QUAD_BYTES + at] >> (quad % 2 * 4) & 15;
     switch (f->bits) {
         case 2:
             return unit[quad / 4 * QUAD_BYTES + at] >> (quad % 4 * 2) & 3;
@@ -35,11 +39,12 @@ INLINE uint8_t code_at(const struct form *f, const uint8_t *unit, int input, int
             return (uint8_t)((unit[quad / 4 * QUAD_BYTES + at] >> (quad % 4 * 2) & 3) |
                              (unit[2 * QUAD_BYTES + at] >> quad & 1) << 2);
         case 4:
-            return fours;
+            return nibble_at(unit, quad, at);
         case 5:
-            return (uint8_t)(fours | (unit[4 * QUAD_BYTES + at] >> quad & 1) << 4);
+            return (uint8_t)(nibble_at(unit, quad, at) | (unit[4 * QUAD_BYTES + at] >> quad & 1) << 4);
         case 6:
-            return (uint8_t)(fours | (unit[(4 + quad / 4) * QUAD_BYTES + at] >> (quad % 4 * 2) & 3) << 4);
+            return (uint8_t)(nibble_at(unit, quad, at) |
+                             (unit[(4 + quad / 4) * QUAD_BYTES + at] >> (quad % 4 * 2) & 3) << 4);
         default:
             return unit[quad * QUAD_BYTES + at];
     }
