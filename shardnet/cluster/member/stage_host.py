@@ -206,9 +206,11 @@ class StageHost:
                 )
             self._compute.share_cores(threads, set_compute_threads)
             set_compute_threads(threads)  # of this thread, which may compute short steps itself
-            reused = self._take_prepared(membership.ring, order) or await self._loader.fits(
-                self.loaded, order
-            )
+            reused = self._take_prepared(membership.ring, order)
+            if not reused:
+                # What has come was for sequences of another ring, whose numbers come again.
+                await self.forget_arrivals()
+                reused = await self._loader.fits(self.loaded, order)
             if self.loaded is None or not reused:
                 kept = self.loaded.kept if self.loaded is not None else []
                 await self._free()

@@ -332,6 +332,26 @@ def test_a_head_that_gives_up_its_ring_does_not_end_the_one_that_came_first() ->
     hosted(main)
 
 
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_what_has_come_for_a_ring_is_not_taken_by_the_next_one(is_prepared: bool) -> None:
+    """A sequence that has left before it was opened has the number of one of another head."""
+
+    async def main(host: StageHost) -> None:
+        moves = mock.Mock()
+        stage = SimpleNamespace(
+            order=STAGE_ORDER, fits=lambda order: True, moves=moves, parts=(), compute=mock.Mock()
+        )
+        stage.compute.is_lost = False
+        host.loaded = cast(LoadedStage, stage)
+        if is_prepared:
+            host._prepared = PreparedStage(ring="r", stage=host.loaded, stands_for="")
+        await load(host)
+        host.loaded = None
+        assert moves.forget.call_count == (0 if is_prepared else 1)
+
+    hosted(main)
+
+
 def test_only_a_standby_is_dropped_where_a_node_rests() -> None:
     """What is ready for a ring to come is needed there soon, or dropped by its head."""
 
