@@ -139,10 +139,7 @@ class StageHost:
         self.refusals.check_not_draining(owner, self.membership)
         self.refusals.check_not_superseded(owner, message.epoch, self.membership)
         refuse_others(self.membership, owner)  # whose loading keeps the lock for long
-        if self._is_preparing:
-            # Not for good: a head that lost this node to another one's ring asks again.
-            self._overtaken = TakenError(f"ring {message.ring} came before it was ready")
-            self._loader.cancel(self._overtaken)
+        self._overtake(f"ring {message.ring} came before it was ready")
         async with self._changing:
             self.refusals.check_not_closing()
             refuse_others(self.membership, owner)
@@ -166,6 +163,15 @@ class StageHost:
                 span=span_of(message),
             )
             return self.membership
+
+    def _overtake(self, why: str) -> None:
+        """End what is being made ready, if anything is: it keeps the lock for long.
+
+        Not for good: a head that lost this node to another one's ring asks again.
+        """
+        if self._is_preparing:
+            self._overtaken = TakenError(why)
+            self._loader.cancel(self._overtaken)
 
     def head_lost(self, ring: str) -> None:
         """Note that the head of `ring` is lost: a ring that it was building will never be built."""
@@ -488,6 +494,8 @@ class StageHost:
         """
         if self._has_joined_another(ring):  # whose loading keeps the lock for long
             return False
+        refuse_if_busy(self.membership, owner)
+        self._overtake(f"ring {ring or 'of this node'} was freed before it was ready")
         async with self._changing:
             if self._has_joined_another(ring):
                 return False

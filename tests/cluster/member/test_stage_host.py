@@ -257,6 +257,27 @@ def test_a_ring_does_not_wait_for_a_stage_that_is_only_made_ready(
     hosted(main)
 
 
+def test_a_ring_is_freed_while_a_stage_is_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading takes minutes, after which the head would have given the order up long ago."""
+
+    async def main(host: StageHost) -> None:
+        began = loading_never_ends(monkeypatch)
+        ours = await enter_ring(host)
+        preparing = asyncio.create_task(
+            host.prepare(
+                "next", "head", STAGE_ORDER, memory_bytes=[1], on_progress=lambda done, total: None
+            )
+        )
+        await began.wait()
+        async with asyncio.timeout(60):
+            assert await host.unload("head", ours.ring)
+        with pytest.raises(TakenError, match="ring r was freed before it was ready"):
+            await preparing
+        assert host.membership is None
+
+    hosted(main)
+
+
 def test_a_node_that_has_left_refuses_by_name() -> None:
     async def main(host: StageHost) -> None:
         await host.close()
