@@ -125,10 +125,13 @@ def check_threads(threads: int, most: int) -> None:
         )
 
 
-def check_load_order(order: LoadStage, most_threads: int, n_devices: int = 1) -> None:
+def check_load_order(
+    order: LoadStage, most_threads: int, n_devices: int = 1, *, is_own: bool = True
+) -> None:
     """Raise UsageError for a stage that cannot be a part of any ring, or not on this node.
 
-    The node has `n_devices` and may compute with `most_threads` threads.
+    The node has `n_devices` and may compute with `most_threads` threads. Where the order `is_own`
+    it leads the ring.
     """
     check_threads(order.threads, most_threads)
     n_layers = len(LayerRange(*order.layers))
@@ -137,6 +140,8 @@ def check_load_order(order: LoadStage, most_threads: int, n_devices: int = 1) ->
     faults = {
         "its ring has no name": not order.ring,
         f"rank {order.rank} of {order.n_stages} stages": order.rank >= order.n_stages,
+        # A ring of one would be linked to itself, and never end.
+        "its first stage is not its head's": not (order.rank or order.shard or is_own),
         f"{len(order.addresses)} addresses for {order.n_stages} stages": (
             len(order.addresses) != order.n_stages
         ),

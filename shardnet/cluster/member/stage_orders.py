@@ -200,7 +200,8 @@ class StageOrders:
         the ring breaks later. Raises what check_load_order raises, and what StageHost.enter_ring,
         Sharing.folder and StageHost.load raise; the membership is over then.
         """
-        check_load_order(message, self.most_threads, len(self.devices))
+        is_own = owner == self.host.refusals.node
+        check_load_order(message, self.most_threads, len(self.devices), is_own=is_own)
         if message.beside:
             return await self._prepare(message, owner, progress)
 

@@ -42,3 +42,13 @@ def test_parts_cover_the_layers_on_devices_that_are_here() -> None:
     ):
         with pytest.raises(UsageError, match=complaint):
             check_load_order(bad, 8, 2)
+
+
+def test_the_first_stage_of_a_ring_is_its_heads() -> None:
+    """Of others it would be, where it is the only one, a ring that is linked to itself for ever."""
+    with pytest.raises(UsageError, match="its first stage is not its head's"):
+        check_load_order(order(), 8, is_own=False)
+    shards = ["a:1", "b:1"]
+    check_load_order(order(shard_nodes=shards, shard=1), 8, is_own=False)
+    last = order(rank=1, n_stages=2, layers=(4, 8), addresses=shards)
+    check_load_order(last, 8, is_own=False)

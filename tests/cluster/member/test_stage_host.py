@@ -531,7 +531,8 @@ def test_what_is_made_ready_for_a_head_goes_with_it(stands_for: str) -> None:
             latest=lambda control: control,
             log=lambda line: None,
         )
-        await orders.load_for(mock.Mock(), replace(ORDER, beside=True, stands_for=stands_for))
+        order = replace(ORDER, rank=1, n_stages=2, layers=(1, 2), addresses=["a:1", "b:1"])
+        await orders.load_for(mock.Mock(), replace(order, beside=True, stands_for=stands_for))
         for on_lost in lost:
             on_lost(PeerFailedError("the head is lost"))
         host.drop_prepared.assert_called_once_with("r")

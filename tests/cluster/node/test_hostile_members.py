@@ -180,7 +180,7 @@ def test_every_field_at_its_extremes_without_a_model(tmp_path: Path) -> None:
 
 def test_every_field_at_its_extremes_with_a_model_loaded(tmp_path: Path, facts: ModelFacts) -> None:
     n_layers = facts.config.n_layers
-    load = whole_model(facts)
+    load = last_layers(facts)
     generate = {"choice": {"model": DEFAULT_MODEL_NAME}, "token_ids": [1, 2], "max_tokens": 1}
     bases: dict[str, Meta] = {
         **choosing(NOWHERE),
@@ -193,10 +193,11 @@ def test_every_field_at_its_extremes_with_a_model_loaded(tmp_path: Path, facts: 
         "ReportRequest": {"model": str(DEFAULT_MODEL_PATH)},
     }
     wrong: list[Meta] = [
-        {"layers": [0, n_layers + 1]},
+        {"layers": [0, n_layers], "rank": 0},
+        {"layers": [1, n_layers + 1]},
         {"layers": [0, 1]},
         {"layers": [2, 1]},
-        {"layers": [1, n_layers], "rank": 1, "n_stages": 2, "addresses": ["a:1"]},
+        {"layers": [1, n_layers], "addresses": ["a:1"]},
         {"layers": [1, n_layers], "rank": 2, "n_stages": 2, "addresses": ["a:1", "b:1"]},
         {"form": load["form"] | {"context": 2**24}},
         {"form": load["form"] | {"context": 0}},
@@ -225,15 +226,15 @@ def test_every_field_at_its_extremes_with_a_model_loaded(tmp_path: Path, facts: 
     asyncio.run(main())
 
 
-def whole_model(facts: ModelFacts) -> Meta:
-    """The order for a ring of one with the bundled model."""
+def last_layers(facts: ModelFacts) -> Meta:
+    """The order for the last stage of a ring of two with the bundled model."""
     return {
         "ring": "r",
         "epoch": 1,
-        "rank": 0,
-        "n_stages": 1,
-        "addresses": ["127.0.0.1:9"],
-        "layers": [0, facts.config.n_layers],
+        "rank": 1,
+        "n_stages": 2,
+        "addresses": ["127.0.0.1:9", "127.0.0.1:9"],
+        "layers": [1, facts.config.n_layers],
         "wire_dtype": "float32",
         "received_dtype": "float32",
         "threads": 1,
