@@ -111,7 +111,7 @@ def rows_after(model: StageModel, before: bytes, dtype: DType) -> bytes:
         raise UsageError("the library does not compute all of this layer: its bits say nothing")
     wire, hidden = WireDType.own(dtype), None
     n_rows = min(TRIAL_ROWS, model.context)
-    if before:
+    if before or not model.first:
         hidden = unpack_rows(before, wire, n_rows, model.width, model.device).to(model.dtype)
     return bytes(pack_rows(model.trial(hidden, n_rows)[1], wire))
 

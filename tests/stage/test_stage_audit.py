@@ -177,8 +177,9 @@ def test_what_cannot_be_computed_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = order_of(make_llama(tmp_path / "llama"))
-    with pytest.raises(RemoteProtocolError):
-        compute_layer(order, 1, b"12")
+    for before in (b"12", b""):  # nothing is before the first layer alone
+        with pytest.raises(RemoteProtocolError):
+            compute_layer(order, 1, before)
     with pytest.raises(CheckpointError):
         compute_layer(with_form(order, model_id="0" * 64), 1, b"")
     monkeypatch.setattr("shardnet.cluster.member.kv_orders.MAX_BYTES", 1000)
