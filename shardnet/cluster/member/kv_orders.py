@@ -258,6 +258,7 @@ class KvOrders:
         if self._expiry is not None:
             self._expiry.cancel()
         if self._forgetting is not None:
+            self._forgetting.cancel()  # the compute thread may hang
             await asyncio.wait([self._forgetting])
         for source in self._sources.values():
             if source.client is not None:

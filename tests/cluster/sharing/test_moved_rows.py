@@ -129,3 +129,20 @@ def test_a_move_that_takes_long_is_not_given_up_while_rows_come(tmp_path: Path) 
         sources=[KvSource(layers=(ASK.layer, ASK.layer + 1), address="far:1")],
     )
     served(tmp_path, use)
+
+
+def test_a_node_ends_where_its_compute_thread_hangs_when_moved_rows_are_dropped() -> None:
+    async def main() -> None:
+        begun = asyncio.Event()
+
+        async def hang() -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        orders = KvOrders(Mock(forget_arrivals=hang), AsyncMock())
+        orders._expire()
+        await begun.wait()
+        async with asyncio.timeout(60):
+            await orders.close()
+
+    asyncio.run(main())
