@@ -246,6 +246,8 @@ class StageHost:
         """
         self.refusals.check_not_draining(owner, None if stands_for else self.membership)
         refuse_others(self.membership, owner)
+        if not stands_for:  # that ring is due, a loss perhaps never
+            self._overtake(f"ring {ring} comes first")
         async with self._changing:
             self.refusals.check_not_closing()
             refuse_others(self.membership, owner)

@@ -278,6 +278,39 @@ def test_a_ring_is_freed_while_a_stage_is_made_ready(monkeypatch: pytest.MonkeyP
     hosted(main)
 
 
+def test_a_ring_that_is_due_does_not_wait_for_what_stands_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node leaves, and its head would give up before a neighbour's layers are loaded."""
+
+    async def main(host: StageHost) -> None:
+        began = loading_never_ends(monkeypatch)
+
+        def prepare(ring: str, stands_for: str) -> asyncio.Task[Any]:
+            return asyncio.create_task(
+                host.prepare(
+                    ring,
+                    "head",
+                    STAGE_ORDER,
+                    memory_bytes=[1],
+                    on_progress=lambda done, total: None,
+                    stands_for=stands_for,
+                )
+            )
+
+        standing_by = prepare("instead", "bert")
+        await began.wait()
+        due = prepare("next", "")
+        async with asyncio.timeout(60):
+            with pytest.raises(TakenError, match="ring next comes first"):
+                await standing_by
+        due.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await due
+
+    hosted(main)
+
+
 def test_a_node_that_has_left_refuses_by_name() -> None:
     async def main(host: StageHost) -> None:
         await host.close()
