@@ -169,10 +169,6 @@ class StageOrders:
                 self.watch(control, lambda _: self.host.refusals.head_lost(owner))
 
         owner = control.link.peer.node
-        if message.beside:
-            self._stop_awaiting()
-            drop = self.host.drop_prepared
-            self._stop_awaiting = self.watch(control, lambda _: drop(message.ring))
         ready = await self.load(
             message,
             owner=owner,
@@ -181,6 +177,10 @@ class StageOrders:
             broken=broken,
             entered=entered,
         )
+        if message.beside:  # not before: what is ready for another head stays where this is refused
+            self._stop_awaiting()
+            drop = self.host.drop_prepared
+            self._stop_awaiting = self.watch(control, lambda _: drop(message.ring))
         control.send(ready)
 
     async def load(

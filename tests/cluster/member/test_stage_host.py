@@ -541,8 +541,15 @@ def test_a_load_that_hangs_on_a_disk_ends_by_name_and_the_node_without_it(
 
 @pytest.mark.parametrize("stands_for", ["", "bert"])
 def test_what_is_made_ready_for_a_head_goes_with_it(stands_for: str) -> None:
-    """Nobody else would have it freed: not a standby, nor what was for the head's next plan."""
+    """Nobody else would have it freed: not a standby, nor what was for the head's next plan.
+
+    Also where another head has asked for such a stage in vain meanwhile.
+    """
     lost: list[Callable[[PeerFailedError], None]] = []
+
+    def watch(control: object, on_lost: Any) -> Callable[[], None]:
+        lost.append(on_lost)
+        return lambda: lost.remove(on_lost)
 
     async def main() -> None:
         stage = SimpleNamespace(order=STAGE_ORDER, weight_bytes=1, room_blocks=1, load_s=0.0)
@@ -560,12 +567,15 @@ def test_what_is_made_ready_for_a_head_goes_with_it(stands_for: str) -> None:
             ),
             asked_threads=1,
             local_nodes=mock.Mock(list=list),
-            watch=lambda control, on_lost: lost.append(cast(Any, on_lost)) or (lambda: None),
+            watch=cast(Any, watch),
             latest=lambda control: control,
             log=lambda line: None,
         )
         order = replace(ORDER, rank=1, n_stages=2, layers=(1, 2), addresses=["a:1", "b:1"])
         await orders.load_for(mock.Mock(), replace(order, beside=True, stands_for=stands_for))
+        host.prepare.side_effect = BusyError("sequences are open")
+        with pytest.raises(BusyError):
+            await orders.load_for(mock.Mock(), replace(order, ring="s", beside=True))
         for on_lost in lost:
             on_lost(PeerFailedError("the head is lost"))
         host.drop_prepared.assert_called_once_with("r")
