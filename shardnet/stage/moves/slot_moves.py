@@ -151,16 +151,30 @@ class SlotMoves:
             self._arriving[sequence_id] = arriving
         arriving.n_blocks, arriving.token_ids = max(arriving.n_blocks, n_blocks), token_ids
 
+    def _begun(self, sequence_id: SequenceId, layer: int) -> tuple[_Arriving, int]:
+        """Return what comes for a sequence, and which of the layers here a layer is.
+
+        Raises UsageError for one that did not `begin`, or was forgotten since.
+        """
+        arriving = self._arriving.get(sequence_id)
+        if arriving is None:
+            raise UsageError(
+                f"what came for sequence {sequence_id} was dropped before all of it was here",
+                remedy="let it be computed again",
+            )
+        return arriving, layer - self._layers.start
+
     def next_wanted(self, sequence_id: SequenceId, layer: int) -> int:
         """Return the first position of a layer that has not come yet."""
-        return self._arriving[sequence_id].ends[layer - self._layers.start]
+        arriving, index = self._begun(sequence_id, layer)
+        return arriving.ends[index]
 
     def expect(self, sequence_id: SequenceId, layer: int, held: HeldRows, end: int) -> None:
         """Make room for what a source holds of a layer up to position `end`.
 
         Raises UsageError if it cannot be what this stage would hold, CapacityError without memory.
         """
-        arriving, index = self._arriving[sequence_id], layer - self._layers.start
+        arriving, index = self._begun(sequence_id, layer)
         contents, has_come, first = arriving.contents, arriving.ends[index], held.first
         if held.is_state != (index in contents.states):
             raise UsageError(f"layer {layer} keeps a state at one end, and rows at the other")
@@ -190,7 +204,7 @@ class SlotMoves:
 
         They count when the layer `came`.
         """
-        arriving, index = self._arriving[sequence_id], layer - self._layers.start
+        arriving, index = self._begun(sequence_id, layer)
         source = torch.frombuffer(data, dtype=torch.uint8)
         if index in arriving.contents.states:
             arriving.contents.states[index].write(source)
@@ -199,7 +213,7 @@ class SlotMoves:
 
     def came(self, sequence_id: SequenceId, layer: int, end: int) -> None:
         """Note that all that was expected of a layer up to position `end` is here."""
-        arriving, index = self._arriving[sequence_id], layer - self._layers.start
+        arriving, index = self._begun(sequence_id, layer)
         if index in arriving.contents.states:
             arriving.contents.states[index].end = end
         arriving.ends[index] = end
@@ -227,7 +241,7 @@ class SlotMoves:
                 f"slot {slot} holds layer {layer} from position {first} on, and was to go on from "
                 f"{end} with a window of {window}"
             )
-        arriving, here = self._arriving[sequence_id], layer - self._layers.start
+        arriving, here = self._begun(sequence_id, layer)
         if there in contents.states:
             found = contents.states[there].at(end)
             assert found is not None, "held has looked"

@@ -60,6 +60,23 @@ def test_all_that_arrives_has_room_together() -> None:
     assert target.has(TWO)
 
 
+def test_what_was_dropped_meanwhile_is_refused_by_name() -> None:
+    """A head may say so while rows still come, and what nobody opens goes after a while."""
+    source, target = stage(LayerRange(0, 3)), stage(LayerRange(0, 3))
+    target.begin(ONE, range(10))
+    target.forget(ONE)
+    held = source.held(ONE, SLOT, 1, 0, 10)
+    for late in (
+        lambda: target.next_wanted(ONE, 1),
+        lambda: target.expect(ONE, 1, held, 10),
+        lambda: target.write(ONE, 1, 0, 10, bytearray(held.n_bytes)),
+        lambda: target.came(ONE, 1, 10),
+        lambda: target.take_own(ONE, source, SLOT, 1, 10),
+    ):
+        with pytest.raises(UsageError, match="sequence 1 was dropped before all of it was here"):
+            late()
+
+
 def test_a_layer_has_come_when_its_window_of_the_next_row_has() -> None:
     sizes = (1, 1, 8, torch.float32, torch.device("cpu"), 4)
     target = SlotMoves(KvCache(*sizes, windows=(5,)), LayerRange(0, 1), {})
