@@ -18,7 +18,9 @@ from shardnet.api.openai.logprobs import (
     Answer,
     TextLogprobs,
     TextLogprobsWriter,
+    Token,
     UsageBody,
+    n_characters,
     usage_of,
 )
 from shardnet.api.openai.sampling import (
@@ -169,7 +171,7 @@ async def _whole(exchange: Exchange, job: _Job) -> Completion:
         text, tokens = result.text, _scored(result.logprobs)
         if job.echo:
             echoed = await _echoed(exchange, job, result)
-            writer = TextLogprobsWriter(begins_hidden=echoed.begins_hidden)
+            writer = TextLogprobsWriter(start=echoed.start)
             text, tokens = echoed.text + text, [*echoed.tokens, *tokens]
         logprobs = writer.write(tokens) if job.has_logprobs else None
         reason = result.finish_reason
@@ -201,7 +203,7 @@ async def _chunks(
                 writers[place] = TextLogprobsWriter()
                 if job.echo:
                     echoed = await _echo_of(exchange, job, told.index, scored[place])
-                    writers[place] = TextLogprobsWriter(begins_hidden=echoed.begins_hidden)
+                    writers[place] = TextLogprobsWriter(start=echoed.start)
                     text, tokens = echoed.text + text, [*echoed.tokens, *tokens]
             if told.result is not None:
                 results.append(told.result)
@@ -220,20 +222,17 @@ async def _chunks(
     yield DONE
 
 
-_Tokens = list[tuple[int, str, TokenLogprob | None]]
-
-
 @dataclass(frozen=True, slots=True)
 class _Echo:
     """The prompt as a part of the answer."""
 
     text: str
-    tokens: _Tokens
+    tokens: list[Token]
 
     @property
-    def begins_hidden(self) -> bool:
-        """Whether the first token is no part of the text."""
-        return bool(self.tokens) and not self.text.startswith(self.tokens[0][1])
+    def start(self) -> int:
+        """Where the first token begins: before the text, if that leaves it or its space out."""
+        return len(self.text) - n_characters(self.tokens)
 
 
 async def _echoed(exchange: Exchange, job: _Job, result: GenerationResult) -> _Echo:
@@ -265,16 +264,16 @@ async def _echo_of(
             answer = await exchange.detokenize(part, model=job.model)
             pieces += answer.tokens
             text += "" if isinstance(prompt, str) else answer.text
-        tokens: _Tokens = [(one, piece, None) for one, piece in zip(token_ids, pieces, strict=True)]
-        return _Echo(text, tokens if job.has_logprobs else [])
+        bare = [(one, piece, None) for one, piece in zip(token_ids, pieces, strict=True)]
+        return _Echo(text, [*bare] if job.has_logprobs else [])
     first = (await exchange.detokenize(token_ids[:1], model=job.model)).tokens[0]
-    tokens = [(token_ids[0], first, None), *_scored(scored)]
+    tokens: list[Token] = [(token_ids[0], first, None), *_scored(scored)]
     if isinstance(prompt, str):
         return _Echo(prompt, tokens)
     return _Echo((await exchange.detokenize(token_ids, model=job.model)).text, tokens)
 
 
-def _scored(logprobs: Sequence[TokenLogprob] | None) -> _Tokens:
+def _scored(logprobs: Sequence[TokenLogprob] | None) -> list[Token]:
     return [(logprob.token_id, logprob.token, logprob) for logprob in logprobs or ()]
 
 

@@ -6,8 +6,9 @@ score texts look for it there.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -144,27 +145,42 @@ def token_name(token_id: int, text: str) -> str:
     return f"token_id:{token_id}" if _INCOMPLETE in text else text
 
 
+Token: TypeAlias = tuple[int, str, TokenLogprob | None]
+"""A token's id, its text, and its logprob unless it is the first of all."""
+
+
+def n_characters(tokens: Sequence[Token]) -> int:
+    """Count the characters of tokens, each once, however many of them it is split over."""
+    return len(b"".join(map(_token_bytes, tokens)).decode(errors="replace"))
+
+
 class TextLogprobsWriter:
     """Makes the lists of a completion piece by piece; `text_offset` counts characters.
 
-    The first token may be one that begins a text and is no part of it: `begins_hidden`.
+    All tokens of one character have its place. The first token is at `start`: below 0 it, or the
+    space that it begins with, is no part of the text.
     """
 
-    def __init__(self, *, begins_hidden: bool = False) -> None:
-        self._offset = 0
-        self._is_hidden = begins_hidden
+    def __init__(self, *, start: int = 0) -> None:
+        self._offset = start
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def write(self, tokens: Sequence[tuple[int, str, TokenLogprob | None]]) -> TextLogprobs:
-        """Write the next tokens: id, text, and logprob unless it is the first of all."""
+    def write(self, tokens: Sequence[Token]) -> TextLogprobs:
+        """Write the next tokens."""
         lists = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
-        for token_id, text, logprob in tokens:
+        for token in tokens:
+            token_id, text, logprob = token
             lists.tokens.append(token_name(token_id, text))
-            lists.text_offset.append(self._offset)
+            lists.text_offset.append(max(0, self._offset))
             lists.token_logprobs.append(None if logprob is None else _finite(logprob.logprob))
             lists.top_logprobs.append(None if logprob is None else top_dict(logprob))
-            self._offset += 0 if self._is_hidden else len(text)
-            self._is_hidden = False
+            self._offset += len(self._characters.decode(_token_bytes(token)))
         return lists
+
+
+def _token_bytes(token: Token) -> bytes:
+    _, text, logprob = token
+    return text.encode() if logprob is None else logprob.bytes
 
 
 def _finite(logprob: float) -> float:

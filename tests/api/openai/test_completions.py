@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 from support.cluster.scripted_node import TEMPLATE
@@ -10,7 +11,7 @@ from support.servers.asgi_client import ask
 from support.servers.http_app import served
 
 from shardnet.api.events import LikelyToken, TokenLogprob
-from shardnet.api.openai.logprobs import TextLogprobsWriter, chat_logprobs
+from shardnet.api.openai.logprobs import TextLogprobsWriter, Token, chat_logprobs, n_characters
 
 PATH = "/v1/completions"
 
@@ -84,7 +85,7 @@ def test_tokens_of_texts_and_texts_of_tokens() -> None:
 
 def test_the_chosen_token_is_among_the_likeliest_with_the_identical_number() -> None:
     other = LikelyToken(7, "a", -0.1)
-    writer = TextLogprobsWriter(begins_hidden=True)
+    writer = TextLogprobsWriter(start=-len("<s>"))
     lists = writer.write(
         [
             (0, "<s>", None),
@@ -107,6 +108,21 @@ def test_the_chosen_token_is_among_the_likeliest_with_the_identical_number() -> 
     assert least is not None
     assert least < -1e38
     assert lists.top_logprobs[-1] == {"b": least}
+
+
+def test_tokens_of_one_character_and_a_space_that_is_left_out_have_their_place_in_the_text() -> (
+    None
+):
+    def part(piece: bytes) -> Token:
+        text = piece.decode(errors="replace")
+        return 9, text, replace(scored(9, text, -1.0), bytes=piece)
+
+    pieces = (b" the", b" \xc3", b"\xa9", b"\xf0\x9f", b"\x98\x80", b".")
+    tokens = [(1, "<s>", None), *map(part, pieces)]
+    text = "the é😀."
+    writer = TextLogprobsWriter(start=len(text) - n_characters(tokens))
+    assert writer.write(tokens[:4]).text_offset == [0, 0, 3, 4]
+    assert writer.write(tokens[4:]).text_offset == [5, 5, 6]
 
 
 def test_logprobs_of_chat_completions() -> None:
