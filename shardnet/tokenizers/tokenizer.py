@@ -317,8 +317,8 @@ class Tokenizer:
         "off" adds nothing. A bos that the text itself contains is kept and never doubled.
         `parse_special`: True parses text like `<|end|>` as the special token, as transformers does;
         False encodes it as plain text, for user input in a template. `most_tokens` is what
-        the model takes at most: a text longer than that many of the longest token is refused before
-        it is encoded.
+        there is room for: a text longer than that many of the longest token is refused before it is
+        encoded.
 
         Raises UsageError if the text is not valid Unicode, or for "on" without a bos token;
         ContextExceededError if the text is too long; CheckpointError if the library fails.
@@ -334,8 +334,8 @@ class Tokenizer:
         longest = self.table.longest
         if most_tokens is not None and len(text) > most_tokens * longest:
             raise ContextExceededError.of(
-                f"the prompt has {len(text)} characters and the model takes at most {most_tokens} "
-                f"tokens, of {longest} characters at most",
+                f"the prompt has {len(text)} characters and at most {most_tokens} tokens are "
+                f"taken, of {longest} characters at most",
                 -(-len(text) // longest),
                 most_tokens,
                 remedy="shorten the prompt",

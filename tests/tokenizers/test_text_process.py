@@ -107,12 +107,12 @@ def test_a_file_that_has_changed_is_not_taken_for_the_one_that_was_read(tmp_path
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded() -> None:
-    """As many of the longest token as the model takes are encoded."""
+    """As many of the longest token as there is room for are encoded."""
     tokenizer = tokenizer_of("byte_level")
     longest = max(len(tokenizer.token_bytes(n)) for n in range(tokenizer.n_tokens))
     assert longest < 20
     assert tokenizer.encode("a" * 10 * longest, most_tokens=10)
-    with pytest.raises(CapacityError, match=r"has .* characters and the model takes at most 10"):
+    with pytest.raises(CapacityError, match=r"has .* characters and at most 10 tokens"):
         tokenizer.encode("a" * (10 * longest + 1), most_tokens=10)
     alone = made_tokenizer(small.plain_words())
     assert alone.encode("x" * 50, most_tokens=10)

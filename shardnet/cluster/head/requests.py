@@ -73,8 +73,7 @@ def prompt_ids(
     text where the checkpoint has no tokenizer, ContextExceededError for a prompt that fills the
     context; otherwise what Tokenizer.encode, chat_prompt and ready raise.
     """
-    most_positions = lead.plan.facts.config.max_positions
-    most_tokens = MAX_TOKENIZED if may_be_long else most_positions
+    most_tokens = MAX_TOKENIZED if may_be_long else lead.ring.spec.form.context
     vocab_size = lead.ring.spec.config.vocab_size
     if message.token_ids is not None:
         token_ids = list(message.token_ids)

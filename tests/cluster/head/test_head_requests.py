@@ -20,7 +20,7 @@ from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.head.pictures import Pictures
 from shardnet.cluster.head.requests import in_order, prompt_ids, text_stream, with_ids
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import UsageError
+from shardnet.errors import ContextExceededError, UsageError
 from shardnet.model.vision.picture import PreparedPicture
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import MAX_PICTURES
@@ -173,6 +173,27 @@ def test_tokens_of_a_picture_are_checked_before_they_reach_a_step(tokenizer: Tok
     message.pictures.append(Picture(data=b"p"))
     with pytest.raises(UsageError, match="at place 1 of the prompt is outside the model's"):
         asyncio.run(Clients._prompt(clients, message, lead, set()))
+
+
+@pytest.mark.parametrize("n_words", [20, 2000])
+def test_a_prompt_that_is_too_long_is_told_of_the_ring_s_context(
+    tokenizer: Tokenizer, n_words: int
+) -> None:
+    """Also one that is refused before it is encoded, and could not fit the model either."""
+    message = Generate(
+        request=1,
+        choice=ModelChoice(model="m"),
+        sampling=SamplingParams(),
+        prompt="hello " * n_words,
+        max_tokens=1,
+    )
+    lead = lead_of(tokenizer)
+    lead.ring.spec.form.context = 16  # type: ignore[misc]
+    counters = SimpleNamespace(room_blocks=64)
+    lead.ring.engine = SimpleNamespace(counters=counters)  # type: ignore[assignment]
+    with pytest.raises(ContextExceededError) as caught:
+        prompt_ids(message, lead)
+    assert caught.value.n_prompt > caught.value.n_context == 16
 
 
 def lead_of(tokenizer: Tokenizer) -> Lead:
