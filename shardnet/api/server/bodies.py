@@ -9,7 +9,7 @@ import asyncio
 import re
 import zlib
 from collections.abc import Iterator
-from email import message_from_bytes
+from email import message_from_string
 from email.message import Message
 from email.utils import collapse_rfc2231_value
 from typing import Any, Final, TypeVar
@@ -135,7 +135,7 @@ def _fields(raw: bytes, content_type: str) -> Iterator[tuple[str, Any]]:
 def _field(part: bytes) -> tuple[str, Any]:
     """Read the name and the value of one field. Raises ValueError."""
     head, _, content = part.removeprefix(b"\r\n").partition(b"\r\n\r\n")
-    described = message_from_bytes(head)
+    described = message_from_string(head.decode(errors="replace"))
     name = described.get_param("name", "", header="content-disposition")
     filename = described.get_filename()
     if filename is None:

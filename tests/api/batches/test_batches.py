@@ -212,3 +212,13 @@ def test_what_is_no_form_is_refused(raw: bytes, kind: str) -> None:
     with pytest.raises(HttpError) as caught:
         decode_form(raw, kind, FileForm)
     assert caught.value.fault.status == 400
+
+
+@pytest.mark.parametrize(
+    "name", ['filename="ünder 日.jsonl"', "filename*=UTF-8''%C3%BCnder%20%E6%97%A5.jsonl"]
+)
+def test_a_file_keeps_its_name(name: str) -> None:
+    head = f"--x\r\nContent-Disposition: form-data; name=file; {name}\r\n\r\nb\r\n"
+    purpose = "--x\r\nContent-Disposition: form-data; name=purpose\r\n\r\nbatch\r\n--x--"
+    form = decode_form((head + purpose).encode(), "multipart/form-data; boundary=x", FileForm)
+    assert (form.file.filename, form.file.content) == ("ünder 日.jsonl", b"b")
