@@ -99,8 +99,9 @@ def escape_unwritable() -> None:
         return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
     codecs.register_error("json", escaped)
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="json")
+    stdout, unasked = sys.stdout, ("strict", "surrogateescape")  # the latter in the C locale
+    if isinstance(stdout, io.TextIOWrapper) and stdout.errors in unasked:
+        stdout.reconfigure(errors="json")
 
 
 def counted(n: int, noun: str) -> str:

@@ -41,9 +41,14 @@ def test_lines_are_objects_where_that_is_asked_for(
     assert all(entry["time"].endswith("+00:00") for entry in told)
 
 
-def test_what_the_encoding_lacks_is_escaped_as_in_json(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_what_the_encoding_lacks_is_escaped_as_in_json(
+    monkeypatch: pytest.MonkeyPatch, errors: str
+) -> None:
+    """Also in the C locale, where Python writes bytes of names that are no text as they are."""
     written = io.BytesIO()
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="cp1252"))
+    stdout = io.TextIOWrapper(written, encoding="cp1252", errors=errors)
+    monkeypatch.setattr("sys.stdout", stdout)
     escape_unwritable()
     text = "é → \U0001f600 \udce9"
     write_out(json.dumps(text, ensure_ascii=False))
