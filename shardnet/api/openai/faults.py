@@ -10,6 +10,7 @@ import msgspec
 from shardnet.api.server.endpoint import Dialect, event
 from shardnet.api.server.errors import Fault, refused
 from shardnet.errors import shown
+from shardnet.types import whole_number
 
 DONE = b"data: [DONE]\n\n"
 """The last event of every stream."""
@@ -73,9 +74,9 @@ def page_of(items: Sequence[Item], query: Mapping[str, str]) -> tuple[list[Item]
     Raises HttpError 400 for a limit that is none, or an id that no item has.
     """
     text = query.get("limit", str(MAX_LIMIT))
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= MAX_LIMIT:
+    limit = whole_number(text)
+    if limit is None or not 1 <= limit <= MAX_LIMIT:
         raise refused(f"limit is {shown(text)}: give a number from 1 to {MAX_LIMIT}", "limit")
-    limit = int(text)
     if "before_id" in query:
         rest = items[: _place(items, query, "before_id")]
         return [*rest[-limit:]], len(rest) > limit

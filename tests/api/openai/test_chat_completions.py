@@ -378,7 +378,11 @@ def test_a_model_is_found_by_its_name_or_those_that_would_do_are_named() -> None
                 page = (await ask(server.app, "/v1/models?" + query)).json
                 assert [model["id"] for model in page["data"]] == names[places]
                 assert page["has_more"] is has_more
-            for query in ("limit=0", "limit=x", "after_id=a"):
+            zeros = "0" * 8
+            for query in (
+                *("limit=0", "limit=x", "after_id=a"),
+                *(f"limit={zeros}19999", f"limit={zeros}1{zeros * 999}"),
+            ):
                 wrong = await ask(server.app, "/v1/models?" + query)
                 assert (wrong.status, wrong.json["error"]["param"]) == (400, query.split("=")[0])
             assert listed[1]["display_name"] == "Tiny-Llama"  # Anthropic's programs show it
