@@ -225,9 +225,13 @@ class OllamaGenerated(OllamaLine, kw_only=True):
 
 
 class AnswerForm:
-    """Writes the lines of one request, as those of a chat or of a generation."""
+    """Writes the lines of one request, as those of a chat or of a generation.
 
-    def __init__(self, model: str, *, is_chat: bool) -> None:
+    `began_s` is when that came, by the monotonic clock.
+    """
+
+    def __init__(self, model: str, *, is_chat: bool, began_s: float) -> None:
+        self.began_s = began_s
         self._model = model
         self._is_chat = is_chat
 
@@ -262,12 +266,13 @@ def now(ahead_s: float = 0.0) -> str:
     return at.isoformat().replace("+00:00", "Z")
 
 
-def count(line: OllamaLine, end: Ended) -> None:
-    """Add to the last line what the request took."""
+def count(line: OllamaLine, end: Ended, took_s: float) -> None:
+    """Add to the last line what the request took: in all `took_s`, before it ran for its model."""
     timing, usage = end.result.timing, end.result.usage
-    decoding_s = max(0.0, timing.total_s - timing.load_s - timing.ttft_s)
-    line.total_duration = int(timing.total_s * _SECOND)
-    line.load_duration = int(timing.load_s * _SECOND)
+    ran_s = timing.total_s - timing.load_s
+    decoding_s = max(0.0, ran_s - timing.ttft_s)
+    line.total_duration = int(took_s * _SECOND)
+    line.load_duration = int(max(0.0, took_s - ran_s) * _SECOND)
     line.prompt_eval_count = usage.n_prompt
     line.prompt_eval_duration = int(timing.ttft_s * _SECOND)
     line.eval_count = usage.n_generated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Final
@@ -229,7 +230,8 @@ STREAM_TYPE = "application/x-ndjson"
 async def chat(exchange: Exchange, body: OllamaChat) -> Reply:
     """Answer a chat."""
     served = await find_model(exchange.service.models, body.model)
-    form = AnswerForm(body.model or served.name, is_chat=True)
+    name = body.model or served.name
+    form = AnswerForm(name, is_chat=True, began_s=exchange.began_s)
     request = chat_request(body, served.choice)
     exchange.keep = keep_of(body.keep_alive)
     if not body.messages:
@@ -240,7 +242,8 @@ async def chat(exchange: Exchange, body: OllamaChat) -> Reply:
 async def generate(exchange: Exchange, body: OllamaGenerate) -> Reply:
     """Answer a generation."""
     served = await find_model(exchange.service.models, body.model)
-    form = AnswerForm(body.model or served.name, is_chat=False)
+    name = body.model or served.name
+    form = AnswerForm(name, is_chat=False, began_s=exchange.began_s)
     request = generate_request(body, served.choice)
     exchange.keep = keep_of(body.keep_alive)
     if not body.prompt:
@@ -329,7 +332,7 @@ async def _lines(
                 case Ended():
                     for call in calls.end():
                         yield line(form.write(calls=[call]))
-                    yield line(_last(form.write(done_reason=_reason(told)), told))
+                    yield line(_last(form.write(done_reason=_reason(told)), told, form))
 
 
 def _written(
@@ -411,11 +414,11 @@ class _Whole:
             logprobs=self._logprobs,
             done_reason=_reason(self.end),
         )
-        return _last(whole, self.end)
+        return _last(whole, self.end, form)
 
 
-def _last(written: OllamaLine, end: Ended) -> OllamaLine:
-    count(written, end)
+def _last(written: OllamaLine, end: Ended, form: AnswerForm) -> OllamaLine:
+    count(written, end, time.monotonic() - form.began_s)
     return written
 
 
