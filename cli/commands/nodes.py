@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -78,16 +79,26 @@ async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_jso
         else:
             write_out("no nodes found: start one with `shardnet node`, or name one with --peer")
         return
+    looks = _looks(named, access, mdns)
+    if not sys.stdout.isatty():  # what is live shows nothing there before it ends
+        async for lines in looks:
+            write_out("\n".join([*lines, ""]))
+        return
     from rich.live import Live
     from rich.text import Text
 
-    async def shown() -> Text:
-        return Text("\n".join(node_lines(await _gather(named, access, mdns), terminal_width())))
+    with Live(auto_refresh=False) as live:
+        async for lines in looks:
+            live.update(Text("\n".join(lines)), refresh=True)
 
-    with Live(await shown(), auto_refresh=False) as live:
-        while True:
-            await asyncio.sleep(REFRESH_S)
-            live.update(await shown(), refresh=True)
+
+async def _looks(
+    named: Sequence[str], access: Access, mdns: bool
+) -> AsyncGenerator[list[str], None]:
+    """Describe the nodes every REFRESH_S seconds."""
+    while True:
+        yield node_lines(await _gather(named, access, mdns), terminal_width())
+        await asyncio.sleep(REFRESH_S)
 
 
 async def _gather(named: Sequence[str], access: Access, mdns: bool) -> list[NodeInfo]:
