@@ -83,11 +83,11 @@ class ArrivingSlot:
                 contents.states[layer].write(self._states.pop(layer))
                 contents.states[layer].end = call.end
             return
-        held = contents.keys if call.part == "keys" else contents.values
-        if call.begin == 0:
-            n_heads, _, width = held[layer].shape
-            held[layer] = held[layer].new_empty(n_heads, call.n_rows, width)
-        own = held[layer]
+        if call.part == "keys" and call.begin == 0:
+            for held in (contents.keys, contents.values):  # which may have no columns, and not come
+                n_heads, _, width = held[layer].shape
+                held[layer] = held[layer].new_empty(n_heads, call.n_rows, width)
+        own = (contents.keys if call.part == "keys" else contents.values)[layer]
         rows = data.view(own.dtype).view(-1, call.n, own.shape[2])
         own_rows = rows[self._first_head : self._first_head + own.shape[0]]
         own[:, call.begin : call.begin + call.n] = own_rows
