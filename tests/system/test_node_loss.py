@@ -84,12 +84,12 @@ def test_a_node_that_leaves_a_ring_is_done_without(
 
 @pytest.mark.parametrize(
     ("how", "rank"),
-    cases([("cut", 0), ("garble", 1)], [("garble", 0), ("cut", 1), ("cut", 2), ("garble", 2)]),
+    cases([("cut", 0), ("garble", 1)], [("cut", 1), ("cut", 2), ("garble", 2)]),
 )
 def test_a_damaged_link_ends_no_request_but_that_of_its_client(
     trio: Crew, parrots: Parrots, how: str, rank: int
 ) -> None:
-    """Rank 0's links are the client's and the tail's."""
+    """Rank 0's links are the client's and the tail's: one piece there may be of either."""
     node = trio.nodes[rank]
     slow = trio.nodes[2 if rank < 2 else 1]
     with (

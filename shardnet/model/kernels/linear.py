@@ -37,6 +37,9 @@ MAX_EXACT_ROWS = 32
 """Largest batch for which the probe tests batch invariance."""
 
 _MIN_ROWS_CANDIDATES = (1, 4)
+_MIN_ROWS_OF_HALVES = _MIN_ROWS_CANDIDATES[1:]
+"""By oneDNN: where 64 does not divide the inputs it adds a single row up in another order than
+several, which shows after rounding in one result of 50,000, too seldom for the probe."""
 _PROBED_ROWS = (2, 3, 4, 5, 6, 7, 8, 12, 15, 16, 17, 24, 31)
 _HALVES = (DType.BFLOAT16, DType.FLOAT16)
 _PROBE_SHAPES = ((512, 2048), (640, 768))
@@ -441,7 +444,8 @@ def _packs(dtype: DType) -> bool:
 def _measure(device: torch.device, dtype: DType, kernel: Kernel) -> KernelChoice:
     """Find the smallest padding that makes matmuls batch-invariant."""
     choice = KernelChoice(dtype=dtype, kernel=kernel, exact_rows=1, min_rows=1, device=device.type)
-    for min_rows in _MIN_ROWS_CANDIDATES:
+    is_of_halves = device.type == "cpu" and dtype in _HALVES
+    for min_rows in _MIN_ROWS_OF_HALVES if is_of_halves else _MIN_ROWS_CANDIDATES:
         exact = replace(choice, exact_rows=MAX_EXACT_ROWS, min_rows=min_rows)
         if all(_is_exact(exact, device, *shape) for shape in _PROBE_SHAPES):
             return exact

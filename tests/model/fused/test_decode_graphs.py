@@ -133,13 +133,14 @@ def test_replayed_steps_are_those_of_the_eager_path(case: str, tmp_path: Path) -
     "family", cases(USUAL_EAGER, [family for family in EAGER if family not in USUAL_EAGER])
 )
 def test_what_cannot_be_captured_runs_as_ever(family: str, tmp_path: Path) -> None:
+    """Of the usual ones nothing can be, of the others more or less."""
     if family == "gpt2":
         folder = make_gpt2(tmp_path, with_tokenizer=False)
     else:
         folder = make_decoder(tmp_path, family, with_tokenizer=False)
     capture, steps = TapeCapture(), traffic(3)
     assert not differing(answers(load(folder, capture), steps), answers(load(folder), steps))
-    assert capture.n_captured == capture.n_replayed == 0
+    assert family not in USUAL_EAGER or capture.n_captured == capture.n_replayed == 0
 
 
 @pytest.fixture(scope="module")
