@@ -67,7 +67,7 @@ def _load_experts(
     prefix = f"model.layers.{layer}.feed_forward"
     router = BestTwoRouter(
         experts=experts,
-        gate=weights.linear(f"{prefix}.gate", precise=True),
+        gate=weights.linear(f"{prefix}.gate", wide=True),
         bias=weights.parameter(f"{prefix}.expert_bias"),
     )
     each = [
