@@ -16,6 +16,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import io
 import multiprocessing
 import os
 import runpy
@@ -166,6 +167,9 @@ def _run(
     for pipe, descriptor in ((stdout, 1), (stderr, 2)):
         os.dup2(pipe.fileno(), descriptor)
         pipe.close()
+    before = sys.stdout  # that of the server, which may be a file and take a place in it
+    raw = io.BufferedWriter(io.FileIO(1, "w", closefd=False))
+    sys.stdout = io.TextIOWrapper(raw, encoding=before.encoding, errors=before.errors)
     if typed:
         _type(typed)
     if not measures_well:
