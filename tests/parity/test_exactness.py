@@ -156,9 +156,8 @@ def check_bits(
         assert torch.equal(torch.cat(got), expected)
         beside = chain.step(rows(33, 34, slot=1), rows(0, 7, slot=2), rows(0, 1, slot=3))
         assert torch.equal(beside, torch.cat([expected[33:34], expected[:7], expected[:1]]))
-        if not any(
-            stage.kv.has_states for stage in chain.stages
-        ):  # a prefix is reused, and its last rows overwritten
+        has_states = any(stage.kv.has_states for stage in chain.stages)
+        if not has_states:  # a prefix is reused, and its last rows overwritten
             for stage in chain.stages:
                 stage.kv.copy(SlotId(0), SlotId(4), 140)
             assert torch.equal(chain.step(rows(131, 136, slot=4)), expected[131:136])

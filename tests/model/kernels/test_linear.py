@@ -134,6 +134,7 @@ class TestProbe:
         assert (portable.hidden_dtype, portable.stored_dtype) == (half, half)
         assert (chosen.dtype, chosen.kernel) == fast
         assert (by_torch.dtype, by_torch.kernel) == onednn
+        assert by_torch.min_rows == (4 if onednn == HALF_BY_ONEDNN else 1)
         by_tiles = has_tiles and arithmetic == PAIRS_ARITHMETIC
         assert cpu_arithmetic().startswith(TILES_ARITHMETIC if by_tiles else arithmetic)
 
