@@ -189,6 +189,17 @@ async def load(host: StageHost) -> None:
     )
 
 
+async def prepare(host: StageHost, ring: str = "next", stands_for: str = "") -> None:
+    await host.prepare(
+        ring,
+        "head",
+        STAGE_ORDER,
+        memory_bytes=[1],
+        on_progress=lambda done, total: None,
+        stands_for=stands_for,
+    )
+
+
 def loading_never_ends(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Have loading go on until it is told to end. Returns what says that it has begun."""
     began, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -239,11 +250,7 @@ def test_a_ring_does_not_wait_for_a_stage_that_is_only_made_ready(
             LoadedStage,
             SimpleNamespace(part=part, lacks=lambda order: [], kept=[], moves=None, parts=()),
         )
-        preparing = asyncio.create_task(
-            host.prepare(
-                "next", "head", STAGE_ORDER, memory_bytes=[1], on_progress=lambda done, total: None
-            )
-        )
+        preparing = asyncio.create_task(prepare(host))
         await looked.wait()
         entering = asyncio.create_task(enter_ring(host))
         await asyncio.sleep(0)
@@ -263,11 +270,7 @@ def test_a_ring_is_freed_while_a_stage_is_made_ready(monkeypatch: pytest.MonkeyP
     async def main(host: StageHost) -> None:
         began = loading_never_ends(monkeypatch)
         ours = await enter_ring(host)
-        preparing = asyncio.create_task(
-            host.prepare(
-                "next", "head", STAGE_ORDER, memory_bytes=[1], on_progress=lambda done, total: None
-            )
-        )
+        preparing = asyncio.create_task(prepare(host))
         await began.wait()
         async with asyncio.timeout(60):
             assert await host.unload("head", ours.ring)
@@ -285,22 +288,9 @@ def test_a_ring_that_is_due_does_not_wait_for_what_stands_by(
 
     async def main(host: StageHost) -> None:
         began = loading_never_ends(monkeypatch)
-
-        def prepare(ring: str, stands_for: str) -> asyncio.Task[Any]:
-            return asyncio.create_task(
-                host.prepare(
-                    ring,
-                    "head",
-                    STAGE_ORDER,
-                    memory_bytes=[1],
-                    on_progress=lambda done, total: None,
-                    stands_for=stands_for,
-                )
-            )
-
-        standing_by = prepare("instead", "bert")
+        standing_by = asyncio.create_task(prepare(host, "instead", stands_for="bert"))
         await began.wait()
-        due = prepare("next", "")
+        due = asyncio.create_task(prepare(host))
         async with asyncio.timeout(60):
             with pytest.raises(TakenError, match="ring next comes first"):
                 await standing_by
@@ -446,14 +436,7 @@ def test_a_member_that_drains_or_rests_goes_on_for_the_head_of_its_ring() -> Non
             with pytest.raises(PeerFailedError, match=AWAY):
                 await enter_ring(host, owner="other")
             with pytest.raises(PeerFailedError, match=AWAY):
-                await host.prepare(
-                    "later",
-                    "head",
-                    STAGE_ORDER,
-                    memory_bytes=1,
-                    on_progress=lambda done, total: None,
-                    stands_for="bert",
-                )
+                await prepare(host, "later", stands_for="bert")
             await host.unload("head")
             with pytest.raises(PeerFailedError, match=AWAY):
                 await enter_ring(host, owner="head")
