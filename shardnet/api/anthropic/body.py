@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
@@ -17,12 +17,12 @@ from msgspec import Meta
 from shardnet.api.chat.request import (
     ChatRequest,
     ChatTurn,
-    OptionValue,
     Part,
     Tool,
     ToolChoice,
     TurnPicture,
     joined_turns,
+    thinking_options,
 )
 from shardnet.api.openai.chat_body import picture_bytes, picture_of_url
 from shardnet.api.requests import GenerationOptions
@@ -152,9 +152,6 @@ BILLING: Final = "x-anthropic-billing-header:"
 """How a block of the system prompt begins that is no part of it, and differs every time: with it
 no prompt would begin as the one before, and nothing of the KV cache could be used again."""
 
-_MOST_EFFORTS: Final = ("xhigh", "max")
-"""Efforts beyond those that chat templates know."""
-
 _LEAST_TOP_P: Final = 1e-9
 """What a top_p of 0 means: only the most likely token."""
 
@@ -212,7 +209,7 @@ def counted(body: ConversationBody, model: ModelChoice) -> ChatRequest:
         tool_choice=choice,
         forced_tool=forced,
         parallel_tool_calls=not is_one,
-        template_options=_template_options(body),
+        template_options=thinking_options(_thinking(body)),
     )
 
 
@@ -239,15 +236,13 @@ def _tool_choice(body: ConversationBody, tools: Sequence[Tool]) -> tuple[ToolCho
     return "required", ""
 
 
-def _template_options(body: ConversationBody) -> Mapping[str, OptionValue]:
-    """Return the options of the chat template; families have two names for thinking."""
-    options: dict[str, OptionValue] = {}
-    if body.thinking is not None and body.thinking.type != "adaptive":
-        options["enable_thinking"] = options["thinking"] = body.thinking.type == "enabled"
-    if body.output_config is not None and body.output_config.effort is not None:
-        effort = body.output_config.effort
-        options["reasoning_effort"] = "high" if effort in _MOST_EFFORTS else effort
-    return options
+def _thinking(body: ConversationBody) -> bool | str | None:
+    """Return whether the model is to think, or how hard; None leaves it to the chat template."""
+    kind = body.thinking.type if body.thinking is not None else None
+    effort = body.output_config.effort if body.output_config is not None else None
+    if kind == "disabled":
+        return False
+    return effort if effort is not None else True if kind == "enabled" else None
 
 
 def _constraint(body: ContinuedBody) -> Constraint | None:

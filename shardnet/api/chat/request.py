@@ -137,6 +137,31 @@ def _failed(url: str, why: str) -> UsageError:
 ToolChoice = Literal["auto", "none", "required"]
 OptionValue: TypeAlias = bool | int | float | str | None
 
+_SWITCHES: Final = ("enable_thinking", "thinking")
+"""What chat templates call the switch of reasoning: Qwen, GLM, Gemma and SmolLM have the first
+name, DeepSeek, Granite and Kimi the second."""
+_EFFORTS: Final = {"minimal": "low", "xhigh": "high", "max": "high"}
+"""Efforts that few chat templates know, and the nearest of low, medium and high."""
+
+
+def thinking_options(
+    wanted: bool | str | None, given: Mapping[str, OptionValue] | None = None
+) -> dict[str, OptionValue]:
+    """Return the options of a chat template by which a model thinks as it is `wanted`.
+
+    False and the effort none switch reasoning off, True and any other effort switch it on, None
+    leaves it to the template. Options that are `given` win.
+    """
+    options: dict[str, OptionValue] = dict(given or {})
+    if wanted is None or wanted == "":
+        return options
+    is_on = wanted not in (False, "none")
+    if not options.keys() & set(_SWITCHES):
+        options |= dict.fromkeys(_SWITCHES, is_on)
+    if is_on and isinstance(wanted, str):
+        options.setdefault("reasoning_effort", _EFFORTS.get(wanted, wanted))
+    return options
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTurn:

@@ -11,7 +11,15 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET
 
-from shardnet.api.chat.request import ChatRequest, ChatTurn, OptionValue, Part, Tool, TurnPicture
+from shardnet.api.chat.request import (
+    ChatRequest,
+    ChatTurn,
+    OptionValue,
+    Part,
+    Tool,
+    TurnPicture,
+    thinking_options,
+)
 from shardnet.api.chat.run import Accepted, ChatEvent, Ended, Piece, run_chat
 from shardnet.api.chat_formats.marks import (
     ContentDelta,
@@ -106,7 +114,7 @@ def _request(
         sampling=_sampling(options, (body.top_logprobs or 0) if body.logprobs else None),
         options=settings,
         tools=tools,
-        template_options={**_thinking(body), **_continuing(turns)},
+        template_options={**thinking_options(_thinking(body)), **_continuing(turns)},
     )
 
 
@@ -155,18 +163,11 @@ def _continuing(turns: Sequence[ChatTurn]) -> dict[str, OptionValue]:
     return {CONTINUES: True} if is_begun else {}
 
 
-def _thinking(body: OllamaRequest) -> dict[str, OptionValue]:
-    """Return the options for reasoning by the names that chat templates use."""
-    if body.think is None:
-        # A form that begins with the first token has no room for reasoning before it.
-        return {"enable_thinking": False, "thinking": False} if _has_form(body) else {}
-    options: dict[str, OptionValue] = {
-        "enable_thinking": bool(body.think),
-        "thinking": bool(body.think),
-    }
-    if isinstance(body.think, str):
-        options["reasoning_effort"] = body.think
-    return options
+def _thinking(body: OllamaRequest) -> bool | str | None:
+    """Return whether the model is to think, or how hard; None leaves it to the chat template."""
+    if body.think is None and _has_form(body):
+        return False  # a form that begins with the first token has no room for reasoning before it
+    return body.think
 
 
 def _turns(messages: Sequence[OllamaMessage]) -> list[ChatTurn]:

@@ -18,11 +18,11 @@ from shardnet.api.chat.request import (
     ChatRequest,
     ChatTurn,
     Detail,
-    OptionValue,
     Part,
     Tool,
     ToolChoice,
     TurnPicture,
+    thinking_options,
 )
 from shardnet.api.openai.sampling import Count, SamplingBody, options_of, sampling_of
 from shardnet.api.server.errors import refused
@@ -35,6 +35,8 @@ from shardnet.wire.messages.plans import ModelChoice
 
 MAX_MESSAGES = 1 << 14
 MAX_TOOLS = 1024
+MAX_GIVEN_OPTIONS = MAX_TEMPLATE_OPTIONS - 4
+"""Of the chat template: a request's other fields say up to four more."""
 
 TemplateName = Annotated[str, Meta(max_length=256)]
 TemplateValue = (
@@ -173,7 +175,7 @@ class ChatBody(SamplingBody, kw_only=True):
     continue_final_message: bool | None = None
     reasoning_effort: Annotated[str, Meta(max_length=64)] | None = None
     chat_template_kwargs: (
-        Annotated[dict[TemplateName, TemplateValue], Meta(max_length=MAX_TEMPLATE_OPTIONS)] | None
+        Annotated[dict[TemplateName, TemplateValue], Meta(max_length=MAX_GIVEN_OPTIONS)] | None
     ) = None
     functions: Annotated[list[FunctionBody], Meta(max_length=MAX_TOOLS)] | None = None
     function_call: Literal["auto", "none"] | NamedFunction | None = None
@@ -194,9 +196,7 @@ def chat_request(body: ChatBody, model: ModelChoice) -> ChatRequest:
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     most = body.max_completion_tokens
     tools, choice, forced = _tools(body)
-    options: dict[str, OptionValue] = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", body.reasoning_effort)
+    options = thinking_options(body.reasoning_effort, body.chat_template_kwargs)
     if body.continue_final_message:
         if body.messages[-1].role != "assistant" or body.messages[-1].tool_calls:
             field = "continue_final_message"

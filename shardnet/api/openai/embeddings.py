@@ -16,6 +16,7 @@ from typing import Annotated, Literal, Protocol
 import msgspec
 from msgspec import Meta
 
+from shardnet.api.chat.request import thinking_options
 from shardnet.api.chat.run import ChatGenerator
 from shardnet.api.embedding import (
     Embedding,
@@ -271,7 +272,7 @@ async def rerank(
     options = GenerationOptions(
         max_tokens=0,
         outputs=OutputParams(logit_rows=1),
-        template_options={"enable_thinking": False},  # where reasoning would be, there is none
+        template_options=thinking_options(False),  # where reasoning would be, there is none
     )
     prompts = [Prompt(conversation(query, document, instruction)) for document in documents]
     events = generator.generate(prompts, SamplingParams(), model=model, **options)

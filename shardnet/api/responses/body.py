@@ -16,12 +16,12 @@ from msgspec import Meta
 from shardnet.api.chat.request import (
     ChatRequest,
     ChatTurn,
-    OptionValue,
     Part,
     Tool,
     ToolChoice,
     joined_turns,
     text_of,
+    thinking_options,
 )
 from shardnet.api.openai.chat_body import known_tool, picture_of_url
 from shardnet.api.openai.sampling import Count, SamplingBody, options_of, sampling_of
@@ -155,8 +155,6 @@ _REFUSED: Final = {
     "background": "read the answer as it comes, or send a batch",
 }
 _READ: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
-_EFFORTS: Final = {"minimal": "low", "xhigh": "high", "max": "high"}
-"""Efforts beyond those that chat templates know."""
 
 
 def response_request(
@@ -186,7 +184,7 @@ def response_request(
         tool_choice=choice,
         forced_tool=forced,
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        template_options=_template_options(body),
+        template_options=thinking_options(body.reasoning.effort if body.reasoning else None),
     )
 
 
@@ -194,15 +192,6 @@ def _n_logprobs(body: ResponseBody) -> int | None:
     if body.top_logprobs is None and LOGPROBS not in (body.include or ()):
         return None
     return body.top_logprobs or 0
-
-
-def _template_options(body: ResponseBody) -> Mapping[str, OptionValue]:
-    effort = body.reasoning.effort if body.reasoning is not None else None
-    if effort is None:
-        return {}
-    if effort == "none":
-        return {"enable_thinking": False, "thinking": False}
-    return {"reasoning_effort": _EFFORTS.get(effort, effort)}
 
 
 def _constraint(body: ResponseBody) -> Constraint | None:

@@ -28,6 +28,7 @@ from shardnet.wire.messages.plans import ModelChoice
 MESSAGES = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 HELLO = [{"role": "user", "content": "hello"}]
+EFFORTLESS = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "none"}}
 WEATHER = {"name": "weather", "description": "d", "input_schema": {"type": "object"}}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
 
@@ -102,9 +103,14 @@ def test_options_have_anthropics_names_and_defaults() -> None:
     shaped = {"effort": "low", "format": {"type": "json_schema", "schema": {"type": "array"}}}
     asked = request(output_config=shaped)
     assert asked.options["constraint"] == Constraint(kind="json_schema", text='{"type": "array"}')
-    assert asked.template_options == {"reasoning_effort": "low"}
-    asked = request(output_config={"effort": "max"})
-    assert asked.template_options == {"reasoning_effort": "high"}
+    switched = {"enable_thinking": True, "thinking": True}
+    assert asked.template_options == {**switched, "reasoning_effort": "low"}
+    hard = {"effort": "max"}
+    for kind in ("enabled", "adaptive"):
+        asked = request(output_config=hard, thinking={"type": kind})
+        assert asked.template_options == {**switched, "reasoning_effort": "high"}
+    for off in ({"thinking": {"type": "disabled"}, "output_config": hard}, EFFORTLESS):
+        assert request(**off).template_options == {"enable_thinking": False, "thinking": False}
     for choice, meant in (
         ({"type": "any"}, ("required", "")),
         ({"type": "tool", "name": "weather"}, ("required", "weather")),

@@ -90,7 +90,13 @@ def test_options_have_ollamas_names_and_defaults() -> None:
     assert asked.template_options == thinking
     assert chat(options={"seed": 7.0}).sampling.seed == 7
     assert chat(options={"seed": 2**62 + 1}).sampling.seed == 2**62 + 1
-    assert chat(think=False).template_options["enable_thinking"] is False
+    switched = {"enable_thinking": True, "thinking": True}
+    assert chat(think=True).template_options == switched
+    assert chat(think="max").template_options == {**switched, "reasoning_effort": "high"}
+    for off in (False, "none"):
+        thoughtless = {"enable_thinking": False, "thinking": False}
+        assert chat(think=off).template_options == generate(think=off).template_options
+        assert chat(think=off).template_options == thoughtless
 
 
 def test_formats_are_constraints() -> None:

@@ -18,7 +18,7 @@ from shardnet.api.server.bodies import decode_body
 from shardnet.api.server.errors import HttpError
 from shardnet.api.server.settings import Settings
 from shardnet.constraints import Constraint
-from shardnet.wire.messages.chat import ToolCall
+from shardnet.wire.messages.chat import MAX_TEMPLATE_OPTIONS, ToolCall
 from shardnet.wire.messages.plans import ModelChoice
 
 CHAT = "/v1/chat/completions"
@@ -104,12 +104,33 @@ def test_options_have_openais_names_and_defaults() -> None:
     assert (asked.sampling.n_logprobs, asked.sampling.logit_bias) == (3, ((5, -100.0),))
     assert (asked.n, asked.options["priority"]) == (2, 7)
     assert asked.template_options == {"enable_thinking": False, "reasoning_effort": "low"}
+    thoughtless = {"enable_thinking": False, "thinking": False}
+    assert request(reasoning_effort="none").template_options == thoughtless
+    assert request(reasoning_effort="").template_options == {}
+    for effort, known in (("minimal", "low"), ("high", "high"), ("max", "high"), ("odd", "odd")):
+        hard = {"enable_thinking": True, "thinking": True, "reasoning_effort": known}
+        assert request(reasoning_effort=effort).template_options == hard
+    given = {"thinking": True, "reasoning_effort": "max", "a": 1}
+    asked_twice = request(reasoning_effort="none", chat_template_kwargs=given)
+    assert asked_twice.template_options == given
     asked.sampling.check()
     assert request(stop="").options["stop"] == []
     begun = request(
         messages=[*HELLO, {"role": "assistant", "content": "{"}], continue_final_message=True
     )
     assert begun.template_options == {"continue_final_message": True}
+
+
+def test_a_node_takes_as_many_options_of_the_template_as_a_request_may_have() -> None:
+    said = {
+        "messages": [*HELLO, {"role": "assistant", "content": "{"}],
+        "continue_final_message": True,
+        "reasoning_effort": "low",
+    }
+    most = dict.fromkeys([f"a{n}" for n in range(28)], 1)
+    assert len(request(**said, chat_template_kwargs=most).template_options) == MAX_TEMPLATE_OPTIONS
+    with pytest.raises(HttpError, match="chat_template_kwargs"):
+        request(**said, chat_template_kwargs={**most, "b": 1})
 
 
 def test_response_formats_are_constraints() -> None:

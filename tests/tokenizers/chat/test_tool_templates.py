@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from shardnet.api.chat.request import thinking_options
 from shardnet.errors import UsageError
 from shardnet.tokenizers.chat.chat_template import ChatTemplate, TemplateOptions, TemplateProcess
 
@@ -194,6 +195,35 @@ def test_tools_and_calls_give_the_text_that_transformers_gives(
     template = ChatTemplate(source=source, where="chat_template.jinja", tokens=TOKENS)
     assert process.render(template, told(TALK), options) == expected
     assert "get_weather" in expected or source is CHANNELS
+
+
+THINKS = "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{{ thinking }}"
+EMPTY_THOUGHT = "{{ enable_thinking is defined and enable_thinking is false }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "texts"),
+    [
+        ("{{ enable_thinking | default(false) }}", ("False", "False", "True", "True")),  # Gemma 4
+        (EMPTY_THOUGHT, ("False", "True", "False", "False")),  # Qwen3, GLM, SmolLM3
+        (THINKS, ("False", "False", "True", "True")),  # DeepSeek V3.1, Granite
+        ("{{ reasoning_effort | default('medium') }}", ("medium", "medium", "medium", "high")),
+        *((source, None) for source in (BY_ARGUMENT, LISTED, ELEMENTS, PYTHON_LIST)),
+    ],
+)
+def test_how_hard_to_think_reaches_the_templates_that_read_it_and_no_other(
+    process: TemplateProcess, source: str, texts: tuple[str, ...] | None
+) -> None:
+    template = ChatTemplate(source=source, where="chat_template.jinja", tokens=TOKENS)
+    told_apart = [
+        process.render(
+            template,
+            told(TALK),
+            TemplateOptions(tools=json.dumps(TOOLS), values=thinking_options(wanted)),
+        )
+        for wanted in (None, "none", True, "xhigh")
+    ]
+    assert told_apart == (4 * told_apart[:1] if texts is None else [*texts])
 
 
 @pytest.mark.parametrize("arguments", ["{broken", '"text"', "[1]", "{" * 70])
