@@ -24,6 +24,7 @@ from shardnet.api.chat_formats.marks import (
     OutputParser,
     ReasoningDelta,
     TokenText,
+    ToolCallCut,
     ToolCallStarted,
 )
 from shardnet.api.chat_formats.reader import HOLD
@@ -89,6 +90,7 @@ class Piece:
 class Ended:
     """The end of one sample: `finish_reason` is stop, length or tool_calls.
 
+    It is that of the text if a call of which a part was given is none, by a ToolCallCut.
     The last of its reasoning came with token number `n_thought`, counted from 1.
     """
 
@@ -222,7 +224,7 @@ class _Sample:
         self._parser = parser
         self._calls = DistinctCalls()
         self._format_name = format_name
-        self._has_called = False
+        self._has_called = self._is_cut = False
         self._n_tokens = self._n_thought = 0
 
     def take(self, event: GenerationEvent) -> list[ChatEvent]:
@@ -232,6 +234,7 @@ class _Sample:
             deltas += [*self._calls.feed(self._parser.finish()), *self._calls.finish()]
         deltas = with_ids(deltas, self._format_name, secrets.choice)
         self._has_called |= any(isinstance(delta, ToolCallStarted) for delta in deltas)
+        self._is_cut |= any(isinstance(delta, ToolCallCut) for delta in deltas)
         self._n_tokens += len(event.token_ids)
         if any(isinstance(delta, ReasoningDelta) for delta in deltas):
             self._n_thought = self._n_tokens
@@ -241,7 +244,7 @@ class _Sample:
             told.append(Piece(sample=self._number, deltas=deltas, logprobs=logprobs))
         if event.result is not None:
             reason = event.result.finish_reason
-            if self._has_called and reason == "stop":
+            if self._has_called and not self._is_cut and reason == "stop":
                 reason = "tool_calls"
             told.append(
                 Ended(

@@ -16,9 +16,11 @@ from shardnet.api.chat_formats.kimi import KimiElementsReader, KimiReader
 from shardnet.api.chat_formats.llama import Lfm2Reader, LlamaReader, OlmoReader
 from shardnet.api.chat_formats.marked import MarkedReader
 from shardnet.api.chat_formats.marks import (
+    CallDelta,
     OutputDelta,
     OutputParser,
     TokenText,
+    ToolCallCut,
     ToolCallDelta,
     ToolCallStarted,
 )
@@ -118,7 +120,7 @@ class DistinctCalls:
     def __init__(self) -> None:
         self._before: tuple[str, str] | None = None
         self._name = self._text = ""
-        self._held: list[ToolCallStarted | ToolCallDelta] = []
+        self._held: list[CallDelta] = []
         self._n_given = 0
 
     def feed(self, deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
@@ -133,6 +135,10 @@ class DistinctCalls:
                 case ToolCallDelta(text=text):
                     self._text += text
                     self._held.append(delta)
+                case ToolCallCut():
+                    self._held = [] if self._held else [delta]
+                    out += self._give()
+                    continue
                 case _:
                     out += [*self.finish(), delta]
                     continue

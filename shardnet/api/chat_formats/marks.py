@@ -203,7 +203,15 @@ class ToolCallDelta:
     text: str
 
 
-OutputDelta: TypeAlias = ReasoningDelta | ContentDelta | ToolCallStarted | ToolCallDelta
+@dataclass(frozen=True, slots=True)
+class ToolCallCut:
+    """Call `index`, whose beginning was given, is none: the output ended in it, or it is broken."""
+
+    index: int
+
+
+CallDelta: TypeAlias = ToolCallStarted | ToolCallDelta | ToolCallCut
+OutputDelta: TypeAlias = ReasoningDelta | ContentDelta | CallDelta
 """One piece. All pieces of a call follow its ToolCallStarted, before the next call starts."""
 
 

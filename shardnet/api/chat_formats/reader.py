@@ -17,12 +17,14 @@ from typing import ClassVar, Final, TypeAlias, TypeVar
 from shardnet.api.chat_formats.json_text import JsonFollower, Tool, escape_halves
 from shardnet.api.chat_formats.marks import (
     SURROGATES,
+    CallDelta,
     ContentDelta,
     MarkFinder,
     Marks,
     OutputDelta,
     ReasoningDelta,
     TokenText,
+    ToolCallCut,
     ToolCallDelta,
     ToolCallStarted,
 )
@@ -306,11 +308,7 @@ class Reader(ABC):
         self._held += (
             delta
             for delta in deltas
-            if not (
-                isinstance(delta, ToolCallStarted | ToolCallDelta)
-                and most is not None
-                and delta.index >= most
-            )
+            if not (isinstance(delta, CallDelta) and most is not None and delta.index >= most)
         )
         if self._is_given or (
             self.settings.hold is not None and self._at - self._start > self.settings.hold
@@ -352,7 +350,7 @@ class Reader(ABC):
         """Read what may be a call. Return False, as if nothing had been read, if it is none.
 
         A call that the end of the output cuts off is dropped with `drops`, else it is none. What
-        was given out already stays: reading goes on behind it.
+        was given out already stays, and is told to be no call: reading goes on behind it.
         """
         self._start, self._held, self._is_given = self._at, [], False
         self._given_at = self._at
@@ -364,6 +362,8 @@ class Reader(ABC):
             has_ended = isinstance(why, OutputEndedError)
             if self._is_given:
                 self._at = len(self._text) if has_ended else self._given_at
+                if self._n_calls > n_calls:
+                    self.emit(ToolCallCut(self._n_calls - 1))
                 return True
             self._n_calls = n_calls
             if not has_ended or not drops:

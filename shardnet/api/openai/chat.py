@@ -18,6 +18,7 @@ from shardnet.api.chat_formats.marks import (
     ContentDelta,
     OutputDelta,
     ReasoningDelta,
+    ToolCallCut,
     ToolCallDelta,
     ToolCallStarted,
 )
@@ -162,6 +163,8 @@ def _delta(delta: OutputDelta) -> ChatDelta:
             return ChatDelta(
                 tool_calls=[ToolCallPart(index=index, function=FunctionCall(arguments=text))]
             )
+        case ToolCallCut():
+            return ChatDelta()
 
 
 @dataclass(slots=True)

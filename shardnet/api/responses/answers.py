@@ -14,6 +14,7 @@ from shardnet.api.chat_formats.marks import (
     ContentDelta,
     OutputDelta,
     ReasoningDelta,
+    ToolCallCut,
     ToolCallDelta,
     ToolCallStarted,
 )
@@ -292,13 +293,27 @@ class ItemEvents:
                 yield from self._begin(item)
             case ToolCallDelta(text=text):
                 yield self._more_arguments(text)
+            case ToolCallCut():
+                yield from self._close("incomplete")
 
     def wait(self, logprobs: Sequence[ContentLogprob]) -> None:
         """Keep those of tokens whose text has not come."""
         self._logprobs += logprobs
 
+    @property
+    def output(self) -> list[Item]:
+        """The items of the answer: a call that was cut off is none."""
+        return [
+            item
+            for item in self.items
+            if not (isinstance(item, CallItem) and item.status == "incomplete")
+        ]
+
     def end(self, status: str = "completed") -> Iterator[StreamEvent]:
-        """Yield the events that end the item that is open, if one is."""
+        """Yield the events that end the item that is open, if one is. A call is whole by then."""
+        yield from self._close("completed" if self._is_last(CallItem) else status)
+
+    def _close(self, status: str) -> Iterator[StreamEvent]:
         if not self._is_open:
             return
         self._is_open = False

@@ -206,7 +206,7 @@ async def _events(
                     response.status = "incomplete" if is_cut else "completed"
                     for event in items.end(response.status):
                         yield event
-                    response.output = items.items
+                    response.output = items.output
                     response.usage = _usage(told)
                     if is_cut:
                         response.incomplete_details = Incomplete(reason="max_output_tokens")

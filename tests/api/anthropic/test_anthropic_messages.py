@@ -293,6 +293,42 @@ def test_calls_and_thinking_are_blocks_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
+    ("cut", "finish", "reason", "stop"),
+    [
+        ("END.", "stop", "stop_sequence", "END"),
+        ("EN", "stop", "end_turn", None),
+        ("EN", "length", "model_context_window_exceeded", None),
+    ],
+)
+def test_a_call_that_is_cut_off_is_none(
+    cut: str, finish: str, reason: str, stop: str | None
+) -> None:
+    async def main() -> None:
+        words = '<tool_call>{"name": "weather", "arguments": {"a": "' + 600 * "x" + cut
+        body = {
+            "messages": [{"role": "user", "content": words}],
+            "tools": [WEATHER],
+            "max_tokens": 999,
+            "stop_sequences": ["END"],
+        }
+        async with served() as server:
+            server.node.finish_reason = finish
+            answer = (await ask(server.app, MESSAGES, body)).json
+            assert answer["content"] == []
+            assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, stop)
+            exchanged = await ask(server.app, MESSAGES, {**body, "stream": True})
+            events = named_events(exchanged.content)
+            kinds = [name for name, _ in events if name != "content_block_delta"]
+            assert kinds[1:] == [
+                *("content_block_start", "content_block_stop", "message_delta", "message_stop")
+            ]
+            [last] = [data for name, data in events if name == "message_delta"]
+            assert last["delta"] == {"stop_reason": reason, "stop_sequence": stop}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
     ("written", "meant"),
     [
         ('{"a": 1e999}', '{"a": 1e999}'),

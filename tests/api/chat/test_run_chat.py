@@ -86,6 +86,33 @@ def test_reasoning_content_and_calls_are_told_apart() -> None:
     asyncio.run(main())
 
 
+LONG = CALL.replace("1}", f'"{600 * "x"}"}}')
+"""A call of more characters than are held back."""
+
+
+def test_an_end_is_judged_by_what_is_whole() -> None:
+    """A call of which only a part was given is none, streamed or not."""
+
+    async def main() -> None:
+        cut, broken, again = LONG[:-20], LONG.replace("}}", "}]"), 3 * LONG + LONG[:-20]
+        async with client_of(ScriptedNode()) as client:
+            for text, is_parallel, streamed, whole in (
+                (LONG, True, "tool_calls", "tool_calls"),
+                (cut, True, "stop", "stop"),
+                (broken, True, "stop", "stop"),
+                (CALL + cut, True, "stop", "tool_calls"),
+                (CALL + cut, False, "tool_calls", "tool_calls"),  # the second is not given
+                (again, True, "tool_calls", "tool_calls"),  # nor is what may be equal once more
+            ):
+                for is_streamed, reason in ((True, streamed), (False, whole)):
+                    asked = chat(user(text), tools=(WEATHER,), parallel_tool_calls=is_parallel)
+                    events = await collected(run_chat(client, asked, is_streamed=is_streamed))
+                    assert isinstance(events[-1], Ended)
+                    assert events[-1].finish_reason == reason
+
+    asyncio.run(main())
+
+
 def test_reasoning_is_counted_and_found_behind_a_lost_ring() -> None:
     """The end of the prompt, in which reasoning began, may come with a later state."""
     fields: dict[str, Any] = {"request_id": 1, "index": 0, "sample": 0}

@@ -24,10 +24,12 @@ from shardnet.api.chat_formats.choice import (
 )
 from shardnet.api.chat_formats.json_text import json_of, read_tools
 from shardnet.api.chat_formats.marks import (
+    CallDelta,
     ContentDelta,
     OutputDelta,
     ReasoningDelta,
     TokenText,
+    ToolCallCut,
     ToolCallDelta,
     ToolCallStarted,
 )
@@ -414,6 +416,59 @@ def test_a_call_that_is_the_one_before_it_once_more_is_dropped(size: int) -> Non
     assert found == ["f{}", 'f{"a":1}', 'f{"a":12}', "g{}", "f{}"]
     starts = [delta.index for delta in given if isinstance(delta, ToolCallStarted)]
     assert starts == [*range(len(starts))]
+
+
+BEGUN = {
+    "hermes": ["<tool_call>", '{"name": "f", "arguments": {"a": "'],
+    "qwen-xml": ["<tool_call>", "<function=f>\n<parameter=a>\n"],
+    "minimax": ["<minimax:tool_call>", '<invoke name="f">\n<parameter name="a">'],
+    "seed": ["<seed:tool_call>", "<function=f>\n<parameter=a>"],
+    "glm": ["<tool_call>", "f", "<arg_key>", "a", "</arg_key>", "<arg_value>"],
+    "deepseek": [*CALLS["deepseek"][:-1], '{"a": "'],
+    "deepseek-dsml": ['<｜DSML｜invoke name="f">', '<｜DSML｜parameter name="a">'],
+    "mistral": ["[TOOL_CALLS]", "f", "[ARGS]", '{"a": "'],
+    "list": ["<|tool_call|>", '[{"name": "f", "arguments": {"a": "'],
+    "command": ["<|START_ACTION|>", '[{"tool_name": "f", "parameters": {"a": "'],
+    "apertus": ["<|tools_prefix|>", '[{"f": {"a": "'],
+    "hunyuan": ["<tool_calls>", '[{"name": "f", "arguments": {"a": "'],
+    "glm-4": ["f\n", '{"a": "'],
+    "llama": ['{"name": "f", "parameters": {"a": "'],
+    "harmony": [*CALLS["harmony"][:3], '{"a": "'],
+    "gemma": ["<|tool_call>", "call:f{a:", '<|"|>'],
+    "kimi-k2": [*CALLS["kimi-k2"][:-1], '{"a": "'],
+    "kimi-k3": [*CALLS["kimi-k3"][:3], "<|open|>", 'argument key="a" type="string"', "<|sep|>"],
+}
+"""Calls, up to within a string. Those of LFM2 and OLMo are given when they are whole."""
+
+
+@pytest.mark.parametrize("name", BEGUN)
+def test_a_call_that_is_cut_off_is_told_to_be_none(name: str) -> None:
+    """If its beginning was given; a short one is not, nor any of an answer that is not streamed."""
+    cut = [*BEGUN[name], *600 * ["é"]]
+    calls = [delta for delta in read_pieces(name, cut) if isinstance(delta, CallDelta)]
+    assert [type(delta) for delta in calls if not isinstance(delta, ToolCallDelta)] == [
+        ToolCallStarted,
+        ToolCallCut,
+    ]
+    assert calls[-1] == ToolCallCut(0)
+    for pieces, hold in ((cut, None), (cut[:20], 512)):
+        deltas = read_pieces(name, pieces, hold=hold)
+        assert not any(isinstance(delta, CallDelta) for delta in deltas)
+
+
+def test_only_the_call_that_is_none_is_told_to_be_none() -> None:
+    whole = ["<tool_call>", '{"name": "f", "arguments": {}}', "</tool_call>"]
+    broken = [*BEGUN["hermes"], *600 * ["é"], '"}]']
+    for pieces, cut in (
+        ([*whole, *broken, "so"], [1]),
+        ([*broken, *whole], [0]),
+        ([*whole, *BEGUN["hermes"], *600 * ["é"], '"}}', "</tool_call>"], []),
+    ):
+        deltas = read_pieces("hermes", pieces)
+        assert [delta.index for delta in deltas if isinstance(delta, ToolCallCut)] == cut
+        one = read_pieces("hermes", pieces, choice=ToolChoice(is_parallel=False))
+        told = [delta.index for delta in one if isinstance(delta, ToolCallCut)]
+        assert told == [index for index in cut if index == 0]
 
 
 @pytest.mark.parametrize(("name", "opener"), [("hermes", "<tool_call>"), ("list", "<|tool_call|>")])

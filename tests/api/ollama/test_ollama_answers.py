@@ -99,6 +99,22 @@ def test_a_call_comes_whole_with_an_object_and_reasoning_apart() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_call_that_is_cut_off_is_none(reason: str) -> None:
+    async def main() -> None:
+        text = 'so<tool_call>{"name": "f", "arguments": {"a": "' + 600 * "x"
+        body = saying(text, tools=[{"type": "function", "function": {"name": "f"}}])
+        async with served() as server:
+            server.node.finish_reason = reason
+            whole = (await ask(server.app, CHAT, {**body, "stream": False})).json
+            for told in ([whole], lines(await ask(server.app, CHAT, body))):
+                assert (told[-1]["done_reason"], told[-1]["done"]) == (reason, True)
+                assert "".join(one["message"]["content"] for one in told) == "so"
+                assert not any("tool_calls" in one["message"] for one in told)
+
+    asyncio.run(main())
+
+
 def test_logprobs_of_the_token_that_ends_a_call_are_told() -> None:
     async def main() -> list[dict[str, Any]]:
         async def events() -> AsyncGenerator[ChatEvent, None]:

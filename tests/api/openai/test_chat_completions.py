@@ -246,6 +246,27 @@ def test_calls_and_reasoning_have_openais_form() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("form", ["tools", "functions"])
+def test_a_call_that_is_cut_off_is_none(form: str) -> None:
+    async def main() -> None:
+        cut = '<tool_call>{"name": "f", "arguments": {"a": "' + 600 * "x"
+        function = {"name": "f"}
+        offered = function if form == "functions" else {"type": "function", "function": function}
+        body = {"messages": [{"role": "user", "content": cut}], form: [offered]}
+        async with served() as server:
+            for reason in ("stop", "length"):
+                server.node.finish_reason = reason
+                [choice] = (await ask(server.app, CHAT, body)).json["choices"]
+                assert (choice["finish_reason"], choice["message"]["content"]) == (reason, "")
+                assert not {"tool_calls", "function_call"} & choice["message"].keys()
+                events = (await ask(server.app, CHAT, {**body, "stream": True})).events
+                choices = [event["choices"][0] for event in events[:-1]]
+                assert any({"tool_calls", "function_call"} & one["delta"].keys() for one in choices)
+                assert choices[-1]["finish_reason"] == reason
+
+    asyncio.run(main())
+
+
 def test_functions_are_tools_in_their_old_form() -> None:
     async def main() -> None:
         text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'

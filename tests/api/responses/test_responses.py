@@ -241,6 +241,41 @@ def test_an_answer_and_its_stream_say_the_same() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("finish", "status"), [("stop", "completed"), ("length", "incomplete")])
+def test_a_call_that_is_cut_off_is_none(finish: str, status: str) -> None:
+    """Its item is incomplete, and neither in the response nor in what is kept of it."""
+
+    async def main() -> None:
+        whole = '<tool_call>{"name": "shell", "arguments": {}}</tool_call>'
+        begun = '<tool_call>{"name": "shell", "arguments": {"a": "' + 600 * "x"
+        async with served() as server:
+            server.node.finish_reason = finish
+            for words, n_whole, statuses in (
+                (begun, 0, ["incomplete"]),
+                (whole + begun, 1, ["completed", "incomplete"]),
+                (whole, 1, ["completed"]),
+            ):
+                body = {"input": [user(words)], "tools": [SHELL]}
+                answer = (await ask(server.app, RESPONSES, body)).json
+                events = (await ask(server.app, RESPONSES, {**body, "stream": True})).events
+                items = [e["item"] for e in events if e["type"] == "response.output_item.done"]
+                assert [item["status"] for item in items] == statuses
+                assert events[-1]["type"] == f"response.{status}"
+                streamed = events[-1]["response"]
+                for response in (answer, streamed):
+                    assert response["status"] == status
+                    assert [item["status"] for item in response["output"]] == [
+                        "completed"
+                    ] * n_whole
+                output = [{"type": "function_call_output", "call_id": "c", "output": "b"}] * n_whole
+                more = {"input": [*output, user("c")], "previous_response_id": streamed["id"]}
+                assert (await ask(server.app, RESPONSES, more)).status == 200
+                turns = server.node.asked[-1].messages or ()
+                assert sum(len(turn.tool_calls) for turn in turns) == n_whole
+
+    asyncio.run(main())
+
+
 def test_errors_have_a_status_but_a_prompt_that_is_too_long_for_a_stream() -> None:
     async def main() -> None:
         async with served() as server:

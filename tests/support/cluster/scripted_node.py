@@ -88,6 +88,8 @@ class ScriptedNode:
         self.stage: StageInfo | None = None
         self.until_released = asyncio.Event()
         """Until it is set `wait…` waits."""
+        self.finish_reason = "stop"
+        """Why answers end."""
         self.values = MessageHandlers()
         KeptValues(lambda: ()).register(self.values)
         self.link: Link
@@ -176,7 +178,7 @@ class ScriptedNode:
         control.send(
             Finished(
                 request=number,
-                finish_reason="stop",
+                finish_reason=self.finish_reason,
                 prompt_token_ids=[1, 2],
                 text=prompt[-1:],
                 timing=NO_TIME,
