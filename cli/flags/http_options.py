@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import typer
 
+from shardnet.api.chat_formats.choice import MOST_EQUAL_CALLS
 from shardnet.api.server.keys import Keyring, parse_key
 from shardnet.api.server.settings import Listening, Settings
 from shardnet.api.switching.model_switch import parse_duration
@@ -85,6 +86,13 @@ class HttpOptions:
         "--fetch-images",
         "Fetch pictures that requests name by http(s) URLs, from public addresses only.",
     )
+    equal_calls: int = flag(
+        MOST_EQUAL_CALLS,
+        "--equal-calls N",
+        "How many equal tool calls in a row an answer may have; those after them are dropped, "
+        "as of a model in a loop. 0 drops none.",
+        min=0,
+    )
 
     def listening(self, host: str, port: int, access: Access = _STORED_KEY) -> Listening:
         """Say where to listen, and how.
@@ -139,6 +147,7 @@ class HttpOptions:
             idle_unload_s=self.idle_unload_s(),
             has_deputy=self.deputy == "auto",
             fetches_pictures=self.fetch_images,
+            most_equal_calls=self.equal_calls,
             aliases=dict(map(_alias, self.alias or ())),
         )
 

@@ -70,7 +70,7 @@ SECTIONS: Final = MappingProxyType(
                 "--alias",
             ),
             *("--root-path", "--tls", "--tls-cert", "--tls-key"),
-            *("--switch", "--idle-unload", "--deputy", "--fetch-images"),
+            *("--switch", "--idle-unload", "--deputy", "--fetch-images", "--equal-calls"),
         ),
     }
 )

@@ -23,7 +23,7 @@ from shardnet.api.anthropic.answers import (
 )
 from shardnet.api.anthropic.body import ContinuedBody, ConversationBody, continued, counted
 from shardnet.api.chat.request import ChatRequest
-from shardnet.api.chat.run import Accepted, Ended, Piece, chat_prompt, run_chat
+from shardnet.api.chat.run import Accepted, Ended, Piece, chat_prompt
 from shardnet.api.chat_formats.marks import OutputDelta
 from shardnet.api.server.endpoint import (
     Dialect,
@@ -61,7 +61,7 @@ async def continue_messages(exchange: Exchange, body: ContinuedBody) -> Reply:
         chunks = _chunks(exchange, body, request, answer)
         return Stream(chunks=chunks, heartbeat=lambda: comment(exchange.note) + _event(Ping()))
     deltas: list[OutputDelta] = []
-    async with aclosing(run_chat(exchange, request, is_streamed=False)) as events:
+    async with aclosing(exchange.chat(request, is_streamed=False)) as events:
         async for told in events:
             if isinstance(told, Piece):
                 deltas += told.deltas
@@ -78,7 +78,7 @@ async def _chunks(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stream."""
     blocks = BlockEvents()
-    async with aclosing(run_chat(exchange, request, is_streamed=True)) as events:
+    async with aclosing(exchange.chat(request, is_streamed=True)) as events:
         async for told in events:
             match told:
                 case Accepted():

@@ -13,8 +13,9 @@ from typing import Any, Final, Protocol, TypeAlias, Unpack
 
 from shardnet.api.chat.request import ChatRequest, ChatTurn, Tool, written
 from shardnet.api.chat_formats.choice import (
+    MOST_EQUAL_CALLS,
     ChatFormat,
-    DistinctCalls,
+    EqualCalls,
     ToolChoice,
     choose_format,
     with_ids,
@@ -104,15 +105,20 @@ ChatEvent: TypeAlias = Accepted | Piece | Ended
 
 
 async def run_chat(
-    generator: ChatGenerator, request: ChatRequest, *, is_streamed: bool
+    generator: ChatGenerator,
+    request: ChatRequest,
+    *,
+    is_streamed: bool,
+    most_equal_calls: int = MOST_EQUAL_CALLS,
 ) -> AsyncGenerator[ChatEvent, None]:
     """Run a request and yield its events: Accepted first, then for each sample pieces and its end.
 
     A call that must come, and the options' `constraint` where calls or reasoning may stand before
     the answer, are kept by a grammar of the model's format.
 
-    Unless it `is_streamed`, a call comes when it is whole. Closing the iterator cancels the
-    request. Raises the first error of any sample.
+    Unless it `is_streamed`, a call comes when it is whole. Of equal calls in a row only the first
+    `most_equal_calls` come, with 0 all. Closing the iterator cancels the request. Raises the first
+    error of any sample.
     """
     reader = await _reader(generator, request, hold=HOLD if is_streamed else None)
     messages, options = chat_prompt(request)
@@ -133,7 +139,8 @@ async def run_chat(
                 if not event.token_ids and event.result is None:
                     continue
                 parser = reader.parser(tail)
-                samples[event.sample] = _Sample(event.sample, parser, reader.format.name)
+                calls = EqualCalls(most_equal_calls)
+                samples[event.sample] = _Sample(event.sample, parser, calls, reader.format.name)
             for told in samples[event.sample].take(event):
                 yield told
 
@@ -219,10 +226,12 @@ async def _constraint(
 class _Sample:
     """The output of one sample on its way through the parser."""
 
-    def __init__(self, number: int, parser: OutputParser, format_name: str) -> None:
+    def __init__(
+        self, number: int, parser: OutputParser, calls: EqualCalls, format_name: str
+    ) -> None:
         self._number = number
         self._parser = parser
-        self._calls = DistinctCalls()
+        self._calls = calls
         self._format_name = format_name
         self._has_called = self._is_cut = False
         self._n_tokens = self._n_thought = 0

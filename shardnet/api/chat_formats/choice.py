@@ -111,13 +111,20 @@ class ToolChoice:
         return [t for t in tools if t.get("function", t).get("name") == self.name]
 
 
-class DistinctCalls:
-    """Drops each call that is the one before it once more, and numbers the others anew.
+MOST_EQUAL_CALLS: Final = 3
+"""So many equal calls, one after the other, may be meant; a model that writes more is in a loop."""
 
-    A call is held back while its text may still become that of the one before.
+
+class EqualCalls:
+    """Drops each call that `most` equal ones came before, and numbers the others anew.
+
+    A call is held back while its text may still become that of the ones before. With 0 none is
+    dropped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST_EQUAL_CALLS) -> None:
+        self._most = most
+        self._n_equal = 0
         self._before: tuple[str, str] | None = None
         self._name = self._text = ""
         self._held: list[CallDelta] = []
@@ -128,10 +135,9 @@ class DistinctCalls:
         out: list[OutputDelta] = []
         for delta in deltas:
             match delta:
-                case ToolCallStarted(name=name):
+                case ToolCallStarted():
                     out += self.finish()
-                    self._before = (self._name, self._text) if self._name else None
-                    self._name, self._text, self._held = name, "", [delta]
+                    self._next(delta)
                 case ToolCallDelta(text=text):
                     self._text += text
                     self._held.append(delta)
@@ -142,7 +148,7 @@ class DistinctCalls:
                 case _:
                     out += [*self.finish(), delta]
                     continue
-            if not self._may_be_again():
+            if not self._may_be_dropped():
                 out += self._give()
         return out
 
@@ -152,10 +158,16 @@ class DistinctCalls:
             self._held = []
         return self._give()
 
-    def _may_be_again(self) -> bool:
+    def _next(self, started: ToolCallStarted) -> None:
+        """Take note of the call that has ended, and hold back the next one."""
+        ended = (self._name, self._text)
+        self._n_equal = self._n_equal + 1 if ended == self._before else 1
+        self._before, self._name, self._text, self._held = ended, started.name, "", [started]
+
+    def _may_be_dropped(self) -> bool:
         if self._before is None or self._before[0] != self._name:
             return False
-        return self._before[1].startswith(self._text)
+        return 0 < self._most <= self._n_equal and self._before[1].startswith(self._text)
 
     def _give(self) -> list[OutputDelta]:
         held, self._held = self._held, []

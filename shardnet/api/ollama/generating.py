@@ -20,7 +20,7 @@ from shardnet.api.chat.request import (
     TurnPicture,
     thinking_options,
 )
-from shardnet.api.chat.run import Accepted, ChatEvent, Ended, Piece, run_chat
+from shardnet.api.chat.run import Accepted, ChatEvent, Ended, Piece
 from shardnet.api.chat_formats.marks import (
     ContentDelta,
     OutputDelta,
@@ -237,7 +237,7 @@ async def chat(exchange: Exchange, body: OllamaChat) -> Reply:
     exchange.keep = keep_of(body.keep_alive)
     if not body.messages:
         return await _load(exchange, body, served, form)
-    return await _reply(exchange, body, form, run_chat(exchange, request, is_streamed=False))
+    return await _reply(exchange, body, form, exchange.chat(request, is_streamed=False))
 
 
 async def generate(exchange: Exchange, body: OllamaGenerate) -> Reply:
@@ -257,7 +257,7 @@ async def generate(exchange: Exchange, body: OllamaGenerate) -> Reply:
     elif body.raw:
         events = _run_raw(exchange, body.prompt, request)
     else:
-        events = run_chat(exchange, request, is_streamed=False)
+        events = exchange.chat(request, is_streamed=False)
     return await _reply(exchange, body, form, events)
 
 

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from shardnet.api.chat.request import ChatRequest
-from shardnet.api.chat.run import Accepted, Ended, Piece, run_chat
+from shardnet.api.chat.run import Accepted, Ended, Piece
 from shardnet.api.chat_formats.marks import (
     ContentDelta,
     OutputDelta,
@@ -112,7 +112,7 @@ async def complete_chat(exchange: Exchange, body: ChatBody) -> Reply:
         chunks = _chunks(exchange, request, writer, with_usage=wants_usage(body))
         return Stream(chunks=chunks, heartbeat=lambda: comment(exchange.note))
     samples = [_Sample() for _ in range(request.n)]
-    async with aclosing(run_chat(exchange, request, is_streamed=False)) as events:
+    async with aclosing(exchange.chat(request, is_streamed=False)) as events:
         async for told in events:
             if isinstance(told, Piece):
                 samples[told.sample].take(told)
@@ -128,7 +128,7 @@ async def _chunks(
     results: list[GenerationResult] = []
     if with_usage:
         writer.usage = None
-    async with aclosing(run_chat(exchange, request, is_streamed=True)) as events:
+    async with aclosing(exchange.chat(request, is_streamed=True)) as events:
         async for told in events:
             match told:
                 case Accepted():

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from shardnet.api.chat.request import ChatRequest
-from shardnet.api.chat.run import Accepted, Ended, Piece, run_chat
+from shardnet.api.chat.run import Accepted, Ended, Piece
 from shardnet.api.openai.endpoints import Kept
 from shardnet.api.openai.faults import ErrorAnswer, error_answer
 from shardnet.api.openai.logprobs import chat_logprobs
@@ -192,7 +192,7 @@ async def _events(
     """Yield the events of a stream, and fill the response; `keep` it before its end is sent."""
     digits, numbers = response.id.removeprefix(_PREFIX), count()
     items = ItemEvents(lambda prefix: f"{prefix}_{digits}{next(numbers):04x}")
-    async with aclosing(run_chat(exchange, request, is_streamed=is_streamed)) as told_events:
+    async with aclosing(exchange.chat(request, is_streamed=is_streamed)) as told_events:
         async for told in told_events:
             match told:
                 case Accepted():

@@ -18,7 +18,8 @@ from typing import Any, Final, TypeVar, Unpack
 
 from msgspec.structs import replace
 
-from shardnet.api.chat.request import fetch_picture
+from shardnet.api.chat.request import ChatRequest, fetch_picture
+from shardnet.api.chat.run import ChatEvent, run_chat
 from shardnet.api.client import Client
 from shardnet.api.events import GenerationEvent, RequestState
 from shardnet.api.generation import AGAIN_S, RESUME_S
@@ -333,6 +334,11 @@ class Exchange:
         self.service.metrics.prompt_tokens.inc(n_tokens)
         self.n_prompt += n_tokens
         return answer
+
+    def chat(self, request: ChatRequest, *, is_streamed: bool) -> AsyncGenerator[ChatEvent, None]:
+        """Run a chat request as `run_chat` does, with this server's settings."""
+        most = self.service.settings.most_equal_calls
+        return run_chat(self, request, is_streamed=is_streamed, most_equal_calls=most)
 
     async def describe_tokenizer(
         self, *, model: str | ModelChoice | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from shardnet.api.chat_formats.choice import MOST_EQUAL_CALLS
 from shardnet.api.server.keys import Keyring
 
 MAX_BODY_BYTES = 36 << 20
@@ -49,7 +50,8 @@ class Settings:
     the ring keeps the model it has. One that no request has used for `idle_unload_s` seconds is
     unloaded, never for None. `aliases` are other names of models, "*" of all others. With
     `has_deputy` requests are copied to another node, which goes on if the head of the ring is lost.
-    With `fetches_pictures` those that a request names by their URL are fetched.
+    With `fetches_pictures` those that a request names by their URL are fetched. Of equal tool calls
+    in a row an answer has `most_equal_calls`, with 0 all.
     """
 
     keys: Keyring = field(default_factory=Keyring)
@@ -65,6 +67,7 @@ class Settings:
     idle_unload_s: float | None = None
     has_deputy: bool = False
     fetches_pictures: bool = False
+    most_equal_calls: int = MOST_EQUAL_CALLS
     aliases: Mapping[str, str] = field(default_factory=dict)
 
 

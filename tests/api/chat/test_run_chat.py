@@ -7,7 +7,10 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from support.cluster.scripted_node import ScriptedNode, client_of
+from support.servers.asgi_client import ask
+from support.servers.http_app import served
 
 from shardnet.api.chat.request import ChatRequest, ChatTurn, Tool
 from shardnet.api.chat.run import Accepted, ChatEvent, Ended, Piece, run_chat
@@ -19,6 +22,7 @@ from shardnet.api.chat_formats.marks import (
     ToolCallStarted,
 )
 from shardnet.api.events import GenerationEvent, RequestState
+from shardnet.api.server.settings import Settings
 from shardnet.constraints import Constraint
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages import generation
@@ -55,9 +59,9 @@ def deltas_of(events: Sequence[ChatEvent], sample: int = 0) -> list[OutputDelta]
 def test_reasoning_content_and_calls_are_told_apart() -> None:
     async def main() -> None:
         other = CALL.replace("1}}", "2}}")
-        text = f"<think>hm</think>Hi{CALL}{CALL}{CALL}{other}"  # the second says nothing new
+        text = f"<think>hm</think>Hi{5 * CALL}{other}"  # of equal ones three are kept
         async with client_of(ScriptedNode()) as client:
-            for parallel, n_calls in ((True, 2), (False, 1)):
+            for parallel, n_calls in ((True, 4), (False, 1)):
                 asked = chat(user(text), tools=(WEATHER,), parallel_tool_calls=parallel, n=2)
                 events = await collected(run_chat(client, asked, is_streamed=True))
                 assert isinstance(events[0], Accepted)
@@ -149,6 +153,33 @@ def test_reasoning_is_counted_and_found_behind_a_lost_ring() -> None:
         assert "".join(d.text for d in deltas if isinstance(d, ContentDelta)) == "Hi"
         [end] = [event for event in events if isinstance(event, Ended)]
         assert end.n_thought == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "sign"),
+    [
+        ("/v1/chat/completions", {"type": "function", "function": {"name": "roll"}}, '"id":"call_'),
+        ("/v1/messages", {"name": "roll", "input_schema": {}}, '"type":"tool_use"'),
+        ("/v1/responses", {"type": "function", "name": "roll"}, '"type":"function_call"'),
+        ("/api/chat", {"type": "function", "function": {"name": "roll"}}, '"function":{"index":'),
+    ],
+)
+def test_equal_calls_are_kept_up_to_a_number_in_every_form(
+    path: str, tool: dict[str, Any], sign: str
+) -> None:
+    async def main() -> None:
+        told = [{"role": "user", "content": 5 * CALL.replace("weather", "roll")}]
+        body = {"messages": told, "input": told, "tools": [tool], "max_tokens": 999}
+        for settings, n_calls in (
+            (Settings(), 3),
+            (Settings(most_equal_calls=1), 1),
+            (Settings(most_equal_calls=0), 5),
+        ):
+            async with served(settings) as server:
+                answer = (await ask(server.app, path, {**body, "stream": False})).content.decode()
+                assert answer.count(sign) == n_calls
 
     asyncio.run(main())
 

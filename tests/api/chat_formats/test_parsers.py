@@ -17,7 +17,7 @@ from shardnet.api.chat_formats.choice import (
     FORMATS,
     PLAIN,
     ChatFormat,
-    DistinctCalls,
+    EqualCalls,
     ToolChoice,
     choose_format,
     with_ids,
@@ -403,19 +403,46 @@ def test_calls_of_glm_4_have_no_marks() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3, 99])
-def test_a_call_that_is_the_one_before_it_once_more_is_dropped(size: int) -> None:
-    written = ["f{}", "f{}", 'f{"a":1}', 'f{"a":12}', "g{}", "g{}", "g{}", "f{}"]
-    calls, given = DistinctCalls(), list[OutputDelta]()
-    for index, (name, *text) in enumerate(written):
+@pytest.mark.parametrize(
+    ("most", "kept"),
+    [
+        (0, "f{} f{} f{} f{} f{} g{} g{} g{} f{}"),
+        (1, "f{} g{} f{}"),
+        (3, "f{} f{} f{} g{} g{} g{} f{}"),
+    ],
+)
+def test_of_equal_calls_in_a_row_only_the_first_are_given(size: int, most: int, kept: str) -> None:
+    written = "f{} f{} f{} f{} f{} g{} g{} g{} f{}"
+    assert equal_calls(written, most, size) == kept.split()
+
+
+def test_calls_with_other_arguments_are_no_equal_ones() -> None:
+    written = 'f{"a":1} f{"a":12} f{"a":1} f{"a":12} f{"a":1'
+    for most in (1, 3):
+        assert equal_calls(written, most, 3) == written.split()
+
+
+def equal_calls(written: str, most: int, size: int) -> list[str]:
+    """Write calls in pieces; return those that are given."""
+    calls, given = EqualCalls(most), list[OutputDelta]()
+    for index, (name, *text) in enumerate(written.split()):
         arguments = "".join(text)
         pieces = [arguments[at : at + size] for at in range(0, len(arguments), size)]
         given += calls.feed([ToolCallStarted(index, None, name)])
         given += calls.feed([ToolCallDelta(index, piece) for piece in pieces])
     result = joined([*given, *calls.feed([ContentDelta("so")]), *calls.finish()])
-    found = [call.name + call.arguments_raw for call in result.tool_calls]
-    assert found == ["f{}", 'f{"a":1}', 'f{"a":12}', "g{}", "f{}"]
     starts = [delta.index for delta in given if isinstance(delta, ToolCallStarted)]
     assert starts == [*range(len(starts))]
+    return [call.name + call.arguments_raw for call in result.tool_calls]
+
+
+def test_a_call_that_is_held_back_is_not_begun_if_it_is_cut_off() -> None:
+    def written(index: int) -> list[OutputDelta]:
+        return [ToolCallStarted(index, None, "f"), ToolCallDelta(index, "{"), ToolCallCut(index)]
+
+    whole: list[OutputDelta] = [ToolCallStarted(0, None, "f"), ToolCallDelta(0, "{}")]
+    assert EqualCalls(1).feed([*whole, *written(1)]) == whole
+    assert EqualCalls(2).feed([*whole, *written(1)]) == [*whole, *written(1)]
 
 
 BEGUN = {

@@ -267,6 +267,30 @@ def test_a_call_that_is_cut_off_is_none(form: str) -> None:
     asyncio.run(main())
 
 
+def test_how_many_equal_calls_an_answer_may_have_is_a_setting() -> None:
+    async def main() -> None:
+        text = 5 * '<tool_call>{"name": "roll", "arguments": {}}</tool_call>'
+        body = {
+            "messages": [{"role": "user", "content": text}],
+            "tools": [{"type": "function", "function": {"name": "roll"}}],
+        }
+        for settings, n_calls in (
+            (Settings(), 3),
+            (Settings(most_equal_calls=1), 1),
+            (Settings(most_equal_calls=0), 5),
+        ):
+            async with served(settings) as server:
+                [choice] = (await ask(server.app, CHAT, body)).json["choices"]
+                calls = choice["message"]["tool_calls"]
+                assert len({call["id"] for call in calls}) == len(calls) == n_calls
+                events = (await ask(server.app, CHAT, {**body, "stream": True})).events
+                parts = [event["choices"][0]["delta"].get("tool_calls") for event in events[:-1]]
+                started = [part[0]["index"] for part in parts if part and "id" in part[0]]
+                assert started == [*range(n_calls)]
+
+    asyncio.run(main())
+
+
 def test_functions_are_tools_in_their_old_form() -> None:
     async def main() -> None:
         text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'

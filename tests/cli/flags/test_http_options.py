@@ -42,6 +42,12 @@ def test_keys_come_from_flags_and_a_file(
 def test_a_certificate_needs_its_key_and_a_root_path_begins_with_a_slash() -> None:
     with pytest.raises(typer.BadParameter, match="both or neither"):
         HttpOptions(tls_cert="a").listening("::1", 0)
+
+
+@pytest.mark.parametrize(("given", "most"), [({}, 3), ({"equal_calls": 0}, 0)])
+def test_how_many_equal_calls_there_may_be_is_a_setting(given: dict[str, int], most: int) -> None:
+    settings = HttpOptions(**given).listening("::1", 0).settings  # type: ignore[arg-type]
+    assert settings.most_equal_calls == most
     with pytest.raises(typer.BadParameter, match="begin it with /"):
         HttpOptions(root_path="llm").listening("::1", 0)
     with pytest.raises(typer.BadParameter, match="choose idle or never"):
