@@ -154,6 +154,7 @@ from shardnet.stage.load import load_stage
 from shardnet.types import DType, LayerRange
 
 def private_bytes():
+    ctypes.CDLL(None).malloc_trim(0)  # else what was freed counts, until loading gives it back
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
@@ -168,12 +169,10 @@ quant = Quantization.named(sys.argv[2])
 dtype = "auto" if sys.argv[3] == "auto" else DType(sys.argv[3])
 choice = probe(cpu, dtype, checkpoint.config.checkpoint_dtype, quant)
 load(LayerRange(7, 8), lambda done, total: None)  # what the libraries take once, some 30 MB
-ctypes.CDLL(None).malloc_trim(0)
 idle = private_bytes()
 read = sum(checkpoint.bytes_read.values())
 during = []
 stage = load(LayerRange(0, 8), lambda done, total: during.append(private_bytes() - idle))
-ctypes.CDLL(None).malloc_trim(0)  # as loading does in the end
 loaded = private_bytes()
 print(json.dumps({
     "dtype": choice.dtype.value,
