@@ -21,6 +21,7 @@ import msgspec
 
 from shardnet.api.events import GenerationResult
 from shardnet.api.requests import ContentPart, GenerationOptions, Message, picture_of
+from shardnet.api.validation import find_half_pair
 from shardnet.cluster.machine.folders import cache_dir
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.files import expanded, make_own_folder, open_own, write_whole
@@ -272,7 +273,8 @@ def load(path: Path) -> list[Message]:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"{path} holds no conversation: {error}", remedy="load a file that /save wrote"
+            f"{path} holds no conversation: {find_half_pair(content) or error}",
+            remedy="load a file that /save wrote",
         ) from error
     return [{"role": said.role, "content": _content(said)} for said in saved.messages]
 

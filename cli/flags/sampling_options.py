@@ -18,7 +18,7 @@ import typer
 from msgspec import UNSET, UnsetType, structs
 
 from shardnet.api.requests import GenerationOptions, Prompt, name_model
-from shardnet.api.validation import find_refused
+from shardnet.api.validation import find_half_pair, find_refused
 from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS, Constraint, ConstraintKind
 from shardnet.errors import SamplingError, UsageError
 from shardnet.files import expanded
@@ -348,8 +348,10 @@ def read_prompt(line: str, sampling: SamplingParams) -> Prompt:
     if start == '"':
         try:
             return Prompt(_text.decode(line))
-        except msgspec.DecodeError:  # text in quotation marks, and more after them
-            return Prompt(line)
+        except msgspec.DecodeError as error:
+            if why := find_half_pair(line):
+                raise ValueError(why) from error
+            return Prompt(line)  # text in quotation marks, and more after them
     return Prompt(line)
 
 
@@ -366,7 +368,8 @@ def _read_json(line: str, kind: type[T]) -> T:
     try:
         value = msgspec.json.decode(line)
     except msgspec.DecodeError as error:
-        raise ValueError(f"it begins like JSON and is not valid JSON ({error})") from error
+        why = f"it begins like JSON and is not valid JSON ({error})"
+        raise ValueError(find_half_pair(line) or why) from error
     if why := _part(value) or find_refused(value, kind):
         raise ValueError(why)
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import inspect as mi
 
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+"""Half a pair, or a half of a whole one: as an escape, or encoded by itself."""
 _SHOWN: Final = 60
 """Most characters of a value that an error shows."""
 _INTS: Final = range(-(2**63), 2**64)
@@ -51,20 +54,43 @@ def _type_info(kind: Any) -> mi.Type:
     return mi.type_info(kind)
 
 
-def find_unwritable(root: msgspec.Struct) -> str:
-    """Say which value of `root` msgpack cannot encode: a huge integer, text with a lone surrogate.
+def find_unwritable(root: object) -> str:
+    """Say which value of `root`, a struct or decoded JSON, msgpack cannot encode: a huge integer,
+    text with half a surrogate pair.
 
     Returns "" where there is none.
     """
     for path, value in _leaves(root):
         if isinstance(value, int) and value not in _INTS:
             return f"{path} is {_shown(value)}: give a smaller number"
+        if isinstance(value, str) and (why := _half_pair(value)):
+            return f"{path or 'the text'} has {why}"
+    return ""
+
+
+def find_half_pair(text: bytes | str) -> str:
+    """Say which text in JSON has half a surrogate pair: the parser only says that it is no JSON.
+
+    Returns "" where none has, and for what is no JSON.
+    """
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    if not _SURROGATE.search(raw):
+        return ""
+    try:
+        leaves = [(path, why) for path, one in _leaves(json.loads(raw)) if (why := _half_pair(one))]
+    except (ValueError, RecursionError):
+        return ""
+    return f"{leaves[0][0] or 'the text'} has {leaves[0][1]}" if leaves else ""
+
+
+def _half_pair(value: object) -> str:
+    """Say where a text has half a surrogate pair; "" where it has none, and for other values."""
+    try:
         if isinstance(value, str):
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:
-                why = f"{error.reason} at character {error.start + 1}"
-                return f"{path} cannot be encoded as UTF-8 ({why}): give text without it"
+            value.encode()
+    except UnicodeEncodeError as error:
+        where = f"half a surrogate pair at character {error.start + 1}"
+        return f"{where}, which is not valid Unicode: give the whole character"
     return ""
 
 
@@ -241,9 +267,14 @@ def _shown(value: object) -> str:
 
 
 def _leaves(value: object, path: str = "") -> Iterator[tuple[str, object]]:
-    if isinstance(value, msgspec.Struct):
-        for name in value.__struct_fields__:
+    names = getattr(value, "__struct_fields__", None) or getattr(value, "__dataclass_fields__", ())
+    if names:
+        for name in names:
             yield from _leaves(getattr(value, name), _inside(path, name))
+    elif isinstance(value, Mapping):
+        for name, entry in value.items():
+            yield f"a key of {path or 'the body'}", name
+            yield from _leaves(entry, _inside(path, name))
     elif isinstance(value, list | tuple):
         for index, entry in enumerate(value):
             yield from _leaves(entry, f"{path}[{index}]")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shardnet.api import GenerationOptions, ModelChoice, Prompt, SamplingParams
 from shardnet.api.requests import is_single, make_requests, name_model
+from shardnet.constraints import Constraint
 from shardnet.errors import SamplingError, UsageError
 from shardnet.wire.messages.generation import Generate
 
@@ -97,7 +98,8 @@ def test_one_prompt_is_told_from_a_list(prompts: Any, single: bool) -> None:
         (["a", 5], {}, "5 is not a prompt"),
         ([1, -1], {}, "token_ids"),
         ([1, 2**32], {}, "token_ids"),
-        ("\ud800", {}, "surrogates"),
+        ("\ud800", {}, "prompt has half a surrogate pair at character 1"),
+        ("a", {"constraint": Constraint(kind="regex", text="\udc00")}, "constraint.text has half"),
         (["a", [1, 2], [-5]], {}, "prompt 3 of 3"),
     ],
 )

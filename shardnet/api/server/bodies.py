@@ -19,7 +19,7 @@ from starlette.types import Receive
 
 from shardnet.api.server.endpoint import FORM
 from shardnet.api.server.errors import Fault, HttpError, refused
-from shardnet.api.validation import find_refused
+from shardnet.api.validation import find_half_pair, find_refused
 from shardnet.errors import shown
 
 Body = TypeVar("Body")
@@ -103,8 +103,13 @@ def decode_body(raw: bytes, kind: type[Body]) -> Body:
             found = _FIELD.match(why)
             raise refused(why, found[1] if found else None) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        why = f"not JSON: {error}" if raw.strip() else "empty: send JSON"
-        raise refused(f"the body is {why}", code="invalid_json") from error
+        why = find_half_pair(raw)
+        found = _FIELD.match(why)
+        if not why:
+            why = (
+                f"the body is not JSON: {error}" if raw.strip() else "the body is empty: send JSON"
+            )
+        raise refused(why, found[1] if found else None, code="invalid_json") from error
 
 
 def decode_form(raw: bytes, content_type: str, kind: type[Body]) -> Body:

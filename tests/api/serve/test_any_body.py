@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from itertools import product
 from typing import Any
 
 import msgspec
+import pytest
 from support.servers.asgi_client import ask
 from support.servers.http_app import served
 from support.soak import cases
@@ -44,5 +46,29 @@ def test_no_body_that_is_wrong_in_a_field_makes_a_500() -> None:
                     body = {**right, name: value}
                     answer = await ask(server.app, path, body, method=method)
                     assert answer.status < 500, (path, name, value, answer.content)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("half", [r"x\ud83d", r"x\ud83d and more", r"x\ude00"])
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/chat/completions", "messages"),
+        ("/v1/responses", "input"),
+        ("/v1/messages", "messages"),
+        ("/api/chat", "messages"),
+    ],
+)
+def test_half_a_surrogate_pair_is_named_by_its_field(path: str, field: str, half: str) -> None:
+    body = json.dumps({"max_tokens": 4, field: [{"role": "user", "content": "HALF"}]})
+
+    async def main() -> None:
+        async with served() as server:
+            answer = await ask(server.app, path, body.replace("HALF", half).encode())
+            assert answer.status == 400
+            words = f"{field}[0].content has half a surrogate pair at character 2, "
+            assert words in answer.content.decode()
+            assert server.node.asked == []
 
     asyncio.run(main())

@@ -194,6 +194,13 @@ def test_another_file_is_neither_loaded_nor_replaced(tmp_path: Path, content: by
         save([], file / "below")
 
 
+def test_half_a_surrogate_pair_in_a_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "saved"
+    file.write_text(r'{"messages": [{"role": "user", "content": "a\ud83d"}]}')
+    with pytest.raises(UsageError, match=r"messages\[0\]\.content has half a surrogate pair"):
+        load(file)
+
+
 def test_a_large_file_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "large").open("wb") as file:
         file.truncate(MAX_SAVED_BYTES + 1)

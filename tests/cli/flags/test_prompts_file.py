@@ -72,6 +72,8 @@ def test_an_object_has_options_of_its_own() -> None:
     ("line", "named"),
     [
         ("[1, 2", "truncated"),
+        (r'{"prompt": "a\ud83d"}', "prompt has half a surrogate pair at character 2"),
+        (r'"\ude00"', "the text has half a surrogate pair at character 1"),
         ('["a"]', "'a': give a whole number"),
         (
             '{"prompt": "a", "max_tokes": 3}',
