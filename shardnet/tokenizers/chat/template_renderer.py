@@ -18,6 +18,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import jinja2.utils
 
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.tokenizers.chat.chat_template import (
@@ -55,9 +56,41 @@ class Generation(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Return the body."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        """Return the body, whose variables are its own, as transformers has it."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [jinja2.nodes.Scope(body, lineno=line)]
+
+
+class DictMaker:
+    """`dict` in a template: it makes objects, and is no type to look into."""
+
+    def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:
+        """Make an object."""
+        return dict(*args, **named)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """Make an object of its keys."""
+        return dict.fromkeys(*args)
+
+
+class Namespace(jinja2.utils.Namespace):
+    """`namespace` in a template: its names do not begin with an underscore, as Python's own do."""
+
+    def __init__(self, /, *args: Any, **named: Any) -> None:
+        for name in dict(*args, **named):
+            check_name(name)
+        super().__init__(*args, **named)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        check_name(name)
+        super().__setitem__(name, value)
+
+
+def check_name(name: object) -> None:
+    """Raise jinja2's SecurityError for a name that begins with an underscore."""
+    if str(name).startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"{name!r} is no name for a namespace")
 
 
 def render_template(
@@ -214,17 +247,9 @@ def read_nested(text: str) -> Any:
 
 def render(template: str, variables: dict[str, Any], most_bytes: int) -> str:
     """Render the template. Raises ValueError if the text exceeds `most_bytes`."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[Generation, "jinja2.ext.loopcontrols"],
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda style: datetime.now().strftime(style)
     parts: list[str] = []
     n_bytes = 0
-    for part in environment.from_string(template).generate(**variables):
+    for part in compiled(template).generate(**variables):
         n_bytes += len(part.encode())
         if n_bytes > most_bytes:
             raise ValueError(f"its text grows beyond {most_bytes} bytes")
@@ -232,9 +257,39 @@ def render(template: str, variables: dict[str, Any], most_bytes: int) -> str:
     return "".join(parts)
 
 
-def to_json(value: Any, indent: int | None = None, ensure_ascii: bool = False, **rest: Any) -> str:
+@lru_cache(maxsize=8)
+def compiled(template: str) -> jinja2.Template:
+    """Compile a template for an environment with what transformers' has."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[Generation, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals |= {
+        "raise_exception": refuse,
+        "strftime_now": lambda style: datetime.now().strftime(style),
+        "dict": DictMaker(),
+        "namespace": Namespace,
+    }
+    return environment.from_string(template)
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Serialize to JSON as templates expect: jinja2's own filter would escape for HTML."""
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **rest)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def refuse(why: object) -> None:

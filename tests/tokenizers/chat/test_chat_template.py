@@ -210,6 +210,36 @@ def test_a_template_may_refuse_messages_in_its_own_words(process: TemplateProces
         process.render(template, TALK, seconds=PATIENCE_S)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ {'b': 1, 'a': 'é'} | tojson(true) }}",
+        "{{ {'b': 1, 'a': 'é'} | tojson(false, 2) }}",
+        "{{ {'b': 1, 'a': 'é'} | tojson(true, none, (',', ':')) }}",
+        "{{ {'b': 1, 'a': 'é'} | tojson(false, none, none, true) }}",
+        "{{ {'b': 1, 'a': 'é'} | tojson(indent=1, separators=(', ', '='), sort_keys=true) }}",
+        "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
+        "{% set n = namespace(self=1) %}{% generation %}{% set n.self = 2 %}{% endgeneration %}"
+        "{{ n.self }}{{ dict(a=1) }}{{ dict.fromkeys(['x'], 1) }}{{ dict.mro is defined }}",
+        "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+    ],
+)
+def test_a_template_finds_what_transformers_has_for_it(
+    process: TemplateProcess, source: str
+) -> None:
+    pair = [*SHORT_TALK, *SHORT_TALK]
+    [text], _ = render_jinja_template([pair], chat_template=source)
+    assert process.render(make_template(source), pair, seconds=PATIENCE_S) == text
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ namespace(_a=1) }}", "{% set n = namespace() %}{% set n._a = 1 %}"]
+)
+def test_a_namespace_has_no_names_of_python_s_own(process: TemplateProcess, source: str) -> None:
+    with pytest.raises(CheckpointError, match="SecurityError"):
+        process.render(make_template(source), SHORT_TALK, seconds=PATIENCE_S)
+
+
 def test_the_environment_of_the_node_is_not_there(
     own_process: TemplateProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
