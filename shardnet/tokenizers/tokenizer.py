@@ -39,6 +39,9 @@ ENCODE = JobLimits(cpu_s=10, wall_s=120.0, memory_bytes=1 << 30, reply_bytes=64 
 DECODE = JobLimits(cpu_s=1, wall_s=0.5, memory_bytes=1 << 30, reply_bytes=1 << 20)
 """The wall time is the longest that a token may stop the event loop."""
 
+_PLAIN: Final = {"text": "a", "bos": "off", "parse_special": False}
+"""What every tokenizer encodes, unless it is at fault itself."""
+
 _MODULE = "shardnet.tokenizers.text_program"
 _AGAIN = "fetch the checkpoint again or take another; --token-ids needs no tokenizer for the prompt"
 
@@ -88,7 +91,9 @@ class TextProcess:
             self.load()
 
     def encode(self, text: str, bos: Bos, parse_special: bool) -> list[int]:
-        """Encode text. Raises CheckpointError if it fails or exceeds its limits."""
+        """Encode text. Raises UsageError if it fails or exceeds its limits, and CheckpointError if
+        any other does.
+        """
         arguments = {"text": text, "bos": bos, "parse_special": parse_special}
         block = self._encoded("encode", arguments)
         token_ids = array("I")
@@ -106,7 +111,7 @@ class TextProcess:
         """Encode a text, or two as one, for an encoder; return ids, and of which text each is.
 
         The longer one is cut so that there are at most `most_tokens`, special ones included, None
-        for all. Raises CheckpointError if it fails or exceeds its limits.
+        for all. Raises as `encode`.
         """
         arguments = {
             "text": text,
@@ -135,15 +140,21 @@ class TextProcess:
         self._process.close()
 
     def _encoded(self, job: str, arguments: Mapping[str, Any]) -> bytes:
-        """Encode in a process that has the tokenizer: another text may end it while this waits."""
+        """Encode in a process that has the tokenizer: another text may end it while this waits.
+
+        Raises UsageError for a text that fails, CheckpointError if a plain one fails too.
+        """
         while True:
             self.ready()
             number = self._process.n_started
             try:
                 return self._call(job, arguments, ENCODE)[1]
-            except CheckpointError:
-                if self._process.n_started == number:
-                    raise
+            except CheckpointError as error:
+                if self._process.n_started != number:
+                    continue
+                self.ready()
+                self._call("encode", _PLAIN, ENCODE)
+                raise UsageError(error.message, remedy="send another text, or less of it") from None
 
     def _call(self, job: str, arguments: Mapping[str, Any], limits: JobLimits) -> tuple[Any, bytes]:
         try:
@@ -320,8 +331,9 @@ class Tokenizer:
         there is room for: a text longer than that many of the longest token is refused before it is
         encoded.
 
-        Raises UsageError if the text is not valid Unicode, or for "on" without a bos token;
-        ContextExceededError if the text is too long; CheckpointError if the library fails.
+        Raises UsageError if the text is not valid Unicode, or the library fails at it, or for "on"
+        without a bos token; ContextExceededError if the text is too long; CheckpointError if the
+        library fails at any text.
         """
         try:
             text.encode()

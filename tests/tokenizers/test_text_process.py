@@ -8,6 +8,7 @@ import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,8 @@ from support.models.loaded_tokenizers import load_here, made_tokenizer, tokenize
 from shardnet.cluster.head.ring_builder import _open_tokenizer
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import CapacityError, CheckpointError, UsageError
-from shardnet.tokenizers.tokenizer import TextProcess, Tokenizer
+from shardnet.tokenizers import tokenizer as tokenizer_module
+from shardnet.tokenizers.tokenizer import ENCODE, TextProcess, Tokenizer
 
 TEXT = small.TEXT[2]
 GONE_S = 60.0
@@ -96,6 +98,22 @@ def test_a_text_that_waits_outlives_the_process_of_the_one_before_it(tmp_path: P
             kill(tokenizer)
             turn.release()
             assert waiting.result(GONE_S) == ids
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_text_that_fails_is_the_fault_of_who_sent_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_changed: bool
+) -> None:
+    """Where a plain text fails too it is the tokenizer's."""
+    with Tokenizer.load(small.save(tmp_path, small.byte_level())) as tokenizer:
+        monkeypatch.setattr(tokenizer_module, "ENCODE", replace(ENCODE, reply_bytes=1024))
+        assert tokenizer.encode(TEXT)
+        if is_changed:
+            small.save(tmp_path, small.metaspace())
+        with pytest.raises(CheckpointError if is_changed else UsageError, match=r"tokenizer\.json"):
+            tokenizer.encode("b a " * 999)
+        if not is_changed:
+            assert tokenizer.encode(TEXT)
 
 
 def test_a_file_that_has_changed_is_not_taken_for_the_one_that_was_read(tmp_path: Path) -> None:
