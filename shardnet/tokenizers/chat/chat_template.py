@@ -91,6 +91,8 @@ class TemplateOptions:
 
 
 NO_OPTIONS = TemplateOptions()
+PLAIN: Final[Sequence[TemplateMessage]] = ({"role": "user", "content": "Hello"},)
+"""A conversation that every template shows, unless the template itself is at fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +231,11 @@ class TemplateProcess:
         Raises CheckpointError too for files that take too long or too much memory to read.
         """
         arguments = {"folder": str(folder), "own": None if own is None else asdict(own)}
-        return ChatTemplate(**self._call("find", arguments, str(folder), RENDER_S))
+        try:
+            found = self._process.call("find", arguments, _limits(RENDER_S))[0]
+        except JobFailedError as error:
+            raise CheckpointError(_failure(error, str(folder), RENDER_S), remedy=AGAIN) from None
+        return ChatTemplate(**found)
 
     def render(
         self,
@@ -242,34 +248,56 @@ class TemplateProcess:
         """Render the conversation to a prompt, up to the start of the model's reply.
 
         `seconds` limits processor time. Raises UsageError for messages that the template refuses,
-        with its own text, and for tools and options that cannot be used, CheckpointError for a
-        template that is damaged, does something forbidden, or exceeds its time or memory.
+        with its own text, for tools and options that cannot be used, and for a conversation that
+        makes a template fail or exceed its time or memory which shows a plain one; CheckpointError
+        for a template that fails with that too.
         """
+        try:
+            return str(self._render(template, messages, options, seconds))
+        except JobFailedError as error:
+            why = _failure(error, template.where, seconds)
+        try:
+            self._render(template, PLAIN, NO_OPTIONS, seconds)
+        except (JobFailedError, CheckpointError):
+            raise CheckpointError(why, remedy=AGAIN) from None
+        except UsageError:
+            pass  # a template that refuses messages is none that fails
+        raise UsageError(
+            f"this conversation is too much for the chat template: {why}", remedy="shorten it"
+        )
+
+    def _render(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[TemplateMessage],
+        options: TemplateOptions,
+        seconds: int,
+    ) -> Any:
+        """Render in the process. Raises as `render`, and JobFailedError."""
         arguments = {
             "template": asdict(template),
             "messages": [dict(message) for message in messages],
             "options": asdict(options),
             "memory_bytes": RENDER_MEMORY_BYTES,
         }
-        return str(self._call("render", arguments, template.where, seconds))
+        return self._process.call("render", arguments, _limits(seconds))[0]
 
     def close(self) -> None:
         """End the process."""
         self._process.close()
 
-    def _call(self, job: str, arguments: Mapping[str, Any], where: str, seconds: int) -> Any:
-        limits = JobLimits(
-            cpu_s=seconds,
-            wall_s=float(WAIT_FACTOR * seconds),
-            memory_bytes=RENDER_MEMORY_BYTES,
-            reply_bytes=MAX_REPLY_BYTES,
-        )
-        try:
-            return self._process.call(job, arguments, limits)[0]
-        except JobFailedError as error:
-            why = (
-                f"{where} was not done after {seconds} s: it loops"
-                if error.out_of_time
-                else f"{where}: the chat template failed: {error}"
-            )
-            raise CheckpointError(why, remedy=AGAIN) from None
+
+def _limits(seconds: int) -> JobLimits:
+    return JobLimits(
+        cpu_s=seconds,
+        wall_s=float(WAIT_FACTOR * seconds),
+        memory_bytes=RENDER_MEMORY_BYTES,
+        reply_bytes=MAX_REPLY_BYTES,
+    )
+
+
+def _failure(error: JobFailedError, where: str, seconds: int) -> str:
+    """Say why a job of the process was not done."""
+    if error.out_of_time:
+        return f"{where} was not done after {seconds} s"
+    return f"{where}: the chat template failed: {error}"

@@ -7,11 +7,13 @@ memory and processor time, so that no expression can exceed them.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 import jinja2.ext
@@ -25,25 +27,22 @@ from shardnet.tokenizers.chat.chat_template import (
     AGAIN,
     CONTINUES,
     NO_OPTIONS,
+    PLAIN,
     ChatTemplate,
     TemplateMessage,
     TemplateOptions,
 )
+from shardnet.tokenizers.chat.template_forms import Shown, forms_of, read_nested
 
 MAX_TEXT_BYTES = 8 * 2**20
 """Limit of a rendered prompt: more than any context holds."""
-MAX_DEPTH = 64
-"""Of objects and lists in tools and arguments. Templates write them by recursion."""
 _END = "\ue000last message ends\ue000 "
 """Marks the end of a message that goes on; the space shows whether the template cuts space."""
 _PROBE = "\ue000a text\ue000"
 """A text that no template has."""
 OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-
-
-BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]]', re.DOTALL)
-"""Strings, whose brackets do not count, and the brackets that do."""
-BRACKET_DEPTH = {"{": 1, "[": 1, "}": -1, "]": -1}
+_SEARCH_S = 1
+"""Processor time in which the message that a template fails at is looked for."""
 
 
 class RefusedByTemplateError(Exception):
@@ -93,6 +92,15 @@ def check_name(name: object) -> None:
         raise jinja2.exceptions.SecurityError(f"{name!r} is no name for a namespace")
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a template gave no text, and at which of its lines, None if unknown."""
+
+    why: str
+    line: int | None = None
+    kind: Literal["refused", "damaged", "failed"] = "failed"
+
+
 def render_template(
     template: ChatTemplate,
     messages: Sequence[TemplateMessage],
@@ -103,9 +111,9 @@ def render_template(
 
     With the option CONTINUES it ends within the last message, which the model goes on with.
     `memory_bytes` is this process' limit, for the error. Raises UsageError for messages that the
-    template refuses, with its own text, and for tools and options that cannot be used,
-    CheckpointError for a template that is damaged, does something forbidden, or needs too much
-    memory.
+    template refuses, with its own text, for tools and options that cannot be used, and for what
+    makes a template fail that shows a plain conversation; CheckpointError for one that fails there
+    too: it is damaged, does something forbidden, or needs too much memory.
     """
     for name in options.values:
         if not name.isidentifier() or name in OWN_NAMES or name in template.tokens:
@@ -116,9 +124,10 @@ def render_template(
     continues = bool(options.values.get(CONTINUES))
     tools = read_tools(options.tools)
     source = (template.with_tools if tools else "") or template.source
-    shown = [shown_message(message) for message in messages]
-    if shows_only_parts(source, tuple(template.tokens.items())):
-        shown = [in_parts(message) for message in shown]
+    has_parts = shows_only_parts(source, tuple(template.tokens.items()))
+    plain, shown = (
+        [in_parts(said) if has_parts else dict(said) for said in each] for each in (PLAIN, messages)
+    )
     if continues:
         if not shown:
             raise UsageError("there is no last message, which was to go on")
@@ -126,28 +135,88 @@ def render_template(
     variables = {
         **template.tokens,
         **options.values,
-        "messages": shown,
         "tools": tools,
         "documents": None,
         "add_generation_prompt": not continues,
     }
-    line: int | None = None
+    attempt = partial(rendered, source, variables, memory_bytes)
+    failures: list[tuple[Sequence[Shown], Failure]] = []
+    may_join = not continues or shown[-1]["role"] != "system"  # the last one stays the last
+    for form in forms_of(shown, tools or [], may_join=may_join):
+        text = attempt(messages=form.messages)
+        if isinstance(text, Failure):
+            if form.is_usual():
+                failures.append((form.messages, text))
+        elif form.is_shown(text):
+            return up_to_end(text, template) if continues else text
+    given, failure = failures[0]
+    where = f"{template.where} line {failure.line}" if failure.line else template.where
+    if failure.kind == "refused":
+        raise UsageError(f"{template.where} refuses these messages: {failure.why}")
+    if failure.kind == "damaged" or not takes_plain(template, plain, memory_bytes):
+        raise CheckpointError(f"{where}: {failure.why}", remedy=AGAIN)
+    what = what_fails(lambda **other: attempt(**other) == failure, plain, given, tools or [])
+    raise UsageError(
+        f"{what} cannot be shown by the chat template ({where}: {failure.why})",
+        remedy="correct it, or leave it out",
+    )
+
+
+def rendered(
+    source: str, variables: Mapping[str, Any], memory_bytes: int, **other: Any
+) -> str | Failure:
+    """Render a template with these and `other` variables, or say why that fails."""
     try:
-        text = render(source, variables, MAX_TEXT_BYTES)
+        return render(source, {**variables, **other}, MAX_TEXT_BYTES)
     except RefusedByTemplateError as error:
-        raise UsageError(f"{template.where} refuses these messages: {error}") from None
+        return Failure(str(error), kind="refused")
     except jinja2.TemplateSyntaxError as error:
-        failed, line = error.message or "syntax error", error.lineno
+        return Failure(error.message or "syntax error", error.lineno, kind="damaged")
     except MemoryError:
-        failed = f"it needs more than {memory_bytes >> 20} MiB"
+        return Failure(f"it needs more than {memory_bytes >> 20} MiB")
     except RecursionError:
-        failed = "it calls itself without end"
+        return Failure("it calls itself without end")
     except Exception as error:  # an untrusted expression may raise anything
-        failed, line = f"{type(error).__name__}: {error}"[:500], line_of(error)
+        return Failure(f"{type(error).__name__}: {error}"[:500], line_of(error))
+
+
+def takes_plain(
+    template: ChatTemplate, plain: Sequence[Mapping[str, Any]], memory_bytes: int
+) -> bool:
+    """Say whether a template shows a plain conversation, or refuses it in words of its own."""
+    variables = {**template.tokens, "tools": None, "documents": None, "add_generation_prompt": True}
+    text = rendered(template.source, variables, memory_bytes, messages=plain)
+    return isinstance(text, str) or text.kind == "refused"
+
+
+def what_fails(
+    fails: Callable[..., bool],
+    plain: Sequence[Mapping[str, Any]],
+    messages: Sequence[Shown],
+    tools: Sequence[Mapping[str, Any]],
+) -> str:
+    """Name the part of a request with which a template `fails` as it does with the whole.
+
+    It is looked for by halves, as each try takes as long as the whole may.
+    """
+    if not messages:
+        return "a conversation without messages"
+    until_s = time.process_time() + _SEARCH_S
+
+    def is_in(**other: Any) -> bool:
+        return time.process_time() < until_s and fails(**other)
+
+    if is_in(messages=plain, tools=None):
+        return "an option or the tools of this request"
+    if is_in(messages=plain):
+        tries = range(1, len(tools))
+        number = bisect_left(tries, True, key=lambda n: is_in(messages=plain, tools=tools[:n]))
+        what = f"tool {number + 1} of {len(tools)}"
     else:
-        return up_to_end(text, template) if continues else text
-    where = f"{template.where} line {line}" if line else template.where
-    raise CheckpointError(f"{where}: {failed}", remedy=AGAIN)
+        tries = range(1, len(messages))
+        number = bisect_left(tries, True, key=lambda n: is_in(messages=messages[:n]))
+        what = f"message {number + 1} of {len(messages)} ({messages[number]['role']})"
+    return what if time.process_time() < until_s else "a part of this conversation"
 
 
 @lru_cache(maxsize=8)
@@ -210,39 +279,6 @@ def read_tools(text: str) -> list[dict[str, Any]] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UsageError("the tools must be a list of objects")
     return tools or None
-
-
-def shown_message(message: TemplateMessage) -> dict[str, Any]:
-    """Make the message that a template gets: tool calls nested as in OpenAI's API, arguments as an
-    object wherever they are one.
-    """
-    shown = dict(message)
-    if calls := shown.get("tool_calls"):
-        shown["tool_calls"] = [shown_call(call) for call in calls]
-    return shown
-
-
-def shown_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the tool call that a template gets."""
-    arguments: Any = call["arguments"]
-    try:
-        read = read_nested(arguments)
-    except ValueError:
-        read = None  # what a model wrote wrong stays as it is
-    function = {"name": call["name"], "arguments": read if isinstance(read, dict) else arguments}
-    named = {"id": call["id"]} if call.get("id") else {}
-    return {**named, "type": "function", "function": function}
-
-
-def read_nested(text: str) -> Any:
-    """Read JSON of at most MAX_DEPTH nested objects and lists. Raises ValueError."""
-    depth = deepest = 0
-    for mark in BRACKETS.findall(text):
-        depth += BRACKET_DEPTH.get(mark, 0)
-        deepest = max(deepest, depth)
-    if deepest > MAX_DEPTH:
-        raise ValueError(f"nested {deepest} deep, at most {MAX_DEPTH} is read")
-    return json.loads(text)
 
 
 def render(template: str, variables: dict[str, Any], most_bytes: int) -> str:

@@ -190,7 +190,7 @@ def test_a_template_that_takes_too_long_is_given_up(
     own_process: TemplateProcess, source: str
 ) -> None:
     """The next is rendered by another process."""
-    with pytest.raises(CheckpointError, match="not done after 1 s: it loops"):
+    with pytest.raises(CheckpointError, match="not done after 1 s"):
         own_process.render(make_template(source), SHORT_TALK, seconds=1)
     assert own_process.pid is None
     assert own_process.render(make_template("b"), TALK, seconds=PATIENCE_S) == "b"
