@@ -25,12 +25,21 @@ from support.source import (
 )
 
 # Low to high: a package may import itself and those named beside it, which stand above it here.
-BASE = {"errors", "json_schemas", "constraints", "types", "assets", "__init__"} | {
+BASE = {
+    "errors",
+    "json_references",
+    "json_schemas",
+    "constraints",
+    "types",
+    "assets",
+    "__init__",
+} | {
     *("sampling_params", "output_params", "slot_operations", "stage_form"),
 }
 PACKAGES: dict[str, set[str]] = {
     "errors": set(),
-    "json_schemas": set(),
+    "json_references": {"errors"},
+    "json_schemas": {"errors", "json_references"},
     "constraints": {"errors", "json_schemas"},
     "types": {"errors", "constraints"},
     "sampling_params": {"errors", "types"},

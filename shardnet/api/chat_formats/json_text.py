@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from shardnet.api.chat_formats.marks import SURROGATES
+from shardnet.errors import UsageError
+from shardnet.json_references import MOST_LOOKED_AT, listed, merged, own_definitions, types_of
 
 MAX_DEPTH: Final = 64
 
@@ -25,12 +27,9 @@ _MOST_SCALAR = 1024
 
 Schema = Mapping[str, Any]
 
-_MAX_STEPS: Final = 32
-"""Of references and alternatives within one schema: it may refer to itself."""
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _SCALARS = {"boolean": ("true", "false"), "null": ("null",)}
-_TYPE_OF = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
 
 def as_json(value: object, *, allow_nan: bool = True) -> str:
@@ -183,20 +182,41 @@ class JsonFollower:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool that was offered: its name, and the JSON schema of its arguments."""
+    """A tool that was offered: its name, and the JSON schema of its arguments.
+
+    That has definitions of its own, as `read_tools` gives it.
+    """
 
     name: str
     parameters: Schema
 
+    @property
+    def properties(self) -> Schema | None:
+        """The schemas of the arguments by name, None if any may be given."""
+        return merged(self.parameters, self.parameters).get("properties")
+
     def types_of(self, argument: str) -> frozenset[str]:
         """Return the types that an argument may have, none if the schema does not say."""
-        properties = self.parameters.get("properties")
-        schema = properties.get(argument) if isinstance(properties, Mapping) else None
-        if schema is None:
-            schema = self.parameters.get("additionalProperties")
-        found: set[str] = set()
-        _collect(schema, self.parameters, found, [_MAX_STEPS])
-        return frozenset(found)
+        return types_of({"anyOf": self._schemas_of(argument)}, self.parameters)
+
+    def _schemas_of(self, argument: str) -> list[Any]:
+        """Return the schemas of which a value of the argument has one."""
+        named: list[Any] = []
+        other: list[Any] = []
+        waiting: list[Any] = [self.parameters]
+        seen = set[int]()
+        while waiting and len(seen) < MOST_LOOKED_AT:
+            one = waiting.pop()
+            if id(one) in seen:
+                continue
+            seen.add(id(one))
+            whole = merged(one, self.parameters)
+            if argument in whole.get("properties", ()):
+                named.append(whole["properties"][argument])
+                continue
+            other.append(whole.get("additionalProperties"))
+            waiting += [*listed(whole, "anyOf"), *listed(whole, "oneOf")]
+        return named or other
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, Tool]:
@@ -206,8 +226,16 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, Tool]:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and isinstance(name := function.get("name"), str):
             parameters = function.get("parameters")
-            found[name] = Tool(name, parameters if isinstance(parameters, Mapping) else {})
+            found[name] = Tool(name, _read(parameters) if isinstance(parameters, Mapping) else {})
     return found
+
+
+def _read(parameters: Schema) -> Schema:
+    """Return a tool's schema with definitions of its own; one that is too large as it is."""
+    try:
+        return own_definitions(parameters, is_strict=False)
+    except UsageError:
+        return parameters
 
 
 def is_only_text(types: frozenset[str]) -> bool:
@@ -242,45 +270,6 @@ def _read_json(text: str) -> str:
         return as_json(json.loads(text, strict=False), allow_nan=False)
     except (ValueError, RecursionError):
         return ""
-
-
-def _collect(schema: object, root: Schema, found: set[str], steps: list[int]) -> None:
-    """Add the types that a schema allows."""
-    steps[0] -= 1
-    if not isinstance(schema, Mapping) or steps[0] < 0:
-        return
-    said = schema.get("type")
-    if isinstance(said, str):
-        found.add(said)
-    elif isinstance(said, Sequence):
-        found |= {kind for kind in said if isinstance(kind, str)}
-    for value in _values(schema):
-        found.add(_TYPE_OF.get(type(value), "object" if isinstance(value, dict) else "array"))
-    for name in ("anyOf", "oneOf", "allOf"):
-        inner = schema.get(name)
-        for each in inner if isinstance(inner, Sequence) and not isinstance(inner, str) else ():
-            _collect(each, root, found, steps)
-    if isinstance(reference := schema.get("$ref"), str):
-        _collect(_referred(reference, root), root, found, steps)
-
-
-def _values(schema: Schema) -> list[Any]:
-    """Return the values that a schema without type lists."""
-    if "type" in schema:
-        return []
-    listed = schema.get("enum")
-    return [
-        *(listed if isinstance(listed, list) else []),
-        *([schema["const"]] if "const" in schema else []),
-    ]
-
-
-def _referred(reference: str, root: Schema) -> object:
-    """Return the part of the schema that a reference within it names, None if there is none."""
-    place: object = root
-    for step in reference.removeprefix("#/").split("/"):
-        place = place.get(step) if isinstance(place, Mapping) else None
-    return place
 
 
 class ObjectWriter:

@@ -148,7 +148,7 @@ def _end_of_value(text: str, newline: str, close: str, tool: Tool, words: Words)
         name, found, _ = text[len(newline + words.parameter) :].partition(words.quote + ">")
         if not found and "\n" not in name:
             return None
-        return len(newline) if name in tool.parameters.get("properties", {}) else -1
+        return len(newline) if name in (tool.properties or ()) else -1
     begins = (newline + word for word in (_END_PARAMETER, words.end, words.parameter))
     return None if any(word.startswith(text) for word in begins) else -1
 

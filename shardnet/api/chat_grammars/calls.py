@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from shardnet.api.chat_formats.json_text import Tool
 from shardnet.api.chat_formats.marks import TokenText
 from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS
 from shardnet.errors import UsageError
+from shardnet.json_references import own_definitions
 from shardnet.json_schemas import close_objects
 
 _SLASH: Final = r"\/"
@@ -102,8 +103,8 @@ class CallForm:
     has_answer: bool = False
 
     def one_of(self, write: Callable[[Tool], str]) -> str:
-        """Write a call of any of the tools."""
-        return self.lark.any_of(map(write, self.tools))
+        """Write a call of any of the tools. Raises UsageError for references that lead nowhere."""
+        return self.lark.any_of(write(_resolved(tool)) for tool in self.tools)
 
     def repeated(self, call: str, divider: str = "") -> str:
         """Write one call, or several with a divider between them."""
@@ -124,6 +125,13 @@ class CallForm:
             return f'{self.lark.literal(begin)} {self.arguments(tool)} "}}"'
 
         return self.one_of(write)
+
+
+def _resolved(tool: Tool) -> Tool:
+    try:
+        return replace(tool, parameters=own_definitions(tool.parameters))
+    except UsageError as error:
+        raise error.at(f"tool {tool.name}") from None
 
 
 def hermes(form: CallForm) -> str:

@@ -5,6 +5,7 @@ Pure. Writes what chat_formats reads: text stands in its element as it is, all e
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
@@ -12,6 +13,7 @@ from typing import Any, Final
 from shardnet.api.chat_formats.json_text import Tool
 from shardnet.api.chat_formats.qwen_xml import MINIMAX, QWEN, SEED, Words
 from shardnet.api.chat_grammars.calls import CallForm, Lark
+from shardnet.json_references import merged
 
 _ANY_KEY: Final = "/[A-Za-z0-9_.-]{1,64}/"
 _QUOTE: Final = '<|"|>'
@@ -110,49 +112,41 @@ def _arguments(
     """Return each argument of a tool: its key, its value with the end of the element, whether that
     is text, and how often it may come ("" once, ? or *). `text` writes any text and that end.
     """
-    properties = _properties(tool)
+    properties = tool.properties
     if properties is None:
         return [(_ANY_KEY, text(), True, "*")]
-    found = []
+    found, needed = [], _needed(tool)
     for name, schema in properties.items():
         types = tool.types_of(name)
         is_text = not types or "string" in types
-        if texts := _texts(schema):
+        if texts := _texts(schema, tool):
             value = f"{lark.any_of(map(lark.literal, texts))} {end}"
         elif is_text:
             value = text()
         else:
-            value = f"{lark.json(_with_definitions(schema, tool))} {end}"
-        found.append((lark.literal(name), value, is_text, "" if name in _needed(tool) else "?"))
+            value = f"{lark.json(_lifted(schema, tool))} {end}"
+        found.append((lark.literal(name), value, is_text, "" if name in needed else "?"))
     return found
 
 
-def _properties(tool: Tool) -> Mapping[str, Any] | None:
-    """Return the schemas of the arguments by name, None if any may be given."""
-    properties = tool.parameters.get("properties")
-    return properties if isinstance(properties, Mapping) else None
-
-
 def _needed(tool: Tool) -> Sequence[Any]:
-    needed = tool.parameters.get("required")
-    return needed if isinstance(needed, list) else ()
+    """Return the names of the arguments that must be given."""
+    needed: Sequence[Any] = merged(tool.parameters, tool.parameters).get("required", ())
+    return needed
 
 
-def _texts(schema: object) -> list[str]:
+def _texts(schema: object, tool: Tool) -> list[str]:
     """Return the texts of which a value must be one, none if it may be another."""
-    listed = schema.get("enum") if isinstance(schema, Mapping) else None
+    said = merged(schema, tool.parameters)
+    listed = [said["const"]] if "const" in said else said.get("enum")
     is_texts = isinstance(listed, list) and all(isinstance(one, str) for one in listed)
     return listed if isinstance(listed, list) and is_texts else []
 
 
-def _with_definitions(schema: object, tool: Tool) -> Mapping[str, Any]:
-    """Return the schema of an argument, with the definitions that it may refer to."""
-    return {**_definitions(tool), **(schema if isinstance(schema, Mapping) else {})}
-
-
-def _definitions(tool: Tool) -> dict[str, Any]:
-    whole = tool.parameters
-    return {name: whole[name] for name in ("$defs", "definitions") if name in whole}
+def _lifted(schema: object, tool: Tool) -> dict[str, Any]:
+    """Return the schema of a part of the arguments, with the definitions that it refers to."""
+    own = schema if isinstance(schema, Mapping) else {}
+    return {**own, "$defs": tool.parameters.get("$defs", {})}
 
 
 def gemma(form: CallForm) -> str:
@@ -186,7 +180,7 @@ def _python_call(form: CallForm) -> str:
     lark = form.lark
 
     def write(tool: Tool) -> str:
-        properties = _properties(tool)
+        properties, needed = tool.properties, _needed(tool)
         if properties is None:
             pair = f'{_ANY_KEY} "=" {lark.json({})}'
             inside = f'({pair} ("," {pair})*)?'
@@ -195,8 +189,8 @@ def _python_call(form: CallForm) -> str:
                 lark,
                 [
                     (
-                        f"{lark.literal(name + '=')} {lark.json(_with_definitions(schema, tool))}",
-                        name in _needed(tool),
+                        f"{lark.literal(name + '=')} {lark.json(_lifted(schema, tool))}",
+                        name in needed,
                     )
                     for name, schema in properties.items()
                 ],
@@ -211,6 +205,8 @@ class _BareValues:
 
     def __init__(self, lark: Lark) -> None:
         self._lark = lark
+        self._written: dict[tuple[int, str, int], str] = {}
+        """By definitions, schema and depth: a schema may refer to itself, and more than once."""
         self._quote = quote = lark.mark(_QUOTE)
         self._plain = {
             "string": lark.rule(f"{quote} {lark.text_to(_QUOTE)}"),
@@ -226,29 +222,35 @@ class _BareValues:
 
     def object_of(self, tool: Tool, depth: int) -> str:
         """Write the arguments of a tool, or an object with such a schema."""
-        properties = _properties(tool)
+        properties, needed = tool.properties, _needed(tool)
         if properties is None:
             return "bare_object"
         pairs = [
             (
                 f"{self._lark.literal(name + ':')} {self._value(tool, name, schema, depth)}",
-                name in _needed(tool),
+                name in needed,
             )
             for name, schema in properties.items()
         ]
         return f'"{{" {_divided(self._lark, pairs)} "}}"'
 
     def _value(self, tool: Tool, name: str, schema: object, depth: int) -> str:
-        if texts := _texts(schema):
+        key = (id(tool.parameters.get("$defs") or None), json.dumps(schema), depth)
+        if key not in self._written:
+            self._written[key] = self._new_value(tool, name, schema, depth)
+        return self._written[key]
+
+    def _new_value(self, tool: Tool, name: str, schema: object, depth: int) -> str:
+        if texts := _texts(schema, tool):
             written = (self._lark.literal(text) for text in texts)
             return self._lark.any_of(f"{self._quote} {text} {self._quote}" for text in written)
-        inside = schema if isinstance(schema, Mapping) and depth else {}
+        inside = merged(schema, tool.parameters) if depth else {}
         known = []
         for kind in sorted(tool.types_of(name)):
             if kind == "object":
-                known.append(self.object_of(Tool("", {**_definitions(tool), **inside}), depth - 1))
+                known.append(self.object_of(Tool("", _lifted(inside, tool)), depth - 1))
             elif kind == "array" and "items" in inside:
-                item = Tool("", {**_definitions(tool), "properties": {"": inside["items"]}})
+                item = Tool("", _lifted({"properties": {"": inside["items"]}}, tool))
                 known.append(self._list(self._value(item, "", inside["items"], depth - 1)))
             elif kind == "array":
                 known.append("bare_list")

@@ -218,8 +218,11 @@ TOOLS = [
 class Model:
     """The tokens of a family, its marks among them, or as text where they are no tokens."""
 
-    def __init__(self, name: str, *, has_tokens: bool = True) -> None:
+    def __init__(
+        self, name: str, *, has_tokens: bool = True, tools: Sequence[dict[str, Any]] = TOOLS
+    ) -> None:
         self.template, marks, self.call = FAMILIES[name]
+        self.tools = tools
         self.marks = marks if has_tokens else ()
         self.tokens = {
             1 + number: TokenText(text, is_special=not text.startswith(("<think", "</")))
@@ -241,7 +244,7 @@ class Model:
         found = output_constraint(
             template=self.template,
             tokens=self.tokens,
-            tools=TOOLS,
+            tools=self.tools,
             choice=ToolChoice(**how),
             answer=answer,
             prompt_tail=tail,
@@ -279,7 +282,10 @@ class Model:
     def read(self, token_ids: Sequence[int], tail: str = "") -> list[OutputDelta]:
         """Read an output."""
         parser = choose_format(self.template, self.tokens).parser(
-            tokens=self.tokens, tools=TOOLS, choice=ToolChoice(mode="required"), prompt_tail=tail
+            tokens=self.tokens,
+            tools=self.tools,
+            choice=ToolChoice(mode="required"),
+            prompt_tail=tail,
         )
         deltas, waiting = [], b""
         for token_id in token_ids:
@@ -331,6 +337,85 @@ def test_a_forced_call_is_written_as_the_family_does(family: str, has_tokens: bo
     assert model.takes(either, [*final, "[7]"])
     assert not model.takes(either, [*final, "[8]"])
     assert text_of(model.read(model.ids([*final, "[7]"])), ContentDelta) == "[7]"
+
+
+TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
+REFERRING: dict[str, dict[str, Any]] = {
+    "into properties": {
+        "properties": {
+            "a": {"$ref": "#/properties/x/anyOf/0"},
+            "n": {"$ref": "#/properties/x/anyOf/1/items"},
+            "x": {"anyOf": [TEXT, {"type": "array", "items": NUMBER}]},
+        },
+    },
+    "escaped": {
+        "properties": {"a": {"$ref": "#/$defs/a~1b"}, "n": {"$ref": "#/definitions/%C3%A9%25%20n"}},
+        "$defs": {"a/b": {"$ref": "#/definitions/a[str]"}},
+        "definitions": {"é% n": NUMBER, "a[str]": TEXT},
+    },
+    "nested definitions": {
+        "properties": {
+            "a": {"$ref": "#/properties/a/$defs/t", "$defs": {"t": TEXT}},
+            "n": {"allOf": [{"$ref": "#/properties/n/$defs/t"}], "$defs": {"t": NUMBER}},
+        },
+    },
+    "names": {
+        "$id": "http://x.y/f",
+        "properties": {"a": {"$ref": "#text"}, "n": {"$ref": "http://x.y/n"}},
+        "$defs": {"t": {"$anchor": "text", **TEXT}, "n": {"$id": "n", **NUMBER}},
+    },
+    "of the whole": {
+        "$ref": "#/$defs/Arguments",
+        "$defs": {"Arguments": {"properties": {"a": TEXT, "n": NUMBER}, "required": ["a"]}},
+    },
+    "allOf the whole": {
+        "allOf": [
+            {"properties": {"a": {"type": ["string", "integer"]}}, "required": ["a"]},
+            {"properties": {"a": TEXT, "n": {"$ref": "#/$defs/n"}}},
+        ],
+        "$defs": {"n": NUMBER},
+    },
+    "of some types": {
+        "properties": {
+            "a": {"$ref": "#/properties/x/properties/a", "type": ["string", "number"]},
+            "n": {"allOf": [{"type": ["string", "number"]}, {"$ref": "#/$defs/n"}]},
+            "x": {"type": "object", "properties": {"a": {"oneOf": [TEXT, {"type": "null"}]}}},
+        },
+        "$defs": {"n": {"enum": [1, 2]}},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", REFERRING)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_arguments_are_what_their_references_lead_to(family: str, kind: str) -> None:
+    schema = {"required": ["a"], **REFERRING[kind]}
+    function = {"name": "f", "parameters": schema}
+    model = Model(family, tools=[{"type": "function", "function": function}])
+    forced = model.constraint(mode="required")
+    call = [part.replace("é", "123") for part in model.call]
+    assert model.takes(forced, call)
+    assert calls_of(model.read(model.ids(call))) == [("f", {"a": "123", "n": 1})]
+    assert not model.takes(forced, [part.replace("1", "true") for part in model.call])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tool_whose_schema_refers_to_itself_can_be_called(family: str) -> None:
+    node = {"properties": {key: {"$ref": "#/properties/a"} for key in "xyz"}, "type": "object"}
+    tree = {"anyOf": [TEXT, {"type": "array", "items": {"$ref": "#/$defs/node"}}]}
+    schema = {"properties": {"a": tree, "n": NUMBER, "t": node}, "$defs": {"node": node}}
+    model = Model(family, tools=[{"function": {"name": "f", "parameters": schema}}])
+    assert model.takes(model.constraint(mode="required"), model.call)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reference_that_leads_nowhere_is_named(family: str) -> None:
+    model = Model(family, tools=[tool("f", a={"$ref": "#/$defs/gone"}, n=NUMBER)])
+    with pytest.raises(
+        UsageError, match=r"tool f: schema: \$ref '#/\$defs/gone' leads to no schema"
+    ):
+        model.constraint(mode="required")
+    assert calls_of(model.read(model.ids(model.call))) == [("f", {"a": "é", "n": 1})]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -436,7 +521,8 @@ def test_an_answer_may_begin_as_a_call_does() -> None:
 
 def test_a_grammar_has_a_bound_whatever_schemas_share() -> None:
     shared = {"big": {"enum": ["x" * 1000]}}
-    properties = {f"a{number}": {"type": "integer"} for number in range(1000)}
+    item = {"type": "array", "items": {"$ref": "#/$defs/big"}}
+    properties = {f"a{number}": item for number in range(1000)}
     schema = {"type": "object", "properties": properties, "$defs": shared}
     big = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     with pytest.raises(UsageError, match="has more than"):
