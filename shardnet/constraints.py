@@ -41,7 +41,8 @@ class Constraint:
 
         Objects have only the properties that it names, unless it says `additionalProperties`.
         Without `is_strict` keywords that no grammar keeps and that only narrow are left out; with
-        it such a schema is refused when it is compiled.
+        it such a schema is refused when it is compiled. Raises UsageError for a reference that
+        leads nowhere, and for a number that no grammar keeps.
         """
         text = _text(schema)
         if len(text) > MAX_CONSTRAINT_CHARACTERS:

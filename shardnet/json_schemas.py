@@ -67,15 +67,40 @@ _MOST_LOOKED_AT: Final = 32
 """Parts of an object, for the properties that they name."""
 
 
+def for_grammars(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema with definitions of its own, and as llguidance reads it right.
+
+    Alternatives in `oneOf` that differ in type, which it does not see behind references, are in
+    `anyOf`. Raises UsageError for a number that no grammar keeps and what `own_definitions`
+    refuses, RecursionError for a schema that is nested too deeply.
+    """
+    whole = own_definitions(schema)
+
+    def part(_keyword: str, _name: str, schema: Any) -> Any:
+        if not isinstance(schema, Mapping):
+            return schema
+        for keyword in schema:
+            if not _keeps_numbers(schema, keyword):
+                raise UsageError(
+                    f"schema: no grammar keeps the number in {keyword} {schema[keyword]}"[:120],
+                    remedy="leave it out, or give a smaller one that is exact as a float64",
+                )
+        if "oneOf" in schema and _differ_in_type(listed(schema, "oneOf"), whole):
+            schema = _with_any_of(schema)
+        return with_parts(schema, part)
+
+    made: dict[str, Any] = part("", "", whole)
+    return made
+
+
 def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema with objects that have only the properties it names, and own definitions.
+    """Return the schema `for_grammars` with objects that have only the properties it names.
 
     Left open are objects that say so by `additionalProperties` or `unevaluatedProperties`, those
-    without `properties`, and those of which several schemas each name a part. Raises UsageError for
-    a number that no grammar keeps and what `own_definitions` refuses, RecursionError for a schema
-    that is nested too deeply.
+    without `properties`, and those of which several schemas each name a part. Raises what
+    `for_grammars` raises.
     """
-    schema = own_definitions(schema)
+    schema = for_grammars(schema)
     shared: set[str] = set()
     for _ in range(_MOST_ROUNDS):
         n_shared = len(shared)
@@ -98,7 +123,6 @@ def relax(schema: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         if not isinstance(schema, Mapping):
             return schema
         kept: dict[str, Any] = {}
-        also: list[dict[str, Any]] = []
         for key, value in schema.items():
             if key in _NARROWING:
                 left_out[key] = None
@@ -106,13 +130,11 @@ def relax(schema: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
                 left_out[f"format {value[:40]}"] = None
             elif not _keeps_numbers(schema, key):
                 left_out[f"{key} {value}"[:60]] = None
-            elif key == "oneOf" and not _differ_in_type(listed(schema, key), whole):
-                left_out[key] = None
-                also.append({"anyOf": value})
             else:
                 kept[key] = value
-        if also:
-            kept["allOf"] = [*listed(kept, "allOf"), *also]
+        if "oneOf" in kept and not _differ_in_type(listed(kept, "oneOf"), whole):
+            left_out["oneOf"] = None
+            kept = _with_any_of(kept)
         return with_parts(kept, part)
 
     relaxed: dict[str, Any] = part("", "", whole)
@@ -129,6 +151,13 @@ def _differ_in_type(alternatives: list[Any], root: Mapping[str, Any]) -> bool:
             return False
         seen |= types
     return True
+
+
+def _with_any_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema of whose alternatives in `oneOf` more than one may hold."""
+    kept = {key: value for key, value in schema.items() if key != "oneOf"}
+    also = {"anyOf": schema["oneOf"]}
+    return {**kept, "allOf": [*listed(kept, "allOf"), also]} if "anyOf" in kept else kept | also
 
 
 def _keeps_numbers(schema: Mapping[str, Any], keyword: str) -> bool:
@@ -156,12 +185,6 @@ def _close(
     """
     if not isinstance(schema, Mapping):
         return schema
-    for keyword in schema:
-        if not _keeps_numbers(schema, keyword):
-            raise UsageError(
-                f"schema: no grammar keeps the number in {keyword} {schema[keyword]}"[:120],
-                remedy="leave it out, or give a smaller one that is exact as a float64",
-            )
     is_part = is_part or place in shared or _n_parts(schema) > 1 or _needs_more(schema, root)
     if is_part and isinstance(reference := schema.get("$ref"), str):
         shared.add(reference)

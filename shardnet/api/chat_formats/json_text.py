@@ -255,7 +255,10 @@ def json_of(text: str, types: frozenset[str]) -> str:
     for kind, words in _SCALARS.items():
         if kind in allowed and bare in words:
             return bare
-    if _NUMBER.fullmatch(bare) and ("number" in allowed or "integer" in allowed):
+    if _NUMBER.fullmatch(bare) and (
+        "number" in allowed
+        or ("integer" in allowed and ("string" not in allowed or float(bare).is_integer()))
+    ):
         return bare
     if bare[:1] in ("{", "[") and allowed & {"object", "array"}:
         kind = "object" if bare[0] == "{" else "array"

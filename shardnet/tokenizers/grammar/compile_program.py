@@ -16,6 +16,7 @@ from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 from shardnet.constraints import ConstraintKind
 from shardnet.errors import UsageError
 from shardnet.guard.job_loop import serve
+from shardnet.json_schemas import for_grammars
 from shardnet.tokenizers.grammar.vocabulary import NO_TOKEN, Vocabulary, parser_limits
 
 T = TypeVar("T")
@@ -64,7 +65,13 @@ def grammar_of(kind: ConstraintKind, text: str) -> str:
         case "json":
             return _schema_grammar({"type": "object"})
         case "json_schema":
-            return _schema_grammar(_json(kind, text))
+            schema = _json(kind, text)
+            try:
+                return _schema_grammar(for_grammars(schema) if isinstance(schema, dict) else schema)
+            except UsageError as error:
+                raise _refused(kind, str(error)) from None
+            except RecursionError:
+                raise _refused(kind, "it is nested too deeply") from None
         case "choice":
             texts = _json(kind, text)
             if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):

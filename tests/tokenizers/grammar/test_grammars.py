@@ -75,6 +75,7 @@ def test_every_token_that_begins_what_may_follow_is_allowed(grammars: Grammars) 
         (Constraint(kind="json"), '{"a": [1, null]}'),
         (Constraint.json_schema({"enum": ["x", 3]}), "3"),
         (Constraint.json_schema("true"), "[1, 2]"),
+        (Constraint(kind="json_schema", text='{"$ref": "#/a b", "a b": {"enum": [1]}}'), "1"),
         (Constraint(kind="regex", text="^[a-c]{2}/x$"), "ab/x"),
         (Constraint(kind="lark", text='start: "(" start ")" | "a"'), "((a))"),
         (Constraint.json_schema({"x-guidance": {"whitespace_flexible": True}}), "[   1]"),
@@ -123,7 +124,14 @@ def test_what_must_follow_is_drafted_by_the_longest_tokens(grammars: Grammars) -
         (Constraint.json_schema("[" * 5000), "it is nested too deeply"),
         (Constraint.json_schema({"type": "horse"}), "Invalid type: horse"),
         (Constraint.json_schema({"uniqueItems": True, "type": "array"}), "uniqueItems"),
-        (Constraint(kind="json_schema", text='{"$ref": "http://127.0.0.1:9/"}'), "retrieving"),
+        (
+            Constraint(kind="json_schema", text='{"$ref": "http://127.0.0.1:9/"}'),
+            r"\$ref 'http://127.0.0.1:9/' leads to no schema in it",
+        ),
+        (
+            Constraint(kind="json_schema", text='{"maximum": 18446744073709551615}'),
+            "no grammar keeps the number in maximum 18446744073709551615",
+        ),
         (Constraint(kind="regex", text="a(?=b)"), "look-around"),
         (Constraint(kind="regex", text="a("), "regex parse error.*unclosed group"),
         (Constraint(kind="lark", text="start: x"), r'lark cannot .* at 1\(8\): unknown name: "x"'),
