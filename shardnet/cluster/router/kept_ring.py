@@ -87,13 +87,10 @@ class KeptRing:
     def view(self, prompt: bytes) -> RingView:
         """Say what counts of it for a request with this prompt."""
         load, tok_s = self.load, self.plan.placement.predicted_tok_s
-        has_room = load is None or (
-            load.waiting == 0 and load.room_blocks > load.used_blocks - load.warm_blocks
-        )
         return RingView(
             tok_s=tok_s or 1.0,
             n_requests=self.n_requests,
-            has_room=has_room,
+            has_room=load is None or has_room(load),
             shared_bytes=self.prompts.shared_bytes(prompt),
         )
 
@@ -231,3 +228,14 @@ class KeptRing:
         self.error, self.why, self.is_hopeful = error, str(error), is_hopeful
         self.load = None
         self.on_changed(self)
+
+
+def has_room(load: RingLoad) -> bool:
+    """Say whether those that wait at a ring fit, at the size of those that run, and one more.
+
+    That requests wait says nothing alone: each does until the next step, however empty the ring is.
+    """
+    n_waiting, n_blocks = load.waiting + load.paused, load.used_blocks - load.warm_blocks
+    blocks_each = n_blocks / load.running if load.running else 0
+    has_slots = not load.room_slots or load.running + n_waiting < load.room_slots
+    return has_slots and load.room_blocks - n_blocks > n_waiting * blocks_each

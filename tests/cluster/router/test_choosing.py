@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+from msgspec.structs import replace
+
+from shardnet.cluster.router import kept_ring
 from shardnet.cluster.router.choosing import SHARED_BYTES, RecentPrompts, RingView, choose
+from shardnet.wire.messages.diagnostics import RingLoad
 
 
 def view(
@@ -41,3 +46,33 @@ def test_of_the_prompts_of_late_the_longest_shared_beginning_counts() -> None:
     assert prompts.shared_bytes(b"once") == prompts.shared_bytes(b"x") == 0
     prompts.clear()
     assert prompts.shared_bytes(b"y") == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"waiting": 3, "used_blocks": 8}, True),  # until the next step
+        ({"waiting": 3, "running": 0, "used_blocks": 0}, True),
+        ({"used_blocks": 99}, True),
+        ({"used_blocks": 100}, False),
+        ({"used_blocks": 100, "warm_blocks": 40}, True),
+        ({"waiting": 1, "used_blocks": 80}, False),  # 40 each: it waits for one to end
+        ({"paused": 1, "used_blocks": 80}, False),
+        ({"waiting": 1, "used_blocks": 80, "warm_blocks": 40}, True),
+        ({"waiting": 2, "used_blocks": 8, "room_slots": 4}, False),
+        ({"waiting": 1, "used_blocks": 8, "room_slots": 4}, True),
+    ],
+)
+def test_a_ring_has_room_for_those_that_wait_and_one_more(
+    changes: dict[str, int], expected: bool
+) -> None:
+    load = RingLoad(
+        running=2,
+        waiting=0,
+        paused=0,
+        warm_slots=0,
+        warm_blocks=0,
+        used_blocks=0,
+        room_blocks=100,
+    )
+    assert kept_ring.has_room(replace(load, **changes)) is expected
