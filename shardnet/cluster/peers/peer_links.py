@@ -83,6 +83,8 @@ class PeerLinks:
         self._broken: dict[NodeId, _Peer] = {}
         """Those whose last link broke just now, and which are dialled again."""
         self._closing = False
+        self.on_up: Callable[[ControlLink], None] = lambda control: None
+        """Called with each link that comes up."""
 
     def __contains__(self, node: NodeId) -> bool:
         return node in self._peers
@@ -153,6 +155,7 @@ class PeerLinks:
         self.tasks.create_task(self._serve(node, peer_link), name=f"control {link.peer.name}")
         if smaller:
             self._retire_others(peer)
+        self.on_up(peer_link.control)
         return peer.peer_link.control
 
     def watch(

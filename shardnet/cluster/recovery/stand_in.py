@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -63,10 +62,6 @@ from shardnet.wire.messages.generation import StateChanged
 
 EPOCHS: Final = 1 << 16
 """A deputy's epochs begin so many later: a head builds fewer rings than that."""
-TOLD_S: Final = 15.0
-"""A link that lives so long after a message had it: silence would have ended it."""
-SEEK_S: Final = 1.0
-"""How long at most until a former head that comes back is told: less than it waits to be."""
 HOLD_S: Final = 2.0
 """How long a head that leaves waits for its steps."""
 OFFER_S: Final = 5.0
@@ -75,6 +70,8 @@ EXPECTED_S: Final = 2.0
 """How long taking over is expected to take."""
 MAX_DUTIES: Final = 8
 """Heads that one node stands by for."""
+MAX_FORMER: Final = 64
+"""Heads that are remembered because this node took their place."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -114,7 +111,10 @@ class StandIn:
         self._jobs = SupervisedJobs(self.tasks, self.log)
         self._is_closing = False
         self._not_before_s = 0.0
+        self._former: dict[NodeId, int] = {}
+        """Heads whose place this node took, with the epochs of the rings that came instead."""
         self.head.until_settled = self._settled
+        self.links.on_up = self._tell_former
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register what heads tell their deputies, and what is asked of either."""
@@ -272,26 +272,25 @@ class StandIn:
         lead = await self.head.lead_instead(plan, duty.head, Epoch(epoch))
         lead.instead = told.choice
         self.copying.requests.take_over(duty.requests, lead.plan.choice, time.monotonic())
-        self._jobs.begin(
-            partial(self._tell_former, duty.head, lead.ring.epoch), "telling a former head"
-        )
+        self._succeed(duty.head, lead.ring.epoch)
 
-    async def _tell_former(self, former: NodeId, epoch: int) -> None:
-        """Tell a former head that it is one no more, as soon as it is here.
+    def _succeed(self, former: NodeId, epoch: int) -> None:
+        """Note that a ring of this node, of this epoch, came in the place of that of another."""
+        self._former.pop(former, None)
+        self._former[former] = epoch
+        if len(self._former) > MAX_FORMER:
+            del self._former[next(iter(self._former))]
+        if (control := self.links.link_of(former)) is not None:
+            self._tell_former(control)
 
-        A link may be lost already and not known to be: a new one is told again. One that stays
-        away, for good perhaps, is looked for ever more rarely.
+    def _tell_former(self, control: ControlLink) -> None:
+        """Tell a former head that it is one no more, over each link to it that comes up.
+
+        The link of now may be lost already and not known to be.
         """
-        told, until_s, pause_s = None, math.inf, AGAIN_S
-        while time.monotonic() < until_s:
-            control = self.links.link_of(former)
-            if control is not told and control is not None and not control.link.closed:
-                control.send(TakenOver(epoch=epoch))
-                told, until_s, pause_s = control, time.monotonic() + TOLD_S, AGAIN_S
-            elif control is not told:
-                until_s = math.inf
-            await asyncio.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, SEEK_S)
+        epoch = self._former.get(NodeId(control.link.peer.node))
+        if epoch is not None and not control.link.closed:
+            control.send(TakenOver(epoch=epoch))
 
     async def _find_node(self, control: ControlLink, message: FindNode) -> None:
         node = NodeId(message.node)
@@ -384,9 +383,12 @@ class StandIn:
             raise
 
     async def _taken_over(self, control: ControlLink, message: TakenOver) -> None:
-        """Give way to the deputy, which leads by now. Others cannot say so."""
+        """Give way to the deputy, which leads by now. Others cannot say so.
+
+        It says so over each link: this node may have given way before.
+        """
         deputy = NodeId(control.link.peer.node)
-        if deputy in self.copying.appointed and message.epoch >= self.head.led.epoch:
+        if deputy in self.copying.appointed and message.epoch > self.head.led.epoch:
             self.log(f"{control.link.peer.name} leads in place of this node")
             await self._give_way(self.address_of(deputy), message.epoch)
 

@@ -18,6 +18,7 @@ from support.soak import cases
 from support.waiting import until
 
 from shardnet.api.client import connect
+from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.recovery import node_watch, stand_in
 from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.errors import BusyError, LinkError, ShardnetError
@@ -167,41 +168,70 @@ def test_a_node_joins_again_once_what_kept_it_from_that_is_over(
 def delay_telling(former: Machine, successor: Machine) -> asyncio.Event:
     """Have a former head hear of its successor only once nodes refuse it: then the event is set."""
     refused, head, stand_in = asyncio.Event(), former.node.head, successor.node._services.stand_in
-    wait, tell = head.successor, stand_in._tell_former
+    links, wait, tell = stand_in.links, head.successor, stand_in._tell_former
 
     async def wait_for_it() -> str:
         refused.set()
+        if (control := links.link_of(former.node.node)) is not None:
+            tell(control)
         return await wait()
 
-    async def tell_it(node: NodeId, epoch: int) -> None:
-        await refused.wait()
-        await tell(node, epoch)
+    def tell_it(control: ControlLink) -> None:
+        if refused.is_set():
+            tell(control)
 
     head.successor = wait_for_it  # type: ignore[method-assign]
-    stand_in._tell_former = tell_it  # type: ignore[method-assign]
+    stand_in._tell_former = links.on_up = tell_it  # type: ignore[method-assign]
     return refused
 
 
-def test_a_former_head_that_stays_away_is_looked_for_once_a_second_and_told_when_it_is_back(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.usefixtures("unmeasured")
+def test_a_former_head_is_told_over_each_link_and_nobody_looks_for_it_meanwhile(
+    tmp_path: Path,
 ) -> None:
-    now_s, looked_at = 0.0, []
-    back = Mock()
-    back.link.closed = False
+    """It gives way once, however often its links are lost after that."""
+    model = make_llama(tmp_path / "model", max_position_embeddings=1024, num_hidden_layers=6)
+    prompts = [random_prompt(20, 300, seed=1)]
 
-    async def sleep(seconds: float) -> None:
-        nonlocal now_s
-        now_s += seconds
+    async def main() -> None:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            machines(tmp_path, "anna", "bert", "cleo") as (anna, bert, cleo),
+            connect(anna.node.address) as client,
+        ):
+            nodes = [one.node.address for one in (anna, bert, cleo)]
+            choice = ModelChoice(model=str(model), nodes=nodes)
+            said = Said.of(prompts)
+            saying = asyncio.create_task(say(client, prompts, choice, "k", said=said))
+            await said.some.wait()
+            await anna.unplug()
+            await saying
+            stand_in = bert.node._services.stand_in
+            await until(lambda: not stand_in._jobs._running)
+            told = []
+            links = bert.node._links.peers.links
+            tell = links.on_up
+            links.on_up = lambda control: (told.append(control.link.peer.name), tell(control))[1]
+            for n_times in (1, 2):
+                await anna.plug_in()
+                await until(lambda: is_linked(anna, bert))
+                await until(lambda: "bert leads in place of this node" in anna.lines)
+                assert told.count("anna") >= n_times
+                await anna.unplug()
+                await until(lambda: not is_linked(bert, anna))
+            assert anna.lines.count("bert leads in place of this node") == 1
 
-    def link_of(node: NodeId) -> Mock | None:
-        looked_at.append(now_s)
-        return back if now_s > 600 else None
+    asyncio.run(main())
 
-    monkeypatch.setattr(stand_in, "time", SimpleNamespace(monotonic=lambda: now_s))
-    monkeypatch.setattr(stand_in, "asyncio", SimpleNamespace(sleep=sleep))
-    here = cast(Any, SimpleNamespace(links=SimpleNamespace(link_of=link_of)))
-    asyncio.run(StandIn._tell_former(here, NodeId("a" * 32), 7))
-    assert looked_at[1] - looked_at[0] <= 0.1
-    assert sum(at <= 600 for at in looked_at) < 620
-    back.send.assert_called_once_with(TakenOver(epoch=7))
-    assert now_s < 601 + stand_in.TOLD_S + 1
+
+def test_of_the_heads_whose_place_a_node_took_the_last_are_remembered() -> None:
+    sent: list[TakenOver] = []
+    former = {NodeId(f"{number:032x}"): number for number in range(stand_in.MAX_FORMER)}
+    here = cast(Any, SimpleNamespace(_former=former, links=Mock(link_of=lambda node: None)))
+    StandIn._succeed(here, NodeId("a" * 32), 70)
+    StandIn._succeed(here, NodeId(f"{1:032x}"), 71)
+    assert len(former) == stand_in.MAX_FORMER
+    for node in (f"{0:032x}", f"{1:032x}", "a" * 32):
+        link = SimpleNamespace(peer=SimpleNamespace(node=node), closed=False)
+        StandIn._tell_former(here, cast(Any, SimpleNamespace(link=link, send=sent.append)))
+    assert [one.epoch for one in sent] == [71, 70]
