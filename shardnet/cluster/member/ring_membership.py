@@ -289,7 +289,8 @@ class RingMembership:
         """Stop working and close the links. The stage's slots are all free afterwards.
 
         A `join` that is still in progress fails, and closes what it opens. If the ring broke here
-        nobody waits for last words, and a neighbour may hang: its links are dropped at once.
+        nobody waits for last words, and a neighbour may hang: its links are dropped at once. Raises
+        PeerFailedError where the compute thread hangs: the slots are freed should it go on.
         """
         self._left = True
         self._upstream.cancel()  # who comes while this waits is turned away
@@ -308,13 +309,13 @@ class RingMembership:
         freed = [lane.executor.submit(lane.compute.reset) for lane in lanes]
         if freed:
             await asyncio.wait(freed)
-        for reset in freed:
-            reset.result()
         for link in self._open_links():
             if is_broken:
                 link.abort("the ring broke")
             else:
                 await link.close()
+        for reset in freed:
+            reset.result()
 
     def _open_links(self) -> list[Link]:
         """Return all links of this membership, to neighbours and to the nodes of its stage."""

@@ -415,7 +415,11 @@ class StageHost:
                         self.check_idle()
                         reporter.report(0, 1)
 
-                    return await reporter.to_its_end(self._compute.submit(lambda: job(tick), place))
+                    return await reporter.to_its_end(
+                        self._compute.submit(
+                            lambda: job(tick), place, alive=lambda: reporter.n_reports
+                        )
+                    )
             finally:
                 await self._loader.release_freed_memory()
 

@@ -20,7 +20,7 @@ from shardnet.model.kernels.linear import probe
 from shardnet.runtime.loading.loading import kv_room_blocks, set_compute_threads
 from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS
 from shardnet.runtime.scheduling.kv_block_manager import common_prefix
-from shardnet.runtime.stage.executor import Executor
+from shardnet.runtime.stage.executor import COMPUTE_SILENCE_S, Executor
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
@@ -55,6 +55,8 @@ class DraftModel:
     is_closed: bool = False
     n_long: int = 0
     """Texts of which more than a chunk is to be read now: nobody waits for drafts meanwhile."""
+    n_steps: int = 0
+    """Steps it has computed."""
 
     def close(self) -> None:
         """End the thread. Draft sources that are in use draft nothing more."""
@@ -96,6 +98,7 @@ class DraftModel:
             n_rows=len(rows),
             n_sampled=1,
         )
+        self.n_steps += 1
         batch = MicroBatch(epoch=Epoch(0), step=StepId(0), groups=(group,), token_ids=tuple(rows))
         return int(self.model.forward(batch, None)[0].argmax())
 
@@ -130,7 +133,8 @@ class ModelDrafts:
             is_long = len(text) - n_held > PREFILL_CHUNK_ROWS
             self._draft.n_long += is_long
             self._job = self._draft.executor.submit(
-                lambda: self._draft.draft(slot, text, n_held, limit)
+                lambda: self._draft.draft(slot, text, n_held, limit),
+                alive=lambda: self._draft.n_steps,
             )
             self._job.add_done_callback(lambda job: self._take(text, job, is_long=is_long))
         return self._draft.n_long > 0
@@ -214,6 +218,9 @@ def load_draft_model(
         context=context,
         progress=lambda done, total: None,
     )
-    return DraftModel(
-        model, Executor("shardnet-draft", set_up=lambda: set_compute_threads(threads))
+    executor = Executor(
+        "shardnet-draft",
+        set_up=lambda: set_compute_threads(threads),
+        silence_s=COMPUTE_SILENCE_S,
     )
+    return DraftModel(model, executor)

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
-from shardnet.errors import CancelledRequestError, ShardnetError
+from shardnet.errors import CancelledRequestError, PeerFailedError, ShardnetError
 from shardnet.runtime.stage.stage_order import ONE_DEVICE, StageDevice
 from shardnet.threads import DaemonThreads, contained
 from shardnet.transport.loop import finish
@@ -24,6 +24,12 @@ T = TypeVar("T")
 
 _HAND_OVER_NS: Final = 100_000
 """The longest that a thread which hands over a job waits for it to begin."""
+
+COMPUTE_SILENCE_S: Final = 60.0
+"""How long a device's thread may end no job while others wait: a step that takes longer is stuck
+(ring/pipeline.py)."""
+_LOOKS: Final = 10
+"""How often a silence is looked at before it counts: a process that was stopped is not silent."""
 
 
 class JobThread(Protocol):
@@ -40,32 +46,55 @@ class Executor:
     """One thread that runs jobs in the order they were submitted.
 
     `set_up` runs first, on the thread. `niceness` is that of DaemonThreads. What a job raises that
-    is no Exception arrives as a RuntimeError.
+    is no Exception arrives as a RuntimeError. Who waits for a job waits no longer than the thread
+    may end none, `silence_s`.
     """
 
     def __init__(
-        self, name: str, *, set_up: Callable[[], None] = lambda: None, niceness: int = 0
+        self,
+        name: str,
+        *,
+        set_up: Callable[[], None] = lambda: None,
+        niceness: int = 0,
+        silence_s: float | None = None,
     ) -> None:
+        self.name = name
+        self.silence_s = silence_s
+        self.hangs_since: int | None = None
+        """How many jobs had ended when the thread was found silent."""
+        self.n_called = 0
+        """Jobs that `call` waits for."""
         self._pause = _Pause()
         self._thread = DaemonThreads(1, name, set_up, self._pause, niceness)
         # Counts of jobs with one writer each: the loop of the first two, the thread of the last.
-        self._n_queued = self._n_cancelled = self._n_ended = 0
+        self._n_queued = self._n_cancelled = self.n_ended = 0
 
-    def submit(self, job: Callable[[], T]) -> asyncio.Future[T]:
+    def submit(
+        self, job: Callable[[], T], alive: Callable[[], object] = lambda: None
+    ) -> asyncio.Future[T]:
         """Queue `job` for the thread at once; the future holds its result or what it raised.
 
-        Cancelling the future does not stop a job that has begun.
+        Cancelling the future does not stop a job that has begun. It fails with PeerFailedError
+        where the thread has ended no job for too long, and `alive` has returned the same; at once
+        where it still hangs. The job is done all the same should the thread go on.
         """
         self._n_queued += 1
         submitted = self._thread.submit(self._counted, job)
         submitted.add_done_callback(self._note_cancelled)
         self._pause.n_queued.value += 1
-        return asyncio.wrap_future(submitted)
+        ended = asyncio.wrap_future(submitted)
+        if self.silence_s is None:
+            return ended
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        ended.add_done_callback(partial(_pass_on, answer))
+        answer.add_done_callback(lambda given: given.cancelled() and ended.cancel())
+        _Watch(self, answer, alive, self.silence_s)
+        return answer
 
     @property
     def is_idle(self) -> bool:
         """Whether every job has ended. To ask where jobs are submitted: then none can come."""
-        return self._n_queued == self._n_ended + self._n_cancelled
+        return self._n_queued == self.n_ended + self._n_cancelled
 
     def post(
         self,
@@ -110,8 +139,15 @@ class Executor:
         return await self.submit(job)
 
     def call(self, job: Callable[[], T]) -> T:
-        """Run `job` on the thread, and wait for it on the calling one, which is no loop's."""
-        return self._thread.submit(job).result()
+        """Run `job` on the thread, and wait for it on the calling one, which is no loop's.
+
+        It may take any time: the thread does not count as silent meanwhile.
+        """
+        self.n_called += 1
+        try:
+            return self._thread.submit(job).result()
+        finally:
+            self.n_called -= 1
 
     def _note_cancelled(self, submitted: Future[T]) -> None:
         if submitted.cancelled():  # before it began, by who submitted it
@@ -121,7 +157,7 @@ class Executor:
         try:
             return job()
         finally:
-            self._n_ended += 1
+            self.n_ended += 1
 
     def _finish(
         self,
@@ -144,7 +180,7 @@ class Executor:
                 return
             tell = partial(done, result)
         finally:
-            self._n_ended += 1
+            self.n_ended += 1
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(tell)
 
@@ -156,6 +192,69 @@ class Executor:
         """Close, and wait for the thread to end. For the end of the process, off the loop."""
         self._thread.close()
         self._thread.join()
+
+
+def _pass_on(answer: asyncio.Future[T], ended: asyncio.Future[T]) -> None:
+    """Have `answer` end as a job has, unless nobody waits for it any more."""
+    if ended.cancelled():
+        answer.cancel()
+        return
+    error = ended.exception()
+    if answer.done():
+        return
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(ended.result())
+
+
+class _Watch:
+    """Fails an answer that is waited for when the thread hangs, at once where it does already."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        answer: asyncio.Future[T],
+        alive: Callable[[], object],
+        silence_s: float,
+    ) -> None:
+        self._executor, self._answer, self._alive = executor, answer, alive
+        self._silence_s = silence_s
+        self._seen, self._n_silent = (executor.n_ended, alive()), 0
+        self._timer: asyncio.TimerHandle | None = None
+        answer.add_done_callback(self._end)
+        if executor.hangs_since == executor.n_ended:
+            self._fail()
+        else:
+            self._wait()
+
+    def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._silence_s / _LOOKS, self._look)
+
+    def _look(self) -> None:
+        executor, seen = self._executor, (self._executor.n_ended, self._alive())
+        is_silent = seen == self._seen and not executor.n_called
+        self._seen, self._n_silent = seen, self._n_silent + 1 if is_silent else 0
+        if self._n_silent < _LOOKS:
+            self._wait()
+        else:
+            executor.hangs_since = executor.n_ended
+            self._fail()
+
+    def _fail(self) -> None:
+        self._answer.set_exception(
+            PeerFailedError(
+                f"the thread {self._executor.name} of this node hangs: it has ended no job for "
+                f"{self._silence_s:g} s",
+                remedy="restart this node",
+            )
+        )
+        self._answer.exception()  # retrieved: nobody may wait for it
+
+    def _end(self, _: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class _Pause:
@@ -220,15 +319,22 @@ class ComputeThreads:
         self._meetings: weakref.WeakSet[threading.Barrier] = weakref.WeakSet()
         for device in self.devices:
             name = "shardnet-compute" + (f"-{device.place}" if len(self.devices) > 1 else "")
-            self._executors.append(Executor(name, set_up=_keeping_to(device.cores)))
+            self._executors.append(
+                Executor(name, set_up=_keeping_to(device.cores), silence_s=COMPUTE_SILENCE_S)
+            )
 
     def of(self, place: int) -> Executor:
         """Return the thread of the device at `place`."""
         return self._executors[place]
 
-    def submit(self, job: Callable[[], T], place: int = 0) -> asyncio.Future[T]:
+    def submit(
+        self,
+        job: Callable[[], T],
+        place: int = 0,
+        alive: Callable[[], object] = lambda: None,
+    ) -> asyncio.Future[T]:
         """Queue `job` to the thread of a device; see Executor."""
-        return self._executors[place].submit(job)
+        return self._executors[place].submit(job, alive)
 
     async def run(self, job: Callable[[], T]) -> T:
         """Run `job` on the first device's thread while no other one computes.

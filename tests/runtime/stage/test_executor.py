@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable
+from functools import partial
 
 import pytest
+from support.waiting import until
 
-from shardnet.errors import CancelledRequestError
+from shardnet.errors import CancelledRequestError, PeerFailedError
 from shardnet.runtime.stage.executor import ComputeThreads, Executor
 from shardnet.runtime.stage.stage_order import StageDevice
 
@@ -127,3 +129,74 @@ async def _raised_by(running: Awaitable[object]) -> BaseException:
     [error] = await asyncio.gather(running, return_exceptions=True)
     assert isinstance(error, BaseException)
     return error
+
+
+def test_who_waits_for_a_thread_that_hangs_gets_an_error_and_its_job_is_done_later() -> None:
+    async def main() -> None:
+        executor = Executor("jobs", silence_s=0.05)
+        goes_on, went_on, done = threading.Event(), asyncio.Event(), list[int]()
+        executor.post(lambda: goes_on.wait(DEADLINE_S), lambda _: went_on.set(), pytest.fail)
+        async with asyncio.timeout(DEADLINE_S):
+            for number in (1, 2):  # the second fails at once
+                with pytest.raises(PeerFailedError, match=r"thread jobs of this node hangs"):
+                    await executor.run(partial(done.append, number))
+            given_up = executor.submit(partial(done.append, 3))
+            assert given_up.done()
+            goes_on.set()
+            await went_on.wait()
+            await executor.run(lambda: None)
+        assert done == [1, 2, 3]
+        executor.join()
+
+    asyncio.run(main())
+
+
+def test_a_thread_that_says_that_it_works_does_not_hang() -> None:
+    """A job that reports, and one that somebody waits for on another thread, may take any time."""
+
+    async def main() -> None:
+        executor, goes_on = Executor("jobs", silence_s=0.05), threading.Event()
+        n_looks = 0
+
+        def alive() -> int:
+            nonlocal n_looks
+            n_looks += 1
+            if n_looks > 30:
+                goes_on.set()
+            return n_looks
+
+        def seen() -> int:
+            alive()
+            return 0
+
+        async with asyncio.timeout(DEADLINE_S):
+            assert await executor.submit(lambda: goes_on.wait(DEADLINE_S), alive)
+            goes_on.clear()
+            n_looks = 0
+            loading = asyncio.create_task(
+                asyncio.to_thread(executor.call, lambda: goes_on.wait(DEADLINE_S))
+            )
+            await until(lambda: executor.n_called > 0)
+            assert await executor.submit(lambda: "behind it", seen) == "behind it"
+            assert await loading
+        executor.join()
+
+    asyncio.run(main())
+
+
+def test_who_gives_up_takes_back_a_job_that_has_not_begun() -> None:
+    async def main() -> None:
+        executor = Executor("jobs", silence_s=DEADLINE_S)
+        goes_on, done = threading.Event(), list[int]()
+        first = executor.submit(lambda: goes_on.wait(DEADLINE_S))
+        second = executor.submit(lambda: done.append(2))
+        second.cancel()
+        await asyncio.sleep(0)
+        goes_on.set()
+        await first
+        await executor.run(lambda: done.append(3))
+        assert done == [3]
+        assert executor.is_idle
+        executor.join()
+
+    asyncio.run(main())
