@@ -66,7 +66,7 @@ def serve(
 async def _run(listening: Listening, wanted: Wanted, *, as_json: bool) -> None:
     async with open_target(wanted) as target:
         stopping = stop_signal(until_stdin_closes=False)  # before, Ctrl-C ends it as it does others
-        target.client.choice = target.choice
+        target.client.choice, target.client.if_busy = target.choice, ""  # others ask here
         model = target.choice.model
 
         def loaded(error: ShardnetError | None) -> None:

@@ -175,7 +175,7 @@ async def _client(stack: contextlib.AsyncExitStack, choice: ModelChoice, wanted:
     identity = access.identity()
     if choice.nodes:
         return await stack.enter_async_context(connect(choice.nodes[0], identity))
-    here = await connect_here(stack, identity)
+    here = await connect_here(stack, identity, may_do_without=True)
     if here is not None:
         await _warn_of_unknown_peers(here, wanted.peers)
         return here
@@ -248,11 +248,12 @@ async def _warn_of_unknown_peers(here: Client, peers: Sequence[str]) -> None:
 
 
 async def connect_here(
-    stack: contextlib.AsyncExitStack, identity: Identity | None
+    stack: contextlib.AsyncExitStack, identity: Identity | None, *, may_do_without: bool = False
 ) -> Client | None:
     """Connect to the oldest node of this machine that answers; None when there is none.
 
-    A node with another cluster key is skipped with a message.
+    A node with another cluster key is skipped with a message. Where the command may do without it,
+    the errors of one that is busy say how.
     """
     for node in LocalNodes(runtime_dir(os.environ)).list():
         with contextlib.suppress(LinkError):
@@ -262,6 +263,11 @@ async def connect_here(
                 say(f"node {node.name} of this machine is not asked: {error}")
                 continue
             say(f"asking the node of this machine, {node.name} ({node.address})")
+            if may_do_without:
+                client.if_busy = (
+                    "wait until that ends; or do without the nodes that run here: --local 1; or "
+                    f"end node {node.name} ({node.address}, process {node.pid}): kill {node.pid}"
+                )
             return client
     return None
 

@@ -38,7 +38,14 @@ from shardnet.api.requests import (
 )
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
-from shardnet.errors import LinkClosedError, LinkError, RemoteProtocolError
+from shardnet.errors import (
+    BusyError,
+    LinkClosedError,
+    LinkError,
+    RemoteProtocolError,
+    ShardnetError,
+    TakenError,
+)
 from shardnet.sampling_params import SamplingParams
 from shardnet.transport import tcp
 from shardnet.transport.address import split_address
@@ -157,6 +164,8 @@ class Client:
         redial: Callable[[], Awaitable[Link]] | None = None,
     ) -> None:
         self.choice = ModelChoice(model=DEFAULT_MODEL_NAME)
+        self.if_busy = ""
+        """What a person can do while the node works for others, in place of the node's words."""
         self._reading: dict[ControlLink, asyncio.Task[None]] = {}
         """The links that have not ended."""
         self._control = self._serve(link, node_name)
@@ -328,7 +337,7 @@ class Client:
         requests = make_requests(prompts, sampling, self._chosen(model), n=n, **options)
         hooks = Hooks(should_stop=should_stop, on_plan=on_plan, on_loading=on_loading)
         generations = Generations(requests, self._ids, self._reach, hooks, self._note_deputy)
-        events = generations.events()
+        events = self._explained(generations.events())
         return _raising(events) if is_single(prompts) and n == 1 else events
 
     async def complete(
@@ -435,10 +444,14 @@ class Client:
         check_request(message)
         address = at
         for _ in range(MAX_REDIRECTS + 1):
-            async with self._conversation(message, address) as (control, answers):
-                while isinstance(answer := await anext(answers), NodeProgress | LoadProgress):
-                    if on_progress is not None and isinstance(answer, NodeProgress):
-                        on_progress(answer)
+            try:
+                async with self._conversation(message, address) as (control, answers):
+                    while isinstance(answer := await anext(answers), NodeProgress | LoadProgress):
+                        if on_progress is not None and isinstance(answer, NodeProgress):
+                            on_progress(answer)
+            except BusyError as error:
+                self._explain(error)
+                raise
             if isinstance(answer, expected):
                 return answer
             if not isinstance(answer, Redirect):
@@ -447,6 +460,19 @@ class Client:
                 )
             address = answer.address
         raise too_many_redirects(self.address)
+
+    async def _explained(
+        self, events: AsyncGenerator[GenerationEvent, None]
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        async with contextlib.aclosing(events):
+            async for event in events:
+                self._explain(event.error)
+                yield event
+
+    def _explain(self, error: ShardnetError | None) -> None:
+        """Put `if_busy` into the error of a node that works for others."""
+        if self.if_busy and error is not None and type(error) in (BusyError, TakenError):
+            error.remedy = self.if_busy
 
     @asynccontextmanager
     async def _conversation(

@@ -120,11 +120,32 @@ def test_a_running_request_keeps_its_model(trio: Crew, parrots: Parrots) -> None
             error = other.wait().error
             assert str(parrots.big) in error
             assert "wait" in error
+            assert "--local" not in error
+        check_way_out(trio, parrots)
         running.stdout.wait_for(re.compile("[a-z]"), after=len(running.stdout.text))
         running.signal(signal.SIGINT)
         result = running.wait()
     assert result.code == 130
     assert (ALPHABET * (LONG // 26 + 1))[1:].startswith(result.stdout.rstrip("\n"))
+
+
+def check_way_out(trio: Crew, parrots: Parrots) -> None:
+    """Check that who has named no node is told how to do without the one that was asked."""
+    anna = trio.nodes[0]
+    lines = trio.machine.folder / "lines.txt"
+    lines.write_text("a\nb\n")
+    for arguments, stdin in [
+        (("generate", "a"), None),
+        (("generate", "--prompts-file", str(lines)), None),
+        (("chat",), "a\n"),
+        (("inspect", "a", "--out", str(lines.with_suffix(".safetensors"))), None),
+    ]:
+        command = trio.machine.begin_copy(*arguments, "--model", str(parrots.alphabet), stdin=stdin)
+        told = command.wait()
+        assert told.code == 1
+        assert "is generating with" in told.stderr, arguments
+        assert "--local 1" in told.stderr
+        assert f"end node anna ({anna.address}, process {anna.pid}): kill {anna.pid}" in told.stderr
 
 
 def test_a_request_that_comes_close_behind_unloads_nothing(trio: Crew, parrots: Parrots) -> None:
