@@ -12,6 +12,7 @@ from typing import Final, Literal
 
 from msgspec.structs import replace
 
+from shardnet.errors import CheckpointError
 from shardnet.runtime.engine.requests import MadeToken
 from shardnet.sampling_params import TokenLogprobs
 from shardnet.wire.messages.deputies import CopiedToken
@@ -34,14 +35,20 @@ End = Literal["", "complete", "left", "failed"]
 class CopiedRequest:
     """A request whose prompt is `generate.token_ids`, and the tokens of its answer so far.
 
-    `end` is "" while it runs.
+    `model_id` is that of the checkpoint which makes them. `end` is "" while it runs.
     """
 
     generate: Generate
+    model_id: str
     tokens: list[MadeToken] = field(default_factory=list)
     end: End = ""
     ended_at_s: float = 0.0
     n_numbers: int = 0
+
+    def check_model(self, model_id: str) -> None:
+        """Raise CheckpointError unless a ring has the checkpoint that the answer began with."""
+        if model_id != self.model_id:
+            raise replaced(self.generate.choice.model, self.model_id, model_id)
 
     @property
     def picture_bytes(self) -> int:
@@ -74,11 +81,11 @@ class CopiedRequests:
         self._forget_old(now_s)
         return self._requests.get(key)
 
-    def open(self, generate: Generate, now_s: float) -> CopiedRequest | None:
+    def open(self, generate: Generate, model_id: str, now_s: float) -> CopiedRequest | None:
         """Begin to keep a request, in the place of one with its key; None if there is no room."""
         self._forget_old(now_s)
         self.forget(generate.key)
-        request = CopiedRequest(generate=generate)
+        request = CopiedRequest(generate=generate, model_id=model_id)
         if not self._make_room(1, request.picture_bytes):
             return None
         self._requests[generate.key] = request
@@ -118,7 +125,7 @@ class CopiedRequests:
         for request in [*other._requests.values()]:
             former = request.generate.choice
             generate = replace(request.generate, choice=choice.asked_as(former))
-            if self.open(generate, now_s) is not None:
+            if self.open(generate, request.model_id, now_s) is not None:
                 self.add(generate.key, 0, request.tokens, request.end or "left", now_s)
             other.forget(generate.key)
 
@@ -156,6 +163,15 @@ class CopiedRequests:
         ]
         for key in old:
             self.forget(key)
+
+
+def replaced(model: str, had: str, found: str) -> CheckpointError:
+    """Make the error of an answer of the checkpoint `had` that would go on with `found`."""
+    return CheckpointError(
+        f"{model} is another checkpoint by now ({found[:12]}) than the one that this answer began "
+        f"with ({had[:12]})",
+        remedy="ask anew, or put its files back",
+    )
 
 
 def _numbers(token: MadeToken) -> int:

@@ -94,7 +94,7 @@ class Copying:
         known = self.requests.find(generate.key, now_s)
         if not generate.key or outputs.asks or (known is not None and not known.end):
             return None
-        request = self.requests.open(generate, now_s)
+        request = self.requests.open(generate, describe().model_id, now_s)
         if request is None or not self.requests.add(generate.key, 0, made, "", now_s):
             return None
         self._describe = describe

@@ -95,6 +95,8 @@ class _Served:
     member: Member
     made: Sequence[MadeToken]
     n_sent: int
+    copied: CopiedRequest | None
+    """What it goes on with."""
     load_s: float = 0.0
     """How long its ring was built."""
 
@@ -214,22 +216,27 @@ class Clients:
     async def generate(self, control: ControlLink, message: Generate) -> None:
         """Run one request and stream its tokens and rows, or reply Redirect."""
         made = tuple(MadeToken(token_id=token_id) for token_id in message.made)
-        await self._generate(control, message, made, len(made))
+        await self._generate(control, message, made, len(made), None)
 
     async def resume(
         self, control: ControlLink, request: int, copied: CopiedRequest, n_tokens: int
     ) -> None:
         """Go on with an answer, from its token number `n_tokens` on, or reply Redirect."""
         message = replace(copied.generate, request=request, lockstep_size=0)
-        await self._generate(control, message, tuple(copied.tokens), n_tokens)
+        await self._generate(control, message, tuple(copied.tokens), n_tokens, copied)
 
     async def _generate(
-        self, control: ControlLink, message: Generate, made: Sequence[MadeToken], n_sent: int
+        self,
+        control: ControlLink,
+        message: Generate,
+        made: Sequence[MadeToken],
+        n_sent: int,
+        copied: CopiedRequest | None,
     ) -> None:
         """Run a request whose answer begins with `made`; the client has `n_sent` tokens of it."""
         with self._sets.member(control, message) as member:
             message.sampling.check()
-            await self._lead_and_stream(_Served(control, message, member, made, n_sent))
+            await self._lead_and_stream(_Served(control, message, member, made, n_sent, copied))
 
     async def _lead_and_stream(self, served: _Served) -> None:
         """Have a ring, built if need be, that runs it; else reply Redirect."""
@@ -246,6 +253,8 @@ class Clients:
             control, message.request, message.choice, needed, on_plan, on_loaded
         ) as lead:
             if lead is not None:
+                if served.copied is not None:
+                    served.copied.check_model(lead.plan.facts.model_id)
                 try:
                     await self._stream(served, lead)
                 except SupersededError as error:

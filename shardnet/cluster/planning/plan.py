@@ -195,6 +195,7 @@ class Plan:
         return StandBy(
             epoch=epoch,
             choice=self.choice,
+            model_id=self.facts.model_id,
             dtype=self.dtype.value,
             arith=self.arith.value,
             context=self.context,

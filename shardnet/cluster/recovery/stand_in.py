@@ -22,7 +22,7 @@ from typing import Final
 
 from msgspec import structs
 
-from shardnet.cluster.deputy.copied_requests import CopiedRequests, read
+from shardnet.cluster.deputy.copied_requests import CopiedRequests, read, replaced
 from shardnet.cluster.deputy.copying import Copying, Deputy
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
@@ -203,7 +203,7 @@ class StandIn:
     async def _request_copied(self, control: ControlLink, message: RequestCopied) -> None:
         duty = self._duties.get(NodeId(control.link.peer.node))
         if duty is not None and message.generate.key:
-            duty.requests.open(message.generate, time.monotonic())
+            duty.requests.open(message.generate, duty.told.model_id, time.monotonic())
 
     async def _tokens_copied(self, control: ControlLink, message: TokensCopied) -> None:
         duty = self._duties.get(NodeId(control.link.peer.node))
@@ -267,6 +267,10 @@ class StandIn:
         epoch = min(duty.told.epoch + EPOCHS, U32_MAX)
 
         async def plan() -> Plan:
+            facts = await self.planner.look_up(told.choice.model)
+            if facts.model_id != told.model_id:
+                error = replaced(told.choice.model, told.model_id, facts.model_id)
+                raise UsageError(error.message)  # it is not tried again
             return await self.planner.plan_instead(told, {duty.head: "it was lost"})
 
         lead = await self.head.lead_instead(plan, duty.head, Epoch(epoch))

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from msgspec.structs import replace
@@ -24,6 +25,7 @@ from shardnet.errors import (
     RemoteProtocolError,
     ShardnetError,
 )
+from shardnet.runtime.loading.model_facts import check_model_id
 from shardnet.transport.deadline import deadline
 from shardnet.wire.messages.activity import KeepRing, RingKept
 from shardnet.wire.messages.control import ControlMessage, Failed, Redirect, reported_error
@@ -200,8 +202,9 @@ class KeptRing:
                 match answer:
                     case NodeProgress():
                         on_progress(answer)
-                    case PlanReply():
-                        pass
+                    case PlanReply(model_id=model_id):
+                        model = self.plan.choice.model
+                        check_model_id(Path(model), model_id, self.plan.facts.model_id)
                     case RingKept():
                         is_kept = True
                         self._kept(control, answer)

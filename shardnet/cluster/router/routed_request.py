@@ -9,6 +9,7 @@ import asyncio
 import time
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from msgspec.structs import replace
@@ -29,6 +30,7 @@ from shardnet.errors import (
     SupersededError,
 )
 from shardnet.runtime.engine.requests import MadeToken
+from shardnet.runtime.loading.model_facts import check_model_id
 from shardnet.sampling_params import TokenLogprobs
 from shardnet.types import LiveState
 from shardnet.wire.framing.schema import encode
@@ -171,6 +173,9 @@ class RoutedRequest:
                         ring.recovers(answer.why)
                     if front.others_than(ring):
                         raise PeerFailedError(answer.why)
+                if isinstance(answer, PlanReply):  # its files may have been replaced
+                    planned = ring.plan.facts.model_id
+                    check_model_id(Path(answer.model), answer.model_id, planned)
                 await self._relay(answer)
                 if isinstance(answer, Finished):
                     return

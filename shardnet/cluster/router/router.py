@@ -211,6 +211,7 @@ class Router:
         """Go on with an answer, from its token number `n_tokens` on, or reply Redirect."""
         message, front = replace(copied.generate, request=request), self._front
         if front is not None and front.suits(message.choice):
+            copied.check_model(front.plan.facts.model_id)
             await self._route(front, control, message, copied.tokens[:n_tokens], n_tokens)
         else:
             await self.clients.resume(control, request, copied, n_tokens)

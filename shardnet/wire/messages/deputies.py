@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from msgspec import Meta
 
 from shardnet.slot_operations import MAX_ADAPTERS
-from shardnet.types import U32, Positions, Row, Strict, Tagged
+from shardnet.types import U32, Digest, Positions, Row, Strict, Tagged
 from shardnet.wire.framing.schema import (
     MAX_STAGES,
     Address,
@@ -49,13 +49,14 @@ class RingNode(Strict, frozen=True, kw_only=True):
 class StandBy(Tagged, frozen=True, kw_only=True):
     """Tell a node, unasked, that it is the deputy of the sender, which leads a ring.
 
-    It takes over when the sender is lost. `nodes` are those of the ring in order, the sender first;
-    the other fields are what its plan has settled on, and what its `adapters` are in all layers.
-    Each replaces the one before.
+    It takes over when the sender is lost, with the checkpoint `model_id` alone. `nodes` are those
+    of the ring in order, the sender first; the other fields are what its plan has settled on, and
+    what its `adapters` are in all layers. Each replaces the one before.
     """
 
     epoch: U32
     choice: ModelChoice
+    model_id: Digest
     dtype: Name
     arith: ArithName
     context: Positions

@@ -31,6 +31,7 @@ from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
 
 CHOICE = ModelChoice(model="m")
+ID = "0" * 64
 TOKEN = MadeToken(token_id=7, logprobs=None)
 
 
@@ -61,6 +62,7 @@ class Copied:
         return StandBy(
             epoch=1,
             choice=CHOICE,
+            model_id=ID,
             dtype="float32",
             arith="fast",
             context=64,
@@ -143,7 +145,7 @@ def test_a_node_that_is_deputy_no_more_does_not_take_over_what_has_ended_since()
         assert [row.end for row in await copied.rows()] == ["complete"]
         for one in bert:
             if isinstance(one, RequestCopied):
-                duty.open(one.generate, 0.0)
+                duty.open(one.generate, ID, 0.0)
             elif isinstance(one, TokensCopied):
                 for row in one.rows:
                     duty.add(row.key, row.first, [*read(row.tokens)], row.end, 0.0)
@@ -252,7 +254,7 @@ def test_pictures_of_copied_requests_are_counted_and_answers_make_room_for_them(
             key=key,
             pictures=[Picture(data=bytes(n_bytes))],
         )
-        return kept.open(generate, at_s) is not None
+        return kept.open(generate, ID, at_s) is not None
 
     assert opened("a", 4, 0.0)
     assert opened("b", 4, 1.0)
@@ -278,7 +280,7 @@ def test_answers_that_ended_make_room_for_requests_that_come(
     def opened(key: str, n_prompt: int, at_s: float) -> bool:
         ids = [1] * n_prompt
         generate = Generate(request=1, choice=CHOICE, sampling=sampling, token_ids=ids, key=key)
-        return kept.open(generate, at_s) is not None
+        return kept.open(generate, ID, at_s) is not None
 
     assert all(opened(key, 1, 0.0) for key in "abc")
     assert not opened("d", 1, 1.0), "three others run"

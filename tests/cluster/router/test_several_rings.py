@@ -196,3 +196,30 @@ def test_rings_behind_a_head_make_way_for_what_they_are_not(tmp_path: Path) -> N
             assert not loads(anna)
 
     asyncio.run(main())
+
+
+def test_a_ring_that_comes_back_with_other_files_gets_no_requests(tmp_path: Path) -> None:
+    """Answers that began on the others would go on with other weights."""
+    model = make_llama(tmp_path / "model", max_position_embeddings=1024)
+    other = make_llama(tmp_path / "other", seed=1, max_position_embeddings=1024)
+    prompts = [random_prompt(10 + n, 300, seed=n) for n in range(2)]
+    many = ModelChoice(model=str(model), optimise="throughput")
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            machines(tmp_path, "anna", "bert") as (anna, bert),
+            connect(anna.node.address) as client,
+        ):
+            whole = await say(client, prompts, many)
+            for file in other.glob("*.safetensors"):
+                file.rename(model / file.name)
+            await bert.unplug()
+            await bert.plug_in()
+            await until(lambda: "holds model" in anna.node.router.rings[1].why)
+            assert loads(anna) == [("anna", 0, True), ("bert", 0, False)]
+            said = await say(client, prompts, many)  # over rings of the new files
+            assert said.tokens != whole.tokens
+            assert loads(anna) == [("anna", 0, True), ("bert", 0, True)]
+
+    asyncio.run(main())
