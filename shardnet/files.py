@@ -6,8 +6,10 @@ entries of a cache go first. Must not know what is in them.
 
 from __future__ import annotations
 
+import codecs
 import errno
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -40,6 +42,30 @@ def expanded(path: str | Path) -> Path:
     Path.expanduser raises RuntimeError for such a one, which no message of a file names.
     """
     return Path(os.path.expanduser(path))
+
+
+def text_encoding(beginning: bytes, unmarked: str = "utf-8") -> str:
+    """Return the encoding of a text by the byte order mark with which editors on Windows begin it.
+
+    It decodes no mark. A text without one is `unmarked`.
+    """
+    if beginning[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return "utf-16"
+    return "utf-8-sig" if beginning.startswith(codecs.BOM_UTF8) else unmarked
+
+
+def decode_text(content: bytes, errors: str = "strict") -> str:
+    """Decode a text that a person wrote; see `text_encoding`. Raises UnicodeDecodeError."""
+    return content.decode(text_encoding(content), errors)
+
+
+def read_text(path: Path, most_characters: int = -1) -> str:
+    """Read the beginning of such a text, or all of it. Raises OSError, UnicodeDecodeError."""
+    with (
+        path.open("rb") as file,
+        io.TextIOWrapper(file, encoding=text_encoding(file.peek(3))) as text,
+    ):
+        return text.read(most_characters)
 
 
 class NotOwnError(PermissionError):

@@ -15,6 +15,7 @@ import typer
 
 from shardnet.api.client import GREEDY
 from shardnet.errors import UsageError
+from shardnet.files import read_text
 from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.wire.messages.plans import PlanReply
 
@@ -150,7 +151,7 @@ def _pieces(file: str, n_characters: int) -> list[str]:
     Raises typer.BadParameter for a file that cannot be read, is not UTF-8 or holds no text.
     """
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = read_text(Path(file))
     except OSError as error:
         raise typer.BadParameter(f"{file}: {error.strerror}", param_hint="--perplexity") from error
     except UnicodeDecodeError as error:

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, ClassVar, Final
@@ -28,7 +29,7 @@ from ..flags.lazy_group import examples
 from ..flags.options import Access, option, takes_groups
 from ..flags.ring_options import RingOptions, Wanted
 from ..flags.sampling_options import MaxTokens, SamplingOptions
-from ..output.exit_codes import EXIT_FAILURE, exit_codes, say
+from ..output.exit_codes import EXIT_FAILURE, exit_codes, say, standard_input
 
 if TYPE_CHECKING:
     from shardnet.api.client import Client
@@ -127,7 +128,7 @@ async def _client(wanted: Wanted) -> AsyncIterator[Client]:
 def _talk(conversation: Conversation) -> None:
     """Answer what is typed, or each line of standard input, until it ends or /exit."""
     is_terminal = sys.stdin.isatty()
-    read = _at_terminal() if is_terminal else read_piped
+    read = _at_terminal() if is_terminal else partial(read_piped, standard_input())
     while (line := read()) is not None:
         text = line.strip()
         command = read_command(text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from ..flags.lazy_group import examples
 from ..flags.options import Access, Json, option, takes_groups
 from ..flags.ring_options import RingOptions, Wanted
 from ..flags.sampling_options import SamplingOptions, read_prompts
-from ..output.exit_codes import EXIT_FAILURE, counted, run_command, say
+from ..output.exit_codes import EXIT_FAILURE, counted, run_command, say, standard_input
 from ..output.generation_output import EventLines, ListedTexts, OneText
 from ..output.progress import LoadBars
 from .chat import warn_of_base_model
@@ -247,7 +246,7 @@ def _prompts(
 def _read_standard_input() -> str:
     """Read a prompt: at most one character more than a prompt may have."""
     try:
-        return sys.stdin.read(MAX_TEXT + 1)
+        return standard_input().read(MAX_TEXT + 1)
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"standard input is not UTF-8 text: {error}") from error
 

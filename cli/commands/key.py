@@ -16,7 +16,7 @@ from shardnet.cluster.machine.folders import ClusterKey, load_key, store_key
 from shardnet.errors import ConfigurationError, ShardnetError, UsageError
 
 from ..flags.options import Access, KeyFile, option
-from ..output.exit_codes import fail, say, write_out
+from ..output.exit_codes import fail, say, standard_input, write_out
 
 TRIES = 3
 """Attempts to type the key at a terminal."""
@@ -114,7 +114,7 @@ def _type_key() -> ClusterKey:
 
 def _read_key() -> ClusterKey:
     try:
-        line = sys.stdin.readline()
+        line = standard_input().readline()
     except UnicodeDecodeError as error:
         raise UsageError(f"standard input is not {error.encoding} text: {error}") from error
     if not line.strip():

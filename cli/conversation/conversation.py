@@ -10,11 +10,10 @@ import contextlib
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TextIO
 from urllib.parse import unquote
 
 import msgspec
@@ -24,7 +23,7 @@ from shardnet.api.requests import ContentPart, GenerationOptions, Message, pictu
 from shardnet.api.validation import find_half_pair
 from shardnet.cluster.machine.folders import cache_dir
 from shardnet.errors import ShardnetError, UsageError
-from shardnet.files import expanded, make_own_folder, open_own, write_whole
+from shardnet.files import decode_text, expanded, make_own_folder, open_own, write_whole
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.framing.schema import MAX_TEXT
 from shardnet.wire.messages.extras import RecommendedSampling
@@ -268,7 +267,7 @@ def load(path: Path) -> list[Message]:
             content = file.read(MAX_SAVED_BYTES + 1)
         if len(content) > MAX_SAVED_BYTES:
             raise UsageError(f"{path} has more than {MAX_SAVED_BYTES} bytes")
-        saved = msgspec.json.decode(content, type=_Saved)
+        saved = msgspec.json.decode(decode_text(content), type=_Saved)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -320,10 +319,10 @@ _MOST_BYTES: Final = 4 << 20
 PROMPT: Final = "> "
 
 
-def read_piped() -> str | None:
+def read_piped(text: TextIO) -> str | None:
     """Read the next line of standard input, None at its end. Raises UsageError for no text."""
     try:
-        return sys.stdin.readline() or None
+        return text.readline() or None
     except UnicodeDecodeError as error:
         raise UsageError(f"standard input is not {error.encoding} text: {error}") from error
 

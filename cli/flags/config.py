@@ -19,7 +19,7 @@ from typing import Any, Final
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from shardnet.errors import ConfigurationError, ShardnetError, shown
-from shardnet.files import check_own
+from shardnet.files import check_own, decode_text
 
 
 def read_config(path: Path, group: TyperGroup) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def read_config(path: Path, group: TyperGroup) -> dict[str, Any]:
             found = os.fstat(file.fileno())
             if stat.S_ISREG(found.st_mode):  # /dev/null will do as well
                 check_own(found, path)
-            values = tomllib.load(file)
+            values = tomllib.loads(decode_text(file.read()))
     except FileNotFoundError:
         return {}
     except OSError as error:

@@ -12,7 +12,7 @@ from shardnet.api.server.keys import Keyring, parse_key
 from shardnet.api.server.settings import Listening, Settings
 from shardnet.api.switching.model_switch import parse_duration
 from shardnet.errors import ConfigurationError
-from shardnet.files import expanded
+from shardnet.files import decode_text, expanded
 
 from ..output.exit_codes import say
 from .options import Access, check_choice, flag, is_loopback
@@ -166,7 +166,7 @@ class HttpOptions:
             ) from error
         if is_open:
             say(f"warning: others on this machine can read the API keys in {path}: chmod 600 it")
-        lines = [line.strip() for line in raw.decode("utf-8", "replace").splitlines()]
+        lines = [line.strip() for line in decode_text(raw, "replace").splitlines()]
         return [line for line in lines if line and not line.startswith("#")]
 
 

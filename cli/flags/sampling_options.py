@@ -21,7 +21,7 @@ from shardnet.api.requests import GenerationOptions, Prompt, name_model
 from shardnet.api.validation import find_half_pair, find_refused
 from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS, Constraint, ConstraintKind
 from shardnet.errors import SamplingError, UsageError
-from shardnet.files import expanded
+from shardnet.files import decode_text, expanded, read_text
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.generation import RecommendedName
 from shardnet.wire.messages.plans import ModelChoice
@@ -222,8 +222,7 @@ def _read(flag: str, name: str) -> str:
     Raises typer.BadParameter for one that cannot be read.
     """
     try:
-        with expanded(name).open(encoding="utf-8-sig") as file:
-            return file.read(MAX_CONSTRAINT_CHARACTERS + 1)
+        return read_text(expanded(name), MAX_CONSTRAINT_CHARACTERS + 1)
     except OSError as error:
         raise typer.BadParameter(f"{name}: {error.strerror}", param_hint=flag) from error
     except UnicodeDecodeError as error:
@@ -313,7 +312,7 @@ def read_prompts(name: str, sampling: SamplingParams) -> tuple[list[int], list[P
     """
     try:
         raw = sys.stdin.buffer.read() if name == "-" else expanded(name).read_bytes()
-        lines = raw.decode("utf-8-sig").split("\n")
+        lines = decode_text(raw).split("\n")
     except OSError as error:
         raise typer.BadParameter(f"{name}: {error.strerror}", param_hint=FLAG) from error
     except UnicodeDecodeError as error:

@@ -21,6 +21,7 @@ from typing import Any, Final, NoReturn, TextIO
 import typer
 
 from shardnet.errors import ShardnetError, first_error
+from shardnet.files import text_encoding
 
 _ESCAPED: Final = {code: f"\\u{code:04x}" for code in (*range(32), *range(127, 160))}
 """Control characters: in a node's or a file's name they would move a terminal's cursor and more."""
@@ -84,6 +85,18 @@ def open_missing_streams() -> None:
                 os.dup2(null, number)
                 os.close(null)
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+
+
+def standard_input() -> TextIO:
+    """Return standard input, its encoding by the byte order mark where a pipe begins with one.
+
+    To be called once, before anything is read.
+    """
+    text = sys.stdin
+    if isinstance(text, io.TextIOWrapper) and not text.isatty():
+        peek = getattr(text.buffer, "peek", lambda _: b"")
+        text.reconfigure(encoding=text_encoding(peek(3), text.encoding), errors=text.errors)
+    return text
 
 
 def escape_unwritable() -> None:

@@ -204,6 +204,18 @@ def test_a_conversation_over_a_pipe(machine: Machine, node: NodeProcess, talker:
     assert result.stderr.count("(3 tokens, first after ") == 3
 
 
+def test_a_byte_order_mark_is_no_part_of_a_conversation(
+    machine: Machine, node: NodeProcess, talker: Path
+) -> None:
+    """The line behind it is a command or a message as any other."""
+    asked = ["chat", "--model", str(talker), "--nodes", node.address, "--max-tokens", "3"]
+    for encoding in ("utf-8-sig", "utf-16"):
+        lines = "/system z\nabc\n/exit\nnever\n".encode(encoding)
+        result = machine.begin(*asked, "--temperature", "0", stdin=lines).wait()
+        assert (result.code, result.stdout) == (0, "def\n"), result.stderr
+        assert "(system message: z)" in result.stderr
+
+
 def test_ctrl_c_ends_an_answer_and_the_conversation_goes_on(
     machine: Machine, node: NodeProcess, talker: Path
 ) -> None:

@@ -222,6 +222,16 @@ def test_a_long_prompt_goes_round_in_chunks(trio: Crew, parrots: Parrots) -> Non
     assert answer["text"] == "de"
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(trio: Crew, parrots: Parrots) -> None:
+    asked = ["generate", "-", "--model", str(parrots.alphabet), "--nodes", trio.addresses(0)]
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        typed = trio.machine.begin(
+            *asked, "--max-tokens", "3", "--json", stdin="a".encode(encoding)
+        )
+        answer = typed.wait().json
+        assert (len(answer["prompt_token_ids"]), answer["text"]) == (1, "bcd"), encoding
+
+
 def test_pieces_hold_whole_characters_only(trio: Crew, parrots: Parrots) -> None:
     pieces = asyncio.run(_pieces(trio, parrots.signs))
     assert pieces == list(SIGNS)

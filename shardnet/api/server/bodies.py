@@ -6,6 +6,7 @@ A wrong value is refused by the name of its field. Must not know any dialect.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import re
 import zlib
 from collections.abc import Iterator
@@ -92,6 +93,7 @@ def decode_body(raw: bytes, kind: type[Body]) -> Body:
 
     Raises HttpError 400, which names the first wrong field, 413 for a body of too many values.
     """
+    raw = raw.removeprefix(codecs.BOM_UTF8)  # RFC 8259 section 8.1; editors on Windows write it
     n_lists = raw.count(b"[") + raw.count(b"{")
     if n_lists > MAX_LISTS or raw.count(b",") > MAX_VALUES:  # those in texts are counted too
         raise _too_large(f"{MAX_LISTS} lists or {MAX_VALUES} values")

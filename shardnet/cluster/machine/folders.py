@@ -20,7 +20,7 @@ from typing import Final
 import platformdirs
 
 from shardnet.errors import ConfigurationError, UsageError
-from shardnet.files import NotOwnError, check_own, write_whole
+from shardnet.files import NotOwnError, check_own, decode_text, write_whole
 
 CACHE_DIR_VARIABLE: Final = "SHARDNET_CACHE_DIR"
 RUNTIME_DIR_VARIABLE: Final = "SHARDNET_RUNTIME_DIR"
@@ -185,7 +185,7 @@ def load_key(path: Path) -> ClusterKey | None:
             remedy="name one of your own with --key-file",
         ) from error
     try:
-        return ClusterKey.parse(content.decode(errors="replace"))
+        return ClusterKey.parse(decode_text(content, "replace"))
     except UsageError as error:
         raise ConfigurationError(
             f"the key file {path} is damaged: {error.message}", remedy=error.remedy

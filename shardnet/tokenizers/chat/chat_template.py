@@ -16,6 +16,7 @@ from shardnet.checkpoint.tensors.checkpoint_files import has_file
 from shardnet.checkpoint.tensors.json_files import read_file, read_json
 from shardnet.checkpoint.tensors.manifest import TOOL_TEMPLATE
 from shardnet.errors import CheckpointError, UsageError
+from shardnet.files import decode_text
 from shardnet.guard.helper_process import HelperProcess, JobFailedError, JobLimits
 
 MAX_TEMPLATE_BYTES = 2**20
@@ -199,7 +200,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        return read_file(path, MAX_TEMPLATE_BYTES).decode()
+        return decode_text(read_file(path, MAX_TEMPLATE_BYTES))
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} cannot be read ({error})", remedy=AGAIN) from error
 

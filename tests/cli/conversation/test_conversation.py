@@ -264,8 +264,7 @@ def test_pictures_go_with_the_next_message_and_into_files(tmp_path: Path) -> Non
         _do("/image", str(tmp_path / "none.png"), talk)
 
 
-def test_a_line_that_is_no_text_ends_a_piped_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_is_no_text_ends_a_piped_conversation() -> None:
     lines = io.TextIOWrapper(io.BytesIO(b"one\ncaf\xe9\n"), encoding="utf-8")
-    monkeypatch.setattr("sys.stdin", lines)
     with pytest.raises(UsageError, match="standard input is not utf-8 text"):
-        read_piped()
+        read_piped(lines)

@@ -329,7 +329,7 @@ class Machine:
         self,
         *arguments: str,
         environment: Mapping[str, str] | None = None,
-        stdin: str | None = None,
+        stdin: str | bytes | None = None,
     ) -> Command:
         """Start a command as a user does and return while it runs."""
         command = Command(self._start(arguments, environment=environment, stdin=stdin))
@@ -459,7 +459,7 @@ class Machine:
         arguments: Sequence[str],
         *,
         environment: Mapping[str, str] | None = None,
-        stdin: str | None = None,
+        stdin: str | bytes | None = None,
         cwd: Path | None = None,
         module: str = "shardnet_cli",
     ) -> subprocess.Popen[bytes]:
@@ -473,7 +473,7 @@ class Machine:
         )
         if process.stdin is not None and stdin is not None:
             with contextlib.suppress(BrokenPipeError), process.stdin:
-                process.stdin.write(stdin.encode())
+                process.stdin.write(stdin if isinstance(stdin, bytes) else stdin.encode())
         return process
 
 
