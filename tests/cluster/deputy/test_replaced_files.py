@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from support.cluster.keyed_streams import Said, say
 from support.cluster.machines import machines
 from support.models.checkpoints import make_llama
@@ -51,6 +52,36 @@ def test_a_deputy_does_not_go_on_with_another_checkpoint(
                 await say(at_bert, prompts, ModelChoice(model=str(model)))
                 with pytest.raises(CheckpointError, match="put its files back"):
                     await say(at_bert, prompts, choice, "k", resume=True)
+
+    asyncio.run(main())
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_standby_does_not_load_another_checkpoint(tmp_path: Path) -> None:
+    """Its order says which one the ring has."""
+    model = make_llama(tmp_path / "model", num_hidden_layers=6)
+    other = make_llama(tmp_path / "other", seed=1, num_hidden_layers=6)
+
+    async def main() -> None:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            machines(tmp_path, "anna", "bert") as (anna, bert),
+            connect(anna.node.address) as client,
+        ):
+            nodes = [one.node.address for one in (anna, bert)]
+            await client.complete([[5]], model=ModelChoice(model=str(model), nodes=nodes))
+            lead = anna.node.head.latest
+            assert lead is not None
+            order = structs.replace(lead.ring.order(1), beside=True, stands_for="anna", ring="next")
+            replace(model, other)
+            with pytest.raises(CheckpointError, match="the plan was made for"):
+                await bert.node._stage.orders.load(
+                    order,
+                    owner=anna.node.node,
+                    owner_name="anna",
+                    progress=lambda *_: None,
+                    broken=lambda *_: None,
+                )
 
     asyncio.run(main())
 
