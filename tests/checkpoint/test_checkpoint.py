@@ -214,8 +214,8 @@ INDEX_DAMAGES: dict[str, tuple[Damage, str]] = {
         "model-00002.*No such file",
     ),
     "a tensor is not where the index says": (
-        lambda f: edit_index(f, ghost="model-00001-of-00007.safetensors"),
-        "tensor ghost is missing",
+        lambda f: edit_index(f, **{"model.norm.weight": "model-00001-of-00007.safetensors"}),
+        "model-00001.*: tensor model.norm.weight is missing",
     ),
     "a file outside the folder": (
         lambda f: edit_index(f, ghost="../model.safetensors"),

@@ -11,11 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardnet.checkpoint.formats.safetensors_files import read_indexed_files, read_safetensors_file
+from shardnet.checkpoint.formats.safetensors_files import (
+    read_indexed_files,
+    read_safetensors_file,
+    refuse_absent,
+)
 from shardnet.checkpoint.formats.torch_files import read_torch_file
 from shardnet.checkpoint.quantization.fp8 import ScaleLayout, fp8_tensor
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_file
@@ -34,7 +37,7 @@ from shardnet.model.config.decoder_config import read_params_decoder
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.registry import FAMILIES, family_of
-from shardnet.model.families.stage_tensors import stage_tensors
+from shardnet.model.families.stage_tensors import lacking, stage_tensors
 from shardnet.model.families.tensor_shapes import Shape
 from shardnet.types import LayerRange
 
@@ -92,7 +95,10 @@ def open_consolidated(folder: Path) -> Contents:
     for file in files.values():
         for name, info in file.tensors.items():
             parts.setdefault(name.rpartition("/")[2], []).append(info)
-    for name in ("tok_embeddings.weight", "norm.weight"):
+    required = ("tok_embeddings.weight", "norm.weight", "output.weight")
+    required = required[:2] if params.get("tied_embeddings") else required
+    refuse_absent(files.values(), folder, lambda: {*required} - parts.keys(), str)
+    for name in required[:2]:
         if name not in parts:
             raise CheckpointError(f"{folder}: tensor {name} is missing", remedy=AGAIN)
     is_tied = "output.weight" not in parts
@@ -107,13 +113,24 @@ def open_consolidated(folder: Path) -> Contents:
         where=str(where),
         unknown=unknown,
     )
+
+    def arrange(config: ModelConfig) -> dict[str, ModelTensor]:
+        made = _arrange(parts, config)
+        refuse_absent(
+            files.values(),
+            folder,
+            lambda: {_own_name(config, name) for name in lacking(config, made)},
+            str,
+        )
+        return made
+
     return Contents(
         folder=folder,
         config=config,
         where=f"{where}, as config.json",
         files=files,
         whole=(*OWN_WHOLE, *index),
-        arrange=partial(_arrange, parts),
+        arrange=arrange,
         unknown_keys=tuple(unknown),
     )
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.checkpoint.formats.safetensors_files import (
     ReadFile,
     read_indexed_files,
     read_safetensors_file,
+    refuse_absent,
 )
 from shardnet.checkpoint.formats.torch_files import read_torch_file
 from shardnet.checkpoint.quantization.registry import model_tensors, take_format
@@ -28,6 +30,7 @@ from shardnet.model.config.fields import TEXT
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import Stacking
 from shardnet.model.families.registry import family_of
+from shardnet.model.families.stage_tensors import canonical_name, lacking
 from shardnet.model.families.tensor_shapes import ExpertNames
 from shardnet.model.families.wrappers import WRAPPERS, language_name
 
@@ -248,23 +251,34 @@ def open_huggingface(folder: Path) -> Contents:
     index, files = read_tensor_files(folder)
     stored = {name: info for file in files.values() for name, info in file.tensors.items()}
     kind = config.get("model_type")
+    named = {*stored}
+    if _says_untied(config):  # a head that is named and not there is missing, not left out
+        named.update(name for file in files.values() for name in file.absent)
     if "embed_tokens.weight" in stored:
-        stored, has_head = _of_causal_class(stored), "lm_head.weight" in stored
+        stored, has_head = _of_causal_class(stored), "lm_head.weight" in named
         config |= {} if has_head else {"tie_word_embeddings": True}
     if (isinstance(kind, str) and kind in WRAPPERS) or TEXT in config:
         # Two configs may say this, or leave it to their class. The file has a head or has none.
-        names = (language_name(name) or "" for name in stored)
+        names = (language_name(name) or "" for name in named)
         config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in names)
     elif config.get("tie_word_embeddings") is not False and _has_own_head(folder, stored):
         config["tie_word_embeddings"] = False
 
     def arrange(config: ModelConfig) -> Mapping[str, ModelTensor]:
-        tensors = model_tensors(config, stored, weight_format, str(folder))
-        if config.outline is not None:
-            from shardnet.model.modules.conversions import conversions_of
+        made: Mapping[str, ModelTensor] = {}
+        rename: Callable[[str], str | None] = partial(canonical_name, config)
+        try:
+            tensors = model_tensors(config, stored, weight_format, str(folder))
+            if config.outline is not None:
+                from shardnet.model.modules.conversions import conversions_of
 
-            return converted_tensors(conversions_of(config.outline.config_text), tensors)
-        return split_experts(config, tensors)
+                rules = conversions_of(config.outline.config_text)
+                rename, made = rules.renamed, converted_tensors(rules, tensors)
+            else:
+                made = split_experts(config, tensors)
+        finally:  # also where that has failed: it names no file
+            refuse_absent(files.values(), folder, lambda: lacking(config, made), rename)
+        return made
 
     return Contents(
         folder=folder,
@@ -292,6 +306,13 @@ def _has_own_head(folder: Path, stored: Mapping[str, StoredTensor]) -> bool:
     except OSError as error:
         raise CheckpointError(f"{folder}: {error.strerror}", remedy=AGAIN) from error
     return one != other
+
+
+def _says_untied(config: Mapping[str, Any]) -> bool:
+    """Return whether a config says that the LM head is no other tensor; outer keys go first."""
+    inner = config.get(TEXT)
+    said = (each.get("tie_word_embeddings") for each in (config, inner) if isinstance(each, dict))
+    return next((value for value in said if value is not None), None) is False
 
 
 def _of_causal_class(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

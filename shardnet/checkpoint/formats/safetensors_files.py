@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
@@ -178,21 +178,52 @@ _ROOM: Final = 1024
 def read_indexed_files(index: Path, read: ReadFile) -> dict[str, TensorFile]:
     """Read the headers of all files that `index` names, with `read`; return them by file name.
 
-    Each has only the tensors that the index places in it. Raises CheckpointError, which names the
-    file, if a tensor is not in its file.
+    Each has only the tensors that the index places in it; those that it lacks are its `absent`
+    ones, see `refuse_absent`. Raises CheckpointError, which names the file, for a damaged one.
     """
     placed: dict[str, dict[str, StoredTensor]] = {}
+    absent: dict[str, list[str]] = {}
     files: dict[str, TensorFile] = {}
     totals = FileTotals(index)
     for name, file in weight_map(index).items():
-        path = index.parent / file
         if file not in files:
-            files[file] = totals.add(read(path))
-        if name not in files[file].tensors:
+            files[file] = totals.add(read(index.parent / file))
+        if name in files[file].tensors:
+            placed.setdefault(file, {})[name] = files[file].tensors[name]
+        else:
             check_name(index, name)
-            raise CheckpointError(f"{path}: tensor {name} is missing", remedy=AGAIN)
-        placed.setdefault(file, {})[name] = files[file].tensors[name]
-    return {name: replace(file, tensors=placed[name]) for name, file in files.items()}
+            absent.setdefault(file, []).append(name)
+    return {
+        name: replace(file, tensors=placed.get(name, {}), absent=tuple(absent.get(name, ())))
+        for name, file in files.items()
+    }
+
+
+def refuse_absent(
+    files: Iterable[TensorFile],
+    folder: Path,
+    lacking: Callable[[], Collection[str]],
+    rename: Callable[[str], str | None],
+) -> None:
+    """Raise CheckpointError for a tensor that an index names, its file lacks and the model needs.
+
+    `lacking` gives the parameters for which nothing is stored, `rename` maps the name of a stored
+    tensor to that of its parameter, None for what is left out of the model. A part of a parameter,
+    or a stack of several, is known by the module that it belongs to.
+    """
+    absent = [(name, folder / file.name) for file in files for name in file.absent]
+    if not absent:
+        return
+    names = lacking()
+    modules = {name[:at] for name in names for at in range(len(name)) if name[at] == "."}
+    found: list[tuple[bool, str, Path]] = []
+    for name, path in absent:
+        own = rename(name) or ""
+        if own in names or own.rpartition(".")[0] in modules:
+            found.append((own not in names, name, path))
+    if found:
+        _, name, path = min(found)
+        raise CheckpointError(f"{path}: tensor {name} is missing", remedy=AGAIN)
 
 
 def weight_map(index: Path) -> dict[str, str]:

@@ -91,13 +91,17 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFile:
-    """A file with tensors. `heads` are the byte ranges outside tensors, `sha256` their digest."""
+    """A file with tensors. `heads` are the byte ranges outside tensors, `sha256` their digest.
+
+    `absent` names tensors that an index places in the file and that are not there.
+    """
 
     name: str
     size_bytes: int
     heads: tuple[ByteRange, ...]
     sha256: str
     tensors: Mapping[str, StoredTensor] = field(repr=False)
+    absent: tuple[str, ...] = ()
 
 
 class FileTotals:

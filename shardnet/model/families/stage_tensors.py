@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, replace
 
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import MtpNames
@@ -30,6 +30,7 @@ __all__ = [
     "embedding_tensors",
     "head_tensors",
     "is_quantizable",
+    "lacking",
     "layer_tensors",
     "left_over",
     "mtp_tensors",
@@ -167,6 +168,13 @@ def _mtp_name(n_layers: int, name: str) -> str:
         return f"model.layers.{n_layers + int(match[1])}.{name[match.end() :]}"
     stem, dot, suffix = name.rpartition(".")
     return f"model.layers.{n_layers}.{_MTP.get(stem, stem)}{dot}{suffix}"
+
+
+def lacking(config: ModelConfig, names: Container[str]) -> set[str]:
+    """Return the parameters of the whole model that are not in `names`, those of MTP aside."""
+    plain = replace(config, has_mtp=False)
+    needed = stage_tensors(plain, LayerRange(0, config.n_layers)).all
+    return {name for name in needed if name not in names}
 
 
 def left_over(config: ModelConfig, names: Iterable[str]) -> list[str]:

@@ -94,6 +94,10 @@ class Conversions:
             made += self._group(name, sources, stored)
         return made
 
+    def renamed(self, source: str) -> str:
+        """Return the name that the model has for a stored tensor, or for what it is a part of."""
+        return self._renamed(source)[0]
+
     def _renamed(self, source: str) -> tuple[str, str | None]:
         prefix = self._model.base_model_prefix
         name, pattern = rename_source_key(
