@@ -64,7 +64,7 @@ class TextBackend:
             replace(
                 loaded,
                 bos_id=loaded.bos_id if bos_id is None else bos_id,
-                eos_ids=find_eos_ids(place, id_of) or loaded.eos_ids,
+                eos_ids=find_eos_ids(place, id_of, loaded.eos_ids),
                 adds_bos=adds_bos(place, loaded.adds_bos),
             )
         )

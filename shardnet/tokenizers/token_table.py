@@ -213,20 +213,22 @@ def read_eos_ids(path: Path) -> tuple[int, ...]:
     """Read the eos ids of a checkpoint that may have no tokenizer.
 
     They come from generation_config.json, else from config.json: one id or a list. Empty if neither
-    has any. Raises CheckpointError if a file cannot be read. `Tokenizer.eos_ids` also considers
-    tokenizer_config.json.
+    has any. Raises CheckpointError if a file cannot be read. `Tokenizer.eos_ids` also has those of
+    the tokenizer.
     """
     return find_eos_ids(tokenizer_place(path), lambda token: None)
 
 
-def find_eos_ids(folder: Path, id_of: _IdOf) -> tuple[int, ...]:
-    """Read the eos ids beside a tokenizer; `id_of` looks up a token's text."""
-    for name in ("generation_config.json", "config.json"):
-        ids = _ids_under(folder / name, "eos_token_id")
-        if ids:
-            return ids
-    token_id = _named_token(folder, "eos_token", id_of)
-    return () if token_id is None else (token_id,)
+def find_eos_ids(folder: Path, id_of: _IdOf, own: Sequence[int] = ()) -> tuple[int, ...]:
+    """Read the eos ids beside a tokenizer, and join that of the tokenizer.
+
+    That is the one named beside it, whose id `id_of` looks up, else its `own` ones. Fine-tunes name
+    a new one in one place and leave the old one in the other, and may write either.
+    """
+    files = (folder / name for name in ("generation_config.json", "config.json"))
+    ids = next(filter(None, (_ids_under(file, "eos_token_id") for file in files)), ())
+    named = _named_token(folder, "eos_token", id_of)
+    return tuple(dict.fromkeys([*ids, *(own if named is None else (named,))]))
 
 
 def find_bos_id(folder: Path, id_of: _IdOf) -> int | None:
@@ -270,13 +272,13 @@ def _ids_under(path: Path, key: str) -> tuple[int, ...]:
 
 
 def _named_token(folder: Path, key: str, id_of: _IdOf) -> int | None:
-    """Look up a token named in tokenizer_config.json: a string, or an object with `content`."""
-    path = folder / "tokenizer_config.json"
-    value = read_object(path).get(key)
-    if isinstance(value, dict):
-        value = value.get("content")
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise CheckpointError(f"{path}: {key} must be a token's text, not {shown(value)}")
-    return id_of(value)
+    """Look up a token named beside a tokenizer: a string, or an object with `content`."""
+    for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        value = read_object(path).get(key)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if not isinstance(value, str | None):
+            raise CheckpointError(f"{path}: {key} must be a token's text, not {shown(value)}")
+        if value is not None:
+            return id_of(value)
+    return None

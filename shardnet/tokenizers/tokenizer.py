@@ -8,11 +8,12 @@ Blocks: for threads that may wait, except for `decode`, whose deadline is short.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from array import array
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol, Self
 from weakref import WeakValueDictionary
@@ -27,6 +28,7 @@ from shardnet.tokenizers.chat.chat_template import (
     TemplateMessage,
     TemplateOptions,
     TemplateProcess,
+    ends_turn,
 )
 from shardnet.tokenizers.formats.tokenizer_files import NAMES, tokenizer_files, tokenizer_place
 from shardnet.tokenizers.token_table import HAS_TOKEN, Bos, Joins, TokenTable
@@ -237,10 +239,10 @@ class Tokenizer:
         self._decoder = decoder or coder
         self._path = path
         self._templates = TemplateProcess()
-        self._default: ChatTemplate | None = None
+        self._template: ChatTemplate | None = None
         self.template_stops: tuple[str, ...] = ()
         self.template_stop_ids: frozenset[int] = frozenset()
-        """Texts and ids at which an answer to a conversation ends, by the template found last."""
+        """Texts and ids at which an answer to a conversation ends, once the template is found."""
         self.bos_id = description.bos_id
         """The id that begins a text, or None."""
         self.eos_ids = description.eos_ids
@@ -355,33 +357,46 @@ class Tokenizer:
         return self._coder.encode(text, bos, parse_special)
 
     def chat_template(self) -> ChatTemplate:
-        """Find the checkpoint's chat template, or make the default one.
+        """Find the checkpoint's chat template, or make the default one, and what ends its answers.
 
-        Blocks; raises as `TemplateProcess.find`.
+        The first call reads files and blocks; it raises as `TemplateProcess.find`.
         """
-        try:
-            found = self._templates.find(self._path, self._description.template)
-        except UsageError:  # it has none
-            return self._default_template()
-        self.template_stops, self.template_stop_ids = (), frozenset()
-        return found
+        if self._template is None:
+            ids = {text: token_id for token_id, text, _ in self.added_tokens(_LONGEST_STOP)}
+            try:
+                found = self._templates.find(self._path, self._description.template)
+            except UsageError:  # it has none
+                found = self._default_template(ids)
+            else:
+                found = replace(found, stops=self._ends_of(found, ids))
+            self.template_stops = tuple(stop for stop in found.stops if stop not in ids)
+            self.template_stop_ids = frozenset(ids[stop] for stop in found.stops if stop in ids)
+            self._template = found
+        return self._template
 
-    def _default_template(self) -> ChatTemplate:
-        """Make the template of a model without one. Blocks; says so in the log once."""
-        ids = {text: token_id for token_id, text, _ in self.added_tokens(_LONGEST_STOP)}
-        if self._default is None:
-            has_bos = self.bos_id is not None and self.encode("a")[:1] == [self.bos_id]
-            bos = self.token_text(self.bos_id) if has_bos and self.bos_id is not None else ""
-            self._default = ChatTemplate.default(ids, bos)
-            _log.warning(
-                "%s has no chat template: conversations are written as %s",
-                self._path,
-                self._default.where,
-            )
-        stops = self._default.stops
-        self.template_stops = tuple(stop for stop in stops if stop not in ids)
-        self.template_stop_ids = frozenset(ids[stop] for stop in stops if stop in ids)
-        return self._default
+    def turn_ends(self) -> frozenset[int]:
+        """Return the ids that end answers by the chat template, also where it cannot be had."""
+        with contextlib.suppress(CheckpointError):
+            self.chat_template()
+        return self.template_stop_ids
+
+    def _ends_of(self, template: ChatTemplate, added: Collection[str]) -> tuple[str, ...]:
+        """Return the token that ends the messages of an assistant, if one does."""
+        try:
+            end = self._templates.find_end(template, added)
+        except CheckpointError:  # who renders it says why
+            return ()
+        return (end,) if end is not None and ends_turn(end, added) else ()
+
+    def _default_template(self, added: Collection[str]) -> ChatTemplate:
+        """Make the template of a model without one. Blocks; says so in the log."""
+        has_bos = self.bos_id is not None and self.encode("a")[:1] == [self.bos_id]
+        bos = self.token_text(self.bos_id) if has_bos and self.bos_id is not None else ""
+        made = ChatTemplate.default(added, bos)
+        _log.warning(
+            "%s has no chat template: conversations are written as %s", self._path, made.where
+        )
+        return made
 
     def chat_prompt(
         self, messages: Sequence[TemplateMessage], options: TemplateOptions = NO_OPTIONS

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from support.soak import cases
 from support.system.nodes import Machine, NodeProcess, open_machine
-from support.system.parrot import LONG, Parrots
+from support.system.parrot import EOS_ID, LONG, N_TOKENS, Parrots, make_scripted
 
 from shardnet.api import Client, Message, connect
 from shardnet.errors import CheckpointError, UsageError
@@ -242,3 +242,43 @@ def test_an_error_ends_a_conversation_over_a_pipe(
     result = command.wait()
     assert result.code == 1
     assert "only poems" in result.error_line
+
+
+ENDING = """{%- for message in messages -%}{{ message.content }}<|im_end|>
+{% endfor -%}{% if add_generation_prompt %}<|answer|>{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "text", "n_tokens"),
+    [
+        (["--chat"], "yes\n", 2),
+        (["--chat", "--regex", "yes\n(no\n)*"], "yes\n", 2),
+        (["--chat", "--ignore-eos", "--max-tokens", "3"], "yes\n<|im_end|>no\n", 3),
+        (["--bos", "off"], "yes\n<|im_end|>no\n", 4),  # no conversation
+    ],
+)
+def test_an_answer_ends_where_the_template_ends_one(
+    machine: Machine, tmp_path: Path, flags: list[str], text: str, n_tokens: int
+) -> None:
+    """No file names the token: config and tokenizer both have the base model's."""
+    folder = make_scripted(tmp_path / "m", ENDING, {"<|answer|>": "yes\n<|im_end|>no\n"})
+    prompt = "a" if "--chat" in flags else "a<|answer|>"
+    said = machine.call("generate", "--model", str(folder), "--json", *flags, prompt).json
+    assert said["text"] == text
+    yes, end, no, eos = *range(N_TOKENS + 1, N_TOKENS + 4), EOS_ID
+    assert said["token_ids"] == [yes, end, no, eos][:n_tokens]
+
+
+def test_an_answer_ends_at_the_end_token_of_the_tokenizer_too(
+    machine: Machine, tmp_path: Path
+) -> None:
+    """A fine-tune has its own there, and that of its base in generation_config.json."""
+    folder = make_scripted(tmp_path / "m", "<|answer|>", {"<|answer|>": "yes\n<|im_end|>no\n"})
+    (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token": "<|im_end|>"}))
+    asked = ["generate", "--model", str(folder), "--json", "a<|answer|>"]
+    assert machine.call(*asked).json["text"] == "yes\n"
+    assert machine.call(*asked, "--ignore-eos", "--max-tokens", "3").json["text"].endswith("no\n")
+    held_back = machine.call(*asked, "--min-tokens", "3").json
+    assert held_back["token_ids"][1] != machine.call(*asked).json["token_ids"][1]

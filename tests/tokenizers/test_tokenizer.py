@@ -179,7 +179,19 @@ EOS_FILES: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"generation_config": {"eos_token_id": [7, 9]}, "config": {"eos_token_id": 8}}, (7, 9)),
     ({"generation_config": {}, "config": {"eos_token_id": 8}}, (8,)),
     ({"generation_config": {"eos_token_id": None}, "config": {"eos_token_id": [8, 3]}}, (8, 3)),
-    ({"config": {"eos_token_id": 0}, "tokenizer_config": {"eos_token": "</s>"}}, (0,)),
+    ({"config": {"eos_token_id": 0}, "tokenizer_config": {"eos_token": "</s>"}}, (0, 2)),
+    (
+        {"generation_config": {"eos_token_id": [7, 2]}, "tokenizer_config": {"eos_token": "</s>"}},
+        (7, 2),
+    ),
+    ({"config": {"eos_token_id": 0}, "special_tokens_map": {"eos_token": "</s>"}}, (0, 2)),
+    (
+        {
+            "tokenizer_config": {"eos_token": "<|end|>"},
+            "special_tokens_map": {"eos_token": {"content": "</s>"}},
+        },
+        (3,),
+    ),
     ({"config": {}, "tokenizer_config": {"eos_token": "</s>"}}, (2,)),
     ({"config": {}, "tokenizer_config": {"eos_token": {"content": "<|end|>"}}}, (3,)),
     ({"tokenizer_config": {"eos_token": None}}, ()),
@@ -188,12 +200,12 @@ EOS_FILES: list[tuple[dict[str, Any], tuple[int, ...]]] = [
 
 
 @pytest.mark.parametrize(("files", "eos_ids"), EOS_FILES)
-def test_eos_ids_come_from_the_first_file_that_names_them(
+def test_eos_ids_are_those_of_the_first_config_and_that_of_the_tokenizer(
     tmp_path: Path, files: dict[str, Any], eos_ids: tuple[int, ...]
 ) -> None:
     tokenizer = load_here(small.save(tmp_path, small.byte_level(), **files))
     assert tokenizer.eos_ids == eos_ids
-    if "tokenizer_config" not in files or "eos_token_id" in files.get("config", {}):
+    if files.keys() <= {"config", "generation_config"}:
         (tmp_path / "tokenizer.json").unlink()
         assert read_eos_ids(tmp_path) == eos_ids
 

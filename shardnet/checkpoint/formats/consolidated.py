@@ -95,19 +95,19 @@ def open_consolidated(folder: Path) -> Contents:
     for file in files.values():
         for name, info in file.tensors.items():
             parts.setdefault(name.rpartition("/")[2], []).append(info)
-    required = ("tok_embeddings.weight", "norm.weight", "output.weight")
-    required = required[:2] if params.get("tied_embeddings") else required
-    refuse_absent(files.values(), folder, lambda: {*required} - parts.keys(), str)
-    for name in required[:2]:
+    required = ("tok_embeddings.weight", "norm.weight")
+    head = () if params.get("tied_embeddings") else ("output.weight",)
+    refuse_absent(files.values(), folder, lambda: {*required, *head} - parts.keys(), str)
+    for name in required:
         if name not in parts:
             raise CheckpointError(f"{folder}: tensor {name} is missing", remedy=AGAIN)
     is_tied = "output.weight" not in parts
-    head = parts["tok_embeddings.weight" if is_tied else "output.weight"]
+    rows = parts["tok_embeddings.weight" if is_tied else "output.weight"]
     kind = parts["norm.weight"][0].dtype
     unknown: list[str] = []
     config = config_of_params(
         params,
-        vocab_size=sum(info.shape[0] for info in head if info.shape),
+        vocab_size=sum(info.shape[0] for info in rows if info.shape),
         is_tied=is_tied,
         dtype=_DTYPES.get(kind, "bfloat16"),
         where=str(where),

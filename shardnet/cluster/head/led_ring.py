@@ -175,6 +175,7 @@ class LedRing:
                 prepared.tokenizer.table,
                 n_ids=ring.spec.config.vocab_size,
                 eos_ids=prepared.eos_ids,
+                turn_ends=prepared.tokenizer.turn_ends,
             ),
         )
         self._watch(lead)

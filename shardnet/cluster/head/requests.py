@@ -280,7 +280,7 @@ def described(message: DescribeTokenizer, lead: Lead) -> TokenizerDescribed:
     return TokenizerDescribed(
         request=message.request,
         bos_id=tokenizer.bos_id,
-        eos_ids=list(lead.eos_ids),
+        eos_ids=[*dict.fromkeys([*lead.eos_ids, *sorted(tokenizer.template_stop_ids)])],
         added=added[:MAX_ADDED_TOKENS],
         template=template,
         sees=bool(lead.plan.facts.tower_bytes),
@@ -290,9 +290,11 @@ def described(message: DescribeTokenizer, lead: Lead) -> TokenizerDescribed:
 def stop_ids(message: Generate, lead: Lead) -> frozenset[int]:
     """Return the token ids that end an answer."""
     ids = frozenset(message.stop_token_ids)
+    if message.ignore_eos:
+        return ids
     if lead.tokenizer is not None and turn_of(message):
         ids |= lead.tokenizer.template_stop_ids
-    return ids if message.ignore_eos else ids | frozenset(lead.eos_ids)
+    return ids | frozenset(lead.eos_ids)
 
 
 def text_stream(message: Generate, lead: Lead, prompt: Sequence[int]) -> TextStream:

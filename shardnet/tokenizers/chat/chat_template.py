@@ -7,7 +7,8 @@ Blocks: for threads that may wait.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+import re
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -73,6 +74,9 @@ _DIALOGUE = (
     "{{ message.role | capitalize }}: {% endif %}{{ message.content or '' }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
+
+_HARMONIES: Final = (("<|return|>", "<|call|>"), ("<|calls|>", "<|flush|>"))
+"""What ends a turn in Harmony and its relatives."""
 
 TemplateMessage = Mapping[str, Any]
 """`role`, `content` and what else the message has. Its `tool_calls` are maps with `id`, `name` and
@@ -167,6 +171,20 @@ class ChatTemplate:
         )
 
 
+def ends_turn(token: str, known: Container[str]) -> bool:
+    """Say whether a token that ends messages ends a turn: not <|end|> where other tokens do, behind
+    which another message of the same turn may follow.
+    """
+    return token != "<|end|>" or not any(all(m in known for m in marks) for marks in _HARMONIES)
+
+
+def split_tokens(text: str, added: Iterable[str]) -> list[str]:
+    """Split a text at the tokens `added` to a tokenizer, the longest first; drop white space."""
+    marks = sorted((mark for mark in added if mark and mark in text), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+    return [part for part in parts if part.strip()]
+
+
 def _named(value: object, where: str) -> tuple[str, str]:
     """Return the template, of several the one named default, and "" or that of tools."""
     with_tools: object = ""
@@ -232,11 +250,7 @@ class TemplateProcess:
         Raises CheckpointError too for files that take too long or too much memory to read.
         """
         arguments = {"folder": str(folder), "own": None if own is None else asdict(own)}
-        try:
-            found = self._process.call("find", arguments, _limits(RENDER_S))[0]
-        except JobFailedError as error:
-            raise CheckpointError(_failure(error, str(folder), RENDER_S), remedy=AGAIN) from None
-        return ChatTemplate(**found)
+        return ChatTemplate(**self._call("find", arguments, str(folder)))
 
     def render(
         self,
@@ -283,9 +297,27 @@ class TemplateProcess:
         }
         return self._process.call("render", arguments, _limits(seconds))[0]
 
+    def find_end(self, template: ChatTemplate, added: Collection[str]) -> str | None:
+        """Find the one token, among the `added` ones, that ends each of an assistant's messages.
+
+        None where that is text, or several tokens, or there is none. Raises CheckpointError for a
+        template that exceeds its time or memory.
+        """
+        behind = self._call("behind", {"template": asdict(template)}, template.where)
+        both = [split_tokens(text, added) for text in behind]
+        common = [token for token, *others in zip(*both, strict=False) if {token} >= {*others}]
+        return common[0] if len(common) == 1 and common[0] in added else None
+
     def close(self) -> None:
         """End the process."""
         self._process.close()
+
+    def _call(self, job: str, arguments: Mapping[str, Any], where: str) -> Any:
+        """Do a job that depends on no request. Raises CheckpointError where it fails."""
+        try:
+            return self._process.call(job, arguments, _limits(RENDER_S))[0]
+        except JobFailedError as error:
+            raise CheckpointError(_failure(error, where, RENDER_S), remedy=AGAIN) from None
 
 
 def _limits(seconds: int) -> JobLimits:

@@ -37,6 +37,13 @@ def render(
     return render_template(ChatTemplate(**template), messages, memory_bytes, made), b""
 
 
+def behind(template: Mapping[str, Any]) -> tuple[object, bytes]:
+    """Say what a template writes behind an answer."""
+    from shardnet.tokenizers.chat.template_renderer import behind_answer
+
+    return behind_answer(ChatTemplate(**template)), b""
+
+
 def main() -> None:
     """Do jobs until nobody asks."""
-    serve({"find": find, "render": render})
+    serve({"find": find, "render": render, "behind": behind})

@@ -240,6 +240,27 @@ def shows_probe(source: str, tokens: Mapping[str, str], message: Mapping[str, An
         return False
 
 
+def behind_answer(template: ChatTemplate) -> list[str]:
+    """Return what the template writes behind an assistant's text: where that is the last message,
+    and where the user answers. Empty where it refuses them, or fails.
+    """
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
+    if shows_only_parts(template.source, tuple(template.tokens.items())):
+        said = [in_parts(message) for message in said]
+    try:
+        texts = [
+            render(
+                template.source,
+                {**template.tokens, "messages": messages, "add_generation_prompt": False},
+                MAX_TEXT_BYTES,
+            )
+            for messages in (said, [*said, said[0]])
+        ]
+    except Exception:  # an untrusted expression may raise anything
+        return []
+    return [text.rpartition(_PROBE)[2] for text in texts if _PROBE in text]
+
+
 def in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     """Write a message's text as the one part of a list."""
     content = message.get("content")

@@ -23,7 +23,12 @@ from shardnet.tokenizers.backends.byte_level import merged_backend
 from shardnet.tokenizers.backends.piece_tokenizer import SPACE, PieceKind, Pieces, build_backend
 from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, Pretokenizer
 from shardnet.tokenizers.backends.token_files import LoadedTokenizer
-from shardnet.tokenizers.chat.chat_template import MAX_TEMPLATE_BYTES, OF_TOOLS, ChatTemplate
+from shardnet.tokenizers.chat.chat_template import (
+    MAX_TEMPLATE_BYTES,
+    OF_TOOLS,
+    ChatTemplate,
+    ends_turn,
+)
 
 _KEY = "tokenizer.ggml."
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -35,8 +40,6 @@ _ENDS = (
 """Tokens that end a text or a turn in whatever file has them, as in llama.cpp: converters name one
 of several, as Gemma's <eos>, which a model for conversations never writes.
 """
-_HARMONIES = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
-"""Where these are, <|end|> is the end of a message, behind which another one may follow."""
 _ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 _MARKS = (
     *("cls_token_id", "seperator_token_id", "padding_token_id"),  # as the format spells them
@@ -269,9 +272,8 @@ def _eos_ids(values: _Metadata, tokens: list[str]) -> tuple[int, ...]:
     for token_id in values.many("eos_token_ids", (int,), MAX_ID) or []:  # Ollama's
         named.append(values.within("eos_token_ids", token_id, tokens))
     known = {text: token_id for token_id, text in enumerate(tokens) if text in _ENDS}
-    if any(marks <= known.keys() for marks in _HARMONIES):
-        known.pop("<|end|>", None)
-    return tuple(dict.fromkeys([*(end for end in named if end is not None), *known.values()]))
+    ends = (token_id for text, token_id in known.items() if ends_turn(text, known))
+    return tuple(dict.fromkeys([*(end for end in named if end is not None), *ends]))
 
 
 def _mark_ends(values: _Metadata, tokens: list[str], backend: tokenizers.Tokenizer) -> None:

@@ -7,7 +7,7 @@ know requests.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from shardnet.constraints import Constraint
@@ -33,13 +33,22 @@ _MODULE = "shardnet.tokenizers.grammar.compile_program"
 class Grammars:
     """Makes matchers for the tokens of one model. Thread-safe. To be closed: it has a process.
 
-    `n_ids` is the width of the LM head, `eos_ids` are the tokens that may end an output.
+    `n_ids` is the width of the LM head, `eos_ids` are the tokens that may end an output, and so are
+    those that `turn_ends` finds: it may block.
     """
 
-    def __init__(self, table: TokenTable, *, n_ids: int, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        table: TokenTable,
+        *,
+        n_ids: int,
+        eos_ids: Sequence[int],
+        turn_ends: Callable[[], Iterable[int]] = tuple,
+    ) -> None:
         self._table = table
         self._n_ids = n_ids
         self._eos_ids = tuple(eos_ids)
+        self._turn_ends = turn_ends
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._process: CompileProcess | None = None
@@ -75,7 +84,8 @@ class Grammars:
         from shardnet.tokenizers.grammar.vocabulary import Vocabulary
 
         if self._process is None:
-            vocabulary = Vocabulary.of(self._table, self._n_ids, self._eos_ids)
+            ends = dict.fromkeys([*self._eos_ids, *sorted(self._turn_ends())])
+            vocabulary = Vocabulary.of(self._table, self._n_ids, [*ends])
             self._process = CompileProcess(vocabulary)
             if self._is_closed:
                 self._process.close()

@@ -34,7 +34,7 @@ class Alone:
     """All that is around the head of one node that has every model, and no other ring."""
 
     membership = None
-    table = None  # it is its own tokenizer
+    table = turn_ends = None  # it is its own tokenizer
 
     def __init__(self, ring: type[EndlessRing]) -> None:
         self.n_freed = 0

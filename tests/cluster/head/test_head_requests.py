@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from functools import cached_property
@@ -34,11 +35,16 @@ SAID = [ChatMessage(role="user", content="hello"), ChatMessage(role="assistant",
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
-    """One of words that begin with a space, without a chat template."""
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("words")
     trained.write_sentencepiece(folder, "llama")
-    with Tokenizer.load(folder) as tokenizer:
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(words: Path) -> Iterator[Tokenizer]:
+    """One of words that begin with a space, without a chat template."""
+    with Tokenizer.load(words) as tokenizer:
         tokenizer.chat_template()  # its process is not what a test leaves behind
         yield tokenizer
 
@@ -53,25 +59,30 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
     ],
 )
 def test_an_answer_is_a_new_message_or_goes_on(
-    tokenizer: Tokenizer, fields: dict[str, Any], shown: tuple[str, bool], is_resumed: bool
+    tokenizer: Tokenizer,
+    words: Path,
+    fields: dict[str, Any],
+    shown: tuple[str, bool],
+    is_resumed: bool,
 ) -> None:
     """Also where another node knows its token ids alone; a dialogue ends where the user speaks."""
     output = tokenizer.encode("cat\nUser: the", bos="off")
     message = Generate(
         request=1, choice=ModelChoice(model="m"), sampling=SamplingParams(), **fields
     )
-    lead = lead_of(tokenizer)
-    if is_resumed:
-        message = with_ids(message, prompt_ids(message, lead))
-        tokenizer.template_stops = ()  # another node's, which has not asked for any
-    stream = text_stream(message, lead, prompt_ids(message, lead))
-    text, stopped = "", False
-    for token_id in output:
-        more, stopped = stream.push(token_id)
-        text += more
-        if stopped:
-            break
-    assert (text + stream.finish(), stopped) == shown
+    with contextlib.ExitStack() as opened:
+        lead = lead_of(tokenizer)
+        if is_resumed:
+            message = with_ids(message, prompt_ids(message, lead))
+            lead = lead_of(opened.enter_context(Tokenizer.load(words)))
+        stream = text_stream(message, lead, prompt_ids(message, lead))
+        text, stopped = "", False
+        for token_id in output:
+            more, stopped = stream.push(token_id)
+            text += more
+            if stopped:
+                break
+        assert (text + stream.finish(), stopped) == shown
 
 
 def test_a_client_that_leaves_while_its_picture_is_read_leaves_nothing_behind() -> None:

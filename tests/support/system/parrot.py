@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -79,13 +80,16 @@ def make_parrot(
 def make_scripted(folder: Path, template: str, answers: Mapping[str, str]) -> Path:
     """Write a checkpoint whose chat template is a script: the mark that it ends with is answered.
 
-    Each mark is a token, and each line of its answer another one; no line may occur twice. Prompts
-    have what the template writes of the conversation, so they are as short as it makes them.
+    Each mark is a token, and each line of its answer another one, as is <|im_end|>; no line may
+    occur twice. Prompts have what the template writes of the conversation, so they are as short as
+    it makes them.
     """
     tokenizer = _byte_tokenizer()
     successors: list[tuple[int, int]] = []
     for mark, answer in answers.items():
-        pieces = [mark, *answer.splitlines(keepends=True)]
+        lines = answer.splitlines(keepends=True)
+        parts = (part for line in lines for part in re.split(r"(<\|im_end\|>)", line) if part)
+        pieces = [mark, *parts]
         added = [AddedToken(piece, normalized=False, special=piece is mark) for piece in pieces]
         assert tokenizer.add_tokens(added) == len(pieces), f"a line of {answer!r} occurs twice"
         first = tokenizer.get_vocab_size() - len(pieces)

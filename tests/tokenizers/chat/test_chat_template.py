@@ -361,6 +361,49 @@ def test_what_stands_in_for_a_template_shows_pictures(process: TemplateProcess) 
     assert text == expected
 
 
+PHI = """{% for message in messages %}<|{{ message.role }}|>
+{{ message.content }}<|end|>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% else %}{{ eos_token }}{% endif %}"""
+CHANNELS = """{% for message in messages %}<|start|>{{ message.role }}<|message|>
+{{- message.content }}{% if loop.last %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}"""
+RESPONSES = """{% for message in messages %}<|START_RESPONSE|>{{ message.content }}<|END_RESPONSE|>
+<|END_OF_TURN_TOKEN|>{% endfor %}"""
+ROLES = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+PARTS = """{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}
+{{- part.text }}{% endfor %}<|im_end|>
+{% endfor %}"""
+NO_ANSWER = """{% for message in messages %}{% if message.role == 'assistant' %}
+{{- raise_exception('no') }}{% endif %}<|im_end|>{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("source", "end"),
+    [
+        (CHATML, "<|im_end|>"),
+        (HEADERS, "<|eot|>"),
+        (INST, "</s>"),
+        (PHI, "<|end|>"),
+        (PARTS, "<|im_end|>"),
+        (CHANNELS, None),
+        (RESPONSES, None),
+        (ROLES, None),
+        (NO_ANSWER, None),
+        ("{{ nothing.at.all }}", None),
+        ("{{ messages[-1].content }} END", None),
+    ],
+)
+def test_the_token_that_ends_an_answer(
+    process: TemplateProcess, source: str, end: str | None
+) -> None:
+    """Whoever answers it: where the end of the text adds another token, or makes it another one."""
+    added = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot|>", "<|start|>", "<|end|>")
+    added += ("<|message|>", "<|return|>", "<|user|>", "<|assistant|>", "<|END_RESPONSE|>")
+    template = ChatTemplate(source=source, where="t", tokens=TOKENS)
+    assert process.find_end(template, (*added, "<|END_OF_TURN_TOKEN|>")) == end
+    assert process.find_end(template, ()) is None
+
+
 @pytest.mark.parametrize(
     ("name", "text", "kind", "words"),
     [
