@@ -15,6 +15,7 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
     │   └── ContextExceededError      a prompt that is longer than the context
     ├── BusyError                     the node serves another ring while requests run
     │   ├── TakenError                the node's place is given to a ring that is being built
+    │   ├── ShortageError             a machine is out of descriptors or memory, or its disk fails
     │   └── QueueFullError            as many requests wait as may
     ├── LinkError                     a link to a peer ended or never came up
     │   ├── LinkClosedError           the peer closed, or we did
@@ -38,6 +39,9 @@ Knows which failures exist and the code each has in an ERROR frame. Knows nothin
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from reprlib import Repr
 from typing import ClassVar, Final, Self, TypeVar
 
@@ -180,6 +184,44 @@ class TakenError(BusyError):
     """
 
     code = 23
+
+
+class ShortageError(BusyError):
+    """A machine has no descriptor, memory or process left, or its disk fails: what was to be read
+    may be as it should.
+    """
+
+    code = 26
+
+
+_SHORT_OF: Final = {
+    errno.EMFILE: ("this process may open no more files", "raise its limit (`ulimit -n`)"),
+    errno.ENFILE: ("this machine may open no more files", "raise its limit (fs.file-max)"),
+    errno.ENOMEM: ("the system has no memory left", "end other programs"),
+    errno.ENOBUFS: ("the system has no memory left", "end other programs"),
+    errno.EAGAIN: ("this machine may start no more processes", "raise its limit (`ulimit -u`)"),
+    errno.EIO: ("the disk fails", "look into the system's log (`dmesg`)"),
+}
+"""By number of the error: what a machine is short of, and what to do."""
+
+
+def shortage(error: BaseException, what: object) -> ShortageError | None:
+    """Return the error for what came of this machine's own shortage at `what`, None for others."""
+    if not isinstance(error, OSError) or error.errno not in _SHORT_OF:
+        return None
+    why, remedy = _SHORT_OF[error.errno]
+    return ShortageError(f"{what}: {why} ({error.strerror})", remedy=f"{remedy}, and ask again")
+
+
+@contextmanager
+def telling_shortages(what: object) -> Iterator[None]:
+    """Raise ShortageError in the place of an OSError that is about this machine, not `what`."""
+    try:
+        yield
+    except OSError as error:
+        if (short := shortage(error, what)) is not None:
+            raise short from error
+        raise
 
 
 class QueueFullError(BusyError):
@@ -345,12 +387,14 @@ def error_for_code(code: int, message: str, *, remedy: str = "") -> ShardnetErro
 def internal_error(what: str, error: BaseException) -> ShardnetError:
     """Make the error that ends one request because of a bug of ours in `what`.
 
-    Of a group it is about the first error. What has a name already is returned as it is. A check
-    of our own that failed says nothing but its place.
+    Of a group it is about the first error. What has a name already is returned as it is, and a
+    machine's shortage is no bug. A check of our own that failed says nothing but its place.
     """
     cause = first_error(error) if isinstance(error, BaseExceptionGroup) else error
     if isinstance(cause, ShardnetError):
         return cause
+    if (short := shortage(cause, what)) is not None:
+        return short
     is_check = isinstance(cause, AssertionError)
     why = f"a check of its own failed in {where(cause)}" if is_check else repr(cause)
     return ShardnetError(

@@ -21,7 +21,7 @@ from shardnet.checkpoint.formats.huggingface import HF_INDEX_FILES, HF_WHOLE, SI
 from shardnet.checkpoint.formats.safetensors_files import weight_map
 from shardnet.checkpoint.model_names import FoundModel
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
-from shardnet.errors import CheckpointError
+from shardnet.errors import CheckpointError, shortage, telling_shortages
 from shardnet.files import expanded, write_whole
 
 MAX_NAMED: Final = 12
@@ -314,7 +314,8 @@ def _snapshot(name: HubName, root: Path) -> Path | None:
     """
     repo, commit = repo_folder(name, root), name.revision
     if not _COMMIT.fullmatch(commit):
-        commit = (repo / "refs" / name.revision).read_text("utf-8").strip()
+        with telling_shortages(name):
+            commit = (repo / "refs" / name.revision).read_text("utf-8").strip()
     return repo / "snapshots" / commit if _COMMIT.fullmatch(commit) else None
 
 
@@ -341,7 +342,15 @@ def indexed_files(files: CheckpointFiles, folder: Path) -> tuple[str, ...]:
 
 
 def _files(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    """List the files below a folder. Raises ShortageError where this machine cannot."""
+
+    def failed(error: OSError) -> None:
+        if (short := shortage(error, folder.name)) is not None:
+            raise short from error
+
+    walked = os.walk(folder, onerror=failed)
+    files = (Path(at, name) for at, _, names in walked for name in names)
+    return {path.relative_to(folder).as_posix() for path in files if path.is_file()}
 
 
 def _whole(folder: Path, name: HubName) -> Path | None:

@@ -33,7 +33,7 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     FileHead,
     StoredTensor,
 )
-from shardnet.errors import CapacityError, CheckpointError
+from shardnet.errors import CapacityError, CheckpointError, ShardnetError, shortage
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.types import WEIGHT_PART_BYTES, LayerRange
 
@@ -346,8 +346,10 @@ def begin_replica(folder: Path, model_id: str, peer: str) -> None:
         raise disk_error(error, folder) from error
 
 
-def disk_error(error: OSError, folder: Path) -> CapacityError | CheckpointError:
+def disk_error(error: OSError, folder: Path) -> ShardnetError:
     """Map an OSError of writing to `folder`, in the cache, to an error with a remedy."""
+    if (short := shortage(error, folder)) is not None:
+        return short
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return CapacityError(
             f"{folder}: {error.strerror}",

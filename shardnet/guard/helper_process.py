@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardnet.errors import error_for_code
+from shardnet.errors import ShortageError, error_for_code, shortage
 from shardnet.guard.job_loop import read_frame, write_frame
 
 START_S = 60.0
@@ -74,7 +74,8 @@ class HelperProcess:
     ) -> tuple[Any, bytes]:
         """Do a job; return its value and its block of bytes. A `block` is one argument more.
 
-        Raises the ShardnetError that the job raised, JobFailedError if it failed otherwise.
+        Raises the ShardnetError that the job raised, ShortageError if no process can be started,
+        JobFailedError if it failed otherwise.
         """
         if not self._turn.acquire(timeout=limits.wall_s):
             raise JobFailedError(
@@ -136,8 +137,9 @@ class HelperProcess:
             if self._child is None:
                 try:
                     self._child = _Child(self._module)
-                except OSError as error:  # too many files are open, or no memory is left
-                    raise JobFailedError(f"its process does not start: {error.strerror}") from None
+                except (OSError, RuntimeError) as error:  # it gets no process, or no thread
+                    what = "a helper process does not start"
+                    raise shortage(error, what) or ShortageError(f"{what}: {error}") from error
                 self.n_started += 1
             return self._child
 
@@ -191,7 +193,12 @@ class _Child:
         )
         self._replies: queue.SimpleQueue[tuple[Any, bytes] | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._talk, name="helper process", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads may be started
+            with self._process:
+                self._process.kill()
+            raise
 
     @property
     def is_alive(self) -> bool:

@@ -7,6 +7,7 @@ both.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardnet.errors import ShardnetError
+from shardnet.errors import ShardnetError, shortage
 
 MAX_FRAME_BYTES = 256 << 20
 """Limit of a frame in either direction."""
@@ -91,17 +92,27 @@ def _answer(jobs: Mapping[str, Job], request: Mapping[str, Any]) -> tuple[dict[s
     try:
         value, block = jobs[request["job"]](**request["arguments"])
     except ShardnetError as error:
-        named = {"code": error.code, "message": error.message, "remedy": error.remedy}
-        return {"error": named}, b""
+        return _named(error), b""
     except MemoryError:
         why = f"it needs more than {request['memory_bytes'] >> 20} MiB"
         return {"failed": why, "is_last": True}, b""
     except RecursionError:
         return {"failed": "it is nested too deeply", "is_last": False}, b""
     except BaseException as error:  # a panic of a Rust library is no Exception
+        if (short := shortage(error, request["job"])) and not _is_own_limit(error):
+            return _named(short), b""
         why = f"{type(error).__name__}: {error}"[:500]
         return {"failed": why, "is_last": not isinstance(error, Exception)}, b""
     return {"value": value}, block
+
+
+def _named(error: ShardnetError) -> dict[str, Any]:
+    return {"error": {"code": error.code, "message": error.message, "remedy": error.remedy}}
+
+
+def _is_own_limit(error: BaseException) -> bool:
+    """Say whether the limit of this process' memory may be the cause, and not the machine."""
+    return isinstance(error, OSError) and error.errno == errno.ENOMEM
 
 
 def _be_expendable() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from shardnet.errors import UsageError
+from shardnet.errors import ShortageError, UsageError
 from shardnet.guard.helper_process import HelperProcess, JobFailedError, JobLimits
 
 MODULE = "support.guarded_jobs"
@@ -85,9 +86,41 @@ def test_where_no_process_starts_the_job_fails_by_name_and_the_next_one_is_done(
 
     with monkeypatch.context() as full:
         full.setattr(subprocess, "Popen", no_pipe)
-        with pytest.raises(JobFailedError, match="does not start: Too many open files"):
+        with pytest.raises(ShortageError, match="does not start: this process may open no more"):
             helper.call("echo", {"value": 1}, LIMITS)
     check_works(helper)
+
+
+def test_where_no_thread_starts_the_process_is_ended(
+    helper: HelperProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, made = {*psutil.Process().children()}, set[psutil.Process]()
+
+    def no_thread(thread: threading.Thread) -> None:
+        made.update({*psutil.Process().children()} - before)
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(ShortageError, match="does not start: can't start new thread"):
+            helper.call("echo", {"value": 1}, LIMITS)
+    [process] = made
+    assert not process.is_running()
+    check_works(helper)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EIO, errno.EAGAIN])
+def test_a_job_that_the_machine_fails_is_told_apart(helper: HelperProcess, number: int) -> None:
+    with pytest.raises(ShortageError, match=re.escape(os.strerror(number))):
+        helper.call("lack", {"number": number}, LIMITS)
+    check_works(helper)
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOMEM])
+def test_a_job_that_fails_by_itself_is_not(helper: HelperProcess, number: int) -> None:
+    """Its memory is limited: that there is none left is its own doing."""
+    with pytest.raises(JobFailedError, match=re.escape(os.strerror(number))):
+        helper.call("lack", {"number": number}, LIMITS)
 
 
 def test_closing_ends_the_process_even_if_it_works(helper: HelperProcess) -> None:

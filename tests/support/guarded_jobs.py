@@ -28,6 +28,10 @@ def fail() -> tuple[object, bytes]:
     raise LookupError("nowhere")
 
 
+def lack(number: int) -> tuple[object, bytes]:
+    raise OSError(number, os.strerror(number))
+
+
 def panic() -> tuple[object, bytes]:
     raise PanicError("index out of bounds")
 
@@ -71,6 +75,6 @@ def talk(n_bytes: int) -> tuple[object, bytes]:
 
 
 def main() -> None:
-    jobs = [echo, refuse, fail, panic, nest, crash, leave, spin, burn, stand, eat, talk]
+    jobs = [echo, refuse, fail, lack, panic, nest, crash, leave, spin, burn, stand, eat, talk]
     sys.setrecursionlimit(200)
     serve({job.__name__: job for job in jobs})

@@ -12,11 +12,14 @@ import json
 import random
 import re
 import signal
+import sys
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,13 +27,17 @@ import pytest
 from support.servers.ring_server import DEADLINE_S, served
 from support.soak import cases
 from support.system.nodes import Crew, Machine
-from support.system.parrot import Parrots
+from support.system.parrot import Parrots, make_scripted
 
 from shardnet.api import Client, OutputParams, SamplingParams
+from shardnet.api.client import connect
+from shardnet.api.serve.server import serving
+from shardnet.api.server.errors import RETRY_S
 from shardnet.api.server.keys import Keyring, parse_key
-from shardnet.api.server.settings import Settings
+from shardnet.api.server.settings import Listening, Settings
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.wire.messages.diagnostics import RingLoad
+from shardnet.wire.messages.plans import ModelChoice
 
 CONTEXT = 16384
 MOST_GROWTH_BYTES = 8 << 20
@@ -449,3 +456,70 @@ def test_a_node_and_a_command_serve_over_sockets(machine: Machine, parrots: Parr
     assert "Traceback" not in result.stderr
     open_to_all = machine.call("serve", "--host", "0.0.0.0", "--port", "0")
     assert "give --api-key KEY, or listen on 127.0.0.1" in open_to_all.error
+
+
+ANSWERED = """{% for message in messages %}{{ message.content }}</s>{% endfor %}
+{%- if add_generation_prompt %}<|answer|>{% endif %}"""
+SAID = [{"role": "user", "content": "a"}]
+PLAIN = ("/v1/completions", {"prompt": "a<|answer|>"})
+CHAT = ("/v1/chat/completions", {"messages": SAID})
+CHATS = (
+    CHAT,
+    ("/v1/responses", {"input": "a"}),
+    ("/v1/messages", {"messages": SAID, "max_tokens": 9}),
+    ("/api/chat", {"messages": SAID, "stream": False}),
+)
+FORMED = (CHAT[0], {"messages": SAID, "response_format": {"type": "json_object"}})
+
+
+@contextmanager
+def without_descriptors(pid: int) -> Iterator[None]:
+    """Have a process open no more files, sockets and pipes, however many it has."""
+    process = psutil.Process(pid)
+    before = process.rlimit(psutil.RLIMIT_NOFILE)
+    process.rlimit(psutil.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        yield
+    finally:
+        process.rlimit(psutil.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of others are set on Linux only")
+def test_a_node_without_descriptors_says_so_and_has_the_model_still(
+    machine: Machine, tmp_path: Path
+) -> None:
+    """What needs a process that does not run yet is asked for again later; all else is answered."""
+    folder = make_scripted(tmp_path / "m", ANSWERED, {"<|answer|>": "yes\n"})
+    [node] = machine.start_nodes("anna")
+
+    def ask(url: str, asked: tuple[str, dict[str, Any]]) -> tuple[int, str | None, str]:
+        path, body = asked
+        raw = json.dumps(body | {"model": "m"}).encode()
+        head = {"Content-Type": "application/json"}
+        try:
+            request = urllib.request.Request(url + path, raw, head)
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:
+                return answer.status, None, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers["Retry-After"], error.read().decode()
+
+    async def main() -> None:
+        async with asyncio.timeout(DEADLINE_S), connect(node.address) as client:
+            client.choice = ModelChoice(model=str(folder))
+            async with serving(client, Listening(host="127.0.0.1", port=0)) as url:
+                assert (await asyncio.to_thread(ask, url, PLAIN))[0] == 200
+                with without_descriptors(node.pid):
+                    for asked in (*CHATS, FORMED):
+                        status, retry, said = await asyncio.to_thread(ask, url, asked)
+                        assert (status, retry) == (503, str(RETRY_S)), said
+                        assert "Too many open files" in said
+                        assert "fetch" not in said
+                    assert (await asyncio.to_thread(ask, url, PLAIN))[0] == 200
+                assert "yes" in (await asyncio.to_thread(ask, url, CHAT))[2]
+                with without_descriptors(node.pid):
+                    for asked in (*CHATS, PLAIN):
+                        status, _, said = await asyncio.to_thread(ask, url, asked)
+                        assert status == 200, said
+                        assert "yes" in said
+
+    asyncio.run(main())

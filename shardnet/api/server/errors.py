@@ -24,6 +24,7 @@ from shardnet.errors import (
     UnsupportedModelError,
     UsageError,
     first_error,
+    shortage,
 )
 
 RETRY_S: Final = 2
@@ -110,6 +111,7 @@ def fault_of(error: Exception) -> Fault:
         return error.fault
     if isinstance(error, ContextExceededError):
         return _context_exceeded(error)
+    error = shortage(error, "this machine") or error
     text = str(error)
     match error:
         case QueueFullError():

@@ -13,9 +13,9 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from shardnet.errors import CheckpointError
+from shardnet.errors import CheckpointError, telling_shortages
 
 MAX_ENTRIES: Final = 1 << 16
 """Cap on the entries of a checkpoint's folder."""
@@ -56,7 +56,7 @@ def find_file(path: Path) -> os.stat_result | None:
     `path` is the file in its checkpoint's folder. Raises CheckpointError, which names it, for
     anything but a regular file, and for a symbolic link that leaves the folder. Of the Hub's cache,
     a link to the blobs of the same model stays inside. A hard link cannot be told from the file.
-    Raises OSError where the folder cannot be read.
+    Raises OSError where the folder cannot be read, ShortageError where this machine cannot.
     """
     place = _locate(path)
     return place.status if place is not None else None
@@ -75,27 +75,48 @@ def has_file(path: Path) -> bool:
 def open_file(path: Path, *, writable: bool = False) -> io.FileIO:
     """Open a checkpoint's file, unbuffered, for reading or for both.
 
-    Raises CheckpointError as `find_file` does, OSError if it is missing or cannot be opened.
+    Raises CheckpointError and ShortageError as `find_file` does, reading too; OSError if it is
+    missing or cannot be opened.
     """
     place = _locate(path)
     if place is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    number = _open(place, os.O_RDWR if writable else os.O_RDONLY)
+    with telling_shortages(path.name):
+        number = _open(place, os.O_RDWR if writable else os.O_RDONLY)
     try:
         _refuse_special(path, os.fstat(number))  # it may have been replaced since
-        return io.FileIO(number, "r+b" if writable else "rb")
+        return _File(number, path.name, "r+b" if writable else "rb")
     except BaseException:
         os.close(number)
         raise
 
 
+class _File(io.FileIO):
+    """A file whose reading tells this machine's failure from the file's."""
+
+    def __init__(self, number: int, what: str, mode: str) -> None:
+        super().__init__(number, mode)
+        self._what = what
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read as FileIO."""
+        with telling_shortages(self._what):
+            return super().read(-1 if size is None else size)
+
+    def readinto(self, into: Any, /) -> int:
+        """Read as FileIO."""
+        with telling_shortages(self._what):
+            return super().readinto(into)
+
+
 def folder_entries(folder: Path) -> list[str]:
     """List the names in a checkpoint's folder, at most MAX_ENTRIES, sorted.
 
-    Raises CheckpointError if there are more, OSError if the folder cannot be read.
+    Raises CheckpointError if there are more, OSError if the folder cannot be read, ShortageError
+    where this machine cannot.
     """
     names: list[str] = []
-    with os.scandir(folder) as entries:
+    with telling_shortages(folder.name), os.scandir(folder) as entries:
         for entry in entries:
             names.append(entry.name)
             if len(names) > MAX_ENTRIES:
@@ -108,7 +129,8 @@ def folder_entries(folder: Path) -> list[str]:
 
 def _locate(path: Path) -> _Place | None:
     try:
-        status = os.lstat(path)
+        with telling_shortages(path.name):
+            status = os.lstat(path)
         if not stat.S_ISLNK(status.st_mode):
             place = _Place(str(path.parent), (path.name,), status)
         else:

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from shardnet.checkpoint.tensors.checkpoint_files import find_file, open_file
-from shardnet.errors import CheckpointError
+from shardnet.errors import CheckpointError, ShardnetError
 
 if TYPE_CHECKING:
     import torch
@@ -244,7 +244,7 @@ def prefetch_stored(folder: Path, tensor: StoredTensor, n_bytes: int) -> None:
     """
     if not hasattr(os, "posix_fadvise"):
         return
-    with contextlib.suppress(OSError, CheckpointError), open_file(folder / tensor.file) as file:
+    with contextlib.suppress(OSError, ShardnetError), open_file(folder / tensor.file) as file:
         soon = min(n_bytes, tensor.size_bytes)
         os.posix_fadvise(file.fileno(), tensor.offset, soon, os.POSIX_FADV_WILLNEED)
 

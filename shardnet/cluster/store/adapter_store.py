@@ -22,7 +22,12 @@ from shardnet.checkpoint.adapters.layer_files import (
 )
 from shardnet.checkpoint.adapters.stored_adapter import StoredAdapter
 from shardnet.checkpoint.replica import disk_error
-from shardnet.errors import CapacityError, CheckpointError, UnsupportedModelError
+from shardnet.errors import (
+    CapacityError,
+    CheckpointError,
+    UnsupportedModelError,
+    telling_shortages,
+)
 from shardnet.files import DiskShare, make_own_folder, read_own, write_whole
 from shardnet.runtime.loading.model_facts import ModelFacts, Stamp, stamp
 from shardnet.slot_operations import MAX_ADAPTERS
@@ -117,7 +122,8 @@ class AdapterStore:
     def read(self, adapter: str, layer: int) -> bytes:
         """Return the file of a layer. Raises CheckpointError if it is not here."""
         try:
-            return read_own(self.file(adapter, layer), MAX_LAYER_BYTES)
+            with telling_shortages(f"layer {layer} of adapter {adapter[:12]}"):
+                return read_own(self.file(adapter, layer), MAX_LAYER_BYTES)
         except OSError as error:
             raise CheckpointError(
                 f"layer {layer} of adapter {adapter[:12]} is not here", remedy="ask another node"

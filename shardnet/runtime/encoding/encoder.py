@@ -15,7 +15,7 @@ import torch
 
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN, read_stored
-from shardnet.errors import CheckpointError, NumericalError, UsageError
+from shardnet.errors import CheckpointError, NumericalError, ShortageError, UsageError, shortage
 from shardnet.model.kernels.devices import capacity_error_for, is_out_of_memory
 from shardnet.runtime.encoding.encoder_facts import (
     BATCH_POSITIONS,
@@ -204,12 +204,16 @@ def memory_for(facts: EncoderFacts) -> AbstractContextManager[None]:
 
 @contextmanager
 def _named(facts: EncoderFacts) -> Iterator[None]:
-    """Raise CheckpointError for what transformers raises inside."""
+    """Raise CheckpointError for what transformers raises inside, ShortageError for a shortage."""
     try:
         yield
     except Exception as error:  # strangers' values make it raise anything
         if isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error):
             raise
+        if isinstance(error, ShortageError):
+            raise
+        if (short := shortage(error, facts.path)) is not None:
+            raise short from error
         raise CheckpointError(
             f"{facts.path}: transformers makes no {facts.config.class_name} of it: "
             f"{str(error)[:300]}",

@@ -126,10 +126,9 @@ def _merges(path: Path) -> list[tuple[str, str]]:
 
 def read_tokenizer_json(path: Path) -> LoadedTokenizer:
     """Read the file. Raises CheckpointError if it is damaged or not supported."""
+    data = read_bytes(path, MAX_WHOLE_BYTES)
     try:
-        backend = tokenizers.Tokenizer.from_buffer(read_bytes(path, MAX_WHOLE_BYTES))
-    except CheckpointError:
-        raise
+        backend = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises nothing narrower
         raise CheckpointError(f"{path} is not a usable tokenizer: {error}") from error
     backend.no_truncation()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -33,6 +34,7 @@ from shardnet.errors import (
     PeerFailedError,
     QueueFullError,
     ShardnetError,
+    ShortageError,
     UsageError,
 )
 from shardnet.wire.messages.control import Failed, reported_error
@@ -373,6 +375,9 @@ CONTEXT = ContextExceededError.of("too long", 99, 64)
         (DiskSilentError("asleep"), 503),
         (QueueFullError("full"), 429),
         (BusyError("another model"), 503),
+        (ShortageError("no descriptor"), 503),
+        *((OSError(number, "short"), 503) for number in (errno.EMFILE, errno.ENFILE, errno.EIO)),
+        (OSError(errno.ENOENT, "a bug"), 500),
         (LinkClosedError("gone"), 503),
         (PeerFailedError("gone"), 503),
         (DeadlineError("late"), 504),
