@@ -20,7 +20,7 @@ from typing import Any, Final, NoReturn, TextIO
 
 import typer
 
-from shardnet.errors import ShardnetError, first_error
+from shardnet.errors import ShardnetError, first_error, shortage
 from shardnet.files import text_encoding
 
 _ESCAPED: Final = {code: f"\\u{code:04x}" for code in (*range(32), *range(127, 160))}
@@ -55,21 +55,40 @@ def exit_codes() -> Iterator[None]:
     except BaseExceptionGroup as group:
         _, other = group.split(ShardnetError)
         if other is not None:
-            _, other = other.split(BrokenPipeError)
-            if other is not None:
+            readers, other = other.split(BrokenPipeError)
+            if other is not None and _of_machine(first_error(other)) is None:
                 raise
-            _nobody_reads()
-        fail(str(first_error(group)))
+            if readers is not None:
+                _nobody_reads()
+        first = first_error(other or group)
+        fail(str(_of_machine(first) or first))
     except BrokenPipeError:
         _nobody_reads()
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if (short := _of_machine(error)) is None:
             raise
-        _silence(sys.stdout)  # a help text of click's
-        fail(f"there is no room to write: {error}")
+        if error.errno == errno.ENOSPC:
+            _silence(sys.stdout)  # a help text of click's
+        fail(str(short))
     except KeyboardInterrupt:
         say("interrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _of_machine(error: BaseException) -> ShardnetError | None:
+    """Return the error for what this machine lacks, None for any other."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return ShardnetError(f"there is no room to write: {error}")
+    if isinstance(error, FileNotFoundError) and _NO_TEMPORARY in str(error):
+        return ShardnetError(
+            f"there is no folder for temporary files: {error.strerror}",
+            remedy="set TMPDIR to a folder that this user may write and that has room",
+        )
+    return shortage(error, "this command")
+
+
+_NO_TEMPORARY: Final = "No usable temporary directory"
+"""What Python's tempfile says."""
 
 
 def open_missing_streams() -> None:

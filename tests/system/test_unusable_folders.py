@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from support.system.nodes import Machine
 from support.system.parrot import Parrots
 
@@ -48,3 +51,49 @@ def test_a_node_that_cannot_be_registered_serves_and_says_how_to_find_it(
         assert machine.call("generate", "a", *asked).stdout == "é€😀 Жz.\n"
     finally:
         machine.close()
+
+
+NO_TEMPORARY = "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/nowhere']"
+"""What Python runs first: /tmp and the current folder cannot be written."""
+
+
+@pytest.fixture
+def crammed(tmp_path: Path) -> Iterator[Machine]:
+    """A machine without a folder for temporary files."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "sitecustomize.py").write_text(NO_TEMPORARY)
+    said = {"SHARDNET_NO_MDNS": "1", "PYTHONPATH": str(tmp_path / "first")}
+    machine = Machine(tmp_path / "machine", environment=said)
+    machine.environment.pop(RUNTIME_DIR_VARIABLE)
+    machine.environment.pop("XDG_RUNTIME_DIR", None)
+    machine.environment["TMPDIR"] = str(tmp_path / "nowhere")
+    yield machine
+    machine.close()
+
+
+def test_without_a_folder_for_temporary_files_all_goes_on(
+    crammed: Machine, parrots: Parrots
+) -> None:
+    model = ["--model", str(parrots.signs)]
+    assert crammed.begin("nodes").wait().stdout.startswith("no nodes found")
+    assert "shardnet/default" in crammed.begin("models").wait().stdout
+    assert crammed.begin("plan", *model).wait().code == 0
+    assert crammed.begin("generate", *model, "a").wait().stdout == "é€😀 Жz.\n"
+    ended = crammed.begin("status").wait()
+    assert ended.code == 1
+    assert ended.error_line.startswith("no node runs on this machine")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere identities are such files anyway")
+def test_what_needs_a_folder_for_temporary_files_says_so_in_one_line(
+    crammed: Machine, tmp_path: Path
+) -> None:
+    """With a cluster key, where the system has no files in memory."""
+    assert crammed.begin("key", "new").wait().code == 0
+    with (tmp_path / "first" / "sitecustomize.py").open("a") as file:
+        file.write("; import os; del os.memfd_create")
+    for command in ("nodes", "models", "node"):
+        ended = crammed.begin(command).wait()
+        assert (ended.code, ended.stdout) == (1, "")
+        assert ended.error_line.startswith("there is no folder for temporary files: ")
+        assert "set TMPDIR to a folder that this user may write" in ended.error_line

@@ -62,13 +62,19 @@ def runtime_dir(environment: Mapping[str, str]) -> Path:
     """Return the folder in which this user's running nodes are registered.
 
     Without $XDG_RUNTIME_DIR it lies directly in the folder of temporary files: a folder between,
-    as platformdirs has it, might be another user's.
+    as platformdirs has it, might be another user's. Where that cannot be written, as on a full
+    disk, it is where the nodes are that have registered before.
     """
     if RUNTIME_DIR_VARIABLE in environment:
         return Path(environment[RUNTIME_DIR_VARIABLE])
+    if (folder := _in_xdg("XDG_RUNTIME_DIR", environment)) is not None:
+        return folder
     owner = os.getuid() if hasattr(os, "getuid") else os.getlogin()
-    in_temporary = Path(tempfile.gettempdir()) / f"{_NAME}-{owner}"
-    return _in_xdg("XDG_RUNTIME_DIR", environment) or in_temporary
+    try:
+        temporary = tempfile.gettempdir()
+    except FileNotFoundError:  # none that it could write a file in
+        temporary = environment.get("TMPDIR") or "/tmp"
+    return Path(temporary) / f"{_NAME}-{owner}"
 
 
 def why_not_written(folder: Path) -> str:

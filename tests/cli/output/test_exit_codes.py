@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import logging
 
 import pytest
+import typer
 
 from shardnet.api.server.settings import LogLine
 from shardnet_cli.output import exit_codes
@@ -54,3 +56,29 @@ def test_what_the_encoding_lacks_is_escaped_as_in_json(
     write_out(json.dumps(text, ensure_ascii=False))
     assert written.getvalue().startswith(b'"\xe9 \\u2192 ')
     assert json.loads(written.getvalue().decode("cp1252")) == text
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), "may open no more files"),
+        (OSError(errno.EIO, "Input/output error"), "the disk fails"),
+        (OSError(errno.ENOSPC, "No space left on device"), "there is no room to write"),
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in []"), "TMPDIR"),
+    ],
+)
+def test_what_the_machine_lacks_is_said_in_one_line(
+    error: OSError, words: str, in_group: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as ended, exit_codes.exit_codes():
+        raise ExceptionGroup("tasks", [error]) if in_group else error
+    assert ended.value.exit_code == 1
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+
+
+def test_a_bug_is_no_shortage() -> None:
+    with pytest.raises(FileNotFoundError), exit_codes.exit_codes():
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")

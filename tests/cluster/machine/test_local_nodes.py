@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -212,3 +214,19 @@ def test_the_folder_is_where_the_environment_says() -> None:
 @pytest.mark.parametrize(("cores", "nodes", "share"), [(8, 1, 8), (8, 3, 2), (2, 5, 1), (4, 0, 4)])
 def test_cores_are_shared_out(cores: int, nodes: int, share: int) -> None:
     assert share_of_cores(cores, nodes) == share
+
+
+def test_without_a_usable_temporary_folder_nodes_are_where_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk none can be written, and those that registered before still run."""
+
+    def full() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in []")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = runtime_dir({"TMPDIR": str(tmp_path)})
+    monkeypatch.setattr(tempfile, "gettempdir", full)
+    assert runtime_dir({"TMPDIR": str(tmp_path)}) == before
+    assert before.parent == tmp_path
+    assert runtime_dir({}).parent == Path("/tmp")
