@@ -25,9 +25,9 @@ T = TypeVar("T")
 _HAND_OVER_NS: Final = 100_000
 """The longest that a thread which hands over a job waits for it to begin."""
 
-COMPUTE_SILENCE_S: Final = 60.0
-"""How long a device's thread may end no job while others wait: a step that takes longer is stuck
-(ring/pipeline.py)."""
+COMPUTE_SILENCE_S: Final = 600.0
+"""How long a device's thread may end no job while others wait: as long as a step may take at least
+where no time was measured (ring/pipeline.py), like the first prompt chunk of a slow machine."""
 _LOOKS: Final = 10
 """How often a silence is looked at before it counts: a process that was stopped is not silent."""
 

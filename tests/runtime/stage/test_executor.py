@@ -11,6 +11,7 @@ import pytest
 from support.waiting import until
 
 from shardnet.errors import CancelledRequestError, PeerFailedError
+from shardnet.runtime.ring.pipeline import STUCK_UNMEASURED_S
 from shardnet.runtime.stage.executor import ComputeThreads, Executor
 from shardnet.runtime.stage.stage_order import StageDevice
 
@@ -149,6 +150,13 @@ def test_who_waits_for_a_thread_that_hangs_gets_an_error_and_its_job_is_done_lat
         executor.join()
 
     asyncio.run(main())
+
+
+def test_a_step_that_its_head_waits_for_does_not_hang() -> None:
+    """A picture that waits behind the first prompt chunk of a slow machine does not fail."""
+    silence_s = ComputeThreads().of(0).silence_s
+    assert silence_s is not None
+    assert silence_s >= STUCK_UNMEASURED_S
 
 
 def test_a_thread_that_says_that_it_works_does_not_hang() -> None:
