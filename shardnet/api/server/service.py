@@ -38,6 +38,7 @@ from shardnet.errors import (
     PeerFailedError,
     QueueFullError,
     ShardnetError,
+    ShortageError,
     UsageError,
     shown,
 )
@@ -471,4 +472,4 @@ class Exchange:
 
 def _is_displaced(error: ShardnetError) -> bool:
     """Say whether another program's requests use the ring, with another model."""
-    return isinstance(error, BusyError) and not isinstance(error, QueueFullError)
+    return isinstance(error, BusyError) and not isinstance(error, QueueFullError | ShortageError)

@@ -15,7 +15,13 @@ from typing import Final
 from shardnet.api.client import Client
 from shardnet.api.generation import OnLoading
 from shardnet.api.switching.turns import Ticket, Turns
-from shardnet.errors import BusyError, LinkError, PeerFailedError, ShardnetError
+from shardnet.errors import (
+    BusyError,
+    LinkError,
+    PeerFailedError,
+    ShardnetError,
+    ShortageError,
+)
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 
 PATIENCE_S: Final = 240.0
@@ -268,6 +274,8 @@ class ModelSwitch:
             try:
                 # Needs no tokenizer, and is answered at once if the ring stands.
                 await self.client.tokenize([0], model=choice, on_progress=progressed)
+            except ShortageError:  # no other program that will end
+                raise
             except BusyError as error:
                 opening.doing, opening.done = error.message, 0.0
             except (LinkError, PeerFailedError):

@@ -18,7 +18,13 @@ from shardnet.api.server import service
 from shardnet.api.server.settings import Settings
 from shardnet.api.switching import model_switch, turns
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
-from shardnet.errors import BusyError, CheckpointError, PeerFailedError, ShardnetError
+from shardnet.errors import (
+    BusyError,
+    CheckpointError,
+    PeerFailedError,
+    ShardnetError,
+    ShortageError,
+)
 from shardnet.wire.messages.generation import Generate, Tokenize, Unload
 from shardnet.wire.messages.membership import StageInfo
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
@@ -210,6 +216,25 @@ def test_a_model_that_cannot_be_loaded_fails_who_asked_for_it_alone() -> None:
             for model in (TINY, BIG):
                 answer = await ask(there.server.app, COMPLETIONS, saying("hello", model))
                 assert answer.status == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("where", [BIG, "generating"])
+def test_a_machine_that_lacks_something_is_named_at_once_and_not_asked_over_and_over(
+    where: str,
+) -> None:
+    """A disk that fails may do so for ever: no other program is waited for."""
+
+    async def main() -> None:
+        async with ring() as there:
+            lacks = ShortageError("b: the disk fails", remedy="look into the log")
+            there.fails[where] = lacks
+            answer = await ask(there.server.app, COMPLETIONS, saying("hello", BIG))
+            assert (answer.status, answer.headers["retry-after"]) == (503, "2")
+            assert answer.json["error"]["message"].endswith(str(lacks))
+            answer = await ask(there.server.app, COMPLETIONS, saying("hello", BIG))
+            assert answer.status == 200
 
     asyncio.run(main())
 
