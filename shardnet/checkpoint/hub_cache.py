@@ -21,7 +21,7 @@ from shardnet.checkpoint.formats.huggingface import HF_INDEX_FILES, HF_WHOLE, SI
 from shardnet.checkpoint.formats.safetensors_files import weight_map
 from shardnet.checkpoint.model_names import FoundModel
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
-from shardnet.errors import CheckpointError, shortage, telling_shortages
+from shardnet.errors import CheckpointError, ShortageError, shortage, telling_shortages
 from shardnet.files import expanded, write_whole
 
 MAX_NAMED: Final = 12
@@ -278,13 +278,22 @@ def pulled_models(root: Path) -> Iterator[FoundModel]:
         main = HubName.parse(repo)
         if not entry.startswith("models--") or main is None or str(main) != repo:
             continue
-        snapshots = []
-        for name in (main, *_other_revisions(main, root)):
-            with contextlib.suppress(OSError, ValueError):  # a reference to nothing
-                folder = _snapshot(name, root)
-                if folder is not None and folder not in snapshots and folder.is_dir():
-                    snapshots.append(folder)
-                    yield from _pulled(name, folder, root)
+        try:
+            yield from _of_repo(main, root)
+        except ShortageError as error:  # a bad block of the disk is one model's, not the store's
+            folder = repo_folder(main, root)
+            yield FoundModel(name=repo, store=STORE, path=folder, failure=str(error))
+
+
+def _of_repo(main: HubName, root: Path) -> Iterator[FoundModel]:
+    """List the models of all revisions of a repository."""
+    snapshots = []
+    for name in (main, *_other_revisions(main, root)):
+        with contextlib.suppress(OSError, ValueError):  # a reference to nothing
+            folder = _snapshot(name, root)
+            if folder is not None and folder not in snapshots and folder.is_dir():
+                snapshots.append(folder)
+                yield from _pulled(name, folder, root)
 
 
 def _other_revisions(name: HubName, root: Path) -> list[HubName]:

@@ -22,7 +22,7 @@ from shardnet.checkpoint.model_names import FOLDERS_VARIABLE, LM_STUDIO, OLLAMA,
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_file
 from shardnet.checkpoint.tensors.json_files import parse_object, read_file
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN
-from shardnet.errors import CheckpointError
+from shardnet.errors import CheckpointError, ShortageError
 from shardnet.files import expanded
 
 MAX_MANIFEST_BYTES: Final = 1 << 20
@@ -97,7 +97,7 @@ def ollama_models(root: Path) -> Iterator[FoundModel]:
         path = name.manifest(root)
         try:
             found, failure = _blob(root, path, _layers(path)), ""
-        except CheckpointError as error:
+        except (CheckpointError, ShortageError) as error:
             found, failure = path, str(error)
         yield FoundModel(name=str(name), store=STORE, path=found, failure=failure)
 
@@ -237,7 +237,7 @@ def models_below(root: Path, store: str = FOLDER_STORE) -> Iterator[FoundModel]:
         try:
             names = folder_entries(folder)
             paths = _checkpoints(folder, names)
-        except (OSError, CheckpointError) as error:
+        except (OSError, CheckpointError, ShortageError) as error:
             yield FoundModel(name=str(folder), store=store, path=folder, failure=str(error))
             continue
         yield from (FoundModel(name=str(path), store=store, path=path) for path in paths)

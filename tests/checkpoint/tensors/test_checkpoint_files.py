@@ -5,18 +5,28 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.hostile.small_files import GOOD
 from support.models.checkpoints import make_llama
+from support.models.model_stores import put_in_ollama
 from support.models.torch_checkpoints import to_torch_files
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.formats.gguf_header import gguf_files, is_gguf
-from shardnet.checkpoint.hub_cache import HubName, pulled_folder
+from shardnet.checkpoint.hub_cache import (
+    HubName,
+    note_revision,
+    pulled_folder,
+    pulled_models,
+    repo_folder,
+)
+from shardnet.checkpoint.model_names import FoundModel
+from shardnet.checkpoint.program_stores import models_below, ollama_models
 from shardnet.checkpoint.recommended_sampling import read_recommended
 from shardnet.checkpoint.replica import disk_error
 from shardnet.checkpoint.replica_journal import Journal
@@ -119,3 +129,40 @@ def test_writing_to_the_cache_tells_them_apart(tmp_path: Path) -> None:
 
     assert [told(number) for number in SHORT] == [ShortageError] * len(SHORT)
     assert (told(errno.ENOSPC), told(errno.EACCES)) == (CapacityError, CheckpointError)
+
+
+@pytest.mark.parametrize("store", ["hub", "ollama", "folders"])
+def test_a_model_that_the_disk_fails_hides_no_other_one_of_its_store(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lists: Callable[[Path], Iterator[FoundModel]]
+    lists = {"hub": pulled_models, "ollama": ollama_models, "folders": models_below}[store]
+    gguf = tmp_path / "model.gguf"
+    gguf.write_bytes(GOOD["gguf"]()["model.gguf"])
+    root = tmp_path / store
+    for name in ("bad", "good"):
+        if store == "ollama":
+            put_in_ollama(root, gguf, name)
+            continue
+        folder = root / name
+        if store == "hub":
+            named = HubName(repo=f"lab/{name}")
+            folder = repo_folder(named, root) / "snapshots" / ("c" * 40)
+            note_revision(named, folder.name, root)
+        folder.mkdir(parents=True)
+        os.link(gguf, folder / gguf.name)
+
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *more: Any, **named: Any) -> Any:
+            if "bad" in str(path).removeprefix(str(tmp_path)):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(path, *more, **named)
+
+        return call
+
+    with monkeypatch.context() as broken:
+        for job in ("lstat", "scandir") if store != "ollama" else ("lstat",):
+            broken.setattr(os, job, failing(getattr(os, job)))
+        bad, good = sorted(lists(root), key=lambda model: "bad" not in model.name)
+    assert ("bad" in bad.name, "the disk fails" in bad.failure) == (True, True)
+    assert ("good" in good.name, good.failure) == (True, "")
