@@ -267,11 +267,11 @@ class StandIn:
         epoch = min(duty.told.epoch + EPOCHS, U32_MAX)
 
         async def plan() -> Plan:
-            facts = await self.planner.look_up(told.choice.model)
-            if facts.model_id != told.model_id:
-                error = replaced(told.choice.model, told.model_id, facts.model_id)
+            plan = await self.planner.plan_instead(told, {duty.head: "it was lost"})
+            if (found := plan.facts.model_id) != told.model_id:
+                error = replaced(told.choice.model, told.model_id, found)
                 raise UsageError(error.message)  # it is not tried again
-            return await self.planner.plan_instead(told, {duty.head: "it was lost"})
+            return plan
 
         lead = await self.head.lead_instead(plan, duty.head, Epoch(epoch))
         lead.instead = told.choice
