@@ -6,7 +6,7 @@ An expert's parameter reads the bytes of that expert alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from shardnet.checkpoint.formats.safetensors_files import (
 )
 from shardnet.checkpoint.formats.torch_files import read_torch_file
 from shardnet.checkpoint.quantization.registry import model_tensors, take_format
+from shardnet.checkpoint.quantization.weight_parts import WeightFormat
 from shardnet.checkpoint.tensors.checkpoint_files import has_file
 from shardnet.checkpoint.tensors.json_files import read_json
 from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, Contents, sample_range
@@ -277,7 +278,12 @@ def open_huggingface(folder: Path) -> Contents:
             else:
                 made = split_experts(config, tensors)
         finally:  # also where that has failed: it names no file
-            refuse_absent(files.values(), folder, lambda: lacking(config, made), rename)
+
+            def needed() -> set[str]:
+                parts = _absent_parts(weight_format, files.values())
+                return lacking(config, made).union(filter(None, map(rename, parts)))
+
+            refuse_absent(files.values(), folder, needed, rename)
         return made
 
     return Contents(
@@ -306,6 +312,24 @@ def _has_own_head(folder: Path, stored: Mapping[str, StoredTensor]) -> bool:
     except OSError as error:
         raise CheckpointError(f"{folder}: {error.strerror}", remedy=AGAIN) from error
     return one != other
+
+
+def _absent_parts(
+    weight_format: WeightFormat | None, files: Collection[TensorFile]
+) -> Iterator[str]:
+    """List the absent parts of quantised weights that are there otherwise.
+
+    Without the order of its inputs (`.g_idx`) or its scales a weight would be another one. A bias
+    is a parameter of its own where the model has one.
+    """
+    if weight_format is None:
+        return
+    suffixes = [suffix for suffix in weight_format.suffixes if suffix != ".bias"]
+    for name in (name for file in files for name in file.absent):
+        stems = [name.removesuffix(suffix) for suffix in suffixes if name.endswith(suffix)]
+        whole = [stem + suffix for stem in stems for suffix in suffixes]
+        if any(part in file.tensors for part in whole for file in files):
+            yield name
 
 
 def _says_untied(config: Mapping[str, Any]) -> bool:

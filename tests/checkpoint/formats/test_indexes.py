@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from support.models.checkpoints import make_decoder, make_llama
 from support.models.consolidated_checkpoints import own_tensors, to_mistral
 from support.models.mtp_checkpoints import make_mtp
-from support.models.quantized_cases import gptq_case
+from support.models.quantized_cases import CASES
 from support.models.quantized_checkpoints import quantized
 from support.rings.stage_chain import StageChain, random_prompt
 
@@ -70,10 +70,10 @@ def by_modules(folder: Path) -> Path:
     return make_decoder(folder, "persimmon", num_hidden_layers=2)
 
 
-def in_four_bits(folder: Path) -> Path:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+def narrow(folder: Path, name: str = "gptq-4") -> Path:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     plain = make_llama(folder / "plain", num_hidden_layers=2, **sizes)
-    case, made = gptq_case(), folder / "made"
+    case, made = CASES[name], folder / "made"
     quantized(plain, made, case.config, partial(case.write, np.random.default_rng(3)))
     return made
 
@@ -113,7 +113,7 @@ def test_a_tensor_that_the_model_does_not_use_may_be_absent(
         (partial(pictured, is_tied=False), "language_model.lm_head.weight"),
         (pictured, "language_model.model.layers.1.mlp.up_proj.weight"),
         (experts, "model.layers.1.block_sparse_moe.experts.1.w1.weight"),
-        (in_four_bits, "model.layers.1.mlp.up_proj.scales"),
+        (narrow, "model.layers.1.mlp.up_proj.scales"),
         (by_modules, "model.layers.1.mlp.dense_h_to_4h.weight"),
     ],
 )
@@ -126,6 +126,34 @@ def test_an_absent_tensor_that_the_model_uses_is_named_with_its_file(
     with pytest.raises(CheckpointError) as error:
         Checkpoint.open(folder)
     assert error.value.message == f"{folder / file}: tensor {absent} is missing"
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "is_needed"),
+    [
+        ("gptq-order", ".g_idx", True),
+        ("gptq-biases", ".bias", False),
+        ("int4-order", ".weight_g_idx", True),
+        ("int8-zeros", ".weight_scale", True),
+        ("fp8-one", ".weight_scale", True),
+        ("fp8-one", ".input_scale", False),
+        ("nf4-nested", ".weight.nested_absmax", True),
+        ("bnb-8", ".SCB", True),
+        ("mlx-4", ".scales", True),
+    ],
+)
+def test_a_part_of_a_quantised_weight_may_be_absent_where_no_value_hangs_on_it(
+    name: str, part: str, is_needed: bool, tmp_path: Path
+) -> None:
+    """Some parts are optional: without the order of its inputs a weight is another one."""
+    folder, absent = narrow(tmp_path, name), f"model.layers.1.mlp.up_proj{part}"
+    assert absent in load_file(folder / "model.safetensors")
+    file = put_into_index(folder, "safetensors", absent)
+    if is_needed:
+        with pytest.raises(CheckpointError, match=f"{file}: tensor {absent} is missing"):
+            Checkpoint.open(folder)
+    else:
+        assert absent not in Checkpoint.open(folder).stored
 
 
 def test_of_several_absent_tensors_the_one_that_is_used_is_named(tmp_path: Path) -> None:
