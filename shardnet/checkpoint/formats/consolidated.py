@@ -53,6 +53,7 @@ PARAMS_FILE: Final = "params.json"
 SINGLE_FILE: Final = "consolidated.safetensors"
 INDEX_FILE: Final = "consolidated.safetensors.index.json"
 _PART = re.compile(r"consolidated\.(\d\d)\.(pth|safetensors)")
+_SCALE = ".qscale_weight"
 _SKIPPED = re.compile(r"rope\.freqs|.*\.qscale_act")
 """Scales of activations among them, which are not quantised here."""
 OWN_WHOLE: Final = tuple(name for name in ID_FILES if name != "config.json")
@@ -116,12 +117,13 @@ def open_consolidated(folder: Path) -> Contents:
 
     def arrange(config: ModelConfig) -> dict[str, ModelTensor]:
         made = _arrange(parts, config)
-        refuse_absent(
-            files.values(),
-            folder,
-            lambda: {_own_name(config, name) for name in lacking(config, made)},
-            str,
-        )
+
+        def needed() -> set[str]:
+            weights = {_own_name(config, name) for name in lacking(config, made)}
+            scales = {name.replace(".weight", _SCALE) for name in parts}
+            return weights.union(*(scales.intersection(file.absent) for file in files.values()))
+
+        refuse_absent(files.values(), folder, needed, str)
         return made
 
     return Contents(
@@ -178,7 +180,7 @@ def _arrange(parts: Parts, config: ModelConfig) -> dict[str, ModelTensor]:
         own_name = _own_name(config, name)
         infos = left.pop(own_name, None)
         if infos is not None:
-            scales = left.pop(own_name.replace(".weight", ".qscale_weight"), None)
+            scales = left.pop(own_name.replace(".weight", _SCALE), None)
             made[name] = _parameter(config, name, shape, infos)
             if scales is not None:
                 made[name] = _scaled(config, made[name], infos, scales)

@@ -191,3 +191,21 @@ def test_the_same_of_consolidated_files(
             Checkpoint.open(folder)
     else:
         assert Checkpoint.open(folder).stored.keys() == tensors.keys() - {absent}
+
+
+@pytest.mark.parametrize(("part", "is_needed"), [("qscale_weight", True), ("qscale_act", False)])
+def test_the_same_of_the_scales_of_consolidated_files(
+    tmp_path: Path, part: str, *, is_needed: bool
+) -> None:
+    sizes = {"sliding_window": None, "head_dim": 8, "num_hidden_layers": 2}
+    source = make_decoder(tmp_path / "source", "mistral", **sizes)
+    folder = to_mistral(source, tmp_path / "own", narrow=True)
+    tensors = load_file(folder / "consolidated.safetensors")
+    absent = f"layers.1.feed_forward.w3.{part}"
+    assert absent in tensors
+    file = put_into_index(folder, "own", absent, tensors)
+    if is_needed:
+        with pytest.raises(CheckpointError, match=f"{file}: tensor {absent} is missing"):
+            Checkpoint.open(folder)
+    else:
+        assert Checkpoint.open(folder).stored.keys() == tensors.keys() - {absent}
