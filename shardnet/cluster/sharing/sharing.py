@@ -40,7 +40,9 @@ from shardnet.errors import (
     CheckpointError,
     LinkError,
     PeerFailedError,
+    PeerSilentError,
     ShardnetError,
+    ShortageError,
     UsageError,
     first_error,
 )
@@ -326,18 +328,18 @@ class Sharing:
 
     async def _ask_peers(
         self, controls: Sequence[ControlLink], model: str, model_id: str
-    ) -> dict[str, ReplicaSource | str]:
+    ) -> dict[str, ReplicaSource | ShardnetError]:
         """Ask peers for the model; return by name what each has, or why it did not answer."""
 
-        async def ask(control: ControlLink) -> ReplicaSource | str:
+        async def ask(control: ControlLink) -> ReplicaSource | ShardnetError:
             address = self.peers.address_of(NodeId(control.link.peer.node))
             try:
                 async with asyncio.timeout(PEER_ANSWER_S):
                     return await self._ask(control, model, model_id, address)
             except ShardnetError as error:
-                return str(error)
+                return error
             except TimeoutError:
-                return f"{control.peer_name}: no answer for {PEER_ANSWER_S:g} s"
+                return PeerSilentError(f"{control.peer_name}: no answer for {PEER_ANSWER_S:g} s")
 
         answers = await asyncio.gather(*(ask(control) for control in controls))
         return {c.peer_name: answer for c, answer in zip(controls, answers, strict=True)}
@@ -471,10 +473,14 @@ def _held(facts: ModelFacts) -> list[tuple[int, int]]:
 
 
 def _not_found(
-    model: str, name: str, answers: Mapping[str, ReplicaSource | str]
-) -> CheckpointError:
+    model: str, name: str, answers: Mapping[str, ReplicaSource | ShardnetError]
+) -> ShardnetError:
+    """Make the error of a model that no node has, or that of a node that cannot look."""
+    for answer in answers.values():
+        if isinstance(answer, ShortageError):
+            return answer
     said = "; ".join(
-        answer if isinstance(answer, str) else f"{peer} has none"
+        str(answer) if isinstance(answer, ShardnetError) else f"{peer} has none"
         for peer, answer in answers.items()
     )
     if not os.path.isabs(model):

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
 from support.cluster.bulk_peers import Sources, hello, open_sources, same_bytes
+from support.cluster.machines import machines
 from support.models.checkpoints import make_llama
 from support.rings.stage_forms import FORM
 
+from shardnet.api.client import connect
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica import range_tensors
 from shardnet.cluster.sharing import sharing as sharing_module
@@ -21,7 +26,14 @@ from shardnet.cluster.sharing.bulk_client import BulkClient, SendRate, SourceRef
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.model_cache import ModelCache
-from shardnet.errors import BusyError, CapacityError, CheckpointError, PeerFailedError
+from shardnet.errors import (
+    BusyError,
+    CapacityError,
+    CheckpointError,
+    PeerFailedError,
+    ShortageError,
+    shortage,
+)
 from shardnet.transport.link import Link
 from shardnet.types import LayerRange, NodeId, WireDType
 from shardnet.wire.messages.membership import IdentifyModel
@@ -218,3 +230,24 @@ def test_weights_go_to_so_many_nodes_at_once(
             sharing.check_hello(hello("anna"))
 
     receiving(source, tmp_path, scenario)
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_peer_that_may_open_no_more_files_does_not_lack_the_model(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It alone has it: whoever asks this node hears what that peer is short of, and its name."""
+    short = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def main() -> None:
+        async with (
+            machines(tmp_path, "anna", "bert") as (anna, bert),
+            connect(anna.node.address) as client,
+        ):
+            own, peers = (one.node._stage.sharing._models for one in (anna, bert))
+            monkeypatch.setattr(own, "at", lambda model: None)
+            monkeypatch.setattr(peers, "at", Mock(side_effect=shortage(short, "config.json")))
+            with pytest.raises(ShortageError, match=r"bert.*config\.json: .* no more files"):
+                await client.complete([[5]], model=str(source))
+
+    asyncio.run(main())
