@@ -14,7 +14,7 @@ import typer
 
 from shardnet.cluster.machine.folders import PACKS_FOLDER, PREFIXES_FOLDER, cache_dir
 from shardnet.cluster.store.model_cache import CachedModel, ModelCache
-from shardnet.errors import BusyError, ShardnetError, UsageError
+from shardnet.errors import BusyError, ShardnetError, ShortageError, UsageError
 from shardnet.files import CacheFolder
 from shardnet.stage.packs.pack_cache import packed_models
 from shardnet.stage.prefixes.prefix_store import stored_prefixes
@@ -112,8 +112,8 @@ def _delete_model(cache: ModelCache, model: CachedModel, everything: bool) -> No
     name = model.model_id[:12]
     try:
         freed = cache.remove(model.model_id)
-    except BusyError:
-        if not everything:
+    except BusyError as error:
+        if not everything or isinstance(error, ShortageError):
             raise
         say(f"{name} is in use and stays: `shardnet unload` frees it")
     except UsageError:

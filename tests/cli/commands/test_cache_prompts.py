@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -143,3 +145,16 @@ def test_status_tells_who_goes_on_for_whom() -> None:
         "deputy   goes on with 1 request of cleo, if it is lost",
         "deputy   bert goes on with 1 request, if this node is lost",
     ]
+
+
+def test_a_disk_that_fails_is_not_told_as_a_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDNET_CACHE_DIR", str(tmp_path))
+    (tmp_path / "models" / ("a" * 64)).mkdir(parents=True, mode=0o700)
+    failing = Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
+    monkeypatch.setattr(ModelCache, "_delete", failing)
+    done = CliRunner().invoke(app, ["cache", "rm", "--all"])
+    assert done.exit_code == 1
+    assert "the disk fails" in done.stderr
+    assert "in use" not in done.stderr
