@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import rounding
 import torch
 from llama_cpp_model import FILE_TYPES, LlamaCppModel, quantise
 from numpy.typing import NDArray
@@ -89,6 +90,25 @@ TRICKY = (
 )
 
 
+BEGINNINGS = (
+    *PROMPTS,
+    "It is a truth universally acknowledged, that",
+    "Water boils at a temperature of",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "SELECT name, age FROM users WHERE",
+    "The three primary colours are",
+    "import numpy as np\n\nx =",
+    "In 1492, Christopher Columbus",
+    "Q: What is 17 + 25?\nA:",
+    "The opposite of hot is",
+    "She opened the door and saw",
+    "Ingredients: 2 eggs, 200 g of flour,",
+    "The mitochondria is the",
+)
+"""Texts whose next token's log-probabilities are compared, beside pieces of the long one."""
+MOST_ROUNDED_TOKENS = 1200
+"""Of the pieces: their logits are held, [T, V] of each program."""
+
 COLUMNS = (
     *("ids", "template", "logits off", "llama.cpp's off", "texts"),
     *("perplexity", "llama.cpp's", "ratio", "float32's"),
@@ -142,9 +162,18 @@ def main() -> None:
         help="types of the files to make from it; empty for none",
     )
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--rounding",
+        action="store_true",
+        help="print how far log-probabilities are from float32's, by what is rounded on the way, "
+        "here and by llama.cpp, and no more; with SHARDNET_ISA=off rows are not rounded to int8",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     source = (arguments.file or _packed_file()).absolute()
+    if arguments.rounding:
+        _print_roundings(source, arguments.threads)
+        return
     folder = Path(tempfile.gettempdir()) / "shardnet-real-models"
     folder.mkdir(exist_ok=True)
     text_file = _write_text(folder)
@@ -165,6 +194,31 @@ def main() -> None:
         n_missed += len(found.missed)
     if n_missed:
         sys.exit(1)
+
+
+def _print_roundings(file: Path, threads: int) -> None:
+    """Print a table with a line for each way to round."""
+    with contextlib.closing(
+        LlamaCppModel(file, threads, context=MOST_TOKENS, most_rows=MOST_TOKENS)
+    ) as theirs:
+        pieces = cut_text("".join(path.read_text() for path in sorted(TEXTS.glob("*.txt"))), 700)
+        texts = [theirs.token_ids(text) for text in BEGINNINGS]
+        for piece in pieces:
+            if sum(map(len, texts)) < MOST_ROUNDED_TOKENS:
+                texts.append(theirs.token_ids(piece))
+        reference = TransformersModel(file)
+        exact = [reference.logits(token_ids) for token_ids in texts]
+        del reference
+
+        def of_llama(token_ids: Sequence[int]) -> Logits:
+            theirs.clear()
+            return theirs.all_logits(token_ids)
+
+        _print_line([file.name, *rounding.COLUMNS])
+        _print_line(["---"] * (len(rounding.COLUMNS) + 1))
+        _print_line(["llama.cpp", *rounding.distance(of_llama, texts, exact).cells()])
+    for name, found in rounding.roundings(Checkpoint.open(file), texts, exact):
+        _print_line([name, *found.cells()])
 
 
 def _packed_file() -> Path:
