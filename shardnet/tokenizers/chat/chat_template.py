@@ -300,13 +300,14 @@ class TemplateProcess:
     def find_end(self, template: ChatTemplate, added: Collection[str]) -> str | None:
         """Find the one token, among the `added` ones, that ends each of an assistant's messages.
 
-        None where that is text, or several tokens, or there is none. Raises CheckpointError for a
-        template that exceeds its time or memory.
+        None where that is text, or several tokens, or there is none, and where a call of the same
+        turn may follow it. Raises CheckpointError for a template that exceeds its time or memory.
         """
-        behind = self._call("behind", {"template": asdict(template)}, template.where)
+        behind, within = self._call("behind", {"template": asdict(template)}, template.where)
         both = [split_tokens(text, added) for text in behind]
         common = [token for token, *others in zip(*both, strict=False) if {token} >= {*others}]
-        return common[0] if len(common) == 1 and common[0] in added else None
+        is_end = len(common) == 1 and common[0] in added and common[0] not in within
+        return common[0] if is_end else None
 
     def close(self) -> None:
         """End the process."""

@@ -32,14 +32,15 @@ from shardnet.tokenizers.chat.chat_template import (
     TemplateMessage,
     TemplateOptions,
 )
-from shardnet.tokenizers.chat.template_forms import Shown, forms_of, read_nested
+from shardnet.tokenizers.chat.template_forms import Shown, forms_of, nested_call, read_nested
 
 MAX_TEXT_BYTES = 8 * 2**20
 """Limit of a rendered prompt: more than any context holds."""
 _END = "\ue000last message ends\ue000 "
 """Marks the end of a message that goes on; the space shows whether the template cuts space."""
 _PROBE = "\ue000a text\ue000"
-"""A text that no template has."""
+_CALLED = "\ue000name"
+"""Texts that no template has, the second as the name of a tool."""
 OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _SEARCH_S = 1
 """Processor time in which the message that a template fails at is looked for."""
@@ -232,33 +233,39 @@ def shows_only_parts(source: str, tokens: tuple[tuple[str, str], ...]) -> bool:
 
 
 def shows_probe(source: str, tokens: Mapping[str, str], message: Mapping[str, Any]) -> bool:
-    """Say whether a template shows a message's text; it may refuse it, or fail."""
-    variables = {**tokens, "messages": [message], "add_generation_prompt": False}
+    """Say whether a template shows a message's text."""
+    return _PROBE in shown_text(source, tokens, [message])
+
+
+def shown_text(
+    source: str, tokens: Mapping[str, str], messages: Sequence[Mapping[str, Any]]
+) -> str:
+    """Render messages; "" for those that the template refuses, or fails at."""
     try:
-        return _PROBE in render(source, variables, MAX_TEXT_BYTES)
+        variables = {**tokens, "messages": messages, "add_generation_prompt": False}
+        return render(source, variables, MAX_TEXT_BYTES)
     except Exception:  # an untrusted expression may raise anything
-        return False
+        return ""
 
 
-def behind_answer(template: ChatTemplate) -> list[str]:
+def behind_answer(template: ChatTemplate) -> tuple[list[str], str]:
     """Return what the template writes behind an assistant's text: where that is the last message,
-    and where the user answers. Empty where it refuses them, or fails.
+    and where the user answers; and what between reasoning, a text and a call of one turn.
     """
-    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
+    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}
+    call = nested_call({"name": _CALLED, "id": "call00000"}, {})
+    calling = {**said, "reasoning_content": _PROBE, "tool_calls": [call]}
     if shows_only_parts(template.source, tuple(template.tokens.items())):
-        said = [in_parts(message) for message in said]
-    try:
-        texts = [
-            render(
-                template.source,
-                {**template.tokens, "messages": messages, "add_generation_prompt": False},
-                MAX_TEXT_BYTES,
-            )
-            for messages in (said, [*said, said[0]])
-        ]
-    except Exception:  # an untrusted expression may raise anything
-        return []
-    return [text.rpartition(_PROBE)[2] for text in texts if _PROBE in text]
+        asked, said, calling = map(in_parts, (asked, said, calling))
+    shown = partial(shown_text, tokens=template.tokens)
+    talks = ([asked, said], [asked, said, asked])
+    texts = [shown(template.source, messages=talk) for talk in talks]
+    within = shown(template.with_tools or template.source, messages=[asked, calling])
+    rest = within.partition(_PROBE)[2]
+    return (
+        [text.rpartition(_PROBE)[2] for text in texts if _PROBE in text],
+        rest[: max(rest.rfind(_PROBE), rest.rfind(_CALLED), 0)],
+    )
 
 
 def in_parts(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -373,6 +373,16 @@ ROLES = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }
 PARTS = """{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}
 {{- part.text }}{% endfor %}<|im_end|>
 {% endfor %}"""
+CALLS_BEHIND = """{% for message in messages %}{{ message.role }}: {{ message.content }}<|end|>
+{% for call in message.tool_calls or [] %}call: {{ call.function | tojson }}<|end|>
+{% endfor %}{% endfor %}"""
+"""As GigaChat3's: the call of a turn is a message of its own."""
+CALLS_WITHIN = """{% for message in messages %}{{ message.role }}: {{ message.content }}
+{%- for call in message.tool_calls or [] %}<|start|>{{ call.function | tojson }}{% endfor %}
+{{- '<|im_end|>' }}{% endfor %}"""
+THOUGHTS_BEFORE = """{% for message in messages %}
+{%- if message.reasoning_content %}think: {{ message.reasoning_content }}<|end|>{% endif %}
+{{- message.role }}: {{ message.content }}<|end|>{% endfor %}"""
 NO_ANSWER = """{% for message in messages %}{% if message.role == 'assistant' %}
 {{- raise_exception('no') }}{% endif %}<|im_end|>{% endfor %}"""
 
@@ -388,6 +398,9 @@ NO_ANSWER = """{% for message in messages %}{% if message.role == 'assistant' %}
         (CHANNELS, None),
         (RESPONSES, None),
         (ROLES, None),
+        (CALLS_BEHIND, None),
+        (THOUGHTS_BEFORE, None),
+        (CALLS_WITHIN, "<|im_end|>"),
         (NO_ANSWER, None),
         ("{{ nothing.at.all }}", None),
         ("{{ messages[-1].content }} END", None),
