@@ -57,9 +57,6 @@ MOST_LOOKED_AT: Final = 128
 _HOLDS: Final[Mapping[str, type]] = {"properties": Mapping, "required": list}
 """What keywords hold where they say something."""
 
-_MOST_PARTS: Final = 1 << 16
-"""Of a schema with all that it refers to."""
-
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 _INDEX: Final = re.compile("0|[1-9][0-9]{0,8}")
@@ -71,13 +68,14 @@ def own_definitions(schema: Mapping[str, Any], *, is_strict: bool = True) -> dic
     """Return the schema with each schema that it refers to in its `$defs`, and nothing else there.
 
     A reference is a JSON pointer (RFC 6901) as the fragment of a URI, or the name of an `$anchor`,
-    within the schema or a part of it that has an `$id`. Raises UsageError for one that leads
-    nowhere, which stays as it is without `is_strict`, and for a schema that is nested too deeply or
-    has more than 65 536 parts.
+    within the schema or a part of it that has an `$id`. What it leads to is written once, however
+    many references there are. Raises UsageError for one that leads nowhere, which stays as it is
+    without `is_strict`, and for a schema that is nested too deeply.
     """
     references = _References(schema, is_strict)
     try:
-        made = references.own(schema, "")
+        references.find(schema, "")
+        made = references.own(schema)
         definitions = references.definitions()
     except RecursionError:
         raise UsageError("schema: it is nested too deeply", remedy="give a flatter one") from None
@@ -161,37 +159,51 @@ class _References:
     def __init__(self, root: Mapping[str, Any], is_strict: bool) -> None:
         self._root = root
         self._is_strict = is_strict
-        self._n_parts = 0
         self._anchors: dict[str, tuple[Any, str]] | None = None
         """By URI: schemas that have one, each with the base of its place. Made when asked for."""
+        self._seen: set[int] = set()
+        self._new: dict[int, str] = {}
+        """References to definitions, by the ids of the schemas in `root` that have them."""
         self._names: dict[int, str] = {}
-        """Of definitions, by the ids of the schemas, which `root` holds."""
+        """Of definitions, by the ids of the schemas."""
         self._taken: set[str] = set()
         self._targets: list[tuple[str, Any, str]] = []
         """Their names, schemas and bases."""
 
-    def own(self, schema: Any, base: str) -> Any:
-        """Return a schema whose references lead to definitions."""
+    def find(self, schema: Any, base: str) -> None:
+        """Find what a schema refers to, and what that refers to."""
+        self._find(schema, base)
+        for _name, target, base_there in self._targets:  # which grow
+            self._find(target, base_there)
+
+    def _find(self, schema: Any, base: str) -> Any:
+        if isinstance(schema, Mapping) and id(schema) not in self._seen:
+            self._seen.add(id(schema))
+            base = _base(schema, base)
+            with_parts(_unnamed(schema), lambda _keyword, _name, inner: self._find(inner, base))
+            if isinstance(reference := schema.get("$ref"), str):
+                self._new[id(schema)] = self._renamed(reference, base)
+        return schema
+
+    def own(self, schema: Any) -> Any:
+        """Return a schema whose references lead to definitions, once all are found."""
         if not isinstance(schema, Mapping):
             return schema
-        self._n_parts += 1
-        if self._n_parts > _MOST_PARTS:
-            raise UsageError(
-                f"schema: it has more than {_MOST_PARTS} parts with all that it refers to",
-                remedy="give a smaller schema",
-            )
-        base = _base(schema, base)
-        kept = {key: value for key, value in schema.items() if key not in _NAMING}
-        made = with_parts(kept, lambda _keyword, _name, inner: self.own(inner, base))
-        if isinstance(reference := schema.get("$ref"), str):
-            made["$ref"] = self._renamed(reference, base)
+        made = with_parts(_unnamed(schema), lambda _keyword, _name, inner: self._inner(inner))
+        if id(schema) in self._new:
+            made["$ref"] = self._new[id(schema)]
         return made
 
+    def _inner(self, schema: Any) -> Any:
+        """Return a schema within another, or a reference to it if it is a definition."""
+        is_known = isinstance(schema, Mapping) and id(schema) in self._names
+        return {"$ref": self._place(schema)} if is_known else self.own(schema)
+
     def definitions(self) -> dict[str, Any]:
-        """Return what has been referred to, and what that refers to, by name."""
+        """Return what is referred to by name."""
         made = {}
-        for name, schema, base in self._targets:  # which grow
-            made[name] = self.own(schema, base)
+        for name, schema, _base_there in self._targets:
+            made[name] = self.own(schema)
             if isinstance(made[name], dict):
                 made[name].pop("$schema", None)
         return made
@@ -214,6 +226,9 @@ class _References:
             self._names[id(schema)] = name
             self._taken.add(name)
             self._targets.append((name, schema, base))
+        return self._place(schema)
+
+    def _place(self, schema: Any) -> str:
         return f"#/$defs/{self._names[id(schema)]}"
 
     def _target(self, reference: str, base: str) -> tuple[Any, str] | None:
@@ -245,6 +260,11 @@ class _References:
                 self._anchors.setdefault(uri, (schema, base))
             with_parts(schema, lambda _keyword, _name, inner: self._index(inner, inner_base))
         return schema
+
+
+def _unnamed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema without what only says how others refer to it, or what they refer to."""
+    return {key: value for key, value in schema.items() if key not in _NAMING}
 
 
 def _base(schema: Mapping[str, Any], base: str) -> str:

@@ -113,8 +113,8 @@ def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
 def relax(schema: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the schema without what only narrows it and no grammar keeps, and names of that.
 
-    It has definitions of its own; references that lead nowhere stay. Raises UsageError for one that
-    is too large, RecursionError for one that is nested too deeply.
+    It has definitions of its own; references that lead nowhere stay. Raises UsageError or
+    RecursionError for one that is nested too deeply.
     """
     whole = own_definitions(schema, is_strict=False)
     left_out: dict[str, None] = {}

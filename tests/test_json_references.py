@@ -108,18 +108,24 @@ def test_a_reference_that_leads_nowhere_is_refused_by_name(reference: str) -> No
     assert own_definitions(whole, is_strict=False)["$ref"] == reference
 
 
-def test_schemas_that_are_too_large_with_what_they_refer_to_are_refused() -> None:
+def test_schemas_that_are_nested_too_deeply_are_refused() -> None:
     deep: dict[str, Any] = {"items": {"$ref": "#"}}
     for _ in range(2000):
         deep = {"items": deep}
     with pytest.raises(UsageError, match="nested too deeply"):
         own_definitions(deep)
-    places = ["#", *("#" + "/items" * depth for depth in range(1, 100))]
-    wide: dict[str, Any] = {"anyOf": [{"$ref": place} for place in places] + [{}] * 1000}
+
+
+def test_what_is_referred_to_is_written_once_also_within_what_is_referred_to_too() -> None:
+    """Else a request of some kilobytes would take seconds, in which all others wait."""
+    whole: dict[str, Any] = {"description": "innermost"}
     for _ in range(100):
-        wide = {"items": wide}
-    with pytest.raises(UsageError, match="more than 65536 parts"):
-        own_definitions(wide)
+        whole = {"items": whole}
+    whole["anyOf"] = [{"$ref": "#" + "/items" * depth} for depth in range(1, 101)]
+    made = own_definitions(whole)
+    assert json.dumps(made).count("innermost") == 1
+    assert len(made["$defs"]) == 100
+    assert made["items"] == made["anyOf"][0]
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, Tool]:
 
 
 def _read(parameters: Schema) -> Schema:
-    """Return a tool's schema with definitions of its own; one that is too large as it is."""
+    """Return a tool's schema with definitions of its own, or as it is if it is too deep."""
     try:
         return own_definitions(parameters, is_strict=False)
     except UsageError:
