@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from shardnet.api.chat_formats.marks import SURROGATES
@@ -180,15 +181,24 @@ class JsonFollower:
         self.is_done = not self._open
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tool:
-    """A tool that was offered: its name, and the JSON schema of its arguments.
+    """A tool that was offered: its name, and the JSON schema of its arguments as it was given.
 
-    That has definitions of its own, as `read_tools` gives it.
+    With `is_own` that has definitions of its own.
     """
 
     name: str
-    parameters: Schema
+    given: Schema
+    is_own: bool = False
+
+    @cached_property
+    def parameters(self) -> Schema:
+        """The schema with definitions of its own, or as it is if it is too deep."""
+        try:
+            return self.given if self.is_own else own_definitions(self.given, is_strict=False)
+        except UsageError:
+            return self.given
 
     @property
     def properties(self) -> Schema | None:
@@ -226,16 +236,8 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, Tool]:
         function = tool.get("function", tool)
         if isinstance(function, Mapping) and isinstance(name := function.get("name"), str):
             parameters = function.get("parameters")
-            found[name] = Tool(name, _read(parameters) if isinstance(parameters, Mapping) else {})
+            found[name] = Tool(name, parameters if isinstance(parameters, Mapping) else {})
     return found
-
-
-def _read(parameters: Schema) -> Schema:
-    """Return a tool's schema with definitions of its own, or as it is if it is too deep."""
-    try:
-        return own_definitions(parameters, is_strict=False)
-    except UsageError:
-        return parameters
 
 
 def is_only_text(types: frozenset[str]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 from shardnet.api.chat_formats.json_text import Tool
@@ -129,7 +129,7 @@ class CallForm:
 
 def _resolved(tool: Tool) -> Tool:
     try:
-        return replace(tool, parameters=own_definitions(tool.parameters))
+        return Tool(tool.name, own_definitions(tool.given), is_own=True)
     except UsageError as error:
         raise error.at(f"tool {tool.name}") from None
 

@@ -149,6 +149,11 @@ def _lifted(schema: object, tool: Tool) -> dict[str, Any]:
     return {**own, "$defs": tool.parameters.get("$defs", {})}
 
 
+def _part(schema: Mapping[str, Any], tool: Tool) -> Tool:
+    """Return what has this schema of a part of the arguments."""
+    return Tool("", _lifted(schema, tool), is_own=True)
+
+
 def gemma(form: CallForm) -> str:
     """Write an object with bare keys, whose strings stand between two equal marks."""
     lark = form.lark
@@ -248,9 +253,9 @@ class _BareValues:
         known = []
         for kind in sorted(tool.types_of(name)):
             if kind == "object":
-                known.append(self.object_of(Tool("", _lifted(inside, tool)), depth - 1))
+                known.append(self.object_of(_part(inside, tool), depth - 1))
             elif kind == "array" and "items" in inside:
-                item = Tool("", _lifted({"properties": {"": inside["items"]}}, tool))
+                item = _part({"properties": {"": inside["items"]}}, tool)
                 known.append(self._list(self._value(item, "", inside["items"], depth - 1)))
             elif kind == "array":
                 known.append("bare_list")

@@ -252,9 +252,10 @@ def behind_answer(template: ChatTemplate) -> tuple[list[str], str]:
     """Return what the template writes behind an assistant's text: where that is the last message,
     and where the user answers; and what between reasoning, a text and a call of one turn.
     """
-    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}
+    asked: Shown = {"role": "user", "content": "a"}
+    said: Shown = {"role": "assistant", "content": _PROBE}
     call = nested_call({"name": _CALLED, "id": "call00000"}, {})
-    calling = {**said, "reasoning_content": _PROBE, "tool_calls": [call]}
+    calling: Shown = {**said, "reasoning_content": _PROBE, "tool_calls": [call]}
     if shows_only_parts(template.source, tuple(template.tokens.items())):
         asked, said, calling = map(in_parts, (asked, said, calling))
     shown = partial(shown_text, tokens=template.tokens)

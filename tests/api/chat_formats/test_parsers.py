@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support import soak
 from support.chat_formats.judged import joined
 
+from shardnet.api.chat_formats import json_text
 from shardnet.api.chat_formats.choice import (
     FORMATS,
     PLAIN,
@@ -147,6 +148,21 @@ outputs = st.sampled_from(sorted(CALLS)).flatmap(
         ),
     )
 )
+
+
+@pytest.mark.parametrize(("name", "n_read"), [("hermes", 0), ("qwen-xml", 1)])
+def test_schemas_are_read_of_tools_that_are_called(
+    name: str, n_read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a value's type is asked: agents offer many tools with each request."""
+    read: list[Any] = []
+    monkeypatch.setattr(
+        json_text, "own_definitions", lambda schema, **_: read.append(schema) or schema
+    )
+    parser = BY_NAME[name].parser(tokens={}, tools=TOOLS)
+    deltas = [*parser.feed([], "".join(CALLS[name]) * 2), *parser.finish()]
+    assert sum(isinstance(delta, ToolCallStarted) for delta in deltas) == 2
+    assert len(read) == n_read
 
 
 @given(outputs, st.data(), st.sampled_from([0, 5, 512, None]))
