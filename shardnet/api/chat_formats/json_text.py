@@ -200,10 +200,15 @@ class Tool:
         except UsageError:
             return self.given
 
+    @cached_property
+    def whole(self) -> Schema:
+        """The schema with what all its parts say of the arguments."""
+        return merged(self.parameters, self.parameters)
+
     @property
     def properties(self) -> Schema | None:
         """The schemas of the arguments by name, None if any may be given."""
-        return merged(self.parameters, self.parameters).get("properties")
+        return self.whole.get("properties")
 
     def types_of(self, argument: str) -> frozenset[str]:
         """Return the types that an argument may have, none if the schema does not say."""
@@ -220,7 +225,7 @@ class Tool:
             if id(one) in seen:
                 continue
             seen.add(id(one))
-            whole = merged(one, self.parameters)
+            whole = self.whole if one is self.parameters else merged(one, self.parameters)
             if argument in whole.get("properties", ()):
                 named.append(whole["properties"][argument])
                 continue

@@ -131,7 +131,7 @@ def _arguments(
 
 def _needed(tool: Tool) -> Sequence[Any]:
     """Return the names of the arguments that must be given."""
-    needed: Sequence[Any] = merged(tool.parameters, tool.parameters).get("required", ())
+    needed: Sequence[Any] = tool.whole.get("required", ())
     return needed
 
 
