@@ -41,8 +41,8 @@ ENCODE = JobLimits(cpu_s=10, wall_s=120.0, memory_bytes=1 << 30, reply_bytes=64 
 DECODE = JobLimits(cpu_s=1, wall_s=0.5, memory_bytes=1 << 30, reply_bytes=1 << 20)
 """The wall time is the longest that a token may stop the event loop."""
 
-_PLAIN: Final = {"text": "a", "bos": "off", "parse_special": False}
-"""What every tokenizer encodes, unless it is at fault itself."""
+_PLAIN: Final = "a"
+"""A text that every tokenizer encodes, unless it is at fault itself."""
 
 _MODULE = "shardnet.tokenizers.text_program"
 _AGAIN = "fetch the checkpoint again or take another; --token-ids needs no tokenizer for the prompt"
@@ -155,7 +155,7 @@ class TextProcess:
                 if self._process.n_started != number:
                     continue
                 self.ready()
-                self._call("encode", _PLAIN, ENCODE)
+                self._call(job, {**arguments, "text": _PLAIN}, ENCODE)
                 raise UsageError(error.message, remedy="send another text, or less of it") from None
 
     def _call(self, job: str, arguments: Mapping[str, Any], limits: JobLimits) -> tuple[Any, bytes]:

@@ -63,7 +63,9 @@ class Proxy:
         self._call(self._reset)
 
     def garble(self) -> None:
-        """Change the first byte of the next piece: on an idle link, a header's."""
+        """Change the first byte of the next piece, and of those that follow on the same way: on an
+        idle link a header's, on a busy one perhaps a number of a payload, which nobody notices.
+        """
         self._call(self._set_garble)
 
     # --- in the proxy's thread
@@ -88,6 +90,7 @@ class Proxy:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._garble_next = False
+        self._garbled: asyncio.StreamWriter | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -143,7 +146,8 @@ class Proxy:
 
     def _forward(self, writer: asyncio.StreamWriter, data: bytes) -> None:
         if self._garble_next:
-            self._garble_next = False
+            self._garble_next, self._garbled = False, writer
+        if writer is self._garbled:
             data = bytes([data[0] ^ 0xFF]) + data[1:]
         if not writer.is_closing():
             writer.write(data)
