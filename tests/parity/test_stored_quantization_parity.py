@@ -51,6 +51,7 @@ def test_quantized_weights_are_what_they_mean(name: str, tmp_path: Path) -> None
     chain = StageChain.load(tmp_path / "quantized", even_split(2, 2))
     reference = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager").eval()
     reference.load_state_dict(meant)
+    reference.double()  # in float32 it is itself 2e-4 off at a token of mxfp8, on some CPUs
     prompts = [random_prompt(40, 300, seed=3), random_prompt(5, 300, seed=4)]
     check_generation(chain, reference, prompts, 8)
 

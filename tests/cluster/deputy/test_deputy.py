@@ -84,7 +84,7 @@ def test_a_deputy_goes_on_and_the_former_head_gives_way(tmp_path: Path) -> None:
             await anna.plug_in()
             await until(lambda: "bert leads in place of this node" in anna.lines)
             await until(lambda: anna.node.head.latest is None)
-            assert anna.node.head.led.epoch >= lead.ring.epoch
+            await until(lambda: anna.node.head.led.epoch >= lead.ring.epoch)
 
             # And the new one leaves politely.
             client = await stack.enter_async_context(connect(bert.node.address))
