@@ -114,9 +114,12 @@ def roundings(
     """Yield the distance of each way to round, by its name.
 
     Hidden states after each layer; where torch computes, without rounding rows to int8, also keys
-    and values; and all as a CPU with instructions for bfloat16 does.
+    and values; and all as a CPU with instructions for bfloat16 could.
     """
     own = checkpoint.config.checkpoint_dtype
+    usual = probe(CPU, DType.BFLOAT16, own, is_packed=True)
+    with stage_logits(checkpoint, usual) as logits_of:
+        yield "here", distance(logits_of, texts, exact)
     fast = probe(CPU, DType.BFLOAT16, own)
     if fast.dtype is DType.BFLOAT16:
         with stage_logits(checkpoint, fast) as logits_of:

@@ -22,6 +22,7 @@ from shardnet.checkpoint.pictures import Pictures
 from shardnet.errors import CapacityError, ConfigurationError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.panel_form import Quantization
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_layers import Device
 from shardnet.model.families.family import FamilyStage
@@ -33,7 +34,7 @@ from shardnet.model.fused.decode_graphs import Capture
 from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import capacity_error_for
-from shardnet.model.kernels.linear import MAX_EXACT_ROWS, Kernel, KernelChoice, Linear
+from shardnet.model.kernels.linear import MAX_EXACT_ROWS, Kernel, KernelChoice, Linear, probe
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import Table
 from shardnet.model.layers.weight_source import WeightSource
@@ -51,9 +52,25 @@ from shardnet.stage.shards.leading_kv import Followers, LeadingKvCache
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.tensor_reader import Progress
 from shardnet.stage.weights import StageWeights
-from shardnet.types import KvDType, LayerRange
+from shardnet.stage_form import StageForm
+from shardnet.types import Arith, KvDType, LayerRange
 
 log = logging.getLogger(__name__)
+
+
+def choose_kernels(
+    checkpoint: Checkpoint, form: StageForm, arith: Arith, device: torch.device
+) -> KernelChoice:
+    """Choose the dtype and kernels of a ring's stage of a checkpoint on a device."""
+    packed = packed_sizes(checkpoint)
+    return probe(
+        device,
+        form.dtype,
+        checkpoint.config.checkpoint_dtype,
+        Quantization.named(form.quant),
+        arith,
+        is_packed=packed is not None and packed.is_all,
+    )
 
 
 @torch.inference_mode()
@@ -123,7 +140,7 @@ def load_stage(
             family = load_family_stage(own, layers, source, context, dtype, device, capture)
         if adapted is not None:
             adapted.check_all_used()
-    kv = _kv_cache(own, layers, dtype, device, room_blocks, kv_dtype, cut, followers, on)
+    kv = _kv_cache(own, layers, choice, device, room_blocks, kv_dtype, cut, followers, on)
     if on is not None:
         with capacity_error_for(f"{on.driver.description} has no memory for {layers.words}"):
             choice = replace(choice, by_text=_compute_on(on, family, kv, layers))
@@ -198,7 +215,7 @@ def _log_reads(checkpoint: Checkpoint) -> Iterator[None]:
 def _kv_cache(
     config: ModelConfig,
     layers: LayerRange,
-    dtype: torch.dtype,
+    choice: KernelChoice,
     device: torch.device,
     room_blocks: int,
     kv_dtype: KvDType,
@@ -213,7 +230,7 @@ def _kv_cache(
         len(numbers),
         usual.n_kv_heads,
         usual.key_size,
-        dtype,
+        torch_dtype(choice.dtype),
         device,
         room_blocks,
         [config.window(layer) for layer in numbers],
@@ -221,6 +238,7 @@ def _kv_cache(
         kv_dtype,
         [config.state(layer) for layer in numbers],
         config.uneven_heads(numbers),
+        torch_dtype(choice.kv_dtype),
     )
     if cut is None or followers is None:
         return KvCache(*arguments) if on is None else DeviceKvCache(*arguments)

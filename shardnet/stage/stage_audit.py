@@ -133,6 +133,7 @@ def arithmetic_of(model: StageModel) -> str:
         replace(choice, by_text="").name,  # whose bits are those of the library
         choice.dtype.value,
         choice.native_dtype.value,
+        choice.kv_dtype.value,
         choice.exact_rows,
         choice.min_rows,
         native.isa.name if native is not None else "torch",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,12 +129,25 @@ def test_keys_and_values_in_int8_too_whatever_the_heads(
     check_bits(folder, stored, arith, KvDType.INT8)
 
 
+@needs_library
+@pytest.mark.parametrize("case", HEADS)
+def test_keys_and_values_held_in_bfloat16_too_whatever_the_heads(case: str, tmp_path: Path) -> None:
+    """As CPUs with instructions for bfloat16 compute files of quantised weights."""
+    stored = torch.bfloat16
+    folder = make_decoder(tmp_path, case.split("-")[0], dtype=stored, **HEADS[case])
+    check_bits(folder, stored, Arith.PORTABLE, held=DType.BFLOAT16)
+
+
 def check_bits(
-    folder: Path, stored: torch.dtype, arith: Arith, kv_dtype: KvDType = KvDType.AUTO
+    folder: Path,
+    stored: torch.dtype,
+    arith: Arith,
+    kv_dtype: KvDType = KvDType.AUTO,
+    held: DType | None = None,
 ) -> None:
     """In chunks of all sizes, on several stages, beside others, with other threads and sets."""
     dtype = DType(str(stored).removeprefix("torch."))
-    choice = probed(CPU, dtype, dtype, arith=arith)
+    choice = replace(probed(CPU, dtype, dtype, arith=arith), held_dtype=held)
     is_portable = arith is Arith.PORTABLE
     if not is_portable and choice.name != "native bfloat16":
         pytest.skip("this machine computes portably, or by torch where it may")

@@ -258,6 +258,7 @@ class Runner:
         n_kv_heads: int,
         dtype: torch.dtype,
         kv_dtype: KvDType = KvDType.AUTO,
+        held: torch.dtype | None = None,
     ) -> None:
         attention = layer.attention
         own = attention._own if isinstance(attention, NativeAttention) else attention.self_attn  # type: ignore[attr-defined]
@@ -265,7 +266,15 @@ class Runner:
         self.layer = layer
         self.dtype = dtype
         self.kv = KvCache(
-            1, n_kv_heads, size, dtype, CPU, 64, windows=(self.window,), kv_dtype=kv_dtype
+            1,
+            n_kv_heads,
+            size,
+            dtype,
+            CPU,
+            64,
+            windows=(self.window,),
+            kv_dtype=kv_dtype,
+            held=held,
         )
         angles = torch.outer(torch.arange(2000.0), 0.5 ** torch.arange(size // 2))
         self.table = Rotary(
@@ -575,6 +584,25 @@ def test_quantized_keys_are_attended_as_torch_does(name: str, size: int) -> None
         hidden = numbers(n_rows, WIDTH, seed=n_rows)
         out, want = (runner.run(hidden, *groups) for runner in runners)
         assert (out - want).square().mean() < 1e-5 * want.square().mean()
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("size", [8, 20, 22, 64])
+def test_keys_held_in_bfloat16_are_stored_and_attended_as_torch_does(name: str, size: int) -> None:
+    plain = layer_by_torch(name, size=size)
+    ours = with_native_sublayers(plain, kernels_named(name))
+    held = torch.bfloat16
+    runners = [Runner(layer, size, 2, torch.float32, held=held) for layer in (ours, plain)]
+    for groups in ((group(0, 0, 20),), (group(0, 20, 100), group(1, 0, 3)), (group(0, 120, 19),)):
+        n_rows = sum(g.n_rows for g in groups)
+        hidden = numbers(n_rows, WIDTH, seed=n_rows)
+        out, want = (runner.run(hidden, *groups) for runner in runners)
+        torch.testing.assert_close(out, want, rtol=2e-3, atol=2e-3)
+    stored, by_torch = (runner.kv.layer(SlotId(0), 0) for runner in runners)
+    for mine, other in zip(stored, by_torch, strict=True):
+        assert mine.dtype is torch.bfloat16
+        rows = slice(0, 139)
+        assert (mine[:, rows] == other[:, rows]).float().mean() > 0.99  # float32 differs in ulps
 
 
 def test_odd_sizes_are_among_the_families() -> None:

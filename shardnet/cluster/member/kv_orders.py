@@ -13,7 +13,6 @@ from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.sharing.bulk_client import KvClient, SourceRefused
 from shardnet.errors import CapacityError, UsageError
-from shardnet.model.config.panel_form import Quantization
 from shardnet.runtime.loading.loading import check_layers
 from shardnet.runtime.loading.model_facts import check_model_id
 from shardnet.runtime.stage.stage_order import StageOrder
@@ -421,8 +420,7 @@ def compute_layer(order: StageOrder, layer: int, before: bytes) -> bytes:
     """
     import torch
 
-    from shardnet.model.kernels.linear import probe
-    from shardnet.stage.load import load_stage
+    from shardnet.stage.load import choose_kernels, load_stage
     from shardnet.stage.stage_audit import rows_after
 
     form = order.form
@@ -430,8 +428,7 @@ def compute_layer(order: StageOrder, layer: int, before: bytes) -> bytes:
     check_model_id(order.folder, checkpoint.model_id, form.model_id)
     config, device, layers = checkpoint.config, torch.device("cpu"), LayerRange(layer, layer + 1)
     check_layers(config, layers)
-    quant, own = Quantization.named(form.quant), config.checkpoint_dtype
-    choice = probe(device, form.dtype, own, quant, order.arith)
+    choice = choose_kernels(checkpoint, form, order.arith, device)
     n_bytes = stage_weight_bytes(config, layers, weight_form(checkpoint, choice))
     if n_bytes > MAX_BYTES:
         raise CapacityError(f"layer {layer} takes {n_bytes} bytes, more than is read for an audit")

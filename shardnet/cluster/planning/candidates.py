@@ -148,11 +148,16 @@ def forms_of(
     arith: Arith,
 ) -> dict[NodeId, NodeForm]:
     """Tell in which form each node holds the model in a ring of `dtype` and `arith`."""
-    ariths, linear = node_ariths(requested, arith, nodes), facts.linear_dtype
+    ariths = node_ariths(requested, arith, nodes)
     return {
-        (node := NodeId(info.node)): node_form(info, dtype, ariths[node], facts.config, linear)
-        for info in nodes
+        NodeId(info.node): form_on(facts, info, dtype, ariths[NodeId(info.node)]) for info in nodes
     }
+
+
+def form_on(facts: ModelFacts, node: NodeInfo, dtype: DType, arith: Arith) -> NodeForm:
+    """Tell in which form a node that computes by `arith` holds the model in a ring of `dtype`."""
+    is_packed = facts.packed is not None and facts.packed.is_all
+    return node_form(node, dtype, arith, facts.config, facts.linear_dtype, is_packed=is_packed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,11 +170,11 @@ class Shapes:
     gather: WireDType | None = None
     quantization: QuantizationChoice
     narrow_hops: Mapping[tuple[NodeId, NodeId], int]
-    _known: dict[tuple[DType, DType, bool], ModelShape] = field(default_factory=dict)
+    _known: dict[tuple[DType, DType, bool, DType | None], ModelShape] = field(default_factory=dict)
 
     def of(self, form: NodeForm) -> ModelShape:
         """Return the sizes on a node that holds the model so."""
-        key = (form.dtype, form.linear, form.unpacks)
+        key = (form.dtype, form.linear, form.unpacks, form.held)
         if key not in self._known:
             self._known[key] = self._made(form)
         return self._known[key]
@@ -186,6 +191,7 @@ class Shapes:
             None if form.unpacks else facts.packed,
             self.gather,
             facts.tower_bytes.get(form.dtype, 0),
+            form.held,
         )
         is_quantised = self.quantization.weights is not None
         streams = is_quantised or is_streamable(facts.stored_dtype, facts.packed, form.linear)
@@ -211,7 +217,7 @@ def candidates_of(
         memory_bytes = max(0, node.memory_bytes - graphs_bytes * node.device.startswith("cuda"))
         form = forms[NodeId(node.node)]
         if node.dtypes != by_node[node.node].dtypes:  # a device that is not the node's first
-            form = node_form(node, dtype, arith, facts.config, facts.linear_dtype)
+            form = form_on(facts, node, dtype, arith)
         return HeldModel(shape=shapes.of(form), memory_bytes=memory_bytes)
 
     by_node = {node.node: node for node in nodes}

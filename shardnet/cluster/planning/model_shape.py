@@ -79,17 +79,25 @@ def model_shape(
     packed: PackedSizes | None = None,
     gather_dtype: WireDType | None = None,
     tower_bytes: int = 0,
+    held: DType | None = None,
 ) -> ModelShape:
     """Compute the sizes of a model in `dtype` with one sequence of `context` positions.
 
     `wire_dtype` is that of activations between stages, None for `dtype`. `stored` is that of linear
     weights in memory, None for `dtype`, except for those `packed`, which stay as they are stored.
     `gather_dtype` is that of parts between the nodes of one stage, None for `dtype`.
-    The first stage has a tower of `tower_bytes` for pictures too.
+    The first stage has a tower of `tower_bytes` for pictures too. Keys and values that are not
+    quantised are `held` in a dtype of their own, None for `dtype`.
     The shape also has the sizes with more of the model quantised than in `quantization`, and those
     of streaming, unless transformers' modules compute: these do neither.
     """
-    form = WeightForm(dtype=dtype, quant=quantization.weights, linear_dtype=stored, packed=packed)
+    form = WeightForm(
+        dtype=dtype,
+        quant=quantization.weights,
+        linear_dtype=stored,
+        packed=packed,
+        held_dtype=held,
+    )
     weights = _quantized_sizes(config, form, context, quantization.kv_dtype)
     is_ours = config.outline is None
     return ModelShape(
@@ -167,7 +175,7 @@ def _quantized_sizes(
         spared_bytes=_spared(layers),
         head_bytes=tail_weight_bytes(config, form),
         tied_bytes=shared_weight_bytes(config, form),
-        kv_block_bytes=max(kv_block_bytes(plain, n, dtype, kv_dtype) for n in each_layer),
+        kv_block_bytes=max(kv_block_bytes(plain, n, form.kv, kv_dtype) for n in each_layer),
         state_bytes=max(state_bytes(config, n, dtype) for n in each_layer),
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),

@@ -50,6 +50,13 @@ class NodeForm:
     by_library: bool
     unpacks: bool = False
     """Whether packed weights are unpacked when they are loaded: nothing multiplies them there."""
+    held: DType | None = None
+    """In what keys and values are held that are not quantised, if that is not `dtype`."""
+
+    @property
+    def kv(self) -> DType:
+        """The dtype of keys and values that are not quantised."""
+        return self.held or self.dtype
 
 
 def settle_dtype(requested: str, config: ModelConfig, nodes: Sequence[NodeInfo]) -> DType:
@@ -102,12 +109,14 @@ def node_form(
     arith: Arith,
     config: ModelConfig,
     linear_dtype: DType | None,
+    *,
+    is_packed: bool = False,
 ) -> NodeForm:
     """Tell how `node` holds a model in a ring of `dtype`; it mirrors model/kernels/linear.probe.
 
-    `linear_dtype` is that of all linear weights as stored, None where there is no such. A node
-    computes in float32 where it has no instructions for `dtype`; its library then keeps linear
-    weights of 16 bits.
+    `linear_dtype` is that of all linear weights as stored, None where there is no such, which
+    `is_packed` says of packed ones. A node computes in float32 where it has no instructions for
+    `dtype`, and with packed weights; its library then keeps linear weights of 16 bits.
     """
     is_cpu, is_portable = _is_cpu(node), arith is Arith.PORTABLE
     has_vectors = is_cpu and node.isa in (*kernels.VECTORS, kernels.TEXT)
@@ -118,7 +127,9 @@ def node_form(
     ):  # no two are known to give equal bits
         has_library, arithmetic = False, f"oneDNN of {node.name}"
     own = config.checkpoint_dtype
-    is_wider = is_portable or (has_library and own is DType.FLOAT16)
+    has_pairs = has_library and arithmetic in (PAIRS_ARITHMETIC, TILES_ARITHMETIC)
+    holds_half = is_packed and has_pairs and not is_portable and dtype is DType.BFLOAT16
+    is_wider = is_portable or holds_half or (has_library and own is DType.FLOAT16)
     is_native = dtype.value in node.dtypes and not (is_cpu and is_wider)
     computes = dtype if is_native else DType.FLOAT32
     if config.outline is not None:
@@ -142,11 +153,12 @@ def node_form(
         dtype=DType.FLOAT32,
         linear=own if keeps and own is not None else DType.FLOAT32,
         arithmetic=arithmetic
-        if node.isa == kernels.TEXT
+        if node.isa == kernels.TEXT or holds_half
         else PORTABLE_ARITHMETIC
         if has_library
         else arithmetic,
         by_library=has_library,
+        held=DType.BFLOAT16 if holds_half else None,
     )
 
 

@@ -116,7 +116,8 @@ class KvCache:
     `windows` has the sliding window of each layer, in positions, the row itself included; None is
     no window, and an empty sequence is none for any layer. Keys have `head_size` columns, values
     `value_size` (None: as many; 0: values are columns of the keys). Rows are written and read in
-    `dtype`, and stored in `kv_dtype`, W elements each. `room_blocks` is the capacity of all slots
+    `dtype`, and stored in `kv_dtype`, W elements each: those that are not quantised in `held`, None
+    for `dtype`. `room_blocks` is the capacity of all slots
     together, in blocks of 256 positions. `states` has the state of each layer that keeps one, None
     where it has keys and values alone; an empty sequence is None for all. `heads` are those of each
     layer where they are not alike; then no shard has a part of them.
@@ -135,6 +136,7 @@ class KvCache:
         kv_dtype: KvDType = KvDType.AUTO,
         states: Sequence[StateShape | None] = (),
         heads: Sequence[HeadShape] = (),
+        held: torch.dtype | None = None,
     ) -> None:
         assert len(windows) in (0, n_layers)
         assert len(states) in (0, n_layers)
@@ -146,6 +148,7 @@ class KvCache:
         self._n_kv_heads = n_kv_heads
         self._is_quantized = kv_dtype is KvDType.INT8
         self._dtype = dtype
+        self._stored_dtype = torch.int8 if self._is_quantized else held or dtype
         usual = HeadShape(
             n_kv_heads=n_kv_heads,
             key_size=head_size,
@@ -177,6 +180,11 @@ class KvCache:
     def dtype(self) -> torch.dtype:
         """Dtype in which rows are written and read."""
         return self._dtype
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Dtype of what is stored of rows: of numbers, or of codes."""
+        return self._stored_dtype
 
     @property
     def n_kv_heads(self) -> int:
@@ -470,11 +478,13 @@ class KvCache:
 
     def quantize(self, rows: Tensor) -> Tensor:
         """Convert rows [..., D] in `dtype` to their stored form [..., W], each row by itself."""
-        return quantize_rows(rows) if self._is_quantized else rows
+        return quantize_rows(rows) if self._is_quantized else rows.to(self._stored_dtype)
 
     def dequantize(self, stored: Tensor, width: int) -> Tensor:
         """Convert stored rows [..., W] to rows [..., D] of D = `width` columns, in `dtype`."""
-        return dequantize_rows(stored, width, self._dtype) if self._is_quantized else stored
+        if self._is_quantized:
+            return dequantize_rows(stored, width, self._dtype)
+        return stored.to(self._dtype)
 
     def addresses(self, slot: SlotId) -> SlotAddresses:
         """Return the addresses of the slot's keys and values, updated in place as it grows."""
@@ -663,10 +673,6 @@ class KvCache:
     def _n_whole_heads(self, heads: HeadShape) -> int:
         """Return the heads of a layer in all shards together."""
         return self.whole_kv_heads if self._are_alike else heads.n_kv_heads
-
-    @property
-    def _stored_dtype(self) -> torch.dtype:
-        return torch.int8 if self._is_quantized else self._dtype
 
     def _stored(self, heads: HeadShape) -> HeadShape:
         """Return heads with W, the elements that a key or value takes in a slot."""

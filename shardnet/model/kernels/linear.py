@@ -85,11 +85,18 @@ class KernelChoice:
     hidden_dtype: DType | None = None
     """What hidden states are rounded to after each layer, if that is not `dtype`: the dtype of the
     ring, where this device computes in a wider one."""
+    held_dtype: DType | None = None
+    """What keys and values are rounded to, if that is not `dtype`."""
 
     @property
     def unpacks(self) -> bool:
         """Whether weights that are packed are unpacked to `dtype` when they are loaded."""
         return not multiplies_packed(torch.device(self.device))
+
+    @property
+    def kv_dtype(self) -> DType:
+        """The dtype of keys and values that are not quantised."""
+        return self.held_dtype or self.dtype
 
     @property
     def stored_dtype(self) -> DType:
@@ -337,6 +344,8 @@ def probe(
     checkpoint_dtype: DType | None,
     quant: Quantization | None = None,
     arith: Arith = Arith.FAST,
+    *,
+    is_packed: bool = False,
 ) -> KernelChoice:
     """Choose dtype and kernel for a device, and test up to how many rows it is batch-invariant.
 
@@ -347,10 +356,15 @@ def probe(
     computes in float32 by the compiled library, even in plain C. A GPU that does not compute the
     dtype correctly computes in float32, and rounds. `quant` is taken as given:
     every device computes with quantised weights. The library computes with weights of float16 in
-    float32: bfloat16 would take 3 bits from them. Where the library was built, oneDNN computes only
+    float32: bfloat16 would take 3 bits from them. With a file that `is_packed`, whose linear
+    weights are quantised, it computes in float32 too, for words as near to the file's own as its
+    products allow, and holds keys and values in bfloat16. Where the library was built, oneDNN
+    computes only
     if asked to: its bits depend on the batch.
     """
     choice = _probe_dtype(device, requested, checkpoint_dtype, arith)
+    if is_packed and choice.kernel is Kernel.NATIVE and choice.dtype is DType.BFLOAT16:
+        choice = replace(choice, dtype=DType.FLOAT32, held_dtype=DType.BFLOAT16)
     if requested != "auto" and requested is not choice.dtype:
         choice = replace(choice, hidden_dtype=requested)
     return choice if quant is None else replace(choice, quant=quant)

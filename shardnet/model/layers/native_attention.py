@@ -52,6 +52,7 @@ class AttendStruct(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
         ("is_bf16", ctypes.c_int32),
+        ("kv_is_bf16", ctypes.c_int32),
         ("values_are_keys", ctypes.c_int32),
         ("is_causal", ctypes.c_int32),
     )
@@ -150,6 +151,7 @@ def bind_slots(struct: AttendStruct, spans: NativeSpans, layer: int, kv: KvCache
         return False
     struct.group, struct.row_bytes, struct.value_bytes = keys.group, keys.n_bytes, values.n_bytes
     struct.key_columns, struct.value_columns = keys.n_columns, values.n_columns
+    struct.kv_is_bf16 = kv.stored_dtype is torch.bfloat16
     struct.spans = spans.address
     struct.n_spans = len(spans.slots)
     struct.layer = layer
@@ -215,7 +217,7 @@ class _StoredRow:
 def _stored_row(size: int, kv: KvCache) -> _StoredRow:
     """Describe rows of `size` columns in the slots."""
     if not kv.is_quantized:
-        return _StoredRow(n_bytes=size * kv.dtype.itemsize, n_columns=size, group=0)
+        return _StoredRow(n_bytes=size * kv.stored_dtype.itemsize, n_columns=size, group=0)
     n_groups, group = kv_groups(size)
     n_columns = n_groups * group
     n_bytes = n_columns + n_groups * torch.bfloat16.itemsize

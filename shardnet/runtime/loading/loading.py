@@ -18,7 +18,6 @@ from shardnet.checkpoint.adapters.layer_files import with_adapters
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, UsageError
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import family_of
 from shardnet.model.shards.cut import Cut
 from shardnet.runtime.loading.loaded_stage import KeptWeights, LoadedStage
@@ -262,9 +261,8 @@ def _load_model(
     """
     import torch
 
-    from shardnet.model.kernels.linear import probe
     from shardnet.stage.adapters.adapted_linear import LoadedAdapter
-    from shardnet.stage.load import load_stage
+    from shardnet.stage.load import choose_kernels, load_stage
     from shardnet.stage.packs.pack_cache import PackCache
 
     order, checkpoint, form = job.order, job.checkpoint, job.order.form
@@ -273,8 +271,8 @@ def _load_model(
     tower = tower_of(checkpoint, mmproj) if has_tower else None
     adapters = [LoadedAdapter.read(each.adapter_id, each.files) for each in order.adapters]
     config, device = with_adapters(checkpoint.config, adapters), torch.device(order.device.torch)
-    quant, kv_dtype = Quantization.named(form.quant), KvDType(form.kv_dtype)
-    choice = probe(device, form.dtype, config.checkpoint_dtype, quant, order.arith)
+    kv_dtype = KvDType(form.kv_dtype)
+    choice = choose_kernels(checkpoint, form, order.arith, device)
     tower_bytes = tower.weight_bytes(choice.dtype) if tower is not None else 0
     n_here, n_shards = len(order.shards) or 1, len(order.shards) or order.n_nodes
     room_blocks = kv_room_blocks(
@@ -408,7 +406,7 @@ def kv_room_blocks(
     if device == "cuda":
         activations += graph_bytes(config, dtype)
     fixed = weights + activations + state_bytes(config, layers, dtype)
-    block_bytes = kv_block_bytes(config, layers, dtype, kv_dtype)
+    block_bytes = kv_block_bytes(config, layers, form.kv, kv_dtype)
     needed = blocks_for(context) * block_bytes
     if fixed + needed > memory_bytes:
         raise CapacityError(

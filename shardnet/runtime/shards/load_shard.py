@@ -16,15 +16,14 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CheckpointError, ConfigurationError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.slot_blocks import SlotContents
-from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.codec import to_bytes
-from shardnet.model.kernels.linear import KernelChoice, probe
+from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.shards.cut import MAX_SHARDS
 from shardnet.model.shards.group import MemoryGroup, SharedMemory
 from shardnet.runtime.shards.calls import AdoptRows, ShardJob
 from shardnet.runtime.shards.processes import Launch, ShardProcesses, launch
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder
-from shardnet.stage.load import load_stage
+from shardnet.stage.load import choose_kernels, load_stage
 from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.tensor_reader import Progress
@@ -41,11 +40,11 @@ def load_shard(
         raise CheckpointError(
             f"{order.folder}: it has changed while its shards were loaded", remedy="ask again"
         )
-    device, own = torch.device(order.device.torch), checkpoint.config.checkpoint_dtype
+    device = torch.device(order.device.torch)
     return load_stage(
         checkpoint,
         order.layers,
-        choice=probe(device, form.dtype, own, Quantization.named(form.quant), order.arith),
+        choice=choose_kernels(checkpoint, form, order.arith, device),
         device=device,
         room_blocks=job.room_blocks,
         progress=progress,

@@ -49,13 +49,20 @@ class WeightForm:
 
     Linear weights are quantised; else those in `packed` stay as they are stored, as its tables
     always do; others are in `linear_dtype` (None: in `dtype`), which the compiled library
-    multiplies with rows in `dtype`.
+    multiplies with rows in `dtype`. Beside them keys and values that are not quantised are in
+    `held_dtype` (None: in `dtype`).
     """
 
     dtype: DType
     quant: Quantization | None = None
     linear_dtype: DType | None = None
     packed: PackedSizes | None = None
+    held_dtype: DType | None = None
+
+    @property
+    def kv(self) -> DType:
+        """The dtype of keys and values that are not quantised."""
+        return self.held_dtype or self.dtype
 
     @property
     def linear(self) -> DType:

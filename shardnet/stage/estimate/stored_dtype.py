@@ -79,6 +79,7 @@ def weight_form(checkpoint: Checkpoint, choice: KernelChoice) -> WeightForm:
         quant=choice.quant,
         linear_dtype=choice.stored_dtype if stays else choice.dtype,
         packed=packed_sizes(checkpoint),
+        held_dtype=choice.held_dtype,
     )
 
 

@@ -26,6 +26,7 @@ from shardnet.cluster.planning.ring_dtypes import (
 )
 from shardnet.errors import CheckpointError, PlanError, UsageError
 from shardnet.runtime.loading.model_facts import ModelFacts
+from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import (
     PAIRS_ARITHMETIC,
     PORTABLE_ARITHMETIC,
@@ -112,6 +113,39 @@ def test_a_node_that_computes_in_float32_doubles_no_other_nodes_weights() -> Non
     assert plan.wires == (WireDType.BFLOAT16,) * 2
     told = [(stage.dtype, stage.weight_dtype) for stage in plan.reply(1).stages]
     assert told == [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float32")]
+
+
+def test_files_of_quantised_weights_are_computed_in_float32_with_keys_in_16_bits() -> None:
+    """By CPUs with instructions for bfloat16, which are a class of their own as before."""
+    count = PackedCount(n_weights=1000, n_bytes=500)
+    sizes = PackedSizes(
+        layers=(count,) * HALVES.config.n_layers,
+        experts=(PackedCount(),) * HALVES.config.n_layers,
+        embedding=count,
+        head=count,
+        is_tied=False,
+        can_stream=True,
+        is_all=True,
+    )
+    told = replace(HALVES, packed=sizes, linear_dtype=None)
+    plan = planned([pairs("a"), pairs("b")], told, layers=[(0, 3), (3, 6)])
+    assert (plan.dtype, plan.wires) == (BF16, (WireDType.BFLOAT16,))
+    assert [(f.dtype, f.kv, f.arithmetic) for f in plan.forms] == [
+        (F32, BF16, PAIRS_ARITHMETIC)
+    ] * 2
+    assert plan.exactness.split
+    assert plan.exactness.batch
+    wide, half = (model_shape(told.config, dtype, plan.context) for dtype in (F32, BF16))
+    assert 2 * half.kv_layer_bytes == wide.kv_layer_bytes
+    for stage in plan.placement.stages:
+        assert stage.kv_bytes == half.kv_bytes(stage.layers)
+    for others in ([pairs("a"), avx2("b")], [avx2("a"), avx2("b")]):  # portable: all in float32
+        forms = planned(others, told, layers=[(0, 3), (3, 6)]).forms
+        assert [(f.dtype, f.kv, f.arithmetic) for f in forms] == [
+            (F32, F32, PORTABLE_ARITHMETIC)
+        ] * 2
+    in_part = replace(told, packed=replace(sizes, is_all=False))
+    assert {f.dtype for f in planned([pairs("a"), pairs("b")], in_part).forms} == {BF16}
 
 
 def test_memory_is_that_of_each_nodes_own_form() -> None:

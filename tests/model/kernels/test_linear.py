@@ -133,6 +133,11 @@ class TestProbe:
         assert (portable.dtype, portable.kernel) == (DType.FLOAT32, Kernel.NATIVE)
         assert (portable.hidden_dtype, portable.stored_dtype) == (half, half)
         assert (chosen.dtype, chosen.kernel) == fast
+        packed = probe(CPU, half, half, is_packed=True)
+        if fast == (half, Kernel.NATIVE):
+            chosen = replace(chosen, dtype=DType.FLOAT32, hidden_dtype=half, held_dtype=half)
+        assert packed == chosen
+        assert packed.kv_dtype is (packed.held_dtype or packed.dtype)
         assert (by_torch.dtype, by_torch.kernel) == onednn
         assert by_torch.min_rows == (4 if onednn == HALF_BY_ONEDNN else 1)
         by_tiles = has_tiles and arithmetic == PAIRS_ARITHMETIC

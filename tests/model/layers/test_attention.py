@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,12 @@ KINDS = {
     "causal": AttentionKind(is_causal=True),
     "capped window": AttentionKind(window=33, soft_cap=1.5, scale=0.9),
 }
+STORED: dict[str, dict[str, Any]] = {
+    "as computed": {},
+    "int8": {"kv_dtype": KvDType.INT8},
+    "bfloat16": {"held": torch.bfloat16},
+}
+"""How keys and values of float32 are kept."""
 
 
 def naive_attention(query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind) -> Tensor:
@@ -56,7 +63,7 @@ def batch(*sizes: tuple[int, int]) -> MicroBatch:
     sizes=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=4),
     n_kv_heads=st.sampled_from([1, 2, 6]),
     kind=st.sampled_from(list(KINDS.values())),
-    kv_dtype=st.sampled_from(list(KvDType)),
+    stored=st.sampled_from(list(STORED)),
     picture=st.tuples(st.integers(0, 39), st.integers(1, 40)),
     is_native=st.booleans(),
 )
@@ -64,7 +71,7 @@ def batch(*sizes: tuple[int, int]) -> MicroBatch:
     sizes=[(0, 40), (39, 33), (40, 1)],
     n_kv_heads=2,
     kind=KINDS["window of 40"],
-    kv_dtype=KvDType.INT8,
+    stored="int8",
     picture=(2, 38),
     is_native=False,
 )
@@ -72,7 +79,7 @@ def batch(*sizes: tuple[int, int]) -> MicroBatch:
     sizes=[(120, 140)],
     n_kv_heads=2,
     kind=KINDS["window of 7"],
-    kv_dtype=KvDType.AUTO,
+    stored="as computed",
     picture=(3, 135),
     is_native=True,
 )
@@ -80,7 +87,7 @@ def test_each_row_sees_its_own_slot_up_to_itself(
     sizes: list[tuple[int, int]],
     n_kv_heads: int,
     kind: AttentionKind,
-    kv_dtype: KvDType,
+    stored: str,
     picture: tuple[int, int],
     is_native: bool,
 ) -> None:
@@ -95,7 +102,7 @@ def test_each_row_sees_its_own_slot_up_to_itself(
         return torch.randn(rows, heads, head_size, generator=generator)
 
     shape = (1, n_kv_heads, head_size)
-    kv = KvCache(*shape, torch.float32, CPU, room_blocks=16, kv_dtype=kv_dtype)
+    kv = KvCache(*shape, torch.float32, CPU, room_blocks=16, **STORED[stored])
     past = [(draw(position, n_kv_heads), draw(position, n_kv_heads)) for position, _ in sizes]
     n_rows = sum(rows for _, rows in sizes)
     queries, keys, values = (
@@ -133,9 +140,9 @@ def test_each_row_sees_its_own_slot_up_to_itself(
 
 @pytest.mark.parametrize("n_rows", [1, 5, 32])
 @pytest.mark.parametrize("name", list(KINDS))
-@pytest.mark.parametrize("kv_dtype", list(KvDType))
+@pytest.mark.parametrize("stored", list(STORED))
 def test_rows_of_a_small_group_have_the_bits_of_decode_steps(
-    name: str, n_rows: int, kv_dtype: KvDType
+    name: str, n_rows: int, stored: str
 ) -> None:
     kind, position = KINDS[name], 50
     generator = torch.Generator().manual_seed(0)
@@ -144,7 +151,7 @@ def test_rows_of_a_small_group_have_the_bits_of_decode_steps(
     rows = slice(position, position + n_rows)
 
     def run(sizes: list[tuple[int, int]]) -> Tensor:
-        kv = KvCache(1, 2, 8, torch.float32, CPU, room_blocks=1, kv_dtype=kv_dtype)
+        kv = KvCache(1, 2, 8, torch.float32, CPU, room_blocks=1, **STORED[stored])
         kv.ensure(SlotId(0), position)
         for cached, past in zip(kv.layer(SlotId(0), 0), (keys, values), strict=True):
             cached[:, :position] = kv.quantize(past[:position]).transpose(0, 1)

@@ -311,7 +311,7 @@ INLINE TARGET void NAME(weigh_queries)(struct NAME(tile) *tile, const char *valu
     values += begin * call->value_bytes;
     if (call->group)
         NAME(weigh_int8)(call, values, end - begin, weights, &to, n);
-    else if (call->is_bf16)
+    else if (call->kv_is_bf16)
         NAME(weigh_bfloat16)(call, values, end - begin, weights, &to, n);
     else
         NAME(weigh_float32)(call, values, end - begin, weights, &to, n);
@@ -381,7 +381,7 @@ static NOINLINE TARGET void NAME(weigh_block)(struct NAME(tile) *tile, const cha
 static NOINLINE TARGET void NAME(score_block)(struct NAME(tile) *tile, const char *keys, int64_t block, int low,
                                               int high) {
     const struct attend *call = tile->call;
-    const int per_word = call->group ? 4 : call->is_bf16 ? 2 : 1;
+    const int per_word = call->group ? 4 : call->kv_is_bf16 ? 2 : 1;
     if (call->group) NAME(read_scales)(call, keys, low, high, tile->scales);
     for (int begin = low / LANES * LANES; begin < high; begin += GROUP) {
         const int end = begin + GROUP < high ? begin + GROUP : (high + LANES - 1) / LANES * LANES;
@@ -397,7 +397,7 @@ static NOINLINE TARGET void NAME(score_block)(struct NAME(tile) *tile, const cha
         const char *next = keys + (begin + GROUP) * call->row_bytes;
         if (call->group)
             NAME(score_int8)(call, tile->columns, scales, end - begin, queries, scores, next, tile->n - query);
-        else if (call->is_bf16)
+        else if (call->kv_is_bf16)
             NAME(score_bfloat16)(call, tile->columns, scales, end - begin, queries, scores, next, tile->n - query);
         else
             NAME(score_float32)(call, tile->columns, scales, end - begin, queries, scores, next, tile->n - query);

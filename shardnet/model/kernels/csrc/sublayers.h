@@ -44,7 +44,7 @@ struct residual {
     void *inner;        /* scratch [n_rows, width] */
     int64_t n_rows, width;
     float multiplier;
-    int32_t is_bf16; /* all rows, keys and values: else they are float32 */
+    int32_t is_bf16; /* all rows: else they are float32 */
     int32_t rounds;  /* float32 that go out to numbers of bfloat16 */
     struct team team;
 };
@@ -84,7 +84,8 @@ struct attend {
     struct team team;
     float scale;
     float soft_cap; /* c: a score x becomes c * tanh(x / c); 0 is none */
-    int32_t is_bf16;
+    int32_t is_bf16;         /* queries and outputs */
+    int32_t kv_is_bf16;      /* keys and values in their slots, where nothing is quantised */
     int32_t values_are_keys; /* the slots hold no values: they are the keys' columns */
     int32_t is_causal;       /* rows that see each other do not in this layer */
 };

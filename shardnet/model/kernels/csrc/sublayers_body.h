@@ -160,6 +160,18 @@ INLINE TARGET void NAME(quantize_head)(const struct attend *call, const void *he
     }
 }
 
+/* Stores a key or value as it is, or rounded to bfloat16. */
+INLINE TARGET void NAME(store_head)(const struct attend *call, const void *head, void *to, const int is_bf16) {
+    if (is_bf16 == call->kv_is_bf16) {
+        memcpy(to, head, (size_t)call->row_bytes);
+        return;
+    }
+    for (int64_t i = 0; i < call->head_size; i += LANES) {
+        const int n = of_last(call->head_size, i);
+        NAME(save)(to, i, n, NAME(load)(head, i, n, 0), 1);
+    }
+}
+
 /* Normalises and rotates each head of a row; stores its keys and values in its slot. */
 INLINE TARGET void NAME(rotate_row)(const struct attention_call *call, int64_t row, const int is_bf16) {
     const struct attend *attend = &call->attend;
@@ -187,8 +199,8 @@ INLINE TARGET void NAME(rotate_row)(const struct attention_call *call, int64_t r
             NAME(quantize_head)(attend, key, (int8_t *)stored->keys + to, is_bf16);
             NAME(quantize_head)(attend, value, (int8_t *)stored->values + to, is_bf16);
         } else {
-            memcpy((char *)stored->keys + to, key, (size_t)attend->row_bytes);
-            memcpy((char *)stored->values + to, value, (size_t)attend->row_bytes);
+            NAME(store_head)(attend, key, (char *)stored->keys + to, is_bf16);
+            NAME(store_head)(attend, value, (char *)stored->values + to, is_bf16);
         }
     }
 }
