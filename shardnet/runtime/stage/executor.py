@@ -82,12 +82,11 @@ class Executor:
         submitted = self._thread.submit(self._counted, job)
         submitted.add_done_callback(self._note_cancelled)
         self._pause.n_queued.value += 1
-        ended = asyncio.wrap_future(submitted)
         if self.silence_s is None:
-            return ended
+            return asyncio.wrap_future(submitted)
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        ended.add_done_callback(partial(_pass_on, answer))
-        answer.add_done_callback(lambda given: given.cancelled() and ended.cancel())
+        submitted.add_done_callback(partial(_pass_on, answer))
+        answer.add_done_callback(lambda given: given.cancelled() and submitted.cancel())
         _Watch(self, answer, alive, self.silence_s)
         return answer
 
@@ -194,7 +193,13 @@ class Executor:
         self._thread.join()
 
 
-def _pass_on(answer: asyncio.Future[T], ended: asyncio.Future[T]) -> None:
+def _pass_on(answer: asyncio.Future[T], ended: Future[T]) -> None:
+    """Have `answer` end as a job has, on the loop that it is of, unless that is closed."""
+    with contextlib.suppress(RuntimeError):
+        answer.get_loop().call_soon_threadsafe(_answer, answer, ended)
+
+
+def _answer(answer: asyncio.Future[T], ended: Future[T]) -> None:
     """Have `answer` end as a job has, unless nobody waits for it any more."""
     if ended.cancelled():
         answer.cancel()
