@@ -53,7 +53,8 @@ def forms_of(
 
     Arguments that are no object are given as they came to a template that shows them so, else as an
     object. All are given as text to a template that takes nothing else, as DeepSeek's. System
-    messages that a template takes nowhere else are one at the beginning, if they `may_join`.
+    messages that a template takes nowhere else are one at the beginning, if they `may_join`. What
+    called a tool and said nothing has an empty text for templates that know no calls.
     """
     texts = [call["arguments"] for said in messages for call in said.get("tool_calls") or ()]
     read = {text: read_object(text) if text.strip() else {} for text in texts}
@@ -76,7 +77,19 @@ def forms_of(
     systems = [said for said in messages if said["role"] == "system"]
     if may_join and (len(systems) > 1 or systems != [*messages[: len(systems)]]):
         forms += [with_systems_first(form) for form in forms]
+    if any(map(only_calls, messages)):
+        forms += [replace(form, messages=with_texts(form.messages)) for form in forms]
     return forms
+
+
+def only_calls(said: Shown) -> bool:
+    """Say whether a message has calls and no text."""
+    return bool(said.get("tool_calls")) and said.get("content") is None
+
+
+def with_texts(messages: Sequence[Shown]) -> list[Shown]:
+    """Write an empty text in messages that have only calls."""
+    return [{**said, "content": ""} if only_calls(said) else said for said in messages]
 
 
 def with_systems_first(form: Form) -> Form:

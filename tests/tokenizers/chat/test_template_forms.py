@@ -106,6 +106,24 @@ def test_a_template_that_takes_text_is_given_it_as_it_came(
     assert joined == transformers_text(JOINED, calling(arguments), arguments)
 
 
+@pytest.mark.parametrize("arguments", [CUT, '{"a": 1}'])
+def test_a_template_that_knows_no_calls_is_given_a_text_where_there_is_none(
+    process: TemplateProcess, arguments: str
+) -> None:
+    """As SmolLM2's, which adds the content of each message to its role."""
+    source = "{% for one in messages %}{{ '|' + one['role'] + ':' + one['content'] }}{% endfor %}"
+    conversation: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"name": "f", "arguments": arguments}],
+        },
+        {"role": "tool", "content": "42"},
+    ]
+    assert process.render(template(source), conversation) == "|user:hi|assistant:|tool:42"
+
+
 def test_half_a_pair_in_arguments_is_a_character_of_its_own(process: TemplateProcess) -> None:
     shown = process.render(template(GLM), calling(r'{"a": "x\ud83d", "b": "\ud83d\ude00"}'))
     assert "<arg_value>x\ufffd</arg_value>" in shown
