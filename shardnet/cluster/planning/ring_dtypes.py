@@ -114,9 +114,10 @@ def node_form(
 ) -> NodeForm:
     """Tell how `node` holds a model in a ring of `dtype`; it mirrors model/kernels/linear.probe.
 
-    `linear_dtype` is that of all linear weights as stored, None where there is no such, which
-    `is_packed` says of packed ones. A node computes in float32 where it has no instructions for
-    `dtype`, and with packed weights; its library then keeps linear weights of 16 bits.
+    `linear_dtype` is that of all linear weights as stored, None where there is no such. With
+    `is_packed` all linear weights are quantised in the file. A node computes in float32 where it
+    has no instructions for `dtype`, and where weights are packed; its library then keeps linear
+    weights of 16 bits.
     """
     is_cpu, is_portable = _is_cpu(node), arith is Arith.PORTABLE
     has_vectors = is_cpu and node.isa in (*kernels.VECTORS, kernels.TEXT)

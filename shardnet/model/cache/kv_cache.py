@@ -117,10 +117,10 @@ class KvCache:
     no window, and an empty sequence is none for any layer. Keys have `head_size` columns, values
     `value_size` (None: as many; 0: values are columns of the keys). Rows are written and read in
     `dtype`, and stored in `kv_dtype`, W elements each: those that are not quantised in `held`, None
-    for `dtype`. `room_blocks` is the capacity of all slots
-    together, in blocks of 256 positions. `states` has the state of each layer that keeps one, None
-    where it has keys and values alone; an empty sequence is None for all. `heads` are those of each
-    layer where they are not alike; then no shard has a part of them.
+    for `dtype`. `room_blocks` is the capacity of all slots together, in blocks of 256 positions.
+    `states` has the state of each layer that keeps one, None where it has keys and values alone; an
+    empty sequence is None for all. `heads` are those of each layer where they are not alike; then
+    no shard has a part of them.
     """
 
     def __init__(

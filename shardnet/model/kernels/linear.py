@@ -356,11 +356,10 @@ def probe(
     computes in float32 by the compiled library, even in plain C. A GPU that does not compute the
     dtype correctly computes in float32, and rounds. `quant` is taken as given:
     every device computes with quantised weights. The library computes with weights of float16 in
-    float32: bfloat16 would take 3 bits from them. With a file that `is_packed`, whose linear
-    weights are quantised, it computes in float32 too, for words as near to the file's own as its
-    products allow, and holds keys and values in bfloat16. Where the library was built, oneDNN
-    computes only
-    if asked to: its bits depend on the batch.
+    float32: bfloat16 would take 3 bits from them. If `is_packed`, all linear weights are quantised
+    in the file: then it computes in float32 too, where bfloat16 would only add an error, and holds
+    keys and values in bfloat16. Where the library was built, oneDNN computes only if asked to: its
+    bits depend on the batch.
     """
     choice = _probe_dtype(device, requested, checkpoint_dtype, arith)
     if is_packed and choice.kernel is Kernel.NATIVE and choice.dtype is DType.BFLOAT16:
