@@ -9,7 +9,18 @@ from msgspec import Meta
 
 from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.sampling_params import MAX_STOP_IDS, SamplingParams
-from shardnet.types import U32, BlockKeys, Digest, Positions, Row, SequenceId, SlotId, Tagged
+from shardnet.types import (
+    MAX_STATES,
+    U32,
+    BlockKeys,
+    Digest,
+    Positions,
+    Row,
+    SequenceId,
+    SlotId,
+    StateId,
+    Tagged,
+)
 
 MAX_DRAFTS = 31
 """Draft tokens of a sequence in one step."""
@@ -21,6 +32,7 @@ MAX_ADAPTER_SCALE = 100.0
 
 Sequence = Annotated[SequenceId, Meta(ge=0)]
 Slot = Annotated[SlotId, Meta(ge=0, le=2**32 - 1)]
+State = Annotated[StateId, Meta(ge=0, le=2**32 - 1)]
 
 
 class AdapterUse(Row, frozen=True, array_like=True):
@@ -80,7 +92,8 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
     """A slot operation: a sequence takes a slot.
 
     Its first `n_kept` positions stay as they are, are copied from the slot `source`, or with
-    `is_restored` are those that every stage has read from its disk for this sequence. Its output
+    `is_restored` are those that every stage has read from its disk for this sequence. Layers that
+    keep a state go on from what was kept as `state`, without one from that of the slot. Its output
     begins at position `n_prompt`; `stop_ids` are those that `min_tokens` holds back. Only the tail
     uses `sampling` and `stop_ids`, and makes at most `n_drafts` drafts behind a sampled token.
     Every stage adds the `adapters`, each once, to the sequence's rows, whose positions so far had
@@ -92,6 +105,7 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
     sampling: SamplingParams
     n_kept: Positions = 0
     source: Slot | None = None
+    state: State | None = None
     n_prompt: Positions = 0
     stop_ids: Annotated[tuple[U32, ...], Meta(max_length=MAX_STOP_IDS)] = ()
     outputs: OutputParams = NO_OUTPUTS
@@ -120,5 +134,22 @@ class FreeSlot(Tagged, frozen=True, kw_only=True):
     slot: Slot
 
 
-SlotOperation = OpenSequence | CloseSequence | FreeSlot
+class KeepState(Tagged, frozen=True, kw_only=True):
+    """Keep a copy of what layers keep a state of, after the first `n_positions` of a slot.
+
+    A sequence may begin with it until it is dropped, whatever becomes of the slot.
+    """
+
+    slot: Slot
+    n_positions: Positions
+    state: State
+
+
+class DropStates(Tagged, frozen=True, kw_only=True):
+    """Give kept states back."""
+
+    states: Annotated[tuple[State, ...], Meta(max_length=MAX_STATES)]
+
+
+SlotOperation = OpenSequence | CloseSequence | FreeSlot | KeepState | DropStates
 """What changes the slots of every stage, in data order with the steps."""

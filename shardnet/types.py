@@ -20,6 +20,7 @@ from shardnet.errors import UsageError
 NodeId = NewType("NodeId", str)
 SequenceId = NewType("SequenceId", int)
 SlotId = NewType("SlotId", int)
+StateId = NewType("StateId", int)
 Epoch = NewType("Epoch", int)
 StepId = NewType("StepId", int)
 
@@ -33,22 +34,9 @@ def blocks_for(n_positions: int) -> int:
 
 
 PROMPT_TAIL_ROWS = 20
-"""The last rows of a prompt, which go by themselves where layers keep a state: it is noted before
+"""The last rows of a prompt, which go by themselves where layers keep a state: it is kept before
 them. What a template leaves out of the next turn of a chat begins there.
 """
-NOTED_STATES = 2
-"""The states of a slot that are noted at once: the last ones."""
-
-
-def is_noted(position: int, n_rows: int, noted: Sequence[int]) -> bool:
-    """Say whether stages note the state of a slot before rows `[position, position + n_rows)`.
-
-    They do before prompt rows, a block at least behind the last of the `noted` positions, and
-    before the last rows of a prompt. The head counts along, to know what a slot can be rewound to.
-    """
-    last = noted[-1] if noted else 0
-    least = 1 if n_rows == PROMPT_TAIL_ROWS else BLOCK_POSITIONS
-    return n_rows > MAX_STATE_DRAFTS + 1 and position - last >= least
 
 
 def settled_blocks(n_positions: int) -> int:
@@ -92,11 +80,14 @@ BLOCK_KEY_BYTES = 16
 
 MAX_STATE_DRAFTS = 4
 """Most drafts of a step where layers keep a state: there is a copy of it for each of them then."""
-STATE_SLOTS = 8
-"""Slots, warm ones included, of a model whose layers keep a state: each takes room for all of it.
-
-How long its sequence is makes no difference, so that room for states is not booked in blocks.
-"""
+LIVE_STATES = 2
+"""States that a running sequence takes: its own, and while drafts are verified that before them."""
+LEAST_STATES = 24
+"""States of each layer that keeps one for which a stage must have room, whatever its context."""
+MAX_STATES = 1 << 14
+"""Most states of a ring that are kept at once."""
+STATE_POSITIONS = 1024
+"""Positions for which a stage has room, beyond one context, for each further state."""
 
 U32_MAX: Final = 2**32 - 1
 MAX_LAYERS: Final = 10_000

@@ -51,7 +51,7 @@ WIDER = {
     "shardnet/model/layers/attention.py plan_step": "the arguments of a step in C",
     "shardnet/model/layers/attention.py step_over": "the arguments of a step in C",
     "shardnet/runtime/engine/engine.py Engine.generate": "a request from its begin to its end",
-    "shardnet/runtime/loading/loading.py kv_room_blocks": "all that takes memory beside keys",
+    "shardnet/runtime/loading/loading.py kv_room": "all that takes memory beside keys",
     "shardnet/runtime/loading/measuring.py measure_stage": "what a measurement stands for",
     "shardnet/stage/load.py _kv_cache": "all that a stage is made of meets here",
     "shardnet/stage/load.py load_stage": "all that a stage is made of meets here",

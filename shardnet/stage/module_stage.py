@@ -19,12 +19,12 @@ from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.kernels.devices import capacity_error_for, is_out_of_memory
 from shardnet.model.modules.cut_model import CutModel
 from shardnet.model.modules.meta_model import MODULE_ERRORS, one_line
-from shardnet.model.modules.slot_cache import SlotCache
+from shardnet.model.modules.slot_cache import LayerStates, SlotCache
 from shardnet.output_params import RoutingShape
 from shardnet.stage.runs import Run
 from shardnet.stage.stage_model import keep_state
 from shardnet.stage.tensor_reader import Progress, TensorReader
-from shardnet.types import LayerRange, SlotId, blocks_for
+from shardnet.types import LayerRange, SlotId, StateId, blocks_for
 
 _TRIAL_ROWS: Final = 8
 _FIRST_ROWS: Final = 5
@@ -48,6 +48,7 @@ class ModuleSlots:
         self._model = model
         self._room = room
         self._slots: dict[SlotId, SlotCache] = {}
+        self._kept: dict[StateId, tuple[int, LayerStates]] = {}
 
     @property
     def blocks_used(self) -> int:
@@ -57,14 +58,47 @@ class ModuleSlots:
     def clear(self) -> None:
         """Free all slots."""
         self._slots.clear()
+        self._kept.clear()
 
-    def copy(self, source: SlotId, slot: SlotId, n_positions: int) -> None:
-        """Copy the first positions of `source` to `slot`. Raises as `trim`."""
+    def keep_state(self, slot: SlotId, n_positions: int, state: StateId) -> None:
+        """Keep a copy of the slot's states as `state`; see KvCache."""
+        held = self._slots.get(slot)
+        if held is not None and held.length == n_positions:
+            self._kept[state] = n_positions, held.states()
+
+    def drop_states(self, states: Sequence[StateId]) -> None:
+        """Give kept states back."""
+        for state in states:
+            self._kept.pop(state, None)
+
+    def rest(self, slot: SlotId) -> None:
+        """Keep what the slot has: its states are what it goes on from without a kept one."""
+
+    def copy(
+        self, source: SlotId, slot: SlotId, n_positions: int, state: StateId | None = None
+    ) -> None:
+        """Copy the first positions of `source` to `slot`, with what was kept as `state` if any.
+
+        Raises as `trim`, CapacityError where that is not here.
+        """
         held = self._slots.get(source)
-        self._slots.pop(slot, None)
-        if held is not None and n_positions:
+        if held is None or not n_positions:
+            self._slots.pop(slot, None)
+            return
+        if state is None:
             _check_cut(held, source, n_positions)
             self._slots[slot] = held.copied(n_positions)
+            return
+        end, states = self._kept.get(state, (0, {}))
+        if end != n_positions or held.length < n_positions:
+            raise CapacityError(
+                f"the state {state} after {n_positions} positions is not here any more",
+                remedy="send the request again",
+            )
+        copied = held if source == slot else held.copied(n_positions)
+        copied.crop(n_positions)
+        copied.put(states)
+        self._slots[slot] = copied
 
     def trim(self, slot: SlotId, n_positions: int) -> None:
         """Keep the first positions of a slot.

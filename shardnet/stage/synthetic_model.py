@@ -43,6 +43,7 @@ from shardnet.stage.estimate.memory_estimate import (
 )
 from shardnet.types import (
     BLOCK_POSITIONS,
+    LEAST_STATES,
     PREFILL_CHUNK_ROWS,
     DType,
     Epoch,
@@ -137,7 +138,7 @@ def synthetic_bytes(sample: ModelConfig, form: WeightForm, kv_dtype: KvDType = K
         stage_weight_bytes(sample, whole, form)
         + activation_peak_bytes(sample, whole, PREFILL_CHUNK_ROWS, dtype, CONTEXT, kv_dtype)
         + CONTEXT // BLOCK_POSITIONS * kv_block_bytes(sample, whole, dtype, kv_dtype)
-        + state_bytes(sample, whole, dtype)
+        + LEAST_STATES * state_bytes(sample, whole, dtype)
         + packing
     )
 

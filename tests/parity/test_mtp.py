@@ -31,7 +31,7 @@ from shardnet.runtime.loading.loaded_stage import LoadedStage, computes_by_devic
 from shardnet.runtime.loading.loading import load
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder, StagePart
 from shardnet.sampling_params import SamplingParams
-from shardnet.types import STATE_SLOTS, LayerRange, SequenceId, SlotId, WireDType
+from shardnet.types import LEAST_STATES, LayerRange, SequenceId, SlotId, WireDType
 
 MTP = Speculation(make_draft_source=None, most=9, most_by_ring=3)
 
@@ -132,7 +132,7 @@ def test_drafts_where_layers_are_cut_over_devices(folder: Path) -> None:
         ring = LoadedStages(
             computes=[[compute for _, compute in computes_by_device(stage)]],
             vocab_size=checkpoint.config.vocab_size,
-            state_slots=STATE_SLOTS,
+            room_states=LEAST_STATES,
         )
         return run(ring, *asked)
 

@@ -103,7 +103,7 @@ def test_more_sequences_than_slots_take_turns(stages: TorchStages) -> None:
 def test_drafts_are_refused_by_name(folder: Path) -> None:
     scheduler = Scheduler(
         RingLimits(
-            epoch=Epoch(1), n_stages=1, room_blocks=4, context=512, max_slots=4, state_slots=2
+            epoch=Epoch(1), n_stages=1, room_blocks=4, context=512, max_slots=4, room_states=24
         )
     )
     drafter = AdaptiveDrafter(draft_source=NgramDrafts(), cost=StepCost(), most=8)

@@ -346,4 +346,5 @@ def _ready(message: LoadStage, loaded: LoadedStage, reused: bool) -> StageReady:
         exact_rows=loaded.exact_rows,
         arithmetic=loaded.arithmetic,
         shares_blocks=loaded.shares_blocks,
+        room_states=loaded.room_states,
     )

@@ -32,6 +32,7 @@ from shardnet.stage.estimate.memory_estimate import (
 from shardnet.stage.estimate.packed_sizes import PackedSizes
 from shardnet.types import (
     BLOCK_POSITIONS,
+    LEAST_STATES,
     PREFILL_CHUNK_ROWS,
     DType,
     KvDType,
@@ -176,7 +177,7 @@ def _quantized_sizes(
         head_bytes=tail_weight_bytes(config, form),
         tied_bytes=shared_weight_bytes(config, form),
         kv_block_bytes=max(kv_block_bytes(plain, n, form.kv, kv_dtype) for n in each_layer),
-        state_bytes=max(state_bytes(config, n, dtype) for n in each_layer),
+        state_bytes=LEAST_STATES * max(state_bytes(config, n, dtype) for n in each_layer),
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),
     )

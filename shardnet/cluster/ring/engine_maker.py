@@ -18,7 +18,7 @@ from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.step_cost import RingLimits, StepLimits
 from shardnet.runtime.stage.compute import StepFailed
-from shardnet.types import PREFILL_CHUNK_ROWS, STATE_SLOTS, Epoch, LayerRange, SequenceId
+from shardnet.types import PREFILL_CHUNK_ROWS, Epoch, LayerRange, SequenceId
 from shardnet.wire.messages.stages import (
     FindPrefix,
     PrefixFound,
@@ -136,12 +136,13 @@ class EngineMaker:
             room_blocks=min(stage.room_blocks for stage in ready),
             limits=StepLimits(
                 exact_rows=max(1, min(stage.exact_rows for stage in ready)),
-                notes_states=self.spec.config.notes_states,
             ),
             context=self.spec.form.context,
             max_slots=MAX_SLOTS,
             window=self.spec.config.smallest_window,
-            state_slots=STATE_SLOTS if self.spec.config.has_state else None,
+            room_states=(
+                min(stage.room_states for stage in ready) if self.spec.config.has_state else None
+            ),
             prefix_seed=prefixes.seed if prefixes else None,
             shares_blocks=all(stage.shares_blocks for stage in ready),
         )

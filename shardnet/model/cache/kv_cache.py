@@ -9,7 +9,7 @@ are dropped as the slot grows, so such a slot can be rewound by at most `REWIND_
 
 A layer with a recurrence keeps no positions but its state after the last one (slot_blocks.py), of a
 fixed size: such a slot cannot be rewound but to its beginning, to before rows that were drafts, and
-to one of the two states that were noted last on the way through a prompt.
+to a state that was kept: a copy apart from all slots, from which any of them goes on.
 
 A slot that is copied shares whole blocks with its source, where the compiled library computes: it
 finds rows block by block. Such blocks lie apart and nobody writes to them. A slot that is rewound
@@ -22,6 +22,7 @@ quantised on write and dequantised on read.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ from shardnet.types import (
     REWIND_ROWS,
     KvDType,
     SlotId,
+    StateId,
     blocks_for,
     settled_blocks,
 )
@@ -160,6 +162,7 @@ class KvCache:
         self._room_blocks = room_blocks
         self._slots: dict[SlotId, _Slot] = {}
         self._blocks_used = 0
+        self._kept: dict[StateId, dict[int, SlotState]] = {}
         self._turn: Iterator[tuple[SlotId, int, int]] = iter(())
         self.before_write: Callable[[SlotId, int, Sequence[Tensor]], None] | None = None
         """Called before rows are written: slot, first position, and the slot's keys by layer."""
@@ -168,6 +171,7 @@ class KvCache:
         """Make an empty cache of the same form, with room for so many blocks."""
         made = copy.copy(self)
         made._slots, made._blocks_used, made._room_blocks = {}, 0, room_blocks
+        made._kept = {}
         made.before_write, made._turn = None, iter(())
         return made
 
@@ -213,8 +217,8 @@ class KvCache:
 
     @property
     def shares(self) -> bool:
-        """Whether a copied slot shares blocks with its source. A state cannot be shared."""
-        return self._device.type == "cpu" and not self._states and native_kernels() is not None
+        """Whether a copied slot shares blocks with its source."""
+        return self._device.type == "cpu" and native_kernels() is not None
 
     @property
     def is_quantized(self) -> bool:
@@ -256,6 +260,14 @@ class KvCache:
         )
         return elements * self._stored_dtype.itemsize * BLOCK_POSITIONS
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state over all layers that keep one."""
+        return sum(
+            math.prod(shape.recent) * self._dtype.itemsize + 4 * math.prod(shape.recurrent)
+            for shape in self._states.values()
+        )
+
     def ensure(self, slot: SlotId, n_positions: int, n_rows: int = 1) -> None:
         """Grow the slot to positions `[0, n_positions)`; the last `n_rows` are to be written.
 
@@ -278,11 +290,8 @@ class KvCache:
         if wanted > held:
             self._check_room(slot, wanted - held, n_positions)
             self._resize(slot, wanted, n_positions - max(n_rows, REWIND_ROWS))
-        for state in self._slots[slot].states.values() if n_positions else ():
-            if begin:
-                state.note_before(n_rows)
-            else:
-                state.reset()
+        for state in self._slots[slot].states.values() if n_positions and not begin else ():
+            state.reset()
         if n_positions:
             self._slots[slot].digests.writes(begin, n_positions)
         if self.before_write is not None:
@@ -314,13 +323,40 @@ class KvCache:
         if held is not None:
             self._count(held, 0, ())
 
-    def copy(self, source: SlotId, target: SlotId, n_positions: int) -> None:
+    def keep_state(self, slot: SlotId, n_positions: int, state: StateId) -> None:
+        """Keep a copy of the slot's states after its first `n_positions` as `state`.
+
+        Raises CapacityError where they are not known, or the machine's memory runs out.
+        """
+        if not self._states:
+            return
+        self._check_states(slot, n_positions)
+        with self._enough_memory(slot, "a copy of its states"):
+            self._kept[state] = {
+                layer: (own.at(n_positions) or own).clone()
+                for layer, own in self._slots[slot].states.items()
+            }
+
+    def drop_states(self, states: Sequence[StateId]) -> None:
+        """Give kept states back. Unknown ones are ignored."""
+        for state in states:
+            self._kept.pop(state, None)
+
+    def rest(self, slot: SlotId) -> None:
+        """Give the slot's own states back: it goes on from a kept one, if at all."""
+        if slot in self._slots:
+            self._slots[slot].states.update(self._new_states())
+
+    def copy(
+        self, source: SlotId, target: SlotId, n_positions: int, state: StateId | None = None
+    ) -> None:
         """Let slot `target` hold the first `n_positions` of slot `source`, in place of its own.
 
-        Whole blocks are shared where the cache `shares` them. A slot copied to itself keeps them.
+        Its states become what was kept as `state`, without one those of `source`. Whole blocks are
+        shared where the cache `shares` them. A slot copied to itself keeps them.
 
-        Raises CapacityError, without any change, if `source` does not hold them, if a state of it
-        is that of another position, or if blocks or the machine's memory run out.
+        Raises CapacityError, without any change, if `source` does not hold them, if a state is that
+        of another position, or if blocks or the machine's memory run out.
         """
         if source not in self._slots or self._slots[source].blocks < blocks_for(n_positions):
             raise CapacityError(
@@ -328,9 +364,11 @@ class KvCache:
                 remedy="send the request again",
             )
         self._check_rewind(source, n_positions)
-        self._check_states(source, n_positions)
+        with self._enough_memory(target, "a copy of states"):
+            states = self._states_after(source, n_positions, state)
         if source == target:
             self.trim(target, n_positions)
+            self._slots[target].states.update(states)
             return
         self.free(target)
         wanted, n_shared = blocks_for(n_positions), 0
@@ -339,11 +377,6 @@ class KvCache:
             self._share(source, n_shared)
         self._check_room(target, wanted - n_shared, n_positions)
         held = self._slots[source]
-        with self._enough_memory(target, "the states of another slot"):
-            states = {
-                layer: (state.at(n_positions) or state).clone()
-                for layer, state in held.states.items()
-            }
         self._resize(target, wanted, n_positions - REWIND_ROWS, held.shared[:n_shared], source)
         self._slots[target].states.update(states)
         self._slots[target].digests = held.digests.cut(n_positions)
@@ -444,6 +477,7 @@ class KvCache:
     def clear(self) -> None:
         """Free all slots."""
         self._slots.clear()
+        self._kept.clear()
         self._blocks_used = 0
 
     def layer(self, slot: SlotId, layer: int) -> tuple[Tensor, Tensor]:
@@ -519,6 +553,22 @@ class KvCache:
                     f"{window}, but was rewound to {position}",
                     remedy="send the request again",
                 )
+
+    def _states_after(
+        self, slot: SlotId, n_positions: int, state: StateId | None
+    ) -> dict[int, SlotState]:
+        """Copy what was kept as `state`, or the slot's states: those after `n_positions`."""
+        if state is None:
+            self._check_states(slot, n_positions)
+            own = self._slots[slot].states.items()
+            return {layer: (each.at(n_positions) or each).clone() for layer, each in own}
+        kept = self._kept.get(state, {})
+        if kept.keys() != self._states.keys() or any(s.end != n_positions for s in kept.values()):
+            raise CapacityError(
+                f"the state {state} after {n_positions} positions is not here any more",
+                remedy="send the request again",
+            )
+        return {layer: each.clone() for layer, each in kept.items()}
 
     def _check_states(self, slot: SlotId, position: int) -> None:
         """Raise CapacityError unless each state of the slot can be that before `position`."""
@@ -634,11 +684,15 @@ class KvCache:
             values=[self._empty(heads.n_kv_heads, 0, heads.value_size) for heads in self._heads],
             firsts=[0] * self._n_layers,
             addresses=np.zeros((self._n_layers, 5), np.int64),
-            states={
-                layer: SlotState.empty(shape, self._dtype, self._device)
-                for layer, shape in self._states.items()
-            },
+            states=self._new_states(),
         )
+
+    def _new_states(self) -> dict[int, SlotState]:
+        """Make the states before the first position: memory is taken when they are written."""
+        return {
+            layer: SlotState.empty(shape, self._dtype, self._device)
+            for layer, shape in self._states.items()
+        }
 
     def _end(self, slot: SlotId) -> int:
         """Return behind which position the slot's tensors hold nothing yet."""

@@ -13,7 +13,7 @@ from xxhash import xxh3_64
 from shardnet.errors import CHECK_MACHINE, ChangedMemoryError
 from shardnet.model.config.model_config import StateShape
 from shardnet.model.kernels.codec import to_bytes
-from shardnet.types import BLOCK_POSITIONS, NOTED_STATES, is_noted, settled_blocks
+from shardnet.types import BLOCK_POSITIONS, settled_blocks
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,16 +21,14 @@ class SlotState:
     """The state of one layer after the first `end` positions of a slot. Written in place.
 
     `recent` holds the last inputs of a convolution, the oldest first, `recurrent` a matrix for each
-    head. Both are zeros before the first position. The only ways back are to before it, to the
-    `earlier` states that were noted, those before each row that may be rejected, and to those that
-    were `noted` on the way through a prompt.
+    head. Both are zeros before the first position. The only ways back are to before it, and to the
+    `earlier` states that were noted, those before each row that may be rejected.
     """
 
     recent: Tensor  # [positions, columns], compute dtype
     recurrent: Tensor  # [heads, columns of a key, columns of a value], float32
     end: int = 0
     earlier: list[SlotState] = field(default_factory=list)
-    noted: tuple[SlotState, ...] = ()
 
     @classmethod
     def empty(cls, shape: StateShape, dtype: torch.dtype, device: torch.device) -> SlotState:
@@ -72,14 +70,9 @@ class SlotState:
         """Note the state as it is now, to be rewound to."""
         self.earlier.append(self.clone())
 
-    def note_before(self, n_rows: int) -> None:
-        """Note the state before so many rows, if it is to be: see `is_noted`."""
-        if is_noted(self.end, n_rows, [state.end for state in self.noted]):
-            self.noted = (*self.noted[1 - NOTED_STATES :], self.clone())
-
     def at(self, n_positions: int) -> SlotState | None:
         """Return the state after `n_positions`, None if it is not known."""
-        known = (state for state in (self, *self.earlier, *self.noted) if state.end == n_positions)
+        known = (state for state in (self, *self.earlier) if state.end == n_positions)
         return next(known, None)
 
     def rewind(self, n_positions: int) -> None:
@@ -88,7 +81,6 @@ class SlotState:
         if found is not None:
             self.recent, self.recurrent, self.end = found.recent, found.recurrent, found.end
         self.earlier.clear()
-        self.noted = tuple(state for state in self.noted if state.end < n_positions)
 
     def clone(self) -> SlotState:
         """Copy the state, without what was noted, to memory of its own."""
@@ -97,7 +89,6 @@ class SlotState:
     def reset(self) -> None:
         """Return to before the first position."""
         self.earlier.clear()
-        self.noted = ()
         if self.end:
             self.recent.zero_()
             self.recurrent.zero_()

@@ -460,11 +460,6 @@ class ModelConfig:
         return has_own or bool(self.mixerless_layers)
 
     @property
-    def notes_states(self) -> bool:
-        """Whether such layers note their state on the way, to be rewound to it."""
-        return self.has_state and self.outline is None
-
-    @property
     def has_movable_slots(self) -> bool:
         """Whether what slots hold is moved to other nodes while it grows."""
         return not self.has_state and self.outline is None

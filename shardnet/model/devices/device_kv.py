@@ -20,7 +20,7 @@ from shardnet.model.cache.slot_blocks import SlotContents
 from shardnet.model.devices.device_states import Cell, Cells, DeviceState, advance
 from shardnet.model.devices.driver import Array, Buffer, Driver
 from shardnet.model.layers.attention import Span
-from shardnet.types import BLOCK_POSITIONS, SlotId, blocks_for
+from shardnet.types import BLOCK_POSITIONS, SlotId, StateId, blocks_for
 
 PAGE: Final = BLOCK_POSITIONS
 """Positions of a page."""
@@ -133,9 +133,11 @@ class DeviceKvCache(KvCache):
         self._pull(slot)
         return super().contents(slot)
 
-    def copy(self, source: SlotId, target: SlotId, n_positions: int) -> None:
+    def copy(
+        self, source: SlotId, target: SlotId, n_positions: int, state: StateId | None = None
+    ) -> None:
         """See KvCache: what is on the device is copied there."""
-        super().copy(source, target, n_positions)
+        super().copy(source, target, n_positions, state)
         if self._driver and source != target:
             held = self._held.get(source, _Held())
             made = self._held[target] = _Held(n_host=min(held.n_host, n_positions))

@@ -82,7 +82,7 @@ class DeviceState(SlotState):
         self._cells, self._layer = cells, layer
         self.end, self.cell = end, cell
         self._tensors: tuple[Tensor, Tensor] | None = None
-        self.earlier, self.noted = [], ()
+        self.earlier = []
 
     @classmethod
     def of(cls, state: SlotState, cells: Cells, layer: int) -> DeviceState:
@@ -90,7 +90,6 @@ class DeviceState(SlotState):
         made = cls(cells, layer, state.end)
         if state.end:
             made._tensors = state.recent, state.recurrent
-        made.noted = state.noted
         return made
 
     @property
@@ -161,7 +160,6 @@ class DeviceState(SlotState):
         elif found is not None:
             self.cell, self._tensors, self.end = None, (found.recent, found.recurrent), found.end
         self.earlier.clear()
-        self.noted = tuple(state for state in self.noted if state.end < n_positions)
 
     def clone(self) -> SlotState:
         """See SlotState: with the same cell."""
@@ -173,7 +171,6 @@ class DeviceState(SlotState):
     def reset(self) -> None:
         """See SlotState."""
         self.earlier.clear()
-        self.noted = ()
         self.end, self.cell, self._tensors = 0, None, None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 from transformers.cache_utils import (
@@ -37,6 +37,15 @@ _CROPPED: Final = (DynamicLayer, DynamicIndexedLayer, DummyLayer)
 """Layers with nothing but what `crop` takes back."""
 _PER_POSITION: Final = ("keys", "values", "indexer_keys")
 _STATES: Final = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+_STATE_PARTS: Final = (
+    "conv_states",
+    "recurrent_states",
+    "is_conv_states_initialized",
+    "is_recurrent_states_initialized",
+    "has_previous_state",
+    "conv_kernel_size",
+)
+"""Attributes of a layer that make up its states."""
 
 
 class _Elsewhere(DynamicLayer):
@@ -79,6 +88,9 @@ class _BothElsewhere(_NoState, LinearAttentionAndFullAttentionLayer):  # type: i
 
 _ELSEWHERE: Final = (_Elsewhere, _StateElsewhere, _BothElsewhere)
 
+LayerStates = dict[int, dict[str, Any]]
+"""Of each layer that keeps states, by its number, what they consist of."""
+
 
 def whole_cache(config: PreTrainedConfig) -> DynamicCache:
     """Make the cache of all layers of a model, with windows kept whole.
@@ -119,8 +131,23 @@ class SlotCache:
         for layer in self._elsewhere:
             layer.length = length
 
+    def states(self) -> LayerStates:
+        """Copy the states of the stage's layers."""
+        return copy.deepcopy(
+            {
+                number: {name: vars(layer)[name] for name in _STATE_PARTS}
+                for number, layer in enumerate(self.cache.layers)
+                if type(layer) in _STATES
+            }
+        )
+
+    def put(self, states: LayerStates) -> None:
+        """Go on with a copy of these states: those after the positions that are held."""
+        for number, parts in copy.deepcopy(states).items():
+            vars(self.cache.layers[number]).update(parts)
+
     def crop(self, length: int) -> None:
-        """Keep the first `length` positions, no more than there are and without states.
+        """Keep the first `length` positions, no more than there are; states stay as they are.
 
         The memory of more than some drafts is given back; of fewer the next step does so.
         """
@@ -130,7 +157,7 @@ class SlotCache:
         assert length <= self.length
         for layer in self.cache.layers:
             if isinstance(layer, DynamicLayer) and not isinstance(layer, _ELSEWHERE):
-                layer.crop(length - self.length)
+                DynamicLayer.crop(layer, length - self.length)
                 for name in _PER_POSITION if is_copy else ():
                     if isinstance(kept := getattr(layer, name, None), Tensor):
                         setattr(layer, name, kept.clone())
@@ -139,7 +166,7 @@ class SlotCache:
     def copied(self, length: int) -> SlotCache:
         """Return a copy of the first `length` positions that shares no memory with this one.
 
-        With fewer positions than there are there must be no states.
+        With fewer positions than there are, states are to be `put`.
         """
         if length >= self.length:
             return copy.deepcopy(self)

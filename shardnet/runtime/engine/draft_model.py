@@ -17,7 +17,7 @@ import torch
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CheckpointError, ShardnetError, UnsupportedModelError
 from shardnet.model.kernels.linear import probe
-from shardnet.runtime.loading.loading import kv_room_blocks, set_compute_threads
+from shardnet.runtime.loading.loading import kv_room, set_compute_threads
 from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS
 from shardnet.runtime.scheduling.kv_block_manager import common_prefix
 from shardnet.runtime.stage.executor import COMPUTE_SILENCE_S, Executor
@@ -206,7 +206,7 @@ def load_draft_model(
     context = min(context, config.max_positions)
     form = weight_form(checkpoint, choice)
     room_blocks = min(
-        kv_room_blocks(config, layers, form, context, memory_bytes, device=kind.type),
+        kv_room(config, layers, form, context, memory_bytes, device=kind.type).blocks,
         MAX_DRAFTED_SEQUENCES * blocks_for(context),
     )
     model = load_stage(

@@ -10,7 +10,7 @@ import torch
 from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import probe
-from shardnet.runtime.loading.loading import kv_room_blocks
+from shardnet.runtime.loading.loading import kv_room
 from shardnet.runtime.stage.compute import PluggedStage, StageJob
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.runtime.stage.torch_compute import TorchCompute
@@ -34,7 +34,7 @@ def load_by_modules(job: StageJob) -> PluggedStage:
     _check_order(order, config.outline)
     choice = probe(device, order.form.dtype, config.checkpoint_dtype, None, order.arith)
     form = weight_form(checkpoint, choice)
-    room_blocks = kv_room_blocks(
+    room = kv_room(
         config,
         order.layers,
         form,
@@ -48,13 +48,14 @@ def load_by_modules(job: StageJob) -> PluggedStage:
         dtype=torch_dtype(choice.dtype),
         hidden_dtype=None if choice.hidden_dtype is None else torch_dtype(choice.hidden_dtype),
         device=device,
-        room=ModuleRoom(context=order.form.context, room_blocks=room_blocks),
+        room=ModuleRoom(context=order.form.context, room_blocks=room.blocks),
         progress=job.progress,
     )
     return PluggedStage(
         compute=TorchCompute(stage, job.sampler, WireDType.own(order.form.dtype)),
         weight_bytes=stage_weight_bytes(config, order.layers, form),
-        room_blocks=room_blocks,
+        room_blocks=room.blocks,
+        room_states=room.states,
         kernel=KERNEL,
     )
 

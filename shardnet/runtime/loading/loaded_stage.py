@@ -27,7 +27,7 @@ from shardnet.runtime.stage.executor import on_cores
 from shardnet.runtime.stage.picture_store import PictureStore
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.slot_operations import SlotOperation
-from shardnet.types import LayerRange, MicroBatch, WireDType, blocks_for
+from shardnet.types import LEAST_STATES, LayerRange, MicroBatch, WireDType, blocks_for
 
 if TYPE_CHECKING:
     from shardnet.model.vision.picture import PictureEncoder
@@ -76,6 +76,7 @@ class LoadedStage:
     compute: StageCompute
     weight_bytes: int
     room_blocks: int
+    room_states: int
     load_s: float
     kernel: str
     exact_rows: int
@@ -251,12 +252,22 @@ def join(order: StageOrder, stages: Sequence[LoadedStage]) -> LoadedStage:
     assert len(moves) == len(parts), "what cannot be moved is not joined"
     joined_moves = JoinedMoves(moves)
     block_bytes: Counter[int] = Counter()
+    state_bytes: Counter[int] = Counter()
     for part, own in zip(parts, moves, strict=True):
         block_bytes[part.order.device.place] += own.block_bytes
+        state_bytes[part.order.device.place] += own.state_bytes
     room_blocks = min(
         part.room_blocks * own.block_bytes // block_bytes[part.order.device.place]
         if own.block_bytes
         else part.room_blocks
+        for part, own in zip(parts, moves, strict=True)
+    )
+    room_states = min(
+        max(
+            LEAST_STATES, part.room_states * own.state_bytes // state_bytes[part.order.device.place]
+        )
+        if own.state_bytes
+        else part.room_states
         for part, own in zip(parts, moves, strict=True)
     )
     if room_blocks < blocks_for(order.form.context):
@@ -271,6 +282,7 @@ def join(order: StageOrder, stages: Sequence[LoadedStage]) -> LoadedStage:
         compute=JoinedCompute([part.compute for part in parts], WireDType.own(order.form.dtype)),
         weight_bytes=sum(part.weight_bytes for part in parts),
         room_blocks=room_blocks,
+        room_states=room_states,
         load_s=sum(part.load_s for part in parts),
         kernel=parts[0].kernel,
         exact_rows=min(part.exact_rows for part in parts),

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,9 @@ from shardnet.stage.estimate.memory_estimate import (
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.types import (
     BLOCK_POSITIONS,
+    LEAST_STATES,
     PREFILL_CHUNK_ROWS,
+    STATE_POSITIONS,
     KvDType,
     LayerRange,
     WireDType,
@@ -163,6 +166,7 @@ def load(
         compute=loaded.compute,
         weight_bytes=loaded.weight_bytes,
         room_blocks=loaded.room_blocks,
+        room_states=loaded.room_states,
         load_s=time.perf_counter() - started,
         kernel=loaded.kernel,
         exact_rows=loaded.exact_rows,
@@ -209,7 +213,7 @@ def _load_with_torch(
         group = LinkGroup(order.shard, order.n_nodes, order.form.gather_dtype)
         prefixes = had = None  # these, and packed weights, are of whole stages
         packs = (None, packs[1])
-    model, room_blocks = _load_model(job, packs, had, group)
+    model, room = _load_model(job, packs, had, group)
     release_freed_memory()  # quantising leaves some behind
     if order.device.torch == "mps":
         torch.mps.empty_cache()  # on the thread that uses it alone
@@ -222,7 +226,8 @@ def _load_with_torch(
         else SpanningCompute(compute, group, first=compute if order.layers.start == 0 else None),
         weight_bytes=-(-model.weight_bytes // order.n_nodes)  # what of them is on this node
         + (model.encoder.weight_bytes if model.encoder else 0),
-        room_blocks=room_blocks,
+        room_blocks=room.blocks,
+        room_states=room.states,
         kernel=model.kernel,
         exact_rows=model.exact_rows,
     )
@@ -254,10 +259,10 @@ def _load_model(
     packs: Packs,
     had: KeptLinears | None,
     group: ShardGroup | None,
-) -> tuple[StageModel, int]:
+) -> tuple[StageModel, KvRoom]:
     """Load the layers of an order, of a shard its own part. Raises as `load`.
 
-    Returns them and their KV room in blocks.
+    Returns them and their KV room.
     """
     import torch
 
@@ -275,7 +280,7 @@ def _load_model(
     choice = choose_kernels(checkpoint, form, order.arith, device)
     tower_bytes = tower.weight_bytes(choice.dtype) if tower is not None else 0
     n_here, n_shards = len(order.shards) or 1, len(order.shards) or order.n_nodes
-    room_blocks = kv_room_blocks(
+    room = kv_room(
         config,
         order.layers,
         weight_form(checkpoint, choice),
@@ -294,7 +299,7 @@ def _load_model(
 
         progress = job.progress
         model = load_leading(
-            order, checkpoint, choice, room_blocks, packs=folder, files=files, progress=progress
+            order, checkpoint, choice, room.blocks, packs=folder, files=files, progress=progress
         )
     else:
         model = load_stage(
@@ -302,7 +307,7 @@ def _load_model(
             order.layers,
             choice=choice,
             device=device,
-            room_blocks=room_blocks,
+            room_blocks=room.blocks,
             context=form.context,
             progress=job.progress,
             packs=PackCache.used(folder, json.dumps(files), form),
@@ -317,7 +322,7 @@ def _load_model(
         from shardnet.stage.load import load_encoder
 
         model.encoder = load_encoder(tower, choice=choice, device=device, progress=job.progress)
-    return model, room_blocks
+    return model, room
 
 
 def _device_of(order: StageOrder) -> Device | None:
@@ -375,7 +380,15 @@ def release_freed_memory() -> None:
             library.malloc_trim(0)
 
 
-def kv_room_blocks(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvRoom:
+    """What a stage has room for: blocks of keys and values, and states of layers that keep one."""
+
+    blocks: int
+    states: int
+
+
+def kv_room(
     config: ModelConfig,
     layers: LayerRange,
     form: WeightForm,
@@ -387,8 +400,8 @@ def kv_room_blocks(
     device: str = "cpu",
     held_bytes: int = 0,
     cut: Cut | None = None,
-) -> int:
-    """Return the KV blocks that fit into `memory_bytes` beside weights and activations.
+) -> KvRoom:
+    """Return what fits into `memory_bytes` beside weights and activations.
 
     `n_streamed` of the layers are streamed from disk. On a CUDA `device` graphs take room as well.
     With a `cut` they are those of one shard: its part of the weights, the heads of its own.
@@ -405,7 +418,8 @@ def kv_room_blocks(
         activations += waiting_bytes(config, rows, dtype, context)
     if device == "cuda":
         activations += graph_bytes(config, dtype)
-    fixed = weights + activations + state_bytes(config, layers, dtype)
+    one_state = state_bytes(config, layers, dtype)
+    fixed = weights + activations + LEAST_STATES * one_state
     block_bytes = kv_block_bytes(config, layers, form.kv, kv_dtype)
     needed = blocks_for(context) * block_bytes
     if fixed + needed > memory_bytes:
@@ -420,5 +434,15 @@ def kv_room_blocks(
             f"and this node may use {memory_bytes}",
             remedy="raise --memory",
         )
+    return _room(memory_bytes - fixed, block_bytes, one_state, blocks_for(context))
+
+
+def _room(n_bytes: int, block_bytes: int, state_bytes: int, least_blocks: int) -> KvRoom:
+    """Share memory between blocks and states beyond the least: so many positions for each state."""
     most = MAX_ROOM_POSITIONS // BLOCK_POSITIONS
-    return min((memory_bytes - fixed) // block_bytes, most) if block_bytes else most
+    each = STATE_POSITIONS // BLOCK_POSITIONS
+    blocks = n_bytes // (block_bytes + state_bytes / each) if block_bytes or state_bytes else most
+    blocks = min(max(int(blocks), least_blocks), most)
+    left, most_states = n_bytes - blocks * block_bytes, LEAST_STATES + most // each
+    more = left // state_bytes if state_bytes else most_states
+    return KvRoom(blocks=blocks, states=min(LEAST_STATES + max(0, more), most_states))

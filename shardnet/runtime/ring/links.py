@@ -23,7 +23,13 @@ from shardnet.runtime.stage.compute import (
     StepFailed,
 )
 from shardnet.sampling_params import TokenLogprobs
-from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence
+from shardnet.slot_operations import (
+    CloseSequence,
+    DropStates,
+    FreeSlot,
+    KeepState,
+    OpenSequence,
+)
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, SequenceId, StepId
 from shardnet.wire.framing.frames import Frame, FrameKind
@@ -208,7 +214,7 @@ class LinkSink:
                 return (*extras, self._result(output))
             case StepFailed(step=step, error=error):
                 return (error_frame(error, epoch=self._epoch, step=step),)
-            case OpenSequence() | CloseSequence() | FreeSlot():
+            case OpenSequence() | CloseSequence() | FreeSlot() | KeepState() | DropStates():
                 return (sequence_frame(output, epoch=self._epoch),)
             case _:
                 assert_never(output)

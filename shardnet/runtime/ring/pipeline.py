@@ -29,7 +29,14 @@ from shardnet.runtime.stage.compute import (
 from shardnet.runtime.stage.handover import StageInputs
 from shardnet.runtime.stage.routing import join_routing
 from shardnet.sampling_params import TokenLogprobs
-from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
+from shardnet.slot_operations import (
+    CloseSequence,
+    DropStates,
+    FreeSlot,
+    KeepState,
+    OpenSequence,
+    SlotOperation,
+)
 from shardnet.types import Epoch, MicroBatch, StepId
 from shardnet.wire.messages.extras import StageTiming
 
@@ -285,7 +292,7 @@ def step_answer(output: StageOutput) -> StepAnswer | StepFailed | None:
             return StepAnswer(epoch=batch.epoch, step=batch.step, timings=timings, **given)
         case StepFailed():
             return output
-        case OpenSequence() | CloseSequence() | FreeSlot():
+        case OpenSequence() | CloseSequence() | FreeSlot() | KeepState() | DropStates():
             return None
         case _:
             assert_never(output)

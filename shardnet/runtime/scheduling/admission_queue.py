@@ -35,16 +35,38 @@ from shardnet.runtime.scheduling.sequences import (
     SequenceRequest,
 )
 from shardnet.runtime.scheduling.step_cost import RingLimits
-from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, alike_until
-from shardnet.types import BLOCK_POSITIONS, STORED_PREFIX_POSITIONS, SequenceId, SlotId, blocks_for
+from shardnet.slot_operations import (
+    CloseSequence,
+    DropStates,
+    FreeSlot,
+    KeepState,
+    OpenSequence,
+    SlotOperation,
+    alike_until,
+)
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    LEAST_STATES,
+    LIVE_STATES,
+    PROMPT_TAIL_ROWS,
+    STATE_POSITIONS,
+    STORED_PREFIX_POSITIONS,
+    SequenceId,
+    SlotId,
+    blocks_for,
+)
 
 WARM_CONTEXTS = 4
-WARM_SHARE = 0.25
+WARM_SHARE = 0.5
 """Warm slots hold at most so many whole contexts, or this share of the room if that is more.
 
 A stage takes memory for a block when it is written: a small model's room is most of the machine,
-and prompts that nobody repeats would come to fill it.
+and prompts that nobody repeats would come to fill it. So it is with states that are kept.
 """
+_LEAST_KEPT = 8
+"""States that can be kept beside those of all sequences that run at once."""
+_LAST_MESSAGES = 2
+"""Ends of a prompt's last messages before which its rows are cut, beside that of the first one."""
 
 
 @dataclass(slots=True)
@@ -72,17 +94,20 @@ class AdmissionQueue:
     @property
     def max_slots(self) -> int:
         """Most sequences that run at once."""
-        most, state_slots = self.ring.max_slots, self.ring.state_slots
-        return most if state_slots is None else min(most, state_slots)
+        most, room = self.ring.max_slots, self.ring.room_states
+        return most if room is None else min(most, (room - _LEAST_KEPT) // LIVE_STATES)
 
     def _empty_blocks(self) -> KvBlockManager:
-        share = int(self.ring.room_blocks * WARM_SHARE)
+        ring = self.ring
+        warm_positions = WARM_CONTEXTS * ring.context
+        warm_states = max(LEAST_STATES, warm_positions // STATE_POSITIONS)
         return KvBlockManager(
-            room_blocks=self.ring.room_blocks,
-            most_warm_blocks=max(WARM_CONTEXTS * blocks_for(self.ring.context), share),
-            window=self.ring.window,
-            state_slots=self.ring.state_slots,
-            shares=self.ring.shares_blocks,
+            room_blocks=ring.room_blocks,
+            most_warm_blocks=max(blocks_for(warm_positions), int(ring.room_blocks * WARM_SHARE)),
+            window=ring.window,
+            room_states=ring.room_states,
+            most_kept_states=max(warm_states, int((ring.room_states or 0) * WARM_SHARE)),
+            shares=ring.shares_blocks,
         )
 
     def submit(self, request: SequenceRequest) -> None:
@@ -185,15 +210,17 @@ class AdmissionQueue:
 
     def _prefix_is_coming(self, sequence: LiveSequence, least_rows: int) -> bool:
         """Say whether a running prompt will soon hold `least_rows` more of this prefix than any
-        slot. Where layers keep a state none counts: it will have gone beyond the prefix. To one
-        without pictures none counts that waits for its own: that may take minutes.
+        slot. Where layers keep a state, it is kept at ends of blocks. To one without pictures none
+        counts that waits for its own: that may take minutes.
         """
-        if sequence.request.whole_prompt or not self.ring.rewinds:
+        if sequence.request.whole_prompt:
             return False
         request = sequence.request
         held = self.kv_blocks.prefix(sequence.tokens, request.adapters, request.pictures)
         n_held = held.n_kept if held is not None else 0
         wanted = n_held + least_rows
+        if self.ring.room_states is not None:
+            wanted = blocks_for(wanted) * BLOCK_POSITIONS
         limit = len(sequence.tokens) - 1
         return any(
             other.is_prefilling and common_prefix(other.tokens, sequence.tokens, wanted) == wanted
@@ -253,19 +280,53 @@ class AdmissionQueue:
         slot.tokens, slot.n_held, slot.n_kept = sequence.tokens, start.n_kept, start.n_kept
         slot.adapters, slot.pictures = request.adapters, request.pictures
         sequence.n_sent, sequence.is_unsure = start.n_kept, start.is_unsure
+        sequence.marks = self._marks(sequence)
         self.running[sequence.sequence_id] = sequence
         self.note_ready(sequence)
-        self.pending.append(
-            OperateSlot(
-                operation=_opening(request, slot.slot, start),
-                is_resumed=sequence.n_generated > 0,
-            )
-        )
+        self._operate(_opening(request, slot.slot, start), is_resumed=sequence.n_generated > 0)
         places = [place for place in request.pictures if place.end > start.n_kept]
         if places:
             sequence.is_encoding = True
             encode = EncodePictures(sequence_id=sequence.sequence_id, places=places)
             self.pending.append(encode)
+
+    def _marks(self, sequence: LiveSequence) -> tuple[int, ...]:
+        """Say where rows of a prompt are cut: states are kept there, as other prompts may part.
+
+        That is behind its first message, behind the last ones, and before its last rows. Prompts
+        that are shorter than a block are not worth a further step.
+        """
+        n_positions = len(sequence.tokens)
+        if self.ring.room_states is None or n_positions <= BLOCK_POSITIONS:
+            return ()
+        stop_ids = sequence.request.stop_ids
+        ends = [at for at, token in enumerate(sequence.tokens, start=1) if token in stop_ids]
+        marks = {*ends[:1], *ends[-_LAST_MESSAGES:], n_positions - PROMPT_TAIL_ROWS}
+        return tuple(sorted(marks))
+
+    def keep_state(self, sequence: LiveSequence, position: int) -> None:
+        """Have stages keep the state before a sequence's next rows, if others may begin there."""
+        slot = sequence.slot
+        if slot is None or self.ring.room_states is None or not position:
+            return
+        if position % BLOCK_POSITIONS == 0 or position in sequence.marks:
+            self._keep_state(slot, position)
+
+    def _keep_state(self, slot: Slot, n_positions: int) -> None:
+        state = self.kv_blocks.keep_state(slot, n_positions)
+        if state is not None:
+            self._operate(KeepState(slot=slot.slot, n_positions=n_positions, state=state))
+
+    def _operate(
+        self, operation: SlotOperation, *, is_resumed: bool = False, is_pause: bool = False
+    ) -> None:
+        """Tell the stages. Before anything is kept they give back what is kept for nothing."""
+        dropped = self.kv_blocks.take_dropped()
+        if dropped:
+            self.pending.append(OperateSlot(operation=DropStates(states=dropped)))
+        self.pending.append(
+            OperateSlot(operation=operation, is_resumed=is_resumed, is_pause=is_pause)
+        )
 
     def encoded(self, sequence_id: SequenceId) -> None:
         """Note that the first stage has the rows of all pictures of a sequence, if it runs."""
@@ -381,20 +442,14 @@ class AdmissionQueue:
         given_up: tuple[Slot, ...] = ()
         stored = self._stored(sequence, slot) if n_kept else ()
         if n_kept:
+            self._keep_state(slot, n_kept)
             given_up = self.kv_blocks.keep_warm(slot, n_kept)
         else:
             self.kv_blocks.drop(slot)
-        self.pending.append(
-            OperateSlot(
-                operation=CloseSequence(
-                    sequence_id=sequence.sequence_id,
-                    slot=slot.slot,
-                    n_kept=n_kept,
-                    stored=stored,
-                ),
-                is_pause=is_pause,
-            )
+        closing = CloseSequence(
+            sequence_id=sequence.sequence_id, slot=slot.slot, n_kept=n_kept, stored=stored
         )
+        self._operate(closing, is_pause=is_pause)
         self._free(given_up)
 
     def _stored(self, sequence: LiveSequence, slot: Slot) -> tuple[bytes, ...]:
@@ -412,7 +467,7 @@ class AdmissionQueue:
 
     def _free(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
-            self.pending.append(OperateSlot(operation=FreeSlot(slot=slot.slot)))
+            self._operate(FreeSlot(slot=slot.slot))
 
 
 def _opening(request: SequenceRequest, slot: SlotId, start: Start) -> OpenSequence:
@@ -424,6 +479,7 @@ def _opening(request: SequenceRequest, slot: SlotId, start: Start) -> OpenSequen
         sampling=request.sampling,
         n_kept=start.n_kept,
         source=start.source,
+        state=start.state,
         is_restored=start.is_restored,
         n_prompt=len(request.prompt),
         stop_ids=tuple(sorted(request.stop_ids)) if holds_back else (),

@@ -4,6 +4,10 @@ A slot belongs to one sequence, or it is warm: free, its content kept until the 
 head's view holds on every stage in data order, so a slot may be copied while rows for it are still
 in flight. Should these fail, the copy is worth nothing. A warm slot holds what was answered alone.
 
+Where layers keep a state a slot goes on only from a position whose state stages keep: a copy that
+the slots refer to which begin with the same positions. It is worth what computing it again would
+take, the more the more slots refer to it and the less the longer nobody used it.
+
 A key stands for all tokens from the first up to the end of its block, and for the ring that
 computed them: two rings whose keys and values differ in a bit never share a key.
 """
@@ -20,12 +24,12 @@ from shardnet.slot_operations import AdapterUse, PicturePlace, Pictures, alike_u
 from shardnet.types import (
     BLOCK_KEY_BYTES,
     BLOCK_POSITIONS,
+    LIVE_STATES,
     MAX_STORED_BLOCKS,
-    NOTED_STATES,
     REWIND_ROWS,
     SlotId,
+    StateId,
     blocks_for,
-    is_noted,
     settled_blocks,
 )
 
@@ -38,6 +42,16 @@ class SharedBlock:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
+class KeptState:
+    """A state that every stage keeps: that after the first `position` tokens of `users` slots."""
+
+    state: StateId
+    position: int
+    users: int = 0
+    used_at: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Slot:
     """One slot. Its first `n_held` positions hold keys and values of the first of `tokens`.
 
@@ -45,8 +59,8 @@ class Slot:
     ever written plus one, rejected drafts included. The first of its `n_blocks` may be `shared`.
     `n_shared` counts the sequences that were started with a copy of it. Its sequence was started
     with the first `n_kept`. The rows of the first `n_answered` positions were answered: every stage
-    has computed them. All were computed with the same `adapters`, and with `pictures`. Stages have
-    noted the state of layers that keep one after each of the `noted` positions.
+    has computed them. All were computed with the same `adapters`, and with `pictures`. Where layers
+    keep a state, stages have kept `states` of its positions, the first one first.
     """
 
     slot: SlotId
@@ -58,7 +72,7 @@ class Slot:
     n_written: int = 0
     n_kept: int = 0
     n_answered: int = 0
-    noted: tuple[int, ...] = ()
+    states: tuple[KeptState, ...] = ()
     n_blocks: int = 0
     shared: tuple[SharedBlock, ...] = ()
     n_shared: int = 0
@@ -73,27 +87,27 @@ class Slot:
         if position <= self.n_answered or position == self.n_kept:
             self.n_answered = end
 
-    def note_state(self, position: int, n_rows: int) -> None:
-        """Note that stages note the state before rows, as their caches decide it too."""
-        if is_noted(position, n_rows, self.noted):
-            self.noted = (*self.noted[1 - NOTED_STATES :], position)
-
-    def known_states(self) -> tuple[int, ...]:
-        """Positions after which stages know the states of its layers."""
-        return (*self.noted, self.n_held)
+    def state_before(self, n_positions: int, multiple: int = 1) -> KeptState | None:
+        """Return the last state that was kept of the first positions, at a multiple of so many."""
+        for kept in reversed(self.states):
+            if kept.position <= n_positions and kept.position % multiple == 0:
+                return kept
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """A slot assigned to a sequence, its first `n_kept` positions computed already.
 
-    They are in the slot, copied from the slot `source`, or were read from disk. Where it
-    `is_unsure`, rows of theirs are still in flight. The warm slots `given_up` must be freed before.
+    They are in the slot, copied from the slot `source`, or were read from disk, and end with the
+    kept `state` where layers have one. Where it `is_unsure`, rows of theirs are still in flight.
+    The warm slots `given_up` must be freed before.
     """
 
     slot: Slot
     n_kept: int
     source: SlotId | None = None
+    state: StateId | None = None
     is_restored: bool = False
     is_unsure: bool = False
     given_up: tuple[Slot, ...] = ()
@@ -101,11 +115,20 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """A reusable prefix: the first `n_kept` positions of `slot`, all it holds if `is_whole`."""
+    """A reusable prefix: the first `n_kept` positions of `slot`, which end with `state` if any.
+
+    It `is_whole` if all that the slot holds is a prefix of the prompt.
+    """
 
     slot: Slot
     n_kept: int
     is_whole: bool
+    state: KeptState | None = None
+
+    @property
+    def state_id(self) -> StateId | None:
+        """The id of the state, None without one."""
+        return None if self.state is None else self.state.state
 
     @property
     def rank(self) -> tuple[int, bool, bool]:
@@ -119,9 +142,9 @@ class KvBlockManager:
 
     `window` is the smallest sliding window of the model's layers, None where none has one: such
     layers drop old positions (design decision 6), and a slot cannot be rewound below its `floor`.
-    `state_slots` is the most slots, warm ones included, of a model whose layers keep a state, None
-    where none does: such a slot can be continued only from where its state is known. Warm slots
-    hold at most `most_warm_blocks` together, None for all of the room. Where every stage `shares`
+    `room_states` is the most states that stages hold, those of running sequences included, None
+    where no layer keeps one. Warm slots hold at most `most_warm_blocks` together, None for all of
+    the room, and at most `most_kept_states` are kept, None likewise. Where every stage `shares`
     blocks, a slot that is started with a prefix of another has its whole blocks in common with it:
     they are booked once, and a slot that is rewound into one gets a block of its own.
     """
@@ -129,7 +152,8 @@ class KvBlockManager:
     room_blocks: int
     most_warm_blocks: int | None = None
     window: int | None = None
-    state_slots: int | None = None
+    room_states: int | None = None
+    most_kept_states: int | None = None
     shares: bool = False
     least_copied: int = 16
     """A shorter common prefix is not worth a copy."""
@@ -137,6 +161,10 @@ class KvBlockManager:
     _free_ids: list[SlotId] = field(default_factory=list)
     _booked: int = 0
     _uses: int = 0
+    _n_states: int = 0
+    """States that were kept so far."""
+    _kept: set[KeptState] = field(default_factory=set)
+    _dropped: list[StateId] = field(default_factory=list)
 
     @property
     def booked_blocks(self) -> int:
@@ -178,15 +206,14 @@ class KvBlockManager:
             n_kept = (
                 min(common, slot.n_chunked) // chunk_rows * chunk_rows if chunk_rows else common
             )
-            n_kept = whole_before(pictures, n_kept)
-            if self.state_slots is not None:
-                known = (
-                    n for n in slot.known_states() if n <= n_kept and n % (chunk_rows or 1) == 0
-                )
-                n_kept = max(known, default=0)
-            elif n_kept < self.floor(slot):
+            n_kept, state = whole_before(pictures, n_kept), None
+            if self.room_states is not None:
+                state = slot.state_before(n_kept, chunk_rows or 1)
+                n_kept = 0 if state is None else state.position
+            if n_kept < self.floor(slot):
                 continue
-            found = Prefix(slot=slot, n_kept=n_kept, is_whole=common == slot.n_held)
+            is_whole = common == slot.n_held
+            found = Prefix(slot=slot, n_kept=n_kept, is_whole=is_whole, state=state)
             if n_kept and (best is None or found.rank > best.rank):
                 best = found
         return best
@@ -239,12 +266,11 @@ class KvBlockManager:
         )
         n_shared = self._shareable(n_kept)
         is_room = n_blocks - n_shared <= room_beside
-        has_slot = self.state_slots is None or self._n_kept_slots(source) < self.state_slots
-        if source.is_warm and (prefix.is_whole or not is_room or not has_slot):
+        if source.is_warm and (prefix.is_whole or not is_room):
             return self._continue(prefix, n_blocks, room_beside)
         if not is_room:
             return None
-        given_up = self._make_room(n_blocks - n_shared, n_slots=1, spare=source)
+        given_up = self._make_room(n_blocks - n_shared, spare=source)
         source.n_shared += 1
         self._touch(source)
         more = max(0, n_shared - len(source.shared))
@@ -252,18 +278,24 @@ class KvBlockManager:
         slot = self._new(n_blocks, source.shared[:n_shared])
         slot.n_chunked = min(source.n_chunked, n_kept)
         slot.n_written = source.n_written  # the copy lacks what the source has forgotten
+        self._refer(slot, tuple(kept for kept in source.states if kept.position <= n_kept))
+        self._use(prefix.state)
+        self._evict(0, prefix.state)
         return Start(
             slot=slot,
             n_kept=n_kept,
             source=source.slot,
+            state=prefix.state_id,
             is_unsure=source.n_answered < n_kept,
             given_up=given_up,
         )
 
     def start_empty(self, n_blocks: int) -> Start:
         """Assign an empty slot with `n_blocks` blocks, which must be available."""
-        given_up = self._make_room(n_blocks, n_slots=1)
-        return Start(slot=self._new(n_blocks), n_kept=0, given_up=given_up)
+        given_up = self._make_room(n_blocks)
+        slot = self._new(n_blocks)
+        self._evict(0)
+        return Start(slot=slot, n_kept=0, given_up=given_up)
 
     def restored(self, slot: Slot, n_positions: int) -> None:
         """Note that every stage holds the first positions of an empty slot, and no more.
@@ -293,8 +325,9 @@ class KvBlockManager:
         Their rows were answered, and it can be rewound to behind them.
         """
         n_kept = min(slot.n_held, slot.n_answered)
-        if self.state_slots is not None:
-            n_kept = max((n for n in slot.known_states() if n <= n_kept), default=0)
+        if self.room_states is not None and n_kept < slot.n_held:
+            kept = slot.state_before(n_kept)
+            n_kept = 0 if kept is None else kept.position
         return n_kept if n_kept >= max(self.least_copied, self.floor(slot)) else 0
 
     def keep_warm(self, slot: Slot, n_kept: int) -> tuple[Slot, ...]:
@@ -307,6 +340,7 @@ class KvBlockManager:
         slot.n_held = n_kept
         self._book(slot, blocks_for(slot.n_held), slot.shared[: settled_blocks(slot.n_held)])
         self._touch(slot)
+        self._use(slot.states[-1] if slot.states else None)
         dropped = []
         if self.most_warm_blocks is not None:
             others = [other for other in self.warm() if other is not slot]
@@ -318,13 +352,89 @@ class KvBlockManager:
     def drop(self, slot: Slot) -> None:
         """Free a slot."""
         self._book(slot, 0, ())
+        self._refer(slot, ())
         del self._slots[slot.slot]
         self._free_ids.append(slot.slot)
 
     def warm(self) -> list[Slot]:
-        """List the warm slots in the order to free them: unshared first, then longest unused."""
+        """List the warm slots in the order to free them: unshared first, then longest unused.
+
+        Before all others go those from which nobody can go on: their states were dropped.
+        """
         warm = [slot for slot in self._slots.values() if slot.is_warm]
-        return sorted(warm, key=lambda slot: (slot.n_shared > 0, slot.used_at))
+        keeps = self.room_states is not None
+        return sorted(
+            warm,
+            key=lambda slot: (not keeps or slot.states != (), slot.n_shared > 0, slot.used_at),
+        )
+
+    # --- states
+
+    @property
+    def kept_states(self) -> int:
+        """States that stages keep apart from those of running sequences."""
+        return len(self._kept)
+
+    def keep_state(self, slot: Slot, position: int) -> StateId | None:
+        """Let stages keep the slot's state after `position`; None where they do, or cannot."""
+        if self.room_states is None or slot.state_before(position, position) is not None:
+            return None
+        self._evict(1)
+        if self._states_left() < 1:
+            return None
+        kept = KeptState(state=StateId(self._n_states), position=position, used_at=self._uses)
+        self._n_states = (self._n_states + 1) % (1 << 32)
+        self._kept.add(kept)
+        earlier = tuple(each for each in slot.states if each.position < position)
+        self._refer(slot, (*earlier, kept, *slot.states[len(earlier) :]))
+        return kept.state
+
+    def take_dropped(self) -> tuple[StateId, ...]:
+        """Return the states that stages keep for nothing, once each."""
+        dropped, self._dropped = tuple(self._dropped), []
+        return dropped
+
+    def _states_left(self) -> int:
+        """Count the states that could be kept beside those that are, and those of who runs."""
+        if self.room_states is None:
+            return 0
+        n_live = LIVE_STATES * sum(not slot.is_warm for slot in self._slots.values())
+        left = self.room_states - n_live - len(self._kept)
+        if self.most_kept_states is not None:
+            left = min(left, self.most_kept_states - len(self._kept))
+        return left
+
+    def _evict(self, n_states: int, spare: KeptState | None = None) -> None:
+        """Drop the states that are worth least until there is room for so many."""
+        while self._kept - {spare} and self._states_left() < n_states:
+            worth: dict[KeptState, float] = {}
+            for slot in self._slots.values():
+                before = 0
+                for kept in slot.states:
+                    age = 1 + self._uses - kept.used_at
+                    value = (kept.position - before) * kept.users / age
+                    worth[kept] = max(worth.get(kept, 0.0), value)
+                    before = kept.position
+            least = min((kept for kept in worth if kept is not spare), key=worth.__getitem__)
+            for slot in self._slots.values():
+                if least in slot.states:
+                    self._refer(slot, tuple(kept for kept in slot.states if kept is not least))
+
+    def _refer(self, slot: Slot, states: tuple[KeptState, ...]) -> None:
+        """Let a slot refer to these states; who has no users is dropped."""
+        for kept in states:
+            kept.users += 1
+        for kept in slot.states:
+            kept.users -= 1
+            if not kept.users:
+                self._kept.discard(kept)
+                self._dropped.append(kept.state)
+        slot.states = states
+
+    def _use(self, kept: KeptState | None) -> None:
+        self._uses += 1
+        if kept is not None:
+            kept.used_at = self._uses
 
     def _continue(self, prefix: Prefix, n_blocks: int, room_beside: int) -> Start | None:
         slot, n_kept = prefix.slot, prefix.n_kept
@@ -336,36 +446,31 @@ class KvBlockManager:
             return None
         slot.is_warm = False
         self._rewind(slot, n_kept)
+        self._use(prefix.state)
         given_up = self._make_room(more)
+        self._evict(0, prefix.state)
         self._book(slot, n_blocks, shared)
-        return Start(slot=slot, n_kept=n_kept, given_up=given_up)
+        return Start(slot=slot, n_kept=n_kept, state=prefix.state_id, given_up=given_up)
 
     def _rewind(self, slot: Slot, n_kept: int) -> None:
         slot.n_chunked = min(slot.n_chunked, n_kept)
         slot.n_answered = min(slot.n_answered, n_kept)
-        slot.noted = tuple(n for n in slot.noted if n < n_kept)  # one may have become the state
+        self._refer(slot, tuple(kept for kept in slot.states if kept.position <= n_kept))
 
-    def _make_room(
-        self, n_blocks: int, *, n_slots: int = 0, spare: Slot | None = None
-    ) -> tuple[Slot, ...]:
-        """Drop warm slots until `n_blocks` and `n_slots` more are free; return those dropped."""
+    def _make_room(self, n_blocks: int, *, spare: Slot | None = None) -> tuple[Slot, ...]:
+        """Drop warm slots until `n_blocks` more are free; return those dropped."""
         given_up = []
         for slot in self.warm():
-            if self._has_room(n_blocks, n_slots):
+            if self._has_room(n_blocks):
                 break
             if slot is not spare:
                 self.drop(slot)
                 given_up.append(slot)
-        assert self._has_room(n_blocks, n_slots)
+        assert self._has_room(n_blocks)
         return tuple(given_up)
 
-    def _n_kept_slots(self, source: Slot) -> int:
-        """Count the slots that cannot be given up: those in use, and `source`."""
-        return sum(not slot.is_warm or slot is source for slot in self._slots.values())
-
-    def _has_room(self, n_blocks: int, n_slots: int) -> bool:
-        is_full = self.state_slots is not None and len(self._slots) + n_slots > self.state_slots
-        return self.room_blocks - self._booked >= n_blocks and not is_full
+    def _has_room(self, n_blocks: int) -> bool:
+        return self.room_blocks - self._booked >= n_blocks
 
     def _new(self, n_blocks: int, shared: tuple[SharedBlock, ...] = ()) -> Slot:
         slot = Slot(slot=self._free_ids.pop() if self._free_ids else SlotId(len(self._slots)))

@@ -18,7 +18,7 @@ from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
 from shardnet.runtime.scheduling.sequences import LiveSequence
 from shardnet.runtime.scheduling.step_cost import MAX_ROWS_IN_FLIGHT, StepLimits
 from shardnet.slot_operations import whole_before
-from shardnet.types import BLOCK_POSITIONS, PROMPT_TAIL_ROWS, RowGroup
+from shardnet.types import BLOCK_POSITIONS, RowGroup
 
 _MAY_TRAVEL: Final = attrgetter("may_travel")
 _IS_DETERMINISTIC: Final = attrgetter("request.deterministic")
@@ -184,16 +184,12 @@ class RowChooser:
         return whole - n_sent
 
     def _any_chunk(self, sequence: LiveSequence, budget: int) -> int:
-        """Count the rows of the next chunk: a prompt's last go by themselves if states are noted.
-
-        Shorter prompts than a block are not worth a further step.
-        """
-        end = len(sequence.tokens)
-        tail = end - PROMPT_TAIL_ROWS
-        if not self.limits.notes_states or end <= BLOCK_POSITIONS or sequence.n_sent > tail:
-            return self._chunk(sequence, budget, end)
-        is_tail = sequence.n_sent == tail
-        return PROMPT_TAIL_ROWS if is_tail else self._chunk(sequence, budget, tail)
+        """Count the rows of the next chunk, which ends where a state is kept."""
+        end, n_sent = len(sequence.tokens), sequence.n_sent
+        if self.queue.ring.room_states is not None:
+            block_end = (n_sent // BLOCK_POSITIONS + 1) * BLOCK_POSITIONS
+            end = min(end, block_end, *(mark for mark in sequence.marks if mark > n_sent))
+        return self._chunk(sequence, budget, end)
 
     def _exact_chunk(self, sequence: LiveSequence) -> int:
         """Count the rows of the next chunk such that a replay gives the same bits."""

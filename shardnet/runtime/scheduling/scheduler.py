@@ -346,6 +346,8 @@ class Scheduler:
         elif self.behind:
             self.beside.add(step)
         for part, group in zip(rows, groups, strict=True):
+            if not part.is_behind:
+                self._queue.keep_state(part.sequence, group.position)
             self._count_sent(part, group, is_alone=len(rows) == 1)
         self._queue.pending.append(SendStep(batch=batch, is_decode=is_decode))
         return True
@@ -361,8 +363,6 @@ class Scheduler:
         if not rows.is_behind:
             slot.n_held = group.position + group.n_rows - len(rows.drafts)
         slot.n_written = max(slot.n_written, group.position + group.n_rows)
-        if self.limits.notes_states:
-            slot.note_state(group.position, group.n_rows)
         is_whole_chunk = is_alone and group.n_rows == self.limits.chunk_rows
         if is_whole_chunk and slot.n_chunked == group.position and not rows.drafts:
             slot.n_chunked = slot.n_held

@@ -202,7 +202,8 @@ class LiveSequence:
     one say nothing: a draft before them was wrong. It `is_unsure` while it is not known whether
     every stage has computed what its slot was started with. It has a slot and no rows are sent
     while it `is_restoring`, or `is_encoding` its pictures. Every stage of the next ring has its
-    first `n_moved` positions, and gives them to the slot that it opens.
+    first `n_moved` positions, and gives them to the slot that it opens. Rows of its prompt are cut
+    at the `marks`.
     """
 
     request: SequenceRequest
@@ -219,6 +220,7 @@ class LiveSequence:
     is_encoding: bool = False
     may_restore: bool = True
     n_moved: int = 0
+    marks: tuple[int, ...] = ()
     sequence_id: SequenceId = field(init=False)
     n_prompt: int = field(init=False)
 

@@ -106,15 +106,13 @@ class StepLimits:
     `chunk_rows` prompt rows while no sequence decodes, at most `mixed_rows` beside decode rows. A
     step of up to `cheap_rows` rows costs about as much as one row, so drafts fill it up to there.
     `exact_rows` limits the batches of deterministic sequences (design decision 4); with ANY_ROWS
-    nothing needs to be limited. Where layers keep a state, stages with `notes_states` note it on
-    the way through a prompt (`is_noted`).
+    nothing needs to be limited.
     """
 
     chunk_rows: int = PREFILL_CHUNK_ROWS
     mixed_rows: int = MIXED_ROWS[-1]
     cheap_rows: int = 32
     exact_rows: int = 1
-    notes_states: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +121,10 @@ class RingLimits:
 
     `room_blocks` is the smallest KV room of its stages, `context` bounds one sequence, `max_slots`
     the sequences that run at once, `max_waiting` those that wait. `window` is the smallest sliding
-    window of the model's layers, None where none has one. `state_slots` is the most slots, warm
-    ones included, where layers keep a state, which cannot be rewound; None where none does.
-    `prefix_seed` stands for the ring where all stages keep prefixes on disk, else it is None. All
-    of them share blocks between slots if it `shares_blocks`.
+    window of the model's layers, None where none has one. `room_states` is the smallest room of
+    its stages for states, which cannot be rewound; None where no layer keeps one. `prefix_seed`
+    stands for the ring where all stages keep prefixes on disk, else it is None. All of them share
+    blocks between slots if it `shares_blocks`.
     """
 
     epoch: Epoch
@@ -136,7 +134,7 @@ class RingLimits:
     max_slots: int
     max_waiting: int = 1024
     window: int | None = None
-    state_slots: int | None = None
+    room_states: int | None = None
     limits: StepLimits = field(default_factory=StepLimits)
     prefix_seed: bytes | None = None
     shares_blocks: bool = False
@@ -144,4 +142,4 @@ class RingLimits:
     @property
     def rewinds(self) -> bool:
         """Whether slots can be rewound, so that drafts may be wrong."""
-        return self.state_slots is None
+        return self.room_states is None

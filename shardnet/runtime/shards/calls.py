@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from shardnet.runtime.stage.stage_order import StageOrder
-from shardnet.types import MicroBatch, SlotId
+from shardnet.types import MicroBatch, SlotId, StateId
 
 WAKE: Final = b"."
 """What comes through the socket with each call that stands in the mailbox."""
@@ -89,6 +89,27 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="copy"):
     source: SlotId
     target: SlotId
     n_positions: int
+    state: StateId | None
+
+
+class Keep(msgspec.Struct, frozen=True, kw_only=True, tag="keep"):
+    """Keep states of a slot."""
+
+    slot: SlotId
+    n_positions: int
+    state: StateId
+
+
+class Drop(msgspec.Struct, frozen=True, kw_only=True, tag="drop"):
+    """Give kept states back."""
+
+    states: tuple[StateId, ...]
+
+
+class Rest(msgspec.Struct, frozen=True, kw_only=True, tag="rest"):
+    """Give a slot's own states back."""
+
+    slot: SlotId
 
 
 class Clear(msgspec.Struct, frozen=True, kw_only=True, tag="clear"):
@@ -128,7 +149,7 @@ class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
     values: bool
 
 
-Call = Run | Deep | Logits | Trim | Copy | Clear | AdoptRows | Adopt | Read
+Call = Run | Deep | Logits | Trim | Copy | Keep | Drop | Rest | Clear | AdoptRows | Adopt | Read
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):

@@ -39,10 +39,13 @@ from shardnet.runtime.shards.calls import (
     Clear,
     Copy,
     Deep,
+    Drop,
     Failed,
+    Keep,
     Logits,
     Read,
     Ready,
+    Rest,
     Rows,
     Run,
     ShardJob,
@@ -52,7 +55,7 @@ from shardnet.runtime.shards.calls import (
     write_message,
 )
 from shardnet.runtime.shards.mailbox import Mailbox
-from shardnet.types import MicroBatch, SlotId
+from shardnet.types import MicroBatch, SlotId, StateId
 
 log = logging.getLogger(__name__)
 
@@ -210,9 +213,21 @@ class ShardProcesses:
         """See Followers."""
         self._call(Trim(slot=slot, n_positions=n_positions))
 
-    def copy(self, source: SlotId, target: SlotId, n_positions: int) -> None:
+    def copy(self, source: SlotId, target: SlotId, n_positions: int, state: StateId | None) -> None:
         """See Followers."""
-        self._call(Copy(source=source, target=target, n_positions=n_positions))
+        self._call(Copy(source=source, target=target, n_positions=n_positions, state=state))
+
+    def keep_state(self, slot: SlotId, n_positions: int, state: StateId) -> None:
+        """See Followers."""
+        self._call(Keep(slot=slot, n_positions=n_positions, state=state))
+
+    def drop_states(self, states: Sequence[StateId]) -> None:
+        """See Followers."""
+        self._call(Drop(states=tuple(states)))
+
+    def rest(self, slot: SlotId) -> None:
+        """See Followers."""
+        self._call(Rest(slot=slot))
 
     def clear(self) -> None:
         """See Followers."""

@@ -26,11 +26,14 @@ from shardnet.runtime.shards.calls import (
     Clear,
     Copy,
     Deep,
+    Drop,
     Failed,
+    Keep,
     Logits,
     Progress,
     Read,
     Ready,
+    Rest,
     Rows,
     Run,
     ShardJob,
@@ -217,8 +220,14 @@ class _Shard:
                 self._model.new_logits(rows)
             case Trim(slot=slot, n_positions=n_positions):
                 kv.trim(slot, n_positions)
-            case Copy(source=source, target=target, n_positions=n_positions):
-                kv.copy(source, target, n_positions)
+            case Copy(source=source, target=target, n_positions=n_positions, state=state):
+                kv.copy(source, target, n_positions, state)
+            case Keep(slot=slot, n_positions=n_positions, state=state):
+                kv.keep_state(slot, n_positions, state)
+            case Drop(states=states):
+                kv.drop_states(states)
+            case Rest(slot=slot):
+                kv.rest(slot)
             case Clear():
                 kv.clear()
                 self._arriving.clear()

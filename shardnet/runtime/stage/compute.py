@@ -15,7 +15,7 @@ from shardnet.errors import ConfigurationError, ShardnetError
 from shardnet.plugins import COMPUTES, installed, installed_names
 from shardnet.sampling_params import TokenLogprobs
 from shardnet.slot_operations import SlotOperation
-from shardnet.types import DType, MicroBatch, SequenceId, StepId, WireDType
+from shardnet.types import LEAST_STATES, DType, MicroBatch, SequenceId, StepId, WireDType
 from shardnet.wire.messages.extras import Drafts, StageExperts, StageTiming
 from shardnet.wire.payloads.rows import RowBlock
 
@@ -191,8 +191,9 @@ class PluggedStage:
     """A stage that a plug-in has loaded.
 
     `weight_bytes` is the memory of its weights, `room_blocks` how many KV blocks of 256 positions
-    it has room for: the head books no more. `kernel` says to people what computes. Up to
-    `exact_rows` rows in one step are computed with the same bits as each alone.
+    it has room for: the head books no more. Where layers keep a state it has room for
+    `room_states` of them. `kernel` says to people what computes. Up to `exact_rows` rows in one
+    step are computed with the same bits as each alone.
     """
 
     compute: StageCompute
@@ -200,6 +201,7 @@ class PluggedStage:
     room_blocks: int
     kernel: str
     exact_rows: int = 1
+    room_states: int = LEAST_STATES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,12 +35,27 @@ from shardnet.runtime.stage.picture_inputs import (
 from shardnet.runtime.stage.picture_store import PictureStore
 from shardnet.runtime.stage.routing import routing_table
 from shardnet.runtime.stage.row_outputs import SamplingStage, layer_blocks
-from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
+from shardnet.slot_operations import (
+    CloseSequence,
+    DropStates,
+    FreeSlot,
+    KeepState,
+    OpenSequence,
+    SlotOperation,
+)
 from shardnet.stage.moves.slot_moves import SlotMoves
 from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
 from shardnet.stage.runs import Run
 from shardnet.stage.stage_model import StageModel
-from shardnet.types import BLOCK_POSITIONS, MicroBatch, RowGroup, SequenceId, SlotId, WireDType
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    MicroBatch,
+    RowGroup,
+    SequenceId,
+    SlotId,
+    StateId,
+    WireDType,
+)
 from shardnet.wire.messages.extras import StageExperts
 from shardnet.wire.payloads.rows import RowBlock
 
@@ -150,8 +165,8 @@ class TorchCompute:
             case OpenSequence(is_restored=True):
                 self._restore(operation)
                 self._owners[operation.slot] = operation
-            case OpenSequence(slot=slot, n_kept=n_kept, source=source):
-                self._keep(slot, n_kept, source)
+            case OpenSequence(slot=slot, n_kept=n_kept, source=source, state=state):
+                self._keep(slot, n_kept, source, state)
                 self._owners[slot] = operation
             case CloseSequence(sequence_id=sequence_id, slot=slot, n_kept=n_kept):
                 self._unopened.pop(sequence_id, None)
@@ -159,11 +174,16 @@ class TorchCompute:
                 if owner is not None and owner.sequence_id == sequence_id:
                     del self._owners[slot]
                     self._keep(slot, n_kept, None)
+                    self._model.kv.rest(slot)
                     if self.prefixes is not None and operation.stored:
                         self.prefixes.save(slot, operation.stored[: n_kept // BLOCK_POSITIONS])
             case FreeSlot(slot=slot):
                 if slot not in self._owners:
                     self._keep(slot, 0, None)
+            case KeepState(slot=slot, n_positions=n_positions, state=state):
+                self._model.kv.keep_state(slot, n_positions, state)
+            case DropStates(states=states):
+                self._model.kv.drop_states(states)
             case _:
                 assert_never(operation)
 
@@ -314,10 +334,15 @@ class TorchCompute:
         chosen = {index: ids.cpu().numpy() for index, ids in experts.items()}
         return routing_table(batch, asking, self._model.layers, shape.top_k, chosen)
 
-    def _keep(self, slot: SlotId, n_positions: int, source: SlotId | None) -> None:
-        """Keep the first positions of the slot, its own or copied from `source`, and no others."""
-        if source is not None:
-            self._model.kv.copy(source, slot, n_positions)
+    def _keep(
+        self, slot: SlotId, n_positions: int, source: SlotId | None, state: StateId | None = None
+    ) -> None:
+        """Keep the first positions of the slot, its own or copied from `source`, and no others.
+
+        Its states become what was kept as `state`, if any.
+        """
+        if source is not None or state is not None:
+            self._model.kv.copy(slot if source is None else source, slot, n_positions, state)
         self._model.kv.trim(slot, n_positions)
         if self._tail is not None:
             self._tail.keep(slot, n_positions, source)

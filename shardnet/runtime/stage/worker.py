@@ -39,7 +39,13 @@ from shardnet.runtime.stage.compute import (
     StepResult,
 )
 from shardnet.runtime.stage.executor import Executor
-from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence
+from shardnet.slot_operations import (
+    CloseSequence,
+    DropStates,
+    FreeSlot,
+    KeepState,
+    OpenSequence,
+)
 from shardnet.threads import contained
 from shardnet.types import PREFILL_CHUNK_ROWS, SequenceId, StepId
 from shardnet.wire.messages.extras import StageTiming
@@ -248,7 +254,7 @@ class StageWorker:
         match arrived:
             case StepArrived():
                 outputs = self._steps(arrived)
-            case OpenSequence() | CloseSequence() | FreeSlot():
+            case OpenSequence() | CloseSequence() | FreeSlot() | KeepState() | DropStates():
                 self.compute.operate(arrived)
                 outputs = (arrived,)
             case StepFailed():

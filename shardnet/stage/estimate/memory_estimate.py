@@ -26,9 +26,6 @@ from shardnet.model.families.stage_tensors import (
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import (
     BLOCK_POSITIONS,
-    MAX_STATE_DRAFTS,
-    NOTED_STATES,
-    STATE_SLOTS,
     DType,
     KvDType,
     LayerRange,
@@ -246,19 +243,11 @@ def kv_block_bytes(
 
 
 def state_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
-    """Return the bytes of the states of all slots over the stage's layers.
-
-    Each slot has more that are noted on the way, and where drafts are verified one before each.
-    """
+    """Return the bytes of one state over the stage's layers: 0 where none keeps one."""
     if config.outline is not None:
-        return STATE_SLOTS * config.outline.slot_bytes(layers)
+        return config.outline.slot_bytes(layers)
     shapes = (config.state(layer) for layer in layers)
-    n_states = 1 + NOTED_STATES + (MAX_STATE_DRAFTS if config.has_mtp else 0)
-    return (
-        STATE_SLOTS
-        * n_states
-        * sum(shape.size_bytes(dtype) for shape in shapes if shape is not None)
-    )
+    return sum(shape.size_bytes(dtype) for shape in shapes if shape is not None)
 
 
 def activation_peak_bytes(

@@ -60,6 +60,11 @@ class SlotMoves:
         """Bytes of one block of positions over all layers: an upper bound with windows."""
         return self._kv.block_bytes
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state over all layers that keep one."""
+        return self._kv.state_bytes
+
     def has_layer(self, layer: int) -> bool:
         """Say whether it moves a layer."""
         return self._layers.start <= layer < self._layers.end

@@ -19,7 +19,7 @@ from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.picture_rows import PictureRows
 from shardnet.model.cache.slot_blocks import SlotContents
 from shardnet.model.shards.cut import Cut
-from shardnet.types import MicroBatch, SlotId
+from shardnet.types import MicroBatch, SlotId, StateId
 
 
 class LeadingKvCache(KvCache):
@@ -46,10 +46,27 @@ class LeadingKvCache(KvCache):
         super().trim(slot, n_positions)
         self._followers.trim(slot, n_positions)
 
-    def copy(self, source: SlotId, target: SlotId, n_positions: int) -> None:
+    def copy(
+        self, source: SlotId, target: SlotId, n_positions: int, state: StateId | None = None
+    ) -> None:
         """See KvCache."""
-        super().copy(source, target, n_positions)
-        self._followers.copy(source, target, n_positions)
+        super().copy(source, target, n_positions, state)
+        self._followers.copy(source, target, n_positions, state)
+
+    def keep_state(self, slot: SlotId, n_positions: int, state: StateId) -> None:
+        """See KvCache."""
+        super().keep_state(slot, n_positions, state)
+        self._followers.keep_state(slot, n_positions, state)
+
+    def drop_states(self, states: Sequence[StateId]) -> None:
+        """See KvCache."""
+        super().drop_states(states)
+        self._followers.drop_states(states)
+
+    def rest(self, slot: SlotId) -> None:
+        """See KvCache."""
+        super().rest(slot)
+        self._followers.rest(slot)
 
     def clear(self) -> None:
         """See KvCache."""
@@ -163,8 +180,17 @@ class Followers(Protocol):
     def trim(self, slot: SlotId, n_positions: int) -> None:
         """Have them free blocks of a slot, as KvCache.trim does."""
 
-    def copy(self, source: SlotId, target: SlotId, n_positions: int) -> None:
+    def copy(self, source: SlotId, target: SlotId, n_positions: int, state: StateId | None) -> None:
         """Have them copy positions of a slot, as KvCache.copy does."""
+
+    def keep_state(self, slot: SlotId, n_positions: int, state: StateId) -> None:
+        """Have them keep states of a slot, as KvCache.keep_state does."""
+
+    def drop_states(self, states: Sequence[StateId]) -> None:
+        """Have them give kept states back."""
+
+    def rest(self, slot: SlotId) -> None:
+        """Have them give a slot's own states back."""
 
     def clear(self) -> None:
         """Have them free all slots."""

@@ -129,7 +129,8 @@ class StageReady(Numbered, frozen=True, kw_only=True):
     A row's bits do not depend on the rows beside it in steps of at most `exact_rows` rows.
     `arithmetic` stands for everything but the model that decides the bits of its keys and values,
     "" where the node keeps no prefixes on disk. With `shares_blocks` a slot that is copied shares
-    whole blocks with its source, and they count once.
+    whole blocks with its source, and they count once. `room_states` is the room for states of
+    layers that keep one.
     """
 
     weight_bytes: Count
@@ -140,6 +141,7 @@ class StageReady(Numbered, frozen=True, kw_only=True):
     exact_rows: U32
     arithmetic: DigestOrNone = ""
     shares_blocks: bool = False
+    room_states: U32 = 0
 
 
 class RingBroken(Tagged, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ from shardnet.errors import (
 from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import parse_config
-from shardnet.runtime.loading.loading import cut_of, kv_room_blocks
+from shardnet.runtime.loading.loading import cut_of, kv_room
 from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.stage.estimate.memory_estimate import WeightForm, graph_bytes, stage_weight_bytes
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
@@ -324,13 +324,13 @@ def test_a_gpu_keeps_memory_for_graphs() -> None:
     for device, more in (("cpu", 0), ("cuda", graphs)):
         enough = structs.replace(node("a", memory=needed + more), device=device)
         [stage] = make_plan(ModelChoice(model="/m"), facts(), [enough]).placement.stages
-        blocks = kv_room_blocks(config, stage.layers, form, 512, enough.memory_bytes, device=device)
-        assert blocks >= 2
+        room = kv_room(config, stage.layers, form, 512, enough.memory_bytes, device=device)
+        assert room.blocks >= 2
         less = structs.replace(enough, memory_bytes=enough.memory_bytes - 1)
         with pytest.raises(PlanError):
             make_plan(ModelChoice(model="/m"), facts(), [less])
     with pytest.raises(CapacityError):
-        kv_room_blocks(config, shape.whole, form, 512, graphs, device="cuda")
+        kv_room(config, shape.whole, form, 512, graphs, device="cuda")
 
 
 def test_a_node_stands_by_only_with_the_memory_to_load_and_compute_both_stages() -> None:
@@ -344,7 +344,7 @@ def test_a_node_stands_by_only_with_the_memory_to_load_and_compute_both_stages()
         plan = make_plan(choice, model, nodes)
         found.add(bool(plan.standbys))
         if plan.standbys:
-            assert kv_room_blocks(model.config, LayerRange(0, 6), form, 512, kib << 10) >= 2
+            assert kv_room(model.config, LayerRange(0, 6), form, 512, kib << 10).blocks >= 2
         else:
             [standby] = plan.with_standbys([node("c")]).standbys
             assert standby.node == "id-c"
@@ -364,11 +364,11 @@ def test_what_is_whole_in_every_shard_is_planned_and_loaded_as_often(
     assert shared.activation_bytes == n_shards * shape.activation_bytes
     assert shared.kv_bytes(shape.whole) == copies * shape.kv_bytes(shape.whole)
     each, cut = shared.memory_bytes(shape.whole) // n_shards, cut_of(config, 0, n_shards)
-    assert kv_room_blocks(config, shape.whole, form, 512, each, cut=cut) >= 2
+    assert kv_room(config, shape.whole, form, 512, each, cut=cut).blocks >= 2
     own_kv = copies * shape.kv_bytes(shape.whole) // n_shards
     fixed = -(-shape.weight_bytes(shape.whole) // n_shards) + own_kv
     with pytest.raises(CapacityError):  # each shard has activations of its own
-        kv_room_blocks(config, shape.whole, form, 512, fixed, cut=cut)
+        kv_room(config, shape.whole, form, 512, fixed, cut=cut)
 
 
 def test_more_streamed_layers_than_there_are_is_refused() -> None:

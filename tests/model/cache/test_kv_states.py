@@ -8,7 +8,7 @@ import torch
 from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import StateShape
-from shardnet.types import BLOCK_POSITIONS, SlotId
+from shardnet.types import BLOCK_POSITIONS, SlotId, StateId
 
 SHAPE = StateShape(recent=(3, 5), recurrent=(2, 4, 6))
 SLOT, OTHER = SlotId(0), SlotId(1)
@@ -71,19 +71,40 @@ def test_a_copy_has_a_state_of_its_own(cache: KvCache) -> None:
     assert cache.state(SLOT, 0).recurrent.eq(30).all()
 
 
-def test_a_state_is_noted_on_the_way_through_a_prompt(cache: KvCache) -> None:
-    """Those before the last prompt rows, a block behind the one before; copies begin there."""
-    for position in range(0, 1000, 100):
+def test_a_slot_goes_on_from_a_state_that_was_kept(cache: KvCache) -> None:
+    """Its own or another one, as often as it is asked for, until it is dropped."""
+    for position in range(0, 700, 100):
+        if position in (300, 600):
+            cache.keep_state(SLOT, position, StateId(position))
         write(cache, SLOT, position, 100)
-    assert [state.end for state in cache.state(SLOT, 0).noted] == [600, 900]
-    cache.copy(SLOT, OTHER, 600)
-    for slot in (SLOT, OTHER):
-        with pytest.raises(CapacityError, match="cannot be rewound"):
-            cache.ensure(slot, 310, 10)  # the state after 300 is forgotten
-        cache.trim(slot, 600)
-        assert cache.state(slot, 0).recurrent.eq(600).all()
-        write(cache, slot, 600, 5)
-        assert cache.state(slot, 0).recurrent.eq(605).all()
+    with pytest.raises(CapacityError, match="holds the state after 700 positions"):
+        cache.keep_state(SLOT, 600, StateId(1))
+    for _ in range(2):
+        cache.copy(SLOT, OTHER, 300, StateId(300))
+        assert cache.state(OTHER, 0).recurrent.eq(300).all()
+        write(cache, OTHER, 300, 5)
+        assert cache.state(OTHER, 0).recurrent.eq(305).all()
+    cache.copy(SLOT, SLOT, 600, StateId(600))
+    write(cache, SLOT, 600, 5)
+    assert cache.state(SLOT, 0).recurrent.eq(605).all()
+    for state, n_positions in ((StateId(300), 299), (StateId(7), 300)):
+        with pytest.raises(CapacityError, match="is not here any more"):
+            cache.copy(SLOT, OTHER, n_positions, state)
+    cache.drop_states([StateId(300), StateId(7)])
+    with pytest.raises(CapacityError, match="state 300 after 300 positions is not here any more"):
+        cache.copy(SLOT, OTHER, 300, StateId(300))
+
+
+def test_a_slot_that_rests_has_only_what_was_kept(cache: KvCache) -> None:
+    write(cache, SLOT, 0, 30)
+    cache.keep_state(SLOT, 30, StateId(0))
+    cache.rest(SLOT)
+    cache.rest(OTHER)  # there is no such slot
+    with pytest.raises(CapacityError, match="holds the state after 0 positions"):
+        cache.ensure(SLOT, 31, 1)
+    cache.copy(SLOT, SLOT, 30, StateId(0))
+    write(cache, SLOT, 30, 1)
+    assert cache.state(SLOT, 0).recent.eq(31).all()
 
 
 def test_a_state_is_rewound_to_what_was_noted(cache: KvCache) -> None:

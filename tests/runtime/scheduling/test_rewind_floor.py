@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, Slot
-from shardnet.types import PROMPT_TAIL_ROWS, REWIND_ROWS
+from shardnet.runtime.scheduling.scheduler import Scheduler
+from shardnet.runtime.scheduling.sequences import OperateSlot, SendStep, SequenceRequest
+from shardnet.runtime.scheduling.step_cost import RingLimits
+from shardnet.slot_operations import KeepState
+from shardnet.types import PROMPT_TAIL_ROWS, REWIND_ROWS, Epoch, SequenceId, blocks_for
 
 WINDOW = 100
 
@@ -60,61 +66,148 @@ def test_a_copy_has_forgotten_what_its_source_had() -> None:
     assert book.floor(start.slot) == book.floor(source) == 1200 - REWIND_ROWS
 
 
-def test_a_slot_with_a_state_is_continued_from_its_end_only() -> None:
-    book = KvBlockManager(room_blocks=64, state_slots=4)
-    warm_slot(book, 300, 300)
-    assert [kept(book, n_common) for n_common in (20, 299, 300, 310)] == [0, 0, 300, 300]
-    assert kept(book, 310, chunk_rows=256) == 0
-    warm_slot(book, 512, 512)
-    assert kept(book, 600, chunk_rows=256) == 512
+def slot_with_states(book: KvBlockManager, n_held: int, *positions: int) -> Slot:
+    """A warm slot, states of which are kept after these positions."""
+    slot = book.start_empty(blocks_for(n_held)).slot
+    slot.tokens = list(range(n_held))
+    slot.n_held = slot.n_written = slot.n_answered = n_held
+    slot.n_chunked = n_held // 256 * 256
+    for position in positions:
+        assert book.keep_state(slot, position) is not None
+    book.keep_warm(slot, n_held)
+    return slot
 
 
-def test_a_slot_with_a_state_is_continued_from_what_was_noted_on_the_way() -> None:
-    book = KvBlockManager(room_blocks=64, state_slots=2)
-    slot = warm_slot(book, 700, 700)
-    steps = ((0, 256), (255, 9), (256, 5), (256, 9), (511, 99))
-    for position, n_rows in steps:
-        slot.note_state(position, n_rows)
-        assert slot.noted == ((256,) if (position, n_rows) in steps[3:] else ())
-    assert [kept(book, n_common) for n_common in (255, 256, 699, 701)] == [0, 256, 256, 700]
-    assert [kept(book, 699, chunk_rows=rows) for rows in (128, 100)] == [256, 0]
-    book.start_empty(1)
-    start = book.start([*range(600), 7], 4)  # there is no slot for a copy
-    assert (start.slot, start.n_kept, start.source) == (slot, 256, None)
-    assert slot.noted == ()
+def positions_of(slot: Slot) -> list[int]:
+    return [kept.position for kept in slot.states]
 
 
-def test_the_state_before_the_last_rows_of_a_prompt_is_noted_too() -> None:
-    book = KvBlockManager(room_blocks=64, state_slots=2)
-    slot = warm_slot(book, 700, 700)
-    for position, n_rows in ((256, 256), (512, 168), (680, PROMPT_TAIL_ROWS)):
-        slot.note_state(position, n_rows)
-    assert slot.noted == (512, 680)
-    assert [kept(book, n_common) for n_common in (511, 679, 690)] == [0, 512, 680]
-    book.start_empty(1)
-    assert book.start([*range(690), 7], 4).n_kept == 680
-    assert slot.noted == (512,)
+def test_a_slot_with_states_is_continued_from_where_one_is_kept() -> None:
+    book = KvBlockManager(room_blocks=64, room_states=24)
+    slot = slot_with_states(book, 700, 256, 512, 680, 700)
+    assert book.keep_state(slot, 512) is None  # it is kept already
+    for n_common, n_kept in ((255, 0), (256, 256), (679, 512), (690, 680), (701, 700)):
+        assert kept(book, n_common) == n_kept
+    assert kept(book, 701, chunk_rows=256) == 512
+    assert kept(book, 511, chunk_rows=128) == 256
+    start = book.start([*range(700), 7], 4)
+    assert (start.slot, start.n_kept, start.source, start.state) == (slot, 700, None, 3)
+
+
+def test_slots_that_begin_alike_refer_to_the_same_states() -> None:
+    book = KvBlockManager(room_blocks=64, room_states=24)
+    source = slot_with_states(book, 700, 256, 512, 700)
+    start = book.start([*range(600), -1], 4)
+    assert (start.source, start.n_kept, start.state) == (source.slot, 512, 1)
+    assert positions_of(start.slot) == [256, 512]
+    assert book.kept_states == 3
+    book.drop(source)
+    assert book.take_dropped() == (2,)
+    book.drop(start.slot)
+    assert sorted(book.take_dropped()) == [0, 1]
+    assert book.kept_states == 0
+
+
+def test_a_slot_that_is_rewound_forgets_the_states_behind() -> None:
+    """There is no room for a copy beside it."""
+    book = KvBlockManager(room_blocks=3, room_states=24)
+    slot = slot_with_states(book, 700, 256, 512, 700)
+    start = book.start([*range(600), -1], 3)
+    assert (start.slot, start.n_kept, start.state) == (slot, 512, 1)
+    assert positions_of(slot) == [256, 512]
+    assert book.take_dropped() == (2,)
+
+
+def test_what_is_cheap_to_compute_again_is_dropped_first() -> None:
+    """Every second one of equal distances; what many refer to and what was used last stays."""
+    book = KvBlockManager(room_blocks=64, room_states=14)
+    slot = book.start_empty(8).slot
+    for position in range(256, 256 * 13, 256):
+        assert book.keep_state(slot, position) is not None
+    assert book.kept_states == 12  # beside two of the slot, which runs
+    assert book.keep_state(slot, 256 * 13) == 12
+    assert book.keep_state(slot, 256 * 13 + 20) == 13
+    assert positions_of(slot) == [512, 1024, *range(1280, 256 * 13 + 1, 256), 256 * 13 + 20]
+    assert book.take_dropped() == (0, 2)
+    assert book.keep_state(slot, 256 * 13 + 40) == 14  # that 20 behind another one goes
+    assert book.take_dropped() == (13,)
+
+
+def test_states_of_a_prompt_that_many_share_outlive_those_of_one() -> None:
+    book = KvBlockManager(room_blocks=64, room_states=10)
+    shared = slot_with_states(book, 512, 512)
+    for turn in range(12):
+        start = book.start([*range(512), *range(-turn - 9, -turn)], 3)
+        assert (start.n_kept, start.state) == (512, 0)
+        slot = start.slot
+        slot.tokens = [*range(512), *[-turn - 1] * 500]
+        slot.n_held = slot.n_written = slot.n_answered = 1012
+        assert book.keep_state(slot, 1012) is not None
+        book.keep_warm(slot, 1012)
+        assert book.kept_states <= 10
+    assert positions_of(shared) == [512]
+    assert Counter(state.position for state in book._kept) == {1012: 7, 512: 1}
+    assert book.warm()[0].states == () or positions_of(book.warm()[0])
+
+
+def test_running_sequences_take_the_room_of_states_that_are_kept() -> None:
+    book = KvBlockManager(room_blocks=64, room_states=6)
+    slot = slot_with_states(book, 1024, 256, 512, 768, 1024)
+    assert book.kept_states == 4
+    running = [book.start_empty(1).slot for _ in range(3)]
+    assert book.kept_states == 0
+    assert book.keep_state(running[0], 256) is None
+    assert book.warm()[0] is slot  # nobody can go on from it: the first to be freed
+    assert kept(book, 1024) == 0
+
+
+def test_the_last_rows_of_a_prompt_begin_at_a_state_that_is_kept() -> None:
+    """As do those behind its first message and its last ones."""
+    stop = 9
+    prompt = [1] * 99 + [stop] + [2] * 299 + [stop] + [3] * 199 + [stop] + [4] * 100 + [stop, 5, 6]
+    one = Scheduler(
+        RingLimits(
+            epoch=Epoch(1), n_stages=1, room_blocks=16, context=2048, max_slots=4, room_states=24
+        )
+    )
+    one.submit(
+        SequenceRequest(
+            sequence_id=SequenceId(1),
+            prompt=tuple(prompt),
+            max_tokens=1,
+            stop_ids=frozenset({stop}),
+        )
+    )
+    sent: list[int] = []
+    kept_at: list[int] = []
+    while not sent or sent[-1] < len(prompt):
+        steps = []
+        for instruction in one.next_instructions():
+            match instruction:
+                case OperateSlot(operation=KeepState(n_positions=position)):
+                    kept_at.append(position)
+                case SendStep(batch=batch):
+                    sent.append(batch.groups[0].position + batch.groups[0].n_rows)
+                    steps.append(batch)
+        for batch in steps:
+            one.on_tokens(batch.step, [7] * batch.groups[0].n_sampled)
+    last = len(prompt) - PROMPT_TAIL_ROWS
+    assert sent == [100, 256, 512, 600, last, 701, len(prompt)]
+    assert kept_at == [100, 256, 512, 600, last, 701, len(prompt)][: len(kept_at)]
+    assert len(kept_at) >= 6
 
 
 def test_rows_that_were_not_answered_are_kept_by_no_slot() -> None:
-    for limits, n_kept in (({}, 900), ({"window": WINDOW}, 900), ({"state_slots": 2}, 256)):
+    for limits, n_kept in (({}, 900), ({"window": WINDOW}, 900), ({"room_states": 24}, 256)):
         book = KvBlockManager(room_blocks=64, **limits)
         slot = book.start_empty(8).slot
         slot.n_held = slot.n_written = 1000
-        slot.n_answered, slot.noted = 900, (256, 980)
+        for position in (256, 980):
+            book.keep_state(slot, position)
+        slot.n_answered = 900
         assert book.worth_keeping(slot) == n_kept
         slot.n_answered = 1000
         assert book.worth_keeping(slot) == 1000
         slot.n_answered = 700
         if "window" in limits:
             assert book.worth_keeping(slot) == 0
-
-
-def test_slots_with_states_are_few_whatever_they_hold() -> None:
-    """A warm slot is given up for each new one; a running one is copied at its end."""
-    book = KvBlockManager(room_blocks=64, state_slots=2)
-    first = warm_slot(book, 100, 100)
-    running = book.start_empty(1).slot
-    running.tokens, running.n_held, running.n_written = [*range(50)], 50, 50
-    start = book.start([*range(60)], 1)
-    assert (start.source, start.n_kept, start.given_up) == (running.slot, 50, (first,))

@@ -508,9 +508,9 @@ def test_warm_slots_are_given_up_when_room_is_short_the_shared_ones_last() -> No
     assert one.finished == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize(("room_blocks", "most"), [(40, 16), (100, 25)])
+@pytest.mark.parametrize(("room_blocks", "most"), [(30, 16), (60, 30)])
 def test_warm_slots_keep_within_their_share_of_a_large_room(room_blocks: int, most: int) -> None:
-    """Four contexts of 4 blocks, or a quarter of the room; the newest slots are those that stay."""
+    """Four contexts of 4 blocks, or half of the room; the newest slots are those that stay."""
     one = ring(room_blocks=room_blocks)
     for number in range(1, 41):
         one.scheduler.submit(request(number, prompt(number, 200), max_tokens=3))

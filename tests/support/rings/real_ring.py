@@ -74,7 +74,7 @@ async def real_ring(
             room_blocks=room_blocks,
             context=CONTEXT,
             max_slots=16,
-            state_slots=16 if Checkpoint.open(folder).config.has_state else None,
+            room_states=64 if Checkpoint.open(folder).config.has_state else None,
             limits=StepLimits(exact_rows=min(stage.exact_rows for stage in chain.stages)),
         )
     )

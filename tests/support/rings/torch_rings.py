@@ -34,7 +34,7 @@ from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import OpenSequence
 from shardnet.types import (
-    STATE_SLOTS,
+    LEAST_STATES,
     Epoch,
     KvDType,
     LayerRange,
@@ -66,7 +66,7 @@ class TorchStages:
         self.context = context
         config = Checkpoint.open(folder).config
         self.window, self.routing = config.smallest_window, config.routing
-        self.state_slots = STATE_SLOTS if config.has_state else None
+        self.room_states = LEAST_STATES if config.has_state else None
         if n_shards == 1:
             stages = StageChain.load(
                 folder, ranges, choice, context, kv_dtype, has_mtp=has_mtp
@@ -121,7 +121,7 @@ class LoadedStages:
     context: int = CONTEXT
     window: int | None = None
     routing: RoutingShape | None = None
-    state_slots: int | None = None
+    room_states: int | None = None
     exact_rows: int = 1
     shares_blocks: bool = False
 
@@ -188,13 +188,12 @@ def run(
                 room_blocks=room_blocks,
                 context=stages.context,
                 window=stages.window,
-                state_slots=stages.state_slots,
+                room_states=stages.room_states,
                 max_slots=8,
                 limits=StepLimits(
                     chunk_rows=chunk_rows,
                     mixed_rows=chunk_rows // 2,
                     exact_rows=stages.exact_rows,
-                    notes_states=stages.state_slots is not None,
                 ),
                 prefix_seed=prefixes.seed if prefixes else None,
                 shares_blocks=stages.shares_blocks,
