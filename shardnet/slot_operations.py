@@ -11,6 +11,7 @@ from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.sampling_params import MAX_STOP_IDS, SamplingParams
 from shardnet.types import (
     MAX_STATES,
+    MAX_STORED_BLOCKS,
     U32,
     BlockKeys,
     Digest,
@@ -115,17 +116,26 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
     pictures: Annotated[tuple[PicturePlace, ...], Meta(max_length=MAX_PICTURES)] = ()
 
 
+class StoredState(Row, frozen=True, array_like=True):
+    """A kept state: that after the first `n_blocks` blocks of a slot."""
+
+    n_blocks: Annotated[int, Meta(ge=1, le=MAX_STORED_BLOCKS)]
+    state: State
+
+
 class CloseSequence(Tagged, frozen=True, kw_only=True):
     """A slot operation: a sequence leaves its slot.
 
     The slot keeps the first `n_kept` positions for another sequence; with 0 it is free. Its first
-    blocks are written to disk under the keys `stored`, where they are not there yet.
+    blocks are written to disk under the keys `stored`, where they are not there yet, and so are
+    `stored_states` under the keys of the blocks that they follow.
     """
 
     sequence_id: Sequence
     slot: Slot
     n_kept: Positions = 0
     stored: BlockKeys = ()
+    stored_states: Annotated[tuple[StoredState, ...], Meta(max_length=MAX_STORED_BLOCKS)] = ()
 
 
 class FreeSlot(Tagged, frozen=True, kw_only=True):

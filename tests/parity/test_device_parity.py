@@ -25,7 +25,7 @@ from shardnet.model.devices.driver import Driver
 from shardnet.model.kernels.linear import probe
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
-from shardnet.types import Arith, DType
+from shardnet.types import Arith, DType, StateId
 
 pytestmark = compared
 PROMPTS = [random_prompt(length, 300, seed=length) for length in (5, 150)]
@@ -144,7 +144,7 @@ def _script(chain: StageChain, before: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
 def test_states_go_to_and_fro(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host computes any step; states are copied, rewound to noted ones, and moved."""
+    """The host computes any step; states are copied, kept, and moved."""
     folder = make_decoder(tmp_path, name, **CASES[name])
     choice = probe(torch.device("cpu"), DType.FLOAT32, None, arith=Arith.PORTABLE)
     n_layers = Checkpoint.open(folder).config.n_layers
@@ -166,7 +166,7 @@ def _leave_to_host(family: Any, layers: Any, turns: int, step: int) -> None:
 
 
 def _states(chain: StageChain, before: Any) -> list[torch.Tensor]:
-    """Run steps of slots that are copied, rewound to noted states and before drafts, and moved."""
+    """Run steps of slots that are copied, begun with kept states, rewound, and moved."""
     [stage] = chain.stages
     kv, found, slots = stage.kv, [], [stage_chain.SlotId(n) for n in range(4)]
 
@@ -180,8 +180,9 @@ def _states(chain: StageChain, before: Any) -> list[torch.Tensor]:
 
     prompt = random_prompt(300, 300, seed=7)
     run(0, (1, 0, prompt[:260]))
-    run(1, (1, 260, prompt[260:280]), (2, 0, prompt[:3]))  # a tail: its state is noted
-    kv.copy(slots[1], slots[3], 260)
+    kv.keep_state(slots[1], 260, StateId(0))
+    run(1, (1, 260, prompt[260:280]), (2, 0, prompt[:3]))
+    kv.copy(slots[1], slots[3], 260, StateId(0))
     run(2, (3, 260, prompt[:9]), (1, 280, [5]))
     n_rejected = 2 if "qwen" in stage.config.family else 0  # convolutions take no drafts
     run(3, (1, 281, [6, 7, 8]), (2, 3, [4, 5, 6]), n_sampled=1 + n_rejected)
@@ -193,9 +194,11 @@ def _states(chain: StageChain, before: Any) -> list[torch.Tensor]:
         state.read(flat)
         moved.states[layer].write(flat)
         moved.states[layer].end = state.end
-    for layer, keys in enumerate(contents.keys):
+    for layer in range(len(contents.keys)):
+        rows = (layer, contents.first(layer), contents.end(layer))
+        keys, values = contents.rows(*rows), contents.rows(*rows, values=True)
         moved.keys[layer][:, : keys.shape[1]] = keys
-        moved.values[layer][:, : keys.shape[1]] = contents.values[layer]
+        moved.values[layer][:, : keys.shape[1]] = values
     kv.free(slots[1])
     kv.adopt(slots[0], moved, 2)
     for step in range(5, 9):

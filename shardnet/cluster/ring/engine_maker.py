@@ -121,7 +121,7 @@ class EngineMaker:
             ]
         facts = (spec.form.model_id, spec.form.dtype.value, spec.form.quant)
         seed = ring_seed((*facts, spec.form.kv_dtype, spec.form.context), stages)
-        if seed is None or spec.config.has_state:
+        if seed is None:
             return None
         row_s = None
         if self.chunk_s is not None:  # its stages work side by side

@@ -337,6 +337,21 @@ class KvCache:
                 for layer, own in self._slots[slot].states.items()
             }
 
+    def kept_contents(self, state: StateId) -> SlotContents | None:
+        """Return what was kept as `state`, for any thread: it is not written. None if nothing was.
+
+        On a device it is a copy.
+        """
+        kept, cpu = self._kept.get(state), torch.device("cpu")
+        if kept is None:
+            return None
+        states = {layer: each.to(cpu) for layer, each in kept.items()}
+        return SlotContents(keys=[], values=[], firsts=[], states=states)
+
+    def has_rows(self, layer: int) -> bool:
+        """Whether a layer has keys and values."""
+        return layer not in self._without_kv
+
     def drop_states(self, states: Sequence[StateId]) -> None:
         """Give kept states back. Unknown ones are ignored."""
         for state in states:

@@ -237,11 +237,8 @@ def _load_with_torch(
 def _prefixes(
     order: StageOrder, model: StageModel, store: PrefixStore | None
 ) -> tuple[str, StagePrefixes | None]:
-    """Return the stage's arithmetic and its prefixes on disk: "" and None where none are kept.
-
-    Where layers keep a state there are none: it is that after the last position only.
-    """
-    if store is None or model.kv.has_states:
+    """Return the stage's arithmetic and its prefixes on disk: "" and None where none are kept."""
+    if store is None:
         return "", None
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
     from shardnet.stage.stage_audit import arithmetic_of

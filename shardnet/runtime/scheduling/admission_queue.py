@@ -42,6 +42,7 @@ from shardnet.slot_operations import (
     KeepState,
     OpenSequence,
     SlotOperation,
+    StoredState,
     alike_until,
 )
 from shardnet.types import (
@@ -65,6 +66,9 @@ and prompts that nobody repeats would come to fill it. So it is with states that
 """
 _LEAST_KEPT = 8
 """States that can be kept beside those of all sequences that run at once."""
+STORED_STATE_POSITIONS = 2048
+"""Positions between states on disk, but for the last ones of a prompt."""
+_LAST_STORED = 2
 _LAST_MESSAGES = 2
 """Ends of a prompt's last messages before which its rows are cut, beside that of the first one."""
 
@@ -447,7 +451,11 @@ class AdmissionQueue:
         else:
             self.kv_blocks.drop(slot)
         closing = CloseSequence(
-            sequence_id=sequence.sequence_id, slot=slot.slot, n_kept=n_kept, stored=stored
+            sequence_id=sequence.sequence_id,
+            slot=slot.slot,
+            n_kept=n_kept,
+            stored=stored,
+            stored_states=stored_states(slot) if stored else (),
         )
         self._operate(closing, is_pause=is_pause)
         self._free(given_up)
@@ -468,6 +476,16 @@ class AdmissionQueue:
     def _free(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
             self._operate(FreeSlot(slot=slot.slot))
+
+
+def stored_states(slot: Slot) -> tuple[StoredState, ...]:
+    """List the kept states of a slot to write to disk: the last ones, and some before them."""
+    at_ends = [kept for kept in slot.states if kept.position % BLOCK_POSITIONS == 0]
+    return tuple(
+        StoredState(n_blocks=kept.position // BLOCK_POSITIONS, state=kept.state)
+        for kept in at_ends
+        if kept in at_ends[-_LAST_STORED:] or kept.position % STORED_STATE_POSITIONS == 0
+    )
 
 
 def _opening(request: SequenceRequest, slot: SlotId, start: Start) -> OpenSequence:

@@ -11,7 +11,7 @@ from itertools import accumulate, chain
 from typing import TYPE_CHECKING, assert_never
 
 import torch
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from shardnet.errors import (
     CapacityError,
@@ -176,7 +176,10 @@ class TorchCompute:
                     self._keep(slot, n_kept, None)
                     self._model.kv.rest(slot)
                     if self.prefixes is not None and operation.stored:
-                        self.prefixes.save(slot, operation.stored[: n_kept // BLOCK_POSITIONS])
+                        n_blocks = n_kept // BLOCK_POSITIONS
+                        wanted = dict(map(astuple, operation.stored_states))
+                        states = {n: state for n, state in wanted.items() if n <= n_blocks}
+                        self.prefixes.save(slot, operation.stored[:n_blocks], states)
             case FreeSlot(slot=slot):
                 if slot not in self._owners:
                     self._keep(slot, 0, None)

@@ -6,14 +6,15 @@ blocks whose files are all there and undamaged.
 
 A finished slot is written from its own tensors, block by block, on a thread of its own: no copy of
 it is made. Rows that are written meanwhile end what may still be copied, before they are written.
-Layers with a sliding window hold the end of a slot only, so each window has a file of its own.
+Layers with a sliding window hold the end of a slot only, so each window has a file of its own. So
+have the states after a block of layers that keep one: they are written where they were kept.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -25,10 +26,10 @@ from torch import Tensor
 
 from shardnet.errors import CapacityError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
-from shardnet.model.cache.slot_blocks import SlotContents, first_block
+from shardnet.model.cache.slot_blocks import SlotContents, SlotState, first_block
 from shardnet.stage.prefixes.prefix_store import StageFolder
 from shardnet.threads import DaemonThreads
-from shardnet.types import BLOCK_POSITIONS, SequenceId, SlotId
+from shardnet.types import BLOCK_POSITIONS, SequenceId, SlotId, StateId
 
 _log = logging.getLogger(__name__)
 
@@ -41,26 +42,66 @@ _NICENESS: Final = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """The layers of a stage with one window, None for those without: a file for each block."""
+    """The layers of a stage with one window, None for those without: a file for each block.
+
+    Or those that keep a state: a file for the states after a block.
+    """
 
     window: int | None
     layers: tuple[int, ...]
     size_bytes: int
+    is_states: bool = False
 
     @property
     def name(self) -> str:
+        if self.is_states:
+            return "s"
         return "kv" if self.window is None else f"w{self.window}"
 
-    def first_held(self, contents: SlotContents) -> int:
+    def first_held(self, saving: _Saving) -> int:
         """Return the first block that a slot holds whole in all of these layers."""
-        return max(contents.first(layer) for layer in self.layers) // BLOCK_POSITIONS
+        return max(saving.contents.first(layer) for layer in self.layers) // BLOCK_POSITIONS
+
+    def is_held(self, saving: _Saving, block: int) -> bool:
+        """Say whether a slot has what is to be written of a block."""
+        return block + 1 in saving.states if self.is_states else block >= self.first_held(saving)
+
+    def first_needed(self, n_blocks: int) -> int:
+        """Return the first of so many blocks without which they cannot be restored."""
+        return n_blocks - 1 if self.is_states else first_block(n_blocks, self.window)
+
+    def read(self, contents: SlotContents, block: int, target: Tensor) -> None:
+        """Copy a block to `target`, uint8 [size_bytes]."""
+        if not self.is_states:
+            contents.read_block(self.layers, block, target)
+        for state, part in self._states(contents, target):
+            state.read(part)
+
+    def write(self, contents: SlotContents, block: int, source: Tensor) -> None:
+        """Set a block to what `read` has copied; states are those after it."""
+        if not self.is_states:
+            contents.write_block(self.layers, block, source)
+        for state, part in self._states(contents, source):
+            state.write(part)
+            state.end = (block + 1) * BLOCK_POSITIONS
+
+    def _states(self, contents: SlotContents, flat: Tensor) -> Iterator[tuple[SlotState, Tensor]]:
+        begin = 0
+        for layer in self.layers if self.is_states else ():
+            state = contents.states[layer]
+            yield state, flat[begin : begin + state.n_bytes]
+            begin += state.n_bytes
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Saving:
-    """A slot on its way to the disk: the positions before `end` are as they were."""
+    """A slot on its way to the disk: the positions before `end` are as they were.
+
+    `states` have those that were kept after so many blocks.
+    """
 
     contents: SlotContents
+    states: Mapping[int, SlotContents]
     keys: Sequence[bytes]
     end: int
     n_bytes: int
@@ -82,17 +123,13 @@ class PrefixFigures:
 
 
 class StagePrefixes:
-    """Writes prefixes of the slots of `kv` to `files`, and reads them back.
-
-    `kv` must not have layers that keep a state.
-    """
+    """Writes prefixes of the slots of `kv` to `files`, and reads them back."""
 
     def __init__(self, kv: KvCache, files: StageFolder) -> None:
-        assert not kv.has_states
         self._kv = kv
         self._files = files
         self._parts = [*_parts(kv)]
-        self.block_bytes = sum(part.size_bytes for part in self._parts)
+        self.block_bytes = sum(part.size_bytes for part in self._parts if not part.is_states)
         """Bytes of one block in all layers."""
         self.figures = PrefixFigures()
         self._thread = DaemonThreads(1, "shardnet-prefixes", niceness=_NICENESS)
@@ -111,15 +148,20 @@ class StagePrefixes:
 
     # --- on the compute thread
 
-    def save(self, slot: SlotId, keys: Sequence[bytes]) -> None:
+    def save(
+        self, slot: SlotId, keys: Sequence[bytes], states: Mapping[int, StateId] | None = None
+    ) -> None:
         """Begin to write the first blocks of `slot`, named by `keys`, that are not on disk yet.
 
-        Nothing is written where too much waits already.
+        So are the `states` that were kept after so many blocks. Nothing is written where too much
+        waits already.
         """
         if self._is_closed or not keys:
             return
         contents = self._kv.contents(slot)
-        n_bytes = len(keys) * self.block_bytes
+        wanted = (states or {}).items()
+        kept = {n_blocks: self._kv.kept_contents(state) for n_blocks, state in wanted}
+        n_bytes = len(keys) * self.block_bytes + len(kept) * self._kv.state_bytes
         waiting = [*self._saving]
         if waiting and sum(each.n_bytes for each in waiting) + n_bytes > MAX_WAITING_BYTES:
             return
@@ -128,7 +170,11 @@ class StagePrefixes:
             # Other threads must keep off the device, whose graphs are captured, and other shards.
             contents = _copied(contents, begin, len(keys) * BLOCK_POSITIONS)
         saving = _Saving(
-            contents=contents, keys=keys, end=len(keys) * BLOCK_POSITIONS, n_bytes=n_bytes
+            contents=contents,
+            states={n_blocks: states for n_blocks, states in kept.items() if states is not None},
+            keys=keys,
+            end=len(keys) * BLOCK_POSITIONS,
+            n_bytes=n_bytes,
         )
         self._saving.append(saving)
         self._writing = [each for each in self._writing if not each.done()]
@@ -176,7 +222,7 @@ class StagePrefixes:
             for part in self._parts:
                 is_here = self._files.path(key, part.name).name in names
                 runs[part.name] = runs[part.name] + 1 if is_here else 0
-                needed = n_blocks - first_block(n_blocks, part.window)
+                needed = n_blocks - part.first_needed(n_blocks)
                 is_whole = is_whole and runs[part.name] >= needed
             if is_whole:
                 found[(n_blocks - 1) // 8] |= 1 << (n_blocks - 1) % 8
@@ -219,11 +265,11 @@ class StagePrefixes:
         paths = []
         for part in self._parts:
             buffer = torch.empty(part.size_bytes, dtype=torch.uint8)
-            for block in range(first_block(n_blocks, part.window), n_blocks):
+            for block in range(part.first_needed(n_blocks), n_blocks):
                 path = self._files.path(keys[block], part.name)
                 if not self._files.read(path, keys[block], _bytes_of(buffer)):
                     return None
-                contents.write_block(part.layers, block, buffer)
+                part.write(contents, block, buffer)
                 n_bytes += buffer.numel()
                 paths.append((block, path))
         self._files.store.measured(n_bytes, time.perf_counter() - began)
@@ -262,11 +308,12 @@ class StagePrefixes:
         missing = [
             (block, part, path)
             for block, part, path in files
-            if path.name not in names and block >= part.first_held(saving.contents)
+            if path.name not in names and part.is_held(saving, block)
         ]
         wanted = sum(part.size_bytes for _, part, _ in missing)
         keep = {path for _, _, path in files}
-        whole = any(part.window is not None for part in self._parts)  # its end is what counts
+        # With these the end is what counts.
+        whole = any(part.window is not None or part.is_states for part in self._parts)
         room = self._files.store.make_room(wanted, keep, all_or_none=whole) if wanted else 0
         if whole and wanted > room:
             return
@@ -275,11 +322,13 @@ class StagePrefixes:
             if room < 0 or self._is_closed:
                 break
             buffer = torch.empty(part.size_bytes, dtype=torch.uint8)
-            saving.contents.read_block(part.layers, block, buffer)
+            part.read(
+                saving.states[block + 1] if part.is_states else saving.contents, block, buffer
+            )
             if saving.end < (block + 1) * BLOCK_POSITIONS:  # rows have been written meanwhile
                 break
             self._files.write(path, saving.keys[block], _bytes_of(buffer))
-            if part is self._parts[-1]:
+            if part is self._parts[0]:
                 self.figures.saved += BLOCK_POSITIONS
         self._files.touch([path for _, _, path in files])
 
@@ -292,9 +341,13 @@ class StagePrefixes:
 
 def _parts(kv: KvCache) -> Iterator[_Part]:
     contents = kv.new_contents(1)
-    for window in sorted(set(kv.windows), key=lambda window: window or 0):
-        layers = tuple(n for n, other in enumerate(kv.windows) if other == window)
+    with_rows = [n for n in range(len(contents.keys)) if kv.has_rows(n)]
+    for window in sorted({kv.windows[n] for n in with_rows}, key=lambda window: window or 0):
+        layers = tuple(n for n in with_rows if kv.windows[n] == window)
         yield _Part(window=window, layers=layers, size_bytes=contents.block_bytes(layers))
+    if kv.has_states:
+        layers = tuple(contents.states)
+        yield _Part(window=None, layers=layers, size_bytes=kv.state_bytes, is_states=True)
 
 
 def _copied(contents: SlotContents, begin: int, end: int) -> SlotContents:
