@@ -38,10 +38,13 @@ PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, n_lo
 """What is drawn depends on every token before it, those of the prompt too."""
 
 
-@pytest.fixture(scope="module", params=cases(
+@pytest.fixture(
+    scope="module",
+    params=cases(
         ["llama", "gemma3_text", "qwen3_next"],
         ["mistral", "deepseek_v2", "kimi_linear", "lfm2", "falcon_h1", "nemotron_h"],
-    ))
+    ),
+)
 def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchStages:
     path = tmp_path_factory.mktemp(request.param)
     folder = make_decoder(

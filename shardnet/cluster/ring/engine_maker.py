@@ -140,6 +140,7 @@ class EngineMaker:
             context=self.spec.form.context,
             max_slots=MAX_SLOTS,
             window=self.spec.config.smallest_window,
+            largest_window=self.spec.config.largest_window,
             room_states=(
                 min(stage.room_states for stage in ready) if self.spec.config.has_state else None
             ),

@@ -8,8 +8,10 @@ and before it the rows of the largest frame, which may have to be written again.
 are dropped as the slot grows, so such a slot can be rewound by at most `REWIND_ROWS` rows.
 
 A layer with a recurrence keeps no positions but its state after the last one (slot_blocks.py), of a
-fixed size: such a slot cannot be rewound but to its beginning, to before rows that were drafts, and
-to a state that was kept: a copy apart from all slots, from which any of them goes on.
+fixed size: such a slot cannot be rewound but to its beginning, and to before rows that were drafts.
+
+What a position needs of these layers, states and the rows of windows before it, is copied where the
+head says so, and kept apart from all slots: any slot goes on from there.
 
 A slot that is copied shares whole blocks with its source, where the compiled library computes: it
 finds rows block by block. Such blocks lie apart and nobody writes to them. A slot that is rewound
@@ -111,6 +113,18 @@ class _Slot:
         self.addresses[:, 4] = [begin + layer * stride if shared else 0 for layer in layers]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """What `n_positions` need of layers that cannot be rewound: states, or the rows of windows.
+
+    Rows are keys and values [KV heads, positions, W], those that the row behind attends to.
+    """
+
+    n_positions: int
+    states: dict[int, SlotState]
+    windows: dict[int, tuple[Tensor, Tensor]]
+
+
 class KvCache:
     """Slots of keys and values on `device`. A slot is contiguous per layer, but for shared blocks.
 
@@ -146,6 +160,7 @@ class KvCache:
         self._states = {n: shape for n, shape in enumerate(states) if shape is not None}
         self._without_kv = {n for n, shape in self._states.items() if not shape.is_beside_kv}
         self._windows = tuple(windows) or (None,) * n_layers
+        self._windowed = [n for n, window in enumerate(self._windows) if window is not None]
         self._n_layers = n_layers
         self._n_kv_heads = n_kv_heads
         self._is_quantized = kv_dtype is KvDType.INT8
@@ -162,7 +177,7 @@ class KvCache:
         self._room_blocks = room_blocks
         self._slots: dict[SlotId, _Slot] = {}
         self._blocks_used = 0
-        self._kept: dict[StateId, dict[int, SlotState]] = {}
+        self._kept: dict[StateId, _Kept] = {}
         self._turn: Iterator[tuple[SlotId, int, int]] = iter(())
         self.before_write: Callable[[SlotId, int, Sequence[Tensor]], None] | None = None
         """Called before rows are written: slot, first position, and the slot's keys by layer."""
@@ -324,18 +339,21 @@ class KvCache:
             self._count(held, 0, ())
 
     def keep_state(self, slot: SlotId, n_positions: int, state: StateId) -> None:
-        """Keep a copy of the slot's states after its first `n_positions` as `state`.
+        """Keep a copy of what a row behind the slot's first `n_positions` needs, as `state`.
 
-        Raises CapacityError where they are not known, or the machine's memory runs out.
+        That is the states of layers, and the rows that their windows reach. Raises CapacityError
+        where they are not here, or the machine's memory runs out.
         """
-        if not self._states:
-            return
-        self._check_states(slot, n_positions)
+        self._check_rewind(slot, n_positions)
         with self._enough_memory(slot, "a copy of its states"):
-            self._kept[state] = {
-                layer: (own.at(n_positions) or own).clone()
-                for layer, own in self._slots[slot].states.items()
-            }
+            states = self._states_after(slot, n_positions)
+            windows = {}
+            contents = self._slots[slot].contents
+            for layer in self._windowed if self.shares else ():
+                rows = (layer, self._first_seen(layer, n_positions), n_positions)
+                keys, values = contents.rows(*rows), contents.rows(*rows, values=True)
+                windows[layer] = keys.clone(), values.clone()
+        self._kept[state] = _Kept(n_positions=n_positions, states=states, windows=windows)
 
     def kept_contents(self, state: StateId) -> SlotContents | None:
         """Return what was kept as `state`, for any thread: it is not written. None if nothing was.
@@ -345,7 +363,7 @@ class KvCache:
         kept, cpu = self._kept.get(state), torch.device("cpu")
         if kept is None:
             return None
-        states = {layer: each.to(cpu) for layer, each in kept.items()}
+        states = {layer: each.to(cpu) for layer, each in kept.states.items()}
         return SlotContents(keys=[], values=[], firsts=[], states=states)
 
     def has_rows(self, layer: int) -> bool:
@@ -367,8 +385,9 @@ class KvCache:
     ) -> None:
         """Let slot `target` hold the first `n_positions` of slot `source`, in place of its own.
 
-        Its states become what was kept as `state`, without one those of `source`. Whole blocks are
-        shared where the cache `shares` them. A slot copied to itself keeps them.
+        States and the rows of windows become what was kept as `state`, without one those of
+        `source`. Whole blocks are shared where the cache `shares` them, up to where these rows
+        begin. A slot copied to itself keeps them.
 
         Raises CapacityError, without any change, if `source` does not hold them, if a state is that
         of another position, or if blocks or the machine's memory run out.
@@ -378,23 +397,49 @@ class KvCache:
                 f"slot {source} does not hold the {n_positions} positions to copy from it",
                 remedy="send the request again",
             )
-        self._check_rewind(source, n_positions)
+        kept = None if state is None else self._kept_after(n_positions, state)
+        if kept is None or not kept.windows:
+            self._check_rewind(source, n_positions)
         with self._enough_memory(target, "a copy of states"):
-            states = self._states_after(source, n_positions, state)
+            states = self._states_after(source, n_positions, kept)
+        n_shared = settled_blocks(n_positions) if self.shares else 0
+        for layer in kept.windows if kept is not None else ():
+            n_shared = min(n_shared, self._first_seen(layer, n_positions) // BLOCK_POSITIONS)
         if source == target:
             self.trim(target, n_positions)
             self._slots[target].states.update(states)
+            if kept is not None and kept.windows:
+                self._own_from(target, n_shared * BLOCK_POSITIONS + 1, blocks_for(n_positions))
+                self._put_windows(target, kept)
             return
         self.free(target)
-        wanted, n_shared = blocks_for(n_positions), 0
+        wanted = blocks_for(n_positions)
         if self.shares:
-            n_shared = settled_blocks(n_positions)
             self._share(source, n_shared)
         self._check_room(target, wanted - n_shared, n_positions)
         held = self._slots[source]
         self._resize(target, wanted, n_positions - REWIND_ROWS, held.shared[:n_shared], source)
         self._slots[target].states.update(states)
         self._slots[target].digests = held.digests.cut(n_positions)
+        if kept is not None:
+            self._put_windows(target, kept)
+
+    def _put_windows(self, slot: SlotId, kept: _Kept) -> None:
+        """Let layers with a window hold the rows that were kept, in place of those that they do."""
+        held = self._slots[slot]
+        with self._enough_memory(slot, "the rows of its windows"):
+            for layer, (keys, values) in kept.windows.items():
+                seen = self._first_seen(layer, kept.n_positions)
+                first = seen // BLOCK_POSITIONS * BLOCK_POSITIONS
+                n_rows = held.blocks * BLOCK_POSITIONS - first
+                heads = self._heads[layer]
+                places = (
+                    self._empty(heads.n_kv_heads, n_rows, heads.key_size),
+                    self._empty(heads.n_kv_heads, n_rows, heads.value_size),
+                )
+                for place, rows in zip(places, (keys, values), strict=True):
+                    place[:, seen - first : seen - first + rows.shape[1]] = rows
+                held.place(layer, *places, first)
 
     def contents(self, slot: SlotId) -> SlotContents:
         """Return the slot's keys, values and states: the tensors, not copies."""
@@ -570,20 +615,30 @@ class KvCache:
                 )
 
     def _states_after(
-        self, slot: SlotId, n_positions: int, state: StateId | None
+        self, slot: SlotId, n_positions: int, kept: _Kept | None = None
     ) -> dict[int, SlotState]:
-        """Copy what was kept as `state`, or the slot's states: those after `n_positions`."""
-        if state is None:
-            self._check_states(slot, n_positions)
-            own = self._slots[slot].states.items()
-            return {layer: (each.at(n_positions) or each).clone() for layer, each in own}
-        kept = self._kept.get(state, {})
-        if kept.keys() != self._states.keys() or any(s.end != n_positions for s in kept.values()):
+        """Copy the states that were `kept`, or those of the slot after `n_positions`."""
+        if kept is not None:
+            return {layer: each.clone() for layer, each in kept.states.items()}
+        self._check_states(slot, n_positions)
+        own = self._slots[slot].states.items()
+        return {layer: (each.at(n_positions) or each).clone() for layer, each in own}
+
+    def _kept_after(self, n_positions: int, state: StateId) -> _Kept:
+        """Return what was kept as `state`. Raises CapacityError unless it is of `n_positions`."""
+        kept = self._kept.get(state)
+        if kept is None or kept.n_positions != n_positions:
             raise CapacityError(
                 f"the state {state} after {n_positions} positions is not here any more",
                 remedy="send the request again",
             )
-        return {layer: each.clone() for layer, each in kept.items()}
+        return kept
+
+    def _first_seen(self, layer: int, n_positions: int) -> int:
+        """Return the first row that the row behind these positions attends to."""
+        window = self._windows[layer]
+        assert window is not None
+        return max(0, n_positions - window + 1)
 
     def _check_states(self, slot: SlotId, position: int) -> None:
         """Raise CapacityError unless each state of the slot can be that before `position`."""

@@ -427,6 +427,11 @@ class ModelConfig:
         return min((window for window in self.windows if window is not None), default=None)
 
     @property
+    def largest_window(self) -> int | None:
+        """The largest window of any layer, None where no layer has one."""
+        return max((window for window in self.windows if window is not None), default=None)
+
+    @property
     def key_size(self) -> int:
         """Columns of a key and of a query, the most of any layer."""
         own = self.usual_heads.key_size

@@ -110,6 +110,7 @@ class AdmissionQueue:
             most_warm_blocks=max(blocks_for(warm_positions), int(ring.room_blocks * WARM_SHARE)),
             window=ring.window,
             room_states=ring.room_states,
+            kept_window=ring.largest_window if ring.shares_blocks else None,
             most_kept_states=max(warm_states, int((ring.room_states or 0) * WARM_SHARE)),
             shares=ring.shares_blocks,
         )
@@ -311,7 +312,7 @@ class AdmissionQueue:
     def keep_state(self, sequence: LiveSequence, position: int) -> None:
         """Have stages keep the state before a sequence's next rows, if others may begin there."""
         slot = sequence.slot
-        if slot is None or self.ring.room_states is None or not position:
+        if slot is None or not position or not self.kv_blocks.keeps_states:
             return
         if position % BLOCK_POSITIONS == 0 or position in sequence.marks:
             self._keep_state(slot, position)

@@ -143,8 +143,10 @@ class KvBlockManager:
     `window` is the smallest sliding window of the model's layers, None where none has one: such
     layers drop old positions (design decision 6), and a slot cannot be rewound below its `floor`.
     `room_states` is the most states that stages hold, those of running sequences included, None
-    where no layer keeps one. Warm slots hold at most `most_warm_blocks` together, None for all of
-    the room, and at most `most_kept_states` are kept, None likewise. Where every stage `shares`
+    where no layer keeps one. Where stages keep the rows of windows too, the largest of which is
+    `kept_window`, a slot goes on from a state with these: they take no more than what slots are
+    booked for and have dropped. Warm slots hold at most `most_warm_blocks` together, None for all
+    of the room, and at most `most_kept_states` are kept, None likewise. Where every stage `shares`
     blocks, a slot that is started with a prefix of another has its whole blocks in common with it:
     they are booked once, and a slot that is rewound into one gets a block of its own.
     """
@@ -154,6 +156,7 @@ class KvBlockManager:
     window: int | None = None
     room_states: int | None = None
     most_kept_states: int | None = None
+    kept_window: int | None = None
     shares: bool = False
     least_copied: int = 16
     """A shorter common prefix is not worth a copy."""
@@ -207,10 +210,11 @@ class KvBlockManager:
                 min(common, slot.n_chunked) // chunk_rows * chunk_rows if chunk_rows else common
             )
             n_kept, state = whole_before(pictures, n_kept), None
-            if self.room_states is not None:
+            is_far = n_kept < self.floor(slot)
+            if self.room_states is not None or (is_far and self.kept_window is not None):
                 state = slot.state_before(n_kept, chunk_rows or 1)
                 n_kept = 0 if state is None else state.position
-            if n_kept < self.floor(slot):
+            if n_kept < self.floor(slot) and self.kept_window is None:
                 continue
             is_whole = common == slot.n_held
             found = Prefix(slot=slot, n_kept=n_kept, is_whole=is_whole, state=state)
@@ -254,8 +258,12 @@ class KvBlockManager:
             start = self.start_empty(n_blocks)
         return start
 
-    def _shareable(self, n_positions: int) -> int:
-        return settled_blocks(n_positions) if self.shares else 0
+    def _shareable(self, n_positions: int, state: KeptState | None = None) -> int:
+        """Count the blocks that are shared: with a kept state none that windows reach."""
+        n_blocks = settled_blocks(n_positions) if self.shares else 0
+        if state is None or self.kept_window is None:
+            return n_blocks
+        return min(n_blocks, max(0, n_positions - self.kept_window + 1) // BLOCK_POSITIONS)
 
     def _start_with(self, prefix: Prefix, n_blocks: int) -> Start | None:
         source, n_kept = prefix.slot, prefix.n_kept
@@ -264,7 +272,7 @@ class KvBlockManager:
             - self._booked
             + _only_in(slot for slot in self._slots.values() if slot.is_warm and slot is not source)
         )
-        n_shared = self._shareable(n_kept)
+        n_shared = self._shareable(n_kept, prefix.state)
         is_room = n_blocks - n_shared <= room_beside
         if source.is_warm and (prefix.is_whole or not is_room):
             return self._continue(prefix, n_blocks, room_beside)
@@ -278,6 +286,8 @@ class KvBlockManager:
         slot = self._new(n_blocks, source.shared[:n_shared])
         slot.n_chunked = min(source.n_chunked, n_kept)
         slot.n_written = source.n_written  # the copy lacks what the source has forgotten
+        if prefix.state is not None and self.window is not None:
+            slot.n_written = n_kept + REWIND_ROWS
         self._refer(slot, tuple(kept for kept in source.states if kept.position <= n_kept))
         self._use(prefix.state)
         self._evict(0, prefix.state)
@@ -354,6 +364,7 @@ class KvBlockManager:
         self._book(slot, 0, ())
         self._refer(slot, ())
         del self._slots[slot.slot]
+        self._evict(0)
         self._free_ids.append(slot.slot)
 
     def warm(self) -> list[Slot]:
@@ -371,13 +382,18 @@ class KvBlockManager:
     # --- states
 
     @property
+    def keeps_states(self) -> bool:
+        """Whether stages keep what slots cannot be rewound to."""
+        return self.room_states is not None or self.kept_window is not None
+
+    @property
     def kept_states(self) -> int:
         """States that stages keep apart from those of running sequences."""
         return len(self._kept)
 
     def keep_state(self, slot: Slot, position: int) -> StateId | None:
         """Let stages keep the slot's state after `position`; None where they do, or cannot."""
-        if self.room_states is None or slot.state_before(position, position) is not None:
+        if not self.keeps_states or slot.state_before(position, position) is not None:
             return None
         self._evict(1)
         if self._states_left() < 1:
@@ -396,13 +412,26 @@ class KvBlockManager:
 
     def _states_left(self) -> int:
         """Count the states that could be kept beside those that are, and those of who runs."""
-        if self.room_states is None:
-            return 0
-        n_live = LIVE_STATES * sum(not slot.is_warm for slot in self._slots.values())
-        left = self.room_states - n_live - len(self._kept)
-        if self.most_kept_states is not None:
-            left = min(left, self.most_kept_states - len(self._kept))
-        return left
+        most = []
+        if self.room_states is not None:
+            n_live = LIVE_STATES * sum(not slot.is_warm for slot in self._slots.values())
+            most.append(self.room_states - n_live)
+            if self.most_kept_states is not None:
+                most.append(self.most_kept_states)
+        if self.kept_window is not None:
+            most.append(self._dropped_rows(self.kept_window) // self.kept_window)
+        return min(most, default=0) - len(self._kept)
+
+    def _dropped_rows(self, window: int) -> int:
+        """Count the rows that layers with a window have dropped of what is booked, at the least."""
+        n_rows = self._booked * BLOCK_POSITIONS
+        for slot in self._slots.values():
+            own = (slot.n_blocks - len(slot.shared)) * BLOCK_POSITIONS
+            n_rows -= min(own, window + REWIND_ROWS + BLOCK_POSITIONS)
+        chains = {slot.shared[-1]: len(slot.shared) for slot in self._slots.values() if slot.shared}
+        for n_blocks in chains.values():
+            n_rows -= min(n_blocks * BLOCK_POSITIONS, window + REWIND_ROWS)
+        return max(0, n_rows)
 
     def _evict(self, n_states: int, spare: KeptState | None = None) -> None:
         """Drop the states that are worth least until there is room for so many."""
@@ -439,6 +468,9 @@ class KvBlockManager:
     def _continue(self, prefix: Prefix, n_blocks: int, room_beside: int) -> Start | None:
         slot, n_kept = prefix.slot, prefix.n_kept
         shared = slot.shared[: settled_blocks(n_kept)]
+        if prefix.state is not None and self.kept_window is not None:
+            shared = slot.shared[: self._shareable(n_kept, prefix.state)]
+            slot.n_written = n_kept + REWIND_ROWS
         n_freed = [block.users for block in slot.shared[len(shared) :]].count(1)
         n_own = slot.n_blocks - len(slot.shared) + n_freed
         more = n_blocks - len(shared) - n_own

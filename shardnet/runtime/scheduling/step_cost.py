@@ -124,7 +124,8 @@ class RingLimits:
     window of the model's layers, None where none has one. `room_states` is the smallest room of
     its stages for states, which cannot be rewound; None where no layer keeps one. `prefix_seed`
     stands for the ring where all stages keep prefixes on disk, else it is None. All of them share
-    blocks between slots if it `shares_blocks`.
+    blocks between slots if it `shares_blocks`, and keep rows of windows, the largest of which is
+    `largest_window`.
     """
 
     epoch: Epoch
@@ -138,6 +139,7 @@ class RingLimits:
     limits: StepLimits = field(default_factory=StepLimits)
     prefix_seed: bytes | None = None
     shares_blocks: bool = False
+    largest_window: int | None = None
 
     @property
     def rewinds(self) -> bool:

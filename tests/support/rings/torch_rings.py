@@ -66,6 +66,7 @@ class TorchStages:
         self.context = context
         config = Checkpoint.open(folder).config
         self.window, self.routing = config.smallest_window, config.routing
+        self.largest_window = config.largest_window
         self.room_states = LEAST_STATES if config.has_state else None
         if n_shards == 1:
             stages = StageChain.load(
@@ -120,6 +121,7 @@ class LoadedStages:
     vocab_size: int
     context: int = CONTEXT
     window: int | None = None
+    largest_window: int | None = None
     routing: RoutingShape | None = None
     room_states: int | None = None
     exact_rows: int = 1
@@ -188,6 +190,7 @@ def run(
                 room_blocks=room_blocks,
                 context=stages.context,
                 window=stages.window,
+                largest_window=stages.largest_window,
                 room_states=stages.room_states,
                 max_slots=8,
                 limits=StepLimits(
