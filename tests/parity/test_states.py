@@ -58,17 +58,17 @@ def test_prefixes_are_continued_from_their_end_or_not_at_all(stages: TorchStages
     assert [n_kept(events) for events in warm] == [97, 0]
 
 
-def test_prompts_that_part_near_their_ends_go_on_from_a_state_on_the_way(
-    stages: TorchStages,
-) -> None:
-    """As the next turn of a chat does whose template leaves out what was thought."""
+def test_prompts_that_part_anywhere_go_on_from_the_last_state_before(stages: TorchStages) -> None:
+    """The next turn of a chat, an edit, sub-agents that share a beginning, and the way back."""
     prompt = random_prompt(440, 300, seed=7)
-    turns = [[*prompt[:n], *random_prompt(30, 300, seed=n)] for n in (430, 420, 250)]
-    cold = [run(stages, request(ids, 6), chunk_rows=64)[0] for ids in turns]
-    asked = (request(ids, 6) for ids in (prompt, *turns))
-    warm = run(stages, *asked, at_once=False, chunk_rows=64)[1:]
+    parted = {430: 420, 410: 256, 300: 256, 250: 0}
+    turns = [[*prompt[:n], *random_prompt(60, 300, seed=n)] for n in parted]
+    back = [*prompt, *random_prompt(3, 300, seed=1)]
+    cold = [run(stages, request(ids, 6), chunk_rows=256)[0] for ids in (*turns, back)]
+    asked = (request(ids, 6) for ids in (prompt, *turns, back))
+    warm = run(stages, *asked, at_once=False, chunk_rows=256)[1:]
     assert [tokens_of(events) for events in warm] == [tokens_of(events) for events in cold]
-    assert [n_kept(events) for events in warm] == [420, 420, 0]
+    assert [n_kept(events) for events in warm] == [*parted.values(), 420]
 
 
 def test_a_whole_prompt_is_kept_for_the_next(stages: TorchStages) -> None:
