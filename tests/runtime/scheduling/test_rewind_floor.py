@@ -197,6 +197,13 @@ def test_the_last_rows_of_a_prompt_begin_at_a_state_that_is_kept() -> None:
     assert len(kept_at) >= 6
 
 
+def test_a_state_is_worth_nothing_where_a_window_has_dropped_the_rows_before_it() -> None:
+    """As in a model with layers of both kinds."""
+    book = KvBlockManager(room_blocks=64, window=WINDOW, room_states=24)
+    slot_with_states(book, 1000, 512, 980, 1000)
+    assert [kept(book, n_common) for n_common in (700, 979, 990, 1001)] == [0, 0, 980, 1000]
+
+
 def test_rows_that_were_not_answered_are_kept_by_no_slot() -> None:
     for limits, n_kept in (({}, 900), ({"window": WINDOW}, 900), ({"room_states": 24}, 256)):
         book = KvBlockManager(room_blocks=64, **limits)
