@@ -10,6 +10,7 @@ import pytest
 from support.models.checkpoints import make_decoder
 from support.models.family_cases import GEMMA4
 from support.needs import needs_library
+from support.rings.changing_ring import pull
 from support.rings.stage_chain import even_split, random_prompt
 from support.rings.torch_rings import TorchStages
 from support.soak import cases
@@ -18,8 +19,8 @@ from shardnet.errors import UsageError
 from shardnet.runtime.loading.loaded_stage import JoinedCompute
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import OpenSequence
-from shardnet.stage.moves.slot_moves import JoinedMoves, Moves
-from shardnet.types import KvDType, LayerRange, SequenceId, SlotId, WireDType, block_spans
+from shardnet.stage.moves.slot_moves import JoinedMoves
+from shardnet.types import KvDType, LayerRange, SequenceId, SlotId, WireDType
 
 CONTEXT = 1280
 CASES: dict[str, dict[str, Any]] = {
@@ -42,31 +43,16 @@ CASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     },
+    "falcon_h1": {"num_hidden_layers": 3},
 }
 OLD = SequenceId(0)
 PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, n_logprobs=1)
 """What is drawn depends on every token before it, those of the prompt too."""
 
 
-def pull(whence: Moves, whither: Moves, layers: LayerRange, end: int) -> int:
-    """Do what a node does for MoveKv; return the bytes that went over."""
-    n_bytes = 0
-    for layer in layers:
-        source, target = whence.part_of(layer), whither.part_of(layer)
-        begin = target.next_wanted(OLD, layer)
-        held = source.held(OLD, SlotId(0), layer, begin, end)
-        target.expect(OLD, layer, held, end)
-        parts = [(0, end)] if held.is_state else [*block_spans(held.first, end)]
-        for part in parts:
-            data = bytearray(source.read(OLD, SlotId(0), layer, *part))
-            target.write(OLD, layer, *part, data)
-            n_bytes += len(data)
-        target.came(OLD, layer, end)
-    return n_bytes
-
-
 @pytest.mark.parametrize(
-    "family", cases(["llama", "gemma3_text", "gemma4_text", "qwen3_next"], ["deepseek_v2"])
+    "family",
+    cases(["llama", "gemma3_text", "gemma4_text", "qwen3_next", "falcon_h1"], ["deepseek_v2"]),
 )
 def test_a_sequence_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> None:
     """The middle layer changes its stage: its rows come over, in two rounds, all others are kept.
@@ -82,9 +68,9 @@ def test_a_sequence_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> N
     [sources, targets] = [[compute.moves for compute in stages.computes] for stages in (old, new)]
     for start in range(0, 600, 200):
         old.step(start, prompt[start : start + 200], 0)
-    if not family.startswith("qwen3_next"):
+    if not old.state_slots:
         targets[1].begin(OLD, prompt[:600])
-        assert pull(sources[0], targets[1], LayerRange(1, 2), 600) > 0
+        assert pull(sources[0], targets[1], LayerRange(1, 2), 600, OLD, SlotId(0)) > 0
     old.step(600, prompt[600:], 1)
     with pytest.raises(UsageError, match="does not own slot 1"):
         sources[0].held(OLD, SlotId(1), 0, 0, 700)
@@ -97,7 +83,7 @@ def test_a_sequence_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> N
     wrong = replace(held, n_bytes=held.n_bytes - 1)
     with pytest.raises(UsageError, match=f"comes as {held.n_bytes - 1} bytes"):
         targets[1].expect(OLD, 1, wrong, 700)
-    pull(sources[0], targets[1], LayerRange(1, 2), 700)
+    pull(sources[0], targets[1], LayerRange(1, 2), 700, OLD, SlotId(0))
     for compute in new.computes:
         compute.operate(
             OpenSequence(
@@ -144,7 +130,7 @@ def test_a_standby_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> No
         old.step(begin, prompt[begin:end], 1)
         if end in (512, 600):
             moves.begin(OLD, prompt[:end])
-            pull(middle.moves, moves, LayerRange(1, 2), end)
+            pull(middle.moves, moves, LayerRange(1, 2), end, OLD, SlotId(0))
     for each in (moves, last.moves):
         each.begin(OLD, prompt[:590])
         assert not each.is_whole(OLD, 590)

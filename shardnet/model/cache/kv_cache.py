@@ -225,6 +225,10 @@ class KvCache:
         """The sliding window of each layer, None where it has none."""
         return self._windows
 
+    def has_rows(self, layer: int) -> bool:
+        """Say whether a layer has keys and values."""
+        return layer not in self._without_kv
+
     @property
     def has_states(self) -> bool:
         """Whether layers keep a state, which cannot be rewound."""
@@ -365,10 +369,6 @@ class KvCache:
             return None
         states = {layer: each.to(cpu) for layer, each in kept.states.items()}
         return SlotContents(keys=[], values=[], firsts=[], states=states)
-
-    def has_rows(self, layer: int) -> bool:
-        """Whether a layer has keys and values."""
-        return layer not in self._without_kv
 
     def drop_states(self, states: Sequence[StateId]) -> None:
         """Give kept states back. Unknown ones are ignored."""

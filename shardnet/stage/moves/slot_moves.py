@@ -80,9 +80,9 @@ class SlotMoves:
     ) -> HeldRows:
         """Say what there is of positions `[begin, end)` of a sequence in a layer.
 
-        Rows before `first` are gone where the layer has a window. A state counts whole, and is that
-        after `end` positions. Raises UsageError if the sequence does not own the slot, or it holds
-        no such rows.
+        Rows before `first` are gone where the layer has a window. A state counts whole, with all
+        rows beside it, and is that after `end` positions. Raises UsageError if the sequence does
+        not own the slot, or it holds no such rows.
         """
         contents, index = self._contents(sequence_id, slot, layer)
         if index in contents.states:
@@ -92,7 +92,8 @@ class SlotMoves:
                     f"the state of sequence {sequence_id} is that after {state.end} positions, and "
                     f"was asked for after {end}"
                 )
-            return HeldRows(first=0, n_bytes=state.n_bytes, is_state=True)
+            n_bytes = state.n_bytes + self._bytes_beside(contents, index, end)
+            return HeldRows(first=0, n_bytes=n_bytes, is_state=True)
         if not self._kv.holds(slot, end) or begin > end:
             raise UsageError(
                 f"positions {begin} to {end} of sequence {sequence_id} were asked for, and slot "
@@ -110,13 +111,17 @@ class SlotMoves:
         """
         held = self.held(sequence_id, slot, layer, begin, end)
         contents, index = self._contents(sequence_id, slot, layer)
-        buffer = torch.empty(held.n_bytes, dtype=torch.uint8)
         if index in contents.states:
-            (contents.states[index].at(end) or contents.states[index]).read(buffer)
-        elif held.first > begin:
+            state = torch.empty(contents.states[index].n_bytes, dtype=torch.uint8)
+            (contents.states[index].at(end) or contents.states[index]).read(state)
+            rows = torch.empty(held.n_bytes - state.numel(), dtype=torch.uint8)
+            if rows.numel():
+                contents.read_rows([index], 0, end, rows)
+            return _bytes_of(torch.cat((state, rows)))
+        buffer = torch.empty(held.n_bytes, dtype=torch.uint8)
+        if held.first > begin:
             raise UsageError(f"slot {slot} has dropped position {begin} meanwhile")
-        else:
-            contents.read_rows([index], begin, end, buffer)
+        contents.read_rows([index], begin, end, buffer)
         return _bytes_of(buffer)
 
     def _contents(
@@ -130,6 +135,10 @@ class SlotMoves:
         if not self._kv.holds(slot, 1):
             raise UsageError(f"slot {slot} of sequence {sequence_id} is empty")
         return self._kv.contents(slot), layer - self._layers.start
+
+    def _bytes_beside(self, contents: SlotContents, index: int, end: int) -> int:
+        """Count the bytes of the rows that a layer with a state has beside it."""
+        return end * contents.row_bytes([index]) if self._kv.has_rows(index) else 0
 
     # --- what arrives
 
@@ -184,7 +193,8 @@ class SlotMoves:
         if held.is_state != (index in contents.states):
             raise UsageError(f"layer {layer} keeps a state at one end, and rows at the other")
         if held.is_state:
-            expected = contents.states[index].n_bytes
+            beside = self._bytes_beside(contents, index, end)
+            expected = contents.states[index].n_bytes + beside
         else:
             is_inside = first != has_come and first % BLOCK_POSITIONS != 0
             if is_inside or not has_come <= first <= end:
@@ -198,7 +208,7 @@ class SlotMoves:
                 f"layer {layer} of sequence {sequence_id} comes as {held.n_bytes} bytes, and has "
                 f"{expected} here"
             )
-        if not held.is_state:
+        if self._kv.has_rows(index):
             begin = contents.firsts[index] if has_come and first == has_come else first
             self._resize(contents, index, begin, arriving.n_blocks)
 
@@ -210,11 +220,13 @@ class SlotMoves:
         They count when the layer `came`.
         """
         arriving, index = self._begun(sequence_id, layer)
-        source = torch.frombuffer(data, dtype=torch.uint8)
-        if index in arriving.contents.states:
-            arriving.contents.states[index].write(source)
-        else:
-            arriving.contents.write_rows([index], begin, end, source)
+        contents, source = arriving.contents, torch.frombuffer(data, dtype=torch.uint8)
+        if index in contents.states:
+            n_bytes = contents.states[index].n_bytes
+            contents.states[index].write(source[:n_bytes])
+            source = source[n_bytes:].clone()  # what follows it need not be aligned there
+        if source.numel():
+            contents.write_rows([index], begin, end, source)
 
     def came(self, sequence_id: SequenceId, layer: int, end: int) -> None:
         """Note that all that was expected of a layer up to position `end` is here."""
@@ -251,7 +263,7 @@ class SlotMoves:
             found = contents.states[there].at(end)
             assert found is not None, "held has looked"
             arriving.contents.states[here] = found.clone()
-        else:
+        if self._kv.has_rows(here):
             rows = (there, contents.first(there), contents.end(there))
             arriving.contents.keys[here] = contents.rows(*rows)
             arriving.contents.values[here] = contents.rows(*rows, values=True)
@@ -289,7 +301,7 @@ class SlotMoves:
         arriving = self._arriving.pop(sequence_id)
         n_blocks = blocks_for(n_positions)
         for index, first in enumerate(arriving.contents.firsts):
-            if index not in arriving.contents.states:
+            if self._kv.has_rows(index):
                 self._resize(arriving.contents, index, first, n_blocks)
         self._kv.adopt(slot, arriving.contents, n_blocks)
         return arriving.token_ids

@@ -122,7 +122,7 @@ class FetchKv(OfRing, frozen=True, kw_only=True):
 
 
 class KvRows(Numbered, frozen=True, kw_only=True):
-    """What follows: `n_bytes` of rows from position `first` on, or of a state.
+    """What follows: `n_bytes` of rows from position `first` on, or of a state and rows beside it.
 
     Rows before `first` are gone.
     """

@@ -18,14 +18,15 @@ LIMIT_BYTES = 1 << 30
 
 
 class StoredStages:
-    """Gives every stage a folder of its own below `folder`, and asks them one by one."""
+    """Gives every stage the folder of its layers below `folder`, and asks them one by one."""
 
     def __init__(self, stages: TorchStages, folder: Path, limit_bytes: int = LIMIT_BYTES) -> None:
         self.stages = stages
         self.store = PrefixStore(folder, limit_bytes)
         self.kept = []
-        for rank, compute in enumerate(stages.computes):
-            files = self.store.of_stage(f"stage {rank}", "/m", f"stage {rank}")
+        for compute in stages.computes:
+            layers = str(compute._model.layers)
+            files = self.store.of_stage(f"stage {layers}", "/m", layers)
             compute.prefixes = StagePrefixes(compute._model.kv, files)
             self.kept.append(compute.prefixes)
 
@@ -62,9 +63,13 @@ class StoredStages:
             at_once=False,
             prefixes=Prefixes(self, b"this ring"),
         )
+        self.settle()
+        return events[:-1]
+
+    def settle(self) -> None:
+        """Wait until all is on disk."""
         for kept in self.kept:
             kept.settle(30.0)
-        return events[:-1]
 
     def close(self) -> None:
         """End the threads that write."""

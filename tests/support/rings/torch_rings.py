@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.sampling.sampler import Sampler
 from shardnet.output_params import RoutingShape
+from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.prefixes import Prefixes
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
@@ -168,7 +169,36 @@ def request(
     )
 
 
+def limits_of(
+    stages: TorchStages | LoadedStages, *, chunk_rows: int, room_blocks: int
+) -> RingLimits:
+    """What a ring of these stages gives its scheduler, without prefixes on disk."""
+    return RingLimits(
+        epoch=Epoch(1),
+        n_stages=len(stages.computes),
+        room_blocks=room_blocks,
+        context=stages.context,
+        window=stages.window,
+        largest_window=stages.largest_window,
+        room_states=stages.room_states,
+        max_slots=8,
+        limits=StepLimits(
+            chunk_rows=chunk_rows,
+            mixed_rows=chunk_rows // 2,
+            exact_rows=stages.exact_rows,
+        ),
+        shares_blocks=stages.shares_blocks,
+    )
+
+
 def run(
+    stages: TorchStages | LoadedStages, *requests: GenerationRequest, **how: Any
+) -> list[list[RequestEvent]]:
+    """Run requests from outside a loop; see `run_here`."""
+    return asyncio.run(run_here(stages, *requests, **how))
+
+
+async def run_here(
     stages: TorchStages | LoadedStages,
     *requests: GenerationRequest,
     chunk_rows: int = 16,
@@ -177,44 +207,24 @@ def run(
     prefixes: Prefixes | None = None,
 ) -> list[list[RequestEvent]]:
     """Run requests over memory links, all at once or one by one; return the events of each."""
+    limits = limits_of(stages, chunk_rows=chunk_rows, room_blocks=room_blocks)
+    seed = prefixes.seed if prefixes else None
+    ring = running_ring(
+        stages.computes,
+        Scheduler(replace(limits, prefix_seed=seed)),
+        vocab_size=stages.vocab_size,
+        routing=stages.routing,
+        prefixes=prefixes,
+    )
 
-    async def events_of(engine: Any, wanted: GenerationRequest) -> list[RequestEvent]:
+    async def events_of(engine: Engine, wanted: GenerationRequest) -> list[RequestEvent]:
         async with aclosing(engine.generate(wanted)) as events:
             return [event async for event in events]
 
-    async def main() -> list[list[RequestEvent]]:
-        scheduler = Scheduler(
-            RingLimits(
-                epoch=Epoch(1),
-                n_stages=len(stages.computes),
-                room_blocks=room_blocks,
-                context=stages.context,
-                window=stages.window,
-                largest_window=stages.largest_window,
-                room_states=stages.room_states,
-                max_slots=8,
-                limits=StepLimits(
-                    chunk_rows=chunk_rows,
-                    mixed_rows=chunk_rows // 2,
-                    exact_rows=stages.exact_rows,
-                ),
-                prefix_seed=prefixes.seed if prefixes else None,
-                shares_blocks=stages.shares_blocks,
-            )
-        )
-        ring = running_ring(
-            stages.computes,
-            scheduler,
-            vocab_size=stages.vocab_size,
-            routing=stages.routing,
-            prefixes=prefixes,
-        )
-        async with ring as (engine, _):
-            if at_once:
-                return await asyncio.gather(*(events_of(engine, wanted) for wanted in requests))
-            return [await events_of(engine, wanted) for wanted in requests]
-
-    return asyncio.run(main())
+    async with ring as (engine, _):
+        if at_once:
+            return await asyncio.gather(*(events_of(engine, wanted) for wanted in requests))
+        return [await events_of(engine, wanted) for wanted in requests]
 
 
 def tokens_of(events: Sequence[RequestEvent]) -> list[int]:
