@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, NgramDrafts, RingDrafts
+from shardnet.runtime.scheduling.drafting import SIZES, AdaptiveDrafter, NgramDrafts, RingDrafts
 from shardnet.runtime.scheduling.step_cost import StepCost
 
 
-def slow_guess(tokens: Sequence[int], limit: int, sizes: Sequence[int] = (4, 3, 2)) -> list[int]:
+def slow_guess(tokens: Sequence[int], limit: int) -> list[int]:
     """Look-up by reading all of the text, backwards."""
-    for size in sizes:
+    for size in SIZES:
         for end in range(len(tokens) - 1, size - 1, -1):
             if len(tokens) > size and tokens[end - size : end] == tokens[-size:]:
                 text = [*tokens]
