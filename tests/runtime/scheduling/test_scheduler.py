@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.rings.toy_ring import STOP_ID, ToyRing, next_token, text_of
+from support.rings.toy_ring import STOP_ID, Oracle, ToyRing, next_token, text_of
 
 from shardnet.errors import (
     BusyError,
@@ -63,36 +62,6 @@ def ring(
 
 def prompt(seed: int, n_tokens: int) -> tuple[int, ...]:
     return tuple((seed * 31 + i * 7 + i * i * seed) % 251 for i in range(n_tokens))
-
-
-@dataclass
-class Oracle:
-    """A drafter that knows the text, and errs on every `errs`-th token; 0 never."""
-
-    errs: int = 0
-    most: int = 31
-    learned: list[tuple[int, int]] = field(default_factory=list)
-
-    def prepare(self, tokens: Sequence[int]) -> bool:
-        return True
-
-    def propose(
-        self,
-        tokens: Sequence[int],
-        limit: int,
-        ahead: Sequence[int] | None = None,
-        n_frames: int = 1,
-    ) -> list[int]:
-        start = [*tokens, *(ahead or ())]
-        guessed = [*start]
-        for _ in range(min(limit, self.most)):
-            right = next_token(guessed)
-            is_error = self.errs and (len(guessed) % self.errs == 0)
-            guessed.append(right + 1 if is_error else right)
-        return guessed[len(start) :]
-
-    def learn(self, n_proposed: int, n_accepted: int) -> None:
-        self.learned.append((n_proposed, n_accepted))
 
 
 def request(

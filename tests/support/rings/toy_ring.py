@@ -60,6 +60,36 @@ def text_of(
     return tokens[len(prompt) :]
 
 
+@dataclass
+class Oracle:
+    """A drafter that knows the text, and errs on every `errs`-th token; 0 never."""
+
+    errs: int = 0
+    most: int = 31
+    learned: list[tuple[int, int]] = field(default_factory=list)
+
+    def prepare(self, tokens: Sequence[int]) -> bool:
+        return True
+
+    def propose(
+        self,
+        tokens: Sequence[int],
+        limit: int,
+        ahead: Sequence[int] | None = None,
+        n_frames: int = 1,
+    ) -> list[int]:
+        start = [*tokens, *(ahead or ())]
+        guessed = [*start]
+        for _ in range(min(limit, self.most)):
+            right = next_token(guessed)
+            is_error = self.errs and (len(guessed) % self.errs == 0)
+            guessed.append(right + 1 if is_error else right)
+        return guessed[len(start) :]
+
+    def learn(self, n_proposed: int, n_accepted: int) -> None:
+        self.learned.append((n_proposed, n_accepted))
+
+
 @dataclass(slots=True)
 class ToySlot:
     """The tokens of each position, and who owns the slot."""

@@ -1,0 +1,299 @@
+"""A ring that computes digests, each stage in a KV cache of its own and as late as one likes.
+
+A stage has a layer of rows, maybe one with a window and one with a state. The key of a position,
+and the state behind it, is a digest of all tokens up to it; beside the cache stand the tokens that
+the slot must hold. Rows or states of another prefix show at the first row that goes on from them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+import torch
+from support.rings.toy_ring import HOLE, ToyRing, ToySlot, ToyStage
+
+from shardnet.errors import ShardnetError
+from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.config.model_config import StateShape
+from shardnet.runtime.scheduling.kv_block_manager import block_keys
+from shardnet.runtime.scheduling.sequences import (
+    Instruction,
+    OperateSlot,
+    Outcome,
+    RestorePrefix,
+    SendStep,
+)
+from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
+from shardnet.types import BLOCK_POSITIONS, Epoch, MicroBatch, SequenceId, SlotId, StepId
+
+WINDOW = 100
+STATE = StateShape(recent=(1, 1), recurrent=(1, 1, 1))
+_PRIME = 1048573
+"""Digests are below it, and so float32 holds them."""
+
+
+def digests(tokens: Sequence[int]) -> list[int]:
+    """Digest the first token, the first two, and so on."""
+    return [
+        *accumulate(tokens, lambda digest, token: (digest * 31 + token + 2) % _PRIME, initial=7)
+    ][1:]
+
+
+@dataclass
+class CachedStage(ToyStage):
+    """A stage of a ring with these kinds of layers. `disk` has the tokens that a key stands for.
+
+    What `arrived` for a sequence was read from disk, or moved here from a stage that is gone.
+    """
+
+    has_window: bool = False
+    keeps_state: bool = False
+    disk: dict[bytes, list[int]] = field(default_factory=dict)
+    arrived: dict[SequenceId, list[int]] = field(default_factory=dict)
+    cache: KvCache = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cache = KvCache(
+            *(3, 1, 1, torch.float32, torch.device("cpu"), self.room_blocks),
+            windows=(None, WINDOW if self.has_window else None, None),
+            states=(None, None, STATE if self.keeps_state else None),
+        )
+        self.shares = self.cache.shares
+
+    def carry_out(self, operation: SlotOperation) -> None:
+        """Change the slot and its cache, as TorchCompute does, and compare them."""
+        slot = operation.slot
+        if isinstance(operation, OpenSequence) and operation.is_restored:
+            assert slot not in self.slots
+            self.slots[slot] = ToySlot(tokens=self.arrived.pop(operation.sequence_id))
+        super().carry_out(operation)
+        match operation:
+            case OpenSequence(is_restored=True):
+                self._adopt(slot)
+            case OpenSequence(n_kept=n_kept, source=source):
+                self._keep(slot, n_kept, source)
+            case CloseSequence(n_kept=n_kept, stored=stored):
+                self._keep(slot, n_kept, None)
+                self._store(slot, n_kept, stored)
+            case FreeSlot():
+                self._keep(slot, 0, None)
+        self._compare(slot)
+
+    def compute(self, batch: MicroBatch, *, fails: bool = False) -> list[int]:
+        """Have the rows in the cache too. Each goes on from what the cache has of its slot."""
+        sampled = super().compute(batch, fails=fails)
+        for group in batch.groups:
+            end = group.position + group.n_rows
+            self.cache.ensure(group.slot, end, group.n_rows)
+            self._write(group.slot, group.position, end, n_drafts=max(0, group.n_sampled - 1))
+        for group in batch.groups:
+            self._compare(group.slot, group.position + group.n_rows)
+        return sampled
+
+    def has_all_of(self, slot: SlotId, tokens: Sequence[int]) -> bool:
+        """Whether a slot can be moved from here with these tokens."""
+        self._compare(slot, len(tokens))
+        return self.slots[slot].tokens[: len(tokens)] == [*tokens]
+
+    @property
+    def _windows(self) -> Sequence[int | None]:
+        """Those of the layers that have rows."""
+        return self.cache.windows[: 2 if self.keeps_state else 3]
+
+    def _keep(self, slot: SlotId, n_positions: int, source: SlotId | None) -> None:
+        if source is not None:
+            self.cache.copy(source, slot, n_positions)
+        self.cache.trim(slot, n_positions)
+
+    def _adopt(self, slot: SlotId) -> None:
+        """Let the cache have what arrived: of a window no more than the next row attends to."""
+        n_blocks, end = len(self.slots[slot].blocks), len(self.slots[slot].tokens)
+        contents = self.cache.new_contents(0)
+        for layer, window in enumerate(self._windows):
+            first = max(0, end - window + 1) // BLOCK_POSITIONS * BLOCK_POSITIONS if window else 0
+            rows = self.cache.new_rows(layer, n_blocks * BLOCK_POSITIONS - first)
+            contents.keys[layer], contents.values[layer] = rows
+            contents.firsts[layer] = first
+        self.cache.adopt(slot, contents, n_blocks)
+        self._write(slot, 0, end, n_drafts=0)
+
+    def _store(self, slot: SlotId, n_kept: int, keys: Sequence[bytes]) -> None:
+        """Write whole blocks: what a key stands for was answered, and is the same always."""
+        held = self.slots[slot].tokens if n_kept else []
+        assert HOLE not in held, "what is kept was never answered"
+        for block, key in enumerate(keys[: n_kept // BLOCK_POSITIONS], start=1):
+            tokens = held[: block * BLOCK_POSITIONS]
+            assert self.disk.setdefault(key, tokens) == tokens
+
+    def _write(self, slot: SlotId, position: int, end: int, n_drafts: int) -> None:
+        """Write rows, and have the state go on, row by row behind the one before the drafts."""
+        made = digests(self.slots[slot].tokens[:end])
+        for layer in range(len(self._windows)):
+            (keys, _), first = self.cache.own(slot, layer)
+            begin = max(position, first)
+            keys[0, begin - first : end - first, 0] = torch.tensor(made[begin:end])
+        if not self.keeps_state:
+            return
+        state = self.cache.state(slot, 2)
+        for done in range(end - n_drafts, end + 1):
+            if state.end >= end - n_drafts:
+                state.note()
+            state.recurrent.fill_(made[done - 1])
+            state.recent.fill_(made[done - 1])
+            state.end = done
+
+    def _compare(self, slot: SlotId, end: int | None = None) -> None:
+        """Check that the next row would find in the cache what the slot must hold."""
+        assert self.cache.blocks_used == self.n_blocks <= self.room_blocks
+        held = self.slots.get(slot)
+        end = (len(held.tokens) if held else 0) if end is None else end
+        if not held or not end:
+            return
+        made = torch.tensor(digests(held.tokens[:end]))
+        contents = self.cache.contents(slot)
+        for layer, window in enumerate(self._windows):
+            begin = max(0, end - window + 1) if window is not None else 0
+            assert contents.first(layer) <= begin
+            assert torch.equal(contents.rows(layer, begin, end)[0, :, 0], made[begin:])
+        for state in contents.states.values():
+            known = state.at(end)
+            assert known is not None, f"no state after {end} positions"
+            assert known.recurrent.item() == known.recent.item() == made[-1]
+
+
+@dataclass
+class LateRing(ToyRing):
+    """A ring of `n_stages` such stages, each with instructions that it has not come to."""
+
+    has_window: bool = False
+    keeps_state: bool = False
+    stages: list[CachedStage] = field(default_factory=list)
+    todo: list[deque[Instruction]] = field(default_factory=list)
+    sampled: dict[StepId, list[int]] = field(default_factory=dict)
+    restoring: deque[RestorePrefix] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self._new_stages()
+
+    def _new_stages(self) -> None:
+        ring = self.scheduler.ring
+        self.todo = [deque() for _ in range(ring.n_stages)]
+        disks = [stage.disk for stage in self.stages] or [{} for _ in self.todo]
+        self.stages = [
+            CachedStage(
+                ring.room_blocks,
+                has_window=self.has_window,
+                keeps_state=self.keeps_state,
+                disk=disk,
+            )
+            for disk in disks
+        ]
+        self.stage = self.stages[-1]
+
+    def n_stored(self, prompt: Sequence[int]) -> int:
+        """How many positions of a prompt all stages have on disk."""
+        assert self.scheduler.ring.prefix_seed is not None
+        keys = block_keys(self.scheduler.ring.prefix_seed, prompt, len(prompt) - 1)
+        have = [all(key in stage.disk for stage in self.stages) for key in keys]
+        return (have.index(False) if False in have else len(have)) * BLOCK_POSITIONS
+
+    def pump(self) -> list[SendStep]:
+        """Take what the scheduler wants sent; stages come to it later."""
+        steps = []
+        for instruction in self.scheduler.next_instructions():
+            self.instructions.append(instruction)
+            match instruction:
+                case RestorePrefix():
+                    self.restoring.append(instruction)
+                    continue
+                case SendStep(batch=batch):
+                    steps.append(instruction)
+                    self.in_flight.append((batch, []))
+                case OperateSlot(operation=CloseSequence(sequence_id=paused), is_pause=True):
+                    self.paused[paused] += 1
+            for todo in self.todo:
+                todo.append(instruction)
+        self.sent += steps
+        kv = self.scheduler.kv_blocks
+        assert len(self.in_flight) <= self.scheduler.max_in_flight
+        assert kv.booked_blocks <= kv.room_blocks
+        return steps
+
+    def work(self, rank: int, n_instructions: int) -> None:
+        """Have a stage carry out some instructions, none that the stage before it has not."""
+        ahead = len(self.todo[rank - 1]) if rank else 0
+        for _ in range(min(n_instructions, len(self.todo[rank]) - ahead)):
+            self._carry_out(rank, self.todo[rank].popleft())
+
+    def _carry_out(self, rank: int, instruction: Instruction) -> None:
+        stage, states = self.stages[rank], self.scheduler.ring.state_slots
+        if isinstance(instruction, SendStep):
+            step = instruction.batch.step
+            fails = step in self.failing and rank >= step % len(self.stages)
+            self.sampled[step] = stage.compute(instruction.batch, fails=fails)
+        else:
+            assert isinstance(instruction, OperateSlot)
+            stage.carry_out(instruction.operation)
+            assert states is None or len(stage.slots) <= states
+
+    def answer(self) -> list[Outcome]:
+        """Have all stages come to the oldest step, and let it come round."""
+        batch, _ = self.in_flight[0]
+        for rank, todo in enumerate(self.todo):
+            while any(isinstance(each, SendStep) and each.batch is batch for each in todo):
+                self.work(rank, 1)
+        answer: list[int] | ShardnetError = self.sampled.pop(batch.step)
+        self.in_flight[0] = (batch, self.failing.get(batch.step, answer))
+        return super().answer()
+
+    def settle(self) -> None:
+        """Have all stages come to the end of what was sent."""
+        for rank in range(len(self.stages)):
+            self.work(rank, len(self.todo[rank]))
+
+    def restore(self, *, finds: bool) -> None:
+        """End the oldest reading from disk, of which nothing may come."""
+        if not self.restoring:
+            return
+        wanted = self.restoring.popleft()
+        prompts = [
+            sequence.tokens
+            for sequence in self.scheduler._queue.running.values()
+            if sequence.sequence_id == wanted.sequence_id
+        ]
+        n_found = wanted.n_positions if finds and prompts else 0
+        n_found = n_found if n_found <= (self.n_stored(prompts[0]) if prompts else 0) else 0
+        for stage in self.stages if n_found else ():
+            stage.arrived[wanted.sequence_id] = prompts[0][:n_found]
+        self.scheduler.restored(wanted.sequence_id, n_found)
+
+    def replace(self, *, moves: bool) -> None:
+        """Have another ring in its place, with what is on disk, and with what is moved."""
+        while moves and self.in_flight:
+            self.answer()
+        self.settle()
+        computed = self.scheduler.computed() if moves else []
+        for each in computed:
+            assert all(stage.has_all_of(each.slot, each.token_ids) for stage in self.stages)
+        self.in_flight.clear()
+        self.restoring.clear()
+        self.scheduler.suspend()
+        ring = self.scheduler.ring
+        self._new_stages()
+        for stage in self.stages:
+            stage.arrived = {each.sequence_id: [*each.token_ids] for each in computed}
+        self.scheduler.moved({each.sequence_id: len(each.token_ids) for each in computed})
+        assert not self.scheduler.resume(replace(ring, epoch=Epoch(ring.epoch + 1)))
+        self.pump()
+        self.scheduler.moved({})
+
+    def run(self, limit: int = 100_000) -> None:
+        """Go on until nothing is in flight, or being read."""
+        super().run(limit)
+        while self.restoring:
+            self.restore(finds=True)
+            super().run(limit)
+        self.settle()
