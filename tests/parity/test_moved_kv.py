@@ -68,7 +68,7 @@ def test_a_sequence_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> N
     [sources, targets] = [[compute.moves for compute in stages.computes] for stages in (old, new)]
     for start in range(0, 600, 200):
         old.step(start, prompt[start : start + 200], 0)
-    if not old.state_slots:
+    if old.room_states is None:
         targets[1].begin(OLD, prompt[:600])
         assert pull(sources[0], targets[1], LayerRange(1, 2), 600, OLD, SlotId(0)) > 0
     old.step(600, prompt[600:], 1)

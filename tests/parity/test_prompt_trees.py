@@ -254,8 +254,8 @@ class Agents:
             context=CONTEXT,
             kv_dtype=kind.kv_dtype,
             room_blocks=self._draws.choice([8, 14, 40]),
-            state_slots=self._draws.choice([2, 4, 8]),
-            disk=None if kind.keeps_state else disk,
+            room_states=self._draws.choice([12, 16, 40]),
+            disk=disk,
         )
 
     async def live(self, n_rounds: int) -> None:
@@ -372,8 +372,8 @@ def test_what_was_computed_is_not_computed_again(
         context=CONTEXT,
         kv_dtype=kind.kv_dtype,
         room_blocks=64,
-        state_slots=8,
-        disk=None if kind.keeps_state else tmp_path,
+        room_states=40,
+        disk=tmp_path,
     )
     kept: dict[str, tuple[int, int]] = {}
 

@@ -68,7 +68,7 @@ def beginning(seed: int, n_tokens: int) -> list[int]:
 class Model:
     """A ring, what was asked of it, and what it must say."""
 
-    def __init__(self, kind: str, n_stages: int, room_blocks: int, state_slots: int) -> None:
+    def __init__(self, kind: str, n_stages: int, room_blocks: int, room_states: int) -> None:
         has_window, self.keeps_state = KINDS[kind]
         ring = RingLimits(
             epoch=Epoch(1),
@@ -77,15 +77,10 @@ class Model:
             context=CONTEXT,
             max_slots=6,
             window=WINDOW if has_window else None,
-            state_slots=state_slots if self.keeps_state else None,
-            limits=StepLimits(
-                chunk_rows=64,
-                mixed_rows=32,
-                cheap_rows=8,
-                exact_rows=4,
-                notes_states=self.keeps_state,
-            ),
-            prefix_seed=None if self.keeps_state else b"ring",
+            largest_window=WINDOW if has_window else None,
+            room_states=room_states if self.keeps_state else None,
+            limits=StepLimits(chunk_rows=64, mixed_rows=32, cheap_rows=8, exact_rows=4),
+            prefix_seed=b"ring",
             shares_blocks=CachedStage(1, keeps_state=self.keeps_state).shares,
         )
         self.ring = LateRing(Scheduler(ring), has_window=has_window, keeps_state=self.keeps_state)
@@ -125,7 +120,7 @@ class Model:
         self.ring.scheduler.submit(self.asked[number])
 
     def _n_stored(self, prompt: tuple[int, ...]) -> int:
-        if self.keeps_state or len(prompt) <= STORED_PREFIX_POSITIONS:
+        if len(prompt) <= STORED_PREFIX_POSITIONS:
             return 0
         return self.ring.n_stored(prompt)
 
@@ -173,6 +168,8 @@ class Model:
         for stage in one.stages:
             assert not stage.slots
             assert stage.cache.blocks_used == 0
+            assert not stage.kept
+            assert not stage.cache._kept
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,16 +178,16 @@ class Model:
     events=events,
     n_stages=st.integers(1, 3),
     room_blocks=st.integers(3, 9),
-    state_slots=st.integers(1, 5),
+    room_states=st.integers(10, 24),
 )
 def test_every_row_goes_on_from_what_its_slot_has_on_every_stage(
     kind: str,
     events: list[tuple[str, object]],
     n_stages: int,
     room_blocks: int,
-    state_slots: int,
+    room_states: int,
 ) -> None:
-    model = Model(kind, n_stages, room_blocks, state_slots)
+    model = Model(kind, n_stages, room_blocks, room_states)
     for event in events:
         model.take(*event)
     model.check_end()

@@ -26,8 +26,25 @@ from shardnet.runtime.scheduling.sequences import (
     RestorePrefix,
     SendStep,
 )
-from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
-from shardnet.types import BLOCK_POSITIONS, Epoch, MicroBatch, SequenceId, SlotId, StepId
+from shardnet.slot_operations import (
+    CloseSequence,
+    DropStates,
+    FreeSlot,
+    KeepState,
+    OpenSequence,
+    SlotOperation,
+    StoredState,
+)
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    LIVE_STATES,
+    Epoch,
+    MicroBatch,
+    SequenceId,
+    SlotId,
+    StateId,
+    StepId,
+)
 
 WINDOW = 100
 STATE = StateShape(recent=(1, 1), recurrent=(1, 1, 1))
@@ -52,6 +69,7 @@ class CachedStage(ToyStage):
     has_window: bool = False
     keeps_state: bool = False
     disk: dict[bytes, list[int]] = field(default_factory=dict)
+    states_on_disk: set[bytes] = field(default_factory=set)
     arrived: dict[SequenceId, list[int]] = field(default_factory=dict)
     cache: KvCache = field(init=False)
 
@@ -62,9 +80,14 @@ class CachedStage(ToyStage):
             states=(None, None, STATE if self.keeps_state else None),
         )
         self.shares = self.cache.shares
+        self.window = WINDOW if self.has_window and self.shares else None
 
     def carry_out(self, operation: SlotOperation) -> None:
         """Change the slot and its cache, as TorchCompute does, and compare them."""
+        if isinstance(operation, DropStates):
+            super().carry_out(operation)
+            self.cache.drop_states(operation.states)
+            return
         slot = operation.slot
         if isinstance(operation, OpenSequence) and operation.is_restored:
             assert slot not in self.slots
@@ -73,11 +96,16 @@ class CachedStage(ToyStage):
         match operation:
             case OpenSequence(is_restored=True):
                 self._adopt(slot)
-            case OpenSequence(n_kept=n_kept, source=source):
-                self._keep(slot, n_kept, source)
-            case CloseSequence(n_kept=n_kept, stored=stored):
+            case OpenSequence(n_kept=n_kept, source=source, state=state):
+                self._keep(slot, n_kept, source, state)
+            case CloseSequence(n_kept=n_kept, stored=stored, stored_states=states):
                 self._keep(slot, n_kept, None)
-                self._store(slot, n_kept, stored)
+                self._store(slot, n_kept, stored, states)
+                self.cache.rest(slot)
+                return
+            case KeepState(n_positions=n_positions, state=state):
+                self.cache.keep_state(slot, n_positions, state)
+                return
             case FreeSlot():
                 self._keep(slot, 0, None)
         self._compare(slot)
@@ -103,9 +131,11 @@ class CachedStage(ToyStage):
         """Those of the layers that have rows."""
         return self.cache.windows[: 2 if self.keeps_state else 3]
 
-    def _keep(self, slot: SlotId, n_positions: int, source: SlotId | None) -> None:
-        if source is not None:
-            self.cache.copy(source, slot, n_positions)
+    def _keep(
+        self, slot: SlotId, n_positions: int, source: SlotId | None, state: StateId | None = None
+    ) -> None:
+        if source is not None or state is not None:
+            self.cache.copy(slot if source is None else source, slot, n_positions, state)
         self.cache.trim(slot, n_positions)
 
     def _adopt(self, slot: SlotId) -> None:
@@ -120,8 +150,16 @@ class CachedStage(ToyStage):
         self.cache.adopt(slot, contents, n_blocks)
         self._write(slot, 0, end, n_drafts=0)
 
-    def _store(self, slot: SlotId, n_kept: int, keys: Sequence[bytes]) -> None:
-        """Write whole blocks: what a key stands for was answered, and is the same always."""
+    def _store(
+        self, slot: SlotId, n_kept: int, keys: Sequence[bytes], states: Sequence[StoredState]
+    ) -> None:
+        """Write whole blocks: what a key stands for was answered, and is the same always.
+
+        A prompt begins behind those alone whose states are written too.
+        """
+        for each in states:
+            assert self.kept[each.state] == self.slots[slot].tokens[: each.n_blocks * 256]
+            self.states_on_disk.add(keys[each.n_blocks - 1])
         held = self.slots[slot].tokens if n_kept else []
         assert HOLE not in held, "what is kept was never answered"
         for block, key in enumerate(keys[: n_kept // BLOCK_POSITIONS], start=1):
@@ -181,15 +219,18 @@ class LateRing(ToyRing):
     def _new_stages(self) -> None:
         ring = self.scheduler.ring
         self.todo = [deque() for _ in range(ring.n_stages)]
-        disks = [stage.disk for stage in self.stages] or [{} for _ in self.todo]
+        disks = [(stage.disk, stage.states_on_disk) for stage in self.stages] or [
+            ({}, set()) for _ in self.todo
+        ]
         self.stages = [
             CachedStage(
                 ring.room_blocks,
                 has_window=self.has_window,
                 keeps_state=self.keeps_state,
                 disk=disk,
+                states_on_disk=states,
             )
-            for disk in disks
+            for disk, states in disks
         ]
         self.stage = self.stages[-1]
 
@@ -198,7 +239,12 @@ class LateRing(ToyRing):
         assert self.scheduler.ring.prefix_seed is not None
         keys = block_keys(self.scheduler.ring.prefix_seed, prompt, len(prompt) - 1)
         have = [all(key in stage.disk for stage in self.stages) for key in keys]
-        return (have.index(False) if False in have else len(have)) * BLOCK_POSITIONS
+        n_blocks = have.index(False) if False in have else len(have)
+        while self.keeps_state and n_blocks:
+            if all(keys[n_blocks - 1] in stage.states_on_disk for stage in self.stages):
+                break
+            n_blocks -= 1
+        return n_blocks * BLOCK_POSITIONS
 
     def pump(self) -> list[SendStep]:
         """Take what the scheduler wants sent; stages come to it later."""
@@ -229,7 +275,7 @@ class LateRing(ToyRing):
             self._carry_out(rank, self.todo[rank].popleft())
 
     def _carry_out(self, rank: int, instruction: Instruction) -> None:
-        stage, states = self.stages[rank], self.scheduler.ring.state_slots
+        stage, room = self.stages[rank], self.scheduler.ring.room_states
         if isinstance(instruction, SendStep):
             step = instruction.batch.step
             fails = step in self.failing and rank >= step % len(self.stages)
@@ -237,7 +283,8 @@ class LateRing(ToyRing):
         else:
             assert isinstance(instruction, OperateSlot)
             stage.carry_out(instruction.operation)
-            assert states is None or len(stage.slots) <= states
+            n_live = LIVE_STATES * sum(slot.owner is not None for slot in stage.slots.values())
+            assert room is None or n_live + len(stage.kept) <= room
 
     def answer(self) -> list[Outcome]:
         """Have all stages come to the oldest step, and let it come round."""

@@ -71,11 +71,11 @@ class ChangingRing:
         context: int,
         kv_dtype: KvDType,
         room_blocks: int,
-        state_slots: int,
+        room_states: int,
         disk: Path | None,
     ) -> None:
         self._folder, self._context, self._kv_dtype = folder, context, kv_dtype
-        self._room_blocks, self._state_slots, self._disk = room_blocks, state_slots, disk
+        self._room_blocks, self._room_states, self._disk = room_blocks, room_states, disk
         self._n_layers = Checkpoint.open(folder).config.n_layers
         self._made: dict[tuple[int, bool], TorchStages] = {}
         self._epoch = 0
@@ -144,7 +144,7 @@ class ChangingRing:
             replace(
                 limits,
                 epoch=Epoch(self._epoch),
-                state_slots=limits.state_slots and min(limits.state_slots, self._state_slots),
+                room_states=self._room_states if limits.room_states else None,
                 prefix_seed=prefixes.seed if prefixes else None,
             ),
             prefixes,

@@ -23,12 +23,21 @@ from shardnet.runtime.scheduling.sequences import (
     SequenceFinished,
     TokenSampled,
 )
-from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
+from shardnet.slot_operations import (
+    CloseSequence,
+    DropStates,
+    FreeSlot,
+    KeepState,
+    OpenSequence,
+    SlotOperation,
+)
 from shardnet.types import (
+    BLOCK_POSITIONS,
     MicroBatch,
     RowGroup,
     SequenceId,
     SlotId,
+    StateId,
     StepId,
     blocks_for,
     settled_blocks,
@@ -113,11 +122,16 @@ class ToySlot:
 
 @dataclass(slots=True)
 class ToyStage:
-    """A stage's slots, changed in data order. `next_token` is what its model says."""
+    """A stage's slots, changed in data order. `next_token` is what its model says.
+
+    With a `window` it keeps the rows that this reaches with a state, and the tokens before it.
+    """
 
     room_blocks: int
     shares: bool = False
+    window: int | None = None
     slots: dict[SlotId, ToySlot] = field(default_factory=dict)
+    kept: dict[StateId, list[int]] = field(default_factory=dict)
     next_token: Callable[[Sequence[int]], int] = next_token
 
     @property
@@ -130,13 +144,19 @@ class ToyStage:
                 held = self.slots.setdefault(slot, ToySlot())
                 assert held.owner is None
                 held.trim(operation.n_kept)
+                if operation.state is not None:
+                    assert self.kept[operation.state] == held.tokens
+                    if self.window is not None:
+                        del held.blocks[self._n_shared(operation) :]
+                        held.grow(operation.n_kept)
                 held.owner = operation.sequence_id
             case OpenSequence(slot=slot, source=source):
                 assert slot not in self.slots
                 assert source is not None
                 kept = self.slots[source].tokens[: operation.n_kept]
                 assert len(kept) == operation.n_kept
-                n_shared = settled_blocks(len(kept)) if self.shares else 0
+                assert operation.state is None or self.kept[operation.state] == kept
+                n_shared = self._n_shared(operation) if self.shares else 0
                 blocks = self.slots[source].blocks[:n_shared]
                 self.slots[slot] = ToySlot(kept, blocks, operation.sequence_id)
                 self.slots[slot].grow(len(kept))
@@ -149,7 +169,20 @@ class ToyStage:
                     del self.slots[slot]
             case FreeSlot(slot=slot):
                 assert self.slots.pop(slot).owner is None
+            case KeepState(slot=slot, n_positions=n_positions, state=state):
+                assert state not in self.kept
+                assert n_positions <= len(self.slots[slot].tokens)
+                self.kept[state] = self.slots[slot].tokens[:n_positions]
+            case DropStates(states=states):
+                for state in states:
+                    del self.kept[state]
         assert self.n_blocks <= self.room_blocks
+
+    def _n_shared(self, opened: OpenSequence) -> int:
+        n_shared = settled_blocks(opened.n_kept)
+        if opened.state is None or self.window is None:
+            return n_shared
+        return min(n_shared, max(0, opened.n_kept - self.window + 1) // BLOCK_POSITIONS)
 
     def compute(self, batch: MicroBatch, *, fails: bool = False) -> list[int]:
         """Take the rows in, or holes if it `fails`, and sample those that are to be sampled."""
