@@ -125,12 +125,12 @@ ALL_KINDS = KINDS | MORE_KINDS
 LEAST = {
     "the next turn": {"rows": 1.0, "windows": 1.0, "states": 1.0},
     "parts within the last answer": {"rows": 1.0, "windows": 1.0, "states": 0.95},
-    "the last message edited": {"rows": 1.0, "windows": 1.0, "states": 0.0},
-    "a sub-agent": {"rows": 1.0, "windows": 0.0, "states": 0.0},
+    "the last message edited": {"rows": 1.0, "windows": 1.0, "states": 0.8},
+    "a sub-agent": {"rows": 1.0, "windows": 0.96, "states": 0.96},
     "back to the main one": {"rows": 1.0, "windows": 1.0, "states": 1.0},
-    "another sub-agent": {"rows": 1.0, "windows": 0.0, "states": 0.0},
-    "a sub-agent beside another": {"rows": 1.0, "windows": 0.0, "states": 0.0},
-    "after a restart": {"rows": 0.9, "windows": 0.9, "states": 0.0},
+    "another sub-agent": {"rows": 1.0, "windows": 0.96, "states": 0.96},
+    "a sub-agent beside another": {"rows": 1.0, "windows": 0.96, "states": 0.96},
+    "after a restart": {"rows": 0.9, "windows": 0.9, "states": 0.8},
 }
 """The least share of the positions in common with what was computed before that is not computed
 again. Raise what is kept: these are the figures of today."""

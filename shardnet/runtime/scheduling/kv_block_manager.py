@@ -144,11 +144,12 @@ class KvBlockManager:
     layers drop old positions (design decision 6), and a slot cannot be rewound below its `floor`.
     `room_states` is the most states that stages hold, those of running sequences included, None
     where no layer keeps one. Where stages keep the rows of windows too, the largest of which is
-    `kept_window`, a slot goes on from a state with these: they take no more than what slots are
-    booked for and have dropped. Warm slots hold at most `most_warm_blocks` together, None for all
-    of the room, and at most `most_kept_states` are kept, None likewise. Where every stage `shares`
-    blocks, a slot that is started with a prefix of another has its whole blocks in common with it:
-    they are booked once, and a slot that is rewound into one gets a block of its own.
+    `kept_window`, a slot goes on from a state with these; where there is nothing else in a state,
+    they take no more than what slots are booked for and have dropped. Warm slots hold at most
+    `most_warm_blocks` together, None for all of the room, and at most `most_kept_states` are kept,
+    None likewise. Where every stage `shares` blocks, a slot that is started with a prefix of
+    another has its whole blocks in common with it: they are booked once, and a slot that is rewound
+    into one gets a block of its own.
     """
 
     room_blocks: int
@@ -418,7 +419,7 @@ class KvBlockManager:
             most.append(self.room_states - n_live)
             if self.most_kept_states is not None:
                 most.append(self.most_kept_states)
-        if self.kept_window is not None:
+        elif self.kept_window is not None:
             most.append(self._dropped_rows(self.kept_window) // self.kept_window)
         return min(most, default=0) - len(self._kept)
 

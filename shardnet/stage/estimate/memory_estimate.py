@@ -243,11 +243,19 @@ def kv_block_bytes(
 
 
 def state_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
-    """Return the bytes of one state over the stage's layers: 0 where none keeps one."""
+    """Return the bytes of one state over the stage's layers: 0 where none keeps one.
+
+    Where others have windows, the rows that these reach are kept with it.
+    """
     if config.outline is not None:
         return config.outline.slot_bytes(layers)
-    shapes = (config.state(layer) for layer in layers)
-    return sum(shape.size_bytes(dtype) for shape in shapes if shape is not None)
+    n_bytes = 0
+    for layer in layers if config.has_state else ():
+        shape, window = config.state(layer), config.windows[layer] if config.windows else None
+        n_bytes += shape.size_bytes(dtype) if shape is not None else 0
+        if window is not None and config.has_kv(layer):
+            n_bytes += window * _kv_position_bytes(config.heads(layer), dtype, KvDType.AUTO)
+    return n_bytes
 
 
 def activation_peak_bytes(
