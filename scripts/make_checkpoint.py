@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Write a random Llama checkpoint of a given shape: by default TinyLlama-1.1B's, in bfloat16.
+"""Write a random checkpoint of a given shape: by default TinyLlama-1.1B's, in bfloat16.
 
 For measuring, not for reading: the weights are noise. The file is streamed, so that its size is
 bounded by the disk and not by memory.
 
     python scripts/make_checkpoint.py /tmp/tiny-llama            # 2.2 GB in a few seconds
     python scripts/make_checkpoint.py /tmp/small --layers 4 --hidden 512 --heads 8 --kv-heads 2
+    python scripts/make_checkpoint.py /tmp/hybrid --config qwen3_5.json
 """
 
 from __future__ import annotations
@@ -32,28 +33,34 @@ NOISE_STD = 0.02
 def main() -> None:
     """Write the checkpoint that the command line asks for and say where it is."""
     options = _parse_options()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    raw = _config(options)
-    (options.folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    config = parse_config(raw, "config.json")
-    tensors = stage_tensors(config, LayerRange(0, config.n_layers)).all
+    raw = json.loads(options.config.read_text()) if options.config else _config(options)
+    n_parameters = write_checkpoint(options.folder, raw, options.seed)
     path = options.folder / "model.safetensors"
-    with path.open("wb") as file:
-        _write_header(file, tensors)
-        noise = _bfloat16_noise(options.seed)
-        for number, shape in enumerate(tensors.values()):
-            for piece in _tensor_bytes(shape, noise, start=number * 7919):
-                file.write(piece)
-    _byte_tokenizer().save(str(options.folder / "tokenizer.json"))
-    n_parameters = sum(math.prod(shape) for shape in tensors.values())
     print(
         f"{path}: {n_parameters / 1e9:.2f} billion parameters, {path.stat().st_size / 1e9:.2f} GB"
     )
 
 
+def write_checkpoint(folder: Path, raw: dict[str, Any], seed: int = 0) -> int:
+    """Write a random checkpoint with the config `raw`. Return how many parameters it has."""
+    config = parse_config(raw, "config.json")
+    tensors = stage_tensors(config, LayerRange(0, config.n_layers)).all
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    with (folder / "model.safetensors").open("wb") as file:
+        _write_header(file, tensors)
+        noise = _bfloat16_noise(seed)
+        for number, shape in enumerate(tensors.values()):
+            for piece in _tensor_bytes(shape, noise, start=number * 7919):
+                file.write(piece)
+    _byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return sum(math.prod(shape) for shape in tensors.values())
+
+
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where to write config.json and the tensors")
+    parser.add_argument("--config", type=Path, help="a config.json of any family instead of Llama")
     parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=5632)

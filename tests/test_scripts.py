@@ -5,11 +5,13 @@ What they measure is left to who runs them; mypy holds their calls to what they 
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,6 +56,45 @@ def test_what_scripts_bench_starts_is_there() -> None:
     )
     assert len(started) > 3
     assert set(started) <= set(PROGRAMS)
+
+
+def agents_of(kinds: str, *arguments: str) -> dict[str, Any]:
+    """Run scripts/bench agents with the smallest models on one node."""
+    script = SCRIPTS / "benchmarks" / "bench_agents.py"
+    small = ["--nodes", "1", "--layers", "4", "--hidden", "128", "--answer", "4", "--own", "40"]
+    done = subprocess.run(
+        [sys.executable, str(script), "--json", "--kind", kinds, *small, *arguments],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout)
+    return told
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nodes are started as Unix has them")
+def test_agents_are_measured_beside_a_dense_model() -> None:
+    told = agents_of("dense,hybrid", "--shared", "300")
+    dense, hybrid = (told[kind]["cells"] for kind in ("dense", "hybrid"))
+    assert dense.keys() == hybrid.keys()
+    assert (dense["first"]["prompt"], dense["first"]["computed"]) == (340, 340)
+    assert dense["next turn"]["computed"] == 42  # the last token of the answer, too, and its end
+    assert dense["sub-agent"]["computed"] == 40
+    assert hybrid["next turn"]["computed"] == 42
+    assert hybrid["next turn"]["over_dense"] > 0
+    assert "over_dense" not in dense["first"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nodes are started as Unix has them")
+def test_long_prompts_and_many_conversations_of_agents_are_measured() -> None:
+    long = agents_of("dense", "--long", "300")["dense"]
+    assert [*long["cells"]] == ["first", "next turn", "after a restart"]
+    assert long["first_tok_s"] > 0
+    many = agents_of("dense", "--conversations", "2", "--conversation", "300", "--turns", "1")
+    told = many["dense"]["conversations"]
+    assert (told["computed_again"], told["known"]) == (0, 2 * 303)
+    [node] = told["nodes"]
+    assert 0 < node["idle_bytes"] < node["full_bytes"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a bash script")
