@@ -82,6 +82,7 @@ def _as_json(info: NodeInfo, report: NodeReport) -> dict[str, Any]:
         "deputy": None if report.deputy is None else msgspec.structs.asdict(report.deputy),
         "deputy_of": [msgspec.structs.asdict(head) for head in report.deputy_of],
         "peers": [_peer_name(report, view.node) for view in report.peers if view.is_linked],
+        "reused_positions": report.ring.reused if report.ring is not None else None,
         "stage": None if stage is None else _stage_as_json(info, report, stage),
         "rings": [msgspec.structs.asdict(ring) for ring in report.rings],
     }

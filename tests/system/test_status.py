@@ -50,6 +50,8 @@ def test_a_request_that_runs_is_counted_on_every_stage(trio: Crew, parrots: Parr
     running.kill()
     assert head["requests"] == 1
     assert tail["requests"] == 0
+    assert head["reused_positions"].keys() == {"memory", "disk"}
+    assert tail["reused_positions"] is None
     for told in (head, tail):
         assert 0 < told["stage"]["kv_used_positions"] <= told["stage"]["kv_positions"]
 

@@ -173,6 +173,14 @@ class RingMetrics(Collector):
         for name, (field, text, unit) in _WORK.items():
             value = 0 if work is None else getattr(work, field) * unit
             yield CounterMetricFamily(f"shardnet_ring_{name}", text, value=value)
+        reused = CounterMetricFamily(
+            "shardnet_ring_reused_positions",
+            "Positions of prompts that were not computed, by where they were",
+            labels=["tier"],
+        )
+        for tier, n_positions in work.reused.items() if work is not None else ():
+            reused.add_metric([tier], n_positions)
+        yield reused
         yield CounterMetricFamily(
             "shardnet_recoveries",
             "Lost rings whose requests went on over another one",

@@ -19,10 +19,10 @@ class EngineTotals:
     the present ring.
 
     `wire_us` is what steps took beside all computing and queueing. Of `n_prompts` the first
-    positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`. Lost
-    rings were replaced `n_recoveries` times, in `recovery_us`. Of `n_drafted` tokens of requests
-    that have ended `n_accepted` were right. `n_flown` steps went behind drafts in flight,
-    `n_wasted` of them behind a wrong one.
+    positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`,
+    `n_disk_tokens` of those on disk. Lost rings were replaced `n_recoveries` times, in
+    `recovery_us`. Of `n_drafted` tokens of requests that have ended `n_accepted` were right.
+    `n_flown` steps went behind drafts in flight, `n_wasted` of them behind a wrong one.
     """
 
     n_steps: int = 0
@@ -33,6 +33,7 @@ class EngineTotals:
     n_prefix_hits: int = 0
     n_prompt_tokens: int = 0
     n_prefix_tokens: int = 0
+    n_disk_tokens: int = 0
     n_recoveries: int = 0
     recovery_us: int = 0
     n_drafted: int = 0
@@ -62,12 +63,13 @@ class EngineTotals:
         self.compute_us.clear()
         self.queue_us.clear()
 
-    def add_prompt(self, n_tokens: int, n_kept: int) -> None:
-        """Count a prompt that begins to run."""
+    def add_prompt(self, n_tokens: int, n_kept: int, *, is_restored: bool = False) -> None:
+        """Count a prompt that begins to run; what was kept of it may have been read from disk."""
         self.n_prompts += 1
         self.n_prefix_hits += n_kept > 0
         self.n_prompt_tokens += n_tokens
         self.n_prefix_tokens += n_kept
+        self.n_disk_tokens += n_kept * is_restored
 
 
 MAX_STEPS: Final = 1024

@@ -286,13 +286,13 @@ class LiveRequests(dict[SequenceId, LiveRequest]):
     def report_move(self, instruction: OperateSlot, totals: EngineTotals) -> None:
         """Report to its request that a sequence starts, resumes or is paused."""
         match instruction.operation:
-            case OpenSequence(sequence_id=sequence_id, n_kept=n_kept):
+            case OpenSequence(sequence_id=sequence_id, n_kept=n_kept, is_restored=is_restored):
                 live = self.get(sequence_id)
                 if live is None:  # its client has left since it was to be opened
                     return
                 was_paused = live.state is LiveState.PAUSED
                 if not was_paused:
-                    totals.add_prompt(len(live.request.prompt), n_kept)
+                    totals.add_prompt(len(live.request.prompt), n_kept, is_restored=is_restored)
                 live.move(LiveState.RESUMED if was_paused else LiveState.RUNNING, n_kept=n_kept)
             case CloseSequence(sequence_id=sequence_id) if instruction.is_pause:
                 if sequence_id in self:

@@ -260,10 +260,11 @@ class RingWork(Strict, frozen=True, kw_only=True):
     """What a ring has done since it was built, as its head counts it, and what it has in hand.
 
     `wire_us` is what steps took beside all computing and queueing. Of `n_prompts` the first
-    positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`. It
-    replaced others `n_recoveries` times, while which requests stood still for `recovery_us`. Of
-    `n_drafted` tokens of requests that have ended, `n_accepted` were right. Of `n_flown` steps,
-    which went behind drafts in flight, `n_wasted` were behind a wrong one.
+    positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`,
+    `n_disk_tokens` of those on disk. It replaced others `n_recoveries` times, while which requests
+    stood still for `recovery_us`. Of `n_drafted` tokens of requests that have ended, `n_accepted`
+    were right. Of `n_flown` steps, which went behind drafts in flight, `n_wasted` were behind a
+    wrong one.
     """
 
     load: RingLoad
@@ -280,6 +281,13 @@ class RingWork(Strict, frozen=True, kw_only=True):
     n_accepted: Count = 0
     n_flown: Count = 0
     n_wasted: Count = 0
+    n_disk_tokens: Count = 0
+
+    @property
+    def reused(self) -> dict[str, int]:
+        """Positions of prompts that were not computed, by where they were."""
+        n_disk = min(self.n_disk_tokens, self.n_prefix_tokens)
+        return {"memory": self.n_prefix_tokens - n_disk, "disk": n_disk}
 
 
 class LinkTraffic(Strict, frozen=True, kw_only=True):

@@ -59,6 +59,8 @@ def test_counters_count() -> None:
                 "shardnet_node_up 1.0",
                 "shardnet_ring_running 3.0",
                 "shardnet_ring_prefix_tokens_total 40.0",
+                'shardnet_ring_reused_positions_total{tier="memory"} 30.0',
+                'shardnet_ring_reused_positions_total{tier="disk"} 10.0',
                 'shardnet_stage_compute_seconds_total{node="bert",rank="1"} 2.0',
                 'shardnet_link_round_trip_seconds{node="bert",peer="anna",purpose="data"} 0.00025',
                 '_round_trip_seconds{node="anna",peer="bert",purpose="control"} 0.0004',

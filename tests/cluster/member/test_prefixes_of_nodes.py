@@ -52,6 +52,14 @@ async def said(client: Client, choice: ModelChoice, prompt: list[int]) -> Genera
     return result
 
 
+async def reused(client: Client) -> dict[str, int] | None:
+    async with aclosing(client.report()) as replies:
+        async for reply in replies:
+            if reply.report is not None and reply.report.ring is not None:
+                return reply.report.ring.reused
+    return None
+
+
 async def kept(client: Client) -> PrefixState | None:
     async with aclosing(client.report()) as replies:
         async for reply in replies:
@@ -76,6 +84,9 @@ def test_a_long_prompt_is_read_after_a_restart(tmp_path: Path) -> None:
         async with ring(tmp_path, model) as (client, choice):
             answer = await said(client, choice, prompt)
             state = await kept(client)
+            assert await reused(client) == {"memory": 0, "disk": 512}
+            next_one = await said(client, choice, prompt)
+            assert await reused(client) == {"memory": next_one.usage.n_reused, "disk": 512}
             load = (await client.status()).load
             return answer, state, load.restored_positions if load else 0
 

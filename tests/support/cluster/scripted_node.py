@@ -221,6 +221,7 @@ _WORK = RingWork(
     n_accepted=20,
     n_flown=6,
     n_wasted=2,
+    n_disk_tokens=10,
 )
 _LINK = LinkTraffic(
     name="bert", purpose="data", n_links=1, n_failed=2, sent_bytes=1000, received_bytes=10
