@@ -23,7 +23,7 @@ from shardnet.wire.messages.plans import (
 )
 
 from .bars import make_bars
-from .exit_codes import one_line, say
+from .exit_codes import counted, one_line, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -178,6 +178,7 @@ def plan_text(plan: PlanReply) -> str:
     lines += [f"  warning: {warning}" for warning in plan.warnings]
     if plan.exact is not None:
         lines.append(f"  same bits ({plan.arith} arithmetic): {plan.exact.why}")
+    lines += _conversation_lines(plan)
     lines += _ring_lines(plan)
     lines += [_standby_line(plan, standby) for standby in plan.standbys]
     lines += [f"  left out: {out.name}: {out.why}" for out in plan.left_out]
@@ -189,6 +190,25 @@ def plan_text(plan: PlanReply) -> str:
         names = {node.node: node.name for node in plan.nodes}
         lines += [f"  {_link_line(link, names)}" for link in plan.links]
     return "\n".join(map(one_line, lines))
+
+
+def _conversation_lines(plan: PlanReply) -> list[str]:
+    """Describe how long turns of a long conversation take, and what memory keeps of such."""
+    lines, turns, kept = [], plan.turns, plan.kept
+    if turns is not None:
+        lines.append(
+            f"  a prompt of {turns.n_prompt} tokens: first token after about "
+            f"{short_number(turns.first_s)} s, of its next turn ({turns.n_next} more) after "
+            f"{short_number(turns.next_s)} s, read from disk ({_rate_of(turns.disk_bytes_per_s)}) "
+            f"after {short_number(turns.resumed_s)} s"
+        )
+    if kept is not None:
+        states = f" and {kept.states} states" if kept.states else ""
+        lines.append(
+            f"  keeps {kept.positions} positions{states} of conversations in memory (about "
+            f"{counted(kept.conversations, 'conversation')} of {kept.n_prompt})"
+        )
+    return lines
 
 
 def _ring_lines(plan: PlanReply) -> list[str]:

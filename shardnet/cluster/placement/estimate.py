@@ -22,7 +22,7 @@ from shardnet.cluster.placement.figures import (
 )
 from shardnet.cluster.placement.room import rooms_of
 from shardnet.cluster.placement.split import Problem
-from shardnet.types import LayerRange
+from shardnet.types import LayerRange, NodeId
 from shardnet.wire.payloads.data import TOKEN_BYTES
 
 ASSUMED_LINK = LinkSpeed(round_trip_s=1e-3, bytes_per_s=12.5e6)
@@ -237,9 +237,13 @@ def _stage_plan(shape: ModelShape, stage: PlacedStage, hop_s: float | None) -> S
 
 
 def measured_link(links: Links, sender: CandidateNode, receiver: CandidateNode) -> LinkSpeed | None:
+    """Return what was measured of the way between two candidates, or of the other way."""
+    return way_between(links, sender.node, receiver.node)
+
+
+def way_between(links: Links, sender: NodeId, receiver: NodeId) -> LinkSpeed | None:
     """Return what was measured of the way between two nodes, or of the other way."""
-    there = links.get((sender.node, receiver.node))
-    return there or links.get((receiver.node, sender.node))
+    return links.get((sender, receiver)) or links.get((receiver, sender))
 
 
 def unmeasured_nodes(ring: Sequence[CandidateNode]) -> list[CandidateNode]:

@@ -46,6 +46,7 @@ from shardnet.cluster.planning.ring_dtypes import (
     settle_dtype,
     settle_wires,
 )
+from shardnet.cluster.planning.turns import with_conversations
 from shardnet.errors import PlanError, UsageError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.panel_form import Quantization
@@ -211,7 +212,7 @@ def _planned(inputs: _Inputs, placement: Placement) -> Plan:
     ring = tuple(by_node[stage.node] for stage in placement.stages)
     on_ring = settle_wires(choice.wire_dtype, dtype, ring, measured.links)
     spans = tuple(tuple(by_node[n] for n in stage.shards) for stage in placement.stages)
-    return Plan(
+    plan = Plan(
         choice=choice,
         facts=facts,
         dtype=dtype,
@@ -231,6 +232,7 @@ def _planned(inputs: _Inputs, placement: Placement) -> Plan:
         spans=spans if any(spans) else (),
         gather_dtype=inputs.gather,
     )
+    return with_conversations(plan)
 
 
 def _drafting(choice: ModelChoice, nodes: Sequence[NodeInfo]) -> Sequence[NodeInfo]:

@@ -27,6 +27,7 @@ from shardnet.wire.messages.generation import Timing
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import (
+    KeptPositions,
     LeftOut,
     ModelChoice,
     NarrowWire,
@@ -36,6 +37,7 @@ from shardnet.wire.messages.plans import (
     PlannedShard,
     PlannedStage,
     PlannedStandby,
+    PlannedTurns,
     PlanReply,
     RingExactness,
 )
@@ -63,7 +65,7 @@ class Plan:
     `spares` are nodes beside the ring that may stand by, and `standbys` say who does. `nodes` are
     the members of the ring; `spans` has the further nodes of each stage, and is () where no stage
     spans several. Their parts travel in `gather_dtype`, None for their own. `beside` are the plans
-    of the other rings behind the same head.
+    of the other rings behind the same head. `turns` and `kept` are of long conversations.
     """
 
     choice: ModelChoice
@@ -87,6 +89,8 @@ class Plan:
     spans: tuple[tuple[NodeInfo, ...], ...] = ()
     gather_dtype: WireDType | None = None
     beside: tuple[Plan, ...] = ()
+    turns: PlannedTurns | None = None
+    kept: KeptPositions | None = None
 
     @property
     def rings(self) -> tuple[Plan, ...]:
@@ -149,6 +153,8 @@ class Plan:
             forms=tuple(forms),
             wires=tuple(wires),
             placement=without_stage(self.placement, standby),
+            turns=None,
+            kept=None,
         )
         return plan.with_standbys([node for node in self.spares if node is not spare])
 
@@ -243,6 +249,16 @@ class Plan:
             for layer in stage.layers
         }
 
+    def weight_form(self, form: NodeForm) -> WeightForm:
+        """Say in which form a node of `form` holds weights, keys and values."""
+        return WeightForm(
+            dtype=form.dtype,
+            quant=None if form.unpacks else Quantization.named(self.choice.quant),
+            linear_dtype=form.linear,
+            packed=None if form.unpacks else self.facts.packed,
+            held_dtype=form.held,
+        )
+
     def disproved_by(self, alone_s: Sequence[float], timing: Timing) -> list[StageRun]:
         """List the stages of which a generation says otherwise than the plan.
 
@@ -330,6 +346,8 @@ class Plan:
                 PlannedAdapter(each.name, sum(part.memory_bytes for part in each.parts))
                 for each in self.facts.adapters
             ],
+            turns=self.turns,
+            kept=self.kept,
         )
 
     def _picture_s(self) -> float | None:
@@ -339,14 +357,7 @@ class Plan:
 
     def _mtp_bytes(self) -> int:
         """Return what the layer weighs that predicts further tokens, 0 without it."""
-        last = self.forms[-1]
-        form = WeightForm(
-            dtype=last.dtype,
-            quant=None if last.unpacks else Quantization.named(self.choice.quant),
-            linear_dtype=last.linear,
-            packed=None if last.unpacks else self.facts.packed,
-        )
-        return mtp_weight_bytes(self.facts.config, form)
+        return mtp_weight_bytes(self.facts.config, self.weight_form(self.forms[-1]))
 
     def _stages(self) -> list[PlannedStage]:
         return [

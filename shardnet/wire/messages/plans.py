@@ -186,6 +186,36 @@ class PlannedStandby(Strict, frozen=True, kw_only=True):
     kv_bytes: Count
 
 
+class PlannedTurns(Strict, frozen=True, kw_only=True):
+    """When the first token of a prompt of `n_prompt` tokens is predicted to come, in seconds.
+
+    `next_s` is that of its next turn, which adds `n_next` tokens, and `resumed_s` the same where
+    the stages read the prompt from their disks, the slowest at `disk_bytes_per_s`.
+    """
+
+    n_prompt: Positions
+    n_next: Positions
+    first_s: Seconds
+    next_s: Seconds
+    resumed_s: Seconds
+    disk_bytes_per_s: Figure
+
+
+class KeptPositions(Strict, frozen=True, kw_only=True):
+    """How much of conversations a ring's memory keeps: positions, in `kv_bytes` of all stages.
+
+    These are about `conversations` of `n_prompt` tokens. Where layers keep a state there is room
+    for `states`, of `state_bytes` together; 0 elsewhere.
+    """
+
+    n_prompt: Positions
+    conversations: Count
+    positions: Count
+    kv_bytes: Count
+    states: Count = 0
+    state_bytes: Count = 0
+
+
 class LeftOut(Strict, frozen=True, kw_only=True):
     """A node that a plan does not use, and why."""
 
@@ -246,7 +276,8 @@ class PlanReply(Numbered, frozen=True, kw_only=True):
     chosen. Where several `rings` are behind one head, `stages` are those of the first, and what is
     predicted is what all give together; [] is one ring. `mtp_bytes` is what the layer weighs that
     predicts further tokens, 0 without it; `tower_bytes` what encodes pictures on the first stage,
-    one of 512 x 512 pixels within about `picture_s`, null if not known.
+    one of 512 x 512 pixels within about `picture_s`, null if not known. `turns` and `kept` are of
+    long conversations, null where they cannot be told.
     """
 
     model: PathText
@@ -274,6 +305,8 @@ class PlanReply(Numbered, frozen=True, kw_only=True):
     picture_s: Seconds | None = None
     rings: Annotated[list[PlannedRing], Meta(max_length=MAX_STAGES)] = []
     adapters: Annotated[list[PlannedAdapter], Meta(max_length=MAX_ADAPTERS)] = []
+    turns: PlannedTurns | None = None
+    kept: KeptPositions | None = None
 
 
 class NodeProgress(Numbered, frozen=True, kw_only=True):

@@ -15,11 +15,13 @@ from shardnet.wire.messages.measurements import (
     WayMeasured,
 )
 from shardnet.wire.messages.plans import (
+    KeptPositions,
     LeftOut,
     PlannedPart,
     PlannedRing,
     PlannedStage,
     PlannedStandby,
+    PlannedTurns,
     PlanReply,
 )
 from shardnet_cli.output.plan_text import (
@@ -306,3 +308,26 @@ def test_what_was_measured_while_busy_is_marked() -> None:
     assert lines[1] == "  predicted: 18 tokens/s, measured while busy: likely more"
     assert lines[6].endswith(", measured while busy)")
     assert lines[8].endswith(" (measured while busy)")
+
+
+def test_turns_of_long_conversations_and_what_is_kept_of_them() -> None:
+    turns = PlannedTurns(
+        n_prompt=30_000, n_next=700, first_s=94.2, next_s=3.14, resumed_s=4.04, disk_bytes_per_s=5e8
+    )
+    kept = KeptPositions(
+        n_prompt=30_000, conversations=1, positions=40_960, kv_bytes=9, states=64, state_bytes=7
+    )
+    plan = msgspec.structs.replace(PLAN, turns=turns, kept=kept)
+    assert [line for line in plan_text(plan).splitlines() if "30000" in line] == [
+        "  a prompt of 30000 tokens: first token after about 94 s, of its next turn (700 more) "
+        "after 3.1 s, read from disk (500 MB/s) after 4 s",
+        "  keeps 40960 positions and 64 states of conversations in memory (about 1 conversation of "
+        "30000)",
+    ]
+    told = plan_json(plan)
+    assert (told["turns"], told["kept"]) == (
+        msgspec.to_builtins(turns),
+        msgspec.to_builtins(kept),
+    )
+    assert "conversation" not in plan_text(PLAN)
+    assert (plan_json(PLAN)["turns"], plan_json(PLAN)["kept"]) == (None, None)
