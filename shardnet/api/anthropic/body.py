@@ -148,10 +148,6 @@ class ContinuedBody(ConversationBody, kw_only=True):
     top_k: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
 
 
-BILLING: Final = "x-anthropic-billing-header:"
-"""How a block of the system prompt begins that is no part of it, and differs every time: with it
-no prompt would begin as the one before, and nothing of the KV cache could be used again."""
-
 _LEAST_TOP_P: Final = 1e-9
 """What a top_p of 0 means: only the most likely token."""
 
@@ -265,12 +261,7 @@ def _turns(body: ConversationBody) -> Iterator[ChatTurn]:
 def _system(system: str | Sequence[TextPart] | None) -> str:
     if system is None or isinstance(system, str):
         return system or ""
-    texts = [_text(part, f"system[{place}]") for place, part in enumerate(system)]
-    for place, text in enumerate(texts):
-        if text.startswith(BILLING):
-            del texts[place]
-            break
-    return "\n".join(texts)
+    return "\n".join(_text(part, f"system[{place}]") for place, part in enumerate(system))
 
 
 def _turns_of(message: TurnBody, field: str, names: dict[str, str]) -> Iterator[ChatTurn]:

@@ -57,6 +57,11 @@ FETCH_S: Final = 20.0
 """How long one picture may take, redirects included."""
 MAX_HOPS: Final = 4
 """So many redirects are followed."""
+
+BILLING: Final = "x-anthropic-billing-header:"
+"""How a line of system prompts begins that is no part of them, and differs in every request: no
+prompt would begin as the one before, and nothing of the KV cache could be used again."""
+
 _PORTS: Final = {"http": 80, "https": 443}
 
 
@@ -202,6 +207,8 @@ class ChatRequest:
 
     `model` is what the nodes are sent, not the dialect's name. With `tool_choice` required the
     model must call a tool, with `forced_tool` that one; without `parallel_tool_calls` one at most.
+    The chat template shows `shown_tools` if there are any, else `tools`: where a call must come a
+    grammar keeps it among the tools, and prompts of one conversation begin alike.
     `template_options` are passed to the chat template. The sampling's `n_logprobs` asks for
     logprobs, the options' `constraint` for JSON.
     """
@@ -212,10 +219,23 @@ class ChatRequest:
     options: GenerationOptions
     n: int = 1
     tools: tuple[Tool, ...] = ()
+    shown_tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = "auto"
     forced_tool: str = ""
     parallel_tool_calls: bool = True
     template_options: Mapping[str, OptionValue] = field(default_factory=dict)
+
+
+def without_bills(turns: Iterable[ChatTurn]) -> Iterator[ChatTurn]:
+    """Yield the turns, system prompts without Claude Code's line of each request."""
+    for turn in turns:
+        if turn.role == "system" and BILLING in turn.content:
+            lines = turn.content.split("\n")
+            kept = "\n".join(line for line in lines if not line.startswith(BILLING))
+            if kept:
+                yield replace(turn, content=kept)
+            continue
+        yield turn
 
 
 def joined_turns(turns: Iterable[ChatTurn], *, roles: tuple[str, ...]) -> Iterator[ChatTurn]:

@@ -11,7 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, TypeAlias, Unpack
 
-from shardnet.api.chat.request import ChatRequest, ChatTurn, Tool, written
+from shardnet.api.chat.request import ChatRequest, ChatTurn, Tool, without_bills, written
 from shardnet.api.chat_formats.choice import (
     MOST_EQUAL_CALLS,
     ChatFormat,
@@ -149,9 +149,10 @@ def chat_prompt(request: ChatRequest) -> tuple[list[Message], GenerationOptions]
     """Return the messages and the options with which a client generates, or counts tokens."""
     options = request.options.copy()
     options["keep_special_tokens"] = True  # parsers look for them
-    options["tools"] = _choice(request).shown(_tools(request.tools))
+    shown = _tools(request.shown_tools or request.tools)
+    options["tools"] = [] if request.tool_choice == "none" else shown
     options["template_options"] = request.template_options
-    return [*map(_message, request.turns)], options
+    return [*map(_message, without_bills(request.turns))], options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

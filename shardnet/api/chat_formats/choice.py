@@ -102,14 +102,6 @@ class ToolChoice:
             return {}
         return {n: tool for n, tool in tools.items() if self.mode != "named" or n == self.name}
 
-    def shown(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return the tools that the chat template should show."""
-        if self.mode == "none":
-            return []
-        if self.mode != "named":
-            return list(tools)
-        return [t for t in tools if t.get("function", t).get("name") == self.name]
-
 
 MOST_EQUAL_CALLS: Final = 3
 """So many equal calls, one after the other, may be meant; a model that writes more is in a loop."""

@@ -211,6 +211,7 @@ def chat_request(body: ChatBody, model: ModelChoice) -> ChatRequest:
         options=settings,
         n=body.n or 1,
         tools=tools,
+        shown_tools=_every_tool(body) if choice == "required" else (),
         tool_choice=choice,
         forced_tool=forced,
         parallel_tool_calls=body.parallel_tool_calls is not False and not body.has_old_form,
@@ -222,8 +223,7 @@ def _tools(body: ChatBody) -> tuple[tuple[Tool, ...], ToolChoice, str]:
     """Return the tools, how they are chosen, and the name of the one that must be called."""
     if body.has_old_form and body.tools:
         raise refused("functions are tools in their old form: give one of both", "functions")
-    functions = [tool.function for tool in body.tools or () if tool.type == "function"]
-    tools = tuple(map(_tool, filter(None, body.functions or functions)))
+    tools = _every_tool(body)
     wanted, forced = body.tool_choice, ""
     if isinstance(body.function_call, NamedFunction):
         name = known_tool(body.function_call.name, tools, "function", "function_call").name
@@ -240,6 +240,11 @@ def _tools(body: ChatBody) -> tuple[tuple[Tool, ...], ToolChoice, str]:
     if choice == "required" and not tools:
         raise refused("tool_choice is required, but there are no tools", "tool_choice")
     return tools, choice, forced
+
+
+def _every_tool(body: ChatBody) -> tuple[Tool, ...]:
+    functions = [tool.function for tool in body.tools or () if tool.type == "function"]
+    return tuple(map(_tool, filter(None, body.functions or functions)))
 
 
 def _tool(function: FunctionBody) -> Tool:

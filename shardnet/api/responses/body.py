@@ -181,6 +181,7 @@ def response_request(
         sampling=sampling_of(body, _n_logprobs(body)),
         options=settings,
         tools=tools,
+        shown_tools=_every_tool(body) if choice == "required" else (),
         tool_choice=choice,
         forced_tool=forced,
         parallel_tool_calls=body.parallel_tool_calls is not False,
@@ -208,17 +209,7 @@ def _constraint(body: ResponseBody) -> Constraint | None:
 
 def _tools(body: ResponseBody) -> tuple[tuple[Tool, ...], ToolChoice, str]:
     """Return the tools, how they are chosen, and the name of the one that must be called."""
-    tools = tuple(
-        Tool(
-            name=tool.name,
-            description=tool.description or "",
-            parameters=tool.parameters,
-            strict=bool(tool.strict),
-        )
-        for tool in body.tools or ()
-        if tool.type == "function" and tool.name
-    )
-    wanted = body.tool_choice
+    tools, wanted = _every_tool(body), body.tool_choice
     forced = ""
     if isinstance(wanted, ResponseToolChoice) and wanted.type == "allowed_tools":
         tools = tuple(
@@ -237,6 +228,19 @@ def _tools(body: ResponseBody) -> tuple[tuple[Tool, ...], ToolChoice, str]:
     if choice == "required" and not tools:
         raise refused("tool_choice is required, but there are no functions", "tool_choice")
     return tools, choice, forced
+
+
+def _every_tool(body: ResponseBody) -> tuple[Tool, ...]:
+    return tuple(
+        Tool(
+            name=tool.name,
+            description=tool.description or "",
+            parameters=tool.parameters,
+            strict=bool(tool.strict),
+        )
+        for tool in body.tools or ()
+        if tool.type == "function" and tool.name
+    )
 
 
 def input_items(body: ResponseBody) -> list[ItemBody]:

@@ -72,7 +72,7 @@ def test_a_conversation_with_tools_is_read() -> None:
     )
     call = ToolCall(id="t1", name="weather", arguments=f'{{"at": {2**80}}}')
     assert asked.turns == (
-        ChatTurn(role="system", content="be\nbrief"),
+        ChatTurn(role="system", content=f"{billing['text']}\nbe\nbrief"),
         ChatTurn(role="user", content="a\nb\nc"),
         ChatTurn(role="assistant", content="I look", reasoning="hm", tool_calls=(call,)),
         ChatTurn(role="tool", content="sun\nrain", tool_call_id="t1", name="weather"),
