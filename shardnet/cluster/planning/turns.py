@@ -16,12 +16,17 @@ from shardnet.cluster.placement.figures import StagePlan
 from shardnet.cluster.planning.plan import Plan
 from shardnet.errors import CapacityError
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.runtime.loading.loading import kv_room_blocks
-from shardnet.stage.estimate.memory_estimate import WeightForm, kv_block_bytes, layer_read_bytes
+from shardnet.runtime.loading.loading import KvRoom, kv_room
+from shardnet.runtime.scheduling.admission_queue import most_kept_states, most_warm_blocks
+from shardnet.stage.estimate.memory_estimate import (
+    WeightForm,
+    kv_block_bytes,
+    layer_read_bytes,
+    state_bytes,
+)
 from shardnet.types import (
     BLOCK_POSITIONS,
     PREFILL_CHUNK_ROWS,
-    STATE_SLOTS,
     DType,
     KvDType,
     LayerRange,
@@ -136,8 +141,9 @@ def kept_positions(
 ) -> KeptPositions:
     """Say how much of conversations a ring's memory keeps, and how many of `n_prompt` tokens.
 
-    A block has `block_bytes` and the states after one position `state_bytes`, in all stages
-    together. Each conversation needs states to go on from; None where no layer keeps any.
+    There is room for `room_blocks` of what has ended. A block has `block_bytes` and the states
+    after one position `state_bytes`, in all stages together. Each conversation needs states to go
+    on from; `room_states` is None where no layer keeps any.
     """
     n_states = room_states or 0
     n_conversations = room_blocks // blocks_for(n_prompt)
@@ -204,19 +210,20 @@ class Conversations:
     def kept(self) -> KeptPositions | None:
         """Say what memory keeps; None where a stage has no room for the context."""
         try:
-            room_blocks = min(map(self._room_blocks, self.stages))
+            rooms = [self._room(stage) for stage in self.stages]
         except CapacityError:
             return None
+        room_states = min(room.states for room in rooms)
         return kept_positions(
-            room_blocks,
+            most_warm_blocks(min(room.blocks for room in rooms), self.context),
             sum(map(self._block_bytes, self.stages)),
             sum(map(self._state_bytes, self.stages)),
-            STATE_SLOTS if self.config.has_state else None,
+            most_kept_states(room_states, self.context) if self.config.has_state else None,
             long_turn(self.context)[0],
         )
 
-    def _room_blocks(self, stage: StageThere) -> int:
-        return kv_room_blocks(
+    def _room(self, stage: StageThere) -> KvRoom:
+        return kv_room(
             self.config,
             stage.plan.layers,
             stage.form,
@@ -231,8 +238,7 @@ class Conversations:
         return kv_block_bytes(self.config, stage.plan.layers, stage.form.kv, self.kv_dtype)
 
     def _state_bytes(self, stage: StageThere) -> int:
-        shapes = (self.config.state(layer) for layer in stage.plan.layers)
-        return sum(shape.size_bytes(stage.form.dtype) for shape in shapes if shape is not None)
+        return state_bytes(self.config, stage.plan.layers, stage.form.dtype)
 
 
 def with_conversations(plan: Plan) -> Plan:

@@ -73,6 +73,18 @@ _LAST_MESSAGES = 2
 """Ends of a prompt's last messages before which its rows are cut, beside that of the first one."""
 
 
+def most_warm_blocks(room_blocks: int, context: int) -> int:
+    """Return the blocks that warm slots hold at most, of those that there is room for."""
+    share = int(room_blocks * WARM_SHARE)
+    return min(room_blocks, max(WARM_CONTEXTS * blocks_for(context), share))
+
+
+def most_kept_states(room_states: int, context: int) -> int:
+    """Return the states that are kept at most, of those that there is room for."""
+    share = int(room_states * WARM_SHARE)
+    return max(LEAST_STATES, WARM_CONTEXTS * context // STATE_POSITIONS, share)
+
+
 @dataclass(slots=True)
 class AdmissionQueue:
     """Waiting and running sequences of one ring.
@@ -103,15 +115,13 @@ class AdmissionQueue:
 
     def _empty_blocks(self) -> KvBlockManager:
         ring = self.ring
-        warm_positions = WARM_CONTEXTS * ring.context
-        warm_states = max(LEAST_STATES, warm_positions // STATE_POSITIONS)
         return KvBlockManager(
             room_blocks=ring.room_blocks,
-            most_warm_blocks=max(blocks_for(warm_positions), int(ring.room_blocks * WARM_SHARE)),
+            most_warm_blocks=most_warm_blocks(ring.room_blocks, ring.context),
             window=ring.window,
             room_states=ring.room_states,
             kept_window=ring.largest_window if ring.shares_blocks else None,
-            most_kept_states=max(warm_states, int((ring.room_states or 0) * WARM_SHARE)),
+            most_kept_states=most_kept_states(ring.room_states or 0, ring.context),
             shares=ring.shares_blocks,
         )
 

@@ -13,7 +13,6 @@ from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
 from shardnet.cluster.planning.placing import make_plan
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.turns import (
-    LONG_PROMPT,
     StagePace,
     depth_seconds,
     kept_positions,
@@ -23,6 +22,7 @@ from shardnet.cluster.planning.turns import (
 )
 from shardnet.model.families.registry import parse_config
 from shardnet.runtime.loading.model_facts import ModelFacts
+from shardnet.runtime.scheduling.admission_queue import WARM_CONTEXTS, WARM_SHARE
 from shardnet.types import LayerRange, NodeId
 from shardnet.wire.messages.measurements import NodeMeasured
 from shardnet.wire.messages.membership import NodeInfo
@@ -182,15 +182,20 @@ def test_without_measurements_a_plan_tells_what_is_kept_alone() -> None:
     assert reply.kept is not None
 
 
-def test_memory_keeps_as_many_positions_as_the_smallest_stage_has_room_for() -> None:
+def test_memory_keeps_what_warm_slots_may_hold_of_the_smallest_stage() -> None:
     """Keys and values of a position are 2 heads of 64 twice over, in bfloat16."""
-    large, small = (planned(DENSE, memory=memory).reply(1).kept for memory in (GIB, GIB // 2))
+    large, small = (
+        planned(DENSE, context=2048, memory=memory).reply(1).kept for memory in (GIB, GIB // 2)
+    )
     assert large is not None
     assert small is not None
     assert large.kv_bytes == large.positions * 8 * 2 * 2 * 64 * 2
-    assert small.positions < large.positions <= GIB // (4 * 2 * 2 * 64 * 2)
-    assert large.conversations == large.positions // 256 // -(-LONG_PROMPT // 256)
+    assert small.positions < large.positions <= WARM_SHARE * GIB / (4 * 2 * 2 * 64 * 2)
+    assert (large.n_prompt, large.conversations) == (1348, large.positions // 256 // 6)
     assert (large.states, large.state_bytes) == (0, 0)
+    whole = planned(DENSE).reply(1).kept
+    assert whole is not None
+    assert (whole.positions, whole.conversations) == (WARM_CONTEXTS * 32768, 4)
 
 
 def test_conversations_of_hybrids_need_a_state_each() -> None:
