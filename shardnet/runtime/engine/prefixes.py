@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 FIND_S: Final = 1.0
 """How long stages may take to say what they have: a prompt waits for it."""
+FIND_SHARE: Final = 0.1
+"""And this share of what computing it would take: on a busy machine a second passes soon."""
 _LEAST_ROWS: Final = 64
 """Steps of fewer rows say little about what prompts cost."""
 
@@ -101,8 +103,9 @@ class Prefixes:
         if n_positions < max(STORED_PREFIX_POSITIONS, n_held + BLOCK_POSITIONS):
             return 0
         keys = block_keys(self.seed, prompt, n_positions, adapters, pictures)
+        computing_s = (n_positions - n_held) * (self._row_s or 0.0)
         try:
-            async with asyncio.timeout(FIND_S):
+            async with asyncio.timeout(FIND_S + FIND_SHARE * computing_s):
                 found = await self._stages.find(keys)
         except (ShardnetError, TimeoutError):
             return 0
