@@ -93,6 +93,8 @@ def test_long_prompts_and_many_conversations_of_agents_are_measured() -> None:
     many = agents_of("dense", "--conversations", "2", "--conversation", "300", "--turns", "1")
     told = many["dense"]["conversations"]
     assert (told["computed_again"], told["known"]) == (0, 2 * 303)
+    assert told["reused"] == {"memory": 2 * 303, "disk": 0}
+    assert told["planned"]["positions"] >= 2 * 303
     [node] = told["nodes"]
     assert 0 < node["idle_bytes"] < node["full_bytes"]
 

@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
+import msgspec
 import psutil
 from agent_shapes import END_ID, KINDS, VOCAB, write_kind
 from bench_rig import make_prompt
@@ -136,6 +137,15 @@ class Ring:
                     )
         raise AssertionError("a request without an end")
 
+    async def reused(self) -> dict[str, int]:
+        """Return how many positions were not computed since the ring was built, by their tier."""
+        assert self._client is not None
+        async with aclosing(self._client.report()) as replies:
+            async for reply in replies:
+                if reply.report is not None and reply.report.ring is not None:
+                    return reply.report.ring.reused
+        raise AssertionError("the first node leads no ring")
+
     def _note(self, plan: PlanReply) -> None:
         self.plan = plan
 
@@ -207,6 +217,8 @@ async def conversations(ring: Ring, asked: argparse.Namespace) -> dict[str, Any]
             "positions": sum(len(turn.prompt) + len(turn.answer) for turn in turns),
             "known": n_known,
             "computed_again": n_again,
+            "reused": await ring.reused(),
+            "planned": msgspec.to_builtins(ring.plan.kept),
             "nodes": [
                 {
                     "name": stage.name,
@@ -297,6 +309,15 @@ def _conversations_words(told: dict[str, Any]) -> str:
     def mb(n_bytes: int) -> str:
         return f"{n_bytes / 1e6:.0f}"
 
+    kept, reused = told["planned"], told["reused"]
+    planned = (
+        ""
+        if kept is None
+        else (
+            f"\n  planned for all nodes: {kept['positions']} positions ({mb(kept['kv_bytes'])} MB) "
+            f"and {kept['states']} states ({mb(kept['state_bytes'])} MB)"
+        )
+    )
     nodes = "".join(
         f"\n  {node['name']}: {mb(node['full_bytes'])} MB ({mb(node['idle_bytes'])} without a "
         f"model, {mb(node['loaded_bytes'])} once it was loaded); "
@@ -306,7 +327,8 @@ def _conversations_words(told: dict[str, Any]) -> str:
     )
     return (
         f"{told['conversations']} conversations with {told['positions']} positions, "
-        f"{told['computed_again']} of {told['known']} known ones computed again{nodes}"
+        f"{told['computed_again']} of {told['known']} known ones computed again, "
+        f"{reused['memory']} from memory, {reused['disk']} from disk{planned}{nodes}"
     )
 
 
