@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster.small_node import small_settings
-from support.models.checkpoints import make_llama
+from support.models.checkpoints import make_decoder
 from support.rings.stage_chain import random_prompt
 from support.soak import cases
 
@@ -70,14 +70,24 @@ async def said(
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("names", cases([("anna", "bert")], [("anna", "bert", "carl")]))
-def test_nodes_leave_one_after_the_other(names: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "names"),
+    cases(
+        [("llama", ("anna", "bert")), ("falcon_h1", ("anna", "bert"))],
+        [("llama", ("anna", "bert", "carl")), ("qwen3_next", ("anna", "bert", "carl"))],
+    ),
+)
+def test_nodes_leave_one_after_the_other(
+    family: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
     """All but the head, while two requests run, one of them in several blocks.
 
     The head takes nothing new, and ends with its requests, or when its time is over.
     """
 
-    model = make_llama(tmp_path / "model", max_position_embeddings=4096, num_hidden_layers=6)
+    model = make_decoder(
+        tmp_path / "model", family, max_position_embeddings=4096, num_hidden_layers=6
+    )
     prompts = [random_prompt(n, 300, seed=n) for n in (20, 300)]
 
     async def main() -> None:
