@@ -168,6 +168,8 @@ class KvBlockManager:
     _n_states: int = 0
     """States that were kept so far."""
     _kept: set[KeptState] = field(default_factory=set)
+    _wanted: KeptState | None = None
+    """What a slot is just being started with: it is not dropped."""
     _dropped: list[StateId] = field(default_factory=list)
 
     @property
@@ -254,7 +256,9 @@ class KvBlockManager:
         prefix = self.prefix(prompt, adapters, pictures, chunk_rows=chunk_rows)
         start = None
         if prefix is not None and prefix.n_kept >= self.least_copied:
+            self._wanted = prefix.state
             start = self._start_with(prefix, n_blocks)
+            self._wanted = None
         if start is None and n_blocks <= self.available_blocks:
             start = self.start_empty(n_blocks)
         return start
@@ -291,7 +295,7 @@ class KvBlockManager:
             slot.n_written = n_kept + REWIND_ROWS
         self._refer(slot, tuple(kept for kept in source.states if kept.position <= n_kept))
         self._use(prefix.state)
-        self._evict(0, prefix.state)
+        self._evict(0)
         return Start(
             slot=slot,
             n_kept=n_kept,
@@ -434,9 +438,9 @@ class KvBlockManager:
             n_rows -= min(n_blocks * BLOCK_POSITIONS, window + REWIND_ROWS)
         return max(0, n_rows)
 
-    def _evict(self, n_states: int, spare: KeptState | None = None) -> None:
+    def _evict(self, n_states: int) -> None:
         """Drop the states that are worth least until there is room for so many."""
-        while self._kept - {spare} and self._states_left() < n_states:
+        while self._kept - {self._wanted} and self._states_left() < n_states:
             worth: dict[KeptState, float] = {}
             for slot in self._slots.values():
                 before = 0
@@ -445,7 +449,7 @@ class KvBlockManager:
                     value = (kept.position - before) * kept.users / age
                     worth[kept] = max(worth.get(kept, 0.0), value)
                     before = kept.position
-            least = min((kept for kept in worth if kept is not spare), key=worth.__getitem__)
+            least = min((kept for kept in worth if kept is not self._wanted), key=worth.__getitem__)
             for slot in self._slots.values():
                 if least in slot.states:
                     self._refer(slot, tuple(kept for kept in slot.states if kept is not least))
@@ -481,7 +485,7 @@ class KvBlockManager:
         self._rewind(slot, n_kept)
         self._use(prefix.state)
         given_up = self._make_room(more)
-        self._evict(0, prefix.state)
+        self._evict(0)
         self._book(slot, n_blocks, shared)
         return Start(slot=slot, n_kept=n_kept, state=prefix.state_id, given_up=given_up)
 

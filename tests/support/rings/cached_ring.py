@@ -83,32 +83,30 @@ class CachedStage(ToyStage):
         self.window = WINDOW if self.has_window and self.shares else None
 
     def carry_out(self, operation: SlotOperation) -> None:
-        """Change the slot and its cache, as TorchCompute does, and compare them."""
-        if isinstance(operation, DropStates):
-            super().carry_out(operation)
-            self.cache.drop_states(operation.states)
-            return
-        slot = operation.slot
-        if isinstance(operation, OpenSequence) and operation.is_restored:
-            assert slot not in self.slots
-            self.slots[slot] = ToySlot(tokens=self.arrived.pop(operation.sequence_id))
-        super().carry_out(operation)
+        """Change the tokens and the cache of a slot, and compare them."""
         match operation:
-            case OpenSequence(is_restored=True):
+            case OpenSequence(sequence_id=sequence_id, slot=slot, is_restored=True):
+                assert slot not in self.slots
+                self.slots[slot] = ToySlot(tokens=self.arrived.pop(sequence_id))
+                super().carry_out(operation)
                 self._adopt(slot)
-            case OpenSequence(n_kept=n_kept, source=source, state=state):
+            case OpenSequence(slot=slot, n_kept=n_kept, source=source, state=state):
+                super().carry_out(operation)
                 self._keep(slot, n_kept, source, state)
-            case CloseSequence(n_kept=n_kept, stored=stored, stored_states=states):
+            case CloseSequence(slot=slot, n_kept=n_kept, stored=stored, stored_states=states):
+                super().carry_out(operation)
                 self._keep(slot, n_kept, None)
                 self._store(slot, n_kept, stored, states)
                 self.cache.rest(slot)
-                return
-            case KeepState(n_positions=n_positions, state=state):
+            case KeepState(slot=slot, n_positions=n_positions, state=state):
+                super().carry_out(operation)
                 self.cache.keep_state(slot, n_positions, state)
-                return
-            case FreeSlot():
+            case DropStates(states=states):
+                super().carry_out(operation)
+                self.cache.drop_states(states)
+            case FreeSlot(slot=slot):
+                super().carry_out(operation)
                 self._keep(slot, 0, None)
-        self._compare(slot)
 
     def compute(self, batch: MicroBatch, *, fails: bool = False) -> list[int]:
         """Have the rows in the cache too. Each goes on from what the cache has of its slot."""
@@ -134,9 +132,11 @@ class CachedStage(ToyStage):
     def _keep(
         self, slot: SlotId, n_positions: int, source: SlotId | None, state: StateId | None = None
     ) -> None:
+        """Keep the first positions of a slot, its own or copied, as TorchCompute does."""
         if source is not None or state is not None:
             self.cache.copy(slot if source is None else source, slot, n_positions, state)
         self.cache.trim(slot, n_positions)
+        self._compare(slot)
 
     def _adopt(self, slot: SlotId) -> None:
         """Let the cache have what arrived: of a window no more than the next row attends to."""
@@ -149,6 +149,7 @@ class CachedStage(ToyStage):
             contents.firsts[layer] = first
         self.cache.adopt(slot, contents, n_blocks)
         self._write(slot, 0, end, n_drafts=0)
+        self._compare(slot)
 
     def _store(
         self, slot: SlotId, n_kept: int, keys: Sequence[bytes], states: Sequence[StoredState]
@@ -196,7 +197,7 @@ class CachedStage(ToyStage):
             begin = max(0, end - window + 1) if window is not None else 0
             assert contents.first(layer) <= begin
             assert torch.equal(contents.rows(layer, begin, end)[0, :, 0], made[begin:])
-        for state in contents.states.values():
+        for state in contents.states.values() if held.owner is not None else ():
             known = state.at(end)
             assert known is not None, f"no state after {end} positions"
             assert known.recurrent.item() == known.recent.item() == made[-1]
