@@ -71,6 +71,8 @@ STORED_STATE_POSITIONS = 2048
 _LAST_STORED = 2
 _LAST_MESSAGES = 2
 """Ends of a prompt's last messages before which its rows are cut, beside that of the first one."""
+_LEAST_APART = 64
+"""Rows between two such places at the least: each is a further step."""
 
 
 def most_warm_blocks(room_blocks: int, context: int) -> int:
@@ -309,15 +311,18 @@ class AdmissionQueue:
         """Say where rows of a prompt are cut: states are kept there, as other prompts may part.
 
         That is behind its first message, behind the last ones, and before its last rows. Prompts
-        that are shorter than a block are not worth a further step.
+        that are shorter than a block are not worth a further step, nor are few rows.
         """
         n_positions = len(sequence.tokens)
         if self.ring.room_states is None or n_positions <= BLOCK_POSITIONS:
             return ()
         stop_ids = sequence.request.stop_ids
         ends = [at for at, token in enumerate(sequence.tokens, start=1) if token in stop_ids]
-        marks = {*ends[:1], *ends[-_LAST_MESSAGES:], n_positions - PROMPT_TAIL_ROWS}
-        return tuple(sorted(marks))
+        marks, tail = [0], n_positions - PROMPT_TAIL_ROWS
+        for end in sorted({*ends[:1], *ends[-_LAST_MESSAGES:]}):
+            if marks[-1] + _LEAST_APART <= end <= tail - _LEAST_APART:
+                marks.append(end)
+        return (*marks[1:], tail)
 
     def keep_state(self, sequence: LiveSequence, position: int) -> None:
         """Have stages keep the state before a sequence's next rows, if others may begin there."""
