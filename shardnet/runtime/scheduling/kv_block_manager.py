@@ -398,7 +398,8 @@ class KvBlockManager:
 
     def keep_state(self, slot: Slot, position: int) -> StateId | None:
         """Let stages keep the slot's state after `position`; None where they do, or cannot."""
-        if not self.keeps_states or slot.state_before(position, position) is not None:
+        is_kept = any(kept.position == position for kept in slot.states)
+        if not self.keeps_states or is_kept:
             return None
         self._evict(1)
         if self._states_left() < 1:
@@ -475,7 +476,6 @@ class KvBlockManager:
         shared = slot.shared[: settled_blocks(n_kept)]
         if prefix.state is not None and self.kept_window is not None:
             shared = slot.shared[: self._shareable(n_kept, prefix.state)]
-            slot.n_written = n_kept + REWIND_ROWS
         n_freed = [block.users for block in slot.shared[len(shared) :]].count(1)
         n_own = slot.n_blocks - len(slot.shared) + n_freed
         more = n_blocks - len(shared) - n_own
@@ -483,6 +483,8 @@ class KvBlockManager:
             return None
         slot.is_warm = False
         self._rewind(slot, n_kept)
+        if prefix.state is not None and self.kept_window is not None:
+            slot.n_written = n_kept + REWIND_ROWS
         self._use(prefix.state)
         given_up = self._make_room(more)
         self._evict(0)
