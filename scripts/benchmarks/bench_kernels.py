@@ -10,7 +10,8 @@ format's arithmetic is what limits so many rows.
 
 With --llama-cpp a prompt of 512 tokens is computed by turns with llama.cpp, as Q8_0 and Q4_0, whose
 products are those of int8 and int4. With --isa everything is measured anew, in a process of its
-own, with each of these instruction sets forced.
+own, with each of these instruction sets forced. With --recurrence the recurrences of known models
+are measured instead: a chunk of a prompt, and decode steps whose states lie in memory.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,12 +34,13 @@ from bench_llama_cpp import compare_prefill
 from bench_ring import READ_BYTES, random_1b, read_bandwidth
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.model_config import DeltaNet, ModelConfig
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.stage_tensors import is_quantizable, stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.library import ISA_VARIABLE, native_kernels
 from shardnet.model.kernels.linear import Kernel, KernelChoice, Linear, make_linear, probe
+from shardnet.model.kernels.recurrence import NativeRecurrence, RecurrenceParameters
 from shardnet.stage.estimate.memory_estimate import WeightForm, read_bytes_per_step
 from shardnet.stage.synthetic_model import SyntheticModel, synthetic_config
 from shardnet.types import DType, LayerRange
@@ -50,6 +53,19 @@ EIGHT_ROWS_BAR = 1.1
 PREFILL_BARS = {"avx512": 3.0}
 """How many times llama.cpp's prefill ours should be, by instruction set; 2 with others."""
 CPU = torch.device("cpu")
+PLAIN = DeltaNet(
+    n_key_heads=16, n_value_heads=32, key_size=128, value_size=128, n_taps=4, layers=(0,)
+)
+MAMBA = replace(PLAIN, n_key_heads=8, n_value_heads=64, value_size=64, is_mamba=True)
+RECURRENCES = {
+    "Qwen3-Next, Qwen 3.6 (DeltaNet)": PLAIN,
+    "Kimi Linear (KDA)": replace(PLAIN, n_key_heads=32, has_key_decays=True),
+    "Nemotron 3 Nano (Mamba-2)": MAMBA,
+    "Nemotron-H 8B (Mamba-2)": replace(MAMBA, n_value_heads=128),
+}
+CHUNK = 256
+STATES_BYTES = 128 << 20
+"""Of states that decode steps take by turns, more than caches hold."""
 SMALL = (768, 512)
 """Outputs and inputs of a product whose weights fit into a core's own cache in every format."""
 
@@ -82,6 +98,7 @@ def main() -> None:
     parser.add_argument(
         "--llama-cpp", action="store_true", help="prefill beside llama.cpp (llama-cpp-python)"
     )
+    parser.add_argument("--recurrence", action="store_true", help="of known models, alone")
     parser.add_argument("--isa", nargs="*", default=[], help="avx512, avx2, portable, ...")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -89,6 +106,9 @@ def main() -> None:
         _measure_each(arguments.isa)
         return
     torch.set_num_threads(arguments.threads)
+    if arguments.recurrence:
+        _print_recurrences(arguments.threads, arguments.rounds)
+        return
     config = Checkpoint.open(arguments.checkpoint or random_1b()).config
     report = _measure(config, arguments)
     print(json.dumps(report, indent=2) if arguments.json else _as_text(report))
@@ -227,6 +247,53 @@ def _layer_ms(config: ModelConfig, choice: KernelChoice, rounds: int) -> float:
     model = SyntheticModel(sample, choice, CPU, lambda: None)
     model.step(1)
     return min(model.step(1).layers_s for _ in range(4 * rounds)) / sample.n_layers * 1e3
+
+
+@torch.inference_mode()
+def _print_recurrences(threads: int, rounds: int) -> None:
+    """Print microseconds a layer and position, the least of several runs by turns."""
+    kernels = native_kernels()
+    if kernels is None:
+        raise SystemExit("the compiled library was not built here: there is nothing to measure")
+    print(f"microseconds a layer and position, {kernels.isa.name.lower()}, threads {threads}")
+    found: dict[str, tuple[float, float]] = {}
+    for _ in range(rounds):
+        for name, config in RECURRENCES.items():
+            native = NativeRecurrence(config, _random_parameters(config), kernels)
+            times = _recurrence_s(native, config, CHUNK, 1), _recurrence_s(native, config, 1, 64)
+            best = found.get(name, times)
+            found[name] = min(best[0], times[0]), min(best[1], times[1])
+    for name, (chunk, single) in found.items():
+        print(f"  {name:32} rows of {CHUNK} {chunk * 1e6:7.1f}   one row {single * 1e6:7.1f}")
+
+
+def _recurrence_s(native: NativeRecurrence, config: DeltaNet, n_rows: int, n_times: int) -> float:
+    """Return the least seconds of a row in calls of `n_rows`, each with another state."""
+    n_states = min(n_times, STATES_BYTES // (4 * config.key_size * config.value_width))
+    states = [torch.randn(config.state.recurrent) for _ in range(n_states)]
+    rows = torch.randn(config.n_taps - 1 + n_rows, config.mixed_width).bfloat16()
+    gate = torch.randn(n_rows, config.value_width).bfloat16()
+    write, decay = torch.randn(n_rows, config.n_value_heads), torch.randn(n_rows, config.n_decays)
+    return (
+        min(
+            _timed(partial(native, rows, gate, write, decay, states[turn % n_states]))
+            for turn in range(n_times + 4)
+        )
+        / n_rows
+    )
+
+
+def _random_parameters(config: DeltaNet) -> RecurrenceParameters:
+    n_heads = config.n_value_heads
+    return RecurrenceParameters(
+        taps=torch.randn(config.n_taps, config.mixed_width),
+        decay_rate=-torch.rand(n_heads),
+        decay_bias=torch.randn(config.n_decays),
+        norm_weight=None if config.is_mamba else torch.ones(config.value_size),
+        norm_eps=1e-6,
+        taps_bias=torch.randn(config.mixed_width) if config.is_mamba else None,
+        skip=torch.randn(n_heads) if config.is_mamba else None,
+    )
 
 
 def _timed(work: Callable[[], object]) -> float:

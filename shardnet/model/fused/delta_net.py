@@ -18,7 +18,7 @@ from shardnet.model.cache.slot_blocks import SlotState
 from shardnet.model.fused.structs import NativeSublayer, ResidualStruct, aligned, check_shape
 from shardnet.model.kernels.library import SCRATCH, NativeKernels, check_memory
 from shardnet.model.kernels.linear import NativeLinear, is_native
-from shardnet.model.kernels.recurrence import RecurrenceStruct
+from shardnet.model.kernels.recurrence import RecurrenceStruct, mixed_bytes
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import AttentionSublayer
 from shardnet.model.layers.gated_delta import GatedDeltaNet, Projections
@@ -198,7 +198,7 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
             "gate": values * item,
             "write": 4 * n_rows * own.n_value_heads,
             "decay": 4 * n_rows * own.n_value_heads,
-            "mixed": 4 * n_rows * own.mixed_width,
+            "mixed": n_rows * mixed_bytes(own),
             "outputs": values * item,
             "scratch": n_rows * row_bytes,
         }

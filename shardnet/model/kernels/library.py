@@ -30,7 +30,7 @@ for torch alone. What the CPU does not have is not taken from it.
 """
 
 _LIBRARY: Final = "_quantized.so"
-KERNELS_VERSION: Final = 25
+KERNELS_VERSION: Final = 26
 """Counts up when the library's functions or structs change."""
 _KEPT_BYTES: Final = 1 << 22
 """Scratch memory that each thread keeps: enough for a decode step."""

@@ -42,7 +42,6 @@ class RecurrenceStruct(ctypes.Structure):
         ("skip", ctypes.c_void_p),
         ("state", ctypes.c_void_p),
         ("mixed", ctypes.c_void_p),
-        ("kept", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("team", Team),
         ("n_rows", ctypes.c_int64),
@@ -56,6 +55,7 @@ class RecurrenceStruct(ctypes.Structure):
         ("takes_turns", ctypes.c_int32),
         ("write_scale", ctypes.c_float),
         ("gates_alone", ctypes.c_int32),
+        ("by_column", ctypes.c_int32),
         ("decay_floor", ctypes.c_float),
     )
 
@@ -82,6 +82,13 @@ class RecurrenceParameters:
     write_scale: float = 1.0
     gates_alone: bool = False
     decay_floor: float = 0.0
+
+
+def mixed_bytes(config: DeltaNet) -> int:
+    """Return the scratch memory that a row needs: `mixed` of the struct."""
+    n_heads = config.n_value_heads
+    n_kept = n_heads * config.key_size if config.has_key_decays else 0
+    return 4 * (config.mixed_width + 2 * n_heads + n_kept)
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -126,6 +133,7 @@ class NativeRecurrence:
             takes_turns=config.takes_turns,
             write_scale=own.write_scale,
             gates_alone=own.gates_alone,
+            by_column=config.has_key_decays,
             decay_floor=own.decay_floor,
         )
 
@@ -161,10 +169,7 @@ class NativeRecurrence:
         arguments.write = write.data_ptr()
         arguments.decay = decay.data_ptr()
         arguments.state = state.data_ptr()
-        mixed_bytes = 4 * n_rows * own.mixed_width
-        scratch = SCRATCH.at_least(mixed_bytes + 4 * own.n_decays).data_ptr()
-        arguments.mixed = scratch
-        arguments.kept = scratch + mixed_bytes if own.has_key_decays else None
+        arguments.mixed = SCRATCH.at_least(n_rows * mixed_bytes(own)).data_ptr()
         arguments.out = out.data_ptr()
         arguments.n_rows = n_rows
         arguments.is_bf16 = is_bf16(rows)

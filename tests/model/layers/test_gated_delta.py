@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -219,6 +221,78 @@ def test_instruction_sets_agree(isa: str, sizes: DeltaNet) -> None:
     hidden = noise(30, sum(WIDTHS), seed=9)
     expected = in_chunks(made, hidden, [30])
     torch.testing.assert_close(in_chunks(other, hidden, [30]), expected, rtol=1e-4, atol=1e-5)
+
+
+WIDE = DeltaNet(n_key_heads=2, n_value_heads=4, key_size=40, value_size=100, n_taps=4, layers=(0,))
+"""Vectors alone, four together, and in part; a head's columns lie together between rows."""
+LONG = replace(WIDE, key_size=1032, value_size=20)
+"""Keys of so many columns that a head's do not."""
+BITS = {
+    "heads": "caab235a0d4a40ad",
+    "heads-long": "d523c1a21dc27e77",
+    "columns": "c6856f9fc47cbf84",
+    "columns-bounded": "083b7066875317dc",
+    "mamba": "203f3f7538732f21",
+    "mamba-long": "ffcbf34ea5fa35a9",
+}
+"""Of outputs and states, when each row went through the whole state of a head before the next."""
+
+
+def plain_numbers(*shape: int, seed: int) -> Tensor:
+    """Numbers within 1 of zero, the same on any machine."""
+    counted = torch.arange(math.prod(shape)) * 40503 + seed * 7919
+    return (counted % 2039 / 1024 - 1).float().view(shape)
+
+
+def wide_case(kind: str) -> tuple[DeltaNet, RecurrenceParameters]:
+    sizes = replace(
+        LONG if "long" in kind else WIDE,
+        has_key_decays="columns" in kind,
+        is_mamba="mamba" in kind,
+        takes_turns="mamba" in kind,
+    )
+    of_mamba = sizes.is_mamba
+    parameters = RecurrenceParameters(
+        taps=plain_numbers(sizes.n_taps, sizes.mixed_width, seed=1),
+        decay_rate=-plain_numbers(sizes.n_value_heads, seed=2).abs(),
+        decay_bias=plain_numbers(sizes.n_decays, seed=3),
+        norm_weight=None if of_mamba else 1 + plain_numbers(sizes.value_size, seed=4),
+        norm_eps=1e-6,
+        taps_bias=plain_numbers(sizes.mixed_width, seed=5) if of_mamba else None,
+        skip=plain_numbers(sizes.n_value_heads, seed=6) if of_mamba else None,
+        gates_alone=sizes.has_key_decays,
+        decay_floor=-5.0 if "bounded" in kind else 0.0,
+    )
+    return sizes, parameters
+
+
+@pytest.mark.parametrize("isa", ["", "avx2", "portable"])
+@pytest.mark.parametrize("kind", BITS)
+def test_rows_in_turn_have_the_bits_of_rows_alone(kind: str, isa: str) -> None:
+    """Of any number, on any number of threads, and with each instruction set."""
+    kernels = find_kernels({ISA_VARIABLE: isa})
+    if kernels is None:
+        pytest.skip("the library was not built here")
+    sizes, parameters = wide_case(kind)
+    native = NativeRecurrence(sizes, parameters, kernels)
+    n_rows, before = 70, torch.get_num_threads()
+    rows = plain_numbers(sizes.n_taps - 1 + n_rows, sizes.mixed_width, seed=7)
+    gate = plain_numbers(n_rows, sizes.value_width, seed=8)
+    write = 3 * plain_numbers(n_rows, sizes.n_value_heads, seed=9)
+    decay = 3 * plain_numbers(n_rows, sizes.n_decays, seed=10)
+    for n_threads, parts in ((1, [70]), (2, [33, 37]), (3, [1] * 70), (3, [64, 6])):
+        torch.set_num_threads(n_threads)
+        state, digest, at = torch.zeros(sizes.state.recurrent), hashlib.sha256(), 0
+        try:
+            for n in parts:
+                own, end = slice(at, at + n), at + n + sizes.n_taps - 1
+                out = native(rows[at:end], gate[own], write[own], decay[own], state)
+                digest.update(out.numpy().tobytes())
+                at += n
+        finally:
+            torch.set_num_threads(before)
+        digest.update(state.numpy().tobytes())
+        assert digest.hexdigest()[:16] == BITS[kind], parts
 
 
 def test_memory_of_another_size_is_refused() -> None:

@@ -9,15 +9,20 @@
  * kernels/recurrence.py makes the struct. Rows are computed one after the other, each in the same order of operations:
  * a row's bits depend on the rows before it, and neither on how many are computed in a call nor on the threads, which
  * have heads of their own. Sums add each column by itself or in PARTS parts, whatever the instruction set.
+ *
+ * A column of values in a state depends on no other: some of them at a time go through several rows, with one pass
+ * over the state for each, which also reads what it holds for the next row's key.
  */
 
-#include "doubles.h"
 #include "recurrence.h"
 #include "vectors.h"
 
 #define UNIT_EPS 1e-6f /* added to the squared length of a query or key */
 #define ROWS_AT_ONCE 8 /* pieces are large enough to be worth waking a thread for */
 #define WORK_AT_ONCE 65536
+#define ROWS_IN_TURN 32 /* that some columns of a state are in the nearest cache for */
+#define TILE 8192       /* numbers of these columns */
+#define ROWS_AHEAD 32   /* of a state, which are fetched before they are needed */
 
 struct recurrence_steps {
     work_function convolve, recur;
@@ -25,6 +30,43 @@ struct recurrence_steps {
 
 INLINE int64_t columns_of(const struct recurrence *call) {
     return 2 * call->n_key_heads * call->key_size + call->n_heads * call->value_size;
+}
+
+/* Floats of a row's scratch: its columns, what each head keeps and writes, what each column of a key keeps. */
+INLINE int64_t mixed_width(const struct recurrence *call) {
+    return columns_of(call) + call->n_heads * (call->by_column ? 2 + call->key_size : 2);
+}
+
+enum kind { BY_HEAD, BY_COLUMN, SCAN }; /* what decays by itself, or Mamba-2 */
+
+/* Some columns of a head's state. */
+struct columns {
+    float *first;
+    int64_t stride;
+};
+
+/* What a head has of a row. */
+struct position {
+    const float *query, *key;
+    float *values, *kept;
+    float decay, write;
+};
+
+INLINE struct position position_of(const struct recurrence *call, int64_t head, int64_t row) {
+    const int64_t n_shared = call->n_heads / call->n_key_heads, keys = call->n_key_heads * call->key_size;
+    const int64_t of_key = (call->takes_turns ? head % call->n_key_heads : head / n_shared) * call->key_size;
+    float *mixed = call->mixed + row * mixed_width(call), *decays = mixed + columns_of(call);
+    return (struct position){.query = mixed + of_key,
+                             .key = mixed + keys + of_key,
+                             .values = mixed + 2 * keys + head * call->value_size,
+                             .kept = decays + 2 * call->n_heads + head * call->key_size,
+                             .decay = decays[head],
+                             .write = decays[call->n_heads + head]};
+}
+
+/* The number of a row's key that a state is read by before it is decayed. */
+INLINE float key_of(const struct position *row, int64_t i, const enum kind kind) {
+    return kind == BY_COLUMN ? row->key[i] * row->kept[i] : row->key[i];
 }
 
 /* The sum of squares of `n` values, in a fixed order. */

@@ -2,38 +2,30 @@
 
 #include "vectors_body.h"
 
+#include "doubles_body.h"
+
 #define BLOCK (4 * LANES)
 
-/* Takes the sigmoids of `n` values, in place. */
-INLINE TARGET void NAME(open)(float *values, int64_t n) {
-    for (int64_t i = 0; i < n; i += LANES) {
-        const int width = of_last(n, i);
-        NAME(save_floats)(values + i, width, 1.0f / (1.0f + NAME(exponential)(-NAME(load_floats)(values + i, width))));
-    }
-}
-
-/* Multiplies `n` values by their sigmoids, in place. */
-INLINE TARGET void NAME(activate)(float *values, int64_t n) {
-    for (int64_t i = 0; i < n; i += LANES) {
-        const int width = of_last(n, i);
-        NAME(save_floats)(values + i, width, NAME(silu)(NAME(load_floats)(values + i, width)));
-    }
-}
-
-/* Convolves the columns of row `row` with those of the rows before, and applies the activation. */
-INLINE TARGET void NAME(convolve_row)(const struct recurrence *call, int64_t row, float *restrict mixed,
-                                      const int is_bf16) {
+/* Convolves some columns of row `row` with those of the rows before, and applies the activation. */
+INLINE TARGET void NAME(convolve_columns)(const struct recurrence *call, int64_t row, int64_t first, float *mixed,
+                                          const int is_bf16, const int n_vectors, const int n) {
     const int64_t width = columns_of(call);
-    if (call->taps_bias)
-        memcpy(mixed, call->taps_bias, (size_t)width * sizeof *mixed);
-    else
-        memset(mixed, 0, (size_t)width * sizeof *mixed);
-    for (int64_t tap = 0; tap < call->n_taps; tap++) {
-        const float *taps = call->taps + tap * width;
-        const int64_t first = (row + tap) * width;
-        for (int64_t i = 0; i < width; i++) mixed[i] += taps[i] * number(call->rows, first + i, is_bf16);
-    }
-    NAME(activate)(mixed, width);
+    lanes sums[4];
+    for (int at = 0; at < n_vectors; at++)
+        sums[at] = call->taps_bias ? NAME(load_floats)(call->taps_bias + first + at * LANES, n) : (lanes){0};
+    for (int64_t tap = 0; tap < call->n_taps; tap++)
+        for (int at = 0; at < n_vectors; at++)
+            sums[at] += NAME(load_floats)(call->taps + tap * width + first + at * LANES, n) *
+                        NAME(load)(call->rows, (row + tap) * width + first + at * LANES, n, is_bf16);
+    for (int at = 0; at < n_vectors; at++) sums[at] = NAME(silu)(sums[at]);
+    for (int at = 0; at < n_vectors; at++) NAME(save_floats)(mixed + first + at * LANES, n, sums[at]);
+}
+
+INLINE TARGET void NAME(convolve_row)(const struct recurrence *call, int64_t row, float *mixed, const int is_bf16) {
+    const int64_t width = columns_of(call);
+    int64_t i = 0;
+    for (; i + BLOCK <= width; i += BLOCK) NAME(convolve_columns)(call, row, i, mixed, is_bf16, 4, LANES);
+    for (; i < width; i += LANES) NAME(convolve_columns)(call, row, i, mixed, is_bf16, 1, of_last(width, i));
 }
 
 /* Divides the vectors of all heads by their lengths. */
@@ -45,142 +37,177 @@ INLINE TARGET void NAME(unit)(float *heads, int64_t n_heads, int64_t size, float
     }
 }
 
+/* Computes how much of each head's state a row keeps, and how much of its values it writes. */
+INLINE TARGET void NAME(steer_row)(const struct recurrence *call, int64_t row, float *decays, float *writes) {
+    const float *write = call->write + row * call->n_heads, *decay = call->decay + row * call->n_heads;
+    for (int64_t i = 0; i < call->n_heads; i += HALF) {
+        const int n = of_half(call->n_heads, i);
+        if (!call->by_column) {
+            doubles steps = NAME(load_wide)(decay + i, n) + NAME(load_wide)(call->bias + i, n);
+            NAME(softpluses)(&steps, 1);
+            if (call->skip) NAME(save_wide)(writes + i, n, steps);
+            steps *= NAME(load_wide)(call->rate + i, n);
+            NAME(exponentials)(&steps, 1);
+            NAME(save_wide)(decays + i, n, steps);
+        }
+        if (!call->skip) {
+            doubles written = -NAME(load_wide)(write + i, n);
+            NAME(exponentials)(&written, 1);
+            NAME(save_wide)(writes + i, n, call->write_scale / (1.0 + written));
+        }
+    }
+}
+
 static TARGET void NAME(convolve)(const void *argument, int64_t begin, int64_t end) {
     const struct recurrence *call = argument;
     const float scale = 1.0f / sqrtf((float)call->key_size);
     for (int64_t row = begin; row < end; row++) {
-        float *mixed = call->mixed + row * columns_of(call);
+        float *mixed = call->mixed + row * mixed_width(call), *decays = mixed + columns_of(call);
         if (call->is_bf16)
             NAME(convolve_row)(call, row, mixed, 1);
         else
             NAME(convolve_row)(call, row, mixed, 0);
+        NAME(steer_row)(call, row, decays, decays + call->n_heads);
         if (call->skip) continue;
         NAME(unit)(mixed, call->n_key_heads, call->key_size, scale);
         NAME(unit)(mixed + call->n_key_heads * call->key_size, call->n_key_heads, call->key_size, 1.0f);
     }
 }
 
-/* Decays some columns of a head's state, reads what it holds for the key, writes the difference to the values, and
- * puts what it holds for the query in their place. With `kept` each column of a key decays by itself, and `decay` is
- * 1. */
-INLINE TARGET void NAME(update)(float *state, int64_t stride, int64_t key_size, const float *key, const float *query,
-                                float *values, float decay, float write, const float *kept, const int n_vectors,
-                                int n) {
-    lanes held[4] = {0}, read[4] = {0}, difference[4];
-    for (int64_t i = 0; i < key_size; i++) {
-        const float of_key = kept ? key[i] * kept[i] : key[i];
-        for (int at = 0; at < n_vectors; at++)
-            held[at] =
-                NAME(fused)(NAME(load_floats)(state + i * stride + at * LANES, n), NAME(broadcast)(of_key), held[at]);
-    }
-    for (int at = 0; at < n_vectors; at++)
-        difference[at] =
-            NAME(fused)(held[at], NAME(broadcast)(-decay), NAME(load_floats)(values + at * LANES, n)) * write;
-    for (int64_t i = 0; i < key_size; i++)
-        for (int at = 0; at < n_vectors; at++) {
-            float *place = state + i * stride + at * LANES;
-            const lanes added = difference[at] * key[i];
-            const float own = kept ? kept[i] : decay;
-            const lanes updated = NAME(fused)(NAME(load_floats)(place, n), NAME(broadcast)(own), added);
-            NAME(save_floats)(place, n, updated);
-            read[at] = NAME(fused)(updated, NAME(broadcast)(query[i]), read[at]);
+/* Computes how much each column of a row's key keeps of a head's state. */
+INLINE TARGET void NAME(keep_columns)(const struct recurrence *call, int64_t row, int64_t head, float *kept) {
+    const int64_t size = call->key_size;
+    const float *decays = call->decay + (row * call->n_heads + head) * size, *biases = call->bias + head * size;
+    const double rate = call->rate[head], floor = call->decay_floor;
+    for (int64_t i = 0; i < size; i += 4 * HALF) {
+        doubles x[4] = {0};
+        for (int at = 0; at < 4; at++) {
+            const int n = of_half(size, i + at * HALF);
+            x[at] = NAME(load_wide)(decays + i + at * HALF, n) + NAME(load_wide)(biases + i + at * HALF, n);
+            if (floor < 0) x[at] *= rate;
         }
-    for (int at = 0; at < n_vectors; at++) NAME(save_floats)(values + at * LANES, n, read[at]);
-}
-
-/* All columns. */
-INLINE TARGET void NAME(update_all)(float *state, int64_t size, int64_t key_size, const float *key, const float *query,
-                                    float *values, float decay, float write, const float *kept) {
-    int64_t i = 0;
-    for (; i + BLOCK <= size; i += BLOCK)
-        NAME(update)(state + i, size, key_size, key, query, values + i, decay, write, kept, 4, LANES);
-    for (; i + LANES <= size; i += LANES)
-        NAME(update)(state + i, size, key_size, key, query, values + i, decay, write, kept, 1, LANES);
-    if (i < size)
-        NAME(update)(state + i, size, key_size, key, query, values + i, decay, write, kept, 1, (int)(size - i));
-}
-
-/* The same of Mamba-2: decays, adds the values weighted by the step, and reads with what goes past the state. */
-INLINE TARGET void NAME(scan)(float *state, int64_t stride, int64_t key_size, const float *key, const float *query,
-                              float *values, float decay, float step, float skip, int n) {
-    const lanes value = NAME(load_floats)(values, n), written = value * step;
-    lanes read = value * skip;
-    for (int64_t i = 0; i < key_size; i++) {
-        float *place = state + i * stride;
-        const lanes updated = NAME(fused)(NAME(load_floats)(place, n), NAME(broadcast)(decay), written * key[i]);
-        NAME(save_floats)(place, n, updated);
-        read = NAME(fused)(updated, NAME(broadcast)(query[i]), read);
+        if (floor < 0)
+            NAME(exponentials)(x, 4);
+        else
+            NAME(softpluses)(x, 4);
+        for (int at = 0; at < 4; at++) x[at] = floor < 0 ? floor / (1.0 + x[at]) : rate * x[at];
+        NAME(exponentials)(x, 4);
+        for (int at = 0; at < 4; at++) NAME(save_wide)(kept + i + at * HALF, of_half(size, i + at * HALF), x[at]);
     }
-    NAME(save_floats)(values, n, read);
+}
+
+/* Reads what some columns of a head's state hold for the key of a row, decayed but for what all columns share. */
+INLINE TARGET void NAME(hold)(struct columns state, int64_t key_size, const struct position *row, lanes *held,
+                              const enum kind kind, const int n_vectors, const int n) {
+    for (int at = 0; at < n_vectors; at++) held[at] = (lanes){0};
+    for (int64_t i = 0; i < key_size; i++) {
+        for (int c = 0; c < n_vectors * LANES; c += PARTS)
+            __builtin_prefetch(state.first + (i + ROWS_AHEAD) * state.stride + c);
+        for (int at = 0; at < n_vectors; at++)
+            held[at] = NAME(fused)(NAME(load_floats)(state.first + i * state.stride + at * LANES, n),
+                                   NAME(broadcast)(key_of(row, i, kind)), held[at]);
+    }
+}
+
+/* Decays some columns of a head's state, adds what a row writes, and puts what they then hold for its query in the
+ * place of its values. `held` is what they hold for its key, and becomes that for the key of the row after it. */
+INLINE TARGET void NAME(update)(struct columns from, struct columns to, int64_t key_size, const struct position *row,
+                                const struct position *next, float *values, float skip, lanes *held,
+                                const enum kind kind, const int n_vectors, const int n) {
+    lanes read[4] = {0}, written[4], holds[4] = {0};
+    const float decay = kind == BY_COLUMN ? 1 : row->decay;
+    for (int at = 0; at < n_vectors; at++) {
+        const lanes value = NAME(load_floats)(values + at * LANES, n);
+        written[at] = (kind == SCAN ? value : NAME(fused)(held[at], NAME(broadcast)(-decay), value)) * row->write;
+        if (kind == SCAN) read[at] = value * skip;
+    }
+    for (int64_t i = 0; i < key_size; i++) {
+        const lanes kept = NAME(broadcast)(kind == BY_COLUMN ? row->kept[i] : decay);
+        const lanes key = NAME(broadcast)(row->key[i]), query = NAME(broadcast)(row->query[i]);
+        const lanes other = NAME(broadcast)(next ? key_of(next, i, kind) : 0);
+        for (int at = 0; at < n_vectors; at++) {
+            const lanes before = NAME(load_floats)(from.first + i * from.stride + at * LANES, n);
+            const lanes updated = NAME(fused)(before, kept, written[at] * key);
+            NAME(save_floats)(to.first + i * to.stride + at * LANES, n, updated);
+            read[at] = NAME(fused)(updated, query, read[at]);
+            if (next) holds[at] = NAME(fused)(updated, other, holds[at]);
+        }
+    }
+    for (int at = 0; at < n_vectors; at++) {
+        NAME(save_floats)(values + at * LANES, n, read[at]);
+        held[at] = holds[at];
+    }
+}
+
+/* Runs rows through the columns of a head's state from `first` on. Between rows these lie together in `near`, if they
+ * fit. */
+INLINE TARGET void NAME(run_columns)(const struct recurrence *call, float *state, int64_t first,
+                                     const struct position *rows, int64_t n_rows, float skip, float *near,
+                                     const enum kind kind, const int n_vectors, const int n) {
+    const int64_t key_size = call->key_size;
+    const struct columns own = {state + first, call->value_size}, tile = {near, n_vectors * LANES};
+    const struct columns between = key_size * tile.stride > TILE ? own : tile;
+    struct columns from = own;
+    lanes held[4];
+    if (kind != SCAN) NAME(hold)(own, key_size, rows, held, kind, n_vectors, n);
+    for (; n_rows > 1; n_rows--, rows++, from = between)
+        NAME(update)(from, between, key_size, rows, kind == SCAN ? NULL : rows + 1, rows->values + first, skip, held,
+                     kind, n_vectors, n);
+    NAME(update)(from, own, key_size, rows, NULL, rows->values + first, skip, held, kind, n_vectors, n);
 }
 
 /* Normalizes a head's outputs, unless that is left to others, and multiplies them by their gate. */
 INLINE TARGET void NAME(finish)(const struct recurrence *call, const float *read, int64_t first, const int is_bf16) {
     const int64_t size = call->value_size;
     const float factor = call->weight ? 1.0f / sqrtf(squares(read, size) / (float)size + call->eps) : 1.0f;
-    for (int64_t begin = 0; begin < size; begin += PARTS) {
-        const int64_t n = size - begin < PARTS ? size - begin : PARTS;
-        float gate[PARTS] = {0};
-        for (int64_t i = 0; i < n; i++) gate[i] = number(call->gate, first + begin + i, is_bf16);
-        if (call->gates_alone)
-            NAME(open)(gate, PARTS);
-        else
-            NAME(activate)(gate, PARTS);
-        for (int64_t i = 0; i < n; i++) {
-            const float weight = call->weight ? call->weight[begin + i] : 1.0f;
-            const float output = read[begin + i] * factor * weight * gate[i];
-            if (is_bf16)
-                ((uint16_t *)call->out)[first + begin + i] = to_bf16(output);
-            else
-                ((float *)call->out)[first + begin + i] = output;
-        }
+    for (int64_t i = 0; i < size; i += LANES) {
+        const int n = of_last(size, i);
+        const lanes gate = NAME(load)(call->gate, first + i, n, is_bf16);
+        const lanes opened = call->gates_alone ? 1.0f / (1.0f + NAME(exponential)(-gate)) : NAME(silu)(gate);
+        lanes output = NAME(load_floats)(read + i, n) * factor;
+        if (call->weight) output *= NAME(load_floats)(call->weight + i, n);
+        NAME(save)(call->out, first + i, n, output * opened, is_bf16);
     }
 }
 
-INLINE TARGET void NAME(recur_head)(const struct recurrence *call, int64_t head) {
-    const int64_t size = call->value_size, key_size = call->key_size, keys = call->n_key_heads * key_size;
-    const int64_t n_shared = call->n_heads / call->n_key_heads;
-    const int64_t of_key = (call->takes_turns ? head % call->n_key_heads : head / n_shared) * key_size;
+INLINE TARGET void NAME(recur_head)(const struct recurrence *call, int64_t head, const enum kind kind) {
+    const int64_t size = call->value_size, key_size = call->key_size;
+    const float skip = kind == SCAN ? call->skip[head] : 0;
     float *state = call->state + head * key_size * size;
-    for (int64_t row = 0; row < call->n_rows; row++) {
-        float *mixed = call->mixed + row * columns_of(call), *values = mixed + 2 * keys + head * size;
-        const float *query = mixed + of_key, *key = query + keys;
-        const int64_t place = row * call->n_heads + head;
-        if (call->kept) {
-            float *kept = call->kept + head * key_size;
-            const float *decays = call->decay + place * key_size, *biases = call->bias + head * key_size;
-            for (int64_t i = 0; i < key_size; i++) {
-                const double rate = call->rate[head], step = (double)decays[i] + biases[i];
-                kept[i] = (float)exponential_of(call->decay_floor < 0
-                                                    ? call->decay_floor / (1 + exponential_of(rate * step))
-                                                    : rate * steps_of(step));
-            }
-            const float write = (float)(call->write_scale / (1 + exponential_of(-(double)call->write[place])));
-            NAME(update_all)(state, size, key_size, key, query, values, 1, write, kept);
-            NAME(finish)(call, values, place * size, call->is_bf16);
-            continue;
+    _Alignas(64) float near[TILE];
+    for (int64_t first = 0; first < call->n_rows; first += ROWS_IN_TURN) {
+        const int64_t n_rows = call->n_rows - first < ROWS_IN_TURN ? call->n_rows - first : ROWS_IN_TURN;
+        struct position rows[ROWS_IN_TURN];
+        for (int64_t row = 0; row < n_rows; row++) {
+            rows[row] = position_of(call, head, first + row);
+            if (kind == BY_COLUMN) NAME(keep_columns)(call, first + row, head, rows[row].kept);
         }
-        const double steps = steps_of((double)call->decay[place] + call->bias[head]);
-        const float decay = (float)exponential_of(call->rate[head] * steps);
-        if (call->skip) {
-            for (int64_t i = 0; i < size; i += LANES)
-                NAME(scan)(state + i, size, key_size, key, query, values + i, decay, (float)steps, call->skip[head],
-                           of_last(size, i));
-            NAME(finish)(call, values, place * size, call->is_bf16);
-            continue;
+        int64_t i = 0;
+        for (; i + BLOCK <= size; i += BLOCK)
+            NAME(run_columns)(call, state, i, rows, n_rows, skip, near, kind, BLOCK / LANES, LANES);
+        for (; i + LANES <= size; i += LANES)
+            NAME(run_columns)(call, state, i, rows, n_rows, skip, near, kind, 1, LANES);
+        if (i < size) NAME(run_columns)(call, state, i, rows, n_rows, skip, near, kind, 1, (int)(size - i));
+        for (int64_t row = 0; row < n_rows; row++) {
+            const int64_t place = ((first + row) * call->n_heads + head) * size;
+            if (call->is_bf16)
+                NAME(finish)(call, rows[row].values, place, 1);
+            else
+                NAME(finish)(call, rows[row].values, place, 0);
         }
-        const float write = (float)(call->write_scale / (1 + exponential_of(-(double)call->write[place])));
-        NAME(update_all)(state, size, key_size, key, query, values, decay, write, NULL);
-        if (call->is_bf16)
-            NAME(finish)(call, values, place * size, 1);
-        else
-            NAME(finish)(call, values, place * size, 0);
     }
 }
 
 static TARGET void NAME(recur)(const void *argument, int64_t begin, int64_t end) {
     const struct recurrence *call = argument;
-    for (int64_t head = begin; head < end; head++) NAME(recur_head)(call, head);
+    for (int64_t head = begin; head < end; head++) {
+        if (call->skip)
+            NAME(recur_head)(call, head, SCAN);
+        else if (call->by_column)
+            NAME(recur_head)(call, head, BY_COLUMN);
+        else
+            NAME(recur_head)(call, head, BY_HEAD);
+    }
 }
 
 static const struct recurrence_steps NAME(recurrence) = {.convolve = NAME(convolve), .recur = NAME(recur)};

@@ -7,7 +7,6 @@
  */
 
 #include "experts.h"
-#include "doubles.h"
 #include "sublayers.h"
 
 #define BODY "sublayers_body.h"

@@ -2,47 +2,13 @@
 
 #include "vectors_body.h"
 
-typedef uint16_t NAME(shorts) __attribute__((vector_size(2 * LANES)));
+#include "doubles_body.h"
+
 typedef int8_t NAME(bytes) __attribute__((vector_size(LANES)));
-#define shorts NAME(shorts)
 #define bytes NAME(bytes)
-
-INLINE TARGET lanes NAME(load)(const void *values, int64_t begin, int n, const int is_bf16) {
-    const char *from = at(values, begin, is_bf16);
-    if (is_bf16) {
-        shorts narrow = {0};
-        if (n == LANES)
-            memcpy(&narrow, from, sizeof narrow);
-        else
-            memcpy(&narrow, from, (size_t)n * 2);
-        return (lanes)(__builtin_convertvector(narrow, uints) << 16);
-    }
-    return NAME(load_floats)((const float *)from, n);
-}
-
-/* The nearest bfloat16, as the upper half of 32 bits. */
-INLINE TARGET uints NAME(rounded)(lanes wide) {
-    const uints bits = (uints)wide;
-    const uints is_nan = (uints)(wide != wide);
-    const uints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
-    return (is_nan & (bits | 0x400000) & 0xffff0000) | (~is_nan & rounded);
-}
 
 /* The number as it is kept, in the rows' type. */
 INLINE TARGET lanes NAME(kept)(lanes wide, const int is_bf16) { return is_bf16 ? (lanes)NAME(rounded)(wide) : wide; }
-
-INLINE TARGET void NAME(save)(void *values, int64_t begin, int n, lanes wide, const int is_bf16) {
-    char *to = at(values, begin, is_bf16);
-    if (is_bf16) {
-        const shorts narrow = __builtin_convertvector(NAME(rounded)(wide) >> 16, shorts);
-        if (n == LANES)
-            memcpy(to, &narrow, sizeof narrow);
-        else
-            memcpy(to, &narrow, (size_t)n * 2);
-    } else {
-        NAME(save_floats)((float *)to, n, wide);
-    }
-}
 
 INLINE TARGET lanes NAME(load_either)(const void *values, int64_t begin, int n, int is_bf16) {
     return is_bf16 ? NAME(load)(values, begin, n, 1) : NAME(load)(values, begin, n, 0);
@@ -242,8 +208,12 @@ static TARGET void NAME(part_gates)(const void *argument, int64_t begin, int64_t
 
 /* ln(1 + e^x). */
 INLINE TARGET lanes NAME(softplus)(lanes x) {
-    for (int lane = 0; lane < LANES; lane++) x[lane] = (float)steps_of(x[lane]);
-    return x;
+    float values[LANES];
+    memcpy(values, &x, sizeof values);
+    doubles wide[2] = {NAME(load_wide)(values, HALF), NAME(load_wide)(values + HALF, HALF)};
+    NAME(softpluses)(wide, 2);
+    for (int at = 0; at < 2; at++) NAME(save_wide)(values + at * HALF, HALF, wide[at]);
+    return NAME(load_floats)(values, LANES);
 }
 
 /* What heads or their columns are multiplied by: the sigmoids or softpluses of gates. */
@@ -331,6 +301,5 @@ static const struct steps NAME(steps) = {NAME(normalize), NAME(add),          NA
                                          NAME(activate),  NAME(compute_rows), NAME(widen),       NAME(route),
                                          NAME(gather),    NAME(combine),      NAME(part_gates),  NAME(open_gates)};
 
-#undef shorts
 #undef bytes
 #include "vectors_end.h"

@@ -5,9 +5,11 @@
 typedef float NAME(lanes) __attribute__((vector_size(4 * LANES)));
 typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES)));
 typedef uint32_t NAME(uints) __attribute__((vector_size(4 * LANES)));
+typedef uint16_t NAME(shorts) __attribute__((vector_size(2 * LANES)));
 #define lanes NAME(lanes)
 #define ints NAME(ints)
 #define uints NAME(uints)
+#define shorts NAME(shorts)
 #define of_last(width, begin) ((width) - (begin) < LANES ? (int)((width) - (begin)) : LANES)
 #define REGISTERS (PARTS / LANES) /* that hold the parts of a sum */
 
@@ -74,6 +76,41 @@ INLINE TARGET void NAME(save_floats)(float *to, int n, lanes wide) {
         memcpy(to, &wide, sizeof wide);
     else
         memcpy(to, &wide, (size_t)n * 4);
+}
+
+/* LANES values, or the first `n` and zeros, and back. */
+INLINE TARGET lanes NAME(load)(const void *values, int64_t begin, int n, const int is_bf16) {
+    const char *from = at(values, begin, is_bf16);
+    if (is_bf16) {
+        shorts narrow = {0};
+        if (n == LANES)
+            memcpy(&narrow, from, sizeof narrow);
+        else
+            memcpy(&narrow, from, (size_t)n * 2);
+        return (lanes)(__builtin_convertvector(narrow, uints) << 16);
+    }
+    return NAME(load_floats)((const float *)from, n);
+}
+
+/* The nearest bfloat16, as the upper half of 32 bits. */
+INLINE TARGET uints NAME(rounded)(lanes wide) {
+    const uints bits = (uints)wide;
+    const uints is_nan = (uints)(wide != wide);
+    const uints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000;
+    return (is_nan & (bits | 0x400000) & 0xffff0000) | (~is_nan & rounded);
+}
+
+INLINE TARGET void NAME(save)(void *values, int64_t begin, int n, lanes wide, const int is_bf16) {
+    char *to = at(values, begin, is_bf16);
+    if (is_bf16) {
+        const shorts narrow = __builtin_convertvector(NAME(rounded)(wide) >> 16, shorts);
+        if (n == LANES)
+            memcpy(to, &narrow, sizeof narrow);
+        else
+            memcpy(to, &narrow, (size_t)n * 2);
+    } else {
+        NAME(save_floats)((float *)to, n, wide);
+    }
 }
 
 /* The sum of PARTS parts, in a fixed order. */

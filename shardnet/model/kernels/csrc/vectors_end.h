@@ -3,5 +3,11 @@
 #undef lanes
 #undef ints
 #undef uints
+#undef shorts
 #undef of_last
 #undef REGISTERS
+#undef doubles
+#undef longs
+#undef half
+#undef HALF
+#undef of_half
