@@ -280,7 +280,7 @@ class Agents:
             leaves_after = draws.choice([None, None, None, None, 1, 2, 6])
             running.append(Asked(self._ring.engine, one, leaves_after))
             await running[-1].until(draws.choice([0, 1, 2, 5, 1000]))
-        if draws.random() < 0.3:
+        if draws.random() < 0.2:
             await running[-1].until(draws.choice([0, 2, 6]))
             moves = draws.random() < 0.5
             self.trace.append("the ring is replaced" if moves else "a node is lost")
@@ -320,7 +320,7 @@ class Agents:
 
     async def _between(self) -> None:
         """Let something happen to what is kept."""
-        what = self._draws.choice(["nothing", "nothing", "restart", "damage", "drop"])
+        what = self._draws.choice([*["nothing"] * 5, "restart", "damage", "drop"])
         if what == "drop":
             self._ring.engine.drop_warm()
         if what in ("restart", "damage"):
@@ -335,9 +335,9 @@ class Agents:
 
 
 def damage(disk: Path, draws: random.Random) -> None:
-    """Damage a third of the files: a byte is another, the end is lacking, or all of it."""
+    """Damage a fifth of the files: a byte is another, the end is lacking, or all of it."""
     for file in sorted(file for file in disk.rglob("*") if file.is_file()):
-        if draws.random() < 0.67:
+        if draws.random() < 0.8:
             continue
         content = bytearray(file.read_bytes())
         match draws.choice(["byte", "end", "all"]):
@@ -356,7 +356,7 @@ def test_agents_are_told_what_is_computed_from_scratch(
 ) -> None:
     agents = Agents(kind, folder, scratch, tmp_path, seed)
     try:
-        asyncio.run(agents.live(n_rounds=12 if is_soak() else 6))
+        asyncio.run(agents.live(n_rounds=16 if is_soak() else 7))
     except Exception as error:
         error.add_note("\n".join([f"seed {seed}:", *agents.trace]))
         raise

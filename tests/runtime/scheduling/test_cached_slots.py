@@ -27,8 +27,8 @@ from shardnet.types import (
     StepId,
 )
 
-CONTEXT = 4 * BLOCK_POSITIONS
-MOST = 3 * BLOCK_POSITIONS
+CONTEXT = 6 * BLOCK_POSITIONS
+MOST = 5 * BLOCK_POSITIONS
 """Positions of a sequence: any room of a ring here has so many."""
 
 KINDS = {
@@ -65,7 +65,7 @@ class Model:
         ring = RingLimits(
             epoch=Epoch(1),
             n_stages=draws.randint(1, 3),
-            room_blocks=draws.randint(3, 12),
+            room_blocks=draws.randint(5, 16),
             context=CONTEXT,
             max_slots=6,
             window=WINDOW if has_window else None,
@@ -86,13 +86,13 @@ class Model:
     def _prompt(self) -> tuple[int, ...]:
         """A new beginning, or what was asked or said before, whole or in part; then new tokens."""
         draws = self.draws
-        tokens = beginning(draws.randint(1, 2), draws.choice([20, 300, 560]))
+        tokens = beginning(draws.randint(1, 2), draws.choice([20, 300, 560, 900]))
         if self.asked and draws.random() < 0.8:
             before = self.asked[draws.choice([*self.asked][-4:])]
             tokens = [*before.prompt, *self.ring.said.get(before.sequence_id, ())]
             n_kept = draws.choice([len(tokens), len(tokens), len(before.prompt), len(tokens) // 2])
             tokens = tokens[: max(1, n_kept - draws.choice([0, 0, 3]))]
-        new = beginning(draws.randint(3, 250), draws.choice([0, 1, 9, 60, 300]))
+        new = beginning(draws.randint(3, 250), draws.choice([0, 1, 9, 60, 400]))
         return (*tokens, *new)[: MOST - 1]
 
     def _submit(self) -> None:
@@ -175,7 +175,7 @@ class Model:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=examples(20))
+@settings(max_examples=examples(12))
 @given(seed=st.integers(0, 1 << 32), n_events=st.integers(1, 80))
 def test_every_row_goes_on_from_what_its_slot_has_on_every_stage(
     kind: str, seed: int, n_events: int
