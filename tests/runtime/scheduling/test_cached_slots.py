@@ -84,7 +84,8 @@ class Model:
         self.ring.pump()
 
     def _prompt(self) -> tuple[int, ...]:
-        """A new beginning, or what was asked or said before, whole or in part; then new tokens."""
+        """A new beginning, or what was asked or said before, whole, in part or with another token;
+        then new ones."""
         draws = self.draws
         tokens = beginning(draws.randint(1, 2), draws.choice([20, 300, 560, 900]))
         if self.asked and draws.random() < 0.8:
@@ -92,6 +93,8 @@ class Model:
             tokens = [*before.prompt, *self.ring.said.get(before.sequence_id, ())]
             n_kept = draws.choice([len(tokens), len(tokens), len(before.prompt), len(tokens) // 2])
             tokens = tokens[: max(1, n_kept - draws.choice([0, 0, 3]))]
+            if draws.random() < 0.1:
+                tokens[draws.randrange(len(tokens))] = 0
         new = beginning(draws.randint(3, 250), draws.choice([0, 1, 9, 60, 400]))
         return (*tokens, *new)[: MOST - 1]
 

@@ -52,10 +52,12 @@ _PRIME = 1048573
 """Digests are below it, and so float32 holds them."""
 
 
-def digests(tokens: Sequence[int]) -> list[int]:
-    """Digest the first token, the first two, and so on."""
+def digests(tokens: Sequence[int], before: int = 0) -> list[int]:
+    """Digest the first token, the first two, and so on, behind those with the digest `before`."""
     return [
-        *accumulate(tokens, lambda digest, token: (digest * 31 + token + 2) % _PRIME, initial=7)
+        *accumulate(
+            tokens, lambda digest, token: (digest * 31 + token + 2) % _PRIME, initial=before
+        )
     ][1:]
 
 
@@ -169,19 +171,18 @@ class CachedStage(ToyStage):
 
     def _write(self, slot: SlotId, position: int, end: int, n_drafts: int) -> None:
         """Write rows, and have the state go on, row by row behind the one before the drafts."""
-        made = digests(self.slots[slot].tokens[:end])
+        tokens = self.slots[slot].tokens[:end]
+        made = digests(tokens)
         for layer in range(len(self._windows)):
             (keys, _), first = self.cache.own(slot, layer)
             begin = max(position, first)
             keys[0, begin - first : end - first, 0] = torch.tensor(made[begin:end])
-        if not self.keeps_state:
-            return
-        state = self.cache.state(slot, 2)
-        for done in range(end - n_drafts, end + 1):
+        state = self.cache.state(slot, 2) if self.keeps_state else None
+        for done in range(end - n_drafts, end + 1) if state is not None else ():
             if state.end >= end - n_drafts:
                 state.note()
-            state.recurrent.fill_(made[done - 1])
-            state.recent.fill_(made[done - 1])
+            for part in (state.recurrent, state.recent):
+                part.fill_(digests(tokens[state.end : done], int(part.item()))[-1])
             state.end = done
 
     def _compare(self, slot: SlotId, end: int | None = None) -> None:

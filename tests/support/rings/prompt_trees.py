@@ -67,13 +67,17 @@ class PromptTree:
     def _after(self, before: Turn) -> Turn:
         draws, n_prompt, tokens = self._draws, len(before.prompt), before.tokens
         message = text(draws, draws.choice([2, 7, 30, 270]))
-        match draws.choice(["turn", "turn", "edit", "within", "fork", "again"]):
+        match draws.choice(["turn", "turn", "edit", "within", "fork", "again", "other day"]):
             case "edit":
                 return before.then("edit", before.begin, message)
             case "within":
                 return before.then("within", draws.randint(n_prompt, len(tokens)), message)
             case "fork":
                 return before.then("fork", draws.randrange(len(tokens)), message)
+            case "other day":
+                turn = before.then("other day", n_prompt, ())
+                turn.prompt[draws.randrange(min(n_prompt, 40))] = FIRST_ID
+                return turn
             case "again":
                 return before.then("again", n_prompt, ())
         return before.then("turn", len(tokens), message)
