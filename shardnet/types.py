@@ -45,10 +45,11 @@ def is_noted(position: int, n_rows: int, noted: Sequence[int]) -> bool:
 
     They do before prompt rows, a block at least behind the last of the `noted` positions, and
     before the last rows of a prompt. The head counts along, to know what a slot can be rewound to.
+    Rows of which some are drafts are not asked for.
     """
     last = noted[-1] if noted else 0
     least = 1 if n_rows == PROMPT_TAIL_ROWS else BLOCK_POSITIONS
-    return n_rows > MAX_STATE_DRAFTS + 1 and position - last >= least
+    return n_rows > 1 and position - last >= least
 
 
 def settled_blocks(n_positions: int) -> int:
@@ -90,8 +91,8 @@ MAX_STORED_BLOCKS = 3500
 
 BLOCK_KEY_BYTES = 16
 
-MAX_STATE_DRAFTS = 4
-"""Most drafts of a step where layers keep a state: there is a copy of it for each of them then."""
+MAX_ROWS_IN_FLIGHT = 128
+"""Drafts of one sequence in flight: half the rows by which any slot may be rewound."""
 STATE_SLOTS = 8
 """Slots, warm ones included, of a model whose layers keep a state: each takes room for all of it.
 
@@ -403,7 +404,8 @@ class RowGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive rows of one sequence in a micro-batch.
 
     `position` is the position of the first row, `n_sampled` how many of the last rows the tail
-    samples.
+    samples. The last `n_drafts` positions up to the last row may be rejected yet: those of drafts
+    among the rows, and of drafts in flight before them.
     """
 
     sequence_id: SequenceId
@@ -411,6 +413,7 @@ class RowGroup(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     n_rows: int
     n_sampled: int
+    n_drafts: int = 0
 
 
 _N_ROWS = attrgetter("n_rows")

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from support.models.checkpoints import make_decoder
+from support.rings.stage_chain import Rows, StageChain, probed, random_prompt
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.planning.model_shape import model_shape
 from shardnet.errors import CapacityError
-from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.cache.slot_blocks import RowInputs
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.runtime.loading.loading import MAX_ROOM_POSITIONS, kv_room_blocks
 from shardnet.stage.estimate.memory_estimate import (
@@ -34,35 +35,48 @@ DTYPE = DType.BFLOAT16
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> ModelConfig:
+def folder(tmp_path: Path) -> Path:
     """Three layers with a state, then one with attention."""
-    return Checkpoint.open(make_decoder(tmp_path, "qwen3_next", with_tokenizer=False)).config
+    return make_decoder(tmp_path, "qwen3_next", with_tokenizer=False, dtype=torch.bfloat16)
 
 
-def test_it_is_what_the_slots_hold(config: ModelConfig) -> None:
-    layers = LayerRange(1, 4)
-    kv = KvCache(
-        3,
-        config.n_kv_heads,
-        config.head_size,
-        torch.bfloat16,
-        torch.device("cpu"),
-        2 * STATE_SLOTS,
-        states=[config.state(layer) for layer in layers],
-    )
+@pytest.fixture
+def config(folder: Path) -> ModelConfig:
+    return Checkpoint.open(folder).config
+
+
+def bytes_of(rows: RowInputs) -> int:
+    """What a closure over the inputs of rows keeps in memory."""
+    cells = rows.replay.__closure__ or ()
+    return sum(each.cell_contents.nbytes for each in cells if torch.is_tensor(each.cell_contents))
+
+
+def test_it_is_what_the_slots_hold(folder: Path, config: ModelConfig) -> None:
+    """The states of all slots, those to rewind drafts by, and of one those of drafts in flight."""
+    layers = LayerRange(0, 4)
+    choice = probed(torch.device("cpu"), DTYPE, None)
+    chain = StageChain.load(folder, [layers], choice)
+    kv = chain.stages[0].kv
+    ids = random_prompt(400, 300)
+
+    def send(slot: int, position: int, n_rows: int, n_drafts: int = 0) -> None:
+        rows = ids[position : position + n_rows]
+        chain.step(Rows(slot=slot, position=position, ids=rows, n_sampled=1, n_drafts=n_drafts))
+
     for slot in range(STATE_SLOTS):
-        kv.ensure(SlotId(slot), 290, 290)
-        kv.assume_end(SlotId(slot), 290)
-        kv.ensure(SlotId(slot), 300, 10)  # notes the state before its rows
-        kv.assume_end(SlotId(slot), 300)
-        kv.ensure(SlotId(slot), 320, PROMPT_TAIL_ROWS)  # and another
-    states = [kv.state(SlotId(slot), layer) for slot in range(STATE_SLOTS) for layer in (0, 1)]
-    noted = [earlier for state in states for earlier in state.noted]
-    held = sum(state.recent.nbytes + state.recurrent.nbytes for state in (*states, *noted))
-    assert state_bytes(config, layers, DTYPE) == held
+        for begin, n_rows in ((0, 100), (100, PROMPT_TAIL_ROWS), (120, PROMPT_TAIL_ROWS)):
+            send(slot, begin, n_rows)
+        send(slot, 140, 32, 31)
+        send(slot, 172, 32, 31)
+    for begin in range(204, 396, 32):
+        send(0, begin, 32, min(begin - 204 + 63, 128))
+    states = [kv.state(SlotId(slot), layer) for slot in range(STATE_SLOTS) for layer in range(3)]
+    others = [other for state in states for other in (*state.noted, *state.kept)]
+    held = sum(state.recent.nbytes + state.recurrent.nbytes for state in (*states, *others))
+    held += sum(bytes_of(rows) for state in states for rows in state.inputs)
+    assert all(state._spare is None for state in states)
+    assert 0.9 * state_bytes(config, layers, DTYPE) < held <= state_bytes(config, layers, DTYPE)
     assert kv_block_bytes(config, layers, DTYPE) == kv.block_bytes
-    keys, values = kv.layer(SlotId(0), 2)
-    assert keys.nbytes + values.nbytes == 2 * kv.block_bytes
 
 
 @pytest.mark.parametrize("layers", [LayerRange(0, 4), LayerRange(1, 3)], ids=str)

@@ -8,8 +8,9 @@ and before it the rows of the largest frame, which may have to be written again.
 are dropped as the slot grows, so such a slot can be rewound by at most `REWIND_ROWS` rows.
 
 A layer with a recurrence keeps no positions but its state after the last one (slot_blocks.py), of a
-fixed size: such a slot cannot be rewound but to its beginning, to before rows that were drafts, and
-to one of the two states that were noted last on the way through a prompt.
+fixed size: such a slot cannot be rewound but to its beginning, to one of the two states that were
+noted last on the way through a prompt, and to among drafts, over which the state is computed again
+from one that was kept before them.
 
 A slot that is copied shares whole blocks with its source, where the compiled library computes: it
 finds rows block by block. Such blocks lie apart and nobody writes to them. A slot that is rewound
@@ -256,8 +257,10 @@ class KvCache:
         )
         return elements * self._stored_dtype.itemsize * BLOCK_POSITIONS
 
-    def ensure(self, slot: SlotId, n_positions: int, n_rows: int = 1) -> None:
+    def ensure(self, slot: SlotId, n_positions: int, n_rows: int = 1, n_drafts: int = 0) -> None:
         """Grow the slot to positions `[0, n_positions)`; the last `n_rows` are to be written.
+
+        With any `n_drafts` no state is noted.
 
         Keeps every position that those rows and later ones can attend to. Where they are the slot's
         first ones, states are reset. Raises CapacityError, without any change, if blocks or the
@@ -279,10 +282,10 @@ class KvCache:
             self._check_room(slot, wanted - held, n_positions)
             self._resize(slot, wanted, n_positions - max(n_rows, REWIND_ROWS))
         for state in self._slots[slot].states.values() if n_positions else ():
-            if begin:
-                state.note_before(n_rows)
-            else:
+            if not begin:
                 state.reset()
+            elif not n_drafts:
+                state.note_before(n_rows)
         if n_positions:
             self._slots[slot].digests.writes(begin, n_positions)
         if self.before_write is not None:
@@ -298,6 +301,8 @@ class KvCache:
         if slot not in self._slots:
             return
         self._rewind_states(slot, n_positions)
+        for state in self._slots[slot].states.values():
+            state.keep_no_drafts()
         digests = self._slots[slot].digests
         if n_positions < digests.end:
             digests.writes(n_positions, n_positions)
@@ -526,7 +531,7 @@ class KvCache:
         if not self._states or (held is None and position == 0):
             return
         ends = {0} if held is None else {state.end for state in held.states.values()}
-        is_known = held is not None and all(state.at(position) for state in held.states.values())
+        is_known = held is not None and all(state.knows(position) for state in held.states.values())
         if not is_known:
             raise CapacityError(
                 f"slot {slot} holds the state after {max(ends)} positions, which cannot be "

@@ -100,7 +100,7 @@ class AdmissionQueue:
         if request.max_tokens < 0:
             raise UsageError(f"max-tokens must be 0 or more, not {request.max_tokens}")
         if request.drafter is not None and not request.n_drafts:
-            check_drafts(has_state=not self.ring.rewinds)
+            check_drafts(rewinds=self.ring.rewinds)
         if n_prompt + min(request.max_tokens, 1) > self.ring.context:
             raise ContextExceededError.of(
                 f"the prompt has {n_prompt} tokens and the context holds {self.ring.context}",
@@ -188,7 +188,7 @@ class AdmissionQueue:
         slot. Where layers keep a state none counts: it will have gone beyond the prefix. To one
         without pictures none counts that waits for its own: that may take minutes.
         """
-        if sequence.request.whole_prompt or not self.ring.rewinds:
+        if sequence.request.whole_prompt or self.ring.state_slots is not None:
             return False
         request = sequence.request
         held = self.kv_blocks.prefix(sequence.tokens, request.adapters, request.pictures)

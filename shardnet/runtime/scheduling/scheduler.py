@@ -361,7 +361,7 @@ class Scheduler:
         if not rows.is_behind:
             slot.n_held = group.position + group.n_rows - len(rows.drafts)
         slot.n_written = max(slot.n_written, group.position + group.n_rows)
-        if self.limits.notes_states:
+        if self.limits.notes_states and not group.n_drafts:
             slot.note_state(group.position, group.n_rows)
         is_whole_chunk = is_alone and group.n_rows == self.limits.chunk_rows
         if is_whole_chunk and slot.n_chunked == group.position and not rows.drafts:

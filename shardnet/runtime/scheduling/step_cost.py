@@ -95,9 +95,6 @@ class StepCost:
 MIXED_ROWS = (8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Choices for the number of prompt rows batched with decode rows."""
 
-MAX_ROWS_IN_FLIGHT = 128
-"""Drafts of one sequence in flight: half the rows by which any slot may be rewound."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
@@ -124,7 +121,7 @@ class RingLimits:
     `room_blocks` is the smallest KV room of its stages, `context` bounds one sequence, `max_slots`
     the sequences that run at once, `max_waiting` those that wait. `window` is the smallest sliding
     window of the model's layers, None where none has one. `state_slots` is the most slots, warm
-    ones included, where layers keep a state, which cannot be rewound; None where none does.
+    ones included, where layers keep a state; None where none does.
     `prefix_seed` stands for the ring where all stages keep prefixes on disk, else it is None. All
     of them share blocks between slots if it `shares_blocks`.
     """
@@ -144,4 +141,4 @@ class RingLimits:
     @property
     def rewinds(self) -> bool:
         """Whether slots can be rewound, so that drafts may be wrong."""
-        return self.state_slots is None
+        return self.state_slots is None or self.limits.notes_states

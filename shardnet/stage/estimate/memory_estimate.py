@@ -23,10 +23,11 @@ from shardnet.model.families.stage_tensors import (
     mtp_tensors,
     shared_tensors,
 )
+from shardnet.slot_operations import MAX_DRAFTS
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import (
     BLOCK_POSITIONS,
-    MAX_STATE_DRAFTS,
+    MAX_ROWS_IN_FLIGHT,
     NOTED_STATES,
     STATE_SLOTS,
     DType,
@@ -248,16 +249,17 @@ def kv_block_bytes(
 def state_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
     """Return the bytes of the states of all slots over the stage's layers.
 
-    Each slot has more that are noted on the way, and where drafts are verified one before each.
+    Each slot has more that are noted on the way. To rewind drafts each has one before the rows of a
+    step, and one slot another before those in flight: drafts fly behind drafts of few sequences.
     """
     if config.outline is not None:
         return STATE_SLOTS * config.outline.slot_bytes(layers)
-    shapes = (config.state(layer) for layer in layers)
-    n_states = 1 + NOTED_STATES + (MAX_STATE_DRAFTS if config.has_mtp else 0)
-    return (
-        STATE_SLOTS
-        * n_states
-        * sum(shape.size_bytes(dtype) for shape in shapes if shape is not None)
+    shapes = [shape for shape in map(config.state, layers) if shape is not None]
+    return sum(
+        STATE_SLOTS * (1 + NOTED_STATES) * shape.size_bytes(dtype)
+        + STATE_SLOTS * shape.rewind_bytes(1 + MAX_DRAFTS, dtype)
+        + shape.rewind_bytes(2 * MAX_ROWS_IN_FLIGHT, dtype)
+        for shape in shapes
     )
 
 

@@ -72,7 +72,7 @@ def test_a_slot_with_a_state_is_continued_from_its_end_only() -> None:
 def test_a_slot_with_a_state_is_continued_from_what_was_noted_on_the_way() -> None:
     book = KvBlockManager(room_blocks=64, state_slots=2)
     slot = warm_slot(book, 700, 700)
-    steps = ((0, 256), (255, 9), (256, 5), (256, 9), (511, 99))
+    steps = ((0, 256), (255, 9), (256, 1), (256, 9), (511, 99))
     for position, n_rows in steps:
         slot.note_state(position, n_rows)
         assert slot.noted == ((256,) if (position, n_rows) in steps[3:] else ())

@@ -75,7 +75,10 @@ async def real_ring(
             context=CONTEXT,
             max_slots=16,
             state_slots=16 if Checkpoint.open(folder).config.has_state else None,
-            limits=StepLimits(exact_rows=min(stage.exact_rows for stage in chain.stages)),
+            limits=StepLimits(
+                exact_rows=min(stage.exact_rows for stage in chain.stages),
+                notes_states=Checkpoint.open(folder).config.notes_states,
+            ),
         )
     )
     vocab_size = chain.stages[0].vocab_size

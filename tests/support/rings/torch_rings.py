@@ -87,13 +87,17 @@ class TorchStages:
         ]
 
     def step(self, position: int, ids: Sequence[int], n_sampled: int, *, slot: int = 0) -> Samples:
-        """Send one group of rows, of the sequence numbered like its slot, through the stages."""
+        """Send one group of rows, of the sequence numbered like its slot, through the stages.
+
+        Sampled rows behind the first are drafts.
+        """
         group = RowGroup(
             sequence_id=SequenceId(slot),
             slot=SlotId(slot),
             position=position,
             n_rows=len(ids),
             n_sampled=n_sampled,
+            n_drafts=max(0, n_sampled - 1),
         )
         batch = MicroBatch(epoch=Epoch(1), step=StepId(1), groups=(group,), token_ids=ids)
         result: Any = None

@@ -142,6 +142,8 @@ INLINE TARGET void NAME(recur_head)(const struct recurrence *call, int64_t head)
     const int64_t n_shared = call->n_heads / call->n_key_heads;
     const int64_t of_key = (call->takes_turns ? head % call->n_key_heads : head / n_shared) * key_size;
     float *state = call->state + head * key_size * size;
+    if (call->before != call->state) /* a head at a time: what is copied is still in the cache when it is read */
+        memcpy(state, call->before + head * key_size * size, (size_t)(key_size * size) * sizeof *state);
     for (int64_t row = 0; row < call->n_rows; row++) {
         float *mixed = call->mixed + row * columns_of(call), *values = mixed + 2 * keys + head * size;
         const float *query = mixed + of_key, *key = query + keys;
