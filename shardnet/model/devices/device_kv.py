@@ -20,8 +20,8 @@ from shardnet.model.cache.slot_blocks import SlotContents
 from shardnet.model.devices.device_states import (
     Cell,
     DeviceState,
-    ReplayRows,
     StateDevice,
+    StateLayer,
     advance,
 )
 from shardnet.model.devices.driver import Array, Buffer, Driver
@@ -53,13 +53,8 @@ class DeviceKvCache(KvCache):
 
     _driver: Driver | None = None
 
-    def compute_on(
-        self,
-        driver: Driver,
-        row_bytes: Mapping[int, int],
-        replays: Mapping[int, ReplayRows],
-    ) -> None:
-        """Keep pages and states on a device from now on: see StateDevice."""
+    def compute_on(self, driver: Driver, layers: Mapping[int, StateLayer]) -> None:
+        """Keep pages on a device from now on, and states: `layers` compute those with numbers."""
         self._driver = driver
         self._held: dict[SlotId, _Held] = {}
         self._free_pages: list[int] = []
@@ -68,7 +63,7 @@ class DeviceKvCache(KvCache):
         """Keys and values of each layer: [pages, KV heads, PAGE, head size] each, values of size 0
         where they are columns of the keys. Where memory ran out some have more pages than others.
         """
-        self.states_on = StateDevice(driver, self._states, row_bytes, replays)
+        self.states_on = StateDevice(driver, self._states, layers)
 
     @property
     def shares(self) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -40,6 +39,7 @@ from shardnet.model.devices.device_recurrence import (
     DeviceConvolution,
     DeviceRecurrence,
 )
+from shardnet.model.devices.device_states import StateLayer
 from shardnet.model.devices.driver import (
     Array,
     Buffer,
@@ -287,11 +287,9 @@ class DeviceLayers:
         self._recorded: dict[Hashable, _Recorded] = {}
         self._n_latent_heads = 0
         self._temperature: Temperature | None = None
-        self._with_states: dict[int, DeviceRecurrence | DeviceConvolution] = {}
+        self._with_states: dict[int, StateLayer] = {}
         self._sublayers = list(self._uploaded(layers))
-        row_bytes = {index: own.row_bytes for index, own in self._with_states.items()}
-        replays = {n: partial(own.replay, n) for n, own in self._with_states.items()}
-        kv.compute_on(device.driver, row_bytes, replays)
+        kv.compute_on(device.driver, self._with_states)
 
     def _uploaded(self, layers: Sequence[Layer]) -> Iterator[_Sublayer]:
         for index, layer in enumerate(layers):

@@ -157,7 +157,6 @@ class DeviceRecurrence:
         widths = [product.shape[0] for product in self._projections]
         self._kept = _KeptRows(on, widths)
         self.row_bytes = 4 * self._kept.width
-        """Of a row's inputs that are kept."""
         self._output = make(own.out_proj)
         self._numbers, self._has_norm = put(_numbers(own)), own.parameters.norm_weight is not None
         self._eps = np.float32(own.parameters.norm_eps)
@@ -212,10 +211,10 @@ class DeviceRecurrence:
         )
 
     def replay(
-        self, index: int, cells: Sequence[Cell], n_rows: int, before: int, after: int
+        self, index: int, inputs: Sequence[Cell], n_rows: int, before: int, after: int
     ) -> None:
-        """Compute a state of layer `index` again: see ReplayRows."""
-        rows, runs = self._kept.bring(index, cells, n_rows, (before, after))
+        """See StateLayer."""
+        rows, runs = self._kept.bring(index, inputs, n_rows, (before, after))
         outputs = self._scratch.of("recurred", 4 * n_rows * self._config.value_width)
         given = rows, rows, self._numbers, self._places_kept, runs, self._states_of(index)
         self._recur([*given, outputs], n_rows, (self._kept.width,) * 2)
@@ -244,7 +243,6 @@ class DeviceConvolution:
         self._n_taps, self._width = own.taps.shape
         self._kept = _KeptRows(on, [self._projection.shape[0]])
         self.row_bytes = 4 * self._kept.width
-        """Of a row's inputs that are kept."""
         self._taps = put(own.taps.numpy())
         self._bias = None if own.bias is None else put(own.bias.numpy())
 
@@ -268,8 +266,8 @@ class DeviceConvolution:
         return convolved
 
     def replay(
-        self, index: int, cells: Sequence[Cell], n_rows: int, before: int, after: int
+        self, index: int, inputs: Sequence[Cell], n_rows: int, before: int, after: int
     ) -> None:
-        """Compute a state of layer `index` again: see ReplayRows."""
-        rows, runs = self._kept.bring(index, cells, n_rows, (before, after))
+        """See StateLayer."""
+        rows, runs = self._kept.bring(index, inputs, n_rows, (before, after))
         self._convolve(rows, runs, index, n_rows)

@@ -9,9 +9,9 @@ to the host. Must not know layers, nor what is computed with states.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import torch
@@ -29,9 +29,20 @@ NO_CELL = 0xFFFFFFFF
 INPUT_ROWS: Final = 8
 """Rows whose inputs are in one cell."""
 
-ReplayRows = Callable[[Sequence["Cell"], int, int, int], None]
-"""Computes the state of a layer again: from the inputs in cells, so many rows of them, and from the
-cell with the state before to the one with that after them."""
+
+class StateLayer(Protocol):
+    """What computes states of a layer on a device."""
+
+    row_bytes: int
+    """Of a row's inputs that are kept."""
+
+    def replay(
+        self, index: int, inputs: Sequence[Cell], n_rows: int, before: int, after: int
+    ) -> None:
+        """Compute a state of layer `index` again, over so many rows whose inputs are in cells.
+
+        It is in the cell `before`, and put to the cell `after`.
+        """
 
 
 class Cells:
@@ -214,7 +225,8 @@ class DeviceState(SlotState):
         key = begin, n_rows
         cell = self.again[key] = self.again.get(key) or self._on.cells.take()
         first = NO_CELL if before is None else before.number
-        self._on.replays[self._layer](inputs, n_rows, first, cell.number)
+        layer = self._on.layers[self._layer]
+        layer.replay(self._layer, inputs, n_rows, first, cell.number)
         if isinstance(target, DeviceState):
             target.cell, target._tensors = cell, None
         else:
@@ -230,16 +242,14 @@ class StateDevice:
         self,
         driver: Driver,
         shapes: Mapping[int, StateShape],
-        row_bytes: Mapping[int, int],
-        replays: Mapping[int, ReplayRows],
+        layers: Mapping[int, StateLayer],
     ) -> None:
-        """Take the layers that keep a state, the bytes of a row's inputs in those of which kernels
-        compute it, and how they do so again.
-        """
-        self.shapes, self.replays = shapes, replays
+        """Take the shapes of states by layer, and what computes those that have numbers."""
+        self.shapes, self.layers = shapes, layers
         sizes = {layer: shape.size_bytes(DType.FLOAT32) for layer, shape in shapes.items()}
         self.cells = Cells(driver, sizes)
-        self.inputs = Cells(driver, {n: INPUT_ROWS * size for n, size in row_bytes.items()})
+        sizes = {index: INPUT_ROWS * layer.row_bytes for index, layer in layers.items()}
+        self.inputs = Cells(driver, sizes)
 
 
 def cell_of(states: Sequence[SlotState], on: StateDevice) -> Cell | None:
@@ -293,7 +303,7 @@ def advance(
         state.cell, state._tensors, state.again = cell, None, again
         if not inputs:
             state.count(n_rows)
-        elif state._layer in on.replays:
+        elif state._layer in on.layers:
             state.count(n_rows, partial(state.replay, inputs, begin))
         else:
             state.count(n_rows, _count_alone)
