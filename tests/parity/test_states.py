@@ -191,6 +191,26 @@ def test_the_next_turn_goes_on_behind_drafts(stages: TorchStages) -> None:
 
 
 @pytest.mark.usefixtures("drafts_always_pay")
+@pytest.mark.parametrize("most", [1, 3])
+def test_a_request_that_is_given_up_amid_flights_leaves_what_was_answered(
+    stages: TorchStages, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one goes on from it, whichever rows were in flight."""
+    monkeypatch.setattr(AdaptiveDrafter, "_most_frames", 9)
+    monkeypatch.setattr(AdaptiveDrafter, "_pays_behind", lambda *_: True)
+    [plain] = run(stages, ASKED[0])
+    turn = request([*ASKED[0].prompt, *tokens_of(plain)], 6, SamplingParams(n_logprobs=2))
+    [cold] = run(stages, turn)
+    kept = []
+    for n_events in range(6, 16):
+        asked = drafted(ASKED[0], plain, 100, most)
+        events = run(stages, asked, turn, at_once=False, most_events=[n_events])
+        assert said(events[1]) == said(cold)
+        kept.append(n_kept(events[1]))
+    assert max(kept) > len(ASKED[0].prompt)
+
+
+@pytest.mark.usefixtures("drafts_always_pay")
 def test_it_may_be_a_draft_model(folder: Path, stages: TorchStages) -> None:
     """Greedy texts are drafted without an error, by the same model; others part from its own."""
     vocab_size, memory_bytes = stages.vocab_size, 1 << 30

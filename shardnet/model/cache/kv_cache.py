@@ -300,7 +300,8 @@ class KvCache:
         """
         if slot not in self._slots:
             return
-        self._rewind_states(slot, n_positions)
+        with suppress(CapacityError):
+            self._rewind_states(slot, n_positions)
         for state in self._slots[slot].states.values():
             state.keep_no_drafts()
         digests = self._slots[slot].digests

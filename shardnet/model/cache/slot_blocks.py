@@ -90,10 +90,12 @@ class SlotState:
         all of them is kept, in the memory that this one had, so that nothing is copied. Where
         drafts go behind drafts a second one is, until all before it are known to be right.
         """
+        if not (n_drafts or self.kept):
+            return self
         n_certain = self.end + n_rows - n_drafts
         if n_certain >= self.end:
             self._keep_none()
-        while len(self.kept) > 1 and self.kept[1].end <= n_certain:
+        while len(self.kept) > 1 and self.kept[1].end < n_certain:  # the row before is not answered
             self._spare = self.kept.pop(0)._memory
         if self.kept:
             self.inputs = [rows for rows in self.inputs if rows.end > self.kept[0].end]

@@ -155,7 +155,7 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
         for span in step.spans:
             state, n_rows = step.kv.state(span.slot, index), span.end - span.start
             before = state.keep_before(n_rows, span.n_drafts)
-            for held in (state, before):
+            for held in (state,) if before is state else (state, before):
                 self._check_state(held, hidden)
             rows = self._kept_rows(hidden, n_rows) if state.kept else ()
             self._states.append((state, n_rows, rows))

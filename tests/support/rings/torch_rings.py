@@ -177,12 +177,22 @@ def run(
     room_blocks: int = 64,
     at_once: bool = True,
     prefixes: Prefixes | None = None,
+    most_events: Sequence[int] = (),
 ) -> list[list[RequestEvent]]:
-    """Run requests over memory links, all at once or one by one; return the events of each."""
+    """Run requests over memory links, all at once or one by one; return the events of each.
+
+    The first ones are given up behind their `most_events`.
+    """
+    most = dict(zip(map(id, requests), most_events, strict=False))
 
     async def events_of(engine: Any, wanted: GenerationRequest) -> list[RequestEvent]:
+        found: list[RequestEvent] = []
         async with aclosing(engine.generate(wanted)) as events:
-            return [event async for event in events]
+            async for event in events:
+                found.append(event)
+                if len(found) == most.get(id(wanted)):
+                    break
+        return found
 
     async def main() -> list[list[RequestEvent]]:
         scheduler = Scheduler(
