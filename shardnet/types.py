@@ -78,8 +78,8 @@ MAX_STORED_BLOCKS = 3500
 
 BLOCK_KEY_BYTES = 16
 
-MAX_STATE_DRAFTS = 4
-"""Most drafts of a step where layers keep a state: there is a copy of it for each of them then."""
+MAX_ROWS_IN_FLIGHT = 128
+"""Drafts of one sequence in flight: half the rows by which any slot may be rewound."""
 LIVE_STATES = 2
 """States that a running sequence takes: its own, and while drafts are verified that before them."""
 LEAST_STATES = 24
@@ -394,7 +394,8 @@ class RowGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive rows of one sequence in a micro-batch.
 
     `position` is the position of the first row, `n_sampled` how many of the last rows the tail
-    samples.
+    samples. The last `n_drafts` positions up to the last row may be rejected yet: those of drafts
+    among the rows, and of drafts in flight before them.
     """
 
     sequence_id: SequenceId
@@ -402,6 +403,7 @@ class RowGroup(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     n_rows: int
     n_sampled: int
+    n_drafts: int = 0
 
 
 _N_ROWS = attrgetter("n_rows")

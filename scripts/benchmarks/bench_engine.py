@@ -28,7 +28,12 @@ from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.requests import Speculation
 from shardnet.runtime.scheduling.drafting import NgramDrafts
 from shardnet.runtime.scheduling.scheduler import Scheduler
-from shardnet.runtime.scheduling.sequences import Outcome, SendStep, SequenceRequest
+from shardnet.runtime.scheduling.sequences import (
+    Outcome,
+    SendStep,
+    SequenceRequest,
+    TokenSampled,
+)
 from shardnet.runtime.scheduling.step_cost import RingLimits, StepLimits
 from shardnet.runtime.stage.executor import Executor
 from shardnet.tokenizers.tokenizer import Tokenizer
@@ -326,6 +331,43 @@ async def speculation(bench: Bench) -> dict[str, Any]:
     return report
 
 
+async def hybrid_drafts(bench: Bench) -> dict[str, Any]:
+    """Look-up on an editing task by a hybrid, and by a dense model, each against itself without.
+
+    Both have the widths of Qwen3.5-4B, 8 layers. The text is forced, all else is real; what the
+    models themselves would say at each place is compared with what they would without drafts.
+    """
+    hybrid = replace(SHAPES["Qwen3.5-4B"], n_layers=8)
+    dense = replace(hybrid, name="Qwen3.5-4B-dense", architecture="qwen3", rotated=0, more={})
+    folder = Path(tempfile.gettempdir()) / "shardnet-bench-shapes"
+    folder.mkdir(exist_ok=True)
+    tokenizer = Tokenizer.load(DEFAULT_MODEL_PATH)
+    parts = (TEXTS / "edit.txt").read_text(encoding="utf-8").partition(PROMPT_MARK)
+    prompt, said = (tokenizer.encode(part, bos="off") for part in (parts[0], parts[2]))
+    tokenizer.close()
+    report = {}
+    for shape in (hybrid, dense):
+        file = write_shape(shape, folder / f"{shape.name}-{shape.n_layers}.gguf")
+        streams: dict[bool, list[Stream]] = {False: [], True: []}
+        choices: list[dict[int, int]] = []
+        async with open_ring(file, 1, bench.threads) as engine:
+            forcing = Forcing(engine._scheduler, [*prompt, *said])
+            engine._scheduler = forcing  # type: ignore[assignment]
+            for _ in range(bench.rounds):
+                for drafts, some in streams.items():
+                    forcing.own = {}
+                    asked = request(prompt, len(said), speculation=LOOK_UP if drafts else None)
+                    some.append(await follow(engine, asked))
+                    choices.append(forcing.own)
+                    engine.drop_warm()
+            engine._scheduler = forcing._real
+        row = _spec_row(streams[False], streams[True])
+        plain = statistics.median(stream.tok_s for stream in streams[False])
+        same = all(own == choices[0] for own in choices)
+        report[shape.architecture] = row | {"plain_tok_s": round(plain, 2), "same_choices": same}
+    return report
+
+
 LOOK_UP = Speculation(make_draft_source=lambda wake: NgramDrafts())
 
 
@@ -358,23 +400,32 @@ def _spec_row(plain: Sequence[Stream], guessed: Sequence[Stream]) -> dict[str, f
 
 
 class Forcing:
-    """A scheduler whose sampled tokens are replaced by those of `script`, by position."""
+    """A scheduler whose sampled tokens are replaced by those of `script`, by position.
+
+    `own` are those that were sampled behind the text, by the position that they are behind.
+    """
 
     def __init__(self, real: Scheduler, script: Sequence[int]) -> None:
         self._real = real
         self._script = script
+        self.own: dict[int, int] = {}
 
     def on_tokens(self, step: StepId, token_ids: Sequence[int]) -> list[Outcome]:
         """Take what the script says in the place of `token_ids`."""
         last = len(self._script) - 1
-        forced = [
-            self._script[min(position + 1, last)]
+        positions = [
+            position
             for group, _, _ in self._real._steps[step]
             for position in range(
                 group.position + group.n_rows - group.n_sampled, group.position + group.n_rows
             )
         ]
-        return self._real.on_tokens(step, forced)
+        forced = [self._script[min(position + 1, last)] for position in positions]
+        outcomes = self._real.on_tokens(step, forced)
+        for each in outcomes:
+            if isinstance(each, TokenSampled):
+                self.own[positions[each.row]] = token_ids[each.row]
+        return outcomes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -420,6 +471,7 @@ EXPERIMENTS: dict[str, Callable[[Bench], Awaitable[dict[str, Any]]]] = {
     "prefill": prefill,
     "second-turn": second_turn,
     "hybrid-turn": hybrid_turn,
+    "hybrid-drafts": hybrid_drafts,
     "shared-prefix": shared_prefix,
     "speculation": speculation,
     "deterministic": deterministic,

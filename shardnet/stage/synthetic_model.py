@@ -35,6 +35,7 @@ from shardnet.sampling_params import SamplingParams
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,
+    draft_bytes,
     head_weight_bytes,
     kv_block_bytes,
     layer_weight_bytes,
@@ -139,6 +140,7 @@ def synthetic_bytes(sample: ModelConfig, form: WeightForm, kv_dtype: KvDType = K
         + activation_peak_bytes(sample, whole, PREFILL_CHUNK_ROWS, dtype, CONTEXT, kv_dtype)
         + CONTEXT // BLOCK_POSITIONS * kv_block_bytes(sample, whole, dtype, kv_dtype)
         + LEAST_STATES * state_bytes(sample, whole, dtype)
+        + draft_bytes(sample, whole, dtype)
         + packing
     )
 

@@ -170,10 +170,12 @@ def _states(chain: StageChain, before: Any) -> list[torch.Tensor]:
     [stage] = chain.stages
     kv, found, slots = stage.kv, [], [stage_chain.SlotId(n) for n in range(4)]
 
-    def run(step: int, *groups: tuple[int, int, list[int]], n_sampled: int = 1) -> None:
+    def run(step: int, *groups: tuple[int, int, list[int]], n_drafts: int = 0) -> None:
         before(step)
         rows = [
-            stage_chain.Rows(slot=slot, position=position, ids=ids, n_sampled=n_sampled)
+            stage_chain.Rows(
+                slot=slot, position=position, ids=ids, n_sampled=len(ids), n_drafts=n_drafts
+            )
             for slot, position, ids in groups
         ]
         found.append(stage.forward(stage_chain.batch_of(rows), None))
@@ -184,10 +186,16 @@ def _states(chain: StageChain, before: Any) -> list[torch.Tensor]:
     run(1, (1, 260, prompt[260:280]), (2, 0, prompt[:3]))
     kv.copy(slots[1], slots[3], 260, StateId(0))
     run(2, (3, 260, prompt[:9]), (1, 280, [5]))
-    n_rejected = 2 if "qwen" in stage.config.family else 0  # convolutions take no drafts
-    run(3, (1, 281, [6, 7, 8]), (2, 3, [4, 5, 6]), n_sampled=1 + n_rejected)
-    end = 284 - n_rejected
-    run(4, (1, end, [9]), (2, 6 - n_rejected // 2, [1]), (3, 269, [2]))
+    run(3, (1, 281, [6, 7, 8]), (2, 3, [4, 5, 6]), n_drafts=2)
+    run(4, (1, 282, [9]), (2, 5, [1]), (3, 269, [2]))
+    flights = [list(range(n, n + 10)) for n in (10, 40, 70, 100)]
+    run(5, (1, 283, flights[0]), (3, 270, [3]), n_drafts=9)
+    for step, n_drafts in ((1, 19), (2, 29), (3, 25)):  # the first rows are known to be right then
+        run(5 + step, (1, 283 + 10 * step, flights[step]), n_drafts=n_drafts)
+    kv.copy(slots[1], slots[2], 310)  # among drafts in flight
+    run(9, (1, 301, [4, 5]), (2, 310, [4, 5]), n_drafts=1)
+    kv.trim(slots[2], 311)
+    run(10, (1, 303, [6]), (2, 311, [6]))
     contents, moved = kv.contents(slots[1]), kv.new_contents(2)
     for layer, state in contents.states.items():
         flat = torch.empty(state.n_bytes, dtype=torch.uint8)
@@ -201,9 +209,9 @@ def _states(chain: StageChain, before: Any) -> list[torch.Tensor]:
         moved.values[layer][:, : keys.shape[1]] = values
     kv.free(slots[1])
     kv.adopt(slots[0], moved, 2)
-    for step in range(5, 9):
-        run(step, (0, end + step - 4, [step]), (3, 265 + step, [step]))
-    run(9, (3, 0, prompt[:4]))
+    for step in range(11, 15):
+        run(step, (0, 293 + step, [step]), (3, 260 + step, [step]))
+    run(15, (3, 0, prompt[:4]))
     return found
 
 

@@ -130,19 +130,20 @@ def test_a_hybrid_has_the_bits_of_its_parts(
     assert family_of(theirs)._joined is None
 
     def some(slot: int, position: int, n_rows: int, n_sampled: int = 1) -> Rows:
-        return replace(rows(slot, position, n_rows), n_sampled=n_sampled)
+        given = rows(slot, position, n_rows)
+        return replace(given, n_sampled=n_sampled, n_drafts=n_sampled - 1)
 
     for groups in (
         (some(0, 0, N_PROMPT),),
         (some(0, N_PROMPT, 1), some(1, 0, 7)),
         (some(1, 7, 1), some(0, N_PROMPT + 1, 1)),
-        (some(0, N_PROMPT + 2, 3, n_sampled=3),),  # drafts: states are noted row by row
+        (some(0, N_PROMPT + 2, 3, n_sampled=3),),  # drafts
         (some(0, N_PROMPT + 4, 1),),  # the last of them was rejected
         (some(2, 0, 70),),
         (some(2, 70, 1), some(0, N_PROMPT + 5, 1)),
     ):
         assert torch.equal(ours.step(*groups), theirs.step(*groups))
-    assert joined == [True, True, True, False, True, False, True]
+    assert joined == [True, True, True, True, True, False, True]
 
 
 def test_what_comes_out_lasts_and_what_goes_in_stays(joined: list[bool], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.models.checkpoints import make_decoder
+from support.models.family_cases import CASES
 from support.system.nodes import Machine, NodeProcess, open_machine
 
 from shardnet.api.client import Client, connect
@@ -210,3 +213,57 @@ def test_a_stage_that_spans_two_nodes_says_the_same_and_outlives_one_of_them(
 
     asyncio.run(main())
     dora.kill()
+
+
+def test_a_model_whose_layers_keep_a_state_recovers_amid_drafts(
+    anna: Survivor, tmp_path: Path
+) -> None:
+    """Looked up, made by the model itself on the head, or forced: texts are those without."""
+    config = CASES["qwen3_5_text"] | {"num_hidden_layers": 4}
+    folder = str(make_decoder(tmp_path, "qwen3_5_text", **config))
+    nodes = anna.machine.start_nodes("emil", "fritz")
+    addresses = [anna.node.address, *(node.address for node in nodes)]
+    schema = {"type": "object", "properties": {"a_long_name": {"enum": [17, 71]}}}
+    schema |= {"required": ["a_long_name"], "additionalProperties": False}
+    forced = {"constraint": Constraint(kind="json_schema", text=json.dumps(schema))}
+    drafted: tuple[dict[str, Any], ...] = ({"speculate": "ngram"}, {"speculate": folder}, forced)
+
+    async def said(
+        client: Client, more: dict[str, Any], n_nodes: int, victim: NodeProcess | None = None
+    ) -> GenerationResult:
+        """Ask a ring of the first nodes, of which the victim dies after some tokens."""
+        n_tokens = 0
+        async for event in client.generate(
+            "Once upon a time",
+            SamplingParams(n_logprobs=2),
+            model=ModelChoice(model=folder, nodes=addresses[:n_nodes], context=512),
+            max_tokens=300,
+            ignore_eos="constraint" not in more,
+            **more,
+        ):
+            n_tokens += len(event.token_ids)
+            if event.error is not None:
+                raise event.error
+            if event.result is not None:
+                return event.result
+            if victim is not None and n_tokens > 20:
+                victim.process.kill()
+        raise AssertionError("no result")
+
+    async def main() -> None:
+        async with connect(addresses[0]) as client:
+            n_before = len((await client.activity()).recoveries)
+            plain = [await said(client, more, 1) for more in ({}, {}, forced)]
+            looked_up = await said(client, drafted[0], 1)  # the next one drafts from its text
+            assert looked_up.token_ids == plain[0].token_ids
+            found = [await said(client, drafted[0], 3, nodes[1])]
+            rest = (said(client, drafted[1], 2, nodes[0]), said(client, forced, 2))
+            found += await asyncio.gather(*rest)
+            assert [each.token_ids for each in found] == [each.token_ids for each in plain]
+            assert [each.logprobs for each in found] == [each.logprobs for each in plain]
+            assert all(each.timing.n_accepted for each in found)
+            assert len(await until_over(client, n_before, 2)) == 2
+
+    asyncio.run(main())
+    for node in nodes:
+        node.kill()

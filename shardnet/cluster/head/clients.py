@@ -383,7 +383,7 @@ class Clients:
             message.draft_tokens,
             vocab_size=spec.config.vocab_size,
             context=spec.form.context,
-            has_state=spec.config.has_state,
+            rewinds=spec.config.rewinds,
             has_mtp=spec.form.mtp,
             ignore_unknown_config=message.choice.ignore_unknown_config,
         )

@@ -18,7 +18,6 @@ from shardnet.errors import CheckpointError, UsageError
 from shardnet.runtime.engine.requests import Speculation
 from shardnet.runtime.loading.model_facts import Stamp, find_folder, stamp
 from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, NgramDrafts, check_drafts
-from shardnet.types import MAX_STATE_DRAFTS
 
 if TYPE_CHECKING:  # it imports torch, which a node without a draft model may never need
     from shardnet.runtime.engine.draft_model import DraftModel
@@ -60,16 +59,16 @@ class Drafts:
         *,
         vocab_size: int,
         context: int,
-        has_state: bool,
+        rewinds: bool,
         has_mtp: bool = False,
         ignore_unknown_config: bool = False,
     ) -> Speculation | None:
         """Make the speculation that `how` asks for: off, ngram, mtp or the path of a draft model.
 
         At most `most` tokens are drafted at once; 0 adapts the number to the acceptance rate.
-        `has_state` says whether layers of the model keep a state, `has_mtp` whether the ring's tail
-        can draft, `ignore_unknown_config` whether unknown
-        keys of a draft model's config are ignored. Raises UsageError if `most` is
+        `rewinds` says whether the model's slots can be rewound, `has_mtp` whether the ring's tail
+        can draft, `ignore_unknown_config` whether unknown keys of a draft model's config are
+        ignored. Raises UsageError if `most` is
         above 31 and where slots cannot be rewound, and what loading a draft model raises.
         """
         if most > MAX_DRAFT_TOKENS:
@@ -83,14 +82,13 @@ class Drafts:
                     "tokens",
                     remedy="ask again with --mtp, which makes another one",
                 )
-            limit = MAX_STATE_DRAFTS if has_state else MAX_DRAFT_TOKENS
             return Speculation(
                 make_draft_source=None,
-                most=min(most or MAX_DRAFT_TOKENS, limit),
-                most_by_ring=min(most or MOST_BY_MTP, limit),
+                most=most or MAX_DRAFT_TOKENS,
+                most_by_ring=most or MOST_BY_MTP,
             )
         most = most or MAX_DRAFT_TOKENS
-        check_drafts(has_state=has_state)
+        check_drafts(rewinds=rewinds)
         if how == NGRAM:
             if vocab_size != self._texts_vocab_size:  # what was said may be no tokens of this model
                 self._texts = deque(maxlen=_MOST_TEXTS)

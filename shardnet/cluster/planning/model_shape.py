@@ -16,6 +16,7 @@ from shardnet.runtime.loading.loading import cut_of
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,
+    draft_bytes,
     embedding_weight_bytes,
     every_stage_bytes,
     kv_block_bytes,
@@ -177,7 +178,10 @@ def _quantized_sizes(
         head_bytes=tail_weight_bytes(config, form),
         tied_bytes=shared_weight_bytes(config, form),
         kv_block_bytes=max(kv_block_bytes(plain, n, form.kv, kv_dtype) for n in each_layer),
-        state_bytes=LEAST_STATES * max(state_bytes(config, n, dtype) for n in each_layer),
+        state_bytes=max(
+            LEAST_STATES * state_bytes(config, n, dtype) + draft_bytes(config, n, dtype)
+            for n in each_layer
+        ),
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),
     )

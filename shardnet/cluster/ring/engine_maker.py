@@ -144,6 +144,7 @@ class EngineMaker:
             room_states=(
                 min(stage.room_states for stage in ready) if self.spec.config.has_state else None
             ),
+            rewinds=self.spec.config.rewinds,
             prefix_seed=prefixes.seed if prefixes else None,
             shares_blocks=all(stage.shares_blocks for stage in ready),
         )

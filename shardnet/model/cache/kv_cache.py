@@ -8,7 +8,8 @@ and before it the rows of the largest frame, which may have to be written again.
 are dropped as the slot grows, so such a slot can be rewound by at most `REWIND_ROWS` rows.
 
 A layer with a recurrence keeps no positions but its state after the last one (slot_blocks.py), of a
-fixed size: such a slot cannot be rewound but to its beginning, and to before rows that were drafts.
+fixed size: such a slot cannot be rewound but to its beginning, and to among drafts, over which the
+state is computed again from one before them.
 
 What a position needs of these layers, states and the rows of windows before it, is copied where the
 head says so, and kept apart from all slots: any slot goes on from there.
@@ -325,7 +326,10 @@ class KvCache:
         """
         if slot not in self._slots:
             return
-        self._rewind_states(slot, n_positions)
+        with suppress(CapacityError):
+            self._rewind_states(slot, n_positions)
+        for state in self._slots[slot].states.values():
+            state.keep_no_drafts()
         digests = self._slots[slot].digests
         if n_positions < digests.end:
             digests.writes(n_positions, n_positions)
@@ -646,7 +650,7 @@ class KvCache:
         if not self._states or (held is None and position == 0):
             return
         ends = {0} if held is None else {state.end for state in held.states.values()}
-        is_known = held is not None and all(state.at(position) for state in held.states.values())
+        is_known = held is not None and all(state.knows(position) for state in held.states.values())
         if not is_known:
             raise CapacityError(
                 f"slot {slot} holds the state after {max(ends)} positions, which cannot be "

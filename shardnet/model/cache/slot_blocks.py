@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,20 +15,36 @@ from shardnet.model.config.model_config import StateShape
 from shardnet.model.kernels.codec import to_bytes
 from shardnet.types import BLOCK_POSITIONS, settled_blocks
 
+Replay = Callable[["SlotState", "SlotState", int], None]
+"""Computes the first rows of a step again, so many, to the same bits: from the state before them to
+the memory of another, which may be the same. The `end` of neither is read or written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowInputs:
+    """What the recurrence of one layer was given for rows at positions `[begin, end)`."""
+
+    begin: int
+    end: int
+    replay: Replay
+
 
 @dataclass(slots=True, kw_only=True)
 class SlotState:
     """The state of one layer after the first `end` positions of a slot. Written in place.
 
     `recent` holds the last inputs of a convolution, the oldest first, `recurrent` a matrix for each
-    head. Both are zeros before the first position. The only ways back are to before it, and to the
-    `earlier` states that were noted, those before each row that may be rejected.
+    head. Both are zeros before the first position. The only ways back are to before it, and to
+    among the rows that may be rejected: from one of at most two states `kept` before them, over the
+    `inputs` of the rows behind it.
     """
 
     recent: Tensor  # [positions, columns], compute dtype
     recurrent: Tensor  # [heads, columns of a key, columns of a value], float32
     end: int = 0
-    earlier: list[SlotState] = field(default_factory=list)
+    kept: list[SlotState] = field(default_factory=list)
+    inputs: list[RowInputs] = field(default_factory=list)
+    _spare: Tensor | None = None  # like `recurrent`
 
     @classmethod
     def empty(cls, shape: StateShape, dtype: torch.dtype, device: torch.device) -> SlotState:
@@ -66,29 +82,115 @@ class SlotState:
         recent, recurrent = self.recent.to(device), self.recurrent.to(device)
         return SlotState(recent=recent, recurrent=recurrent, end=self.end)
 
-    def note(self) -> None:
-        """Note the state as it is now, to be rewound to."""
-        self.earlier.append(self.clone())
+    def keep_before(self, n_rows: int, n_drafts: int) -> SlotState:
+        """Return the state to compute the next rows from; what follows is written to this one.
+
+        The last `n_drafts` positions up to the last of these rows may be rejected: one state before
+        all of them is kept, in the memory that this one had, so that nothing is copied. Where
+        drafts go behind drafts a second one is, until all before it are known to be right.
+        """
+        if not (n_drafts or self.kept):
+            return self
+        n_certain = self.end + n_rows - n_drafts
+        if n_certain >= self.end:
+            self._keep_none()
+        while len(self.kept) > 1 and self.kept[1].end < n_certain:  # the row before is not answered
+            self._spare = self.kept.pop(0)._memory
+        if self.kept:
+            self.inputs = [rows for rows in self.inputs if rows.end > self.kept[0].end]
+        if n_drafts and len(self.kept) < 2 and self.at_end is self:
+            self.kept.append(self._give())
+        return self.at_end
+
+    def count(self, n_rows: int, replay: Replay | None = None) -> None:
+        """Note that so many rows were computed; behind a kept state `replay` does so again."""
+        if replay is not None:
+            end = self.end + n_rows
+            self.inputs.append(RowInputs(begin=self.end, end=end, replay=replay))
+        self.end += n_rows
+
+    @property
+    def at_end(self) -> SlotState:
+        """The state after `end` positions: the one kept there until rows behind it are computed."""
+        return self.kept[-1] if self.kept and self.kept[-1].end == self.end else self
+
+    def knows(self, n_positions: int) -> bool:
+        """Say whether the state after `n_positions` is known, or can be computed again."""
+        return n_positions == self.end or self._base(n_positions) is not None
 
     def at(self, n_positions: int) -> SlotState | None:
         """Return the state after `n_positions`, None if it is not known."""
-        known = (state for state in (self, *self.earlier) if state.end == n_positions)
-        return next(known, None)
+        base = self.at_end if n_positions == self.end else self._base(n_positions)
+        if base is None or base.end == n_positions:
+            return base
+        made = base.clone()
+        self._replay(base, made, n_positions)
+        return made
 
     def rewind(self, n_positions: int) -> None:
-        """Become the state after `n_positions`, if it is known, and forget those of drafts."""
-        found = self.at(n_positions)
-        if found is not None:
-            self.recent, self.recurrent, self.end = found.recent, found.recurrent, found.end
-        self.earlier.clear()
+        """Become the state after `n_positions`, if it is known. What was behind them is wrong."""
+        base = None if n_positions == self.end else self._base(n_positions)
+        if base is not None:
+            if base.end == n_positions:
+                self._take(base)
+                self.kept = [state for state in self.kept if state is not base]
+            else:
+                self._replay(base, self, n_positions)
+            self._keep_none()
+
+    def _base(self, n_positions: int) -> SlotState | None:
+        """Return the last known state from which that after fewer positions follows."""
+        known = [state for state in self.kept if state.end <= n_positions < self.end]
+        return known[-1] if known else None
+
+    @torch.inference_mode()
+    def _replay(self, base: SlotState, target: SlotState, n_positions: int) -> None:
+        source = base
+        for rows in self.inputs:
+            if base.end <= rows.begin < n_positions:
+                rows.replay(source, target, min(n_positions, rows.end) - rows.begin)
+                source = target
+        target.end = n_positions
+
+    def keep_no_drafts(self) -> None:
+        """Forget what drafts could be rewound by, and give its memory back."""
+        self._keep_none()
+        self._spare = None
+
+    def _keep_none(self) -> None:
+        if self.kept and self.at_end is not self:  # rows behind it were never computed
+            self._take(self.kept.pop())
+        if self.kept:
+            self._spare = self.kept[-1]._memory
+        self.kept.clear()
+        self.inputs.clear()
+
+    def _give(self) -> SlotState:
+        """Give the state's memory to another, and have memory to be written."""
+        given = SlotState(recent=self.recent, recurrent=self.recurrent, end=self.end)
+        spare, self._spare = self._spare, None
+        self.recent = torch.empty_like(self.recent)
+        self.recurrent = torch.empty_like(self.recurrent) if spare is None else spare
+        return given
+
+    @property
+    def _memory(self) -> Tensor | None:
+        """Memory for another state, when this one is not needed any more."""
+        return self.recurrent
+
+    def _take(self, other: SlotState) -> None:
+        """Become what another state is, in its memory."""
+        self._spare = self._memory
+        self.recent, self.recurrent, self.end = other.recent, other.recurrent, other.end
 
     def clone(self) -> SlotState:
-        """Copy the state, without what was noted, to memory of its own."""
-        return SlotState(recent=self.recent.clone(), recurrent=self.recurrent.clone(), end=self.end)
+        """Copy the state, without those before drafts, to memory of its own."""
+        own = self.at_end
+        return SlotState(recent=own.recent.clone(), recurrent=own.recurrent.clone(), end=own.end)
 
     def reset(self) -> None:
         """Return to before the first position."""
-        self.earlier.clear()
+        self.keep_no_drafts()
         if self.end:
             self.recent.zero_()
             self.recurrent.zero_()

@@ -165,16 +165,23 @@ class StateShape:
 
     `recent` [positions, columns] are the last inputs of a convolution, in the compute dtype;
     `recurrent` [heads, columns of a key, columns of a value] is a matrix for each head, in float32.
-    With `is_beside_kv` the layer has keys and values too.
+    With `is_beside_kv` the layer has keys and values too. A position changes the state by the
+    columns of `recent` and `n_small` numbers in float32.
     """
 
     recent: tuple[int, int]
     recurrent: tuple[int, int, int]
     is_beside_kv: bool = False
+    n_small: int = 0
 
     def size_bytes(self, dtype: DType) -> int:
         """Return the bytes of one slot's state in a layer that computes in `dtype`."""
         return math.prod(self.recent) * dtype.size_bytes + 4 * math.prod(self.recurrent)
+
+    def input_bytes(self, n_rows: int, dtype: DType) -> int:
+        """Return the bytes of what so many rows change a state by."""
+        row = self.recent[1] * dtype.size_bytes + 4 * self.n_small
+        return math.prod(self.recent) * dtype.size_bytes + n_rows * row
 
 
 NOTHING = StateShape(recent=(0, 0), recurrent=(0, 0, 0))
@@ -239,6 +246,7 @@ class DeltaNet:
             recent=(self.n_taps - 1, self.mixed_width),
             recurrent=(self.n_value_heads, self.key_size, self.value_size),
             is_beside_kv=self.is_beside_attention,
+            n_small=self.n_value_heads + self.n_decays,
         )
 
 
@@ -458,11 +466,16 @@ class ModelConfig:
 
     @property
     def has_state(self) -> bool:
-        """Whether layers keep a state that cannot be rewound."""
+        """Whether layers keep a state, which is not rewound as positions are."""
         if self.outline is not None:
             return self.outline.has_state
         has_own = self.delta_net is not None or self.short_conv is not None
         return has_own or bool(self.mixerless_layers)
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether slots can be rewound to before drafts that were rejected."""
+        return not self.has_state or self.outline is None
 
     @property
     def has_movable_slots(self) -> bool:

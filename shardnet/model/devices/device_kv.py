@@ -7,7 +7,7 @@ their contents works as on a CPU: copies, moves, prefixes on disk. Must not know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Self
 
@@ -17,7 +17,13 @@ import torch
 from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.slot_blocks import SlotContents
-from shardnet.model.devices.device_states import Cell, Cells, DeviceState, advance
+from shardnet.model.devices.device_states import (
+    Cell,
+    DeviceState,
+    StateDevice,
+    StateLayer,
+    advance,
+)
 from shardnet.model.devices.driver import Array, Buffer, Driver
 from shardnet.model.layers.attention import Span
 from shardnet.types import BLOCK_POSITIONS, SlotId, StateId, blocks_for
@@ -47,8 +53,8 @@ class DeviceKvCache(KvCache):
 
     _driver: Driver | None = None
 
-    def compute_on(self, driver: Driver) -> None:
-        """Keep pages on a device from now on."""
+    def compute_on(self, driver: Driver, layers: Mapping[int, StateLayer]) -> None:
+        """Keep pages on a device from now on, and states: `layers` compute those with numbers."""
         self._driver = driver
         self._held: dict[SlotId, _Held] = {}
         self._free_pages: list[int] = []
@@ -57,7 +63,7 @@ class DeviceKvCache(KvCache):
         """Keys and values of each layer: [pages, KV heads, PAGE, head size] each, values of size 0
         where they are columns of the keys. Where memory ran out some have more pages than others.
         """
-        self.cells = Cells(driver, self._states)
+        self.states_on = StateDevice(driver, self._states, layers)
 
     @property
     def shares(self) -> bool:
@@ -65,9 +71,10 @@ class DeviceKvCache(KvCache):
         return self._driver is None and super().shares
 
     @property
-    def n_made(self) -> tuple[int, int, int]:
+    def n_made(self) -> tuple[int, ...]:
         """Pages, moved layers and cells: with the same numbers all are where they were."""
-        return self._n_pages, self._n_moved, self.cells.n
+        on = self.states_on
+        return self._n_pages, self._n_moved, on.cells.n, on.inputs.n
 
     def pages_of(self, layer: int) -> tuple[Buffer, Buffer]:
         """Return the keys and values of a layer; valid until the next `bring`."""
@@ -77,12 +84,13 @@ class DeviceKvCache(KvCache):
         """Have the device hold all that comes before the rows of a step, which it then writes.
 
         Returns for each row its position and where its slot's pages begin, uint32 [T, 2], these
-        pages' numbers, and where states of each row are: `runs` of text/states.h, uint32 [T, 4].
+        pages' numbers, and where states of each row are, and its inputs are to be kept: `runs` and
+        `places` of text/states.h, uint32 [T, 5].
         Raises CapacityError if the device has no memory left.
         """
         places: list[tuple[int, int]] = []
         pages: list[int] = []
-        runs = np.zeros((spans[-1].end, 4), np.uint32)
+        runs = np.zeros((spans[-1].end, 5), np.uint32)
         sources: list[Cell | None] = []  # held, so that no slot writes what another one reads
         for span in spans:
             held = self._held.setdefault(span.slot, _Held())
@@ -96,7 +104,7 @@ class DeviceKvCache(KvCache):
             states = self._device_states(span.slot)
             if states:
                 rows = span.position, end
-                part, before = advance(states, self.cells, rows, span.n_drafts)
+                part, before = advance(states, self.states_on, rows, span.n_drafts)
                 runs[span.start : span.end, 2:] = part
                 sources.append(before)
         return np.array(places, np.uint32), np.array(pages, np.uint32), runs
@@ -106,7 +114,7 @@ class DeviceKvCache(KvCache):
         states = self._slots[slot].states
         for layer, state in states.items():
             if not isinstance(state, DeviceState):
-                states[layer] = DeviceState.of(state, self.cells, layer)
+                states[layer] = DeviceState.of(state, self.states_on, layer)
         return [state for state in states.values() if isinstance(state, DeviceState)]
 
     def give_back(self, spans: Sequence[Span]) -> None:

@@ -39,6 +39,7 @@ from shardnet.model.devices.device_recurrence import (
     DeviceConvolution,
     DeviceRecurrence,
 )
+from shardnet.model.devices.device_states import StateLayer
 from shardnet.model.devices.driver import (
     Array,
     Buffer,
@@ -286,8 +287,9 @@ class DeviceLayers:
         self._recorded: dict[Hashable, _Recorded] = {}
         self._n_latent_heads = 0
         self._temperature: Temperature | None = None
+        self._with_states: dict[int, StateLayer] = {}
         self._sublayers = list(self._uploaded(layers))
-        kv.compute_on(device.driver)
+        kv.compute_on(device.driver, self._with_states)
 
     def _uploaded(self, layers: Sequence[Layer]) -> Iterator[_Sublayer]:
         for index, layer in enumerate(layers):
@@ -298,14 +300,14 @@ class DeviceLayers:
                     index=index,
                     is_last=sublayer is both[-1],
                     around=_Around.of(self._device, sublayer.residual),
-                    own=self._own_of(sublayer),
+                    own=self._own_of(sublayer, index),
                 )
 
     def _own_of(
-        self, sublayer: AttentionSublayer | ExpertsSublayer | MlpSublayer
+        self, sublayer: AttentionSublayer | ExpertsSublayer | MlpSublayer, index: int
     ) -> Mixer | _Dense | DeviceExperts:
         if isinstance(sublayer, AttentionSublayer):
-            return self._mixer_of(sublayer.self_attn)
+            return self._mixer_of(sublayer.self_attn, index)
         device, own = self._device, sublayer.mlp
         if isinstance(own, SparseMlp):
             return DeviceExperts(
@@ -319,11 +321,11 @@ class DeviceLayers:
         assert gating is not None
         return _Dense(scratch=device.scratch, first=first, down=down, gating=gating)
 
-    def _mixer_of(self, own: Attention) -> Mixer:
+    def _mixer_of(self, own: Attention, index: int) -> Mixer:
         device = self._device
         if isinstance(own, BothMixers):
             assert isinstance(own.self_attn, SelfAttention)
-            mixers = self._mixer_of(own.recurrence), self._mixer_of(own.self_attn)
+            mixers = self._mixer_of(own.recurrence, index), self._mixer_of(own.self_attn, index)
             return self._both(*mixers, own.self_attn.o_proj.shape[0])
         on = MixerDevice(
             driver=device.driver,
@@ -334,12 +336,15 @@ class DeviceLayers:
             scratch=device.scratch,
             launch=self._launch,
             pages_of=self._kv.pages_of,
-            states_of=self._states_of,
+            states_of=lambda index: self._kv.states_on.cells.buffers[index],
+            inputs_of=lambda index: self._kv.states_on.inputs.buffers[index],
         )
         if isinstance(own, GatedDeltaNet):
-            return DeviceRecurrence(own, on)
+            self._with_states[index] = recurrence = DeviceRecurrence(own, on)
+            return recurrence
         if isinstance(own, ShortConvolution):
-            return DeviceConvolution(own, on)
+            self._with_states[index] = convolution = DeviceConvolution(own, on)
+            return convolution
         if isinstance(own, LatentAttention):
             latents = DeviceLatents(own, on)
             self._n_latent_heads, self._temperature = latents.n_heads, own.temperature
@@ -360,9 +365,6 @@ class DeviceLayers:
             self._launch("add_and_norm", (step.n_rows, 1), buffers, *numbers)
 
         return mix
-
-    def _states_of(self, index: int) -> Buffer:
-        return self._kv.cells.buffers[index]
 
     def _product(self, linear: Linear) -> DeviceProduct:
         factors: Array | None = None
@@ -404,15 +406,17 @@ class DeviceLayers:
             growth = growth_at(self._temperature, step.positions).numpy()
         at = np.column_stack((places, growth.view(np.uint32)))
         n_blocks = blocks_within(int(places[:, 0].max()))
+        keeps = any(span.n_drafts for span in step.spans) and bool(self._with_states)
         brought = StepBuffers(
             n_rows=n_rows,
             n_blocks=n_blocks,
             at=(device.put_in("places", at), device.put_in("pages", pages)),
-            runs=device.put_in("runs", runs),
+            runs=device.put_in("runs", runs[:, :4]),
             tables=[tables[n] for n in of_layers],
             heads=visits_of_heads(n_rows, self._n_latent_heads, device.put_in)
             if self._n_latent_heads
             else None,
+            kept=device.put_in("kept", runs[:, 4]) if keeps else None,
         )
 
         def launch_all() -> None:
@@ -425,7 +429,7 @@ class DeviceLayers:
                 sublayer(self._input(sublayer.around, rows), inner, brought)
                 self._between(sublayer.around, following, rows, hidden.shape, rounds=rounded)
 
-        self._launch_or_replay(n_rows, (n_rows, n_blocks, rounds, of_layers), launch_all)
+        self._launch_or_replay(n_rows, (n_rows, n_blocks, rounds, keeps, of_layers), launch_all)
         out = torch.empty_like(hidden)
         device.driver.download(rows, out.numpy())
         return out

@@ -8,13 +8,14 @@ Axes in shape comments: T rows of the micro-batch, E hidden size, C columns of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
 
+from shardnet.model.devices.device_states import INPUT_ROWS, Cell
 from shardnet.model.devices.driver import THREADS, Array, Buffer
 from shardnet.model.devices.mixer_device import BEFORE, MixerDevice, StepBuffers
 from shardnet.model.kernels.linear import Linear
@@ -23,7 +24,7 @@ from shardnet.model.layers.short_conv import ShortConvolution
 
 STATE_PARTS: Final = ("vectors", "reals", "states")
 """Of the text."""
-STATE_NAMES: Final = ("recur", "convolve")
+STATE_NAMES: Final = ("recur", "convolve", "keep_rows")
 _MOST: Final = 256
 """Columns of a head's keys, and of its values, that a group of threads holds."""
 
@@ -105,6 +106,45 @@ def _projections(own: GatedDeltaNet) -> list[Linear]:
     return [own.project.qkvz_proj, own.project.ba_proj]
 
 
+class _KeptRows:
+    """Columns of rows that are kept in a layer, to compute its state again: see StateDevice."""
+
+    def __init__(self, on: MixerDevice, widths: Sequence[int]) -> None:
+        """Keep what so many projections give."""
+        self._on, self._widths, self.width = on, widths, sum(widths)
+
+    def keep(self, made: Sequence[Buffer], index: int, step: StepBuffers) -> None:
+        """Keep what projections gave in layer `index`, of rows that are to be."""
+        first = 0
+        for given, width in zip(made, self._widths, strict=True) if step.kept is not None else ():
+            self._on.launch(
+                "keep_rows",
+                (-(-width // THREADS), step.n_rows),
+                [given, step.kept, self._on.inputs_of(index)],
+                *(width, self.width, first),
+            )
+            first += width
+
+    def bring(
+        self, index: int, cells: Sequence[Cell], n_rows: int, states: tuple[int, int]
+    ) -> tuple[Buffer, Buffer]:
+        """Put rows one behind the other, and return them and `runs` of them: see text/states.h.
+
+        They are those of one slot: `states` are the cells with the state before and after them.
+        """
+        on, each = self._on, 4 * self.width
+        rows = on.scratch.of("rows again", n_rows * each)
+        for place, cell in enumerate(cells[: -(-n_rows // INPUT_ROWS)]):
+            begin = place * INPUT_ROWS
+            n_bytes = min(INPUT_ROWS, n_rows - begin) * each
+            at = cell.number * INPUT_ROWS * each, begin * each
+            on.driver.copy(on.inputs_of(index), rows, n_bytes, at)
+        runs = np.array([(0, n_rows, *states)] * n_rows, np.uint32)
+        places = on.scratch.of("runs again", runs.nbytes)
+        on.driver.upload(places, runs)
+        return rows, places
+
+
 class DeviceRecurrence:
     """A gated DeltaNet or Mamba-2 of one layer, of which `why_no_recurrence` says nothing."""
 
@@ -114,6 +154,9 @@ class DeviceRecurrence:
         self._config, self._scratch, self._launch = own.config, on.scratch, on.launch
         self._states_of = on.states_of
         self._projections = [make(linear) for linear in _projections(own)]
+        widths = [product.shape[0] for product in self._projections]
+        self._kept = _KeptRows(on, widths)
+        self.row_bytes = 4 * self._kept.width
         self._output = make(own.out_proj)
         self._numbers, self._has_norm = put(_numbers(own)), own.parameters.norm_weight is not None
         self._eps = np.float32(own.parameters.norm_eps)
@@ -122,6 +165,9 @@ class DeviceRecurrence:
         begins = places.queries, places.keys, places.values, places.gate
         others = places.key_stride, places.value_stride, places.write, places.decay
         self._places = put(np.array([*begins, *others], np.uint32))
+        behind = widths[0] if len(widths) > 1 else 0
+        others = *others[:2], others[2] + behind, others[3] + behind
+        self._places_kept = put(np.array([*begins, *others], np.uint32))
         self._small_share = places.small_share
         norm = own.group_norm
         self._norm = None if norm is None else put(norm.weight.float().numpy())
@@ -135,19 +181,11 @@ class DeviceRecurrence:
         for name, linear in zip(("projected", "small"), self._projections, strict=False):
             made.append(of(name, 4 * n_rows * linear.shape[0]))
             linear(rows, n_rows, made[-1])
+        self._kept.keep(made, index, step)
         outputs = of("recurred", 4 * n_rows * own.value_width)
-        self._launch(
-            "recur",
-            (own.n_value_heads, n_rows),
-            [
-                *(made[0], made[-1], self._numbers, self._places, step.runs),
-                *(self._states_of(index), outputs),
-            ],
-            *(self._projections[0].shape[0], self._projections[-1].shape[0], self._small_share),
-            *(own.n_taps, own.n_key_heads, own.n_value_heads, own.key_size, own.value_size),
-            *(int(own.takes_turns), int(own.is_mamba), int(self._has_norm)),
-            *(self._eps, self._write_scale),
-        )
+        given = made[0], made[-1], self._numbers, self._places, step.runs, self._states_of(index)
+        widths = self._projections[0].shape[0], self._projections[-1].shape[0]
+        self._recur([*given, outputs], n_rows, widths)
         if self._norm is not None:
             n_groups, width = self._norm_shape
             normed = of("normed groups", 4 * n_rows * own.value_width)
@@ -159,6 +197,27 @@ class DeviceRecurrence:
             )
             outputs = normed
         self._output(outputs, n_rows, inner)
+
+    def _recur(self, buffers: Sequence[Buffer], n_rows: int, widths: tuple[int, int]) -> None:
+        own = self._config
+        self._launch(
+            "recur",
+            (own.n_value_heads, n_rows),
+            buffers,
+            *(*widths, self._small_share),
+            *(own.n_taps, own.n_key_heads, own.n_value_heads, own.key_size, own.value_size),
+            *(int(own.takes_turns), int(own.is_mamba), int(self._has_norm)),
+            *(self._eps, self._write_scale),
+        )
+
+    def replay(
+        self, index: int, inputs: Sequence[Cell], n_rows: int, before: int, after: int
+    ) -> None:
+        """See StateLayer."""
+        rows, runs = self._kept.bring(index, inputs, n_rows, (before, after))
+        outputs = self._scratch.of("recurred", 4 * n_rows * self._config.value_width)
+        given = rows, rows, self._numbers, self._places_kept, runs, self._states_of(index)
+        self._recur([*given, outputs], n_rows, (self._kept.width,) * 2)
 
 
 def _numbers(own: GatedDeltaNet) -> Array:
@@ -182,20 +241,33 @@ class DeviceConvolution:
         self._scratch, self._launch, self._states_of = on.scratch, on.launch, on.states_of
         self._projection, self._output = on.make(own.in_proj), on.make(own.out_proj)
         self._n_taps, self._width = own.taps.shape
+        self._kept = _KeptRows(on, [self._projection.shape[0]])
+        self.row_bytes = 4 * self._kept.width
         self._taps = put(own.taps.numpy())
         self._bias = None if own.bias is None else put(own.bias.numpy())
 
     def __call__(self, rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
         """Run normalised rows [T, E] through it in layer `index` within the stage: `inner`."""
-        of, n_rows, width = self._scratch.of, step.n_rows, self._width
-        projected = of("projected", 4 * n_rows * self._projection.shape[0])
-        convolved = of("recurred", 4 * n_rows * width)
+        n_rows = step.n_rows
+        projected = self._scratch.of("projected", 4 * n_rows * self._projection.shape[0])
         self._projection(rows, n_rows, projected)
+        self._kept.keep([projected], index, step)
+        self._output(self._convolve(projected, step.runs, index, n_rows), n_rows, inner)
+
+    def _convolve(self, projected: Buffer, runs: Buffer, index: int, n_rows: int) -> Buffer:
+        convolved = self._scratch.of("recurred", 4 * n_rows * self._width)
         bias = self._taps if self._bias is None else self._bias
         self._launch(
             "convolve",
-            (-(-width // THREADS), n_rows),
-            [projected, self._taps, bias, step.runs, self._states_of(index), convolved],
-            *(width, self._n_taps, int(self._bias is not None)),
+            (-(-self._width // THREADS), n_rows),
+            [projected, self._taps, bias, runs, self._states_of(index), convolved],
+            *(self._width, self._n_taps, int(self._bias is not None)),
         )
-        self._output(convolved, n_rows, inner)
+        return convolved
+
+    def replay(
+        self, index: int, inputs: Sequence[Cell], n_rows: int, before: int, after: int
+    ) -> None:
+        """See StateLayer."""
+        rows, runs = self._kept.bring(index, inputs, n_rows, (before, after))
+        self._convolve(rows, runs, index, n_rows)

@@ -28,8 +28,8 @@ class MakeProduct(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerDevice:
     """What a mixer needs of the stage's device: products of linears, buffers with the host's
-    numbers, scratch memory, launches, kernels of its own, and where the keys, values and states of
-    a layer are.
+    numbers, scratch memory, launches, kernels of its own, and where the keys, values, states and
+    kept inputs of a layer are.
     """
 
     driver: Driver
@@ -41,6 +41,7 @@ class MixerDevice:
     launch: Callable[..., None]
     pages_of: Callable[[int], tuple[Buffer, Buffer]]
     states_of: Callable[[int], Buffer]
+    inputs_of: Callable[[int], Buffer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +51,8 @@ class StepBuffers:
     `at` and `runs` are what `DeviceKvCache.bring` returns; behind a row's place stands by how much
     its queries grow, float32. No row attends to more than `n_blocks` blocks of positions. `tables`
     has cosines and sines [T, R] by layer, and their R columns. `heads` says which head each of the
-    T x H rows of heads is, None where nobody asks.
+    T x H rows of heads is, None where nobody asks. `kept` says where the inputs of each row are
+    kept, None where those of none are.
     """
 
     n_rows: int
@@ -59,3 +61,4 @@ class StepBuffers:
     runs: Buffer
     tables: Sequence[tuple[Buffer, Buffer, int]]
     heads: Visits | None
+    kept: Buffer | None = None

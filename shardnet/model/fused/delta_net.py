@@ -1,8 +1,7 @@
 """A gated DeltaNet's sub-layer in one call of the compiled library.
 
 Knows the struct of the call and the layout of its buffers. Must not know the other sub-layers:
-fused/layers.py chooses among them. Steps with drafts, whose states are noted row by row, go as
-layers/gated_delta.py says.
+fused/layers.py chooses among them.
 
 Axes in shape comments: T rows of the micro-batch, E hidden size.
 """
@@ -10,6 +9,7 @@ Axes in shape comments: T rows of the micro-batch, E hidden size.
 from __future__ import annotations
 
 import ctypes
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,6 +24,11 @@ from shardnet.model.layers.decoder_layer import AttentionSublayer
 from shardnet.model.layers.gated_delta import GatedDeltaNet, Projections
 from shardnet.model.layers.rotary import Rotary
 
+RowTensors = tuple[Tensor, Tensor, Tensor] | tuple[()]
+"""Inputs of the recurrence: columns [B + T, C], writes and decays [T, H]."""
+_NOWHERE: Final = (torch.empty(0),) * 3
+"""In their place: their address is 0."""
+
 
 class DeltaSpanStruct(ctypes.Structure):
     """`struct delta_span` of csrc/delta_net.c."""
@@ -31,6 +36,11 @@ class DeltaSpanStruct(ctypes.Structure):
     _fields_ = (
         ("recent", ctypes.c_void_p),
         ("recurrent", ctypes.c_void_p),
+        ("recent_before", ctypes.c_void_p),
+        ("recurrent_before", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("write", ctypes.c_void_p),
+        ("decay", ctypes.c_void_p),
         ("start", ctypes.c_int64),
         ("end", ctypes.c_int64),
     )
@@ -83,7 +93,7 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
         check_shape("ba_proj", ba, 2 * config.n_value_heads, self.width)
         check_shape("out_proj", output, self.width, config.value_width)
         self._plain = plain
-        self._config = config
+        self._own, self._config = own, config
         self._linears = linears
         self._call = kernels.function("shardnet_delta_net", ctypes.POINTER(DeltaStruct))
         self._arguments = DeltaStruct(
@@ -93,7 +103,7 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
             groups_ba=groups[1],
         )
         self._spans = (DeltaSpanStruct * 0)()
-        self._states: list[tuple[SlotState, int]] = []
+        self._states: list[tuple[SlotState, int, RowTensors]] = []
 
     @classmethod
     def of(cls, sublayer: AttentionSublayer, kernels: NativeKernels) -> NativeDeltaNet | None:
@@ -135,39 +145,54 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
     def bind_step(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> bool:
         """Point the arguments to the states of a step's slots in layer `index`.
 
-        Returns whether the library can run the step: one without drafts. Raises ValueError for
-        states of other memory, or spans of other rows.
+        Returns True: the library can run any step. Raises ValueError for states of other memory, or
+        spans of other rows.
         """
-        if any(span.n_drafts for span in step.spans):
-            return False
         if step.spans[-1].end != len(hidden):
             raise ValueError(f"{len(hidden)} rows are not the {step.spans[-1].end} of the step")
-        own, item = self._config, hidden.itemsize
-        recent_bytes = (own.n_taps - 1) * own.mixed_width * item
-        self._states = [(step.kv.state(s.slot, index), s.end - s.start) for s in step.spans]
-        for state, _ in self._states:
-            check_memory("the rows before", state.recent, recent_bytes, hidden.dtype)
-            n_bytes = 4 * own.key_size * own.value_width
-            check_memory("a state", state.recurrent, n_bytes, torch.float32)
-        self._spans = (DeltaSpanStruct * len(step.spans))(
-            *(
+        self._states = []
+        structs = []
+        for span in step.spans:
+            state, n_rows = step.kv.state(span.slot, index), span.end - span.start
+            before = state.keep_before(n_rows, span.n_drafts)
+            for held in (state,) if before is state else (state, before):
+                self._check_state(held, hidden)
+            rows = self._kept_rows(hidden, n_rows) if state.kept else ()
+            self._states.append((state, n_rows, rows))
+            structs.append(
                 DeltaSpanStruct(
-                    recent=state.recent.data_ptr(),
-                    recurrent=state.recurrent.data_ptr(),
-                    start=span.start,
-                    end=span.end,
+                    state.recent.data_ptr(),
+                    state.recurrent.data_ptr(),
+                    before.recent.data_ptr(),
+                    before.recurrent.data_ptr(),
+                    *(tensor.data_ptr() for tensor in rows or _NOWHERE),
+                    span.start,
+                    span.end,
                 )
-                for span, (state, _) in zip(step.spans, self._states, strict=True)
             )
-        )
+        self._spans = (DeltaSpanStruct * len(structs))(*structs)
         self._arguments.spans = ctypes.addressof(self._spans)
         self._arguments.n_spans = len(step.spans)
         return True
 
+    def _check_state(self, state: SlotState, hidden: Tensor) -> None:
+        own = self._config
+        recent_bytes = (own.n_taps - 1) * own.mixed_width * hidden.itemsize
+        check_memory("the rows before", state.recent, recent_bytes, hidden.dtype)
+        n_bytes = 4 * own.key_size * own.value_width
+        check_memory("a state", state.recurrent, n_bytes, torch.float32)
+
+    def _kept_rows(self, hidden: Tensor, n_rows: int) -> RowTensors:
+        """Make room for the inputs of rows that are kept: see RowInputs."""
+        own = self._config
+        rows = hidden.new_empty(own.n_taps - 1 + n_rows, own.mixed_width)
+        write, decay = torch.empty(2, n_rows, own.n_value_heads)
+        return rows, write, decay
+
     def after_call(self) -> None:
         """Note how far the states of the bound step are."""
-        for state, n_rows in self._states:
-            state.end += n_rows
+        for state, n_rows, rows in self._states:
+            state.count(n_rows, self._own.replay(*rows) if rows else None)
         self._states = []
 
     def scratch_bytes(self, hidden: Tensor) -> int:

@@ -57,6 +57,7 @@ class RecurrenceStruct(ctypes.Structure):
         ("gates_alone", ctypes.c_int32),
         ("by_column", ctypes.c_int32),
         ("decay_floor", ctypes.c_float),
+        ("before", ctypes.c_void_p),
     )
 
 
@@ -143,12 +144,19 @@ class NativeRecurrence:
         return self._arguments
 
     def __call__(
-        self, rows: Tensor, gate: Tensor, write: Tensor, decay: Tensor, state: Tensor
+        self,
+        rows: Tensor,
+        gate: Tensor,
+        write: Tensor,
+        decay: Tensor,
+        before: Tensor,
+        state: Tensor,
     ) -> Tensor:
         """Run rows [B + T, C], of which the last T are new: outputs [T, H x V] in their dtype.
 
-        `gate` is [T, H x V] in the dtype of the rows, `write` is float32 [T, H], `decay` [T, D],
-        and `state`, which is updated, float32 [H, K, V]. Raises ValueError for other memory.
+        `gate` is [T, H x V] in the dtype of the rows, `write` is float32 [T, H], `decay` [T, D].
+        The state `before` and that to be written, which may be the same, are float32 [H, K, V].
+        Raises ValueError for other memory.
         """
         own, arguments = self._config, self._arguments
         rows, gate = rows.contiguous(), gate.contiguous()
@@ -162,13 +170,14 @@ class NativeRecurrence:
             ("decays", decay, own.n_decays),
         ):
             check_memory(what, tensor, 4 * n_rows * n, torch.float32)
-        check_memory("a state", state, 4 * own.key_size * own.value_width, torch.float32)
+        for held in (before, state):
+            check_memory("a state", held, 4 * own.key_size * own.value_width, torch.float32)
         out = rows.new_empty(n_rows, own.value_width)
         arguments.rows = rows.data_ptr()
         arguments.gate = gate.data_ptr()
         arguments.write = write.data_ptr()
         arguments.decay = decay.data_ptr()
-        arguments.state = state.data_ptr()
+        arguments.state, arguments.before = state.data_ptr(), before.data_ptr()
         arguments.mixed = SCRATCH.at_least(n_rows * mixed_bytes(own)).data_ptr()
         arguments.out = out.data_ptr()
         arguments.n_rows = n_rows

@@ -21,7 +21,6 @@ from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.picture_rows import PictureRows
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS
 from shardnet.model.layers.native_attention import AttentionKind, NativeSpans, native_attend
-from shardnet.slot_operations import MAX_DRAFTS
 from shardnet.types import MicroBatch, RowGroup, SlotId
 
 PLAIN = AttentionKind()
@@ -59,8 +58,8 @@ class ChunkMasks:
 class Span(msgspec.Struct, frozen=True, kw_only=True):
     """The rows `[start, end)` of one slot; `position` is the first one's.
 
-    `masks` is None for rows that torch attends one by one. The last `n_drafts` rows may be
-    rejected. Rows that `see_each_other`, of a picture, attend up to the last of them.
+    `masks` is None for rows that torch attends one by one. The last `n_drafts` positions up to the
+    last row may be rejected. Rows that `see_each_other`, of a picture, attend up to the last one.
     """
 
     slot: SlotId
@@ -186,7 +185,7 @@ def step_over(
                     end=end,
                     position=position,
                     masks=masks,
-                    n_drafts=min(max(0, group.n_sampled - 1), MAX_DRAFTS),
+                    n_drafts=max(0, group.n_drafts - (len(positions) - end)),
                     see_each_other=see_each_other,
                 )
             )

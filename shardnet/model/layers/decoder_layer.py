@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from shardnet.model.cache.slot_blocks import SlotState
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.experts import SparseMlp
 from shardnet.model.layers.modules import Attention, GatedMlp, PlainMlp
@@ -140,6 +141,10 @@ class ParallelSublayer:
         return self.residual.add(hidden, attended + inner)
 
 
+def _nothing(source: SlotState, target: SlotState, n_rows: int) -> None:
+    """Compute a state without numbers again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoSublayer:
     """What stands beside a sub-layer that is a whole layer.
@@ -152,7 +157,9 @@ class NoSublayer:
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Return the hidden states."""
         for span in step.spans if self.has_slot else ():
-            step.kv.state(span.slot, index).end += span.end - span.start
+            state, n_rows = step.kv.state(span.slot, index), span.end - span.start
+            state.keep_before(n_rows, span.n_drafts)
+            state.count(n_rows, _nothing if state.kept else None)
         return hidden
 
 

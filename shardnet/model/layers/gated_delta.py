@@ -16,7 +16,6 @@ columns, H value heads, K columns of a key, V of a value, E hidden size.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardnet.model.cache.slot_blocks import Replay, SlotState
 from shardnet.model.config.model_config import Activation, DeltaNet
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear
@@ -175,27 +175,46 @@ class GatedDeltaNet:
         compute = self.native or self._compute
         parts = []
         for span in step.spans:
-            state, first_draft = step.kv.state(span.slot, index), span.end - span.n_drafts
-            ends = [first_draft, *range(first_draft + 1, span.end + 1)]
-            for start, end in itertools.pairwise([span.start, *ends]):
-                if start >= first_draft:
-                    state.note()  # a draft is rejected by going on from here
-                own = slice(start, end)
-                rows = torch.cat((state.recent, projected.mixed[own]))  # [B + T, C]
-                gate = projected.gate[own]
-                parts.append(compute(rows, gate, write[own], decay[own], state.recurrent))
-                state.recent.copy_(rows[end - start :])
-                state.end += end - start
+            state, own = step.kv.state(span.slot, index), slice(span.start, span.end)
+            n_rows = span.end - span.start
+            before = state.keep_before(n_rows, span.n_drafts)
+            rows = torch.cat((before.recent, projected.mixed[own]))  # [B + T, C]
+            inputs = rows, projected.gate[own], write[own], decay[own]
+            parts.append(compute(*inputs, before.recurrent, state.recurrent))
+            state.recent.copy_(rows[n_rows:])
+            kept = (rows, write[own].clone(), decay[own].clone()) if state.kept else None
+            state.count(n_rows, None if kept is None else self.replay(*kept))
         outputs = torch.cat(parts) if len(parts) > 1 else parts[0]
         if self.group_norm is not None:
             n_groups = self.group_norm.weight.shape[0]
             outputs = self.group_norm(outputs.view(len(outputs), n_groups, -1)).flatten(1)
         return self.out_proj(outputs)
 
+    def replay(self, rows: Tensor, write: Tensor, decay: Tensor) -> Replay:
+        """Return what computes a state over rows [B + T, C] again."""
+        compute = self.native or self._compute
+
+        def replay(source: SlotState, target: SlotState, n_rows: int) -> None:
+            n_before = len(target.recent)
+            gate = rows.new_zeros(n_rows, self.config.value_width)  # of outputs: nobody asks
+            own = rows[: n_before + n_rows], gate, write[:n_rows], decay[:n_rows]
+            compute(*own, source.recurrent, target.recurrent)
+            target.recent.copy_(rows[n_rows : n_before + n_rows])
+
+        return replay
+
     def _compute(
-        self, rows: Tensor, gate: Tensor, write: Tensor, decay: Tensor, state: Tensor
+        self,
+        rows: Tensor,
+        gate: Tensor,
+        write: Tensor,
+        decay: Tensor,
+        before: Tensor,
+        state: Tensor,
     ) -> Tensor:
         """Do in torch what NativeRecurrence does."""
+        if before is not state:
+            state.copy_(before)
         own = self.parameters
         opened = _by_row(torch.sigmoid, write) * own.write_scale
         steps = decay + own.decay_bias

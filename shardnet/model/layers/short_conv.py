@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardnet.model.cache.slot_blocks import Replay, SlotState
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.rotary import Rotary
@@ -41,10 +42,12 @@ class ShortConvolution:
         parts = []
         for span in step.spans:
             state = step.kv.state(span.slot, index)
-            rows = torch.cat((state.recent, gated[span.start : span.end]))  # [B + T, E]
+            n_rows = span.end - span.start
+            before = state.keep_before(n_rows, span.n_drafts)
+            rows = torch.cat((before.recent, gated[span.start : span.end]))  # [B + T, E]
             parts.append(self._convolve(rows))
-            state.recent.copy_(rows[len(rows) - len(state.recent) :])
-            state.end += span.end - span.start
+            state.recent.copy_(rows[n_rows:])
+            state.count(n_rows, _replay(rows) if state.kept else None)
         convolved = torch.cat(parts) if len(parts) > 1 else parts[0]
         return self.out_proj(gate_out * convolved)
 
@@ -57,3 +60,12 @@ class ShortConvolution:
         if self.bias is not None:
             total += self.bias
         return total.to(rows.dtype)
+
+
+def _replay(rows: Tensor) -> Replay:
+    """Return what goes over rows [B + T, E] again."""
+
+    def replay(source: SlotState, target: SlotState, n_rows: int) -> None:
+        target.recent.copy_(rows[n_rows : n_rows + len(target.recent)])
+
+    return replay

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.errors import CheckpointError, ShardnetError, UnsupportedModelError
+from shardnet.errors import CheckpointError, ShardnetError
 from shardnet.model.kernels.linear import probe
 from shardnet.runtime.loading.loading import kv_room, set_compute_threads
 from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS
@@ -87,16 +87,18 @@ class DraftModel:
             token = self._next(slot, rows, start)
         drafts = [token]
         while len(drafts) < limit:
-            drafts.append(self._next(slot, drafts[-1:], len(tokens) + len(drafts) - 1))
+            position = len(tokens) + len(drafts) - 1
+            drafts.append(self._next(slot, drafts[-1:], position, n_drafts=len(drafts)))
         return drafts
 
-    def _next(self, slot: SlotId, rows: Sequence[int], position: int) -> int:
+    def _next(self, slot: SlotId, rows: Sequence[int], position: int, n_drafts: int = 0) -> int:
         group = RowGroup(
             sequence_id=SequenceId(slot),
             slot=slot,
             position=position,
             n_rows=len(rows),
             n_sampled=1,
+            n_drafts=n_drafts,
         )
         self.n_steps += 1
         batch = MicroBatch(epoch=Epoch(0), step=StepId(0), groups=(group,), token_ids=tuple(rows))
@@ -183,8 +185,9 @@ def load_draft_model(
     """Load the whole model at `path` into at most `memory_bytes`, its KV cache included.
 
     Runs on a loading thread. `vocab_size` is the ring's. Raises CheckpointError for a model of
-    another vocabulary, UnsupportedModelError for one that cannot be rewound, and for unknown keys
-    of its config unless `ignore_unknown_config`, CapacityError when it does not fit.
+    another vocabulary, UsageError for one that is computed by modules of transformers,
+    UnsupportedModelError for unknown keys of its config unless `ignore_unknown_config`,
+    CapacityError when it does not fit.
     """
     checkpoint = Checkpoint.open(path, ignore_unknown_config=ignore_unknown_config)
     config = checkpoint.config
@@ -193,12 +196,6 @@ def load_draft_model(
             f"--speculate {path}: the draft model has {config.vocab_size} token ids, the model of "
             f"the ring {vocab_size}",
             remedy="name a smaller model of the same family",
-        )
-    if config.has_state:
-        raise UnsupportedModelError(
-            f"--speculate {path}: its layers keep a state that cannot be rewound when drafts are "
-            "rejected, so it cannot draft",
-            remedy="name a draft model with attention in every layer",
         )
     layers = LayerRange(0, config.n_layers)
     kind = torch.device(device)

@@ -142,7 +142,7 @@ class AdmissionQueue:
         if request.max_tokens < 0:
             raise UsageError(f"max-tokens must be 0 or more, not {request.max_tokens}")
         if request.drafter is not None and not request.n_drafts:
-            check_drafts(has_state=not self.ring.rewinds)
+            check_drafts(rewinds=self.ring.rewinds)
         if n_prompt + min(request.max_tokens, 1) > self.ring.context:
             raise ContextExceededError.of(
                 f"the prompt has {n_prompt} tokens and the context holds {self.ring.context}",

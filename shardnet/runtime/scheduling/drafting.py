@@ -47,13 +47,13 @@ _FLIGHT_SPARE: Final = 2.0
 that wait."""
 
 
-def check_drafts(*, has_state: bool) -> None:
-    """Raise UsageError where layers keep a state: memory to rewind it was planned for MTP alone."""
-    if has_state:
+def check_drafts(*, rewinds: bool) -> None:
+    """Raise UsageError where layers keep a state in modules of transformers."""
+    if not rewinds:
         raise UsageError(
-            "--speculate: layers of this model keep a state that cannot be rewound when drafts are "
-            "rejected",
-            remedy="leave --speculate off, or choose mtp where the checkpoint has its layer",
+            "--speculate: this model is computed by modules of transformers, which keep a state "
+            "that cannot be rewound when drafts are rejected",
+            remedy="leave --speculate off",
         )
 
 

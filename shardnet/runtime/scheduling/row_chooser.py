@@ -16,9 +16,9 @@ import msgspec
 from shardnet.constraints import MAX_STEP_MASK_BYTES, RowMask, TokenMask
 from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
 from shardnet.runtime.scheduling.sequences import LiveSequence
-from shardnet.runtime.scheduling.step_cost import MAX_ROWS_IN_FLIGHT, StepLimits
+from shardnet.runtime.scheduling.step_cost import StepLimits
 from shardnet.slot_operations import whole_before
-from shardnet.types import BLOCK_POSITIONS, RowGroup
+from shardnet.types import BLOCK_POSITIONS, MAX_ROWS_IN_FLIGHT, RowGroup
 
 _MAY_TRAVEL: Final = attrgetter("may_travel")
 _IS_DETERMINISTIC: Final = attrgetter("request.deterministic")
@@ -208,6 +208,7 @@ class RowChooser:
             position=sequence.n_sent,
             n_rows=rows.n_rows,
             n_sampled=min(1 + len(rows.drafts), rows.n_rows) if makes_token else 0,
+            n_drafts=len(sequence.ahead) + len(rows.drafts),
         )
 
 

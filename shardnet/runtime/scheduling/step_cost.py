@@ -95,9 +95,6 @@ class StepCost:
 MIXED_ROWS = (8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Choices for the number of prompt rows batched with decode rows."""
 
-MAX_ROWS_IN_FLIGHT = 128
-"""Drafts of one sequence in flight: half the rows by which any slot may be rewound."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
@@ -122,10 +119,10 @@ class RingLimits:
     `room_blocks` is the smallest KV room of its stages, `context` bounds one sequence, `max_slots`
     the sequences that run at once, `max_waiting` those that wait. `window` is the smallest sliding
     window of the model's layers, None where none has one. `room_states` is the smallest room of
-    its stages for states, which cannot be rewound; None where no layer keeps one. `prefix_seed`
-    stands for the ring where all stages keep prefixes on disk, else it is None. All of them share
-    blocks between slots if it `shares_blocks`, and keep rows of windows, the largest of which is
-    `largest_window`.
+    its stages for states; None where no layer keeps one. Drafts may be wrong where slots can be
+    rewound: it `rewinds`. `prefix_seed` stands for the ring where all stages keep prefixes on disk,
+    else it is None. All of them share blocks between slots if it `shares_blocks`, and keep rows of
+    windows, the largest of which is `largest_window`.
     """
 
     epoch: Epoch
@@ -136,12 +133,8 @@ class RingLimits:
     max_waiting: int = 1024
     window: int | None = None
     room_states: int | None = None
+    rewinds: bool = True
     limits: StepLimits = field(default_factory=StepLimits)
     prefix_seed: bytes | None = None
     shares_blocks: bool = False
     largest_window: int | None = None
-
-    @property
-    def rewinds(self) -> bool:
-        """Whether slots can be rewound, so that drafts may be wrong."""
-        return self.room_states is None

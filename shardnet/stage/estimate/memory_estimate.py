@@ -23,9 +23,11 @@ from shardnet.model.families.stage_tensors import (
     mtp_tensors,
     shared_tensors,
 )
+from shardnet.slot_operations import MAX_DRAFTS
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import (
     BLOCK_POSITIONS,
+    MAX_ROWS_IN_FLIGHT,
     DType,
     KvDType,
     LayerRange,
@@ -33,6 +35,9 @@ from shardnet.types import (
 
 N_BUFFERS = 2
 """Streamed layers in memory: one computes, the next is read."""
+
+_DRAFTING_SLOTS = 8
+"""Sequences whose drafts are verified at once: where more run, drafts do not pay."""
 
 _GRAPH_BYTES = 256 << 10
 """Assumed memory of the driver for each graph."""
@@ -256,6 +261,21 @@ def state_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
         if window is not None and config.has_kv(layer):
             n_bytes += window * _kv_position_bytes(config.heads(layer), dtype, KvDType.AUTO)
     return n_bytes
+
+
+def draft_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
+    """Return the bytes, beside states, by which drafts are rewound over the stage's layers.
+
+    They are what the recurrence is given of a step's rows, of some slots, and of the rows of one
+    that has drafts behind drafts in flight, with another state before these.
+    """
+    shapes = [shape for shape in map(config.state, layers) if shape is not None]
+    return sum(
+        _DRAFTING_SLOTS * shape.input_bytes(1 + MAX_DRAFTS, dtype)
+        + shape.input_bytes(2 * MAX_ROWS_IN_FLIGHT, dtype)
+        + shape.size_bytes(dtype)
+        for shape in shapes
+    )
 
 
 def activation_peak_bytes(

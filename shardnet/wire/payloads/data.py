@@ -17,6 +17,7 @@ from msgspec.structs import astuple
 
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
 from shardnet.types import (
+    MAX_ROWS_IN_FLIGHT,
     U32_MAX,
     Epoch,
     MicroBatch,
@@ -32,9 +33,9 @@ from shardnet.wire.messages.extras import MAX_MICROSECONDS, StageTiming
 
 _HEAD: Final = struct.Struct("<HBBII")
 """n_groups, dtype code, n_timings, n_rows, width."""
-_GROUP: Final = struct.Struct("<QIIII")
-"""sequence id, slot, position, n_rows, n_sampled."""
-_ONE_ROW: Final = struct.Struct("<HBBIIQIIIII")
+_GROUP: Final = struct.Struct("<QIIIII")
+"""sequence id, slot, position, n_rows, n_sampled, n_drafts."""
+_ONE_ROW: Final = struct.Struct("<HBBIIQIIIIII")
 """The meta of a step of one row, up to its timings: head, group and token id in one call."""
 _TIMING: Final = struct.Struct("<4Q")
 """The fields of a StageTiming: rank, and microseconds: computing, queued, when it arrived."""
@@ -81,7 +82,8 @@ def data_frame(step: StepData) -> Frame:
     try:
         parts = [_HEAD.pack(len(batch.groups), code, n_timings, len(batch.token_ids), step.width)]
         for g in batch.groups:
-            parts.append(_GROUP.pack(g.sequence_id, g.slot, g.position, g.n_rows, g.n_sampled))
+            numbers = g.position, g.n_rows, g.n_sampled, g.n_drafts
+            parts.append(_GROUP.pack(g.sequence_id, g.slot, *numbers))
         parts.append(_pack_tokens(batch.token_ids))
         parts += starmap(_TIMING.pack, map(astuple, step.timings))
     except struct.error as error:
@@ -172,11 +174,13 @@ def _one_row_frame(step: StepData, code: int) -> Frame | None:
         return None
     if group.position >= U32_MAX or len(step.payload) != step.dtype.row_bytes(step.width):
         return None
+    if group.n_drafts > min(group.position + 1, MAX_ROWS_IN_FLIGHT):
+        return None
     try:
         meta = _ONE_ROW.pack(
             *(1, code, len(step.timings), 1, step.width),
             *(group.sequence_id, group.slot, group.position, 1, group.n_sampled),
-            batch.token_ids[0],
+            *(group.n_drafts, batch.token_ids[0]),
         )
         for timing in step.timings:
             meta += _TIMING.pack(*astuple(timing))
@@ -194,7 +198,7 @@ def _read_one_row(frame: Frame) -> StepData | None:
         return None
     fields = _ONE_ROW.unpack_from(meta)
     n_groups, code, n_timings, n_rows, width = fields[:5]
-    sequence_id, slot, position, rows, n_sampled, token = fields[5:]
+    sequence_id, slot, position, rows, n_sampled, n_drafts, token = fields[5:]
     dtype = DTYPE_OF_CODE.get(code)
     if not n_groups == n_rows == rows == 1 or n_sampled > 1 or dtype is None or not width:
         return None
@@ -202,12 +206,15 @@ def _read_one_row(frame: Frame) -> StepData | None:
         return None
     if len(frame.payload) != dtype.row_bytes(width):
         return None
+    if n_drafts > min(position + 1, MAX_ROWS_IN_FLIGHT):
+        return None
     group = RowGroup(
         sequence_id=SequenceId(sequence_id),
         slot=SlotId(slot),
         position=position,
         n_rows=1,
         n_sampled=n_sampled,
+        n_drafts=n_drafts,
     )
     try:
         timings = _timings(meta[_ONE_ROW.size :]) if n_timings else ()
@@ -241,7 +248,7 @@ def _read_meta(frame: Frame) -> StepData:
     tokens_start = _HEAD.size + n_groups * _GROUP.size
     groups = []
     for unpacked in _GROUP.iter_unpack(meta[_HEAD.size : tokens_start]):
-        sequence_id, slot, position, rows, n_sampled = unpacked
+        sequence_id, slot, position, rows, n_sampled, n_drafts = unpacked
         groups.append(
             RowGroup(
                 sequence_id=SequenceId(sequence_id),
@@ -249,6 +256,7 @@ def _read_meta(frame: Frame) -> StepData:
                 position=position,
                 n_rows=rows,
                 n_sampled=n_sampled,
+                n_drafts=n_drafts,
             )
         )
     batch = MicroBatch(
@@ -294,6 +302,8 @@ def _fault(batch: MicroBatch, dtype: WireDType, width: int, payload_bytes: int) 
             return f"{group.n_sampled} of {group.n_rows} rows cannot be sampled"
         if group.position + group.n_rows > U32_MAX:
             return f"position {group.position} + {group.n_rows} rows is out of range"
+        if group.n_drafts > min(group.position + group.n_rows, MAX_ROWS_IN_FLIGHT):
+            return f"{group.n_drafts} drafts are more than can be in flight"
     if len(slots) != len(batch.groups):
         return "one slot stands in two row groups"
     if len(sequences) != len(batch.groups):

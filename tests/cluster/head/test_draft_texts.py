@@ -14,7 +14,7 @@ SAID = [1, 2, 3, 4, 330, 5]
 async def source(drafts: Drafts, vocab_size: int) -> DraftSource:
     """What drafts for a request to a model of so many token ids."""
     speculation = await drafts.speculation(
-        NGRAM, 0, vocab_size=vocab_size, context=512, has_state=False
+        NGRAM, 0, vocab_size=vocab_size, context=512, rewinds=True
     )
     assert speculation is not None
     assert speculation.make_draft_source is not None

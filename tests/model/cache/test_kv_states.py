@@ -7,6 +7,7 @@ import torch
 
 from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.cache.slot_blocks import SlotState
 from shardnet.model.config.model_config import StateShape
 from shardnet.types import BLOCK_POSITIONS, SlotId, StateId
 
@@ -107,22 +108,74 @@ def test_a_slot_that_rests_has_only_what_was_kept(cache: KvCache) -> None:
     assert cache.state(SLOT, 0).recent.eq(31).all()
 
 
-def test_a_state_is_rewound_to_what_was_noted(cache: KvCache) -> None:
-    """As before drafts, of which the first is right and the second is not."""
+def send(cache: KvCache, position: int, n_rows: int, n_drafts: int) -> SlotState:
+    """Write rows of which the slot's last `n_drafts` positions may be rejected: each counts one."""
+
+    def count(source: SlotState, target: SlotState, n_rows: int) -> None:
+        target.recurrent.copy_(source.recurrent + n_rows)
+        target.recent.fill_(target.recurrent.flatten()[0])
+
+    cache.ensure(SLOT, position + n_rows, n_rows)
+    state = cache.state(SLOT, 0)
+    before = state.keep_before(n_rows, n_drafts)
+    state.recurrent.copy_(before.recurrent + n_rows)
+    state.recent.copy_(before.recent + n_rows)
+    state.count(n_rows, count if state.kept else None)
+    return state
+
+
+def test_a_state_is_rewound_to_any_row_that_may_be_rejected(cache: KvCache) -> None:
+    """Of a step, and of drafts in flight behind it; copies and trimmed slots begin there too."""
     write(cache, SLOT, 0, 10)
-    for position in (10, 11, 12):
-        cache.state(SLOT, 0).note()
-        state = cache.state(SLOT, 0)
-        state.recurrent += 1
-        state.end += 1
-        assert state.end == position + 1
-    cache.copy(SLOT, OTHER, 11)
-    assert cache.state(OTHER, 0).recurrent.eq(11).all()
-    cache.ensure(SLOT, 13, 1)
-    assert (cache.state(SLOT, 0).end, cache.state(SLOT, 0).earlier) == (12, [])
-    assert cache.state(SLOT, 0).recurrent.eq(12).all()
-    with pytest.raises(CapacityError, match="after 12 positions"):
-        cache.ensure(SLOT, 12, 1)
+    for n_right in range(10, 21):
+        send(cache, 10, 5, 4)
+        send(cache, 15, 3, 7)
+        send(cache, 18, 3, 10)
+        cache.copy(SLOT, OTHER, n_right)
+        state = send(cache, n_right, 1, 0)
+        assert (state.end, state.kept, state.inputs) == (n_right + 1, [], [])
+        assert state.recurrent.eq(n_right + 1).all()
+        assert state.recent.eq(n_right + 1).all()
+        assert cache.state(OTHER, 0).recurrent.eq(n_right).all()
+        with pytest.raises(CapacityError, match=f"after {n_right + 1} positions"):
+            cache.ensure(SLOT, n_right + 1, 1)
+        cache.trim(OTHER, n_right)
+        cache.copy(OTHER, SLOT, n_right)
+        send(cache, n_right, 3, 2)
+        cache.trim(SLOT, n_right)
+        assert cache.state(SLOT, 0).recurrent.eq(n_right).all()
+        cache.free(SLOT)
+        write(cache, SLOT, 0, 10)
+
+
+def test_drafts_in_flight_take_the_memory_of_two_states_however_many_are_right(
+    cache: KvCache,
+) -> None:
+    write(cache, SLOT, 0, 10)
+    send(cache, 10, 4, 3)
+    places = set()
+    for position in range(14, 2000, 4):
+        state = send(cache, position, 4, min(position - 10, 40))
+        assert len(state.kept) <= 2
+        assert state.kept[0].end <= position + 4 - 40 or position < 60
+        assert len(state.inputs) <= 22
+        places |= {each.recurrent.data_ptr() for each in (state, *state.kept)}
+    assert len(places) == 3
+    assert cache.state(SLOT, 0).recurrent.eq(state.end).all()
+    cache.ensure(SLOT, state.end - 35, 1)
+    assert state.recurrent.eq(state.end).all()
+
+
+def test_rows_that_were_never_computed_leave_the_state_as_it_was(cache: KvCache) -> None:
+    """As where another layer of the step fails, before this one or behind it."""
+    write(cache, SLOT, 0, 10)
+    state = cache.state(SLOT, 0)
+    for n_drafts in (2, 2, 0):
+        state.keep_before(3, n_drafts)
+        assert state.at(10) is not None
+        cache.copy(SLOT, OTHER, 10)
+        assert cache.state(OTHER, 0).recurrent.eq(10).all()
+    assert state.recurrent.eq(10).all()
 
 
 def test_only_other_layers_have_blocks(cache: KvCache) -> None:

@@ -9,7 +9,6 @@ import torch
 from support.devices import HostOnce, compared
 
 from shardnet.errors import CapacityError
-from shardnet.model.config.model_config import StateShape
 from shardnet.model.devices.device_kv import PAGE, DeviceKvCache
 from shardnet.model.devices.device_states import Cells
 from shardnet.model.devices.driver import Buffer
@@ -58,7 +57,7 @@ def grown(kv: DeviceKvCache, n_pages: int) -> DeviceKvCache:
 
 def cache_on(driver: HostOnce, room_blocks: int, size: int, n_layers: int = 1) -> DeviceKvCache:
     kv = DeviceKvCache(n_layers, 1, size, torch.float32, torch.device("cpu"), room_blocks)
-    kv.compute_on(driver)
+    kv.compute_on(driver, {})
     return kv
 
 
@@ -104,7 +103,7 @@ def test_scratch_and_cells_that_find_no_memory_are_made_later() -> None:
     assert scratch.n_made > n_made  # what was recorded has a buffer that is gone
     driver.n_left = 1
     assert scratch.of("rows", 150).nbytes >= 150
-    cells = Cells(driver, dict.fromkeys(range(2), StateShape(recent=(2, 3), recurrent=(1, 2, 2))))
+    cells = Cells(driver, dict.fromkeys(range(2), 40))
     driver.n_left = 2
     held = [cells.take() for _ in range(4)]
     driver.n_left, before = 1, dict(cells.buffers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -101,8 +102,10 @@ def kv_cache() -> KvCache:
     return KvCache(1, 1, 8, torch.float32, CPU, 16, states=(SIZES.state,))
 
 
-def run(layer: GatedDeltaNet, kv: KvCache, *groups: tuple[int, int, Tensor]) -> Tensor:
-    """Run (slot, position, rows) in one step."""
+def run(
+    layer: GatedDeltaNet, kv: KvCache, *groups: tuple[int, int, Tensor], n_drafts: int = 0
+) -> Tensor:
+    """Run (slot, position, rows) in one step; the last positions of the first slot are drafts."""
     batch = MicroBatch(
         epoch=Epoch(1),
         step=StepId(1),
@@ -113,8 +116,9 @@ def run(layer: GatedDeltaNet, kv: KvCache, *groups: tuple[int, int, Tensor]) -> 
                 position=position,
                 n_rows=len(rows),
                 n_sampled=0,
+                n_drafts=0 if place else n_drafts,
             )
-            for slot, position, rows in groups
+            for place, (slot, position, rows) in enumerate(groups)
         ),
         token_ids=[0] * sum(len(rows) for _, _, rows in groups),
     )
@@ -195,6 +199,34 @@ def test_bits_depend_on_no_other_sequence(layer: GatedDeltaNet) -> None:
     together = torch.cat((first, both[:30]))
     assert torch.equal(together, in_chunks(layer, one, [50]))
     assert torch.equal(both[30:], in_chunks(layer, other, [40]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_were_rejected_leave_no_trace(layer: GatedDeltaNet, dtype: torch.dtype) -> None:
+    """Whatever was sent behind them, and whoever begins with rows among them."""
+    hidden, wrong = (noise(120, sum(WIDTHS), seed=seed).to(dtype) for seed in (20, 21))
+    own = KvCache(1, 1, 8, dtype, CPU, 16, states=(SIZES.state,))
+    expected = run(layer, own, (0, 0, hidden))
+    choice, kv, at = random.Random(1), KvCache(1, 1, 8, dtype, CPU, 16, states=(SIZES.state,)), 30
+    run(layer, kv, (0, 0, hidden[:at]))
+    while at < 90:
+        n_right, n_certain = choice.randrange(1, 12), at + 1
+        rows = torch.cat((hidden[at : at + n_right], wrong[at + n_right :]))  # from `at` on
+        position = at
+        for n_rows in choice.sample(range(1, 8), choice.randrange(1, 5)):
+            sent = rows[position - at : position - at + n_rows]
+            beside = [(2, 0, hidden[:3])] * choice.randrange(2)
+            n_drafts = position + n_rows - max(n_certain, at + 1)
+            found = run(layer, kv, (0, position, sent), *beside, n_drafts=n_drafts)
+            n_same = max(0, min(n_rows, at + n_right - position))
+            assert torch.equal(found[:n_same], expected[position : position + n_same])
+            position += n_rows
+            n_certain = choice.randrange(n_certain, max(n_certain, min(at + n_right, position)) + 1)
+        at = min(at + n_right, position)
+        kv.copy(SlotId(0), SlotId(1), at)
+        assert torch.equal(run(layer, kv, (1, at, hidden[at : at + 9])), expected[at : at + 9])
+        if choice.randrange(2):
+            kv.trim(SlotId(0), at)
 
 
 def test_bfloat16_is_rounded_at_the_ends_only(layer: GatedDeltaNet) -> None:
@@ -286,7 +318,7 @@ def test_rows_in_turn_have_the_bits_of_rows_alone(kind: str, isa: str) -> None:
         try:
             for n in parts:
                 own, end = slice(at, at + n), at + n + sizes.n_taps - 1
-                out = native(rows[at:end], gate[own], write[own], decay[own], state)
+                out = native(rows[at:end], gate[own], write[own], decay[own], state, state)
                 digest.update(out.numpy().tobytes())
                 at += n
         finally:
@@ -303,14 +335,15 @@ def test_memory_of_another_size_is_refused() -> None:
     state = torch.zeros(SIZES.state.recurrent)
     rows, gate = noise(5, SIZES.mixed_width), noise(2, SIZES.value_width)
     small = noise(2, SIZES.n_value_heads)
-    native(rows, gate, small, small, state)
+    native(rows, gate, small, small, state, state)
     for wrong in (
-        (rows[:, 1:], gate, small, small, state),
-        (rows, gate[1:], small, small, state),
-        (rows, gate, small[1:], small, state),
-        (rows, gate, small, small.double(), state),
-        (rows, gate, small, small, state[1:]),
-        (rows[:3], gate[:0], small[:0], small[:0], state),
+        (rows[:, 1:], gate, small, small, state, state),
+        (rows, gate[1:], small, small, state, state),
+        (rows, gate, small[1:], small, state, state),
+        (rows, gate, small, small.double(), state, state),
+        (rows, gate, small, small, state, state[1:]),
+        (rows, gate, small, small, state[1:], state),
+        (rows[:3], gate[:0], small[:0], small[:0], state, state),
     ):
         with pytest.raises(ValueError, match="library"):
             native(*wrong)

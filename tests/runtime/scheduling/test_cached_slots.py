@@ -20,7 +20,6 @@ from shardnet.runtime.scheduling.sequences import SequenceRequest
 from shardnet.runtime.scheduling.step_cost import RingLimits, StepLimits
 from shardnet.types import (
     BLOCK_POSITIONS,
-    MAX_STATE_DRAFTS,
     STORED_PREFIX_POSITIONS,
     Epoch,
     SequenceId,
@@ -106,8 +105,6 @@ class Model:
         drafter = {"drafted": Oracle(errs=3), "exact": Oracle(errs=3, most=2)}.get(
             how, Oracle(errs=7, most=2) if how == "flown" else None
         )
-        if self.keeps_state and drafter is not None:
-            drafter.most = MAX_STATE_DRAFTS
         self.asked[number] = SequenceRequest(
             sequence_id=number,
             prompt=prompt,
@@ -117,7 +114,6 @@ class Model:
             deterministic=how == "exact",
             whole_prompt=how == "whole",
             drafter=drafter,
-            n_drafts=MAX_STATE_DRAFTS if self.keeps_state and drafter else 0,
             n_stored=self._n_stored(prompt),
         )
         self.ring.scheduler.submit(self.asked[number])

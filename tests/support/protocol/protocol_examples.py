@@ -51,7 +51,14 @@ STEP = StepData(
             RowGroup(
                 sequence_id=SequenceId(1), slot=SlotId(0), position=256, n_rows=2, n_sampled=1
             ),
-            RowGroup(sequence_id=SequenceId(9), slot=SlotId(4), position=12, n_rows=1, n_sampled=1),
+            RowGroup(
+                sequence_id=SequenceId(9),
+                slot=SlotId(4),
+                position=12,
+                n_rows=1,
+                n_sampled=1,
+                n_drafts=1,
+            ),
         ),
         token_ids=(5, 6, 31999),
     ),
@@ -60,7 +67,7 @@ STEP = StepData(
     payload=struct.pack("<6f", 0.0, 1.0, -1.0, 0.5, 2.0, -0.25),
     timings=(StageTiming(0, 1500, 20, 70_000),),
 )
-"""Two rows of a prompt's end and one generated row; the tail samples the last of each."""
+"""Two rows of a prompt's end and a draft in flight; the tail samples the last of each."""
 
 INT8_STEP = StepData(
     batch=MicroBatch(

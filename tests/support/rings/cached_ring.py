@@ -17,6 +17,7 @@ from support.rings.toy_ring import HOLE, ToyRing, ToySlot, ToyStage
 
 from shardnet.errors import ShardnetError
 from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.cache.slot_blocks import SlotState
 from shardnet.model.config.model_config import StateShape
 from shardnet.runtime.scheduling.kv_block_manager import block_keys
 from shardnet.runtime.scheduling.sequences import (
@@ -116,7 +117,7 @@ class CachedStage(ToyStage):
         for group in batch.groups:
             end = group.position + group.n_rows
             self.cache.ensure(group.slot, end, group.n_rows)
-            self._write(group.slot, group.position, end, n_drafts=max(0, group.n_sampled - 1))
+            self._write(group.slot, group.position, end, n_drafts=group.n_drafts)
         for group in batch.groups:
             self._compare(group.slot, group.position + group.n_rows)
         return sampled
@@ -170,20 +171,26 @@ class CachedStage(ToyStage):
             assert self.disk.setdefault(key, tokens) == tokens
 
     def _write(self, slot: SlotId, position: int, end: int, n_drafts: int) -> None:
-        """Write rows, and have the state go on, row by row behind the one before the drafts."""
+        """Write rows, and have the state go on from what it is."""
         tokens = self.slots[slot].tokens[:end]
         made = digests(tokens)
         for layer in range(len(self._windows)):
             (keys, _), first = self.cache.own(slot, layer)
             begin = max(position, first)
             keys[0, begin - first : end - first, 0] = torch.tensor(made[begin:end])
-        state = self.cache.state(slot, 2) if self.keeps_state else None
-        for done in range(end - n_drafts, end + 1) if state is not None else ():
-            if state.end >= end - n_drafts:
-                state.note()
-            for part in (state.recurrent, state.recent):
-                part.fill_(digests(tokens[state.end : done], int(part.item()))[-1])
-            state.end = done
+        if not self.keeps_state:
+            return
+        state = self.cache.state(slot, 2)
+
+        def replay(source: SlotState, target: SlotState, n_rows: int) -> None:
+            rows = tokens[position : position + n_rows]
+            for part in ("recurrent", "recent"):
+                before = int(getattr(source, part).item())
+                getattr(target, part).fill_(digests(rows, before)[-1])
+
+        before = state.keep_before(end - position, n_drafts)
+        replay(before, state, end - position)
+        state.count(end - position, replay if state.kept else None)
 
     def _compare(self, slot: SlotId, end: int | None = None) -> None:
         """Check that the next row would find in the cache what the slot must hold."""

@@ -75,6 +75,7 @@ async def real_ring(
             context=CONTEXT,
             max_slots=16,
             room_states=64 if Checkpoint.open(folder).config.has_state else None,
+            rewinds=Checkpoint.open(folder).config.rewinds,
             limits=StepLimits(exact_rows=min(stage.exact_rows for stage in chain.stages)),
         )
     )

@@ -43,12 +43,16 @@ probed = functools.cache(probe)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """One group: the token ids `ids` of `slot` from `position` on; the last `n_sampled` sampled."""
+    """One group: the token ids `ids` of `slot` from `position` on; the last `n_sampled` sampled.
+
+    The last `n_drafts` positions up to the last may be rejected.
+    """
 
     slot: int
     position: int
     ids: Sequence[int]
     n_sampled: int
+    n_drafts: int = 0
 
 
 def batch_of(groups: Sequence[Rows]) -> MicroBatch:
@@ -63,6 +67,7 @@ def batch_of(groups: Sequence[Rows]) -> MicroBatch:
                 position=rows.position,
                 n_rows=len(rows.ids),
                 n_sampled=rows.n_sampled,
+                n_drafts=rows.n_drafts,
             )
             for rows in groups
         ),

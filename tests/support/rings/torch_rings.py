@@ -89,13 +89,17 @@ class TorchStages:
         ]
 
     def step(self, position: int, ids: Sequence[int], n_sampled: int, *, slot: int = 0) -> Samples:
-        """Send one group of rows, of the sequence numbered like its slot, through the stages."""
+        """Send one group of rows, of the sequence numbered like its slot, through the stages.
+
+        Sampled rows behind the first are drafts.
+        """
         group = RowGroup(
             sequence_id=SequenceId(slot),
             slot=SlotId(slot),
             position=position,
             n_rows=len(ids),
             n_sampled=n_sampled,
+            n_drafts=max(0, n_sampled - 1),
         )
         batch = MicroBatch(epoch=Epoch(1), step=StepId(1), groups=(group,), token_ids=ids)
         result: Any = None
@@ -205,8 +209,12 @@ async def run_here(
     room_blocks: int = 64,
     at_once: bool = True,
     prefixes: Prefixes | None = None,
+    most_events: Sequence[int] = (),
 ) -> list[list[RequestEvent]]:
-    """Run requests over memory links, all at once or one by one; return the events of each."""
+    """Run requests over memory links, all at once or one by one; return the events of each.
+
+    The first ones are given up behind their `most_events`.
+    """
     limits = limits_of(stages, chunk_rows=chunk_rows, room_blocks=room_blocks)
     seed = prefixes.seed if prefixes else None
     ring = running_ring(
@@ -216,10 +224,16 @@ async def run_here(
         routing=stages.routing,
         prefixes=prefixes,
     )
+    most = dict(zip(map(id, requests), most_events, strict=False))
 
     async def events_of(engine: Engine, wanted: GenerationRequest) -> list[RequestEvent]:
+        found: list[RequestEvent] = []
         async with aclosing(engine.generate(wanted)) as events:
-            return [event async for event in events]
+            async for event in events:
+                found.append(event)
+                if len(found) == most.get(id(wanted)):
+                    break
+        return found
 
     async with ring as (engine, _):
         if at_once:

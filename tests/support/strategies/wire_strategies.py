@@ -50,6 +50,7 @@ def steps(draw: st.DrawFn) -> StepData:
                 position=draw(st.integers(0, 2**32 - 1 - n_rows)),
                 n_rows=n_rows,
                 n_sampled=draw(st.integers(0, n_rows)),
+                n_drafts=draw(st.sampled_from([0, 0, 1])),
             )
         )
     n_rows = sum(group.n_rows for group in groups)

@@ -70,10 +70,10 @@ def test_the_payload_is_checked_to_the_byte(more: int) -> None:
 
 
 HEAD = struct.Struct("<HBBII")
-GROUP = struct.Struct("<QIIII")
+GROUP = struct.Struct("<QIIIII")
 TIMING = struct.Struct("<4Q")
 GOOD_HEAD = (1, 3, 0, 2, 4)
-GOOD_GROUP = (1, 0, 10, 2, 1)
+GOOD_GROUP = (1, 0, 10, 2, 1, 0)
 
 
 def meta_of(
@@ -92,23 +92,25 @@ def test_the_meta_that_the_cases_below_break_is_good() -> None:
     ("meta", "what"),
     [
         (b"", "the head alone has 12"),
-        (meta_of()[:-1], "need 44"),
-        (meta_of() + b"\0", "need 44"),
-        (meta_of((1, 3, 1, 2, 4)), "1 timings need 76"),
+        (meta_of()[:-1], "need 48"),
+        (meta_of() + b"\0", "need 48"),
+        (meta_of((1, 3, 1, 2, 4)), "1 timings need 80"),
         (meta_of((1, 3, 1, 2, 4)) + TIMING.pack(256, 1, 1, 1), "timing of rank 256"),
         (meta_of((1, 3, 1, 2, 4)) + TIMING.pack(0, 1, 1, 10**15 + 1), "rank 0 is out of range"),
         (meta_of((1, 0, 0, 2, 4)), "dtype code 0"),
         (meta_of((1, 9, 0, 2, 4)), "dtype code 9"),
         (meta_of((0, 3, 0, 0, 4), (), 0), "no row group"),
         (meta_of((1, 3, 0, 3, 4), n_tokens=3), "do not add up to 3 rows"),
-        (meta_of((1, 3, 0, 0, 4), ((1, 0, 0, 0, 0),), 0), "sequence 1 has no row"),
-        (meta_of(groups=((1, 0, 10, 2, 3),)), "3 of 2 rows cannot be sampled"),
-        (meta_of(groups=((1, 0, 2**32 - 1, 2, 1),)), "out of range"),
-        (meta_of((2, 3, 0, 4, 4), (GOOD_GROUP, (2, 0, 10, 2, 1)), 4), "one slot stands in two"),
-        (meta_of((2, 3, 0, 4, 4), (GOOD_GROUP, (1, 1, 10, 2, 1)), 4), "one sequence stands in"),
+        (meta_of((1, 3, 0, 0, 4), ((1, 0, 0, 0, 0, 0),), 0), "sequence 1 has no row"),
+        (meta_of(groups=((1, 0, 10, 2, 3, 0),)), "3 of 2 rows cannot be sampled"),
+        (meta_of(groups=((1, 0, 2**32 - 1, 2, 1, 0),)), "out of range"),
+        (meta_of(groups=((1, 0, 10, 2, 1, 13),)), "13 drafts are more than can be"),
+        (meta_of(groups=((1, 0, 999, 2, 1, 129),)), "129 drafts are more than can be"),
+        (meta_of((2, 3, 0, 4, 4), (GOOD_GROUP, (2, 0, 10, 2, 1, 0)), 4), "one slot stands in two"),
+        (meta_of((2, 3, 0, 4, 4), (GOOD_GROUP, (1, 1, 10, 2, 1, 0)), 4), "one sequence stands in"),
         (meta_of((1, 3, 0, 2, 0)), "width is 0"),
         (meta_of((1, 3, 0, 2, 2**32 - 1)), "need 17179869180"),
-        (meta_of((65535, 3, 0, 2**32 - 1, 4)), "need 17181442"),
+        (meta_of((65535, 3, 0, 2**32 - 1, 4)), "need 171817"),
     ],
 )
 def test_a_malformed_meta_is_the_peers_fault(meta: bytes, what: str) -> None:
@@ -122,6 +124,8 @@ def test_a_malformed_meta_is_the_peers_fault(meta: bytes, what: str) -> None:
         step_of(),
         step_of(group(slot=1), group(sequence_id=2, slot=1)),
         step_of(group(n_sampled=3)),
+        step_of(group(n_drafts=13)),
+        step_of(group(n_rows=1, n_drafts=12)),
         step_of(group(position=-1)),
         step_of(group(sequence_id=2**64)),
         replace(step_of(group()), payload=b""),
@@ -133,20 +137,21 @@ def test_what_a_peer_would_refuse_is_not_sent(step: StepData) -> None:
         data_frame(step)
 
 
-ONE = (1, 0, 10, 1, 1)
+ONE = (1, 0, 10, 1, 1, 0)
 
 
 @pytest.mark.parametrize(
     ("meta", "what"),
     [
-        (meta_of((1, 3, 0, 1, 4), (ONE,), 2), "need 40"),
+        (meta_of((1, 3, 0, 1, 4), (ONE,), 2), "need 44"),
         (meta_of((1, 3, 1, 1, 4), (ONE,), 1) + TIMING.pack(256, 1, 1, 1), "timing of rank 256"),
         (meta_of((1, 9, 0, 1, 4), (ONE,), 1), "dtype code 9"),
         (meta_of((1, 3, 0, 1, 0), (ONE,), 1), "width is 0"),
         (meta_of((1, 3, 0, 1, 5), (ONE,), 1), "1 rows x 5 x bfloat16 need 10"),
-        (meta_of((1, 3, 0, 1, 4), ((1, 0, 10, 1, 2),), 1), "2 of 1 rows cannot be sampled"),
-        (meta_of((1, 3, 0, 1, 4), ((1, 0, 2**32 - 1, 1, 1),), 1), "out of range"),
-        (meta_of((1, 3, 0, 1, 4), ((1, 0, 10, 2, 1),), 1), "do not add up to 1 rows"),
+        (meta_of((1, 3, 0, 1, 4), ((1, 0, 10, 1, 2, 0),), 1), "2 of 1 rows cannot be sampled"),
+        (meta_of((1, 3, 0, 1, 4), ((1, 0, 2**32 - 1, 1, 1, 0),), 1), "out of range"),
+        (meta_of((1, 3, 0, 1, 4), ((1, 0, 10, 2, 1, 0),), 1), "do not add up to 1 rows"),
+        (meta_of((1, 3, 0, 1, 4), ((1, 0, 10, 1, 1, 12),), 1), "12 drafts are more than can be"),
     ],
 )
 def test_a_malformed_step_of_one_row_is_the_peers_fault(meta: bytes, what: str) -> None:

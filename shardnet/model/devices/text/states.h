@@ -215,3 +215,14 @@ KERNEL convolve(GLOBAL const float *projected, GLOBAL const float *taps, GLOBAL 
         }
     }
 }
+
+/* Keeps `width` columns of row GROUP_Y where `places` says, behind `first` others: NO_CELL is nowhere. */
+KERNEL keep_rows(GLOBAL const float *from, GLOBAL const uint32_t *places, GLOBAL float *kept, uint32_t width,
+                 uint32_t kept_width, uint32_t first WHERE) {
+    AWAIT
+    PHASE {
+        const uint32_t column = GROUP_X * THREADS + THREAD, place = places[GROUP_Y];
+        if (column < width && place != NO_CELL)
+            kept[(uint64_t)place * kept_width + first + column] = from[(uint64_t)GROUP_Y * width + column];
+    }
+}

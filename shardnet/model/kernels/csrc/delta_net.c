@@ -6,10 +6,14 @@
 #include "recurrence.h"
 #include "sublayers.h"
 
-/* The rows [start, end) of one slot, and its state in this layer, which is updated. */
+/* The rows [start, end) of one slot, and its state in this layer: that before them, and where that after them goes. */
 struct delta_span {
     void *recent;     /* [n_taps - 1, columns]: the rows before */
     float *recurrent; /* [n_heads, key_size, value_size] */
+    const void *recent_before;
+    const float *recurrent_before;
+    void *rows;           /* as in delta_call, where they are to be kept, else NULL: then these too */
+    float *write, *decay; /* [end - start, n_heads] */
     int64_t start, end;
 };
 
@@ -70,9 +74,9 @@ static void run_span(const struct delta_call *call, const struct delta_span *spa
     struct recurrence own = call->recurrence;
     const int64_t item = call->residual.is_bf16 ? 2 : 4, values = own.n_heads * own.value_size;
     const int64_t bytes = (2 * own.n_key_heads * own.key_size + values) * item, before = (own.n_taps - 1) * bytes;
-    char *rows = call->rows, *gate = (char *)call->gate + span->start * values * item;
+    char *rows = span->rows ? span->rows : call->rows, *gate = (char *)call->gate + span->start * values * item;
     own.n_rows = span->end - span->start;
-    memcpy(rows, span->recent, (size_t)before);
+    memcpy(rows, span->recent_before, (size_t)before);
     for (int64_t row = 0; row < own.n_rows; row++)
         arrange_row(call, span->start + row, rows + before + row * bytes, gate + row * values * item);
     own.rows = rows;
@@ -81,6 +85,12 @@ static void run_span(const struct delta_call *call, const struct delta_span *spa
     own.decay += span->start * own.n_heads;
     own.out = (char *)call->outputs + span->start * values * item;
     own.state = span->recurrent;
+    own.before = span->recurrent_before;
+    if (span->rows) {
+        const size_t small = (size_t)(own.n_rows * own.n_heads) * sizeof *own.write;
+        memcpy(span->write, own.write, small);
+        memcpy(span->decay, own.decay, small);
+    }
     shardnet_recurrence(&own);
     memcpy(span->recent, rows + own.n_rows * bytes, (size_t)before);
 }

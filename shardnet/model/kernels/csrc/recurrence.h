@@ -15,7 +15,7 @@ struct recurrence {
     const float *weight;        /* [value_size], of the output's norm; NULL for none */
     const float *taps_bias;     /* [columns] of the convolution, or NULL */
     const float *skip;          /* [n_heads], of the values in the output: Mamba-2; NULL for a DeltaNet */
-    float *state;               /* [n_heads, key_size, value_size], updated */
+    float *state;               /* [n_heads, key_size, value_size], written */
     float *mixed;               /* scratch [n_rows, columns + 2 * n_heads], + n_heads * key_size if `by_column` */
     void *out;                  /* [n_rows, n_heads, value_size] */
     struct team team;
@@ -27,6 +27,7 @@ struct recurrence {
     int32_t gates_alone; /* outputs are multiplied by the sigmoids of gates, else by the gates too */
     int32_t by_column;   /* each column of a key decays by itself */
     float decay_floor;   /* below 0 logarithms of decays by column are this times a sigmoid; 0: a rate times a softplus */
+    const float *before; /* like `state`: what it is before the rows; may be `state` itself */
 };
 
 void shardnet_recurrence(const struct recurrence *call);

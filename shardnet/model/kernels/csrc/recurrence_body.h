@@ -175,6 +175,8 @@ INLINE TARGET void NAME(recur_head)(const struct recurrence *call, int64_t head,
     const float skip = kind == SCAN ? call->skip[head] : 0;
     float *state = call->state + head * key_size * size;
     _Alignas(64) float near[TILE];
+    if (call->before != call->state) /* a head at a time: what is copied is still in the cache when it is read */
+        memcpy(state, call->before + head * key_size * size, (size_t)(key_size * size) * sizeof *state);
     for (int64_t first = 0; first < call->n_rows; first += ROWS_IN_TURN) {
         const int64_t n_rows = call->n_rows - first < ROWS_IN_TURN ? call->n_rows - first : ROWS_IN_TURN;
         struct position rows[ROWS_IN_TURN];
