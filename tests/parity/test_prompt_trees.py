@@ -320,7 +320,7 @@ class Agents:
 
     async def _between(self) -> None:
         """Let something happen to what is kept."""
-        what = self._draws.choice([*["nothing"] * 5, "restart", "damage", "drop"])
+        what = self._draws.choice([*["nothing"] * 5, "restart", "damage", "damage", "drop"])
         if what == "drop":
             self._ring.engine.drop_warm()
         if what in ("restart", "damage"):
@@ -340,7 +340,7 @@ def damage(disk: Path, draws: random.Random) -> None:
         if draws.random() < 0.8:
             continue
         content = bytearray(file.read_bytes())
-        match draws.choice(["byte", "end", "all"]):
+        match draws.choice([*["byte"] * 4, "end", "all"]):
             case "byte" if content:
                 content[draws.randrange(len(content))] ^= 1 << draws.randrange(8)
                 file.write_bytes(content)
