@@ -276,7 +276,7 @@ def _recurrence_s(native: NativeRecurrence, config: DeltaNet, n_rows: int, n_tim
     write, decay = torch.randn(n_rows, config.n_value_heads), torch.randn(n_rows, config.n_decays)
     return (
         min(
-            _timed(partial(native, rows, gate, write, decay, states[turn % n_states]))
+            _timed(partial(native, rows, gate, write, decay, *[states[turn % n_states]] * 2))
             for turn in range(n_times + 4)
         )
         / n_rows
