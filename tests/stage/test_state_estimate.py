@@ -12,6 +12,7 @@ from support.rings.stage_chain import Rows, StageChain, probed, random_prompt
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.planning.model_shape import model_shape
 from shardnet.errors import CapacityError
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.slot_blocks import RowInputs
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.runtime.loading.loading import MAX_ROOM_POSITIONS, KvRoom, kv_room
@@ -76,14 +77,19 @@ def test_it_is_what_running_sequences_hold(folder: Path, config: ModelConfig) ->
     held = sum(state.recent.nbytes + state.recurrent.nbytes for state in (*states, *others))
     held += sum(bytes_of(rows) for state in states for rows in state.inputs)
     assert all(state._spare is None for state in states)
-    one, drafts = state_bytes(config, layers, DTYPE), draft_bytes(config, layers, DTYPE)
+    dtype = choice.dtype  # float32 where bfloat16 is computed in it
+    one, drafts = state_bytes(config, layers, dtype), draft_bytes(config, layers, dtype)
     most = n_slots * LIVE_STATES * one + drafts
     assert 0.85 * most < held <= most
     kv.keep_state(SlotId(7), 204, StateId(0))
     kv.copy(SlotId(7), SlotId(7), 204, StateId(0))
     kept = [kv.state(SlotId(7), layer) for layer in range(3)]
     assert one == kv.state_bytes == sum(s.recent.nbytes + s.recurrent.nbytes for s in kept)
-    assert kv_block_bytes(config, layers, DTYPE) == kv.block_bytes
+    whole = KvCache(
+        *(4, config.n_kv_heads, config.head_size, torch.bfloat16, torch.device("cpu"), 2),
+        states=[config.state(layer) for layer in layers],
+    )
+    assert kv_block_bytes(config, layers, DTYPE) == whole.block_bytes
 
 
 @pytest.mark.parametrize("layers", [LayerRange(0, 4), LayerRange(1, 3)], ids=str)
