@@ -49,20 +49,12 @@ Told = Sequence[tuple[int, TokenLogprobs | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Layers of one kind, in the smallest model that has them; `form` is the column of `LEAST`.
-
-    Drafts and prefixes on disk are for those that keep no state.
-    """
+    """Layers of one kind, in the smallest model that has them; `form` is the column of `LEAST`."""
 
     family: str
     form: str
     kv_dtype: KvDType = KvDType.AUTO
     config: dict[str, Any]
-
-    @property
-    def keeps_state(self) -> bool:
-        """Whether layers keep a state."""
-        return self.form == "states"
 
 
 L, F, S, C = "linear_attention", "full_attention", "sliding_attention", "conv"
@@ -300,7 +292,7 @@ class Agents:
             stop_ids=frozenset([EOS_ID]),
             deterministic=not is_exact,
         )
-        if self._kind.keeps_state or not is_exact or draws.random() < 0.5:
+        if not is_exact or draws.random() < 0.5:
             return wanted
         answer, seed = await self._scratch.tells(wanted), draws.random()
         drafts = Speculation(
