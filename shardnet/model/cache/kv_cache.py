@@ -352,6 +352,11 @@ class KvCache:
         That is the states of layers, and the rows that their windows reach. Raises CapacityError
         where they are not here, or the machine's memory runs out.
         """
+        if not self.holds(slot, n_positions):  # a step before has failed
+            raise CapacityError(
+                f"slot {slot} does not hold the {n_positions} positions whose state is to be kept",
+                remedy="send the request again",
+            )
         self._check_rewind(slot, n_positions)
         with self._enough_memory(slot, "a copy of its states"):
             states = self._states_after(slot, n_positions)

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.slot_blocks import first_block
-from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, KvDType, SlotId
+from shardnet.types import BLOCK_POSITIONS, REWIND_ROWS, KvDType, SlotId, StateId
 
 CPU = torch.device("cpu")
 WINDOWS = (None, 5, 300)
@@ -164,3 +164,15 @@ def test_a_frame_whose_window_begins_with_a_block_can_be_written_again() -> None
 )
 def test_the_first_block_that_the_row_behind_three_sees(window: int | None, block: int) -> None:
     assert first_block(3, window) == block
+
+
+def test_rows_that_are_not_here_are_kept_with_no_state() -> None:
+    """The head asks for it before it knows that a step has failed."""
+    cache = make_cache()
+    for n_written in (0, 100):
+        if n_written:
+            write(cache, SLOT, 0, torch.ones(n_written))
+        with pytest.raises(CapacityError, match="does not hold the 512 positions"):
+            cache.keep_state(SLOT, 512, StateId(1))
+    with pytest.raises(CapacityError, match="not here any more"):
+        cache.copy(SLOT, OTHER, 100, StateId(1))
