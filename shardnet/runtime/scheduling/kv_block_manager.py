@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from shardnet.slot_operations import AdapterUse, PicturePlace, Pictures, alike_until, whole_before
@@ -451,9 +451,23 @@ class KvBlockManager:
                     worth[kept] = max(worth.get(kept, 0.0), value)
                     before = kept.position
             least = min((kept for kept in worth if kept is not self._wanted), key=worth.__getitem__)
-            for slot in self._slots.values():
-                if least in slot.states:
-                    self._refer(slot, tuple(kept for kept in slot.states if kept is not least))
+            self._forget({least})
+
+    def lose_states(self, slot: Slot) -> bool:
+        """Forget the states that a slot began with, if none of its own rows was answered.
+
+        A stage that had no memory to keep one has said nothing. Returns False for none.
+        """
+        lost = {kept for kept in slot.states if kept.position <= slot.n_kept}
+        if not lost or slot.n_answered > slot.n_kept:
+            return False
+        self._forget(lost)
+        return True
+
+    def _forget(self, states: Set[KeptState]) -> None:
+        for slot in self._slots.values():
+            if not states.isdisjoint(slot.states):
+                self._refer(slot, tuple(kept for kept in slot.states if kept not in states))
 
     def _refer(self, slot: Slot, states: tuple[KeptState, ...]) -> None:
         """Let a slot refer to these states; who has no users is dropped."""

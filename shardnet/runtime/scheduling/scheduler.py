@@ -207,7 +207,8 @@ class Scheduler:
         """Handle a step that a stage could not compute: its sequences fail, the others continue.
 
         Where memory was short, one fails, that of the lowest rank, and the others start anew: what
-        it held is free then. None has to where one of the step's sequences has failed already.
+        it held is free then. None has to where one of the step's sequences has failed already, nor
+        where one was to begin with states that a stage may lack: it is computed without them.
         Where the values of one are wrong, that one fails. Those who were started with rows that may
         be its own start anew, too.
         """
@@ -218,7 +219,10 @@ class Scheduler:
             if self._queue.is_live(sequence) and self._counts(sequence, flight)
         ]
         anew: list[LiveSequence] = []
-        if isinstance(error, CapacityError) and len(groups) > 1:
+        slots = [sequence.slot for sequence in failed if sequence.slot is not None]
+        if isinstance(error, CapacityError) and any([*map(self.kv_blocks.lose_states, slots)]):
+            failed, anew = [], failed
+        elif isinstance(error, CapacityError) and len(groups) > 1:
             last = max(failed, key=lambda sequence: sequence.rank, default=None)
             failed, anew = [], failed
             if last is not None and len(anew) == len(groups):

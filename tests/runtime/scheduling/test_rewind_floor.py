@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 
+from shardnet.errors import CapacityError
 from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, Slot
 from shardnet.runtime.scheduling.scheduler import Scheduler
-from shardnet.runtime.scheduling.sequences import OperateSlot, SendStep, SequenceRequest
+from shardnet.runtime.scheduling.sequences import (
+    OperateSlot,
+    Outcome,
+    SendStep,
+    SequenceFailed,
+    SequenceRequest,
+)
 from shardnet.runtime.scheduling.step_cost import RingLimits
-from shardnet.slot_operations import KeepState
+from shardnet.slot_operations import KeepState, OpenSequence
 from shardnet.types import PROMPT_TAIL_ROWS, REWIND_ROWS, Epoch, SequenceId, blocks_for
 
 WINDOW = 100
@@ -217,3 +224,42 @@ def test_rows_that_were_not_answered_are_kept_by_no_slot() -> None:
         slot.n_answered = 700
         if "window" in limits:
             assert book.worth_keeping(slot) == 0
+
+
+def test_a_prompt_whose_state_a_stage_has_lost_is_computed_from_its_start() -> None:
+    """A stage without memory to keep a state says so when a sequence should begin with it."""
+    one = Scheduler(
+        RingLimits(
+            epoch=Epoch(1), n_stages=1, room_blocks=32, context=2048, max_slots=4, room_states=24
+        )
+    )
+    opened: list[int] = []
+    ended: list[Outcome] = []
+
+    def run(number: int, *, lacks_states: bool) -> None:
+        prompt = (*range(600), number)
+        asked = SequenceRequest(sequence_id=SequenceId(number), prompt=prompt, max_tokens=2)
+        one.submit(asked)
+        starts: dict[SequenceId, int] = {}
+        while one.n_active:
+            steps = []
+            for instruction in one.next_instructions():
+                match instruction:
+                    case OperateSlot(operation=OpenSequence(sequence_id=each, n_kept=n_kept)):
+                        starts[each] = n_kept
+                        opened.append(n_kept)
+                    case SendStep(batch=batch):
+                        steps.append(batch)
+            for batch in steps:
+                if lacks_states and starts[batch.groups[0].sequence_id]:
+                    ended.extend(one.on_step_failed(batch.step, CapacityError("not here any more")))
+                else:
+                    sampled = sum(group.n_sampled for group in batch.groups)
+                    ended.extend(one.on_tokens(batch.step, [7] * sampled))
+
+    run(1, lacks_states=False)
+    run(2, lacks_states=True)
+    run(3, lacks_states=False)
+    assert not any(isinstance(outcome, SequenceFailed) for outcome in ended)
+    tail = 601 - PROMPT_TAIL_ROWS
+    assert opened == [0, tail, 0, tail]
