@@ -113,7 +113,7 @@ class AdmissionQueue:
     def max_slots(self) -> int:
         """Most sequences that run at once."""
         most, room = self.ring.max_slots, self.ring.room_states
-        return most if room is None else min(most, (room - _LEAST_KEPT) // LIVE_STATES)
+        return most if room is None else max(1, min(most, (room - _LEAST_KEPT) // LIVE_STATES))
 
     def _empty_blocks(self) -> KvBlockManager:
         ring = self.ring

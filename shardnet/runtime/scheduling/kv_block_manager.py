@@ -356,6 +356,7 @@ class KvBlockManager:
         self._book(slot, blocks_for(slot.n_held), slot.shared[: settled_blocks(slot.n_held)])
         self._touch(slot)
         self._use(slot.states[-1] if slot.states else None)
+        self._evict(0)
         dropped = []
         if self.most_warm_blocks is not None:
             others = [other for other in self.warm() if other is not slot]

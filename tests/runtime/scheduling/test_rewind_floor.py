@@ -168,6 +168,19 @@ def test_running_sequences_take_the_room_of_states_that_are_kept() -> None:
     assert kept(book, 1024) == 0
 
 
+def test_one_sequence_runs_whatever_room_for_states_a_ring_says_it_has() -> None:
+    for room_states, n_slots in ((0, 1), (9, 1), (24, 8), (400, 16)):
+        ring = RingLimits(
+            epoch=Epoch(1),
+            n_stages=1,
+            room_blocks=16,
+            context=2048,
+            max_slots=16,
+            room_states=room_states,
+        )
+        assert Scheduler(ring).room_slots == n_slots
+
+
 def test_the_last_rows_of_a_prompt_begin_at_a_state_that_is_kept() -> None:
     """As do those behind its first message and its last ones."""
     stop = 9
