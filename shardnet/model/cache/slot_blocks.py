@@ -87,14 +87,15 @@ class SlotState:
 
         The last `n_drafts` positions up to the last of these rows may be rejected: one state before
         all of them is kept, in the memory that this one had, so that nothing is copied. Where
-        drafts go behind drafts a second one is, until all before it are known to be right.
+        drafts go behind drafts a second one is, until all before it are known to be right. What is
+        known may still be in flight: the slot may be kept up to before the last such row.
         """
         if not (n_drafts or self.kept):
             return self
         n_certain = self.end + n_rows - n_drafts
-        if n_certain >= self.end:
+        if n_certain > self.end:
             self._keep_none()
-        while len(self.kept) > 1 and self.kept[1].end < n_certain:  # the row before is not answered
+        while len(self.kept) > 1 and self.kept[1].end < n_certain:
             self._spare = self.kept.pop(0)._memory
         if self.kept:
             self.inputs = [rows for rows in self.inputs if rows.end > self.kept[0].end]
