@@ -20,7 +20,14 @@ from shardnet.model.config.model_config import StateShape
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import SequenceRequest
 from shardnet.runtime.scheduling.step_cost import RingLimits, StepLimits
-from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, SlotOperation
+from shardnet.slot_operations import (
+    CloseSequence,
+    DropStates,
+    FreeSlot,
+    KeepState,
+    OpenSequence,
+    SlotOperation,
+)
 from shardnet.types import Epoch, MicroBatch, SequenceId
 
 CONTEXT, PRIME = 400, 9973
@@ -51,12 +58,17 @@ class StatefulStage(ToyStage):
     def carry_out(self, operation: SlotOperation) -> None:
         ToyStage.carry_out(self, operation)
         match operation:
-            case OpenSequence(slot=slot, source=source, n_kept=n_kept):
-                if source is not None:
-                    self.kv.copy(source, slot, n_kept)
+            case OpenSequence(slot=slot, source=source, n_kept=n_kept, state=state):
+                if source is not None or state is not None:
+                    self.kv.copy(slot if source is None else source, slot, n_kept, state)
                 self.kv.trim(slot, n_kept)
             case CloseSequence(slot=slot, n_kept=n_kept):
                 self.kv.trim(slot, n_kept)
+                self.kv.rest(slot)
+            case KeepState(slot=slot, n_positions=n_positions, state=state):
+                self.kv.keep_state(slot, n_positions, state)
+            case DropStates(states=states):
+                self.kv.drop_states(states)
             case FreeSlot(slot=slot):
                 self.kv.free(slot)
 
@@ -65,7 +77,7 @@ class StatefulStage(ToyStage):
         for group in batch.groups:
             own, ids = ids[: group.n_rows], ids[group.n_rows :]
             end = group.position + group.n_rows
-            self.kv.ensure(group.slot, end, group.n_rows, group.n_drafts)
+            self.kv.ensure(group.slot, end, group.n_rows)
             state = self.kv.state(group.slot, 0)
             before = state.keep_before(group.n_rows, group.n_drafts)
             state.recurrent.fill_(number_of(own, int(before.recurrent)))
@@ -112,7 +124,7 @@ class Guessing:
 def rows_again(seed: int) -> int:
     """Run some requests to their ends; return over how many rows states were computed again."""
     chance = random.Random(seed)
-    limits = StepLimits(chunk_rows=64, mixed_rows=32, notes_states=True)
+    limits = StepLimits(chunk_rows=64, mixed_rows=32)
     ring = ToyRing(
         Scheduler(
             RingLimits(
@@ -121,7 +133,7 @@ def rows_again(seed: int) -> int:
                 room_blocks=chance.choice((3, 12)),
                 context=CONTEXT,
                 max_slots=chance.choice((1, 3)),
-                state_slots=4,
+                room_states=24,
                 limits=limits,
             )
         )
