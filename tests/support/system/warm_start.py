@@ -138,7 +138,8 @@ class WarmProcess:
     def send_signal(self, number: signal.Signals) -> None:
         """Send it a signal unless it is gone."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End it at once."""
