@@ -6,7 +6,7 @@ The only place in `runtime` that knows both. Must not compute, nor decide what t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar, assert_never
+from typing import Generic, TypeVar
 
 from msgspec.structs import replace
 
@@ -23,13 +23,6 @@ from shardnet.runtime.stage.compute import (
     StepFailed,
 )
 from shardnet.sampling_params import TokenLogprobs
-from shardnet.slot_operations import (
-    CloseSequence,
-    DropStates,
-    FreeSlot,
-    KeepState,
-    OpenSequence,
-)
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, SequenceId, StepId
 from shardnet.wire.framing.frames import Frame, FrameKind
@@ -214,10 +207,8 @@ class LinkSink:
                 return (*extras, self._result(output))
             case StepFailed(step=step, error=error):
                 return (error_frame(error, epoch=self._epoch, step=step),)
-            case OpenSequence() | CloseSequence() | FreeSlot() | KeepState() | DropStates():
-                return (sequence_frame(output, epoch=self._epoch),)
             case _:
-                assert_never(output)
+                return (sequence_frame(output, epoch=self._epoch),)
 
     async def drain(self) -> None:
         """Wait until the link has room. Raises LinkError when it ends meanwhile."""

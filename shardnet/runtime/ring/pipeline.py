@@ -29,14 +29,7 @@ from shardnet.runtime.stage.compute import (
 from shardnet.runtime.stage.handover import StageInputs
 from shardnet.runtime.stage.routing import join_routing
 from shardnet.sampling_params import TokenLogprobs
-from shardnet.slot_operations import (
-    CloseSequence,
-    DropStates,
-    FreeSlot,
-    KeepState,
-    OpenSequence,
-    SlotOperation,
-)
+from shardnet.slot_operations import SlotOperation
 from shardnet.types import Epoch, MicroBatch, StepId
 from shardnet.wire.messages.extras import StageTiming
 
@@ -282,6 +275,8 @@ class LocalSink:
 
 def step_answer(output: StageOutput) -> StepAnswer | StepFailed | None:
     """Convert an output of the last stage to the answer for the head; None for slot operations."""
+    if isinstance(output, SlotOperation):
+        return None
     match output:
         case StepComputed(batch=batch, result=result, timings=timings):
             if isinstance(result, Activations):
@@ -292,7 +287,5 @@ def step_answer(output: StageOutput) -> StepAnswer | StepFailed | None:
             return StepAnswer(epoch=batch.epoch, step=batch.step, timings=timings, **given)
         case StepFailed():
             return output
-        case OpenSequence() | CloseSequence() | FreeSlot() | KeepState() | DropStates():
-            return None
         case _:
             assert_never(output)

@@ -39,13 +39,7 @@ from shardnet.runtime.stage.compute import (
     StepResult,
 )
 from shardnet.runtime.stage.executor import Executor
-from shardnet.slot_operations import (
-    CloseSequence,
-    DropStates,
-    FreeSlot,
-    KeepState,
-    OpenSequence,
-)
+from shardnet.slot_operations import CloseSequence, OpenSequence
 from shardnet.threads import contained
 from shardnet.types import PREFILL_CHUNK_ROWS, SequenceId, StepId
 from shardnet.wire.messages.extras import StageTiming
@@ -254,10 +248,10 @@ class StageWorker:
         match arrived:
             case StepArrived():
                 outputs = self._steps(arrived)
-            case OpenSequence() | CloseSequence() | FreeSlot() | KeepState() | DropStates():
-                self.compute.operate(arrived)
-                outputs = (arrived,)
             case StepFailed():
+                outputs = (arrived,)
+            case _:
+                self.compute.operate(arrived)
                 outputs = (arrived,)
         if self._n_given == self._n_passed_on and not self._has_ended:
             outputs = self._unsent(outputs)
