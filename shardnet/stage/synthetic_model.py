@@ -35,16 +35,14 @@ from shardnet.sampling_params import SamplingParams
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,
-    draft_bytes,
     head_weight_bytes,
     kv_block_bytes,
     layer_weight_bytes,
+    least_state_bytes,
     stage_weight_bytes,
-    state_bytes,
 )
 from shardnet.types import (
     BLOCK_POSITIONS,
-    LEAST_STATES,
     PREFILL_CHUNK_ROWS,
     DType,
     Epoch,
@@ -139,8 +137,7 @@ def synthetic_bytes(sample: ModelConfig, form: WeightForm, kv_dtype: KvDType = K
         stage_weight_bytes(sample, whole, form)
         + activation_peak_bytes(sample, whole, PREFILL_CHUNK_ROWS, dtype, CONTEXT, kv_dtype)
         + CONTEXT // BLOCK_POSITIONS * kv_block_bytes(sample, whole, dtype, kv_dtype)
-        + LEAST_STATES * state_bytes(sample, whole, dtype)
-        + draft_bytes(sample, whole, dtype)
+        + least_state_bytes(sample, whole, dtype)
         + packing
     )
 

@@ -16,7 +16,6 @@ from shardnet.runtime.loading.loading import cut_of
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,
-    draft_bytes,
     embedding_weight_bytes,
     every_stage_bytes,
     kv_block_bytes,
@@ -25,15 +24,14 @@ from shardnet.stage.estimate.memory_estimate import (
     layer_scratch_bytes,
     layer_stream_bytes,
     layers_weight_bytes,
+    least_state_bytes,
     shared_weight_bytes,
-    state_bytes,
     tail_weight_bytes,
     waiting_bytes,
 )
 from shardnet.stage.estimate.packed_sizes import PackedSizes
 from shardnet.types import (
     BLOCK_POSITIONS,
-    LEAST_STATES,
     PREFILL_CHUNK_ROWS,
     DType,
     KvDType,
@@ -178,10 +176,7 @@ def _quantized_sizes(
         head_bytes=tail_weight_bytes(config, form),
         tied_bytes=shared_weight_bytes(config, form),
         kv_block_bytes=max(kv_block_bytes(plain, n, form.kv, kv_dtype) for n in each_layer),
-        state_bytes=max(
-            LEAST_STATES * state_bytes(config, n, dtype) + draft_bytes(config, n, dtype)
-            for n in each_layer
-        ),
+        state_bytes=max(least_state_bytes(config, n, dtype) for n in each_layer),
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),
     )

@@ -28,9 +28,9 @@ from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,
-    draft_bytes,
     graph_bytes,
     kv_block_bytes,
+    least_state_bytes,
     stage_weight_bytes,
     state_bytes,
     waiting_bytes,
@@ -417,8 +417,7 @@ def kv_room(
     if device == "cuda":
         activations += graph_bytes(config, dtype)
     one_state = state_bytes(config, layers, dtype)
-    fixed = weights + activations + LEAST_STATES * one_state
-    fixed += draft_bytes(config, layers, dtype)
+    fixed = weights + activations + least_state_bytes(config, layers, dtype)
     block_bytes = kv_block_bytes(config, layers, form.kv, kv_dtype)
     needed = blocks_for(context) * block_bytes
     if fixed + needed > memory_bytes:

@@ -27,6 +27,7 @@ from shardnet.slot_operations import MAX_DRAFTS
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import (
     BLOCK_POSITIONS,
+    LEAST_STATES,
     MAX_ROWS_IN_FLIGHT,
     DType,
     KvDType,
@@ -276,6 +277,11 @@ def draft_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
         + shape.size_bytes(dtype)
         for shape in shapes
     )
+
+
+def least_state_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
+    """Return the bytes of the states that a stage must have room for, and of what drafts take."""
+    return LEAST_STATES * state_bytes(config, layers, dtype) + draft_bytes(config, layers, dtype)
 
 
 def activation_peak_bytes(
