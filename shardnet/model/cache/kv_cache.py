@@ -357,16 +357,14 @@ class KvCache:
                 f"slot {slot} does not hold the {n_positions} positions whose state is to be kept",
                 remedy="send the request again",
             )
-        self._check_rewind(slot, n_positions)
         with self._enough_memory(slot, "a copy of its states"):
-            states = self._states_after(slot, n_positions)
-            windows = {}
+            kept = self._states_after(slot, n_positions)
             contents = self._slots[slot].contents
             for layer in self._windowed if self.shares else ():
                 rows = (layer, self._first_seen(layer, n_positions), n_positions)
                 keys, values = contents.rows(*rows), contents.rows(*rows, values=True)
-                windows[layer] = keys.clone(), values.clone()
-        self._kept[state] = _Kept(n_positions=n_positions, states=states, windows=windows)
+                kept.windows[layer] = keys.clone(), values.clone()
+        self._kept[state] = kept
 
     def kept_contents(self, state: StateId) -> SlotContents | None:
         """Return what was kept as `state`, for any thread: it is not written. None if nothing was.
@@ -406,20 +404,16 @@ class KvCache:
                 f"slot {source} does not hold the {n_positions} positions to copy from it",
                 remedy="send the request again",
             )
-        kept = None if state is None else self._kept_after(n_positions, state)
-        if kept is None or not kept.windows:
-            self._check_rewind(source, n_positions)
         with self._enough_memory(target, "a copy of states"):
-            states = self._states_after(source, n_positions, kept)
+            kept = self._states_after(source, n_positions, state)
         n_shared = settled_blocks(n_positions) if self.shares else 0
-        for layer in kept.windows if kept is not None else ():
+        for layer in kept.windows:
             n_shared = min(n_shared, self._first_seen(layer, n_positions) // BLOCK_POSITIONS)
         if source == target:
             self.trim(target, n_positions)
-            self._slots[target].states.update(states)
-            if kept is not None and kept.windows:
+            if kept.windows:
                 self._own_from(target, n_shared * BLOCK_POSITIONS + 1, blocks_for(n_positions))
-                self._put_windows(target, kept)
+            self._put(target, kept)
             return
         self.free(target)
         wanted = blocks_for(n_positions)
@@ -428,14 +422,13 @@ class KvCache:
         self._check_room(target, wanted - n_shared, n_positions)
         held = self._slots[source]
         self._resize(target, wanted, n_positions - REWIND_ROWS, held.shared[:n_shared], source)
-        self._slots[target].states.update(states)
         self._slots[target].digests = held.digests.cut(n_positions)
-        if kept is not None:
-            self._put_windows(target, kept)
+        self._put(target, kept)
 
-    def _put_windows(self, slot: SlotId, kept: _Kept) -> None:
-        """Let layers with a window hold the rows that were kept, in place of those that they do."""
+    def _put(self, slot: SlotId, kept: _Kept) -> None:
+        """Let the slot go on with these states, and the rows of windows in place of its own."""
         held = self._slots[slot]
+        held.states.update(kept.states)
         with self._enough_memory(slot, "the rows of its windows"):
             for layer, (keys, values) in kept.windows.items():
                 seen = self._first_seen(layer, kept.n_positions)
@@ -623,25 +616,30 @@ class KvCache:
                     remedy="send the request again",
                 )
 
-    def _states_after(
-        self, slot: SlotId, n_positions: int, kept: _Kept | None = None
-    ) -> dict[int, SlotState]:
-        """Copy the states that were `kept`, or those of the slot after `n_positions`."""
-        if kept is not None:
-            return {layer: each.clone() for layer, each in kept.states.items()}
-        self._check_states(slot, n_positions)
-        own = self._slots[slot].states.items()
-        return {layer: (each.at(n_positions) or each).clone() for layer, each in own}
+    def _states_after(self, slot: SlotId, n_positions: int, state: StateId | None = None) -> _Kept:
+        """Copy what was kept as `state`, without one the states of the slot after `n_positions`.
 
-    def _kept_after(self, n_positions: int, state: StateId) -> _Kept:
-        """Return what was kept as `state`. Raises CapacityError unless it is of `n_positions`."""
-        kept = self._kept.get(state)
-        if kept is None or kept.n_positions != n_positions:
+        Raises CapacityError where that is not here, or windows have dropped rows without it.
+        """
+        kept = None if state is None else self._kept.get(state)
+        if state is not None and (kept is None or kept.n_positions != n_positions):
             raise CapacityError(
                 f"the state {state} after {n_positions} positions is not here any more",
                 remedy="send the request again",
             )
-        return kept
+        if kept is None or not kept.windows:
+            self._check_rewind(slot, n_positions)
+        if kept is not None:
+            states = kept.states
+        else:
+            self._check_states(slot, n_positions)
+            own = self._slots[slot].states.items()
+            states = {layer: each.at(n_positions) or each for layer, each in own}
+        return _Kept(
+            n_positions=n_positions,
+            states={layer: each.clone() for layer, each in states.items()},
+            windows={} if kept is None else kept.windows,
+        )
 
     def _first_seen(self, layer: int, n_positions: int) -> int:
         """Return the first row that the row behind these positions attends to."""
