@@ -43,10 +43,14 @@ class SharedBlock:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class KeptState:
-    """A state that every stage keeps: that after the first `position` tokens of `users` slots."""
+    """A state that every stage keeps: that after the first `position` tokens of `users` slots.
+
+    From the one before it, in any of these slots, it takes `n_rows` to compute it again.
+    """
 
     state: StateId
     position: int
+    n_rows: int
     users: int = 0
     used_at: int = 0
 
@@ -167,7 +171,8 @@ class KvBlockManager:
     _uses: int = 0
     _n_states: int = 0
     """States that were kept so far."""
-    _kept: set[KeptState] = field(default_factory=set)
+    _kept: dict[KeptState, None] = field(default_factory=dict)
+    """Those that are kept, the first one first."""
     _wanted: KeptState | None = None
     """What a slot is just being started with: it is not dropped."""
     _dropped: list[StateId] = field(default_factory=list)
@@ -405,11 +410,15 @@ class KvBlockManager:
         self._evict(1)
         if self._states_left() < 1:
             return None
-        kept = KeptState(state=StateId(self._n_states), position=position, used_at=self._uses)
+        kept = KeptState(
+            state=StateId(self._n_states),
+            position=position,
+            n_rows=position - (slot.states[-1].position if slot.states else 0),
+            used_at=self._uses,
+        )
         self._n_states = (self._n_states + 1) % (1 << 32)
-        self._kept.add(kept)
-        earlier = tuple(each for each in slot.states if each.position < position)
-        self._refer(slot, (*earlier, kept, *slot.states[len(earlier) :]))
+        self._kept[kept] = None
+        self._refer(slot, (*slot.states, kept))
         return kept.state
 
     def take_dropped(self) -> tuple[StateId, ...]:
@@ -442,17 +451,15 @@ class KvBlockManager:
 
     def _evict(self, n_states: int) -> None:
         """Drop the states that are worth least until there is room for so many."""
-        while self._kept - {self._wanted} and self._states_left() < n_states:
-            worth: dict[KeptState, float] = {}
-            for slot in self._slots.values():
-                before = 0
-                for kept in slot.states:
-                    age = 1 + self._uses - kept.used_at
-                    value = (kept.position - before) * kept.users / age
-                    worth[kept] = max(worth.get(kept, 0.0), value)
-                    before = kept.position
-            least = min((kept for kept in worth if kept is not self._wanted), key=worth.__getitem__)
+        while self._states_left() < n_states:
+            others = (kept for kept in self._kept if kept is not self._wanted)
+            least = min(others, key=self._worth, default=None)
+            if least is None:
+                return
             self._forget({least})
+
+    def _worth(self, kept: KeptState) -> float:
+        return kept.n_rows * kept.users / (1 + self._uses - kept.used_at)
 
     def lose_states(self, slot: Slot) -> bool:
         """Forget the states that a slot began with, if none of its own rows was answered.
@@ -469,6 +476,9 @@ class KvBlockManager:
         for slot in self._slots.values():
             if not states.isdisjoint(slot.states):
                 self._refer(slot, tuple(kept for kept in slot.states if kept not in states))
+                before = 0
+                for kept in slot.states:
+                    kept.n_rows, before = kept.position - before, kept.position
 
     def _refer(self, slot: Slot, states: tuple[KeptState, ...]) -> None:
         """Let a slot refer to these states; who has no users is dropped."""
@@ -477,7 +487,7 @@ class KvBlockManager:
         for kept in slot.states:
             kept.users -= 1
             if not kept.users:
-                self._kept.discard(kept)
+                del self._kept[kept]
                 self._dropped.append(kept.state)
         slot.states = states
 
