@@ -54,6 +54,7 @@ class Bench:
         self.rounds: int = arguments.rounds
         self.tokens: int = arguments.tokens
         self.turn_tokens: int = arguments.turn_tokens
+        self.company_tokens: list[int] = arguments.company_tokens
         self.scripts: list[Path] = arguments.script or sorted(TEXTS.glob("*.txt"))
         self.executor = Executor("alone")
         self._alone: Alone | None = None
@@ -176,6 +177,90 @@ async def prompt_beside(bench: Bench) -> dict[str, Any]:
                 }
             )
     return {key: round(statistics.median(t[key] for t in turns), 3) for key in turns[0]}
+
+
+async def company(bench: Bench) -> dict[str, Any]:
+    """A text beside a prompt over one and two nodes, in small shapes as Q4_K_M files.
+
+    All times are to those alone in the same turn: of the text between tokens, of the prompt to its
+    first token.
+    """
+    folder = Path(tempfile.gettempdir()) / "shardnet-bench-shapes"
+    folder.mkdir(exist_ok=True)
+    report = {}
+    for shape in COMPANY_SHAPES:
+        file = folder / f"{shape.name}-{shape.n_layers}.gguf"
+        if not file.exists():
+            write_shape(shape, file)
+        for n_stages in (1, 2):
+            ring = open_ring(file, n_stages, bench.threads, most_positions=32_768)
+            async with ring as engine:
+                await follow(engine, request(bench.prompts(1, 300, 1500)[0], 20))
+                for n_tokens in bench.company_tokens:
+                    turns = [
+                        await _in_company(bench, engine, n_tokens, turn)
+                        for turn in range(1, bench.rounds + 1)
+                    ]
+                    key = f"{shape.name}, {n_stages} nodes, {n_tokens} tokens"
+                    report[key] = {
+                        name: round(statistics.median(turn[name] for turn in turns), 3)
+                        for name in turns[0]
+                    }
+    return report
+
+
+async def _in_company(bench: Bench, engine: Engine, n_tokens: int, turn: int) -> dict[str, float]:
+    """Time a prompt alone, then a text alone and beside another prompt as long."""
+    short, alone_long, long = bench.prompts(3, n_tokens, 1600 + 10 * turn + n_tokens)
+    alone = await follow(engine, request(alone_long, 1))
+    text, under_way = Stream(time.perf_counter()), asyncio.Event()
+
+    def on_token() -> None:
+        if len(text.times_s) == 60:
+            under_way.set()
+
+    asked = request(short[:32], 20_000)
+    following = asyncio.create_task(follow(engine, asked, text, on_token))
+    await under_way.wait()
+    began = time.perf_counter()
+    beside = await follow(engine, request(long, 1))
+    ended = time.perf_counter()
+    following.cancel()
+    await asyncio.wait([following])
+    engine.drop_warm()
+    quiet_s = statistics.median(text.gaps_s(text.times_s[9], began))
+    during = text.gaps_s(began, ended)
+    return {
+        "text_ms": 1000 * quiet_s,
+        "beside_ms": 1000 * statistics.median(during),
+        "median": statistics.median(during) / quiet_s,
+        "worst": max(during) / quiet_s,
+        "prompt_s": alone.ttft_s,
+        "beside_s": beside.ttft_s,
+        "prompt": beside.ttft_s / alone.ttft_s,
+    }
+
+
+COMPANY_SHAPES = (
+    replace(
+        SHAPES["Llama-8B"],
+        name="Llama-0.1B",
+        n_layers=12,
+        hidden=768,
+        vocab=32_000,
+        heads=(12, 4, 64),
+        inner=2048,
+    ),
+    replace(
+        SHAPES["Llama-8B"],
+        name="Llama-1.1B",
+        n_layers=22,
+        hidden=2048,
+        vocab=32_000,
+        heads=(32, 4, 64),
+        inner=5632,
+    ),
+)
 
 
 async def prefill(bench: Bench) -> dict[str, Any]:
@@ -468,6 +553,7 @@ EXPERIMENTS: dict[str, Callable[[Bench], Awaitable[dict[str, Any]]]] = {
     "scheduler": scheduler,
     "many": many,
     "prompt-beside": prompt_beside,
+    "company": company,
     "prefill": prefill,
     "second-turn": second_turn,
     "hybrid-turn": hybrid_turn,
@@ -487,6 +573,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64, help="tokens per sequence")
     parser.add_argument("--turn-tokens", type=int, default=8000, help="of hybrid-turn's prompt")
+    parser.add_argument(
+        "--company-tokens", type=int, nargs="+", default=[1500, 4000], help="of company's prompts"
+    )
     parser.add_argument("--script", type=Path, action="append", help="a text to force; repeatable")
     arguments = parser.parse_args()
     arguments.checkpoint = (arguments.checkpoint or random_1b()).absolute()

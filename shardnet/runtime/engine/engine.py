@@ -43,17 +43,18 @@ from shardnet.runtime.scheduling.sequences import (
     SequenceRequest,
     TokenSampled,
 )
-from shardnet.runtime.scheduling.step_cost import RingLimits, StepCost
+from shardnet.runtime.scheduling.step_cost import RingLimits, StepCost, TripCost
 from shardnet.runtime.stage.compute import StepFailed
 from shardnet.slot_operations import OpenSequence
 from shardnet.types import ANY_ROWS, LiveState, SequenceId
 from shardnet.wire.messages.activity import RequestProgress
 from shardnet.wire.messages.diagnostics import RingLoad
 
-SLOWDOWN = 2.2
-"""A running sequence's tokens may take so many times as long while a prompt travels beside it."""
+SLOWDOWN = 2.1
+"""A running sequence's tokens may take so many times as long while a prompt travels beside it: 2.2,
+less what measurements stray."""
 
-FIRST_MIXED_ROWS = 12
+FIRST_MIXED_ROWS = 4
 """Prompt rows beside decode rows before it is known what rows cost on this ring."""
 
 MakePipeline = Callable[[Callable[[StepAnswered], None], Callable[[StepFailed], None]], Pipeline]
@@ -89,7 +90,7 @@ class Engine:
         self._clock_ns = clock_ns
         self._live = LiveRequests(scheduler=scheduler, clock_ns=clock_ns)
         self._next_sequence = 1
-        self._step_cost = StepCost()
+        self._step_cost, self._trips = StepCost(), TripCost()
         self.log = StepLog(clock_ns())
         """The last steps that came round."""
         self.totals = EngineTotals()
@@ -314,6 +315,7 @@ class Engine:
         self._encoding.stage = stage
         self._on_replayed = on_replayed
         self.totals.begin_ring()
+        self._trips = TripCost()
         for failed in self._scheduler.resume(ring):
             self._live.pop(failed.sequence_id).fail(failed.error)
         self._replayed &= self._live.keys()
@@ -485,7 +487,11 @@ class Engine:
         if first.n_sampled == first.n_rows:  # decode rows stand before prompt rows
             took_s = max(1, answered.round_trip_us - queued_us) / 1e6
             self._step_cost.learn(n_rows, took_s, slowest_us / 1e6, flies=flies)
-            if n_sampled < n_rows:
-                self._scheduler.mix(n_sampled, self._step_cost, SLOWDOWN)
+            if n_sampled == n_rows:
+                self._trips.alone.learn(n_rows, took_s, slowest_us / 1e6, flies=flies)
+            else:
+                trip_s = answered.round_trip_us / 1e6
+                n_prompt = n_rows - n_sampled
+                self._scheduler.mix(n_sampled, n_prompt, trip_s, self._trips, SLOWDOWN)
         elif answered.answer.timings:
             self._restoring.learn(n_rows, slowest_us)

@@ -170,13 +170,15 @@ class RowChooser:
         masks = _masked(sequence, ())[1] if self._samples(sequence, n_rows) else ()
         return Rows(sequence=sequence, n_rows=n_rows, masks=tuple(masks))
 
-    def _chunk(self, sequence: LiveSequence, size: int, end: int) -> int:
-        """Count the rows to the next multiple of `size`, at most to `end`.
+    def _chunk(self, sequence: LiveSequence, n_most: int, end: int) -> int:
+        """Count the rows to `end`, at most `n_most`.
 
-        A picture that must not be cut there is left for the next chunk, or is one of its own.
+        Whole chunks end at the next multiple of their size, unless that is near. A picture that
+        must not be cut there is left for the next chunk, or is one of its own.
         """
-        n_sent = sequence.n_sent
-        cut = min((n_sent // size + 1) * size, end)
+        n_sent, size = sequence.n_sent, self.limits.chunk_rows
+        n_rows = n_most if n_most < size or 2 * (n_sent % size) > size else size - n_sent % size
+        cut = min(n_sent + n_rows, end)
         whole = whole_before(sequence.request.pictures, cut)
         if whole == n_sent:
             pictures = sequence.request.pictures

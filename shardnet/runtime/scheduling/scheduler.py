@@ -7,11 +7,11 @@ must not know time, tensors, text, sockets or asyncio: the engine carries its in
 Rules it keeps (design decisions 1, 2, 4 to 7; docs/scheduling.md):
 
 - while sequences decode, as many steps are in flight as there are stages: each carries its share
-  of the sequences plus up to `mixed_rows` prompt rows, limited by how much they slow decoding
-  down; with prompts alone, twice as many steps;
+  of the sequences plus up to `mixed_rows` prompt rows, limited by how much longer they make the
+  trips of decode rows; with prompts alone, twice as many steps;
 - where prompt rows may not travel beside those that decode, they go by themselves, every second
   step;
-- prompt chunks end at multiples of a fixed size counted from position 0;
+- prompt chunks by themselves end at multiples of a fixed size counted from position 0;
 - where steps could be in flight and no sequence is ready, drafts go behind drafts that are in
   flight (docs/scheduling.md);
 - a row whose token is constrained is sent when its mask is there, and takes it along;
@@ -41,11 +41,15 @@ from shardnet.runtime.scheduling.sequences import (
     SequenceRequest,
     TokenSampled,
 )
-from shardnet.runtime.scheduling.step_cost import MIXED_ROWS, RingLimits, StepCost, StepLimits
+from shardnet.runtime.scheduling.step_cost import MIXED_ROWS, RingLimits, StepLimits, TripCost
 from shardnet.types import MicroBatch, RowGroup, SequenceId, StepId
 
 _IS_DECODING: Final = attrgetter("is_decoding")
 _IS_LOCKSTEP: Final = attrgetter("request.lockstep")
+_PREFIX_ROWS: Final = 8
+"""A sequence waits for a prefix that another is computing only if that saves as many rows."""
+_ALONE_EVERY: Final = 128
+"""Of so many steps with decode rows one goes without prompts: so it is known how long it takes."""
 
 
 @dataclass(slots=True)
@@ -68,6 +72,9 @@ class Scheduler:
     _next_step: int = 1
     _is_prompt_due: bool = False
     """Whether the last step had decode rows alone although a prompt is being computed."""
+    _n_mixed: int = 0
+    """Steps with decode rows since one went without prompt rows, itself included; 0 where the next
+    one does."""
     _n_round: int = 0
     """Rows of the lockstep round that are still to be sent, `_round_share` in each step."""
     _round_share: int = 0
@@ -146,7 +153,7 @@ class Scheduler:
         self._steps.clear()
         self.behind.clear()
         self.beside.clear()
-        self._n_round = 0
+        self._n_round = self._n_mixed = 0
         self._queue.suspend()
 
     def resume(self, ring: RingLimits) -> list[SequenceFailed]:
@@ -177,7 +184,7 @@ class Scheduler:
 
     def next_instructions(self) -> list[Instruction]:
         """Return, in order, everything that may be sent now."""
-        self._queue.admit(self.mixed_rows)
+        self._queue.admit(max(_PREFIX_ROWS, self.mixed_rows))
         most = self.max_in_flight
         while len(self._steps) < most and self._send_step():
             pass
@@ -250,20 +257,21 @@ class Scheduler:
     def _counts(self, sequence: LiveSequence, flight: int) -> bool:
         return sequence.flight == flight and sequence.sequence_id not in self._queue.anew
 
-    def mix(self, n_decode: int, cost: StepCost, slowdown: float) -> None:
-        """Choose how many prompt rows to batch with `n_decode` decode rows.
+    def mix(
+        self, n_decode: int, n_prompt: int, trip_s: float, trips: TripCost, slowdown: float
+    ) -> None:
+        """Choose how many prompt rows to batch with decode rows from now on.
 
-        A step with them takes at most `slowdown` times as long by `cost`, or longer where more
-        sequences prefill than decode, so that each sequence counts the same.
+        A step of `n_decode` and `n_prompt` has come back after `trip_s`. A trip shall take at most
+        `slowdown` times as long as without prompts; at most twice as many rows are tried next.
         """
-        decoding = self.n_decoding
-        prefilling = [sequence.is_prefilling for sequence in self._queue.running.values()].count(
-            True
-        )
-        slowdown = max(slowdown, 1 + prefilling / max(1, decoding))
-        most = min(self.limits.mixed_rows, 2 * self.mixed_rows)
+        alone_s = trips.alone_s(n_decode, min(self.ring.n_stages, max(1, self.n_decoding)))
+        most = min(self.limits.mixed_rows, 2 * n_prompt)
+        if alone_s is None or most < min(self.mixed_rows, self.limits.mixed_rows):
+            return  # nothing to compare with, or a prompt's last rows
+        trips.learn(n_prompt, trip_s, alone_s)
         choices = [rows for rows in MIXED_ROWS if rows <= most] or [most]
-        self.mixed_rows = cost.most_rows_beside(n_decode, slowdown, choices)
+        self.mixed_rows = trips.most_rows(alone_s, slowdown, choices)
 
     def end(self, sequence_id: SequenceId) -> bool:
         """End a sequence from outside (stop string, cancellation); False if it had ended."""
@@ -300,9 +308,13 @@ class Scheduler:
         n_frames = n_frames if all_decode else 1
         decode = chooser.decode_rows(-(-n_decoding // n_stages), n_frames)
         prompts: Sequence[Rows] = ()
-        if not all_decode and not any(rows.sequence.request.deterministic for rows in decode):
-            prompts = chooser.prompt_rows(self.mixed_rows, beside=decode)
-        self._is_prompt_due = bool(decode) and not (all_decode or prompts)
+        goes_alone = all_decode or (bool(decode) and not self._n_mixed)
+        if not goes_alone and not any(rows.sequence.request.deterministic for rows in decode):
+            left = self.limits.chunk_rows - sum(rows.n_rows for rows in decode)
+            prompts = chooser.prompt_rows(max(1, min(self.mixed_rows, left)), beside=decode)
+        if decode:
+            self._n_mixed = 1 if all_decode else (self._n_mixed + 1) % _ALONE_EVERY
+        self._is_prompt_due = bool(decode) and not (goes_alone or prompts)
         return self._send([*decode, *prompts], is_decode=bool(decode))
 
     def _send_in_lockstep(self) -> bool:

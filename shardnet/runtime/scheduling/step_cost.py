@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from shardnet.types import PREFILL_CHUNK_ROWS, Epoch
 
@@ -70,17 +71,10 @@ class StepCost:
         line = self._line()
         return n_rows * line[1] / (line[0] + line[1]) if line else 0.0
 
-    def most_rows_beside(self, n_rows: int, slowdown: float, choices: Sequence[int]) -> int:
-        """Return the largest of the ascending `choices` of rows to add to a step of `n_rows` rows
-        such that it takes at most `slowdown` times as long; the smallest if none does, the largest
-        if rows cost nothing.
-        """
+    def time_s(self, n_rows: int) -> float | None:
+        """Return the seconds of a step of `n_rows` rows, None before any measurement."""
         line = self._line()
-        if line is None:
-            return choices[-1]
-        start_s, row_s = line
-        room = (slowdown - 1) * (start_s + row_s * n_rows) / row_s
-        return max((choice for choice in choices if choice <= room), default=choices[0])
+        return line[0] + line[1] * n_rows if line else self.step_s
 
     def _line(self) -> tuple[float, float] | None:
         """Fit seconds per step and per row; None if rows cost nothing as far as measured."""
@@ -92,7 +86,44 @@ class StepCost:
         return (start_s, row_s) if row_s > 0 and start_s + row_s > 0 else None
 
 
-MIXED_ROWS = (8, 12, 16, 24, 32, 48, 64, 96, 128)
+@dataclass(slots=True)
+class TripCost:
+    """What prompt rows cost the texts beside them.
+
+    A trip is the time from sending a step with rows of texts to its answer, with all waiting behind
+    other steps in every stage. How much longer than alone it takes is proportional to the prompt
+    rows in its step, the others in flight having as many; recent trips count most.
+    """
+
+    alone: StepCost = field(default_factory=lambda: StepCost(half_life=16.0))
+    """That of steps without prompt rows."""
+    _rows_rows: float = 0.0
+    _rows_time: float = 0.0
+
+    def alone_s(self, n_rows: int, n_steps: int) -> float | None:
+        """Return the seconds of a trip of `n_rows` rows without prompts, None if not known.
+
+        `n_steps` such steps are in flight: the slowest stage computes them one after the other.
+        """
+        step_s = self.alone.time_s(n_rows)
+        return step_s * max(1.0, n_steps * self.alone.slowest) if step_s else None
+
+    def learn(self, n_prompt: int, trip_s: float, alone_s: float) -> None:
+        """Add a trip with `n_prompt` prompt rows, which takes `alone_s` without them."""
+        self._rows_rows = self._rows_rows * _TRIP_FADE + n_prompt * n_prompt
+        self._rows_time = self._rows_time * _TRIP_FADE + n_prompt * (trip_s - alone_s)
+
+    def most_rows(self, alone_s: float, slowdown: float, choices: Sequence[int]) -> int:
+        """Return the largest of the ascending `choices` of prompt rows with which a trip takes at
+        most `slowdown` times as long; the smallest if none does.
+        """
+        room_s = (slowdown - 1) * alone_s * self._rows_rows
+        fitting = (rows for rows in choices if rows * self._rows_time <= room_s)
+        return max(fitting, default=choices[0])
+
+
+_TRIP_FADE: Final = 0.9
+MIXED_ROWS: Final = (*range(1, 16), *range(16, 32, 2), *range(32, 64, 4), *range(64, 257, 16))
 """Choices for the number of prompt rows batched with decode rows."""
 
 

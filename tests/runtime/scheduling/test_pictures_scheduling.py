@@ -90,6 +90,9 @@ def test_rows_wait_for_their_pictures_and_others_do_not(
     [step] = [each for each in book.next_instructions() if isinstance(each, SendStep)]
     assert {group.sequence_id for group in step.batch.groups} == {2}
     book.encoded(SequenceId(1))
-    book.on_tokens(step.batch.step, [7])
-    then = [each for each in book.next_instructions() if isinstance(each, SendStep)]
+    then: list[SendStep] = []
+    for _ in range(2):  # the first step with a text's row goes without rows of prompts
+        book.on_tokens(step.batch.step, [7])
+        then = [each for each in book.next_instructions() if isinstance(each, SendStep)]
+        step = then[0]
     assert 1 in {group.sequence_id for step in then for group in step.batch.groups}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardnet.runtime.scheduling.step_cost import StepCost
+from shardnet.runtime.scheduling.step_cost import StepCost, TripCost
 
 CHOICES = (8, 16, 32, 64, 128)
 
@@ -28,33 +28,35 @@ def test_before_rows_differ_nothing_is_known_of_their_cost() -> None:
 
 
 @given(
-    start=st.floats(0.001, 1),
+    alone=st.floats(0.001, 1),
     row=st.floats(0.00001, 0.1),
-    beside=st.integers(1, 40),
     slowdown=st.floats(1.1, 4),
 )
-def test_the_most_rows_that_keep_a_step_within_its_bound(
-    start: float, row: float, beside: int, slowdown: float
+def test_the_most_rows_that_keep_a_trip_within_its_bound(
+    alone: float, row: float, slowdown: float
 ) -> None:
-    cost = StepCost()
-    for n_rows in (beside, beside + 16, beside, beside + 8, beside + 16):
-        cost.learn(n_rows, start + row * n_rows)
-    chosen = cost.most_rows_beside(beside, slowdown, CHOICES)
-
-    def takes(n_rows: int) -> float:
-        return start + row * n_rows
-
-    bound = slowdown * takes(beside)
-    assert chosen == CHOICES[0] or takes(beside + chosen) <= bound * 1.001
+    cost = TripCost()
+    for n_rows in (8, 16, 4):
+        cost.learn(n_rows, alone + row * n_rows, alone)
+    chosen = cost.most_rows(alone, slowdown, CHOICES)
+    assert chosen == CHOICES[0] or alone + row * chosen <= slowdown * alone * 1.001
     larger = [choice for choice in CHOICES if choice > chosen]
-    assert not larger or takes(beside + larger[0]) >= bound * 0.999
+    assert not larger or alone + row * larger[0] >= slowdown * alone * 0.999
 
 
 def test_rows_that_cost_nothing_are_taken_as_many_as_may_be() -> None:
-    cost = StepCost()
+    cost = TripCost()
     for n_rows in (4, 20, 4, 36):
-        cost.learn(n_rows, 0.05)
-    assert cost.most_rows_beside(4, 2.0, CHOICES) == 128
+        cost.learn(n_rows, 0.05, 0.05)
+    assert cost.most_rows(0.05, 2.0, CHOICES) == 128
+
+
+def test_alone_a_trip_waits_for_the_other_steps_in_the_slowest_stage() -> None:
+    cost = TripCost()
+    assert cost.alone_s(3, 2) is None
+    cost.alone.learn(3, 0.1, 0.075)
+    assert cost.alone_s(3, 1) == pytest.approx(0.1)
+    assert cost.alone_s(3, 2) == pytest.approx(0.15)
 
 
 def test_what_rows_cost_is_learnt_anew_when_it_changes() -> None:
