@@ -85,12 +85,12 @@ class Engine:
             on_failed=self._fail_one,
         )
         self._scheduler = scheduler
-        scheduler.mixed_rows = min(scheduler.mixed_rows, FIRST_MIXED_ROWS)
+        self._begin_trips()
         self.pipeline = make_pipeline(self._on_answered, self._on_failed)
         self._clock_ns = clock_ns
         self._live = LiveRequests(scheduler=scheduler, clock_ns=clock_ns)
         self._next_sequence = 1
-        self._step_cost, self._trips = StepCost(), TripCost()
+        self._step_cost = StepCost()
         self.log = StepLog(clock_ns())
         """The last steps that came round."""
         self.totals = EngineTotals()
@@ -315,9 +315,9 @@ class Engine:
         self._encoding.stage = stage
         self._on_replayed = on_replayed
         self.totals.begin_ring()
-        self._trips = TripCost()
         for failed in self._scheduler.resume(ring):
             self._live.pop(failed.sequence_id).fail(failed.error)
+        self._begin_trips()
         self._replayed &= self._live.keys()
         self._is_suspended = False
         is_bound = ring.limits.exact_rows < ANY_ROWS
@@ -398,6 +398,11 @@ class Engine:
                     assert_never(instruction)
         if is_opened:
             self._live.report_queue_positions()
+
+    def _begin_trips(self) -> None:
+        """Learn anew what prompts cost those who decode: nothing is known of this ring."""
+        self._trips = TripCost()
+        self._scheduler.mixed_rows = min(self._scheduler.limits.mixed_rows, FIRST_MIXED_ROWS)
 
     def _decode_step_s(self) -> float | None:
         """Return what a decode step takes, None if no sequence decodes."""
@@ -480,18 +485,19 @@ class Engine:
     def _learn_cost(
         self, answered: StepAnswered, n_rows: int, n_sampled: int, *, flies: bool
     ) -> None:
-        """Count a step; take from one with decode rows what rows cost, and how many may mix."""
+        """Count a step; take from it what rows cost, and how many may mix."""
         queued_us = self.totals.add_step(answered)
         first = answered.batch.groups[0]
         slowest_us = max(map(_COMPUTE_US, answered.answer.timings), default=0)
-        if first.n_sampled == first.n_rows:  # decode rows stand before prompt rows
-            took_s = max(1, answered.round_trip_us - queued_us) / 1e6
-            self._step_cost.learn(n_rows, took_s, slowest_us / 1e6, flies=flies)
-            if n_sampled == n_rows:
-                self._trips.alone.learn(n_rows, took_s, slowest_us / 1e6, flies=flies)
-            else:
-                trip_s = answered.round_trip_us / 1e6
-                n_prompt = n_rows - n_sampled
-                self._scheduler.mix(n_sampled, n_prompt, trip_s, self._trips, SLOWDOWN)
-        elif answered.answer.timings:
-            self._restoring.learn(n_rows, slowest_us)
+        trip_s = answered.round_trip_us / 1e6
+        took_s = max(1, answered.round_trip_us - queued_us) / 1e6
+        if first.n_sampled < first.n_rows:  # prompt rows alone: decode rows stand before them
+            if answered.answer.timings:
+                self._restoring.learn(n_rows, slowest_us)
+            self._scheduler.mix(0, n_rows, took_s, self._trips, SLOWDOWN)
+            return
+        self._step_cost.learn(n_rows, took_s, slowest_us / 1e6, flies=flies)
+        if n_sampled == n_rows:
+            self._trips.learn_alone(n_rows, took_s, slowest_us / 1e6)
+        else:
+            self._scheduler.mix(n_sampled, n_rows - n_sampled, trip_s, self._trips, SLOWDOWN)

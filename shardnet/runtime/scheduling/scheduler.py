@@ -10,8 +10,8 @@ Rules it keeps (design decisions 1, 2, 4 to 7; docs/scheduling.md):
   of the sequences plus up to `mixed_rows` prompt rows, limited by how much longer they make the
   trips of decode rows; with prompts alone, twice as many steps;
 - where prompt rows may not travel beside those that decode, they go by themselves, every second
-  step;
-- prompt chunks by themselves end at multiples of a fixed size counted from position 0;
+  step; more of them than `mixed_rows` are made up for by steps without;
+- a prompt by itself goes in chunks of a fixed size, cut at its multiples unless one is near;
 - where steps could be in flight and no sequence is ready, drafts go behind drafts that are in
   flight (docs/scheduling.md);
 - a row whose token is constrained is sent when its mask is there, and takes it along;
@@ -45,11 +45,14 @@ from shardnet.runtime.scheduling.step_cost import MIXED_ROWS, RingLimits, StepLi
 from shardnet.types import MicroBatch, RowGroup, SequenceId, StepId
 
 _IS_DECODING: Final = attrgetter("is_decoding")
+_IS_DETERMINISTIC: Final = attrgetter("request.deterministic")
+_MAY_TRAVEL: Final = attrgetter("may_travel")
 _IS_LOCKSTEP: Final = attrgetter("request.lockstep")
 _PREFIX_ROWS: Final = 8
 """A sequence waits for a prefix that another is computing only if that saves as many rows."""
-_ALONE_EVERY: Final = 128
-"""Of so many steps with decode rows one goes without prompts: so it is known how long it takes."""
+_ALONE_EVERY, _ALONE_SOON = 128, 32
+"""Of so many steps with decode rows one goes without prompts: so it is known how long it takes. Of
+the fewer where more or fewer sequences decode than then."""
 
 
 @dataclass(slots=True)
@@ -72,9 +75,12 @@ class Scheduler:
     _next_step: int = 1
     _is_prompt_due: bool = False
     """Whether the last step had decode rows alone although a prompt is being computed."""
-    _n_mixed: int = 0
-    """Steps with decode rows since one went without prompt rows, itself included; 0 where the next
-    one does."""
+    _n_mixed: int = _ALONE_EVERY
+    """Steps with decode rows since one went without prompts, itself included."""
+    _n_alone: int = 0
+    """Sequences that decoded then."""
+    _n_owed: int = 0
+    """Prompt rows that were sent beyond `mixed_rows`, and are made up for by steps without."""
     _n_round: int = 0
     """Rows of the lockstep round that are still to be sent, `_round_share` in each step."""
     _round_share: int = 0
@@ -153,7 +159,7 @@ class Scheduler:
         self._steps.clear()
         self.behind.clear()
         self.beside.clear()
-        self._n_round = self._n_mixed = 0
+        self._n_round, self._n_mixed = 0, _ALONE_EVERY
         self._queue.suspend()
 
     def resume(self, ring: RingLimits) -> list[SequenceFailed]:
@@ -264,11 +270,20 @@ class Scheduler:
 
         A step of `n_decode` and `n_prompt` has come back after `trip_s`. A trip shall take at most
         `slowdown` times as long as without prompts; at most twice as many rows are tried next.
+        Where prompts go by themselves, those who decode wait for them and then for their own step.
         """
-        alone_s = trips.alone_s(n_decode, min(self.ring.n_stages, max(1, self.n_decoding)))
+        n_decoding = self.n_decoding
+        alone_s = trips.alone_s(max(1, n_decode), min(self.ring.n_stages, max(1, n_decoding)))
         most = min(self.limits.mixed_rows, 2 * n_prompt)
         if alone_s is None or most < min(self.mixed_rows, self.limits.mixed_rows):
             return  # nothing to compare with, or a prompt's last rows
+        if not n_decode:
+            if not n_decoding or not any(map(_IS_DETERMINISTIC, self._queue.running.values())):
+                return  # nobody waits, or those who do go with other rows
+            if n_prompt > self.mixed_rows:  # a whole chunk, which steps without make up for
+                trip_s += alone_s
+            else:
+                slowdown -= 1
         trips.learn(n_prompt, trip_s, alone_s)
         choices = [rows for rows in MIXED_ROWS if rows <= most] or [most]
         self.mixed_rows = trips.most_rows(alone_s, slowdown, choices)
@@ -293,13 +308,14 @@ class Scheduler:
         if any(map(_IS_LOCKSTEP, running.values())):
             return self._send_in_lockstep()
         if not n_decoding:
+            self._n_owed = 0
             rows = self._chooser.prompt_rows(self.limits.chunk_rows)
             return self._send(rows, is_decode=False)
         if len(self._steps) - len(self.behind) >= n_stages:
             return False
         chooser = self._chooser
         is_due, self._is_prompt_due = self._is_prompt_due, False
-        if is_due and self._send(chooser.prompt_rows(self.mixed_rows), is_decode=False):
+        if is_due and self._send(self._prompts_beside(()), is_decode=False):
             return True
         all_decode = n_decoding == len(running)
         n_frames = max(1, self.max_in_flight // n_decoding) if n_decoding < n_stages else 1
@@ -307,15 +323,37 @@ class Scheduler:
             return n_frames > 1 and self._send(chooser.flight_rows(n_frames), is_decode=True)
         n_frames = n_frames if all_decode else 1
         decode = chooser.decode_rows(-(-n_decoding // n_stages), n_frames)
+        n_left = n_stages - len(self._steps) + len(self.behind)
+        if not decode and n_left == 1 and not all(map(_MAY_TRAVEL, self._queue.ready.values())):
+            return False  # kept for a row whose mask or drafts are about to come
         prompts: Sequence[Rows] = ()
-        goes_alone = all_decode or (bool(decode) and not self._n_mixed)
+        goes_alone = bool(decode) and self._goes_alone(n_decoding, all_decode=all_decode)
         if not goes_alone and not any(rows.sequence.request.deterministic for rows in decode):
-            left = self.limits.chunk_rows - sum(rows.n_rows for rows in decode)
-            prompts = chooser.prompt_rows(max(1, min(self.mixed_rows, left)), beside=decode)
-        if decode:
-            self._n_mixed = 1 if all_decode else (self._n_mixed + 1) % _ALONE_EVERY
+            prompts = self._prompts_beside(decode)
         self._is_prompt_due = bool(decode) and not (goes_alone or prompts)
         return self._send([*decode, *prompts], is_decode=bool(decode))
+
+    def _goes_alone(self, n_decoding: int, *, all_decode: bool) -> bool:
+        """Say whether the next step with decode rows goes without prompts, and count it."""
+        self._n_owed = max(0, self._n_owed - self.mixed_rows)
+        every = _ALONE_EVERY if n_decoding == self._n_alone else _ALONE_SOON
+        goes_alone = all_decode or self._n_mixed >= every
+        if goes_alone:
+            self._n_mixed, self._n_alone = 0, n_decoding
+        self._n_mixed += 1
+        return goes_alone
+
+    def _prompts_beside(self, decode: Sequence[Rows]) -> Sequence[Rows]:
+        """Choose prompt rows to go with `decode`, while sequences decode.
+
+        More than `mixed_rows` are made up for: by a whole chunk of a deterministic prompt, or a
+        picture.
+        """
+        if self._n_owed and (decode or self._queue.ready or self._steps):
+            return ()
+        prompts = self._chooser.prompt_rows(self.mixed_rows, beside=decode)
+        self._n_owed = max(0, sum(rows.n_rows for rows in prompts) - self.mixed_rows)
+        return prompts
 
     def _send_in_lockstep(self) -> bool:
         """Send prompt rows while there are any, then a round: one row of all that run, in order.

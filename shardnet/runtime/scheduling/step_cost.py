@@ -108,6 +108,17 @@ class TripCost:
         step_s = self.alone.time_s(n_rows)
         return step_s * max(1.0, n_steps * self.alone.slowest) if step_s else None
 
+    def learn_alone(self, n_rows: int, time_s: float, slowest_s: float = 0.0) -> None:
+        """Add a step without prompt rows: its seconds and those of its slowest stage.
+
+        One that is much faster than those before shows that these count no more: a long text has
+        ended.
+        """
+        known_s = self.alone.time_s(n_rows)
+        if known_s and time_s < _MUCH_FASTER * known_s:
+            self.alone = StepCost(half_life=self.alone.half_life)
+        self.alone.learn(n_rows, time_s, slowest_s)
+
     def learn(self, n_prompt: int, trip_s: float, alone_s: float) -> None:
         """Add a trip with `n_prompt` prompt rows, which takes `alone_s` without them."""
         self._rows_rows = self._rows_rows * _TRIP_FADE + n_prompt * n_prompt
@@ -123,6 +134,8 @@ class TripCost:
 
 
 _TRIP_FADE: Final = 0.9
+_MUCH_FASTER: Final = 0.75
+"""More than measurements stray."""
 MIXED_ROWS: Final = (*range(1, 16), *range(16, 32, 2), *range(32, 64, 4), *range(64, 257, 16))
 """Choices for the number of prompt rows batched with decode rows."""
 

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from support.chaos.virtual_time import VirtualLoop
 from support.rings.rings import NoText
 
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.requests import GenerationRequest, TokenGenerated
-from shardnet.runtime.ring.pipeline import Pipeline, StepAnswer
+from shardnet.runtime.ring.pipeline import Pipeline, StepAnswer, StepAnswered
 from shardnet.runtime.scheduling.scheduler import Scheduler
-from shardnet.runtime.scheduling.step_cost import RingLimits
-from shardnet.runtime.stage.compute import StepArrived
+from shardnet.runtime.scheduling.step_cost import RingLimits, StepLimits
+from shardnet.runtime.stage.compute import StepArrived, StepFailed
 from shardnet.sampling_params import SamplingParams
-from shardnet.types import Epoch, MicroBatch, StepId
+from shardnet.types import ANY_ROWS, Epoch, MicroBatch, StepId
 from shardnet.wire.messages.extras import StageTiming
 
 CONTEXT = 32_768
@@ -77,50 +78,79 @@ class TimedText:
 class TimedEngine:
     """An engine whose steps go through the stages in order; `hop_s` is the way from each on.
 
-    Each step of a stage takes up to `jitter` times longer than it should.
+    Each step of a stage takes up to `jitter` times longer than it should. Where layers keep a state
+    there is room for `room_states`; `exact_rows` are those of StepLimits. `text` and `prompt` are
+    what is asked for beside the tokens, of requests that make many and of those that make one.
     """
 
     stages: Sequence[TimedStage]
     hop_s: float = 0.0
     jitter: float = 0.0
+    room_states: int | None = None
+    exact_rows: int = ANY_ROWS
+    text: Mapping[str, Any] = field(default_factory=dict)
+    prompt: Mapping[str, Any] = field(default_factory=dict)
     engine: Engine = field(init=False)
+    _epoch: Epoch = field(default_factory=lambda: Epoch(1))
+    _taking: asyncio.Task[None] = field(init=False)
     _free_s: list[float] = field(init=False)
     _chance: random.Random = field(default_factory=lambda: random.Random(1))
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run the stages."""
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        self._free_s = [0.0] * len(self.stages)
-        limits = RingLimits(
-            epoch=Epoch(1),
+        loop = _loop()
+        self.engine = Engine(
+            scheduler=Scheduler(self._limits),
+            make_pipeline=self._make_pipeline,
+            clock_ns=loop.time_ns,
+        )
+        self._begin()
+        try:
+            yield
+        finally:
+            self._taking.cancel()
+            await asyncio.wait([self._taking])
+
+    def replace(self, stages: Sequence[TimedStage]) -> None:
+        """Lose the stages, and go on over others."""
+        self._taking.cancel()
+        self.engine.suspend("a stage was lost")
+        self.stages, self._epoch = stages, Epoch(self._epoch + 1)
+        self.engine.resume(self.engine.new_pipeline(self._make_pipeline), self._limits)
+        self._begin()
+
+    @property
+    def _limits(self) -> RingLimits:
+        return RingLimits(
+            epoch=self._epoch,
             n_stages=len(self.stages),
             room_blocks=4000,
             context=CONTEXT,
             max_slots=64,
+            room_states=self.room_states,
+            limits=StepLimits(exact_rows=self.exact_rows),
         )
-        self.engine = Engine(
-            scheduler=Scheduler(limits),
-            make_pipeline=lambda on_answered, on_failed: Pipeline(
-                epoch=limits.epoch,
-                vocab_size=1 << 17,
-                clock_ns=loop.time_ns,
-                on_answered=on_answered,
-                on_failed=on_failed,
-            ),
-            clock_ns=loop.time_ns,
-        )
-        taking = asyncio.create_task(self._take(loop))
-        try:
-            yield
-        finally:
-            taking.cancel()
-            await asyncio.wait([taking])
 
-    async def _take(self, loop: VirtualLoop) -> None:
+    def _make_pipeline(
+        self, on_answered: Callable[[StepAnswered], None], on_failed: Callable[[StepFailed], None]
+    ) -> Pipeline:
+        return Pipeline(
+            epoch=self._epoch,
+            vocab_size=1 << 17,
+            clock_ns=_loop().time_ns,
+            on_answered=on_answered,
+            on_failed=on_failed,
+        )
+
+    def _begin(self) -> None:
+        self._free_s = [0.0] * len(self.stages)
+        self._taking = asyncio.create_task(self._take(self.engine.pipeline))
+
+    async def _take(self, pipeline: Pipeline) -> None:
+        loop = _loop()
         while True:
-            arrived = await self.engine.pipeline.receive()
+            arrived = await pipeline.receive()
             if isinstance(arrived, StepArrived):
                 batch = arrived.batch
                 at_s, timings = self._compute(batch, loop.time())
@@ -131,7 +161,7 @@ class TimedEngine:
                     logprobs=[None] * batch.n_sampled,
                     timings=timings,
                 )
-                loop.call_at(at_s, self.engine.pipeline.answer, answer)
+                loop.call_at(at_s, pipeline.answer, answer)
 
     def _compute(self, batch: MicroBatch, at_s: float) -> tuple[float, tuple[StageTiming, ...]]:
         """Say when a step that is sent comes back, and what each stage says of it."""
@@ -163,6 +193,7 @@ class TimedEngine:
             stop_ids=frozenset(),
             text=NoText(),
             priority=priority,
+            **(self.prompt if n_tokens == 1 else self.text),
         )
         async with aclosing(self.engine.generate(request)) as events:
             async for event in events:
@@ -226,6 +257,57 @@ async def during(ring: TimedEngine, n_prompt: int) -> tuple[float, float]:
     return ratios[len(ratios) // 2], ratios[-1]
 
 
+async def left_alone(ring: TimedEngine, n_long: int, n_prompt: int) -> float:
+    """Have two texts run, one behind a long prompt, which ends beside another prompt.
+
+    Returns how many times as long as alone the median of the other's times between tokens is then.
+    """
+    loop = asyncio.get_running_loop()
+    async with ring.running():
+        long, text = TimedText(), TimedText()
+        ends = asyncio.create_task(ring.follow(long, 1, n_long, CONTEXT // 8))
+        following = asyncio.create_task(ring.follow(text, 2, 16, CONTEXT // 2))
+        await text.reach(60)
+        reading = asyncio.create_task(_read(ring, 700, 1, n_prompt))
+        await text.reach(len(text.times_s) + 100)
+        ends.cancel()
+        await text.reach(len(text.times_s) + 40)
+        left_s = loop.time()
+        await text.reach(len(text.times_s) + 100)
+        beside_s = (left_s, loop.time())
+        await reading
+        read_s = loop.time()
+        await text.reach(len(text.times_s) + 40)
+        following.cancel()
+        await asyncio.wait([ends, following])
+    ratios = _ratios(text, (read_s, loop.time()), beside_s)
+    return ratios[len(ratios) // 2]
+
+
+async def over_others(ring: TimedEngine, stages: Sequence[TimedStage], n_prompt: int) -> float:
+    """Have a text and a prompt run, and their stages be replaced.
+
+    Returns how many times as long as alone over these the text's longest time between tokens is,
+    once it was replayed.
+    """
+    loop = asyncio.get_running_loop()
+    async with ring.running():
+        text = TimedText()
+        following = asyncio.create_task(ring.follow(text, 1, 16, CONTEXT // 2, priority=1))
+        await text.reach(40)
+        reading = asyncio.create_task(_read(ring, 700, 1, n_prompt))
+        await text.reach(56)
+        ring.replace(stages)
+        await text.reach(len(text.times_s) + 1)
+        replayed_s = loop.time()
+        await reading
+        read_s = loop.time()
+        await text.reach(len(text.times_s) + 40)
+        following.cancel()
+        await asyncio.wait([following])
+    return _ratios(text, (read_s, loop.time()), (replayed_s, read_s))[-1]
+
+
 async def _read(ring: TimedEngine, seed: int, n_prompts: int, n_prompt: int) -> float:
     """Have prompts be read, and forgotten; return the seconds that takes."""
     loop = asyncio.get_running_loop()
@@ -235,6 +317,12 @@ async def _read(ring: TimedEngine, seed: int, n_prompts: int, n_prompt: int) -> 
     took_s = loop.time() - began_s
     ring.engine.drop_warm()
     return took_s
+
+
+def _loop() -> VirtualLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    return loop
 
 
 def _ratios(
