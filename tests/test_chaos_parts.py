@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from support.chaos.ledger import Entry, read_ledger, summary
 from support.chaos.memory import MemoryBook, Sample, verdict
 from support.chaos.rounds import read_parts
 from support.chaos.soak_picture import drawn
-from support.chaos.streams import Heard
+from support.chaos.streams import Heard, make_prompts
 from support.chaos.switch import PREFACE, REACHED, REFUSED, Switch
 
 from shardnet.cluster.recovery.recovery import RecoveryRecord
@@ -174,6 +175,28 @@ def test_the_ledger_counts_what_is_not_as_it_should_be() -> None:
     told = summary([good, bad])
     assert "15 equal, 1 DIFFERS; 1 rounds that are not as they should be" in told
     assert "| killed | 2 | 1 | 0.05 | 0.90 | 0.90 |" in told
+
+
+def test_pauses_are_told_by_the_length_of_prompts() -> None:
+    prompts = make_prompts(16, 20, longest=8000)
+    lengths = [len(prompt.content) for prompt in prompts]
+    assert lengths.count(8000) == 6
+    assert 16 <= min(lengths) < 100
+    entry = Entry(
+        seed=1,
+        number=1,
+        faults=("killed",),
+        moments=("while texts run",),
+        victims=("bert",),
+        outcomes={"equal": 3},
+        pause_s=12.5,
+        pauses=((16, 0.25), (8000, 12.5), (4001, 7.5)),
+    )
+    [read] = read_ledger(json.dumps(entry.json))
+    assert read == entry
+    told = summary([read])
+    assert "| 1 to 100 | 1 | 0.25 | 0.25 |" in told
+    assert told.endswith("| 4,001 to 8,000 | 2 | 10.00 | 12.50 |")
 
 
 def test_the_page_has_the_table_of_its_ledger() -> None:

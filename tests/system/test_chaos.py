@@ -9,19 +9,20 @@ from pathlib import Path
 from support.chaos.faults import Moment, draw_rounds, shortened
 from support.chaos.lab import Lab
 from support.chaos.ledger import Entry
+from support.chaos.models import made_model
 from support.chaos.rounds import Rounds
 from support.chaos.streams import make_prompts
-from support.soak import cases
+from support.soak import cases, is_soak
 
-from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.transport.loop import run
 
 SEEDS = cases([3, 7, 12, 43, 53], [5, 39])
 HEADS = dict(cases([(64, False), (186, True)], [(22, False), (86, True)]))
 """Seeds that drain the head (64, 86) or kill it, and whether it has a deputy then."""
 N_NODES = 3
-N_STREAMS = 3
+N_STREAMS = 5
 N_TOKENS = 20
+LONGEST = 8000 if is_soak() else 2000
 MOMENTS = frozenset({Moment.RUNNING, Moment.LOADING, Moment.BESIDE, Moment.RECOVERING})
 
 
@@ -35,8 +36,8 @@ def test_no_fault_changes_a_text_or_leaves_anything_behind(tmp_path: Path) -> No
             async with Rounds(
                 lab,
                 0,
-                model=DEFAULT_MODEL_NAME,
-                prompts=make_prompts(N_STREAMS, N_TOKENS),
+                model=made_model("bundled", tmp_path / "models"),
+                prompts=make_prompts(N_STREAMS, N_TOKENS, longest=LONGEST),
                 return_s=0.0,
             ) as rounds:
                 await rounds.record_undisturbed()

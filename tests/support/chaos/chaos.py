@@ -18,14 +18,13 @@ from support.chaos.faults import Moment, draw_rounds
 from support.chaos.lab import Lab
 from support.chaos.ledger import HEAD, Entry, read_ledger, summary
 from support.chaos.memory import MemoryBook
-from support.chaos.models import MAKERS, made_model
+from support.chaos.models import CONTEXT, MAKERS, made_model
 from support.chaos.rounds import Rounds
 from support.chaos.simulate import SIMULATIONS, run_schedules
 from support.chaos.streams import make_prompts
 from support.system.netns import Network, NotPermittedError, open_network
 from support.system.warm_start import is_possible, server
 
-from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.transport.loop import run
 from shardnet_cli.commands import nodes
 
@@ -103,12 +102,18 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--model",
-        default=DEFAULT_MODEL_NAME,
-        help=f"default: the bundled one; {', '.join(MAKERS)}: made, with a context of 4096 tokens",
+        default="bundled",
+        help=f"{', '.join(MAKERS)} (default bundled), all with a context of {CONTEXT} tokens, or "
+        "another one of yours",
     )
     parser.add_argument(
-        "--words", type=int, default=120, help="words of the longest prompts (default 120)"
+        "--longest", type=int, default=8000, help="tokens of the longest prompts (default 8000)"
     )
+    parser.add_argument(
+        "--pause", type=float, default=None, metavar="S",
+        help="call a round wrong in which a text paused this much longer than the fault lasted; by "
+        "default pauses are only told",
+    )  # fmt: skip
     parser.add_argument(
         "--schemas", action="store_true", help="have every fourth answer be JSON of a schema"
     )
@@ -145,9 +150,10 @@ async def _run(asked: argparse.Namespace, folder: Path) -> tuple[list[Entry], li
             asked.seed,
             model=made_model(asked.model, folder / "models"),
             prompts=make_prompts(
-                asked.streams, asked.tokens, n_words=asked.words, has_schemas=asked.schemas
+                asked.streams, asked.tokens, longest=asked.longest, has_schemas=asked.schemas
             ),
             standby=asked.standby,
+            most_pause_s=asked.pause,
         ) as rounds:
             await rounds.record_undisturbed()
             print(f"seed {asked.seed}, undisturbed texts recorded\n{HEAD}", flush=True)

@@ -6,10 +6,13 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 
+LENGTHS = (0, 100, 1000, 2000, 4000, 8000, 1 << 20)
+"""Prompts between two of these, in tokens, are counted together."""
 EQUAL, NAMED, DIFFERS, SILENT = "equal", "named error", "DIFFERS", "SILENT"
 
 
@@ -18,8 +21,9 @@ class Entry:
     """What one round did and what came of it. Seconds; None for what did not happen.
 
     `outcomes` counts how the requests ended. `notice_s` is from the fault until clients heard of
-    it, `pause_s` the longest time that any of them waited for a token then. `parts` are those of
-    the recovery by the head's own account. `whole_s` is until all nodes were in the ring again.
+    it, `pause_s` the longest time that any of them waited for a token then, `pauses` that of each
+    request behind the tokens of its prompt. `parts` are those of the recovery by the head's own
+    account. `whole_s` is until all nodes were in the ring again.
     Where the head ended, `is_headless`, requests are to end with a named error.
     """
 
@@ -31,6 +35,7 @@ class Entry:
     outcomes: dict[str, int]
     notice_s: float | None = None
     pause_s: float = 0.0
+    pauses: tuple[tuple[int, float], ...] = ()
     n_recoveries: int = 0
     parts: dict[str, float] = field(default_factory=dict)
     whole_s: float = 0.0
@@ -106,4 +111,17 @@ def summary(entries: Sequence[Entry]) -> str:
             f"| {name} | {len(some)} | {sum(entry.is_good for entry in some)} | {median} "
             f"| {statistics.median(pauses):.2f} | {max(pauses):.2f} |"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *_pauses_by_length(entries)])
+
+
+def _pauses_by_length(entries: Sequence[Entry]) -> list[str]:
+    """A table of how long texts paused behind prompts of up to 100, 1,000 and more tokens."""
+    waits = [pause for entry in entries for pause in entry.pauses]
+    lines = []
+    for shortest, longest in pairwise(LENGTHS):
+        pauses = [pause_s for n_prompt, pause_s in waits if shortest < n_prompt <= longest]
+        if pauses:
+            told = f"{statistics.median(pauses):.2f} | {max(pauses):.2f}"
+            lines.append(f"| {shortest + 1:,} to {longest:,} | {len(pauses)} | {told} |")
+    head = ["", "| prompt, tokens | texts | pause, median (s) | pause, longest (s) |"]
+    return [*head, "|---|---|---|---|", *lines] if lines else []

@@ -35,6 +35,8 @@ from shardnet.transport.loop import run
 N_CLIENTS = 4
 N_PROMPTS = 12
 N_TOKENS = 120
+LONGEST = 600
+"""Tokens of the longest prompts."""
 MODELS = (DEFAULT_MODEL_NAME, "mixture")
 RETURNS_EACH = 3
 """One model is asked until so many nodes have returned, and all are here."""
@@ -54,7 +56,9 @@ class Owner:
     chance: random.Random
     models: Sequence[str]
     minute_s: float
-    prompts: Sequence[Prompt] = field(default_factory=lambda: make_prompts(N_PROMPTS, N_TOKENS))
+    prompts: Sequence[Prompt] = field(
+        default_factory=lambda: make_prompts(N_PROMPTS, N_TOKENS, longest=LONGEST)
+    )
     undisturbed: dict[str, list[Heard]] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from msgspec.structs import replace
 from support.chaos.faults import DRAINS, Fault, Moment, Round
 from support.chaos.lab import Lab, Place, differences
 from support.chaos.ledger import DIFFERS, EQUAL, NAMED, SILENT, Entry
@@ -106,13 +107,18 @@ class Rounds:
         prompts: Sequence[Prompt],
         return_s: float = RETURN_S,
         standby: Literal["", "auto"] = "",
+        most_pause_s: float | None = None,
     ) -> None:
         self._return_s = return_s
+        self._most_pause_s = most_pause_s
         self._lab = lab
         self._connection = contextlib.AsyncExitStack()
         self._seed = seed
         self._prompts = prompts
-        self._choice = ModelChoice(model=model, nodes=lab.addresses, standby=standby)
+        context = max(len(one.content) + one.options["max_tokens"] for one in prompts)
+        self._choice = ModelChoice(
+            model=model, nodes=lab.addresses, standby=standby, context=context
+        )
         self.undisturbed: list[Heard] = []
         self._n_asked = 0
         self._opened: dict[tuple[int, int], dict[str, int]] = {}
@@ -197,6 +203,14 @@ class Rounds:
             if fault.kind in DRAINS and place.n_starts == started[fault.victim]:
                 wrong.append(f"{place.name} has not ended by its drain")
         wrong += await self._leaks()
+        pauses = [
+            (len(prompt.content), one.longest_gap(first))
+            for prompt, one in zip(self._prompts, heard, strict=True)
+        ]
+        pause_s = max(pause_s for _, pause_s in pauses)
+        lasted_s = sum(fault.seconds for fault in drawn.faults)
+        if self._most_pause_s is not None and pause_s > lasted_s + self._most_pause_s:
+            wrong.append(f"a text paused for {pause_s:.1f} s")
         return Entry(
             seed=self._seed,
             number=drawn.number,
@@ -205,7 +219,8 @@ class Rounds:
             victims=tuple(self._lab.places[fault.victim].name for fault in drawn.faults),
             outcomes=dict(outcomes),
             notice_s=min(told) - first if told and inflicted else None,
-            pause_s=max((one.longest_gap(first) for one in heard), default=0.0),
+            pause_s=pause_s,
+            pauses=tuple(pauses),
             n_recoveries=len(PARTS.findall(log)),
             parts=read_parts(log),
             whole_s=whole_s,
@@ -283,7 +298,7 @@ class Rounds:
                 break
             await asyncio.sleep(0.1)
         addresses = [one.address for one in others]
-        choice = ModelChoice(model=self._choice.model, nodes=addresses)
+        choice = replace(self._choice, nodes=addresses, standby="")
         async with connect(addresses[0]) as client:
             told = await listen(client, self._prompts[0], choice)
             difference = told.difference(self.undisturbed[0])

@@ -14,11 +14,10 @@ from shardnet.constraints import Constraint
 from shardnet.errors import ShardnetError
 from shardnet.sampling_params import SamplingParams
 
-WORDS = (
-    "the morning Elizabeth walked to Meryton letter arrived nobody could have supposed "
-    "that Mr Darcy would dance with her sister again whatever his aunt might say of "
-    "family and fortune"
-)
+TOKEN_IDS = range(4, 256)
+"""Tokens that each model of models.py has."""
+SHORTEST = 16
+"""Tokens of the shortest prompts."""
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -70,17 +69,17 @@ class Heard:
         return ""
 
 
-def make_prompts(
-    n: int, n_tokens: int, *, n_words: int = 120, has_schemas: bool = False
-) -> list[Prompt]:
-    """Prompts of all lengths up to `n_words`; every other one is sampled, some with penalties or
-    logprobs. With `has_schemas` every fourth answer is JSON of SCHEMA.
+def make_prompts(n: int, n_tokens: int, *, longest: int, has_schemas: bool = False) -> list[Prompt]:
+    """Prompts of SHORTEST to `longest` tokens, every third the longest, the others drawn by the
+    logarithm. Every other one is sampled, some with penalties or logprobs. With `has_schemas` every
+    fourth answer is JSON of SCHEMA.
     """
     chance = random.Random(18)
     prompts = []
     for number in range(n):
-        n_chosen = chance.choice([3, 20, n_words // 2, n_words])
-        content = " ".join(chance.choices(WORDS.split(), k=n_chosen))
+        power = chance.random() if number % 3 else 1.0
+        n_chosen = round(SHORTEST * (longest / SHORTEST) ** power)
+        content = chance.choices(TOKEN_IDS, k=n_chosen)
         sampled = number % 2 == 1
         sampling = SamplingParams(
             temperature=0.8 if sampled else 0.0,
