@@ -58,17 +58,22 @@ def test_what_scripts_bench_starts_is_there() -> None:
     assert set(started) <= set(PROGRAMS)
 
 
-def agents_of(kinds: str, *arguments: str) -> dict[str, Any]:
-    """Run scripts/bench agents with the smallest models on one node."""
-    script = SCRIPTS / "benchmarks" / "bench_agents.py"
-    small = ["--nodes", "1", "--layers", "4", "--hidden", "128", "--answer", "4", "--own", "40"]
+def measured_by(name: str, *arguments: str) -> Any:
+    """Run a program of scripts/benchmarks with the smallest models. Return what it measured."""
+    small = ["--layers", "4", "--hidden", "128"]
     done = subprocess.run(
-        [sys.executable, str(script), "--json", "--kind", kinds, *small, *arguments],
+        [sys.executable, str(SCRIPTS / "benchmarks" / name), "--json", *small, *arguments],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def agents_of(kinds: str, *arguments: str) -> dict[str, Any]:
+    """Run scripts/bench agents on one node."""
+    small = ["--nodes", "1", "--answer", "4", "--own", "40"]
+    told: dict[str, Any] = measured_by("bench_agents.py", "--kind", kinds, *small, *arguments)
     return told
 
 
@@ -97,6 +102,30 @@ def test_long_prompts_and_many_conversations_of_agents_are_measured() -> None:
     assert told["planned"]["positions"] >= 2 * 303
     [node] = told["nodes"]
     assert 0 < node["idle_bytes"] < node["full_bytes"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nodes are started as Unix has them")
+def test_what_lost_and_drained_nodes_cost_is_measured() -> None:
+    asked = [
+        "--models",
+        "mixture",
+        "--nodes",
+        "2",
+        "--standby",
+        "off",
+        "--prompts",
+        "40",
+        "--drain",
+        "30",
+    ]
+    killed, drained = measured_by("bench_losses.py", *asked, "--tokens", "24", "--after", "12")
+    assert (killed["lost"], killed["prompt"]) == ("tail", 40)
+    assert (drained["lost"], drained["prompt"]) == ("drained", 30)
+    assert killed["is_equal"]
+    assert drained["is_equal"]
+    assert 40 + 12 <= killed["again"] + 1 <= 40 + 24
+    assert killed["pause_s"] > killed["load_s"] > 0
+    assert (drained["again"], drained["load_s"]) == (0, 0)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a bash script")

@@ -96,10 +96,19 @@ def _short_conv(layers: int, hidden: int) -> dict[str, Any]:
     }
 
 
+def _experts(layers: int, hidden: int) -> dict[str, Any]:
+    return {
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": hidden // 4,
+    }
+
+
 _More = Callable[[int, int], dict[str, Any]]
 KINDS: dict[str, tuple[str, str, str, _More]] = {
     "dense": ("Qwen 3", "qwen3", "Qwen3ForCausalLM", lambda layers, hidden: {}),
     "hybrid": ("Qwen 3.5", "qwen3_5_text", "Qwen3_5ForCausalLM", _delta_net),
+    "mixture": ("Qwen 3 MoE", "qwen3_moe", "Qwen3MoeForCausalLM", _experts),
     "windows": (
         *("Gemma 3", "gemma3_text", "Gemma3ForCausalLM"),
         lambda layers, hidden: (

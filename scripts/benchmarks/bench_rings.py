@@ -21,7 +21,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench_pause import nodes_on_loopback
+from bench_losses import nodes_on_loopback
 from bench_ring import random_1b
 
 from shardnet.api.client import Client, connect

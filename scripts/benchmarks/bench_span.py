@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from bench_pause import nodes_on_loopback
+from bench_losses import nodes_on_loopback
 from bench_ring import random_1b
 
 from shardnet.api.client import Client, connect
