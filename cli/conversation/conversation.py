@@ -30,6 +30,7 @@ from shardnet.wire.messages.extras import RecommendedSampling
 from shardnet.wire.messages.plans import PlanReply
 
 from ..output.exit_codes import counted, say
+from ..output.generation_output import RecoveryLines
 from ..output.progress import LoadBars
 from .markdown_answer import open_answer
 
@@ -154,6 +155,7 @@ class Conversation:
     def _answer(self, content: str | Sequence[ContentPart]) -> None:
         asked: Message = {"role": "user", "content": content}
         answer, shown, closing = "", open_answer(plain=self.plain), ""
+        recovery = RecoveryLines(shown)
         sampling = msgspec.structs.replace(
             self.sampling, sample_index=self.sampling.sample_index + self._n_retries
         )
@@ -180,6 +182,7 @@ class Conversation:
                         self._ring_is_known = True
                         if event.error is not None:
                             raise event.error
+                        recovery.take(event)
                         answer += event.text
                         self._totals.n_generated += len(event.token_ids)
                         shown.write(event.text)

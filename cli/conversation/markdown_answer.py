@@ -72,6 +72,10 @@ class MarkdownAnswer(StreamedText):
         """End an answer that will not be complete."""
         self.finish()
 
+    def make_way(self) -> None:
+        """Let other output come; the unfinished block is drawn again below it."""
+        self._replace("")
+
     def _draw(self) -> None:
         """Draw the unfinished block; of one that is higher than the screen its end."""
         lines = self._rendered(self._blocks.rest, n_before=self._n_written).splitlines()

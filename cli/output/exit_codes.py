@@ -194,6 +194,10 @@ class StreamedText:
         if self._line_is_open and sys.stdout.isatty():
             self.write("\n")
 
+    def make_way(self) -> None:
+        """Let other output come on a line of its own; the text goes on behind it."""
+        self.break_off()
+
 
 def say(line: str, *, end: str = "\n") -> None:
     """Print `line` on standard error, on one line; as JSON where --log-format says so.

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from typing import Any
 
 import msgspec
@@ -88,17 +87,24 @@ class RecoveryLines:
     def __init__(self, shown: StreamedText) -> None:
         self._shown = shown
         self._said = ""
+        self._expected_s = 0.0
 
     def take(self, event: GenerationEvent) -> None:
-        """Say what the event tells of a recovery, if that is news."""
-        if event.state is not RequestState.RECOVERING:
-            if event.token_ids:
-                self._said = ""
-        elif event.why != self._said:
-            self._said = event.why
-            self._shown.break_off()
-            about = f", about {ceil(event.expected_s)} s" if event.expected_s else ""
-            say(f"recovering{about}: {event.why}")
+        """Say what the event tells of a recovery, if that is news.
+
+        What counts down is news once half of the time is left.
+        """
+        if event.token_ids:
+            self._said = ""
+        if not event.why:
+            return
+        is_recovering = event.state is RequestState.RECOVERING
+        said = event.why if is_recovering else event.state.value
+        if said == self._said and (is_recovering or 2 * event.expected_s > self._expected_s):
+            return
+        self._said, self._expected_s = said, event.expected_s
+        self._shown.make_way()
+        say(event.waits)
 
 
 class OneText:
@@ -319,10 +325,10 @@ def _event_objects(event: GenerationEvent, plan: PlanReply | None) -> Iterator[d
         yield {"event": "finished", **as_object(event.result, plan)}
     elif event.error is not None:
         yield {"event": "failed", "error": str(event.error), "code": event.error.code}
+    elif event.why or event.state is RequestState.RECOVERING:
+        yield {"event": event.state.value, "why": event.why, "expected_s": event.expected_s}
     elif event.state is RequestState.QUEUED:
         yield {"event": "queued", "ahead": event.ahead}
-    elif event.state is RequestState.RECOVERING:
-        yield {"event": "recovering", "why": event.why, "expected_s": event.expected_s}
     elif not has_news and not (event.logits or event.hidden or event.routing):
         yield {"event": event.state.value}
 

@@ -6,6 +6,7 @@ Knows what is worth a column. Must not know where it comes from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import ceil
 
 import msgspec
 
@@ -174,7 +175,11 @@ def _request_rows(requests: Sequence[ShownRequest]) -> Iterator[tuple[str, ...]]
             str(one.n_cached),
             f"{one.n_generated} of {one.max_tokens}",
             age(one.age_s),
-            f"{one.ahead} go first" if one.phase == "queued" and one.ahead else "",
+            f"{one_line(one.waits_for)}, about {ceil(one.expected_s)} s"
+            if one.waits_for
+            else f"{one.ahead} go first"
+            if one.phase == "queued" and one.ahead
+            else "",
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from shardnet.errors import ShardnetError
@@ -200,9 +201,11 @@ class GenerationEvent:
 
     `request_id` is unique in its client. While it is QUEUED, `ahead` requests run before it. When
     it begins to run its prompt has `n_prompt` tokens, elsewhere this is 0. While
-    it is RECOVERING its ring is being replaced: `why` says what happened, `expected_s` how long
-    that may take, 0 if not known. Tokens come in events that are RUNNING or RESUMED; `tokens` are
-    their own texts ("" without a tokenizer), `text` is what they complete and may be empty.
+    it is RECOVERING its ring is being replaced: `why` says what happened or what is waited for,
+    `expected_s` how long that may take, 0 if not known; while it runs again and has no new token
+    yet, how many are read before it goes on. Tokens come in events that are RUNNING or RESUMED;
+    `tokens` are their own texts ("" without a tokenizer), `text` is what they complete and may be
+    empty.
     `prompt_logprobs`, `logits`, `hidden` and `routing` continue those of earlier events; the
     prompt's first token has no log-probability. `prompt_tail` comes with states before the first
     token: the text of the prompt's last tokens, special ones too. The FINISHED event has the rest
@@ -228,6 +231,14 @@ class GenerationEvent:
     routing: Routing | None = None
     result: GenerationResult | None = None
     error: ShardnetError | None = None
+
+    @property
+    def waits(self) -> str:
+        """What it waits for behind a lost ring, and about how long, in words."""
+        about = f", about {ceil(self.expected_s)} s" if self.expected_s else ""
+        if self.state is RequestState.RECOVERING:
+            return f"recovering{about}: {self.why}"
+        return f"{self.why}{about}"
 
 
 @dataclass(slots=True, kw_only=True)

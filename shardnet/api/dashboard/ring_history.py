@@ -85,6 +85,7 @@ class RingHistory:
         if activity is None or plan is None:
             return None
         load = activity.load
+        wait = None if load is None else load.wait
         return ShownRing(
             id=activity.ring,
             model=short_name(plan.model),
@@ -102,6 +103,8 @@ class RingHistory:
             else "broken"
             if activity.is_broken
             else "ready",
+            waits_for=None if wait is None else wait.what,
+            expected_s=0.0 if wait is None else wait.expected_s,
             load=None if load is None else convert(load, ShownLoad, from_attributes=True),
             stages=self._stages(plan.stages),
             left_out=plan.left_out,
@@ -264,6 +267,8 @@ def _request(ring: str, seen: RequestProgress) -> ShownRequest:
         age_s=seen.age_s,
         priority=seen.priority,
         ahead=seen.ahead,
+        waits_for=seen.waits_for or None,
+        expected_s=seen.expected_s,
     )
 
 

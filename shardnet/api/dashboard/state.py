@@ -127,7 +127,7 @@ class ShownBehind(msgspec.Struct, kw_only=True):
 
 
 class ShownRing(msgspec.Struct, kw_only=True):
-    """The ring."""
+    """The ring. Behind a loss its requests wait for something, `expected_s` still, 0 if unknown."""
 
     id: str
     model: str
@@ -141,6 +141,8 @@ class ShownRing(msgspec.Struct, kw_only=True):
     why: str
     age_s: float
     state: Literal["ready", "recovering", "broken"]
+    waits_for: str | None
+    expected_s: float
     load: ShownLoad | None
     stages: list[ShownStage]
     left_out: list[LeftOut]
@@ -148,7 +150,7 @@ class ShownRing(msgspec.Struct, kw_only=True):
 
 
 class ShownRequest(msgspec.Struct, kw_only=True):
-    """A request of the ring."""
+    """A request of the ring. What it waits for is as in ShownRing."""
 
     id: str
     state: str
@@ -161,6 +163,8 @@ class ShownRequest(msgspec.Struct, kw_only=True):
     age_s: float
     priority: int
     ahead: int
+    waits_for: str | None
+    expected_s: float
 
 
 class ShownRates(msgspec.Struct, kw_only=True):

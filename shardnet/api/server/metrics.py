@@ -6,14 +6,20 @@ import collections
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from shardnet.wire.messages.diagnostics import LinkTraffic, NodeReport, RingLoad, RingWork
+from shardnet.wire.messages.diagnostics import (
+    LinkTraffic,
+    NodeReport,
+    RingLoad,
+    RingWaitKind,
+    RingWork,
+)
 from shardnet.wire.messages.membership import NodeInfo, ReportReply
 
 _LOAD: Final = {
@@ -131,6 +137,7 @@ class RingMetrics(Collector):
         for name, text in _LOAD.items():
             value = 0 if self._load is None else getattr(self._load, name)
             yield GaugeMetricFamily(f"shardnet_ring_{name}", text, value=value)
+        yield from self._of_waits()
         yield from self._of_ring()
         yield from self._of_rings()
         yield from self._of_links()
@@ -203,6 +210,19 @@ class RingMetrics(Collector):
                 value = getattr(stage, f"{name}_us") / 1e6
                 counter.add_metric([str(stage.rank), stage.name], value)
             yield counter
+
+    def _of_waits(self) -> Iterator[Metric]:
+        """Write for what requests wait behind a lost ring, 0 for what they do not."""
+        waiting = GaugeMetricFamily(
+            "shardnet_ring_recovery_waiting_seconds",
+            "About how long requests of a lost ring wait still, by what for",
+            labels=["for"],
+        )
+        wait = None if self._load is None else self._load.wait
+        for kind in get_args(RingWaitKind):
+            is_it = wait is not None and wait.kind == kind
+            waiting.add_metric([kind], wait.expected_s if wait is not None and is_it else 0.0)
+        yield waiting
 
     def _of_rings(self) -> Iterator[Metric]:
         """Write how the rings are that are behind one head."""

@@ -450,8 +450,8 @@ class Exchange:
             self.n_prompt += n_prompt
         if event.ahead:
             self.note = f"queued behind {event.ahead}"
-        elif event.state is RequestState.RECOVERING:
-            self.note = f"recovering, about {ceil(event.expected_s)} s: {event.why}"
+        elif event.why:
+            self.note = event.waits
         elif event.state in (RequestState.RUNNING, RequestState.RESUMED):
             self.note = "reading the prompt" if event.request_id not in last_s else "generating"
         if event.token_ids:

@@ -205,13 +205,19 @@ class LedRing:
         self.epoch += 1
         return prepared.ring(Epoch(self.epoch), give_up, lead.ring)
 
-    async def put_instead(self, lead: Lead, plan: Plan, ring: Ring) -> None:
+    async def put_instead(
+        self,
+        lead: Lead,
+        plan: Plan,
+        ring: Ring,
+        on_progress: OnStageProgress = lambda *_: None,
+    ) -> None:
         """Build a ring that `ring_instead` has prepared; the requests of `lead` go over to it.
 
         Must be called within `changing`. Raises what building raises; then the lead is as it was.
         """
         self.building = ring
-        with self.opened(plan.choice.model, lambda *_: None) as told:
+        with self.opened(plan.choice.model, on_progress) as told:
             try:
                 await ring.build(told)
             except BaseException:
@@ -222,7 +228,13 @@ class LedRing:
         lead.plan, lead.ring = plan, ring
         self._watch(lead)
 
-    async def build_instead(self, lead: Lead, plan: Plan, on_ring: Callable[[Ring], None]) -> None:
+    async def build_instead(
+        self,
+        lead: Lead,
+        plan: Plan,
+        on_ring: Callable[[Ring], None],
+        on_progress: OnStageProgress,
+    ) -> None:
         """Build the ring of `plan`, to which the requests of `lead` go over.
 
         `on_ring` takes the ring before it is built. Must be called within `changing`. Raises what
@@ -230,7 +242,7 @@ class LedRing:
         """
         ring = await self.ring_instead(lead, plan)
         on_ring(ring)
-        await self.put_instead(lead, plan, ring)
+        await self.put_instead(lead, plan, ring, on_progress)
 
     def take_vain(self) -> list[Ring]:
         """Return the rings that were not built to their end, whose stages the caller frees."""

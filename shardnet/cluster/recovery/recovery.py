@@ -10,8 +10,9 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from math import ceil
 from typing import Final
 
 from shardnet.cluster.head.head import Head
@@ -27,14 +28,20 @@ from shardnet.cluster.recovery.policy import (
     GiveUp,
     RecoveryPolicy,
 )
-from shardnet.cluster.recovery.standbys import Standbys
+from shardnet.cluster.recovery.standbys import ANSWER_S, Standbys
 from shardnet.cluster.ring.ring import Ring
 from shardnet.errors import PeerFailedError, ShardnetError, SupersededError, internal_error
 from shardnet.runtime.scheduling.sequences import ComputedSequence
 from shardnet.types import NodeId
+from shardnet.wire.framing.schema import Phase
+from shardnet.wire.messages.diagnostics import RingWaitKind
 
 EXPECTED_S = 1.0
 """How long a recovery is expected to take, beside loading."""
+PLAN_S: Final = 0.5
+"""How long asking the nodes and planning are expected to take."""
+TELL_S: Final = 1.0
+"""How long what was told of loading is left as it is."""
 
 
 MAX_RECORDS: Final = 64
@@ -80,7 +87,8 @@ class Recovery:
 
     def _hold(self, lead: Lead, why: str) -> RecoveryRecord:
         """Have the requests of a lead wait for another ring."""
-        engine, expected_s = lead.ring.engine, EXPECTED_S + lead.ring.built_s
+        engine = lead.ring.engine
+        expected_s = EXPECTED_S + lead.ring.built_s + engine.waits.reading_s()
         record = RecoveryRecord(at_s=time.time(), why=why, n_requests=engine.n_active)
         if self.records and not self.records[-1].is_over:
             self.records[-1].interrupt(why)
@@ -89,6 +97,11 @@ class Recovery:
         record.notice_s = engine.suspend(why, expected_s)
         self.log(record.first_words)
         return record
+
+    def _wait(self, lead: Lead, kind: RingWaitKind, what: str, expected_s: float) -> None:
+        """Tell the requests, and the log, what they wait for now."""
+        lead.ring.engine.waits.tell(kind, what, expected_s)
+        self.log(waiting_words(what, expected_s))
 
     def left_out(self, lead: Lead) -> dict[NodeId, str]:
         """Return the nodes that are not to be used for a lead now, and why."""
@@ -125,11 +138,15 @@ class Recovery:
     ) -> bool:
         """Have the standby of the node that was lost go on; return whether it does."""
         former, began_s = lead.ring, time.monotonic()
+        if lead.plan.standbys:
+            self._wait(lead, "nodes", "asking who is left", ANSWER_S)
         ready = await self.standbys.ready_for(former)
         record.plan_s += time.monotonic() - began_s
         if ready is None:
             return False
         began_s = time.monotonic()
+        stands_by = ready.ring.ports[ready.rank].node_name
+        self._wait(lead, "load", f"{stands_by} takes over from {ready.name}", EXPECTED_S)
         record.n_attempts += 1
         record.lost, record.nodes = (ready.name,), tuple(n.name for n in ready.plan.ring_nodes)
         ready.ring.on_replayed = partial(self._replayed, lead, record)
@@ -153,6 +170,8 @@ class Recovery:
         try:
             while isinstance(decision, Attempt):
                 began_s = time.monotonic()
+                what = "asking who is left, and planning"
+                self._wait(lead, "plan", what, decision.after_s + PLAN_S)
                 await asyncio.sleep(decision.after_s)
                 record.plan_s += time.monotonic() - began_s
                 record.n_attempts += 1
@@ -210,8 +229,13 @@ class Recovery:
             ring.on_replayed = partial(self._replayed, lead, record)
             ring.on_acquitted = self._policy_of(lead).acquit
 
+        loading = Loading.of(former_plan, plan, former.built_s)
+        self._wait(lead, "load", loading.what, loading.expected_s)
+        tell = partial(former.engine.waits.tell, "load", loading.what)
         try:
-            await self.head.led.build_instead(lead, plan, begin)
+            await self.head.led.build_instead(
+                lead, plan, begin, partial(loading.take, tell, time.monotonic)
+            )
         finally:
             record.load_s += time.monotonic() - planned_s
         self._resumed(lead, record, former, plan)
@@ -221,6 +245,8 @@ class Recovery:
         lead.is_recovering = False
         record.resumed_at_s = time.monotonic()
         self._finish(lead, record)
+        if (wait := lead.ring.engine.waits.now) is not None:
+            self.log(waiting_words(wait.what, wait.expected_s))
         keep = {node.address for node in plan.ring_nodes}
         self._free([former, *self.head.led.take_vain()], keep)
 
@@ -259,6 +285,68 @@ def _blames(ring: Ring) -> list[Blame]:
             blames.append(Blame(node=node, error=error, kind="unreached"))
     head = ring.ports[0].node
     return [blame for blame in blames if blame.node != head]
+
+
+def waiting_words(what: str, expected_s: float) -> str:
+    """Say what is waited for, and about how long if that is known."""
+    return f"{what}, about {ceil(expected_s)} s" if expected_s else what
+
+
+@dataclass(slots=True, kw_only=True)
+class Loading:
+    """The layers that nodes load for the next ring: `what` in words, and how long that may take."""
+
+    what: str
+    expected_s: float
+    began_s: float = 0.0
+    told_s: float = 0.0
+    left: dict[int, float] = field(default_factory=dict)
+    """What part of its bytes each rank lacks still."""
+
+    @classmethod
+    def of(cls, former: Plan, plan: Plan, built_s: float) -> Loading:
+        """Find what nodes of `plan` lack that were in `former`, which took `built_s` to build."""
+        before = layers_by_node(former)
+        after = layers_by_node(plan)
+        names = {node.node: node.name for node in plan.ring_nodes}
+        new = {node: len(layers - before.get(node, set())) for node, layers in after.items()}
+        loads = [
+            f"{n_layers} layer{'s' * (n_layers > 1)} at {names[node]}"
+            for node, n_layers in new.items()
+            if n_layers
+        ]
+        if not loads:
+            return cls(what="connecting the nodes that are left", expected_s=EXPECTED_S)
+        part = max(new.values()) / max(map(len, before.values()))
+        return cls(what=f"loading {', '.join(loads)}", expected_s=built_s * part)
+
+    def take(
+        self,
+        tell: Callable[[float], None],
+        now: Callable[[], float],
+        rank: int,
+        phase: Phase,
+        done_bytes: int,
+        total_bytes: int,
+    ) -> None:
+        """Tell from the progress of ranks how long they may still take, every second."""
+        now_s = now()
+        self.began_s = self.began_s or now_s
+        self.told_s = self.told_s or now_s
+        self.left[rank] = 1 - done_bytes / total_bytes if total_bytes else 0.0
+        left = max(self.left.values())
+        if now_s - self.told_s >= TELL_S and 0 < left < 1:
+            self.told_s = now_s
+            tell((now_s - self.began_s) * left / (1 - left))
+
+
+def layers_by_node(plan: Plan) -> dict[str, set[int]]:
+    """Return the layers that each node of a plan has, or a part of which it has."""
+    return {
+        node: {*range(stage.layers.start, stage.layers.end)}
+        for stage in plan.placement.stages
+        for node in (stage.node, *stage.shards)
+    }
 
 
 @dataclass(slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from shardnet.runtime.engine.requests import (
     RequestEvent,
     drafter_of,
 )
+from shardnet.runtime.engine.waits import Waits
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
 from shardnet.runtime.scheduling.drafting import RingDrafts
 from shardnet.runtime.scheduling.scheduler import Scheduler
@@ -89,6 +90,8 @@ class Engine:
         self.pipeline = make_pipeline(self._on_answered, self._on_failed)
         self._clock_ns = clock_ns
         self._live = LiveRequests(scheduler=scheduler, clock_ns=clock_ns)
+        self.waits = Waits(live=self._live, clock_ns=clock_ns)
+        """What requests wait for behind a lost ring."""
         self._next_sequence = 1
         self._step_cost = StepCost()
         self.log = StepLog(clock_ns())
@@ -123,6 +126,7 @@ class Engine:
             room_blocks=kv.room_blocks,
             room_slots=self._scheduler.room_slots,
             restored_positions=self._restoring.n_positions,
+            wait=self.waits.now,
         )
 
     @property
@@ -288,7 +292,7 @@ class Engine:
         self._scheduler.suspend()
         self._settled.set()
         for live in self._live.values():
-            live.suspend(why, expected_s)
+            live.suspend(why, expected_s, self._clock_ns())
         return waited_s
 
     def new_pipeline(self, make_pipeline: MakePipeline) -> Pipeline:
@@ -312,6 +316,7 @@ class Engine:
         if self._broken is not None:
             return
         self.pipeline, self._restoring.prefixes = pipeline, prefixes
+        self.waits.go_on(self._scheduler.ring.n_stages / ring.n_stages)
         self._encoding.stage = stage
         self._on_replayed = on_replayed
         self.totals.begin_ring()
@@ -398,6 +403,7 @@ class Engine:
                     assert_never(instruction)
         if is_opened:
             self._live.report_queue_positions()
+            self.waits.opened()
 
     def _begin_trips(self) -> None:
         """Learn anew what prompts cost those who decode: nothing is known of this ring."""
@@ -491,7 +497,9 @@ class Engine:
         slowest_us = max(map(_COMPUTE_US, answered.answer.timings), default=0)
         trip_s = answered.round_trip_us / 1e6
         took_s = max(1, answered.round_trip_us - queued_us) / 1e6
-        if first.n_sampled < first.n_rows:  # prompt rows alone: decode rows stand before them
+        has_decode = first.n_sampled == first.n_rows  # decode rows stand before prompt rows
+        self.waits.answered(answered, n_rows - n_sampled, is_mixed=has_decode)
+        if not has_decode:
             if answered.answer.timings:
                 self._restoring.learn(n_rows, slowest_us)
             self._scheduler.mix(0, n_rows, took_s, self._trips, SLOWDOWN)

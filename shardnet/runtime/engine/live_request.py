@@ -37,6 +37,7 @@ from shardnet.slot_operations import CloseSequence, OpenSequence
 from shardnet.types import U32_MAX, LiveState, RowGroup, SequenceId
 from shardnet.wire.messages.activity import RequestProgress
 from shardnet.wire.messages.generation import MeanStageTime, Timing
+from shardnet.wire.messages.handshake import explanation
 
 FEWEST_ALONE: Final = 16
 """From so many steps on the time of a stage counts as its usual one."""
@@ -118,6 +119,12 @@ class LiveRequest:
     """Those of the prompt that were there before it began to run."""
     noted_ns: int = 0
     """When its last step was answered, if no other request lived then and no pause followed."""
+    replays: bool = False
+    """Whether it ran on a ring that was lost, and has made no token since."""
+    waits_for: str = ""
+    """What it waits for behind a lost ring, "" for nothing."""
+    waits_until_ns: int = 0
+    """About how long."""
     outputs: OutputCollector | None = None
     trace: StepTrace | None = None
     _sums: _StageSums = field(default_factory=_StageSums)
@@ -138,11 +145,25 @@ class LiveRequest:
         """Record and report that the request runs, is paused or resumes."""
         self.state = state
         self.n_computed = n_kept
+        self.replays |= 0 < self.n_tokens == len(self.request.made)
+        self.waits_for = ""
         if state is LiveState.RUNNING:
             self.n_kept = n_kept
         self.events.put_nowait(RequestMoved(state=state, n_kept=n_kept))
 
-    def suspend(self, why: str, expected_s: float) -> None:
+    @property
+    def n_unread(self) -> int:
+        """Rows to compute before its next token, 0 while none are."""
+        is_read = self.state in (LiveState.RUNNING, LiveState.RESUMED)
+        return len(self.request.prompt) + self.n_tokens - self.n_computed if is_read else 0
+
+    def wait_for(self, what: str, expected_s: float, now_ns: int) -> None:
+        """Record and report what it waits for, and about how long."""
+        self.waits_for, self.waits_until_ns = what, now_ns + int(expected_s * 1e9)
+        moved = RequestMoved(state=self.state, n_kept=self.n_kept, why=what, expected_s=expected_s)
+        self.events.put_nowait(moved)
+
+    def suspend(self, why: str, expected_s: float, now_ns: int) -> None:
         """Record and report that the ring is gone, and is being replaced.
 
         What was measured of its stages is forgotten.
@@ -154,13 +175,15 @@ class LiveRequest:
         self._sums, self._alone = _StageSums(), _AloneSteps(is_alone=False)
         if self.trace is not None:
             self.trace.begin_anew()
-        self.events.put_nowait(RequestMoved(state=self.state, why=why, expected_s=expected_s))
+        self.wait_for(why, expected_s, now_ns)
 
     def go_on(self) -> None:
         """Record that there is a ring again: it waits for it as it did, or to be replayed."""
+        self.waits_for = ""
         if self.state is LiveState.RECOVERING:
             is_new = self._before is LiveState.QUEUED
             self.state = LiveState.QUEUED if is_new else LiveState.PAUSED
+            self.replays |= not is_new
             self._reported_ahead = None
 
     def report_wait(self) -> None:
@@ -204,6 +227,7 @@ class LiveRequest:
     def take_token(self, token_id: int, logprobs: TokenLogprobs | None, now_ns: int) -> bool:
         """Add a sampled token. Return whether its text completes a stop string."""
         self._last_ns = now_ns
+        self.replays, self.waits_for = False, ""
         self._first_ns = self._first_ns or now_ns
         if self.outputs is not None:
             self._give(self.outputs.release(len(self.request.prompt) + self.n_tokens))
@@ -279,6 +303,8 @@ class LiveRequests(dict[SequenceId, LiveRequest]):
                 age_s=max(0.0, (now_ns - live.submitted_ns) / 1e9),
                 priority=live.request.priority,
                 ahead=ahead.get(sequence_id, 0),
+                waits_for=explanation(live.waits_for),
+                expected_s=max(0.0, (live.waits_until_ns - now_ns) / 1e9) if live.waits_for else 0,
             )
             for sequence_id, live in self.items()
         ]

@@ -127,7 +127,8 @@ class RequestMoved:
     """A request changed state: queued behind `ahead` others, running, paused, or resumed.
 
     When it starts, `n_kept` positions of its prompt were in the KV cache already. While its ring
-    recovers, `why` says what happened, and `expected_s` how long that may take, 0 if not known.
+    recovers, `why` says what happened or what is waited for, and `expected_s` how long that may
+    take, 0 if not known; while it runs again, how many tokens are read before it goes on.
     """
 
     state: LiveState

@@ -67,7 +67,8 @@ class StepRecord(Row, frozen=True, array_like=True):
 class RequestProgress(Strict, frozen=True, kw_only=True):
     """A request of the ring. `n_computed` of its prompt's `n_prompt` tokens are in the KV cache.
 
-    `n_kept` of these were there before it began to run. `ahead` requests go before it.
+    `n_kept` of these were there before it began to run. `ahead` requests go before it. Behind a
+    lost ring it `waits_for` something, about `expected_s` seconds still, 0 if not known.
     """
 
     sequence: U64
@@ -80,6 +81,8 @@ class RequestProgress(Strict, frozen=True, kw_only=True):
     age_s: Seconds
     priority: Priority = 0
     ahead: U32 = 0
+    waits_for: Explanation = ""
+    expected_s: Seconds = 0.0
 
 
 class StageProgress(Row, frozen=True, array_like=True):

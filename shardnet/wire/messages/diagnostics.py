@@ -212,11 +212,26 @@ class StageState(Strict, frozen=True, kw_only=True):
     parts: Annotated[list[PartState], Meta(max_length=MAX_DEVICES)] = []
 
 
+RingWaitKind = Literal["nodes", "plan", "load", "replay"]
+"""That nodes say whether they are there, a plan, layers, or that requests are computed again."""
+
+
+class RingWait(Strict, frozen=True, kw_only=True):
+    """What the requests of a lost ring wait for: `what` in words, and about how long still.
+
+    `expected_s` is 0 where that is not known, or has passed.
+    """
+
+    kind: RingWaitKind
+    what: Explanation
+    expected_s: Seconds = 0.0
+
+
 class RingLoad(Strict, frozen=True, kw_only=True):
     """What a ring has in hand: requests, slots, and KV blocks of one stage.
 
     Warm slots and their blocks are among the used ones. `restored_positions` of prompts were read
-    from disk.
+    from disk. `wait` is there while its requests wait behind a loss.
     """
 
     running: U32
@@ -228,6 +243,7 @@ class RingLoad(Strict, frozen=True, kw_only=True):
     room_blocks: U32
     room_slots: U32 = 0
     restored_positions: Count = 0
+    wait: RingWait | None = None
 
 
 class RingBehind(Strict, frozen=True, kw_only=True):

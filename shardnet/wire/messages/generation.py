@@ -123,7 +123,8 @@ class StateChanged(Numbered, frozen=True, kw_only=True):
     When it begins to run its prompt has `n_prompt` tokens, and the first `n_kept` positions of
     these were there already.
     `prompt_tail` is the text of the prompt's last tokens, special ones too. While its ring
-    recovers, `why` says what happened, and `expected_s` how long that may take, 0 if not known.
+    recovers, `why` says what happened or what is waited for, and `expected_s` how long that may
+    take, 0 if not known; while it runs again, how many tokens are read before it goes on.
     """
 
     state: LiveState

@@ -27,6 +27,7 @@ from shardnet.wire.messages.diagnostics import (
     AddressView,
     DeputyState,
     PartState,
+    RingWait,
     StandbyState,
 )
 from shardnet.wire.messages.membership import ReportReply
@@ -210,3 +211,20 @@ def test_only_ids_of_requests_are_read() -> None:
     assert parse_request_id(request_id("a-b", 3)) == ("a-b", 3)
     for text in ("", "7", "-7", "r1-", "r1-x", "r1-²", "r1-" + "9" * 30, "r" * 300 + "-1"):
         assert parse_request_id(text) is None
+
+
+def test_a_ring_and_its_requests_say_what_they_wait_for_behind_a_loss() -> None:
+    history, said = RingHistory(), activity()
+    history.take(said)
+    ring = history.ring()
+    assert ring is not None
+    assert (ring.waits_for, history.requests()[0].waits_for) == (None, None)
+    assert said.load is not None
+    load = replace(said.load, wait=RingWait(kind="load", what="loading 4 layers", expected_s=3.0))
+    waits = replace(said.requests[0], waits_for="reading 64 tokens again", expected_s=2.0)
+    history.take(replace(said, load=load, requests=[waits]))
+    ring = history.ring()
+    assert ring is not None
+    assert (ring.waits_for, ring.expected_s) == ("loading 4 layers", 3.0)
+    [request] = history.requests()
+    assert (request.waits_for, request.expected_s) == ("reading 64 tokens again", 2.0)

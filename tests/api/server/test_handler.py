@@ -20,6 +20,7 @@ from shardnet.api.server.bodies import MAX_VALUES, decode_body
 from shardnet.api.server.endpoint import Endpoint, Reply, Stream, comment, event
 from shardnet.api.server.errors import RETRY_S, HttpError, fault_of
 from shardnet.api.server.keys import MOST_GUESSES, Keyring, parse_key
+from shardnet.api.server.metrics import Metrics
 from shardnet.api.server.service import MAX_RETRY_S, MAX_TRACED_AT_ONCE, MAX_TRACES, Exchange, Pace
 from shardnet.api.server.settings import LogLine, Settings
 from shardnet.errors import (
@@ -38,6 +39,7 @@ from shardnet.errors import (
     UsageError,
 )
 from shardnet.wire.messages.control import Failed, reported_error
+from shardnet.wire.messages.diagnostics import RingLoad, RingWait
 
 COMPLETIONS = "/v1/completions"
 
@@ -550,3 +552,30 @@ def test_pages_of_strangers_may_not_ask_where_there_is_no_key(
             assert (await ask(server.app, "/v1/models", headers=with_key)).status == 200
 
     asyncio.run(main())
+
+
+def test_what_is_waited_for_behind_a_lost_ring_is_a_gauge() -> None:
+    """Of the ring of the nodes that reported; 0 for all that is not waited for."""
+    metrics, wait = (
+        Metrics(),
+        RingWait(kind="replay", what="reading 9 tokens again", expected_s=2.5),
+    )
+    found = []
+    for waits in (None, wait):
+        load = RingLoad(
+            running=1,
+            waiting=0,
+            paused=0,
+            warm_slots=0,
+            warm_blocks=0,
+            used_blocks=0,
+            room_blocks=1,
+            wait=waits,
+        )
+        metrics.ring.take([], load)
+        lines = metrics.written().decode().splitlines()
+        name = "shardnet_ring_recovery_waiting_seconds{"
+        found.append([line.removeprefix(name) for line in lines if line.startswith(name)])
+    kinds = ["nodes", "plan", "load", "replay"]
+    assert found[0] == [f'for="{kind}"}} 0.0' for kind in kinds]
+    assert found[1] == [*found[0][:3], 'for="replay"} 2.5']

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -268,3 +269,23 @@ def test_a_line_that_is_no_text_ends_a_piped_conversation() -> None:
     lines = io.TextIOWrapper(io.BytesIO(b"one\ncaf\xe9\n"), encoding="utf-8")
     with pytest.raises(UsageError, match="standard input is not utf-8 text"):
         read_piped(lines)
+
+
+def test_what_an_answer_waits_for_behind_a_lost_ring_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Recovering(Answering):
+        def generate(self, *args: Any, **options: Any) -> Iterator[GenerationEvent]:
+            told = GenerationEvent(request_id=1, index=0, sample=0, state=RequestState.RECOVERING)
+            yield replace(told, why="bert was lost", expected_s=3.5)
+            again = "reading 3,900 tokens again"
+            yield replace(told, state=RequestState.RESUMED, why=again, expected_s=11.2)
+            yield from super().generate(*args, **options)
+
+    conversation(Recovering()).ask("hello")
+    said = capsys.readouterr()
+    assert said.out == "answer 1\n"
+    assert said.err.splitlines()[:2] == [
+        "recovering, about 4 s: bert was lost",
+        "reading 3,900 tokens again, about 12 s",
+    ]

@@ -154,3 +154,18 @@ def test_text_goes_elsewhere_as_it_is(capsys: pytest.CaptureFixture[str]) -> Non
         answer.write("# **a**\n\n<b>")
         answer.finish()
         assert capsys.readouterr().out == "# **a**\n\n<b>\n"
+
+
+def test_other_output_comes_before_the_block_that_is_not_finished(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=40, height=50)
+    answer = MarkdownAnswer(console, Stopwatch(1))
+    for piece in ("# One\n\ntwo *thr", "ee* ```fo"):
+        answer.write(piece)
+    answer.make_way()
+    before = capsys.readouterr().out + "waiting\n"
+    answer.write("ur``` five")
+    answer.finish()
+    lines = [line for line in shown(before + capsys.readouterr().out, 40) if line.strip()]
+    assert [line.strip() for line in lines[-2:]] == ["waiting", "two three four five"]

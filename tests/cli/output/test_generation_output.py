@@ -15,7 +15,7 @@ from shardnet.api.events import (
     TokenLogprob,
     Usage,
 )
-from shardnet_cli.output.generation_output import ListedTexts, OneText
+from shardnet_cli.output.generation_output import EventLines, ListedTexts, OneText
 
 TIMING = GenerationTiming(load_s=0, ttft_s=0.1, decode_tok_s=2.0, total_s=1.0, per_stage=())
 
@@ -112,3 +112,38 @@ def test_json_has_ids_and_log_probabilities_and_no_table(
     assert (answer["token_ids"], answer["text"]) == ([7], "")
     assert answer["logprobs"][0]["logprob"] == -0.1
     assert "share" not in shown.err
+
+
+def test_what_a_request_waits_for_is_said_once_and_again_when_half_is_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Behind a lost ring: each thing that is waited for, then how many tokens are read again."""
+    told = [
+        (RequestState.RECOVERING, "bert was lost", 14.2),
+        (RequestState.RECOVERING, "loading 4 layers at anna", 3.1),
+        (RequestState.RECOVERING, "loading 4 layers at anna", 2.1),
+        (RequestState.RESUMED, "", 0.0),
+        *((RequestState.RESUMED, f"reading {300 * s:,} tokens again", s) for s in (13, 12, 7, 6)),
+    ]
+    output, lines = OneText(as_json=False), EventLines("", [0])
+    for state, why, expected_s in told:
+        event = GenerationEvent(
+            request_id=1, index=0, sample=0, state=state, why=why, expected_s=expected_s
+        )
+        output.take(event)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [
+        "recovering, about 15 s: bert was lost",
+        "recovering, about 4 s: loading 4 layers at anna",
+        "reading 3,900 tokens again, about 13 s",
+        "reading 1,800 tokens again, about 6 s",
+    ]
+    lines.take(event)
+    assert json.loads(capsys.readouterr().out) == {
+        "index": 0,
+        "sample": 0,
+        "event": "resumed",
+        "why": "reading 1,800 tokens again",
+        "expected_s": 6,
+    }

@@ -97,6 +97,6 @@ def test_drafts_are_not_blamed_for_the_time_of_prompts_and_recoveries(pause: str
         requests.note_pace(group, n_tokens)
         now_s += 5
         if pause == "recovery":
-            live.suspend("a node was lost", 1.0)
+            live.suspend("a node was lost", 1.0, 0)
     requests.note_pace(rows(256, 1) if pause == "prompt" else group, 1)
     assert bool(drafter.propose([1, 2, 3] * 9, 4)) is (pause != "slow tokens")

@@ -33,6 +33,9 @@ export function duration(s) {
   return parts.slice(first, first + 2).map(([n, unit]) => `${n} ${unit}`).join(" ");
 }
 
+/** Write what is waited for, and about how long if that is known. */
+export const waiting = (what, s) => (s ? `${what}, about ${Math.ceil(s)} s` : what);
+
 /** Write layers [first, end) as people count them. */
 export const layers = ([first, end]) =>
   end - first === 1 ? `layer ${first}` : `layers ${first} to ${end - 1}`;

@@ -1,5 +1,5 @@
 // The ring as it is: the drawing, the speed, the strip of steps, what runs, and every node.
-import { bytes, duration, layers, milliseconds, percent, rate } from "./format.js";
+import { bytes, duration, layers, milliseconds, percent, rate, waiting } from "./format.js";
 import { html } from "./html.js";
 import { connection, history, isLive, nameOf, nodes, now, rates, ring, start } from "./live.js";
 import { Action, Bar, Nothing } from "./parts.js";
@@ -51,6 +51,7 @@ function TheRing() {
       <span class=${`badge ${value.state === "ready" ? "good" : "bad"}`}>${value.state}</span>
       <${Action} label="Unload" act=${() => start("unload")} disabled=${!isLive.value} />
     </div>
+    ${value.waits_for && html`<p>${waiting(value.waits_for, value.expected_s)}</p>`}
     <${RingDrawing} />
     <p class="quiet">
       Context ${value.context}, computed in ${value.dtype}${value.quant && `, ${value.quant}`}, sent in

@@ -1,5 +1,5 @@
 // The requests that the ring has in hand, with how far each is.
-import { duration } from "./format.js";
+import { duration, waiting } from "./format.js";
 import { html } from "./html.js";
 import { isLive, requests, ring, start } from "./live.js";
 import { Action, Bar, Nothing } from "./parts.js";
@@ -60,9 +60,12 @@ function Request({ one }) {
   `;
 }
 
-function words({ state, phase, ahead, priority }) {
+function words({ state, phase, ahead, priority, waits_for, expected_s }) {
   const rank = priority ? `, priority ${priority}` : "";
-  if (state === "recovering") return `waits for the ring to recover${rank}`;
+  const waits = waits_for ? waiting(waits_for, expected_s) : "";
+  if (state === "recovering")
+    return `waits for the ring to recover${waits && `: ${waits}`}${rank}`;
+  if (waits) return waits + rank;
   if (state === "paused") return `paused: makes room for others${rank}`;
   if (phase === "queued" || state === "queued") return `waits behind ${ahead}${rank}`;
   return (phase === "prefill" ? "reading the prompt" : "writing") + rank;
