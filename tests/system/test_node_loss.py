@@ -13,10 +13,18 @@ from support.system.parrot import LONG, Parrots
 
 def goes_on(running: Command, head: NodeProcess, n_said: int) -> None:
     """Wait until a generation says that its ring is lost, until its head, which had said `n_said`
-    characters, has another one, and until more text comes after that.
+    characters, has another one, and until more text comes after that. What is waited for in turn
+    is said too.
     """
     running.stderr.wait_for("recovering")
-    head.stderr.wait_for("recovered in", after=n_said)
+    for what in ("asking who is left, and planning", "recovered in"):
+        head.stderr.wait_for(what, after=n_said)
+    running.stderr.wait_for(" tokens again")
+    waits = [line.split(", about ")[0] for line in running.stderr.text.splitlines()]
+    planned = waits.index("recovering", waits.index("recovering") + 1)
+    [again] = [line for line in waits[planned:] if line.startswith("reading ")]
+    assert again.endswith(" tokens again")
+    assert int(again.split()[1].replace(",", "")) > 1
     running.stdout.wait_for("xyz", after=len(running.stdout.text))
     running.kill()
 

@@ -123,10 +123,14 @@ class EngineMaker:
         seed = ring_seed((*facts, spec.form.kv_dtype, spec.form.context), stages)
         if seed is None:
             return None
-        row_s = None
-        if self.chunk_s is not None:  # its stages work side by side
-            row_s = self.chunk_s / PREFILL_CHUNK_ROWS / len(stages)
-        return Prefixes(RingPrefixes(self.ports, self.name, self.epoch), seed, row_s)
+        return Prefixes(RingPrefixes(self.ports, self.name, self.epoch), seed, self._row_s)
+
+    @property
+    def _row_s(self) -> float | None:
+        """The predicted time of a row of a prompt: stages work side by side."""
+        if self.chunk_s is None:
+            return None
+        return self.chunk_s / PREFILL_CHUNK_ROWS / len(self.spec.layers)
 
     def limits(self, ready: Sequence[StageReady], prefixes: Prefixes | None) -> RingLimits:
         """Return what the ring of these stages gives its scheduler."""
@@ -147,6 +151,7 @@ class EngineMaker:
             rewinds=self.spec.config.rewinds,
             prefix_seed=prefixes.seed if prefixes else None,
             shares_blocks=all(stage.shares_blocks for stage in ready),
+            row_s=self._row_s or 0.0,
         )
 
     def engine(self, ready: Sequence[StageReady]) -> Engine:

@@ -91,6 +91,7 @@ class Engine:
         self._clock_ns = clock_ns
         self._live = LiveRequests(scheduler=scheduler, clock_ns=clock_ns)
         self.waits = Waits(live=self._live, clock_ns=clock_ns)
+        self.waits.pace.predicted_s = scheduler.ring.row_s
         """What requests wait for behind a lost ring."""
         self._next_sequence = 1
         self._step_cost = StepCost()
@@ -316,7 +317,7 @@ class Engine:
         if self._broken is not None:
             return
         self.pipeline, self._restoring.prefixes = pipeline, prefixes
-        self.waits.go_on(self._scheduler.ring.n_stages / ring.n_stages)
+        self.waits.go_on(self._scheduler.ring.n_stages / ring.n_stages, ring.row_s)
         self._encoding.stage = stage
         self._on_replayed = on_replayed
         self.totals.begin_ring()

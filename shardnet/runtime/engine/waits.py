@@ -17,14 +17,21 @@ from shardnet.wire.messages.diagnostics import RingWait, RingWaitKind
 
 FADE: Final = 0.8
 """A measured step counts so much less with each that follows."""
+LEAST_ROWS: Final = 64
+"""Steps of fewer rows say little about what prompts cost."""
 TELL_NS: Final = 1_000_000_000
 """How long a request that is told how many rows are left is told nothing more."""
 
 
 @dataclass(slots=True)
 class ReadingPace:
-    """Seconds that a row of a prompt takes on the ring, by the last steps with such rows."""
+    """Seconds that a row of a prompt takes on the ring, by the last steps with such rows.
 
+    Before enough were measured they are those that the plan of the ring predicts, 0 if it does not.
+    """
+
+    predicted_s: float = 0.0
+    _n_measured: int = 0
     _rows: float = 0.0
     _time_s: float = 0.0
     _last_ns: int = 0
@@ -40,6 +47,7 @@ class ReadingPace:
         self._last_ns = now_ns
         if counts:
             fade = FADE if n_rows else 1.0
+            self._n_measured += n_rows
             self._rows = fade * self._rows + n_rows
             self._time_s = fade * self._time_s + took_ns / 1e9
 
@@ -48,8 +56,9 @@ class ReadingPace:
         self._time_s *= times_as_long
 
     def seconds(self, n_rows: int) -> float:
-        """Predict the seconds that so many rows take; 0 before any was measured."""
-        return n_rows * self._time_s / self._rows if self._rows else 0.0
+        """Predict the seconds that so many rows take, 0 if nothing is known."""
+        is_measured = self._n_measured >= LEAST_ROWS
+        return n_rows * (self._time_s / self._rows if is_measured else self.predicted_s)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,11 +92,15 @@ class Waits:
         for live in self.live.values():
             live.wait_for(what, expected_s, now_ns)
 
-    def go_on(self, times_as_long: float) -> None:
-        """Note that there is a ring, on which rows of prompts take so many times as long."""
+    def go_on(self, times_as_long: float, predicted_s: float) -> None:
+        """Note that there is a ring, on which rows of prompts take so many times as long.
+
+        Its plan predicts `predicted_s` a row.
+        """
         self._ring = None
         self._told_ns.clear()
         self.pace.scale(times_as_long)
+        self.pace.predicted_s = predicted_s
 
     def opened(self) -> None:
         """Tell those that begin to be read again how many rows that takes."""
@@ -98,7 +111,7 @@ class Waits:
 
         Beside decode rows prompts are read more slowly: that counts for those that wait now.
         """
-        is_read = n_prompt_rows > 0 and not is_mixed
+        is_read = n_prompt_rows >= LEAST_ROWS and not is_mixed
         self.pace.learn(answered, n_prompt_rows, counts=is_read or bool(self._told_ns))
         if self._told_ns:
             self._tell_replays()

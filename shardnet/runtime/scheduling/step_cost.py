@@ -166,7 +166,8 @@ class RingLimits:
     its stages for states; None where no layer keeps one. Drafts may be wrong where slots can be
     rewound: it `rewinds`. `prefix_seed` stands for the ring where all stages keep prefixes on disk,
     else it is None. All of them share blocks between slots if it `shares_blocks`, and keep rows of
-    windows, the largest of which is `largest_window`.
+    windows, the largest of which is `largest_window`. A row of a prompt takes `row_s` seconds as
+    far as is known before any was computed, 0 if nothing is.
     """
 
     epoch: Epoch
@@ -182,3 +183,4 @@ class RingLimits:
     prefix_seed: bytes | None = None
     shares_blocks: bool = False
     largest_window: int | None = None
+    row_s: float = 0.0

@@ -29,11 +29,11 @@ ROW_S = 0.003
 class SlowRings:
     """An engine on rings whose rows take their time; `told` is what its requests were told, when.
 
-    Those of a ring of one stage take twice as long as those of two.
+    Those of a ring of one stage take twice as long as those of two. Its plan predicts `row_s`.
     """
 
-    def __init__(self, tasks: asyncio.TaskGroup) -> None:
-        self._tasks = tasks
+    def __init__(self, tasks: asyncio.TaskGroup, row_s: float = 0.0) -> None:
+        self._tasks, self._row_s = tasks, row_s
         self._loop = asyncio.get_running_loop()
         assert isinstance(self._loop, VirtualLoop)
         limits = self._limits(1, 2)
@@ -55,6 +55,7 @@ class SlowRings:
             context=8192,
             max_slots=8,
             limits=StepLimits(chunk_rows=256, mixed_rows=64),
+            row_s=self._row_s,
         )
 
     def _maker(self, limits: RingLimits) -> MakePipeline:
@@ -222,6 +223,25 @@ def test_who_comes_while_there_is_no_ring_is_told_what_it_waits_for() -> None:
             [(_, told)] = rings.waits("second")
             assert (told.state, told.why) == (LiveState.QUEUED, "asking who is left, and planning")
             await rings.until("first", 40)
+            rings.close()
+
+    run_virtually(main())
+
+
+def test_what_a_plan_predicts_counts_until_enough_rows_were_measured() -> None:
+    """A few rows say little of many: each step has its own cost too."""
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            rings = SlowRings(tasks, row_s=0.002)
+            rings.ask("kept", 20)
+            await rings.until("kept", 300)
+            rings.engine.suspend("bert was lost")
+            rings.resume(2)
+            await rings.until("kept", 301)
+            told = rings.waits("kept")[1][1]
+            assert told.why == "reading 320 tokens again"
+            assert told.expected_s == pytest.approx(320 * 0.002)
             rings.close()
 
     run_virtually(main())
