@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from shardnet.cluster.head.lead import Lead, Opening
-from shardnet.cluster.head.led_ring import LedRing
+from shardnet.cluster.head.led_ring import LedRing, unless_lost
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.member.refusals import draining, resting
 from shardnet.cluster.member.stage_host import StageHost
@@ -376,11 +377,16 @@ class Head:
         if elsewhere is not None:
             return elsewhere
         self.led.check_idle()
-        plan = await self.planner.plan(
+        planning = self.planner.plan(
             choice,
             lambda done, total: on_progress(0, "measuring", done, total),
             divides=False,  # several are the router's
         )
+        try:
+            plan = await self._unless_recovering(planning)
+        except PeerFailedError:
+            self.led.check_idle()  # its requests have the lock from now on
+            raise
         if isinstance(plan, Elsewhere):
             return plan
         try:
@@ -396,6 +402,15 @@ class Head:
             if elsewhere is None:
                 raise
             return elsewhere
+
+    async def _unless_recovering(
+        self, work: Coroutine[Any, Any, Plan | Elsewhere]
+    ) -> Plan | Elsewhere:
+        """Do work unless the ring that stands is used meanwhile, and lost: see `unless_lost`."""
+        lead = self.led.lead
+        if lead is None or lead.ring.broken is not None:
+            return await work
+        return await unless_lost(lead.ring, work, lambda: lead.ring.is_in_use)
 
     async def _build_some(
         self,

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator
 from dataclasses import KW_ONLY, dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from shardnet.cluster.head.lead import Lead, Opening
 from shardnet.cluster.head.ring_builder import RingBuilder
@@ -26,6 +26,8 @@ from shardnet.transport.loop import finish
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.framing.schema import Phase
 from shardnet.wire.messages.plans import ModelChoice
+
+T = TypeVar("T")
 
 OTHERS_S: Final = 60.0
 """How long building one ring waits for other heads, over all its nodes."""
@@ -199,9 +201,12 @@ class LedRing:
     async def ring_instead(self, lead: Lead, plan: Plan) -> Ring:
         """Prepare the ring of `plan`, to which the requests of `lead` are to go over.
 
-        It is not built. Must be called within `changing`. Raises what preparing raises.
+        It is not built. Must be called within `changing`. Raises what preparing raises, and as
+        `unless_lost` while the ring of `lead` works.
         """
-        prepared = await self.builder.prepare(plan, with_tokenizer=False)
+        preparing = self.builder.prepare(plan, with_tokenizer=False)
+        works = lead.ring.broken is None
+        prepared = await (unless_lost(lead.ring, preparing) if works else preparing)
         self.epoch += 1
         return prepared.ring(Epoch(self.epoch), give_up, lead.ring)
 
@@ -265,6 +270,30 @@ class LedRing:
         lead, self.lead = self.lead, None
         if lead is not None:
             await _close(lead.tokenizer, lead.grammars)
+
+
+async def unless_lost(
+    ring: Ring, work: Coroutine[Any, Any, T], is_needed: Callable[[], bool] = lambda: True
+) -> T:
+    """Do work for which a ring must go on. Raises PeerFailedError, at once, when it is lost.
+
+    Then another ring has to be built if it `is_needed`, and that must not wait until nodes have
+    answered or loaded stages for this one. Else the work goes on.
+    """
+    working = asyncio.ensure_future(work)
+    broken = asyncio.ensure_future(ring.wait_until_broken())
+    try:
+        await asyncio.wait({working, broken}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done() and is_needed():
+            raise PeerFailedError("the ring was lost before it could be replaced")
+        await asyncio.wait({working})
+        return working.result()
+    finally:
+        for one in (working, broken):
+            one.cancel()
+        await finish(asyncio.wait({working, broken}))
+        if not working.cancelled():
+            working.exception()  # it is raised above, or what lost the ring is
 
 
 async def _close(*parts: Tokenizer | Grammars | None) -> None:

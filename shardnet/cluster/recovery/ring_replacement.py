@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead
+from shardnet.cluster.head.led_ring import unless_lost
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Planner
@@ -28,8 +29,6 @@ from shardnet.transport.loop import finish
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.stages import LeaveRing
-
-T = TypeVar("T")
 
 MOST_ROUNDS: Final = 3
 """Rounds of moving ahead: each leaves what was computed during it to the next one."""
@@ -116,7 +115,8 @@ class PlannedChanges:
             if not any(node.node in without for node in lead.plan.ring_nodes):
                 return
             out = {**self.left_out(lead), **without}
-            plan = await self.planner.replan(lead.opened, lead.plan, out)
+            planning = self.planner.replan(lead.opened, lead.plan, out)
+            plan = await unless_lost(lead.ring, planning)
             former = await self._put(lead, plan, why)
         await former.release({node.address for node in plan.ring_nodes})
 
@@ -147,7 +147,7 @@ class PlannedChanges:
         former, ring = lead.ring, await self.head.led.ring_instead(lead, plan)
         moves = RingMoves(former, ring)
         try:
-            is_ready = await _unless_lost(former, self._make_ready(former, moves))
+            is_ready = await unless_lost(former, self._make_ready(former, moves))
             record.ready_s = time.monotonic() - began_s
             held_s = time.monotonic()
             await former.engine.hold()
@@ -215,26 +215,6 @@ class PlannedChanges:
                 engine.fail(lost)
             raise
         lead.is_recovering = False
-
-
-async def _unless_lost(ring: Ring, work: Coroutine[Any, Any, T]) -> T:
-    """Do work for which a ring must go on. Raises PeerFailedError, at once, when it is lost.
-
-    Then another ring has to be built, and that must not wait until stages are loaded for this one.
-    """
-    working = asyncio.ensure_future(work)
-    broken = asyncio.ensure_future(ring.wait_until_broken())
-    try:
-        await asyncio.wait({working, broken}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise PeerFailedError("the ring was lost before it could be replaced")
-        return working.result()
-    finally:
-        for one in (working, broken):
-            one.cancel()
-        await finish(asyncio.wait({working, broken}))
-        if not working.cancelled():
-            working.exception()  # it is raised above, or what lost the ring is
 
 
 async def _drop(moves: RingMoves) -> None:

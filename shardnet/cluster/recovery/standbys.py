@@ -177,6 +177,8 @@ class Standbys:
                     try:
                         found.append(ready or await self._made(lead, plan, standby))
                     except ShardnetError as error:
+                        if ring.broken is not None:  # another one has to be built
+                            raise
                         name = plan.nodes[standby.rank].name
                         self._log(f"no node stands by for {name} yet: {error}")
         except ShardnetError:  # the ring was unloaded

@@ -120,6 +120,10 @@ class StandingRing(EndlessRing):
         """Stand."""
         return 0.0
 
+    async def wait_until_broken(self) -> None:
+        """Nothing ends it."""
+        await asyncio.Event().wait()
+
     async def unload(self, **_: object) -> None:
         """Nothing has to be freed."""
 
@@ -370,5 +374,44 @@ def test_a_ring_that_could_not_replace_another_is_freed_with_that() -> None:
         lead.ring.unload.assert_awaited_once_with(keep={"b:1"})
         ring.release.assert_awaited_once_with({"b:1"})
         assert led.take_vain() == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_ring_that_is_lost_is_not_kept_from_recovery_by_who_plans_another_one(
+    is_used: bool,
+) -> None:
+    """A node that is measured for another model says nothing; a ring that nobody uses may wait."""
+
+    async def main() -> None:
+        planning, measured, lost = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        class Silent(Alone):
+            async def plan(self, *_: object, **__: object) -> Any:
+                planning.set()
+                await measured.wait()
+                raise PlanError("no node has answered")
+
+        head = Silent(EndlessRing).head()
+        ring = Mock(broken=None, is_in_use=False, wait_until_broken=lost.wait)
+        lead = Mock(ring=ring, stands=True, suits=lambda choice: False)
+        lead.plan.choice.model = "/models/small"
+        head.led.lead = lead
+        asking = asyncio.create_task(ask(head))
+        await planning.wait()
+        assert head.led.lock.locked()
+        ring.is_in_use = is_used  # since then
+        lost.set()
+        if is_used:
+            async with asyncio.timeout(30), head.led.changing(lead):
+                pass
+            with pytest.raises(BusyError, match="small"):
+                await asking
+        else:
+            await asyncio.sleep(0)
+            measured.set()
+            with pytest.raises(PlanError, match="no node has answered"):
+                await asking
 
     asyncio.run(main())

@@ -11,9 +11,11 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from shardnet.cluster.head.led_ring import LedRing
 from shardnet.cluster.recovery import ring_replacement
 from shardnet.cluster.recovery.ring_replacement import PlannedChanges
 from shardnet.errors import PeerFailedError
+from shardnet.types import NodeId
 
 
 class Led:
@@ -69,5 +71,46 @@ def test_a_ring_that_is_lost_while_the_next_one_loads_is_recovered_at_once(
         led.former.engine.release.assert_called_once_with()
         moves.drop.assert_awaited_once_with()
         assert not changes.records
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("silent", ["a plan", "its ports"])
+def test_a_ring_that_is_lost_while_a_node_says_nothing_is_recovered_at_once(silent: str) -> None:
+    """Neither a plan for the next ring nor what is known of its nodes' models is waited for."""
+
+    async def main() -> None:
+        lost, asked = asyncio.Event(), asyncio.Event()
+
+        async def say_nothing(*_: object, **__: object) -> Any:
+            asked.set()
+            await asyncio.Event().wait()
+
+        at_once = AsyncMock(return_value=Mock(ring_nodes=[]))
+        former = Mock(broken=None, wait_until_broken=lost.wait)
+        lead: Any = Mock(ring=former, is_recovering=False, is_replacing=False)
+        lead.plan.ring_nodes = [Mock(node="b")]
+        led = LedRing(
+            node=NodeId("a"),
+            host=Mock(),
+            builder=Mock(prepare=say_nothing),
+            on_broken=Mock(),
+        )
+        led.lead = lead
+        changes = PlannedChanges(
+            head=Mock(led=led),
+            planner=Mock(replan=say_nothing if silent == "a plan" else at_once),
+            left_out=lambda lead: {},
+            log=lambda line: None,
+        )
+        replacing = asyncio.create_task(changes.replace(lead, {NodeId("b"): "it leaves"}, "why"))
+        await asked.wait()
+        assert led.lock.locked()
+        former.broken = PeerFailedError("bert was lost")
+        lost.set()
+        async with asyncio.timeout(30), led.changing(lead):
+            assert not lead.is_replacing
+        with pytest.raises(PeerFailedError, match="the ring was lost"):
+            await replacing
 
     asyncio.run(main())

@@ -139,6 +139,28 @@ def test_a_node_that_cannot_be_reached_keeps_no_other_one_from_standing_by(
     asyncio.run(main())
 
 
+def test_a_ring_that_is_lost_while_standbys_are_chosen_keeps_no_recovery_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The one that is asked then is the last one."""
+    head = Chosen()
+
+    async def lose(lead: object, plan: object, standby: Standby) -> Any:
+        head.made.append(standby.rank)
+        head.ring.broken = LinkClosedError("bert was lost")
+        raise PeerFailedError("the ring was lost before it could be replaced")
+
+    async def main() -> None:
+        standbys = Standbys(head=cast(Head, head), log=head.lines.append)
+        monkeypatch.setattr(standbys, "_made", lose)
+        monkeypatch.setattr(standbys, "_keep", AsyncMock())
+        await standbys.look()
+        assert head.made == [1]
+        assert not head.lines
+
+    asyncio.run(main())
+
+
 def test_a_node_that_cannot_stand_by_is_asked_ever_more_rarely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
