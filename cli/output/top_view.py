@@ -175,7 +175,8 @@ def _request_rows(requests: Sequence[ShownRequest]) -> Iterator[tuple[str, ...]]
             str(one.n_cached),
             f"{one.n_generated} of {one.max_tokens}",
             age(one.age_s),
-            f"{one_line(one.waits_for)}, about {ceil(one.expected_s)} s"
+            one_line(one.waits_for)
+            + (f", about {ceil(one.expected_s)} s" if one.expected_s else "")
             if one.waits_for
             else f"{one.ahead} go first"
             if one.phase == "queued" and one.ahead

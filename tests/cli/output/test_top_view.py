@@ -125,3 +125,16 @@ def test_each_look_is_one_json_object() -> None:
                 assert text["answers"] is True
 
     asyncio.run(main())
+
+
+def test_a_request_says_what_it_waits_for_behind_a_lost_ring() -> None:
+    ring, said = RingHistory(), activity()
+    for what, expected_s, shown in (
+        ("reading 3,900 tokens again", 11.5, "reading 3,900 tokens again, about 12 s"),
+        ("loading 4 layers at anna", 0.0, "loading 4 layers at anna"),
+    ):
+        waits = replace(said.requests[0], waits_for=what, expected_s=expected_s)
+        ring.take(replace(said, requests=[waits]))
+        lines = top_lines(replace(looked(), requests=ring.requests()), None)
+        [line] = [text for _, text in lines if text.startswith("7 ")]
+        assert line.endswith(f"  {shown}")
