@@ -92,7 +92,7 @@ class RecoveryLines:
     def take(self, event: GenerationEvent) -> None:
         """Say what the event tells of a recovery, if that is news.
 
-        What counts down is news once half of the time is left.
+        What counts down is news once it is known how long it takes, and once half of that is left.
         """
         if event.token_ids:
             self._said = ""
@@ -100,7 +100,8 @@ class RecoveryLines:
             return
         is_recovering = event.state is RequestState.RECOVERING
         said = event.why if is_recovering else event.state.value
-        if said == self._said and (is_recovering or 2 * event.expected_s > self._expected_s):
+        is_less = 0 < event.expected_s <= self._expected_s / 2 or not self._expected_s
+        if said == self._said and (is_recovering or not event.expected_s or not is_less):
             return
         self._said, self._expected_s = said, event.expected_s
         self._shown.make_way()

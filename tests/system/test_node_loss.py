@@ -22,7 +22,7 @@ def goes_on(running: Command, head: NodeProcess, n_said: int) -> None:
     running.stderr.wait_for(" tokens again")
     waits = [line.split(", about ")[0] for line in running.stderr.text.splitlines()]
     planned = waits.index("recovering", waits.index("recovering") + 1)
-    [again] = [line for line in waits[planned:] if line.startswith("reading ")]
+    again, *_ = [line for line in waits[planned:] if line.startswith("reading ")]
     assert again.endswith(" tokens again")
     assert int(again.split()[1].replace(",", "")) > 1
     running.stdout.wait_for("xyz", after=len(running.stdout.text))

@@ -123,6 +123,8 @@ def test_what_a_request_waits_for_is_said_once_and_again_when_half_is_left(
         (RequestState.RECOVERING, "loading 4 layers at anna", 3.1),
         (RequestState.RECOVERING, "loading 4 layers at anna", 2.1),
         (RequestState.RESUMED, "", 0.0),
+        (RequestState.RESUMED, "reading 4,200 tokens again", 0.0),
+        (RequestState.RESUMED, "reading 4,100 tokens again", 0.0),
         *((RequestState.RESUMED, f"reading {300 * s:,} tokens again", s) for s in (13, 12, 7, 6)),
     ]
     output, lines = OneText(as_json=False), EventLines("", [0])
@@ -136,6 +138,7 @@ def test_what_a_request_waits_for_is_said_once_and_again_when_half_is_left(
     assert said.err.splitlines() == [
         "recovering, about 15 s: bert was lost",
         "recovering, about 4 s: loading 4 layers at anna",
+        "reading 4,200 tokens again",
         "reading 3,900 tokens again, about 13 s",
         "reading 1,800 tokens again, about 6 s",
     ]
