@@ -507,6 +507,6 @@ class Engine:
             return
         self._step_cost.learn(n_rows, took_s, slowest_us / 1e6, flies=flies)
         if n_sampled == n_rows:
-            self._trips.learn_alone(n_rows, took_s, slowest_us / 1e6)
+            self._trips.alone.learn(n_rows, took_s, slowest_us / 1e6)
         else:
             self._scheduler.mix(n_sampled, n_rows - n_sampled, trip_s, self._trips, SLOWDOWN)

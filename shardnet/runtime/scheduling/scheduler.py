@@ -327,21 +327,19 @@ class Scheduler:
         if not decode and n_left == 1 and not all(map(_MAY_TRAVEL, self._queue.ready.values())):
             return False  # kept for a row whose mask or drafts are about to come
         prompts: Sequence[Rows] = ()
-        goes_alone = bool(decode) and self._goes_alone(n_decoding, all_decode=all_decode)
-        if not goes_alone and not any(rows.sequence.request.deterministic for rows in decode):
+        goes_alone = bool(decode) and (all_decode or self._is_alone_due(n_decoding))
+        if goes_alone:
+            self._n_mixed, self._n_alone = 1, n_decoding
+        elif not any(rows.sequence.request.deterministic for rows in decode):
             prompts = self._prompts_beside(decode)
         self._is_prompt_due = bool(decode) and not (goes_alone or prompts)
         return self._send([*decode, *prompts], is_decode=bool(decode))
 
-    def _goes_alone(self, n_decoding: int, *, all_decode: bool) -> bool:
-        """Say whether the next step with decode rows goes without prompts, and count it."""
+    def _is_alone_due(self, n_decoding: int) -> bool:
+        """Count a step with decode rows; say whether it goes without prompts to be measured."""
         self._n_owed = max(0, self._n_owed - self.mixed_rows)
-        every = _ALONE_EVERY if n_decoding == self._n_alone else _ALONE_SOON
-        goes_alone = all_decode or self._n_mixed >= every
-        if goes_alone:
-            self._n_mixed, self._n_alone = 0, n_decoding
         self._n_mixed += 1
-        return goes_alone
+        return self._n_mixed > (_ALONE_EVERY if n_decoding == self._n_alone else _ALONE_SOON)
 
     def _prompts_beside(self, decode: Sequence[Rows]) -> Sequence[Rows]:
         """Choose prompt rows to go with `decode`, while sequences decode.

@@ -17,6 +17,9 @@ class StepCost:
     """
 
     half_life: float = 64.0
+    forgets_at: float = 0.0
+    """Those before count no more where a step took less than this part of what they say, and of
+    what they took."""
     slowest: float = 1.0
     """The part of a step's time that its slowest stage computes: no step can follow it sooner."""
     company: float = 1.0
@@ -45,11 +48,15 @@ class StepCost:
         if slowest_s:
             part = min(1.0, slowest_s / time_s)
             self.slowest += (0.1 if self.most_rows else 1.0) * (part - self.slowest)
-        line = self._line()
+        line = self._line() if flies else None
         if flies and line:
             times_as_long = time_s / (line[0] + line[1] * n_rows)
             self.company += 0.2 * (times_as_long - self.company)
             return
+        if self._weight * time_s < self.forgets_at * self._time:
+            expected_s = self.time_s(n_rows) or 0.0
+            if time_s < self.forgets_at * expected_s:
+                self._weight = self._rows = self._time = self._rows_rows = self._rows_time = 0.0
         self.company += (1 - self.company) / 256  # to try again
         self.most_rows = max(self.most_rows, n_rows)
         fade = 0.5 ** (1 / self.half_life)
@@ -95,8 +102,9 @@ class TripCost:
     rows in its step, the others in flight having as many; recent trips count most.
     """
 
-    alone: StepCost = field(default_factory=lambda: StepCost(half_life=16.0))
-    """That of steps without prompt rows."""
+    alone: StepCost = field(default_factory=lambda: StepCost(half_life=16.0, forgets_at=0.75))
+    """That of steps without prompt rows. One that is faster by more than measurements stray shows
+    that a long text has ended."""
     _rows_rows: float = 0.0
     _rows_time: float = 0.0
 
@@ -107,17 +115,6 @@ class TripCost:
         """
         step_s = self.alone.time_s(n_rows)
         return step_s * max(1.0, n_steps * self.alone.slowest) if step_s else None
-
-    def learn_alone(self, n_rows: int, time_s: float, slowest_s: float = 0.0) -> None:
-        """Add a step without prompt rows: its seconds and those of its slowest stage.
-
-        One that is much faster than those before shows that these count no more: a long text has
-        ended.
-        """
-        known_s = self.alone.time_s(n_rows)
-        if known_s and time_s < _MUCH_FASTER * known_s:
-            self.alone = StepCost(half_life=self.alone.half_life)
-        self.alone.learn(n_rows, time_s, slowest_s)
 
     def learn(self, n_prompt: int, trip_s: float, alone_s: float) -> None:
         """Add a trip with `n_prompt` prompt rows, which takes `alone_s` without them."""
@@ -134,8 +131,6 @@ class TripCost:
 
 
 _TRIP_FADE: Final = 0.9
-_MUCH_FASTER: Final = 0.75
-"""More than measurements stray."""
 MIXED_ROWS: Final = (*range(1, 16), *range(16, 32, 2), *range(32, 64, 4), *range(64, 257, 16))
 """Choices for the number of prompt rows batched with decode rows."""
 
