@@ -248,7 +248,8 @@ def _standby_lines(stage: StageState) -> list[str]:
     if standby is None:
         return []
     layers = LayerRange(*standby.layers).words
-    return [f"standby  {layers} ({size(standby.weight_bytes)}), if {standby.node} is lost"]
+    held = size(standby.weight_bytes) if standby.weight_bytes else "KV cache"
+    return [f"standby  {layers} ({held}), if {standby.node} is lost"]
 
 
 def _running(report: NodeReport, stage: StageState) -> str:

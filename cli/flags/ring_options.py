@@ -178,10 +178,11 @@ class RingOptions:
         env=True,
     )
     standby: str = flag(
-        "off",
-        "--standby off|auto",
-        "Nodes with memory to spare hold a neighbour's layers and follow its KV cache, to go "
-        "on in its place when it is lost.",
+        "kv",
+        "--standby kv|auto|off",
+        "Nodes with memory to spare follow a neighbour's KV cache while a long prompt is read and "
+        "answered, to load its layers and go on in its place when it is lost; with auto they hold "
+        "its layers from the start.",
         env=True,
     )
     nodes_per_stage: str = flag(
@@ -225,7 +226,7 @@ class RingOptions:
         check_choice("--arith", self.arith, ("auto", "portable", "fast", "onednn"))
         check_choice("--quant", self.quant, ("none", "int8", "int4"))
         check_choice("--kv-dtype", self.kv_dtype, ("auto", "int8"))
-        check_choice("--standby", self.standby, ("off", "auto"))
+        check_choice("--standby", self.standby, ("kv", "auto", "off"))
         return ModelChoice(
             model=check_model(self.model, "--model"),
             nodes=split_nodes(self.nodes),
@@ -240,7 +241,7 @@ class RingOptions:
             stream_layers=_n_streamed(self.stream_layers),
             ignore_unknown_config=self.ignore_unknown_config,
             arith=self.arith,  # type: ignore[arg-type]  # checked above
-            standby="auto" if self.standby == "auto" else "",
+            standby="" if self.standby == "off" else self.standby,  # type: ignore[arg-type]  # checked
             mtp=self.mtp,
             nodes_per_stage=_nodes_per_stage(self.nodes_per_stage),
             adapters=_adapters(self.lora or []),

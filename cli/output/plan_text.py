@@ -242,11 +242,14 @@ def _part_line(part: PlannedPart) -> str:
 
 
 def _standby_line(plan: PlanReply, standby: PlannedStandby) -> str:
-    size = f"{standby.weight_bytes / 2**20:.1f} MiB, KV up to {standby.kv_bytes / 2**20:.1f} MiB"
-    return (
-        f"  {standby.name} stands by for {plan.stages[standby.rank].name}: "
-        f"{LayerRange(*standby.layers).words} ({size})"
-    )
+    stage, layers = plan.stages[standby.rank].name, LayerRange(*standby.layers).words
+    kv = f"KV up to {standby.kv_bytes / 2**20:.1f} MiB"
+    if not standby.weight_bytes:
+        return (
+            f"  {standby.name} follows the KV cache of {stage}: {layers} ({kv}, half of the link)"
+        )
+    size = f"{standby.weight_bytes / 2**20:.1f} MiB, {kv}"
+    return f"  {standby.name} stands by for {stage}: {layers} ({size})"
 
 
 def _without_kernels(plan: PlanReply) -> list[str]:

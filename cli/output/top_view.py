@@ -188,7 +188,8 @@ def _remarks(view: TopView) -> Iterator[str]:
     for node in view.nodes:
         if node.standby is not None:
             layers = LayerRange(*node.standby.layers).words
-            yield f"{node.name} stands by for {node.standby.name} with {layers}"
+            does = "stands by for" if node.standby.weight_bytes else "follows"
+            yield f"{node.name} {does} {node.standby.name} with {layers}"
         if node.deputy is not None:
             yield f"{node.deputy} goes on with the answers of {node.name}, if that is lost"
     for out in view.ring.left_out if view.ring is not None else ():

@@ -212,6 +212,20 @@ def _log_reads(checkpoint: Checkpoint) -> Iterator[None]:
             log.info("read %d tensor bytes of %s", size_bytes - before[file], file)
 
 
+def kv_cache_of(
+    checkpoint: Checkpoint,
+    layers: LayerRange,
+    *,
+    choice: KernelChoice,
+    device: torch.device,
+    room_blocks: int,
+    kv_dtype: KvDType,
+) -> KvCache:
+    """Make the KV cache that a stage of whole layers has, without its weights."""
+    rest = (room_blocks, kv_dtype, None, None, None)
+    return _kv_cache(checkpoint.config, layers, choice, device, *rest)
+
+
 def _kv_cache(
     config: ModelConfig,
     layers: LayerRange,

@@ -18,9 +18,9 @@ from support.soak import cases
 from shardnet.errors import UsageError
 from shardnet.runtime.loading.loaded_stage import JoinedCompute
 from shardnet.sampling_params import SamplingParams
-from shardnet.slot_operations import OpenSequence
+from shardnet.slot_operations import DropStates, KeepState, OpenSequence
 from shardnet.stage.moves.slot_moves import JoinedMoves
-from shardnet.types import KvDType, LayerRange, SequenceId, SlotId, WireDType
+from shardnet.types import KvDType, LayerRange, SequenceId, SlotId, StateId, WireDType
 
 CONTEXT = 1280
 CASES: dict[str, dict[str, Any]] = {
@@ -70,20 +70,21 @@ def test_a_sequence_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> N
         old.step(start, prompt[start : start + 200], 0)
     if old.room_states is None:
         targets[1].begin(OLD, prompt[:600])
-        assert pull(sources[0], targets[1], LayerRange(1, 2), 600, OLD, SlotId(0)) > 0
+        assert pull(sources[0].look(OLD, SlotId(0), 600), targets[1], [1], OLD) > 0
     old.step(600, prompt[600:], 1)
     with pytest.raises(UsageError, match="does not own slot 1"):
-        sources[0].held(OLD, SlotId(1), 0, 0, 700)
+        sources[0].look(OLD, SlotId(1), 700)
+    found = [source.look(OLD, SlotId(0), 700) for source in sources]
     for target in targets:
         target.begin(OLD, prompt)
-    targets[0].take_own(OLD, sources[0], SlotId(0), 0, 700)
-    targets[1].take_own(OLD, sources[1], SlotId(0), 2, 700)
+    targets[0].take_own(OLD, 0, found[0][0])
+    targets[1].take_own(OLD, 2, found[1][2])
     assert [target.is_whole(OLD, 700) for target in targets] == [True, False]
-    held = sources[0].held(OLD, SlotId(0), 1, targets[1].next_wanted(OLD, 1), 700)
+    held = found[0][1].held(targets[1].next_wanted(OLD, 1))
     wrong = replace(held, n_bytes=held.n_bytes - 1)
     with pytest.raises(UsageError, match=f"comes as {held.n_bytes - 1} bytes"):
         targets[1].expect(OLD, 1, wrong, 700)
-    pull(sources[0], targets[1], LayerRange(1, 2), 700, OLD, SlotId(0))
+    pull(found[0], targets[1], [1], OLD)
     for compute in new.computes:
         compute.operate(
             OpenSequence(
@@ -130,15 +131,15 @@ def test_a_standby_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> No
         old.step(begin, prompt[begin:end], 1)
         if end in (512, 600):
             moves.begin(OLD, prompt[:end])
-            pull(middle.moves, moves, LayerRange(1, 2), end, OLD, SlotId(0))
+            pull(middle.moves.look(OLD, SlotId(0), end), moves, [1], OLD)
     for each in (moves, last.moves):
         each.begin(OLD, prompt[:590])
         assert not each.is_whole(OLD, 590)
     if family == "gemma3_text":
         with pytest.raises(UsageError, match="was to go on from 100 with a window of 6"):
-            moves.part_of(0).take_own(OLD, moves, SlotId(0), 0, 100)
-    moves.part_of(0).take_own(OLD, moves, SlotId(0), 0, 590)
-    last.moves.take_own(OLD, last.moves, SlotId(0), 2, 590)
+            moves.part_of(0).take_own(OLD, 0, first.moves.look(OLD, SlotId(0), 100)[0])
+    moves.part_of(0).take_own(OLD, 0, first.moves.look(OLD, SlotId(0), 590)[0])
+    last.moves.take_own(OLD, 2, last.moves.look(OLD, SlotId(0), 590)[2])
     assert moves.is_whole(OLD, 590)
     assert not moves.is_whole(OLD, 601)
     for compute in (first, last):
@@ -156,3 +157,59 @@ def test_a_standby_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> No
         assert old.step(position, ids, 1) == whole.step(position, ids, 1)
     standby.reset()
     assert standby.used_blocks == spare.computes[1].used_blocks == 0
+
+
+@needs_library  # which gives a replayed row its bits, and shares blocks
+@pytest.mark.parametrize("family", cases(["gemma3_text", "qwen3_next"], ["falcon_h1"]))
+def test_a_standby_goes_on_from_a_kept_state(family: str, tmp_path: Path) -> None:
+    """The middle stage is lost while it is followed for the third time: the round before counts.
+
+    All stages are so far behind it by then that their slots cannot be rewound to there.
+    """
+    folder = make_decoder(tmp_path, family, max_position_embeddings=CONTEXT, **CASES[family])
+    old, new = (TorchStages(folder, even_split(3, 3), context=CONTEXT) for _ in range(2))
+    whole = TorchStages(folder, even_split(3, 1), context=CONTEXT)
+    prompt = random_prompt(1100, 300, seed=1)
+    for stages in (old, whole):
+        stages.open(PENALISED, n_prompt=len(prompt))
+    middle, target = old.computes[1].moves, new.computes[1].moves
+    n_bytes = []
+    for number, (begin, end) in enumerate([(0, 256), (256, 512), (512, 768), (768, 1024)]):
+        for stages in (old, whole):
+            stages.step(begin, prompt[begin:end], 1)
+        for compute in old.computes:
+            compute.operate(KeepState(slot=SlotId(0), n_positions=end, state=StateId(number)))
+        target.begin(OLD, prompt[:end])
+        found = middle.look(OLD, SlotId(0), end, StateId(number))
+        if end < 768:
+            n_bytes.append(pull(found, target, [1], OLD))
+            continue
+        held = found[1].held(target.next_wanted(OLD, 1))
+        target.expect(OLD, 1, held, end)
+        data = bytearray(found[1].read(held.first, end))
+        target.write(OLD, 1, held.first, end, data)
+        assert not target.is_whole(OLD, end)
+    assert n_bytes[1] <= n_bytes[0], "rows that have come were fetched again"
+
+    def rewind() -> None:
+        live = old.computes[0].moves.look(OLD, SlotId(0), 512)[0]
+        new.computes[0].moves.take_own(OLD, 0, live)
+
+    with pytest.raises(UsageError):
+        rewind()
+    for rank in (0, 2):
+        moves = new.computes[rank].moves
+        moves.begin(OLD, prompt[:512])
+        found = old.computes[rank].moves.look(OLD, SlotId(0), 512, StateId(1))
+        moves.take_own(OLD, rank, found[rank])
+    assert all(compute.moves.is_whole(OLD, 512) for compute in new.computes)
+    new.open(PENALISED, n_prompt=len(prompt), n_kept=512, is_restored=True)
+    for begin, end in [(512, 768), (768, 1024)]:
+        new.step(begin, prompt[begin:end], 1)
+    for compute in old.computes:
+        compute.operate(DropStates(states=(StateId(1),)))
+    with pytest.raises(UsageError, match="the state 1 after 512 positions is not kept here"):
+        middle.look(OLD, SlotId(0), 512, StateId(1))
+    for position in range(1024, 1032):
+        ids = [prompt[position]]
+        assert new.step(position, ids, 1) == whole.step(position, ids, 1)

@@ -177,14 +177,8 @@ def test_drafts_go_on_elsewhere_and_come_from_a_gguf(how: str, family: str, tmp_
         target = new.computes[0].moves
         target.begin(SequenceId(0), tokens)
         for rank, compute in enumerate(stages.computes):
-            pull(
-                compute.moves,
-                target,
-                LayerRange(rank, rank + 1 + rank),
-                30,
-                SequenceId(0),
-                SlotId(0),
-            )
+            found = compute.moves.look(SequenceId(0), SlotId(0), 30)
+            pull(found, target, LayerRange(rank, rank + 1 + rank), SequenceId(0))
         new.open(SamplingParams(), n_prompt=30, n_drafts=1, n_kept=30, is_restored=True)
         stages = new
     tokens.append(samples.token_ids[0])

@@ -241,6 +241,7 @@ class Agents:
         self._tree = PromptTree(self._draws, MOST_TOKENS)
         self._seed = seed
         self.trace: list[str] = []
+        self.n_followed = 0
         self._ring = ChangingRing(
             folder,
             context=CONTEXT,
@@ -266,13 +267,22 @@ class Agents:
         """Ask some prompts at once, each when the one before is so far; a node may be lost."""
         draws = self._draws
         turns = [self._tree.draw() for _ in range(draws.choice([1, 1, 2, 3, 4]))]
-        wanted = [await self._request(turn) for turn in turns]
-        running = []
+        is_followed = draws.random() < 0.4
+        lengths = [40, 80] if is_followed else [1, 6, 12, 40]
+        wanted = [await self._request(turn, draws.choice(lengths)) for turn in turns]
+        running: list[Asked] = []
+        if is_followed:
+            lost = draws.randrange(len(self._ring.stages.computes))
+            self._ring.stand_by(draws.randint(1, 3), lost)
         for one in wanted:
             leaves_after = draws.choice([None, None, None, None, 1, 2, 6])
             running.append(Asked(self._ring.engine, one, leaves_after))
-            await running[-1].until(draws.choice([0, 1, 2, 5, 1000]))
-        if draws.random() < 0.2:
+            await running[-1].until(draws.choice([0, 1, 2, 5, 10 if is_followed else 1000]))
+            if is_followed:
+                await self._ring.follow(draws.choice([0, 0, 1, 2]))
+        if is_followed:
+            await self._lose_what_was_followed(running[-1])
+        elif draws.random() < 0.3:
             await running[-1].until(draws.choice([0, 2, 6]))
             moves = draws.random() < 0.5
             self.trace.append("the ring is replaced" if moves else "a node is lost")
@@ -281,13 +291,24 @@ class Agents:
         for turn, one, asked in zip(turns, running, wanted, strict=True):
             await self._check(turn, one, asked)
 
-    async def _request(self, turn: Turn) -> GenerationRequest:
+    async def _lose_what_was_followed(self, last: Asked) -> None:
+        """Have another ring follow a stage in rounds, the last of which may be cut off."""
+        draws = self._draws
+        await self._ring.follow(draws.randint(0, 5))
+        if draws.random() < 0.5:
+            await last.until(len(last.events) + draws.choice([0, 0, 1, 17]))
+            await self._ring.follow(layers_left=draws.randint(0, 1))
+        n_moved = await self._ring.take_over()
+        self.n_followed += n_moved
+        self.trace.append(f"a node is lost, {n_moved} were followed")
+
+    async def _request(self, turn: Turn, max_tokens: int) -> GenerationRequest:
         draws = self._draws
         sampling = structs.replace(SAMPLED, temperature=draws.choice([0.0, 0.8]))
         is_exact = self._scratch.is_exact
         wanted = request(
             turn.prompt,
-            draws.choice([1, 6, 12, 40]),
+            max_tokens,
             sampling,
             stop_ids=frozenset([EOS_ID]),
             deterministic=not is_exact,

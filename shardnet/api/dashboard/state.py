@@ -35,7 +35,7 @@ class ShownLink(msgspec.Struct, kw_only=True):
 
 
 class ShownStandby(msgspec.Struct, kw_only=True):
-    """The layers that a node holds beside its own, to go on in place of the node named `name`."""
+    """The layers in which a node follows the node named `name`: 0 bytes where it holds none."""
 
     name: str
     layers: tuple[int, int]

@@ -204,9 +204,10 @@ class Head:
             lead: Lead | Elsewhere | None = await self._standing(choice)
             if isinstance(lead, Lead):
                 stack.enter_context(lead.ring.in_use())
-                if choice.standby and not lead.plan.choice.standby:
+                kinds = ("", "kv", "auto")
+                if kinds.index(choice.standby) > kinds.index(lead.plan.choice.standby):
                     lead.plan, lead.opened = (
-                        plan.with_standbys() for plan in (lead.plan, lead.opened)
+                        plan.with_standbys(choice.standby) for plan in (lead.plan, lead.opened)
                     )
                 on_plan(lead.plan)
             else:

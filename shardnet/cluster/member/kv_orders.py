@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
-from shardnet.cluster.sharing.bulk_client import KvClient, SourceRefused
+from shardnet.cluster.sharing.bulk_client import KvClient, ReadRows, SourceRefused
 from shardnet.errors import CapacityError, UsageError
 from shardnet.runtime.loading.loading import check_layers
 from shardnet.runtime.loading.model_facts import check_model_id
@@ -19,7 +20,7 @@ from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.transport.link import Link
-from shardnet.types import HeldRows, KvDType, LayerRange, SequenceId, SlotId, block_spans
+from shardnet.types import HeldRows, KvDType, LayerRange, SequenceId, SlotId, StateId, block_spans
 from shardnet.wire.messages.bulk import FetchKv, KvRows
 from shardnet.wire.messages.stages import (
     AuditStage,
@@ -37,13 +38,15 @@ from shardnet.wire.messages.stages import (
 )
 
 if TYPE_CHECKING:
-    from shardnet.stage.moves.slot_moves import Moves
+    from shardnet.stage.moves.slot_moves import HeldLayer, Moves
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
 
 
 KEPT_S: Final = 60.0
 """How long something that was moved waits to be opened, and a link for more to be moved: from the
 last of it that came."""
+FOUND_S: Final = 1.0
+"""How long what was found of a sequence waits to be asked for."""
 ANSWER_S: Final = 10.0
 """Timeout while a node sends nothing of what it was asked for."""
 
@@ -53,33 +56,48 @@ class HostedKv:
 
     def __init__(self, host: StageHost) -> None:
         self._host = host
+        self._looked_for: tuple[object, ...] = ()
+        self._found: dict[int, HeldLayer] = {}
+        self._expiry: asyncio.TimerHandle | None = None
 
-    async def held(self, ask: FetchKv) -> KvRows:
-        """Say what is here. Raises UsageError as SlotMoves.held, and for other rows than here."""
+    async def held(self, ask: FetchKv) -> tuple[KvRows, ReadRows]:
+        """Say what is here. Raises UsageError as SlotMoves.look, and for other rows than here."""
+        layer = await self._look(ask)
+        if ask.form != layer.form:
+            raise UsageError(f"rows of {ask.form} were asked for, and here are {layer.form}")
+        held = layer.held(ask.begin)
 
-        def look(moves: Moves) -> KvRows:
-            part = moves.part_of(ask.layer)
-            held = part.held(*_which(ask), ask.begin, ask.end)
-            if ask.form != part.form(ask.layer):
-                raise UsageError(
-                    f"rows of {ask.form} were asked for, and here are {part.form(ask.layer)}"
-                )
-            return KvRows(
-                request=ask.request,
-                first=held.first,
-                n_bytes=held.n_bytes,
-                is_state=held.is_state,
+        async def read(begin: int, end: int) -> memoryview:
+            return await self._host.beside_compute(partial(layer.read, begin, end), layer.is_free)
+
+        rows = KvRows(
+            request=ask.request, first=held.first, n_bytes=held.n_bytes, is_state=held.is_state
+        )
+        return rows, read
+
+    async def _look(self, ask: FetchKv) -> HeldLayer:
+        """Look up a layer. Others of the same positions are asked for next, and were found too.
+
+        The compute thread has time between two steps, of which one with a chunk of a prompt may
+        take a second.
+        """
+        wanted = (SequenceId(ask.sequence_id), SlotId(ask.slot), ask.end)
+        state = None if ask.state is None else StateId(ask.state)
+        looked_for = (ask.ring, ask.epoch, *wanted, state)
+        self._host.moves_of(ask.ring, ask.epoch)
+        if looked_for != self._looked_for:
+            found = await self._host.on_moves(
+                ask.ring, ask.epoch, lambda moves: moves.look(*wanted, state)
             )
+            self._looked_for, self._found = looked_for, found
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry = asyncio.get_running_loop().call_later(FOUND_S, self._forget)
+        return _layer_of(self._found, ask.layer)
 
-        return await self._host.on_moves(ask.ring, ask.epoch, look)
-
-    async def read(self, ask: FetchKv, begin: int, end: int) -> memoryview:
-        """Copy some positions. Raises UsageError likewise."""
-
-        def read(moves: Moves) -> memoryview:
-            return moves.part_of(ask.layer).read(*_which(ask), begin, end)
-
-        return await self._host.on_moves(ask.ring, ask.epoch, read)
+    def _forget(self) -> None:
+        """Let go of memory that slots may have left meanwhile."""
+        self._looked_for, self._found, self._expiry = (), {}, None
 
 
 class _Source:
@@ -127,7 +145,7 @@ class KvOrders:
         own = member.addresses[member.rank] if member is not None and is_member else ""
         self._expire_later()
         await host.on_arrivals(to, lambda moves: moves.begin(sequence_id, token_ids))
-        n_bytes, slot = 0, SlotId(message.slot)
+        n_bytes = 0
         for source in message.sources:
             start, end = source.layers
             layers = [layer for layer in host.prepared_layers(to) if start <= layer < end]
@@ -136,17 +154,29 @@ class KvOrders:
             if source.address != own:
                 n_bytes += await self._pull(message, source.address, layers, n_positions)
             elif message.is_last:
-                ours = host.moves_of(message.ring, message.epoch)
-
-                def take(moves: Moves, ours: Moves = ours, layers: list[int] = layers) -> None:
-                    for layer in layers:
-                        moves.part_of(layer).take_own(sequence_id, ours, slot, layer, n_positions)
-
-                await host.on_arrivals(to, take)
+                await self._take_own(message, layers, n_positions)
         is_whole = await host.on_arrivals(
             to, lambda moves: moves.is_whole(sequence_id, n_positions)
         )
         return KvMoved(request=message.request, is_whole=is_whole, n_bytes=n_bytes)
+
+    async def _take_own(self, message: MoveKv, layers: list[int], n_positions: int) -> None:
+        """Take layers from this node's own stage. Raises as `move`."""
+        sequence_id, slot = SequenceId(message.sequence_id), SlotId(message.slot)
+        state = None if message.state is None else StateId(message.state)
+        held = await self._host.on_moves(
+            message.ring,
+            message.epoch,
+            lambda moves: moves.look(sequence_id, slot, n_positions, state),
+        )
+        own = [(layer, _layer_of(held, layer)) for layer in layers]
+
+        def take(moves: Moves) -> None:
+            for layer, found in own:
+                moves.part_of(layer).take_own(sequence_id, layer, found)
+
+        is_free = all(found.is_free for _, found in own)
+        await self._host.on_arrivals(message.to, take, is_free=is_free)
 
     async def _pull(
         self, message: MoveKv, address: str, layers: list[int], n_positions: int
@@ -167,7 +197,10 @@ class KvOrders:
     async def _fetch(
         self, client: KvClient, message: MoveKv, layers: list[int], n_positions: int
     ) -> int:
-        """Ask for all layers, then take what comes, block by block."""
+        """Ask for layers, and take what comes, block by block.
+
+        While the ring goes on the link is left to others half of the time.
+        """
         sequence_id = SequenceId(message.sequence_id)
 
         def wanted(moves: Moves) -> list[tuple[int, int, str]]:
@@ -177,40 +210,45 @@ class KvOrders:
                 for layer, part in parts
             ]
 
-        asked = [
-            client.ask(
-                FetchKv(
-                    request=0,
-                    ring=message.ring,
-                    epoch=message.epoch,
-                    sequence_id=message.sequence_id,
-                    slot=message.slot,
-                    layer=layer,
-                    begin=begin,
-                    end=n_positions,
-                    form=form,
-                )
+        asks = [
+            FetchKv(
+                request=0,
+                ring=message.ring,
+                epoch=message.epoch,
+                sequence_id=message.sequence_id,
+                slot=message.slot,
+                layer=layer,
+                begin=begin,
+                end=n_positions,
+                form=form,
+                state=message.state,
             )
             for layer, begin, form in await self._host.on_arrivals(message.to, wanted)
         ]
-        n_bytes = 0
-        for request, layer in zip(asked, layers, strict=True):
-            n_bytes += await self._take(client, message, request, layer, n_positions)
+        asked = [client.ask(ask) for ask in asks] if message.is_last else []
+        n_bytes, loop = 0, asyncio.get_running_loop()
+        for number, ask in enumerate(asks):
+            request = asked[number] if asked else client.ask(ask)
+            rows = await client.rows(request)
+            began_s = loop.time()
+            await self._take(client, message, rows, ask.layer, n_positions)
+            n_bytes += rows.n_bytes
+            if not message.is_last:
+                await asyncio.sleep(loop.time() - began_s)
         return n_bytes
 
     async def _take(
-        self, client: KvClient, message: MoveKv, request: int, layer: int, end: int
-    ) -> int:
+        self, client: KvClient, message: MoveKv, rows: KvRows, layer: int, end: int
+    ) -> None:
         """Take one layer; nothing counts unless its digest is right."""
         sequence_id, to = SequenceId(message.sequence_id), message.to
-        rows = await client.rows(request)
 
         def expect(moves: Moves) -> None:
             held = HeldRows(first=rows.first, n_bytes=rows.n_bytes, is_state=rows.is_state)
             moves.part_of(layer).expect(sequence_id, layer, held, end)
 
         await self._host.on_arrivals(to, expect)
-        parts = [(0, end)] if rows.is_state else [*block_spans(rows.first, end)]
+        parts = [(rows.first, end)] if rows.is_state else [*block_spans(rows.first, end)]
         row_bytes = rows.n_bytes // max(1, end - rows.first)
         buffer = bytearray()
         async for piece in client.payload(rows):
@@ -233,7 +271,6 @@ class KvOrders:
         await self._host.on_arrivals(
             to, lambda moves: moves.part_of(layer).came(sequence_id, layer, end)
         )
-        return rows.n_bytes
 
     def _expire_later(self) -> None:
         if self._expiry is not None:
@@ -245,7 +282,10 @@ class KvOrders:
         self._forgetting = asyncio.ensure_future(self._forget())
 
     async def _forget(self) -> None:
-        """Close the links, and drop what came and was not opened."""
+        """Close the links, and drop what came and was not opened, unless its stage loads now."""
+        if self._host.is_preparing:
+            self._expire_later()
+            return
         sources, self._sources = [*self._sources.values()], {}
         for source in sources:
             if source.client is not None:
@@ -264,8 +304,11 @@ class KvOrders:
                 await source.client.link.close()
 
 
-def _which(ask: FetchKv) -> tuple[SequenceId, SlotId, int]:
-    return SequenceId(ask.sequence_id), SlotId(ask.slot), ask.layer
+def _layer_of(found: Mapping[int, HeldLayer], layer: int) -> HeldLayer:
+    """Return what was found of a layer. Raises UsageError for one that is not here."""
+    if layer not in found:
+        raise UsageError(f"layer {layer} was asked for, and is not here")
+    return found[layer]
 
 
 async def find_prefix(host: StageHost, message: FindPrefix) -> PrefixFound:

@@ -142,9 +142,11 @@ NEIGHBOUR_S = 10.0
 SETTLE_S = 5.0
 """How long a built ring may take to its first step before another head may use its nodes."""
 
-KEEP_S = 5.0
-"""How long a stage whose ring broke keeps what sequences hold, for the ring that comes next: with
-the time to notice a silent head, its slots are free within 10 s."""
+KEEP_S = 60.0
+"""How long a stage whose ring broke keeps what sequences hold, for the ring that comes next, of
+which layers may have to be loaded first."""
+HEADLESS_KEEP_S = 5.0
+"""How long where the head is lost: with the time to notice that, slots are free within 10 s."""
 
 OnBroken = Callable[[ShardnetError, NodeId | None], None]
 """Takes why a ring broke here, and the neighbour that fell silent if that is why."""
@@ -224,6 +226,9 @@ class RingMembership:
         A ring that is built ends when its links do.
         """
         self._lost_owner = True
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._keep_slots()
 
     def accept(self, link: Link) -> None:
         """Take the data link of the stage before this one.
@@ -425,8 +430,12 @@ class RingMembership:
                 link.send(error_frame(told))
             elif isinstance(error, PeerSilentError | RemoteProtocolError):
                 silent = NodeId(link.peer.node)
-        self._expiry = asyncio.get_running_loop().call_later(KEEP_S, self._free_slots)
+        self._keep_slots()
         self.on_broken(error, silent)
+
+    def _keep_slots(self) -> None:
+        keep_s = HEADLESS_KEEP_S if self._lost_owner else KEEP_S
+        self._expiry = asyncio.get_running_loop().call_later(keep_s, self._free_slots)
 
     def _free_slots(self) -> None:
         """Free the slots of a ring that broke, and that no other one has come after."""

@@ -27,7 +27,7 @@ from shardnet.runtime.loading.loaded_stage import LoadedStage, computes_by_devic
 from shardnet.runtime.loading.loading import release_freed_memory, set_compute_threads
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.stage.compute import ComputePlugin, StageCompute
-from shardnet.runtime.stage.executor import ComputeThreads
+from shardnet.runtime.stage.executor import ComputeThreads, Executor
 from shardnet.runtime.stage.handover import Lane
 from shardnet.runtime.stage.stage_order import ONE_DEVICE, StageDevice, StageOrder
 from shardnet.stage.packs.pack_cache import drop_pages
@@ -79,6 +79,7 @@ class StageHost:
         self._packs = packs
         self._prefix_disk = PrefixDisk()
         self._compute = ComputeThreads(devices)
+        self._moves_thread = Executor("shardnet-moves")
         self._loader = StageLoader(
             packs=packs, plugin=plugin, prefixes=prefixes, compute=self._compute
         )
@@ -88,7 +89,8 @@ class StageHost:
         self.loaded: LoadedStage | None = None
         self.membership: RingMembership | None = None
         self._prepared: PreparedStage | None = None
-        self._is_preparing = False
+        self.is_preparing = False
+        """Whether a stage is being loaded for a ring to come."""
         self._overtaken: TakenError | None = None
         """Why what is prepared now is not wanted any more."""
 
@@ -169,7 +171,7 @@ class StageHost:
 
         Not for good: a head that lost this node to another one's ring asks again.
         """
-        if self._is_preparing:
+        if self.is_preparing:
             self._overtaken = TakenError(why)
             self._loader.cancel(self._overtaken)
 
@@ -251,13 +253,11 @@ class StageHost:
         async with self._changing:
             self.refusals.check_not_closing()
             refuse_others(self.membership, owner)
-            self._is_preparing, self._overtaken = True, None
+            self.is_preparing, self._overtaken = True, None
             try:
                 stage = await self._loader.find(order, self._stages)
                 was_here = stage is not None
-                if self._prepared is not None and self._prepared.ring != ring:
-                    await self.forget_arrivals()
-                self._prepared = None
+                before = await self._replace_prepared(ring)
                 lacking = [] if was_here else await self._loader.lacking(self.loaded, order)
                 if stage is None and self._overtaken is not None:  # before work could be cancelled
                     raise self._overtaken
@@ -272,14 +272,49 @@ class StageHost:
                         order, memory_bytes, on_progress, held_bytes, kept
                     )
             finally:
-                self._is_preparing = False
-            self._prepared = PreparedStage(ring=ring, stage=stage, stands_for=stands_for)
+                self.is_preparing = False
+            if before is not None and before.rows is not None and stage.moves is not None:
+                await self._moves_thread.run(partial(stage.moves.take_arrivals, before.rows))
+            self._prepared = PreparedStage(
+                ring=ring, stands_for=stands_for, order=order, stage=stage
+            )
             return stage, was_here
+
+    async def follow(
+        self, ring: str, owner: str, order: StageOrder, *, stands_for: str
+    ) -> LoadedStage:
+        """Take in what sequences hold in the layers of `order` that this node lacks.
+
+        Their weights are not loaded until `prepare` for that ring. Returns the stage in use. Raises
+        UsageError if it cannot be joined to that of `order`, and as `enter_ring`.
+        """
+        refuse_others(self.membership, owner)
+        async with self._changing:
+            self.refusals.check_not_closing()
+            refuse_others(self.membership, owner)
+            if self.loaded is None:
+                raise UsageError(f"this node is in no ring that it could follow {stands_for} in")
+            rows = await self._loader.follow(self.loaded, order)
+            await self._replace_prepared(ring)
+            self._prepared = PreparedStage(
+                ring=ring, stands_for=stands_for, order=order, stage=None, rows=rows
+            )
+            return self.loaded
+
+    async def _replace_prepared(self, ring: str) -> PreparedStage | None:
+        """Have nothing ready; return what was ready for `ring`, with all that has arrived."""
+        before, self._prepared = self._prepared, None
+        if before is None or before.ring == ring:
+            return before
+        await self.forget_arrivals()
+        return None
 
     def _take_prepared(self, ring: str, order: StageOrder) -> bool:
         """Put the stage that was made ready for a ring into use, if it is that of `order`."""
         prepared, self._prepared = self._prepared, None
-        if prepared is None or prepared.ring != ring or prepared.stage.order != order:
+        if prepared is None or prepared.ring != ring or prepared.stage is None:
+            return False
+        if prepared.stage.order != order:
             return False
         old, self.loaded = self.loaded, prepared.stage
         if old is not None and old is not prepared.stage:
@@ -304,10 +339,10 @@ class StageHost:
         Raises UsageError unless this node is a member of that ring and its stage can give them.
         """
         self._membership(ring, epoch)
-        return _moves(self.loaded)
+        return _moves(self.loaded.moves if self.loaded is not None else None)
 
     def prepared_layers(self, ring: str) -> LayerRange:
-        """Return the layers that the stage ready for a ring caches, or raise UsageError."""
+        """Return the layers that the stage for a ring caches, or will. Raises UsageError."""
         return self._prepared_for(ring).order.caching
 
     async def on_moves(self, ring: str, epoch: int, job: Callable[[Moves], T]) -> T:
@@ -317,23 +352,29 @@ class StageHost:
         """
         return await self._compute.run(partial(job, self.moves_of(ring, epoch)))
 
-    async def on_arrivals(self, ring: str, job: Callable[[Moves], T]) -> T:
+    async def on_arrivals(self, ring: str, job: Callable[[Moves], T], *, is_free: bool = True) -> T:
         """Run `job` with what arrives for the stage that is ready for a ring.
 
-        On the compute thread. Raises UsageError if no stage is ready, and what `job` raises.
+        Beside steps if it `is_free`. Raises UsageError if no stage is ready, and what `job` raises.
         """
-        return await self._compute.run(partial(job, _moves(self._prepared_for(ring))))
+        moves = _moves(self._prepared_for(ring).moves)
+        return await self.beside_compute(partial(job, moves), is_free)
+
+    async def beside_compute(self, job: Callable[[], T], is_free: bool) -> T:
+        """Run a job that copies memory beside steps if it `is_free`, and else between two."""
+        return await (self._moves_thread.run(job) if is_free else self._compute.run(job))
 
     async def forget_arrivals(self) -> None:
         """Drop what has arrived and was not opened."""
-        for moves in {id(stage): stage.moves for stage in self._stages}.values():
+        places = (self.loaded, self._prepared)
+        for moves in {id(place.moves): place.moves for place in places if place}.values():
             if moves is not None:
-                await self._compute.run(moves.forget)
+                await self._moves_thread.run(moves.forget)
 
-    def _prepared_for(self, ring: str) -> LoadedStage:
+    def _prepared_for(self, ring: str) -> PreparedStage:
         if self._prepared is None or self._prepared.ring != ring:
             raise UsageError(f"no stage is ready here for ring {ring}", remedy="ask again")
-        return self._prepared.stage
+        return self._prepared
 
     async def on_prefixes(
         self, ring: str, epoch: int, job: Callable[[StagePrefixes], T], *, is_long: bool
@@ -517,7 +558,8 @@ class StageHost:
         """
         self.refusals.is_closing = True
         self._loader.cancel(leaving())
-        for give_up in (self._loader.close, self._compute.close, self._prefix_disk.close):
+        threads = (self._loader, self._compute, self._moves_thread, self._prefix_disk)
+        for give_up in (thread.close for thread in threads):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S), self._changing:
                     await self._leave()
@@ -555,10 +597,10 @@ class StageHost:
             await self._loader.release_freed_memory()
 
 
-def _moves(stage: LoadedStage | None) -> Moves:
+def _moves(moves: Moves | None) -> Moves:
     """Return what moves sequences to and from a stage. Raises UsageError where nothing can."""
-    if stage is None or stage.moves is None:
+    if moves is None:
         raise UsageError(
             "the stage of this node cannot move its KV cache", remedy="let it be computed again"
         )
-    return stage.moves
+    return moves

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from shardnet.cluster.machine.device_list import METAL, MPS
 from shardnet.cluster.member.ring_membership import RingMembership
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import PeerFailedError, ShardnetError
+from shardnet.errors import PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.loading.loaded_stage import (
     KeptWeights,
     LoadedStage,
@@ -23,7 +23,7 @@ from shardnet.runtime.loading.loaded_stage import (
     join,
     load_by_device,
 )
-from shardnet.runtime.loading.loading import load, release_freed_memory
+from shardnet.runtime.loading.loading import follow, load, release_freed_memory
 from shardnet.runtime.stage.compute import ComputePlugin
 from shardnet.runtime.stage.executor import ComputeThreads, ProgressReporter
 from shardnet.runtime.stage.stage_order import StageOrder
@@ -32,6 +32,7 @@ from shardnet.wire.framing.schema import MAX_DEVICES
 from shardnet.wire.messages.diagnostics import PartState, PrefixState, StageState, StandbyState
 
 if TYPE_CHECKING:
+    from shardnet.stage.moves.slot_moves import JoinedMoves, Moves
     from shardnet.stage.prefixes.prefix_store import PrefixStore
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
 
@@ -150,6 +151,22 @@ class StageLoader:
             stages.append(await self.load(part, left_bytes, on_progress))
         return join(order, stages)
 
+    async def follow(self, own: LoadedStage, order: StageOrder) -> JoinedMoves:
+        """Make what takes in sequences for what the stage in use lacks of `order`.
+
+        Raises UsageError if both cannot be joined.
+        """
+        lacking = await self.lacking(own, order)
+        if not lacking:
+            raise UsageError(f"the stage of this node cannot be joined to {order.layers.words}")
+
+        def make() -> JoinedMoves:
+            from shardnet.stage.moves.slot_moves import JoinedMoves
+
+            return JoinedMoves([follow(part, own.room_blocks) for part in lacking])
+
+        return await self.run(order.folder, make)
+
     async def release_freed_memory(self) -> None:
         """Return freed memory to the system, on the loading thread."""
         with contextlib.suppress(PeerFailedError):  # this node leaves, and takes it along
@@ -222,12 +239,21 @@ def prefixes_of(stage: LoadedStage) -> list[StagePrefixes]:
 class PreparedStage:
     """A stage that is ready for a ring to come; it may be the one that is in use.
 
-    If that comes when the node `stands_for` is lost, the stage is a standby.
+    If that comes when the node `stands_for` is lost, the stage is a standby. Without a `stage` it
+    is loaded then, and meanwhile what sequences hold in the layers that this node lacks comes to
+    `rows`.
     """
 
     ring: str
-    stage: LoadedStage
     stands_for: str
+    order: StageOrder
+    stage: LoadedStage | None
+    rows: JoinedMoves | None = None
+
+    @property
+    def moves(self) -> Moves | None:
+        """What takes in sequences, None where nothing can."""
+        return self.rows if self.stage is None else self.stage.moves
 
 
 def stage_state(
@@ -296,6 +322,12 @@ def _standby_state(prepared: PreparedStage, loaded: LoadedStage | None) -> Stand
     if not prepared.stands_for:
         return None
     stage = prepared.stage
+    if stage is None:
+        assert prepared.rows is not None, "without a stage rows are followed"
+        layers = prepared.rows.layers
+        return StandbyState(
+            node=prepared.stands_for, layers=(layers.start, layers.end), weight_bytes=0
+        )
     parts = [part for part in stage.parts or (stage,) if part is not loaded]
     if loaded is not None:
         parts = [part for part in parts if part not in loaded.parts]

@@ -20,7 +20,7 @@ from shardnet.cluster.member.ring_membership import OnBroken, RingMembership
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.sharing.sharing import Sharing
-from shardnet.errors import CapacityError, ShardnetError
+from shardnet.errors import CapacityError, ShardnetError, UsageError
 from shardnet.runtime.loading.loaded_stage import LoadedStage
 from shardnet.runtime.stage.stage_order import StageAdapter, StageDevice, StageOrder, StagePart
 from shardnet.transport.loop import finish
@@ -246,6 +246,8 @@ class StageOrders:
     async def _prepare(self, message: LoadStage, owner: str, progress: PhaseProgress) -> StageReady:
         """Load a stage for a ring to come. Raises as `load`; then nothing has changed."""
         progress("loading", 0, 0)
+        if message.kv_only:
+            return await self._follow(message, owner, progress)
         folder = await self.sharing.folder(message, partial(progress, "fetching"))
         adapters = await self._adapters(message, progress)
         stage, in_use = await self.host.prepare(
@@ -259,6 +261,17 @@ class StageOrders:
         awaited = f"if {message.stands_for} is lost" if message.stands_for else "for the next plan"
         self.log(f"{stage.order.layers.words} of {message.form.model} are ready {awaited}")
         return _ready(message, stage, in_use)
+
+    async def _follow(self, message: LoadStage, owner: str, progress: PhaseProgress) -> StageReady:
+        """Take in what sequences of another node hold, whose weights are fetched at its loss."""
+        own = self.host.loaded
+        if own is None:
+            raise UsageError(f"{message.stands_for} is followed by nodes of its ring alone")
+        adapters = await self._adapters(message, progress)
+        order = self._order(message, own.order.folder, adapters)
+        stage = await self.host.follow(message.ring, owner, order, stands_for=message.stands_for)
+        self.log(f"the KV cache of {message.stands_for} is followed, in case that it is lost")
+        return _ready(message, stage, True)
 
     async def unload(self, owner: str, ring: str) -> None:
         """Free the stage of `ring`, unless this node is a member of another ring by now.

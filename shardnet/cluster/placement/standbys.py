@@ -14,9 +14,10 @@ from shardnet.types import LayerRange, NodeId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standby:
-    """`node` holds the layers of the stage `rank` beside its own, if it has any.
+    """`node` follows the stage `rank` beside its own, if it has any.
 
-    They take `weight_bytes`, and keys and values at most `kv_bytes`.
+    The weights that it holds of that take `weight_bytes`, its keys, values and states at most
+    `kv_bytes`.
     """
 
     rank: int
@@ -26,20 +27,21 @@ class Standby:
 
 
 def choose_standbys(
-    stages: Sequence[StagePlan], memory_bytes: Mapping[NodeId, int]
+    stages: Sequence[StagePlan], memory_bytes: Mapping[NodeId, int], *, holds_weights: bool
 ) -> tuple[Standby, ...]:
     """Choose who stands by for each stage but the head's, in ring order; each node for one at most.
 
     `memory_bytes` is what each node may use, its own stage included. A neighbour goes before a node
-    beside the ring: its answers need no other way. Stages that no node has memory for have none,
-    nor do those with layers that are streamed.
+    beside the ring: its answers need no other way, and without weights it alone follows. Stages
+    that no node has memory for, weights included, have none, nor have those with layers that are
+    streamed.
     """
     at = {stage.node: rank for rank, stage in enumerate(stages)}
     chosen: list[Standby] = []
     for rank in range(len(stages) - 1, 0, -1):
         stage = stages[rank]
         used = {standby.node for standby in chosen}
-        beside = [node for node in memory_bytes if node not in at]
+        beside = [node for node in memory_bytes if node not in at and holds_weights]
         neighbours = [stages[near].node for near in (rank - 1, rank + 1) if near < len(stages)]
         for node in (*neighbours, *beside):
             own = stages[at[node]] if node in at else None
@@ -53,7 +55,7 @@ def choose_standbys(
                     Standby(
                         rank=rank,
                         node=node,
-                        weight_bytes=stage.weight_bytes,
+                        weight_bytes=stage.weight_bytes if holds_weights else 0,
                         kv_bytes=stage.kv_bytes,
                     )
                 )

@@ -93,9 +93,9 @@ def make_plan(
             raise PlanError(message, remedy=error.remedy) from None
         raise
     plan = _planned(inputs, placement)
-    if not choice.standby:
-        return plan
-    return plan.with_standbys([node for node in inputs.nodes if node not in plan.nodes])
+    return plan.with_standbys(
+        choice.standby, [node for node in inputs.nodes if node not in plan.nodes]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

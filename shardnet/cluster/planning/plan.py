@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from msgspec import structs
 
@@ -121,9 +121,11 @@ class Plan:
         """What changes no bit of this ring's outputs."""
         return exactness(self.nodes, self.forms, self.dtype, self.wires, self.gathers)
 
-    def with_standbys(self, spares: Sequence[NodeInfo] = ()) -> Plan:
+    def with_standbys(
+        self, standby: Literal["", "kv", "auto"], spares: Sequence[NodeInfo] = ()
+    ) -> Plan:
         """Return this plan with who stands by for whom, of its nodes and those beside it."""
-        if self.spans:  # what such a stage has is on several nodes
+        if self.spans or not standby:  # what such a stage has is on several nodes
             return self
         graphs_bytes = graph_bytes(self.facts.config, self.dtype)
         memory = {
@@ -132,8 +134,10 @@ class Plan:
         }
         return replace(
             self,
-            choice=structs.replace(self.choice, standby="auto"),
-            standbys=choose_standbys(self.placement.stages, memory),
+            choice=structs.replace(self.choice, standby=standby),
+            standbys=choose_standbys(
+                self.placement.stages, memory, holds_weights=standby == "auto"
+            ),
             spares=tuple(spares),
         )
 
@@ -156,7 +160,8 @@ class Plan:
             turns=None,
             kept=None,
         )
-        return plan.with_standbys([node for node in self.spares if node is not spare])
+        spares = [node for node in self.spares if node is not spare]
+        return plan.with_standbys(self.choice.standby, spares)
 
     def instead_of(self, opened: Plan, former: Plan, without: Mapping[NodeId, str]) -> Plan:
         """Return this plan for a ring that replaces that of `former`, for what `opened` was for.

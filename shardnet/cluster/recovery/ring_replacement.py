@@ -182,7 +182,7 @@ class PlannedChanges:
         """Move what does not change any more, until little is left."""
         for _ in range(MOST_ROUNDS):
             began_s = time.monotonic()
-            await moves.bring(former.engine.computed(), is_last=False)
+            await moves.bring(former.engine.to_follow(), is_last=False)
             if time.monotonic() - began_s < SHORT_S:
                 return
 

@@ -23,16 +23,18 @@ from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.ring.ring import Ring
 from shardnet.cluster.ring.ring_moves import RingMoves
 from shardnet.cluster.ring.stage_port import StagePort
-from shardnet.errors import PeerSilentError, ShardnetError, UsageError
+from shardnet.errors import CapacityError, PeerSilentError, ShardnetError, UsageError
 from shardnet.runtime.scheduling.sequences import ComputedSequence
-from shardnet.types import NodeId, SequenceId
+from shardnet.types import BLOCK_POSITIONS, NodeId, SequenceId
 
 LOOK_S: Final = 0.5
 """Interval of the looks at the ring while nothing runs on it."""
 FOLLOW_S: Final = 0.02
-"""How long after a round of bringing what was computed meanwhile the next one begins, at least."""
-FOLLOW_SHARE: Final = 4
-"""And it takes so many times as long as the round took: following leaves room for requests."""
+"""How long after a round of bringing what was computed meanwhile the next one begins."""
+LEAST_ROWS: Final = 16
+"""Fewer rows of a sequence are not brought: they are soon computed again."""
+LEAST_WITHOUT_WEIGHTS: Final = BLOCK_POSITIONS
+"""Nor is a sequence of fewer rows where layers have to be loaded first."""
 AGAIN_S: Final = 10.0
 """When a node that could not stand by is asked again, or one that could not be reached; twice as
 much later each further time in turn."""
@@ -49,8 +51,8 @@ TAKE_OVER_S: Final = 5.0
 class Ready:
     """A node that stands by in `former`, and the ring that goes on with it, not built yet.
 
-    `rank` is that of the node there. It has brought `followed` positions of each sequence, and was
-    `refused` one that had so many: it tries again when those are twice as many.
+    `rank` is that of the node there. It has brought what is `followed` of each sequence, and was
+    `refused` one that had so many positions: it tries again when those are twice as many.
     """
 
     standby: Standby
@@ -64,27 +66,61 @@ class Ready:
     is_loaded: bool = False
     not_before_s: float = 0.0
     n_failed: int = 0
-    followed: dict[SequenceId, int] = field(default_factory=dict)
+    followed: dict[SequenceId, ComputedSequence] = field(default_factory=dict)
     refused: dict[SequenceId, int] = field(default_factory=dict)
 
+    @property
+    def holds_weights(self) -> bool:
+        """Whether the node has the layers in memory already."""
+        return self.standby.weight_bytes > 0
+
+    async def make(self) -> None:
+        """Have the node load its layers, or only be ready to bring what sequences have there."""
+        order = replace(
+            self.ring.order(self.rank),
+            beside=True,
+            stands_for=self.name,
+            kv_only=not self.holds_weights,
+        )
+        await self.ring.ports[self.rank].load(order, lambda *_: None)
+        self.is_loaded = True
+
+    def worth_following(self, computed: Sequence[ComputedSequence]) -> list[ComputedSequence]:
+        """Return what takes long enough to compute again."""
+        least = LEAST_ROWS if self.holds_weights else LEAST_WITHOUT_WEIGHTS
+        return [one for one in computed if len(one.token_ids) >= least]
+
     async def follow(self, computed: Sequence[ComputedSequence]) -> None:
-        """Have the node bring what has been computed since the last time. Raises ShardnetError."""
+        """Have the node bring what has been computed since the last time. Raises ShardnetError.
+
+        First what it lacks most of.
+        """
         here = {one.sequence_id for one in computed}
         for sequence_id in [*(self.followed.keys() | self.refused.keys()) - here]:
             await self._forget(sequence_id)
-        for one in computed:
-            known, n_positions = self.followed.get(one.sequence_id, 0), len(one.token_ids)
+        for one in sorted(computed, key=self._n_lacking, reverse=True):
+            known, n_positions = self._n_known(one), len(one.token_ids)
             if n_positions < known:  # it was paused, and begins again
                 await self._forget(one.sequence_id)
-            if n_positions == known or n_positions < 2 * self.refused.get(one.sequence_id, 0):
+            elif known and n_positions < known + LEAST_ROWS:
+                continue
+            if n_positions < 2 * self.refused.get(one.sequence_id, 0):
                 continue
             try:
                 await self.moves.follow(self.rank, self.standby.rank, one)
             except UsageError:  # it has ended just now, or its rows are others here
-                await self._forget(one.sequence_id)
-                self.refused[one.sequence_id] = n_positions
+                if not known:  # else the node may be leaving: what came of it is needed then
+                    await self._forget(one.sequence_id)
+                    self.refused[one.sequence_id] = n_positions
             else:
-                self.followed[one.sequence_id] = n_positions
+                self.followed[one.sequence_id] = one
+
+    def _n_known(self, one: ComputedSequence) -> int:
+        known = self.followed.get(one.sequence_id)
+        return 0 if known is None else len(known.token_ids)
+
+    def _n_lacking(self, one: ComputedSequence) -> int:
+        return len(one.token_ids) - self._n_known(one)
 
     def lose(self) -> None:
         """Note that the node has nothing ready any more."""
@@ -100,11 +136,10 @@ class Ready:
     def brought(self, computed: Sequence[ComputedSequence]) -> list[ComputedSequence]:
         """Return what can go on, as far as the node has brought it."""
         return [
-            ComputedSequence(
-                sequence_id=one.sequence_id, slot=one.slot, token_ids=one.token_ids[:n_positions]
-            )
+            one.cut(len(known.token_ids), known.state)
             for one in computed
-            if 0 < (n_positions := self.followed.get(one.sequence_id, 0)) <= len(one.token_ids)
+            if (known := self.followed.get(one.sequence_id)) is not None
+            and len(known.token_ids) <= len(one.token_ids)
         ]
 
 
@@ -116,7 +151,6 @@ class Standbys:
         self._log = log
         self._ring: Ring | None = None
         self._ready: list[Ready] = []
-        self._took_s = 0.0
         self._not_before_s = 0.0
         self._n_short = 0
         self.is_ready = asyncio.Event()
@@ -129,7 +163,7 @@ class Standbys:
             if ring is None or (ring.is_in_use and not ring.is_busy):
                 await asyncio.sleep(LOOK_S)
             elif ring.is_busy:
-                await asyncio.sleep(max(FOLLOW_S, FOLLOW_SHARE * self._took_s))
+                await asyncio.sleep(FOLLOW_S)
             else:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):
@@ -150,14 +184,19 @@ class Standbys:
                 ready.lose()
             return
         is_time = time.monotonic() >= self._not_before_s
-        is_short = len(self._ready) != len(lead.plan.standbys)
+        is_short = [one.standby for one in self._ready] != [*lead.plan.standbys]
         if lead.ring is not self._ring or (is_short and is_time):
             await self._choose(lead)
-        began_s = time.monotonic()
-        computed = lead.ring.engine.computed()
+        known = [one.state for ready in self._ready for one in ready.followed.values()]
+        states = {state for state in known if state is not None}
+        computed = lead.ring.engine.to_follow(states)
         await asyncio.gather(*(self._keep(ready, computed) for ready in self._ready))
-        self._took_s = time.monotonic() - began_s
-        if self._ready and all(ready.is_loaded and not ready.refused for ready in self._ready):
+        running = lead.ring.engine.computed()
+        if self._ready and all(
+            one.is_loaded
+            and one.followed.keys() >= {each.sequence_id for each in one.worth_following(running)}
+            for one in self._ready
+        ):
             self.is_ready.set()
 
     async def _choose(self, lead: Lead) -> None:
@@ -212,21 +251,21 @@ class Standbys:
         )
 
     async def _keep(self, ready: Ready, computed: Sequence[ComputedSequence]) -> None:
-        """Have one node loaded and up to date; when it cannot, ask it again later."""
+        """Have one node loaded and up to date; when it cannot, ask it again later.
+
+        What it has followed stays when the other one cannot be reached: that may be its loss.
+        """
         if time.monotonic() < ready.not_before_s:
             return
         try:
             if not ready.is_loaded:
-                order = ready.ring.order(ready.rank)
-                order = replace(order, beside=True, stands_for=ready.name)
-                await ready.ring.ports[ready.rank].load(order, lambda *_: None)
-                ready.is_loaded = True
-            # A state is after the last position alone.
+                await ready.make()
             if ready.former.spec.config.has_movable_slots:
-                await ready.follow(computed)
+                await ready.follow(ready.worth_following(computed))
             ready.n_failed = 0
         except ShardnetError as error:
-            ready.lose()
+            if not ready.is_loaded or isinstance(error, UsageError | CapacityError):
+                ready.lose()
             ready.not_before_s = time.monotonic() + _again_s(ready.n_failed)
             ready.n_failed += 1
             if ready.former.broken is None:
@@ -236,9 +275,14 @@ class Standbys:
     async def ready_for(self, ring: Ring) -> Ready | None:
         """Return who goes on in the place of the one node that was lost with `ring`, None if none.
 
-        Takes at most ANSWER_S: who does not say that it is there is lost.
+        Takes at most ANSWER_S: who does not say that it is there is lost. Without weights only one
+        that has followed something does: other nodes together may load faster.
         """
-        waiting = [ready for ready in self._ready if ready.former is ring and ready.is_loaded]
+        waiting = [
+            ready
+            for ready in self._ready
+            if ready.former is ring and ready.is_loaded and (ready.holds_weights or ready.followed)
+        ]
         if not waiting:
             return None
         ports = {port.node: port for ready in waiting for port in (*ring.ports, *ready.ring.ports)}
@@ -260,6 +304,8 @@ class Standbys:
         """
         engine, moved = lead.ring.engine, {}
         try:
+            if not ready.holds_weights:
+                await ready.moves.prepare()  # for as long as nodes report progress
             async with asyncio.timeout(TAKE_OVER_S):
                 await ready.moves.prepare()
                 moved = await ready.moves.bring(ready.brought(computed), is_last=True)

@@ -112,4 +112,5 @@ class RingMoves:
             token_ids=struct.pack(f"<{len(one.token_ids)}I", *one.token_ids),
             sources=[*sources],
             is_last=is_last,
+            state=one.state,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -223,14 +223,17 @@ BURST_S = 0.25
 """Unused rate of at most this time may be used later."""
 
 
+ReadRows = Callable[[int, int], Awaitable[memoryview]]
+
+
 class KvHolder(Protocol):
-    """Has the keys and values of sequences, which change while they are read."""
+    """Has the keys and values of sequences, which go on while they are read."""
 
-    async def held(self, ask: FetchKv) -> KvRows:
-        """Say what is here of what is asked for. Raises UsageError if it cannot be given."""
+    async def held(self, ask: FetchKv) -> tuple[KvRows, ReadRows]:
+        """Say what is here of what is asked for, and what copies positions `[begin, end)` of it.
 
-    async def read(self, ask: FetchKv, begin: int, end: int) -> memoryview:
-        """Copy positions `[begin, end)`, or the whole state. Raises UsageError likewise."""
+        A state comes before them. Raises UsageError if it cannot be given.
+        """
 
 
 @dataclass(eq=False, repr=False)
@@ -362,12 +365,12 @@ class BulkServer:
         """Send rows in parts of one block at most: computing goes on between them."""
         if self.kv is None:
             raise UsageError("this node has no sequences")
-        rows = await self.kv.held(ask)
+        rows, read = await self.kv.held(ask)
         link.send(bulk_frame(rows))
         digest = hashlib.sha256()
-        parts = [(0, ask.end)] if rows.is_state else block_spans(rows.first, ask.end)
+        parts = [(rows.first, ask.end)] if rows.is_state else block_spans(rows.first, ask.end)
         for begin, end in parts:
-            data = await self.kv.read(ask, begin, end)
+            data = await read(begin, end)
             digest.update(data)
             for at in range(0, len(data), PIECE_BYTES):
                 link.send(bulk_frame(Piece(request=ask.request), data[at : at + PIECE_BYTES]))

@@ -366,16 +366,25 @@ class KvCache:
                 kept.windows[layer] = keys.clone(), values.clone()
         self._kept[state] = kept
 
-    def kept_contents(self, state: StateId) -> SlotContents | None:
-        """Return what was kept as `state`, for any thread: it is not written. None if nothing was.
+    def kept_contents(self, state: StateId, n_positions: int | None = None) -> SlotContents | None:
+        """Return what was kept as `state`, for any thread: it is not written.
 
-        On a device it is a copy.
+        None if nothing was, or it is not that of `n_positions`. Layers without a window have no
+        rows. States on a device are copied.
         """
         kept, cpu = self._kept.get(state), torch.device("cpu")
-        if kept is None:
+        if kept is None or n_positions not in (None, kept.n_positions):
             return None
-        states = {layer: each.to(cpu) for layer, each in kept.states.items()}
-        return SlotContents(keys=[], values=[], firsts=[], states=states)
+        rows = [kept.windows.get(n, self.new_rows(n, 0)) for n in range(self._n_layers)]
+        return SlotContents(
+            keys=[keys for keys, _ in rows],
+            values=[values for _, values in rows],
+            firsts=[
+                self._first_seen(n, kept.n_positions) if n in kept.windows else 0
+                for n in range(self._n_layers)
+            ],
+            states={layer: each.to(cpu) for layer, each in kept.states.items()},
+        )
 
     def drop_states(self, states: Sequence[StateId]) -> None:
         """Give kept states back. Unknown ones are ignored."""

@@ -480,7 +480,7 @@ class ModelConfig:
     @property
     def has_movable_slots(self) -> bool:
         """Whether what slots hold is moved to other nodes while it grows."""
-        return not self.has_state and self.outline is None
+        return self.outline is None
 
     def state(self, layer: int) -> StateShape | None:
         """What the absolute `layer` keeps instead of keys and values, or beside them, or None."""

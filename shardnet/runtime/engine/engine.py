@@ -8,7 +8,7 @@ knows nothing of nodes or plans.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from functools import partial
 from operator import attrgetter
 from typing import Final, assert_never
@@ -47,7 +47,7 @@ from shardnet.runtime.scheduling.sequences import (
 from shardnet.runtime.scheduling.step_cost import RingLimits, StepCost, TripCost
 from shardnet.runtime.stage.compute import StepFailed
 from shardnet.slot_operations import OpenSequence
-from shardnet.types import ANY_ROWS, LiveState, SequenceId
+from shardnet.types import ANY_ROWS, LiveState, SequenceId, StateId
 from shardnet.wire.messages.activity import RequestProgress
 from shardnet.wire.messages.diagnostics import RingLoad
 
@@ -270,6 +270,10 @@ class Engine:
     def computed(self) -> list[ComputedSequence]:
         """List what running sequences have on every stage; see Scheduler.computed."""
         return self._scheduler.computed()
+
+    def to_follow(self, besides: Collection[StateId] = ()) -> list[ComputedSequence]:
+        """List what others can bring of sequences that go on; see AdmissionQueue.to_follow."""
+        return self._scheduler.to_follow(besides)
 
     def moved(self, n_positions: Mapping[SequenceId, int]) -> None:
         """Note what sequences have on all stages of the ring to resume with. While suspended."""

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from shardnet.model.sampling.sampler import Sampler
     from shardnet.model.shards.group import ShardGroup
     from shardnet.stage.kept_linears import KeptLinears
+    from shardnet.stage.moves.slot_moves import SlotMoves
     from shardnet.stage.prefixes.prefix_store import PrefixStore
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
     from shardnet.stage.stage_audit import StageAudit
@@ -179,6 +180,33 @@ def load(
         audit=_audit(order, model),
         experts=model.experts if model is not None else None,
     )
+
+
+def follow(order: StageOrder, room_blocks: int) -> SlotMoves:
+    """Make what takes in the sequences of the stage of an order, until that is loaded.
+
+    Raises CheckpointError if the checkpoint is not the one in the plan.
+    """
+    import torch
+
+    from shardnet.stage.load import choose_kernels, kv_cache_of
+    from shardnet.stage.moves.slot_moves import SlotMoves
+
+    form = order.form
+    checkpoint = Checkpoint.open(order.folder, ignore_unknown_config=form.ignore_unknown_config)
+    check_model_id(order.folder, checkpoint.model_id, form.model_id)
+    if form.mtp:
+        checkpoint.use_mtp()
+    device = torch.device(order.device.torch)
+    kv = kv_cache_of(
+        checkpoint,
+        order.layers,
+        choice=choose_kernels(checkpoint, form, order.arith, device),
+        device=device,
+        room_blocks=room_blocks,
+        kv_dtype=KvDType(form.kv_dtype),
+    )
+    return SlotMoves(kv, order.caching, {})
 
 
 def _audit(order: StageOrder, model: StageModel | None) -> StageAudit | None:

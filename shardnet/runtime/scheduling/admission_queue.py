@@ -13,7 +13,7 @@ must carry out (design decisions 1, 6 and 7). Must not know steps or rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shardnet.errors import CapacityError, ContextExceededError, QueueFullError, UsageError
@@ -26,6 +26,7 @@ from shardnet.runtime.scheduling.kv_block_manager import (
     common_prefix,
 )
 from shardnet.runtime.scheduling.sequences import (
+    ComputedSequence,
     EncodePictures,
     Instruction,
     LiveSequence,
@@ -54,6 +55,7 @@ from shardnet.types import (
     STORED_PREFIX_POSITIONS,
     SequenceId,
     SlotId,
+    StateId,
     blocks_for,
 )
 
@@ -282,6 +284,26 @@ class AdmissionQueue:
         self.kv_blocks.restored(start.slot, n_moved)
         self._open(sequence, Start(slot=start.slot, n_kept=n_moved, is_restored=True))
 
+    def to_follow(self, besides: Collection[StateId]) -> list[ComputedSequence]:
+        """List what others can bring of running sequences while these go on.
+
+        The states that they end with, and those of `besides`, are kept until this is asked again.
+        """
+        kv, found = self.kv_blocks, []
+        for sequence in self.running.values():
+            one, slot = sequence.computed, sequence.slot
+            if one is None or slot is None:
+                continue
+            n_answered, is_prefilling = len(one.token_ids), sequence.is_prefilling
+            kept = kv.to_follow(slot, n_answered, is_prefilling=is_prefilling)
+            if kept is not None:
+                found.append(one.cut(kept.position, kept.state))
+            elif kv.room_states is None:
+                found.append(one)
+        states = {one.state for one in found if one.state is not None}
+        kv.followed = frozenset(states.union(besides))
+        return found
+
     def moved(self, n_positions: Mapping[SequenceId, int]) -> None:
         """Note what waiting sequences have on every stage of the next ring, of all others nothing.
 
@@ -298,6 +320,8 @@ class AdmissionQueue:
         slot.adapters, slot.pictures = request.adapters, request.pictures
         sequence.n_sent, sequence.is_unsure = start.n_kept, start.is_unsure
         sequence.marks = self._marks(sequence)
+        if start.is_restored:  # who follows it begins there
+            sequence.marks = (*sequence.marks, start.n_kept)
         self.running[sequence.sequence_id] = sequence
         self.note_ready(sequence)
         self._operate(_opening(request, slot.slot, start), is_resumed=sequence.n_generated > 0)

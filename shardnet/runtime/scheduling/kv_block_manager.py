@@ -176,6 +176,8 @@ class KvBlockManager:
     _wanted: KeptState | None = None
     """What a slot is just being started with: it is not dropped."""
     _dropped: list[StateId] = field(default_factory=list)
+    followed: frozenset[StateId] = frozenset()
+    """States with which sequences go on when a stage is lost: all others are dropped before."""
 
     @property
     def booked_blocks(self) -> int:
@@ -421,6 +423,16 @@ class KvBlockManager:
         self._refer(slot, (*slot.states, kept))
         return kept.state
 
+    def to_follow(self, slot: Slot, n_answered: int, *, is_prefilling: bool) -> KeptState | None:
+        """Return what others follow a slot to that has answered so many positions and goes on.
+
+        None is what it holds then. Rows behind a state were answered: all stages have kept it.
+        """
+        has_gone_on = is_prefilling or n_answered < self.floor(slot)
+        if self.room_states is None and not (self.kept_window is not None and has_gone_on):
+            return None
+        return slot.state_before(n_answered - 1)
+
     def take_dropped(self) -> tuple[StateId, ...]:
         """Return the states that stages keep for nothing, once each."""
         dropped, self._dropped = tuple(self._dropped), []
@@ -453,7 +465,11 @@ class KvBlockManager:
         """Drop the states that are worth least until there is room for so many."""
         while self._states_left() < n_states:
             others = (kept for kept in self._kept if kept is not self._wanted)
-            least = min(others, key=self._worth, default=None)
+            least = min(
+                others,
+                key=lambda kept: (kept.state in self.followed, self._worth(kept)),
+                default=None,
+            )
             if least is None:
                 return
             self._forget({least})

@@ -20,7 +20,7 @@ Rules it keeps (design decisions 1, 2, 4 to 7; docs/scheduling.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Final
@@ -42,7 +42,7 @@ from shardnet.runtime.scheduling.sequences import (
     TokenSampled,
 )
 from shardnet.runtime.scheduling.step_cost import MIXED_ROWS, RingLimits, StepLimits, TripCost
-from shardnet.types import MicroBatch, RowGroup, SequenceId, StepId
+from shardnet.types import MicroBatch, RowGroup, SequenceId, StateId, StepId
 
 _IS_DECODING: Final = attrgetter("is_decoding")
 _IS_DETERMINISTIC: Final = attrgetter("request.deterministic")
@@ -146,6 +146,10 @@ class Scheduler:
         """List what running sequences have on every stage; see LiveSequence.computed."""
         found = (sequence.computed for sequence in self._queue.running.values())
         return [computed for computed in found if computed is not None]
+
+    def to_follow(self, besides: Collection[StateId]) -> list[ComputedSequence]:
+        """List what others can bring while it goes on; see AdmissionQueue.to_follow."""
+        return self._queue.to_follow(besides)
 
     def moved(self, n_positions: Mapping[SequenceId, int]) -> None:
         """Note what sequences have on every stage of the next ring; see AdmissionQueue.moved."""

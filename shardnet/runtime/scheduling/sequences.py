@@ -6,7 +6,7 @@ Knows token ids, positions and counts. Must not know slots' room or steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final, Protocol
 
@@ -18,7 +18,7 @@ from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.runtime.scheduling.kv_block_manager import Slot
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import AdapterUse, PicturePlace, Pictures, SlotOperation
-from shardnet.types import MicroBatch, SequenceId, SlotId
+from shardnet.types import MicroBatch, SequenceId, SlotId, StateId
 
 _GREEDY: Final = SamplingParams()
 
@@ -179,11 +179,20 @@ class SequenceFailed(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputedSequence:
-    """A sequence in a slot: every stage has computed the rows of `token_ids`, from position 0."""
+    """A sequence in a slot: every stage has computed the rows of `token_ids`, from position 0.
+
+    Every stage keeps what layers that cannot be rewound need behind them as `state`; without one
+    they are the slot's last rows.
+    """
 
     sequence_id: SequenceId
     slot: SlotId
     token_ids: Sequence[int]
+    state: StateId | None = None
+
+    def cut(self, n_positions: int, state: StateId | None) -> ComputedSequence:
+        """Return its first positions, which end with `state` if any."""
+        return replace(self, token_ids=self.token_ids[:n_positions], state=state)
 
 
 Outcome = TokenSampled | SequenceFinished | SequenceFailed

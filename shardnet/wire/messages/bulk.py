@@ -110,7 +110,8 @@ class FetchKv(OfRing, frozen=True, kw_only=True):
     """Ask for positions `[begin, end)` of one layer of a sequence, or for the layer's state.
 
     The sequence owns `slot` in the ring and epoch. `form` is what rows look like at the sender's.
-    Answered by KvRows, Piece frames and KvSent.
+    With `state`, what is kept as it follows the positions. Answered by KvRows, Piece frames and
+    KvSent.
     """
 
     sequence_id: U64
@@ -119,6 +120,7 @@ class FetchKv(OfRing, frozen=True, kw_only=True):
     begin: Positions
     end: Positions
     form: Name
+    state: U32 | None = None
 
 
 class KvRows(Numbered, frozen=True, kw_only=True):

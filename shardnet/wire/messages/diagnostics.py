@@ -165,7 +165,10 @@ class PrefixState(Strict, frozen=True, kw_only=True):
 
 
 class StandbyState(Strict, frozen=True, kw_only=True):
-    """The layers that a node holds beside its own, to go on in place of the node named `node`."""
+    """The layers in which a node follows the node named `node`, to go on in its place.
+
+    `weight_bytes` is 0 where it does not hold them: they are loaded when that is lost.
+    """
 
     node: Name
     layers: Layers

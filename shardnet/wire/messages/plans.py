@@ -71,7 +71,8 @@ class ModelChoice(StageOptions, frozen=True, kw_only=True):
 
     Every stage streams `stream_layers` of its layers from disk, with auto as few as it must.
     `wire_dtype` may name links, as `0-1=int8` or `slow=int8` do.
-    With `standby` nodes with memory to spare hold other nodes' layers, to go on in their place.
+    With `standby` nodes follow the keys, values and states of other nodes where these have memory
+    to spare, to go on in their place: `auto` holds their layers too, `kv` loads them at a loss.
     Every stage spans `nodes_per_stage` nodes; with 0 one, unless that pays where no nodes are
     named. The ring has at least the LoRA `adapters`; a request is computed with `used_adapters`,
     whose names are among the ring's.
@@ -86,7 +87,7 @@ class ModelChoice(StageOptions, frozen=True, kw_only=True):
     optimise: Literal["", "latency", "throughput"] = ""
     stream_layers: StreamLayers = 0
     arith: Literal["auto", "portable", "fast", "onednn"] = "auto"
-    standby: Literal["", "auto"] = ""
+    standby: Literal["", "kv", "auto"] = ""
     nodes_per_stage: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
     adapters: Annotated[list[NamedAdapter], Meta(max_length=MAX_ADAPTERS)] = []
     used_adapters: Annotated[list[AdapterScale], Meta(max_length=MAX_ADAPTERS)] = []
@@ -173,9 +174,10 @@ class PlannedRing(Strict, frozen=True, kw_only=True):
 
 
 class PlannedStandby(Strict, frozen=True, kw_only=True):
-    """A node that holds the `layers` of the stage `rank` too, in case that its node is lost.
+    """A node that follows the stage `rank`, of these `layers`, in case that its node is lost.
 
-    That takes `weight_bytes`, and for keys and values at most `kv_bytes`.
+    Its weights take `weight_bytes`, 0 where they are not held; its keys, values and states take at
+    most `kv_bytes`.
     """
 
     rank: Rank

@@ -86,7 +86,8 @@ class LoadStage(OfRing, frozen=True, kw_only=True):
     first. `n_streamed` of the layers stay on disk. With `beside` the stage is loaded for a ring to
     come while the ring that the node is in goes on: the same order without it takes the stage into
     use, and where the head is lost before it is freed. That ring comes when the node named
-    `stands_for` is lost, "" for none. Activations are sent in `wire_dtype`, and received in
+    `stands_for` is lost, "" for none; with `kv_only` its weights are not loaded yet, and only what
+    sequences hold can follow. Activations are sent in `wire_dtype`, and received in
     `received_dtype`. The ring is in the place of one that the node `instead_of` leads, "" for none:
     of that node orders of smaller epochs are refused from then on. A stage that spans the
     `shard_nodes` is cut over them; this node has part `shard` of each linear. `parts` say which of
@@ -106,6 +107,7 @@ class LoadStage(OfRing, frozen=True, kw_only=True):
     n_streamed: LayerNumber = 0
     beside: bool = False
     stands_for: Name = ""
+    kv_only: bool = False
     arith: Arith = Arith.FAST
     instead_of: Name = ""
     shard_nodes: Addresses = []
@@ -238,7 +240,8 @@ class MoveKv(OfRing, frozen=True, kw_only=True):
     They are in `slot` of the stages of `ring` and `epoch`, which `sources` are. `token_ids` are
     those of the positions, u32 little-endian. While the ring goes on this may be said again with
     more of them; the last time, with `is_last`, no step is in flight. Without any token ids what
-    has come is dropped.
+    has come is dropped. What is kept as `state` follows them, if it is not None, and else what
+    slots hold.
     """
 
     to: Name
@@ -247,6 +250,7 @@ class MoveKv(OfRing, frozen=True, kw_only=True):
     token_ids: Annotated[bytes, Meta(max_length=4 * BLOCK_POSITIONS * MAX_STORED_BLOCKS)]
     sources: Annotated[list[KvSource], Meta(max_length=MAX_STAGES)]
     is_last: bool = False
+    state: U32 | None = None
 
 
 class KvMoved(Numbered, frozen=True, kw_only=True):

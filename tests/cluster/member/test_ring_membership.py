@@ -115,12 +115,13 @@ def idle_pipeline() -> Pipeline:
     )
 
 
+@pytest.mark.parametrize("loses_head", [False, True])
 @pytest.mark.parametrize("keep_s", [KEEP_S, 0.0])
 def test_a_bug_in_the_compute_breaks_the_ring_by_name(
-    keep_s: float, logged: io.StringIO, monkeypatch: pytest.MonkeyPatch
+    keep_s: float, loses_head: bool, logged: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What sequences hold is kept for the next ring, until this one is left or its time is over."""
-    monkeypatch.setattr(ring_membership, "KEEP_S", keep_s)
+    monkeypatch.setattr(ring_membership, "HEADLESS_KEEP_S" if loses_head else "KEEP_S", keep_s)
 
     async def main() -> None:
         compute = BrokenCompute()
@@ -144,6 +145,9 @@ def test_a_bug_in_the_compute_breaks_the_ring_by_name(
             "internal error in rank 0: RuntimeError('Panic: a bug of ours'), a bug of shardnet; "
             "report it, with what that node wrote"
         ]
+        assert loses_head or keep_s == 0 or not compute.was_reset.is_set()
+        if loses_head:
+            one.lose_owner()
         if keep_s:
             assert not compute.was_reset.is_set()
             await one.leave()

@@ -388,7 +388,9 @@ def test_what_has_come_for_a_ring_is_not_taken_by_the_next_one(is_prepared: bool
         stage.compute.is_lost = False
         host.loaded = cast(LoadedStage, stage)
         if is_prepared:
-            host._prepared = PreparedStage(ring="r", stage=host.loaded, stands_for="")
+            host._prepared = PreparedStage(
+                ring="r", order=STAGE_ORDER, stage=host.loaded, stands_for=""
+            )
         await load(host)
         host.loaded = None
         assert moves.forget.call_count == (0 if is_prepared else 1)
@@ -404,7 +406,9 @@ def test_only_a_standby_is_dropped_where_a_node_rests() -> None:
             LoadedStage, SimpleNamespace(parts=(), weight_bytes_by_place={0: 7}, moves=None)
         )
         for stands_for, left in (("bert", 0), ("", 7)):
-            host._prepared = PreparedStage(ring="r", stage=stage, stands_for=stands_for)
+            host._prepared = PreparedStage(
+                ring="r", order=STAGE_ORDER, stage=stage, stands_for=stands_for
+            )
             await host.drop_standby()
             assert host.weight_bytes == left
 

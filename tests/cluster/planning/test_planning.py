@@ -346,7 +346,7 @@ def test_a_node_stands_by_only_with_the_memory_to_load_and_compute_both_stages()
         if plan.standbys:
             assert kv_room(model.config, LayerRange(0, 6), form, 512, kib << 10).blocks >= 2
         else:
-            [standby] = plan.with_standbys([node("c")]).standbys
+            [standby] = plan.with_standbys("auto", [node("c")]).standbys
             assert standby.node == "id-c"
     assert found == {False, True}
 

@@ -13,7 +13,13 @@ from msgspec.structs import replace
 from support.cluster.bulk_peers import hello
 
 from shardnet.cluster.member.kv_orders import KvOrders
-from shardnet.cluster.sharing.bulk_client import BulkServer, KvClient, SendRate, SourceRefused
+from shardnet.cluster.sharing.bulk_client import (
+    BulkServer,
+    KvClient,
+    ReadRows,
+    SendRate,
+    SourceRefused,
+)
 from shardnet.cluster.store.adapter_store import AdapterStore
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.local_models import LocalModels
@@ -32,12 +38,13 @@ ROW = 1000
 class Holder:
     """Has rows from position 256 on: bytes of its position, 1000 for each."""
 
-    async def held(self, ask: FetchKv) -> KvRows:
+    async def held(self, ask: FetchKv) -> tuple[KvRows, ReadRows]:
         if ask.sequence_id != ASK.sequence_id:
             raise UsageError("that sequence is not here")
-        return KvRows(request=ask.request, first=256, n_bytes=(ask.end - 256) * ROW)
+        rows = KvRows(request=ask.request, first=256, n_bytes=(ask.end - 256) * ROW)
+        return rows, self.read
 
-    async def read(self, ask: FetchKv, begin: int, end: int) -> memoryview:
+    async def read(self, begin: int, end: int) -> memoryview:
         return memoryview(b"".join(bytes([n % 251]) * ROW for n in range(begin, end)))
 
 
@@ -68,7 +75,7 @@ def test_rows_come_in_order_and_a_refusal_ends_nothing_else(tmp_path: Path) -> N
         asked = [client.ask(message) for message in (ASK, replace(ASK, sequence_id=4), ASK)]
         rows, content = await fetched(client, asked[0])
         assert (rows.first, rows.n_bytes) == (256, 344 * ROW)
-        assert content == bytes(await Holder().read(ASK, 256, 600))
+        assert content == bytes(await Holder().read(256, 600))
         with pytest.raises(SourceRefused, match="that sequence is not here"):
             await client.rows(asked[1])
         assert (await fetched(client, asked[2]))[1] == content
@@ -139,7 +146,7 @@ def test_a_node_ends_where_its_compute_thread_hangs_when_moved_rows_are_dropped(
             begun.set()
             await asyncio.Event().wait()
 
-        orders = KvOrders(Mock(forget_arrivals=hang), AsyncMock())
+        orders = KvOrders(Mock(forget_arrivals=hang, is_preparing=False), AsyncMock())
         orders._expire()
         await begun.wait()
         async with asyncio.timeout(60):

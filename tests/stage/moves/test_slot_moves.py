@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 
 from shardnet.errors import CapacityError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
-from shardnet.model.config.model_config import HeadShape
+from shardnet.model.cache.slot_blocks import SlotState
+from shardnet.model.config.model_config import HeadShape, StateShape
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import OpenSequence
 from shardnet.stage.moves.slot_moves import JoinedMoves, SlotMoves
@@ -44,10 +47,10 @@ def test_rows_of_another_form_on_the_same_node_are_refused() -> None:
     source, target = stage(LayerRange(0, 2)), stage(LayerRange(1, 3), KvDType.INT8)
     target.begin(ONE, range(10))
     with pytest.raises(UsageError, match=r"rows of int8 .* are needed, and here are float32 1x16"):
-        target.take_own(ONE, source, SLOT, 1, 10)
+        target.take_own(ONE, 1, source.look(ONE, SLOT, 10)[1])
     target = stage(LayerRange(1, 3))
     target.begin(ONE, range(10))
-    target.take_own(ONE, source, SLOT, 1, 10)
+    target.take_own(ONE, 1, source.look(ONE, SLOT, 10)[1])
     assert target.next_wanted(ONE, 1) == 10
 
 
@@ -65,13 +68,14 @@ def test_what_was_dropped_meanwhile_is_refused_by_name() -> None:
     source, target = stage(LayerRange(0, 3)), stage(LayerRange(0, 3))
     target.begin(ONE, range(10))
     target.forget(ONE)
-    held = source.held(ONE, SLOT, 1, 0, 10)
+    found = source.look(ONE, SLOT, 10)[1]
+    held = found.held(0)
     for late in (
         lambda: target.next_wanted(ONE, 1),
         lambda: target.expect(ONE, 1, held, 10),
         lambda: target.write(ONE, 1, 0, 10, bytearray(held.n_bytes)),
         lambda: target.came(ONE, 1, 10),
-        lambda: target.take_own(ONE, source, SLOT, 1, 10),
+        lambda: target.take_own(ONE, 1, found),
     ):
         with pytest.raises(UsageError, match="sequence 1 was dropped before all of it was here"):
             late()
@@ -85,3 +89,38 @@ def test_a_layer_has_come_when_its_window_of_the_next_row_has() -> None:
     target.expect(ONE, 0, held, 260)
     target.came(ONE, 0, 260)
     assert [target.is_whole(ONE, end) for end in (259, 260, 261)] == [False, True, False]
+
+
+def test_rows_are_not_given_away_once_their_slot_may_be_anothers() -> None:
+    """They are copied beside steps: a sequence may be paused, and its slot written, meanwhile."""
+    source = stage(LayerRange(0, 2))
+    found = source.look(ONE, SLOT, 10)[0]
+    assert len(found.read(0, 10)) == found.held(0).n_bytes
+    owners = cast(dict[SlotId, OpenSequence], source._owners)
+    owners[SLOT] = OpenSequence(sequence_id=ONE, slot=SLOT, sampling=SamplingParams())
+    with pytest.raises(UsageError, match="has left its slot meanwhile"):
+        found.read(0, 10)
+
+
+def test_a_state_that_is_cut_off_leaves_the_one_before_it() -> None:
+    """A round of which the next one is cut off is gone on from."""
+    shape = StateShape(recent=(3, 4), recurrent=(2, 4, 4))
+    sizes = (1, 1, 8, torch.float32, torch.device("cpu"), 4)
+    target = SlotMoves(KvCache(*sizes, states=[shape]), LayerRange(0, 1), {})
+    target.begin(ONE, range(600))
+    n_bytes = SlotState.empty(shape, torch.float32, torch.device("cpu")).n_bytes
+    for end in (256, 512):
+        held = HeldRows(first=target.next_wanted(ONE, 0), n_bytes=n_bytes, is_state=True)
+        target.expect(ONE, 0, held, end)
+        target.write(ONE, 0, held.first, end, bytearray([end // 256]) * n_bytes)
+        assert target.is_whole(ONE, 256) == (end == 512)
+        if end == 256:
+            target.came(ONE, 0, end)
+    assert target.is_whole(ONE, 256)
+    assert not target.is_whole(ONE, 512)
+    target.adopt(ONE, SLOT, 256)
+    [state] = target._kv.contents(SLOT).states.values()
+    assert state.end == 256
+    given = torch.empty(n_bytes, dtype=torch.uint8)
+    state.read(given)
+    assert set(given.tolist()) == {1}

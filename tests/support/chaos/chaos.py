@@ -95,7 +95,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=200, help="longest request (default 200)")
     parser.add_argument("--namespaces", action="store_true", help="give each node its network")
     parser.add_argument(
-        "--standby", choices=("", "auto"), default="", help="let nodes stand by for others"
+        "--standby", choices=("", "kv", "auto"), default="", help="let nodes stand by for others"
     )
     parser.add_argument(
         "--deputy", choices=("off", "auto"), default="off", help="copy answers to a second node"

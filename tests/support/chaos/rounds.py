@@ -106,7 +106,7 @@ class Rounds:
         model: str,
         prompts: Sequence[Prompt],
         return_s: float = RETURN_S,
-        standby: Literal["", "auto"] = "",
+        standby: Literal["", "kv", "auto"] = "",
         most_pause_s: float | None = None,
     ) -> None:
         self._return_s = return_s

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from support.rings.rings import pipeline_maker, running_stages
 from support.rings.stage_chain import even_split
@@ -14,48 +16,80 @@ from support.rings.stored_rings import StoredStages
 from support.rings.torch_rings import TorchStages, limits_of
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.errors import ShardnetError
+from shardnet.cluster.placement.standbys import Standby
+from shardnet.cluster.recovery.standbys import Ready
+from shardnet.errors import LinkClosedError, ShardnetError, UsageError
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.prefixes import Prefixes
 from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import ComputedSequence
 from shardnet.runtime.scheduling.step_cost import RingLimits
-from shardnet.stage.moves.slot_moves import Moves
+from shardnet.runtime.stage.executor import Executor
+from shardnet.stage.moves.slot_moves import HeldLayer, Moves
 from shardnet.types import (
     PREFILL_CHUNK_ROWS,
     Epoch,
     KvDType,
-    LayerRange,
+    NodeId,
     SequenceId,
-    SlotId,
     block_spans,
 )
 
 
 def pull(
-    whence: Moves,
-    whither: Moves,
-    layers: LayerRange,
-    end: int,
-    sequence_id: SequenceId,
-    slot: SlotId,
+    found: Mapping[int, HeldLayer], whither: Moves, layers: Iterable[int], sequence_id: SequenceId
 ) -> int:
     """Do what a node does for MoveKv; return the bytes that went over."""
     n_bytes = 0
     for layer in layers:
-        source, target = whence.part_of(layer), whither.part_of(layer)
-        begin = target.next_wanted(sequence_id, layer)
-        held = source.held(sequence_id, slot, layer, begin, end)
+        target, end = whither.part_of(layer), found[layer].end
+        held = found[layer].held(target.next_wanted(sequence_id, layer))
         target.expect(sequence_id, layer, held, end)
-        parts = [(0, end)] if held.is_state else [*block_spans(held.first, end)]
+        parts = [(held.first, end)] if held.is_state else [*block_spans(held.first, end)]
         for part in parts:
-            data = bytearray(source.read(sequence_id, slot, layer, *part))
+            data = bytearray(found[layer].read(*part))
             if data:  # some layers keep nothing
                 target.write(sequence_id, layer, *part, data)
             n_bytes += len(data)
         target.came(sequence_id, layer, end)
     return n_bytes
+
+
+class Following:
+    """A ring to come, `targets`, that brings what the stage `lost` of the present one has.
+
+    Stands for RingMoves. A round ends early where no more than `layers_left` may come.
+    """
+
+    def __init__(self, targets: TorchStages, lost: int) -> None:
+        self.targets, self.lost = targets, lost
+        self.n_stages = len(targets.computes)
+        self.sources: TorchStages
+        self.threads: Sequence[Executor]
+        self.layers_left: int | None = None
+        for compute in targets.computes:
+            compute.moves.forget()
+
+    async def follow(self, rank: int, source: int, one: ComputedSequence) -> None:
+        moves, sequence_id = self.sources.computes[source].moves, one.sequence_id
+        n_positions = len(one.token_ids)
+        for target in self.targets.computes:
+            target.moves.begin(sequence_id, one.token_ids)
+        found = await self.threads[source].run(
+            lambda: moves.look(sequence_id, one.slot, n_positions, one.state)
+        )
+        for target in self.targets.computes:
+            for layer in found.keys() & set(target._model.layers):
+                if self.layers_left == 0:
+                    raise LinkClosedError("the stage was lost meanwhile")
+                if self.layers_left is not None:
+                    self.layers_left -= 1
+                pull(found, target.moves, [layer], sequence_id)
+
+    async def forget(self, rank: int, sequence_id: SequenceId) -> None:
+        for target in self.targets.computes:
+            target.moves.forget(sequence_id)
 
 
 class ChangingRing:
@@ -81,6 +115,9 @@ class ChangingRing:
         self._epoch = 0
         self._stored: StoredStages | None = None
         self._running = AsyncExitStack()
+        self._threads: list[Executor] = []
+        self._following: Following
+        self._ready: Ready
         self.stages: TorchStages
         self.engine: Engine
 
@@ -105,13 +142,79 @@ class ChangingRing:
             self.engine.suspend("a node was lost")
         await self.stop()
         limits, prefixes = self._prepare(n_stages)
+        for compute in self.stages.computes:
+            compute.moves.forget()
         for each in computed:
             self._move(former, each)
         self.engine.suspend("the ring is replaced")
         self.engine.moved({each.sequence_id: len(each.token_ids) for each in computed})
+        await self._resume(limits, prefixes)
+
+    async def _resume(self, limits: RingLimits, prefixes: Prefixes | None) -> None:
         pipeline = self.engine.new_pipeline(pipeline_maker(limits.epoch, self.stages.vocab_size))
         await self._run(pipeline)
         self.engine.resume(pipeline, limits, prefixes=prefixes)
+
+    def stand_by(self, n_stages: int, lost: int) -> None:
+        """Have a ring of so many stages ready to go on when stage `lost` is lost."""
+        self._following = following = Following(self._made_next(n_stages), lost)
+        moves: Any = following
+        self._ready = Ready(
+            standby=Standby(rank=lost, node=NodeId(""), weight_bytes=0, kv_bytes=0),
+            lost=NodeId(""),
+            name="",
+            former=moves,
+            plan=moves,
+            ring=moves,
+            rank=0,
+            moves=moves,
+        )
+
+    async def follow(self, n_rounds: int = 1, *, layers_left: int | None = None) -> None:
+        """Have that ring bring what the stage has, so many times while something runs.
+
+        With `layers_left` the stage is lost when so many layers have come.
+        """
+        following = self._following
+        following.sources, following.threads = self.stages, self._threads
+        following.layers_left = layers_left
+        with suppress(LinkClosedError):
+            while n_rounds and self.engine.n_active:
+                before = dict(self._ready.followed)
+                states = {one.state for one in before.values() if one.state is not None}
+                await self._ready.follow(self.engine.to_follow(states))
+                n_rounds -= self._ready.followed != before
+                await asyncio.sleep(0)
+
+    async def take_over(self) -> int:
+        """Lose the stage, and go on with what was followed; return how many sequences do."""
+        former, lost, computed = self.stages, self._following.lost, self.engine.computed()
+        self.engine.suspend("a node was lost")
+        await self.stop()
+        moved = {}
+        for one in self._ready.brought(computed):
+            with suppress(UsageError):
+                if self._take(former, lost, one):
+                    moved[one.sequence_id] = len(one.token_ids)
+        limits, prefixes = self._prepare(self._following.n_stages)
+        self.engine.moved(moved)
+        await self._resume(limits, prefixes)
+        return len(moved)
+
+    def _take(self, former: TorchStages, lost: int, one: ComputedSequence) -> bool:
+        """Have the next ring take what the stages that are left have of a sequence."""
+        n_positions = len(one.token_ids)
+        for target in self._following.targets.computes:
+            target.moves.begin(one.sequence_id, one.token_ids)
+        for rank, source in enumerate(former.computes):
+            if rank != lost:
+                found = source.moves.look(one.sequence_id, one.slot, n_positions, one.state)
+                for target in self._following.targets.computes:
+                    for layer in target._model.layers:
+                        if layer in found:
+                            target.moves.take_own(one.sequence_id, layer, found[layer])
+        targets = self._following.targets.computes
+        return all(each.moves.is_whole(one.sequence_id, n_positions) for each in targets)
 
     async def stop(self) -> None:
         """End the stages; what they were to write is on disk then."""
@@ -122,17 +225,10 @@ class ChangingRing:
 
     def _prepare(self, n_stages: int) -> tuple[RingLimits, Prefixes | None]:
         """Have empty stages of so many parts, others than the present ones."""
+        self.stages = self._made_next(n_stages)
         self._epoch += 1
-        key = (n_stages, self._epoch % 2 > 0)
-        if key not in self._made:
-            ranges = even_split(self._n_layers, n_stages)
-            self._made[key] = TorchStages(
-                self._folder, ranges, context=self._context, kv_dtype=self._kv_dtype
-            )
-        self.stages = self._made[key]
         for compute in self.stages.computes:
             compute.reset()
-            compute.moves.forget()
         prefixes = None
         if self._disk is not None:
             self._stored = StoredStages(self.stages, self._disk)
@@ -150,6 +246,15 @@ class ChangingRing:
             prefixes,
         )
 
+    def _made_next(self, n_stages: int) -> TorchStages:
+        key = (n_stages, self._epoch % 2 > 0)
+        if key not in self._made:
+            ranges = even_split(self._n_layers, n_stages)
+            self._made[key] = TorchStages(
+                self._folder, ranges, context=self._context, kv_dtype=self._kv_dtype
+            )
+        return self._made[key]
+
     async def _run(self, pipeline: Pipeline) -> None:
         engine, epoch = self.engine, self._epoch
 
@@ -157,10 +262,11 @@ class ChangingRing:
             if epoch == self._epoch:
                 engine.fail(error)
 
-        self._running = AsyncExitStack()
-        await self._running.enter_async_context(
-            running_stages(self.stages.computes, pipeline, Epoch(epoch), on_broken)
+        self._running, self._threads = AsyncExitStack(), []
+        running = running_stages(
+            *(self.stages.computes, pipeline, Epoch(epoch), on_broken), executors=self._threads
         )
+        await self._running.enter_async_context(running)
 
     def _move(self, former: TorchStages, computed: ComputedSequence) -> None:
         """Bring what a sequence has on all stages to the present ones."""
@@ -168,16 +274,9 @@ class ChangingRing:
         for target in self.stages.computes:
             target.moves.begin(sequence_id, ids)
             for source in former.computes:
-                for layer in target._model.layers:
-                    if source.moves.has_layer(layer):
-                        pull(
-                            source.moves,
-                            target.moves,
-                            LayerRange(layer, layer + 1),
-                            len(ids),
-                            sequence_id,
-                            computed.slot,
-                        )
+                found = source.moves.look(sequence_id, computed.slot, len(ids))
+                layers = [layer for layer in target._model.layers if layer in found]
+                pull(found, target.moves, layers, sequence_id)
             assert target.moves.is_whole(sequence_id, len(ids))
 
     @property

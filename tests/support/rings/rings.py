@@ -87,14 +87,15 @@ async def running_stages(
     *,
     over: str = "memory",
     options: LinkOptions = SMALLEST,
+    executors: list[Executor] | None = None,
 ) -> AsyncIterator[list[Link]]:
     """Run stages that work for `pipeline`; yields the links between them.
 
-    A stage of several parts has a thread for each.
+    A stage of several parts has a thread for each, which `executors` lists.
     """
     n_stages = len(computes)
     pairs = [await _pair(over, options) for _ in range(n_stages if n_stages > 1 else 0)]
-    executors: list[Executor] = []
+    executors = [] if executors is None else executors
     async with asyncio.TaskGroup() as tasks:
         running = []
         for rank, compute in enumerate(computes):

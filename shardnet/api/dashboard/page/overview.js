@@ -167,7 +167,8 @@ function Node({ one }) {
       )}
       ${one.standby &&
       html`<p class="figures">
-        Stands by for ${one.standby.name} with ${layers(one.standby.layers)}, ${bytes(one.standby.weight_bytes)}
+        ${one.standby.weight_bytes ? "Stands by for" : "Follows"} ${one.standby.name} with
+        ${layers(one.standby.layers)}, ${one.standby.weight_bytes ? bytes(one.standby.weight_bytes) : "KV cache"}
       </p>`}
       ${one.wrong_bits && html`<p class="figures">It computed wrong bits: ${one.wrong_bits}</p>`}
       ${one.deputy && html`<p class="figures">Its answers are copied to ${one.deputy}</p>`}
