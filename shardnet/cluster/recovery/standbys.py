@@ -23,7 +23,7 @@ from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.ring.ring import Ring
 from shardnet.cluster.ring.ring_moves import RingMoves
 from shardnet.cluster.ring.stage_port import StagePort
-from shardnet.errors import CapacityError, PeerSilentError, ShardnetError, UsageError
+from shardnet.errors import PeerSilentError, ShardnetError, UsageError
 from shardnet.runtime.scheduling.sequences import ComputedSequence
 from shardnet.types import BLOCK_POSITIONS, NodeId, SequenceId
 
@@ -51,8 +51,9 @@ TAKE_OVER_S: Final = 5.0
 class Ready:
     """A node that stands by in `former`, and the ring that goes on with it, not built yet.
 
-    `rank` is that of the node there. It has brought what is `followed` of each sequence, and was
-    `refused` one that had so many positions: it tries again when those are twice as many.
+    `rank` is that of the node there. It has brought what is `followed` of each sequence. One that
+    was `refused` when it had so many positions is tried again when it has LEAST_ROWS more, or twice
+    as many where nothing was brought: what was brought before a refusal stays.
     """
 
     standby: Standby
@@ -100,20 +101,18 @@ class Ready:
             await self._forget(sequence_id)
         for one in sorted(computed, key=self._n_lacking, reverse=True):
             known, n_positions = self._n_known(one), len(one.token_ids)
+            refused = self.refused.get(one.sequence_id, 0)
             if n_positions < known:  # it was paused, and begins again
                 await self._forget(one.sequence_id)
-            elif known and n_positions < known + LEAST_ROWS:
-                continue
-            if n_positions < 2 * self.refused.get(one.sequence_id, 0):
+            elif n_positions < (max(known, refused) + LEAST_ROWS if known else 2 * refused):
                 continue
             try:
                 await self.moves.follow(self.rank, self.standby.rank, one)
-            except UsageError:  # it has ended just now, or its rows are others here
-                if not known:  # else the node may be leaving: what came of it is needed then
-                    await self._forget(one.sequence_id)
-                    self.refused[one.sequence_id] = n_positions
+            except UsageError:  # it or its stage has ended just now, or its rows are others here
+                self.refused[one.sequence_id] = n_positions
             else:
                 self.followed[one.sequence_id] = one
+                self.refused.pop(one.sequence_id, None)
 
     def _n_known(self, one: ComputedSequence) -> int:
         known = self.followed.get(one.sequence_id)
@@ -194,6 +193,7 @@ class Standbys:
         running = lead.ring.engine.computed()
         if self._ready and all(
             one.is_loaded
+            and not one.n_failed
             and one.followed.keys() >= {each.sequence_id for each in one.worth_following(running)}
             for one in self._ready
         ):
@@ -251,21 +251,21 @@ class Standbys:
         )
 
     async def _keep(self, ready: Ready, computed: Sequence[ComputedSequence]) -> None:
-        """Have one node loaded and up to date; when it cannot, ask it again later.
+        """Have one node loaded and up to date; when it cannot, have it begin anew later.
 
-        What it has followed stays when the other one cannot be reached: that may be its loss.
+        Until then it counts with what it has brought: maybe the node that it follows was just lost.
         """
         if time.monotonic() < ready.not_before_s:
             return
         try:
+            if ready.n_failed:
+                ready.lose()
             if not ready.is_loaded:
                 await ready.make()
             if ready.former.spec.config.has_movable_slots:
                 await ready.follow(ready.worth_following(computed))
             ready.n_failed = 0
         except ShardnetError as error:
-            if not ready.is_loaded or isinstance(error, UsageError | CapacityError):
-                ready.lose()
             ready.not_before_s = time.monotonic() + _again_s(ready.n_failed)
             ready.n_failed += 1
             if ready.former.broken is None:

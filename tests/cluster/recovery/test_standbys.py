@@ -25,8 +25,15 @@ from shardnet.cluster.placement import standbys as placement_standbys
 from shardnet.cluster.placement.figures import Placement, StagePlan
 from shardnet.cluster.placement.standbys import Standby, without_stage
 from shardnet.cluster.recovery.standbys import Ready, Standbys
-from shardnet.errors import CapacityError, LinkClosedError, PeerFailedError
-from shardnet.types import LayerRange, NodeId, SequenceId
+from shardnet.errors import (
+    CapacityError,
+    LinkClosedError,
+    PeerFailedError,
+    ShardnetError,
+    UsageError,
+)
+from shardnet.runtime.scheduling.sequences import ComputedSequence
+from shardnet.types import LayerRange, NodeId, SequenceId, SlotId, StateId
 from shardnet.wire.messages.plans import ModelChoice
 
 A, B, C, D, SPARE = (NodeId(letter * 32) for letter in "abcds")
@@ -119,7 +126,11 @@ class Chosen:
         if standby.rank == 1:
             raise LinkClosedError("anna is not there")
         return SimpleNamespace(
-            standby=standby, is_loaded=True, followed={}, worth_following=lambda running: running
+            standby=standby,
+            is_loaded=True,
+            n_failed=0,
+            followed={},
+            worth_following=lambda running: running,
         )
 
 
@@ -215,6 +226,56 @@ def test_a_node_that_cannot_stand_by_is_asked_ever_more_rarely(
     clock = SimpleNamespace(monotonic=lambda: now_s)
     monkeypatch.setattr("shardnet.cluster.recovery.standbys.time", clock)
     monkeypatch.setattr("shardnet.cluster.recovery.standbys.replace", lambda order, **_: order)
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [PeerFailedError("bert is gone"), UsageError("it has left")])
+def test_what_was_followed_counts_when_a_round_fails_with_the_node_that_is_lost(
+    monkeypatch: pytest.MonkeyPatch, error: ShardnetError
+) -> None:
+    """A round is nearly always under way then, and fails before anybody says that the ring did."""
+    monkeypatch.setattr("shardnet.cluster.recovery.standbys.replace", lambda order, **_: order)
+    head = Chosen()
+
+    async def main() -> None:
+        standbys = Standbys(head=cast(Head, head), log=head.lines.append)
+        load, is_there = AsyncMock(), AsyncMock()
+        ports = [
+            SimpleNamespace(node=node, node_name="", load=load, compare_clock=is_there)
+            for node in (A, C)
+        ]
+        gone = SimpleNamespace(node=B, compare_clock=AsyncMock(side_effect=LinkClosedError("gone")))
+        head.ring.spec = SimpleNamespace(config=SimpleNamespace(has_movable_slots=True))
+        head.ring.ports, head.ring.blamed = [ports[0], gone, ports[1]], {}
+        moves = Mock(follow=AsyncMock())
+        ready = Ready(
+            standby=head.plan.standbys[0],
+            lost=B,
+            name="bert",
+            former=head.ring,
+            plan=head.plan,
+            ring=cast(Any, SimpleNamespace(order=Mock(), ports=ports)),
+            rank=0,
+            moves=moves,
+        )
+        standbys._ready, standbys._ring = [ready], head.ring
+        head.latest.plan.standbys = [ready.standby]
+        one = ComputedSequence(sequence_id=SequenceId(1), slot=SlotId(0), token_ids=range(512))
+        half = one.cut(256, StateId(0))
+        monkeypatch.setattr(head.ring.engine, "to_follow", lambda _: [half])
+        await standbys.look()
+        moves.follow.side_effect = error
+        monkeypatch.setattr(head.ring.engine, "to_follow", lambda _: [one])
+        await standbys.look()
+        assert await standbys.ready_for(head.ring) is ready
+        assert ready.brought([one]) == [half]
+        ready.not_before_s, moves.follow.side_effect = 0.0, None
+        more = replace(one, token_ids=range(768))
+        monkeypatch.setattr(head.ring.engine, "to_follow", lambda _: [more])
+        await standbys.look()  # it was not lost: it goes on, or the node loads again
+        assert load.await_count == 1 + isinstance(error, PeerFailedError)
+        assert ready.brought([more]) == [more]
+
     asyncio.run(main())
 
 
