@@ -17,6 +17,7 @@ from support.models.packed_blocks import packed_and_plain
 from support.models.quantized_cases import CASES as STORED
 from support.models.quantized_checkpoints import quantized
 from support.needs import needs_library
+from support.rings.changing_ring import pull
 from support.rings.shard_threads import on_each_shard
 from support.rings.stage_chain import CPU, StageChain, probed, random_prompt
 from support.rings.torch_rings import TorchStages, request, run
@@ -40,7 +41,6 @@ from shardnet.types import (
     SequenceId,
     SlotId,
     StepId,
-    block_spans,
 )
 
 pytestmark = needs_library
@@ -183,14 +183,9 @@ def _move(old: TorchStages, new: TorchStages, prompt: list[int]) -> None:
     sequence, slot, end = SequenceId(0), SlotId(0), len(prompt)
     source, target = old.computes[0].moves, new.computes[0].moves
     target.begin(sequence, prompt)
-    for layer in range(2):
-        assert source.form(layer) == target.form(layer)
-        held = source.held(sequence, slot, layer, 0, end)
-        target.expect(sequence, layer, held, end)
-        for part in [(0, end)] if held.is_state else [*block_spans(held.first, end)]:
-            data = bytearray(source.read(sequence, slot, layer, *part))
-            target.write(sequence, layer, *part, data)
-        target.came(sequence, layer, end)
+    found = source.look(sequence, slot, end)
+    assert all(source.form(layer) == target.form(layer) for layer in found)
+    pull(found, target, found, sequence)
     opened = OpenSequence(
         sequence_id=sequence,
         slot=slot,
