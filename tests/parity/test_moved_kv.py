@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from shardnet.errors import UsageError
 from shardnet.runtime.loading.loaded_stage import JoinedCompute
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import DropStates, KeepState, OpenSequence
-from shardnet.stage.moves.slot_moves import JoinedMoves
+from shardnet.stage.moves.slot_moves import HeldLayer, JoinedMoves
 from shardnet.types import KvDType, LayerRange, SequenceId, SlotId, StateId, WireDType
 
 CONTEXT = 1280
@@ -55,9 +57,9 @@ PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, n_lo
     cases(["llama", "gemma3_text", "gemma4_text", "qwen3_next", "falcon_h1"], ["deepseek_v2"]),
 )
 def test_a_sequence_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> None:
-    """The middle layer changes its stage: its rows come over, in two rounds, all others are kept.
+    """The middle layer changes its stage: it comes over in two rounds, all others are kept.
 
-    A state is moved when no more rows follow.
+    A state that is kept comes while rows follow, the last one when none do.
     """
     folder = make_decoder(tmp_path, family, max_position_embeddings=CONTEXT, **CASES[family])
     kv_dtype = KvDType.INT8 if family == "gemma3_text" else KvDType.AUTO
@@ -68,10 +70,14 @@ def test_a_sequence_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> N
     [sources, targets] = [[compute.moves for compute in stages.computes] for stages in (old, new)]
     for start in range(0, 600, 200):
         old.step(start, prompt[start : start + 200], 0)
-    if old.room_states is None:
-        targets[1].begin(OLD, prompt[:600])
-        assert pull(sources[0].look(OLD, SlotId(0), 600), targets[1], [1], OLD) > 0
+    state = None if old.room_states is None else StateId(0)
+    if state is not None:
+        for compute in old.computes:
+            compute.operate(KeepState(slot=SlotId(0), n_positions=600, state=state))
     old.step(600, prompt[600:], 1)
+    targets[1].begin(OLD, prompt[:600])
+    n_ahead = pull(sources[0].look(OLD, SlotId(0), 600, state), targets[1], [1], OLD)
+    assert targets[1].next_wanted(OLD, 1) == 600
     with pytest.raises(UsageError, match="does not own slot 1"):
         sources[0].look(OLD, SlotId(1), 700)
     found = [source.look(OLD, SlotId(0), 700) for source in sources]
@@ -84,7 +90,7 @@ def test_a_sequence_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> N
     wrong = replace(held, n_bytes=held.n_bytes - 1)
     with pytest.raises(UsageError, match=f"comes as {held.n_bytes - 1} bytes"):
         targets[1].expect(OLD, 1, wrong, 700)
-    pull(found[0], targets[1], [1], OLD)
+    assert pull(found[0], targets[1], [1], OLD) <= n_ahead
     for compute in new.computes:
         compute.operate(
             OpenSequence(
@@ -213,3 +219,39 @@ def test_a_standby_goes_on_from_a_kept_state(family: str, tmp_path: Path) -> Non
     for position in range(1024, 1032):
         ids = [prompt[position]]
         assert new.step(position, ids, 1) == whole.step(position, ids, 1)
+
+
+@pytest.mark.parametrize("family", cases(["llama", "gemma3_text"], ["falcon_h1"]))
+def test_what_is_read_beside_steps_is_what_was_there(family: str, tmp_path: Path) -> None:
+    """The slot grows meanwhile, forgets what no window reaches, and shares what it has."""
+    folder = make_decoder(tmp_path, family, max_position_embeddings=CONTEXT, **CASES[family])
+    stages = TorchStages(folder, even_split(3, 1), context=CONTEXT)
+    [compute] = stages.computes
+    prompt = random_prompt(CONTEXT, 300, seed=1)
+    stages.open(SamplingParams(), n_prompt=CONTEXT)
+
+    def read(found: Mapping[int, HeldLayer]) -> list[bytes]:
+        spans = [(held, held.held(0).first, held.end) for held in found.values()]
+        return [bytes(held.read(first, end)) for held, first, end in spans]
+
+    def go_on(begin: int) -> None:
+        for position in range(begin, begin + 128, 32):
+            stages.step(position, prompt[position : position + 32], 0)
+        if begin == 512:
+            opened = {"n_kept": 512, "source": SlotId(0)}
+            state = None if stages.room_states is None else StateId(512)
+            stages.open(SamplingParams(), slot=1, n_prompt=CONTEXT, state=state, **opened)
+
+    with ThreadPoolExecutor(1) as thread:
+        go_on(0)
+        for end in range(128, CONTEXT, 128):
+            state = None
+            if stages.room_states is not None:
+                state = StateId(end)
+                compute.operate(KeepState(slot=SlotId(0), n_positions=end, state=state))
+            found = compute.moves.look(OLD, SlotId(0), end, state)
+            expected = read(found)
+            reading = [thread.submit(read, found) for _ in range(8)]
+            go_on(end)
+            assert all(each.result() == expected for each in reading)
+            assert read(found) == expected

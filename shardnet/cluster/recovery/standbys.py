@@ -23,7 +23,7 @@ from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.ring.ring import Ring
 from shardnet.cluster.ring.ring_moves import RingMoves
 from shardnet.cluster.ring.stage_port import StagePort
-from shardnet.errors import PeerSilentError, ShardnetError, UsageError
+from shardnet.errors import CapacityError, PeerSilentError, ShardnetError, UsageError
 from shardnet.runtime.scheduling.sequences import ComputedSequence
 from shardnet.types import BLOCK_POSITIONS, NodeId, SequenceId
 
@@ -108,7 +108,7 @@ class Ready:
                 continue
             try:
                 await self.moves.follow(self.rank, self.standby.rank, one)
-            except UsageError:  # it or its stage has ended just now, or its rows are others here
+            except (UsageError, CapacityError):  # it or its stage has ended, or it is too much
                 self.refused[one.sequence_id] = n_positions
             else:
                 self.followed[one.sequence_id] = one

@@ -464,15 +464,23 @@ class KvBlockManager:
     def _evict(self, n_states: int) -> None:
         """Drop the states that are worth least until there is room for so many."""
         while self._states_left() < n_states:
+            followed = self._followed()
             others = (kept for kept in self._kept if kept is not self._wanted)
             least = min(
-                others,
-                key=lambda kept: (kept.state in self.followed, self._worth(kept)),
-                default=None,
+                others, key=lambda kept: (kept in followed, self._worth(kept)), default=None
             )
             if least is None:
                 return
             self._forget({least})
+
+    def _followed(self) -> set[KeptState]:
+        """List the states with which sequences that still run go on when a stage is lost.
+
+        They take half of the room at most: the rest is worth keeping for other prompts too.
+        """
+        slots = [slot for slot in self._slots.values() if not slot.is_warm]
+        found = {kept for slot in slots for kept in slot.states if kept.state in self.followed}
+        return found if 2 * len(found) <= self._states_left() + len(self._kept) else set()
 
     def _worth(self, kept: KeptState) -> float:
         return kept.n_rows * kept.users / (1 + self._uses - kept.used_at)

@@ -229,7 +229,9 @@ def test_a_node_that_cannot_stand_by_is_asked_ever_more_rarely(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("error", [PeerFailedError("bert is gone"), UsageError("it has left")])
+@pytest.mark.parametrize(
+    "error", [PeerFailedError("bert is gone"), UsageError("it has left"), CapacityError("full")]
+)
 def test_what_was_followed_counts_when_a_round_fails_with_the_node_that_is_lost(
     monkeypatch: pytest.MonkeyPatch, error: ShardnetError
 ) -> None:

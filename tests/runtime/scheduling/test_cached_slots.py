@@ -47,6 +47,8 @@ EVENTS = {
     "end": 2,
     "drop": 1,
     "replace": 1,
+    "follow": 8,
+    "take_over": 1,
 }
 """What happens, and how often."""
 
@@ -149,6 +151,12 @@ class Model:
     def _replace(self) -> None:
         self.ring.replace(moves=self.draws.random() < 0.5)
 
+    def _follow(self) -> None:
+        self.ring.follow(self.draws.choice([1, 2, 3, 4]))
+
+    def _take_over(self) -> None:
+        self.ring.take_over()
+
     def check_end(self) -> None:
         """Run to the end: all is said as it is alone, and nothing is left of it."""
         one, kv = self.ring, self.ring.scheduler.kv_blocks
@@ -184,3 +192,17 @@ def test_every_row_goes_on_from_what_its_slot_has_on_every_stage(
     for event in draws.choices([*EVENTS], [*EVENTS.values()], k=n_events):
         model.take(event)
     model.check_end()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sequences_go_on_with_what_was_followed(kind: str) -> None:
+    """Stages are anywhere when one is lost, maybe in the middle of a round, and maybe twice."""
+    draws, n_followed = random.Random(7), 0
+    events = EVENTS | {"submit": 3, "answer": 24, "follow": 30, "take_over": 3, "replace": 0}
+    for _ in range(examples(8)):
+        model = Model(kind, draws)
+        for event in draws.choices([*events], [*events.values()], k=200):
+            model.take(event if model.ring.scheduler.n_active else "submit")
+        model.check_end()
+        n_followed += model.ring.n_followed
+    assert n_followed > 15

@@ -16,7 +16,7 @@ from shardnet.runtime.scheduling.sequences import (
 )
 from shardnet.runtime.scheduling.step_cost import RingLimits
 from shardnet.slot_operations import KeepState, OpenSequence
-from shardnet.types import PROMPT_TAIL_ROWS, REWIND_ROWS, Epoch, SequenceId, blocks_for
+from shardnet.types import PROMPT_TAIL_ROWS, REWIND_ROWS, Epoch, SequenceId, StateId, blocks_for
 
 WINDOW = 100
 
@@ -138,6 +138,45 @@ def test_what_is_cheap_to_compute_again_is_dropped_first() -> None:
     assert book.take_dropped() == (0, 2)
     assert book.keep_state(slot, 256 * 13 + 40) == 14  # that 20 behind another one goes
     assert book.take_dropped() == (13,)
+
+
+def test_what_is_followed_of_who_runs_is_dropped_last_where_it_leaves_room() -> None:
+    """Others stay where more is followed than half of the room, or nobody asks any more."""
+    for n_followed, dropped in ((1, 1), (6, 6), (7, 0)):
+        book = KvBlockManager(room_blocks=64, room_states=14)
+        slot = book.start_empty(8).slot
+        for position in range(256, 256 * 13, 256):
+            assert book.keep_state(slot, position) is not None
+        book.followed = frozenset(map(StateId, range(n_followed)))
+        assert book.keep_state(slot, 256 * 13) == 12
+        assert book.take_dropped() == (dropped,)
+    book.followed = frozenset([StateId(2)])
+    slot.n_held = slot.n_written = slot.n_answered = 256 * 13
+    book.keep_warm(slot, 256 * 13)
+    other = book.start_empty(1).slot
+    assert book.keep_state(other, 256) == 13
+    assert book.take_dropped() == (2,)  # who was followed with it has ended
+
+
+def test_a_slot_is_followed_to_where_all_stages_can_go_on() -> None:
+    """Behind a state there is a row that was answered, as all stages have kept it then."""
+    rows, windows = KvBlockManager(room_blocks=64), KvBlockManager(room_blocks=64, window=WINDOW)
+    states = KvBlockManager(room_blocks=64, room_states=24)
+    kept_windows = KvBlockManager(room_blocks=64, window=WINDOW, kept_window=WINDOW)
+    for book, has_state in ((rows, None), (windows, None), (states, True), (kept_windows, False)):
+        slot = book.start_empty(8).slot
+        slot.n_held = slot.n_written = 1000
+        for position in (512, 768) if has_state is not None else ():
+            assert book.keep_state(slot, position) is not None
+        followed = [
+            None if kept is None else kept.position
+            for is_prefilling in (True, False)
+            for n_answered in (512, 700, 769, 990)
+            for kept in [book.to_follow(slot, n_answered, is_prefilling=is_prefilling)]
+        ]
+        prefilling, decoding = [None, 512, 768, 768], [None, 512, None, None]
+        expected = {None: [None] * 8, True: [*prefilling, *prefilling]}
+        assert followed == expected.get(has_state, [*prefilling, *decoding])
 
 
 def test_states_of_a_prompt_that_many_share_outlive_those_of_one() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
 import torch
 
 from shardnet.errors import CapacityError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
-from shardnet.model.cache.slot_blocks import SlotState
 from shardnet.model.config.model_config import HeadShape, StateShape
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import OpenSequence
@@ -91,36 +88,32 @@ def test_a_layer_has_come_when_its_window_of_the_next_row_has() -> None:
     assert [target.is_whole(ONE, end) for end in (259, 260, 261)] == [False, True, False]
 
 
-def test_rows_are_not_given_away_once_their_slot_may_be_anothers() -> None:
-    """They are copied beside steps: a sequence may be paused, and its slot written, meanwhile."""
-    source = stage(LayerRange(0, 2))
-    found = source.look(ONE, SLOT, 10)[0]
-    assert len(found.read(0, 10)) == found.held(0).n_bytes
-    owners = cast(dict[SlotId, OpenSequence], source._owners)
-    owners[SLOT] = OpenSequence(sequence_id=ONE, slot=SLOT, sampling=SamplingParams())
-    with pytest.raises(UsageError, match="has left its slot meanwhile"):
-        found.read(0, 10)
-
-
-def test_a_state_that_is_cut_off_leaves_the_one_before_it() -> None:
-    """A round of which the next one is cut off is gone on from."""
-    shape = StateShape(recent=(3, 4), recurrent=(2, 4, 4))
-    sizes = (1, 1, 8, torch.float32, torch.device("cpu"), 4)
-    target = SlotMoves(KvCache(*sizes, states=[shape]), LayerRange(0, 1), {})
-    target.begin(ONE, range(600))
-    n_bytes = SlotState.empty(shape, torch.float32, torch.device("cpu")).n_bytes
-    for end in (256, 512):
-        held = HeldRows(first=target.next_wanted(ONE, 0), n_bytes=n_bytes, is_state=True)
-        target.expect(ONE, 0, held, end)
-        target.write(ONE, 0, held.first, end, bytearray([end // 256]) * n_bytes)
-        assert target.is_whole(ONE, 256) == (end == 512)
-        if end == 256:
-            target.came(ONE, 0, end)
-    assert target.is_whole(ONE, 256)
-    assert not target.is_whole(ONE, 512)
+def test_two_rounds_that_are_cut_off_leave_what_the_one_before_brought() -> None:
+    """Of the first of two layers with a state, more has come each time."""
+    cpu = torch.device("cpu")
+    shape = StateShape(recent=(1, 1), recurrent=(1, 1, 1))
+    kv = KvCache(2, 1, 1, torch.float32, cpu, 4, states=(shape, shape))
+    target = SlotMoves(kv, LayerRange(0, 2), {})
+    for end, layers in ((256, (0, 1)), (512, (0,)), (768, (0,))):
+        target.begin(ONE, range(end))
+        for layer in layers:
+            held = HeldRows(first=target.next_wanted(ONE, layer), n_bytes=8, is_state=True)
+            target.expect(ONE, layer, held, end)
+            state = torch.tensor([end, end], dtype=torch.float32)
+            target.write(ONE, layer, held.first, end, bytearray(state.numpy().tobytes()))
+            target.came(ONE, layer, end)
+    assert [target.is_whole(ONE, end) for end in (256, 512, 768)] == [True, False, False]
     target.adopt(ONE, SLOT, 256)
-    [state] = target._kv.contents(SLOT).states.values()
-    assert state.end == 256
-    given = torch.empty(n_bytes, dtype=torch.uint8)
-    state.read(given)
-    assert set(given.tolist()) == {1}
+    assert [kv.state(SLOT, layer).recurrent.item() for layer in (0, 1)] == [256, 256]
+
+
+def test_rows_that_are_read_are_those_of_the_sequence_that_was_asked_for() -> None:
+    """Another one may go on with its warm slot, in the same memory."""
+    owners = {SLOT: OpenSequence(sequence_id=ONE, slot=SLOT, sampling=SamplingParams())}
+    kv = KvCache(1, 2, 8, torch.float32, torch.device("cpu"), 4)
+    kv.ensure(SLOT, 10, 10)
+    found = SlotMoves(kv, LayerRange(0, 1), owners).look(ONE, SLOT, 10)[0]
+    assert len(found.read(0, 10)) == found.held(0).n_bytes
+    owners[SLOT] = OpenSequence(sequence_id=TWO, slot=SLOT, sampling=SamplingParams())
+    with pytest.raises(UsageError, match="the sequence has left its slot meanwhile"):
+        found.read(0, 10)

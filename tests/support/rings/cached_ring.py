@@ -8,19 +8,21 @@ the slot must hold. Rows or states of another prefix show at the first row that 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
+from support.rings.changing_ring import pull
 from support.rings.toy_ring import HOLE, ToyRing, ToySlot, ToyStage
 
-from shardnet.errors import ShardnetError
+from shardnet.errors import CapacityError, ShardnetError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.slot_blocks import SlotState
 from shardnet.model.config.model_config import StateShape
 from shardnet.runtime.scheduling.kv_block_manager import block_keys
 from shardnet.runtime.scheduling.sequences import (
+    ComputedSequence,
     Instruction,
     OperateSlot,
     Outcome,
@@ -36,10 +38,12 @@ from shardnet.slot_operations import (
     SlotOperation,
     StoredState,
 )
+from shardnet.stage.moves.slot_moves import HeldLayer, SlotMoves
 from shardnet.types import (
     BLOCK_POSITIONS,
     LIVE_STATES,
     Epoch,
+    LayerRange,
     MicroBatch,
     SequenceId,
     SlotId,
@@ -47,6 +51,7 @@ from shardnet.types import (
     StepId,
 )
 
+LAYERS = LayerRange(0, 3)
 WINDOW = 100
 STATE = StateShape(recent=(1, 1), recurrent=(1, 1, 1))
 _PRIME = 1048573
@@ -74,7 +79,9 @@ class CachedStage(ToyStage):
     disk: dict[bytes, list[int]] = field(default_factory=dict)
     states_on_disk: set[bytes] = field(default_factory=set)
     arrived: dict[SequenceId, list[int]] = field(default_factory=dict)
+    owners: dict[SlotId, OpenSequence] = field(default_factory=dict)
     cache: KvCache = field(init=False)
+    moves: SlotMoves = field(init=False)
 
     def __post_init__(self) -> None:
         self.cache = KvCache(
@@ -82,6 +89,7 @@ class CachedStage(ToyStage):
             windows=(None, WINDOW if self.has_window else None, None),
             states=(None, None, STATE if self.keeps_state else None),
         )
+        self.moves = SlotMoves(self.cache, LAYERS, self.owners)
         self.shares = self.cache.shares
         self.window = WINDOW if self.has_window and self.shares else None
 
@@ -91,13 +99,20 @@ class CachedStage(ToyStage):
             case OpenSequence(sequence_id=sequence_id, slot=slot, is_restored=True):
                 assert slot not in self.slots
                 self.slots[slot] = ToySlot(tokens=self.arrived.pop(sequence_id))
+                self.owners[slot] = operation
                 super().carry_out(operation)
-                self._adopt(slot)
+                if self.moves.has(sequence_id):
+                    self.moves.adopt(sequence_id, slot, operation.n_kept)
+                    self._compare(slot)
+                else:
+                    self._adopt(slot)
             case OpenSequence(slot=slot, n_kept=n_kept, source=source, state=state):
                 super().carry_out(operation)
                 self._keep(slot, n_kept, source, state)
+                self.owners[slot] = operation
             case CloseSequence(slot=slot, n_kept=n_kept, stored=stored, stored_states=states):
                 super().carry_out(operation)
+                del self.owners[slot]
                 self._keep(slot, n_kept, None)
                 self._store(slot, n_kept, stored, states)
                 self.cache.rest(slot)
@@ -213,7 +228,11 @@ class CachedStage(ToyStage):
 
 @dataclass
 class LateRing(ToyRing):
-    """A ring of `n_stages` such stages, each with instructions that it has not come to."""
+    """A ring of `n_stages` such stages, each with instructions that it has not come to.
+
+    A `standby` follows one of them: it has brought what is `followed`. Of the round under way these
+    layers are `coming`.
+    """
 
     has_window: bool = False
     keeps_state: bool = False
@@ -221,6 +240,12 @@ class LateRing(ToyRing):
     todo: list[deque[Instruction]] = field(default_factory=list)
     sampled: dict[StepId, list[int]] = field(default_factory=dict)
     restoring: deque[RestorePrefix] = field(default_factory=deque)
+    standby: CachedStage = field(init=False)
+    lost: int = 0
+    followed: dict[SequenceId, ComputedSequence] = field(default_factory=dict)
+    coming: deque[tuple[ComputedSequence, HeldLayer]] = field(default_factory=deque)
+    n_followed: int = 0
+    """Sequences that went on with what was followed."""
 
     def __post_init__(self) -> None:
         self._new_stages()
@@ -242,6 +267,12 @@ class LateRing(ToyRing):
             for disk, states in disks
         ]
         self.stage = self.stages[-1]
+        self.standby = self._new_stage(self.stage)
+        self.followed.clear()
+        self.coming.clear()
+
+    def _new_stage(self, like: CachedStage) -> CachedStage:
+        return replace(like, slots={}, kept={}, arrived={}, owners={})
 
     def n_stored(self, prompt: Sequence[int]) -> int:
         """How many positions of a prompt all stages have on disk."""
@@ -326,6 +357,72 @@ class LateRing(ToyRing):
             stage.arrived[wanted.sequence_id] = prompts[0][:n_found]
         self.scheduler.restored(wanted.sequence_id, n_found)
 
+    def follow(self, n_layers: int) -> None:
+        """Have the standby bring so many layers: of the round under way, else those of another."""
+        if not self.coming:
+            states = {one.state for one in self.followed.values() if one.state is not None}
+            computed = self.scheduler.to_follow(states)
+            known = {key: len(one.token_ids) for key, one in self.followed.items()}
+            begun = {*self.standby.moves._arriving}
+            for key in begun - {one.sequence_id for one in computed}:
+                self._forget(key)
+            for one in computed:
+                n_known = known.get(one.sequence_id, 0)
+                if len(one.token_ids) < n_known:
+                    self._forget(one.sequence_id)
+                if len(one.token_ids) != n_known:
+                    moves = self.stages[self.lost].moves
+                    found = moves.look(one.sequence_id, one.slot, len(one.token_ids), one.state)
+                    self.coming += [(one, layer) for layer in found.values()]
+                    break
+        for _ in range(min(n_layers, len(self.coming))):
+            one, held = self.coming.popleft()
+            try:
+                self.standby.moves.begin(one.sequence_id, one.token_ids)
+                pull({held.index: held}, self.standby.moves, [held.index], one.sequence_id)
+            except (UsageError, CapacityError):  # it has left its slot, or there is no room
+                self.coming.clear()
+                return
+            if not self.coming:
+                self.followed[one.sequence_id] = one
+
+    def _forget(self, sequence_id: SequenceId) -> None:
+        self.followed.pop(sequence_id, None)
+        self.standby.moves.forget(sequence_id)
+
+    def take_over(self) -> None:
+        """Lose the stage that is followed: the others are where they are, and go on from there."""
+        known = {one.sequence_id: one for one in self.scheduler.computed()}
+        former, standby, lost = self.stages, self.standby, self.lost
+        followed = {
+            key: one
+            for key, one in self.followed.items()
+            if key in known and len(one.token_ids) <= len(known[key].token_ids)
+        }
+
+        def move(stages: list[CachedStage]) -> list[ComputedSequence]:
+            stages[lost] = standby
+            return [one for one in followed.values() if self._take(former, stages, one)]
+
+        self.n_followed += len(self._put_in_place(move))
+
+    def _take(
+        self, former: list[CachedStage], stages: list[CachedStage], one: ComputedSequence
+    ) -> bool:
+        end = len(one.token_ids)
+        assert stages[self.lost].moves.is_whole(one.sequence_id, end)
+        for rank, (source, target) in enumerate(zip(former, stages, strict=True)):
+            if rank == self.lost:
+                continue
+            target.moves.begin(one.sequence_id, one.token_ids)
+            try:
+                found = source.moves.look(one.sequence_id, one.slot, end, one.state)
+                for layer, held in found.items():
+                    target.moves.take_own(one.sequence_id, layer, held)
+            except UsageError:
+                return False
+        return all(stage.moves.is_whole(one.sequence_id, end) for stage in stages)
+
     def replace(self, *, moves: bool) -> None:
         """Have another ring in its place, with what is on disk, and with what is moved."""
         while moves and self.in_flight:
@@ -334,17 +431,27 @@ class LateRing(ToyRing):
         computed = self.scheduler.computed() if moves else []
         for each in computed:
             assert all(stage.has_all_of(each.slot, each.token_ids) for stage in self.stages)
+        self._put_in_place(lambda _: computed)
+
+    def _put_in_place(
+        self, move: Callable[[list[CachedStage]], list[ComputedSequence]]
+    ) -> list[ComputedSequence]:
+        """Go on over stages that have nothing but what `move` returns, which gives it to them."""
         self.in_flight.clear()
         self.restoring.clear()
+        ring, lost = self.scheduler.ring, self.lost
         self.scheduler.suspend()
-        ring = self.scheduler.ring
         self._new_stages()
+        self.lost = lost
+        moved = move(self.stages)
+        self.stage, self.lost = self.stages[-1], (lost + 1) % ring.n_stages
         for stage in self.stages:
-            stage.arrived = {each.sequence_id: [*each.token_ids] for each in computed}
-        self.scheduler.moved({each.sequence_id: len(each.token_ids) for each in computed})
+            stage.arrived = {one.sequence_id: [*one.token_ids] for one in moved}
+        self.scheduler.moved({one.sequence_id: len(one.token_ids) for one in moved})
         assert not self.scheduler.resume(replace(ring, epoch=Epoch(ring.epoch + 1)))
         self.pump()
         self.scheduler.moved({})
+        return moved
 
     def run(self, limit: int = 100_000) -> None:
         """Go on until nothing is in flight, or being read."""
