@@ -503,7 +503,8 @@ class Engine:
         trip_s = answered.round_trip_us / 1e6
         took_s = max(1, answered.round_trip_us - queued_us) / 1e6
         has_decode = first.n_sampled == first.n_rows  # decode rows stand before prompt rows
-        self.waits.answered(answered, n_rows - n_sampled, is_mixed=has_decode)
+        if n_sampled < n_rows or self.waits.told_ns:
+            self.waits.answered(answered, n_rows - n_sampled, is_mixed=has_decode)
         if not has_decode:
             if answered.answer.timings:
                 self._restoring.learn(n_rows, slowest_us)

@@ -70,7 +70,7 @@ class Waits:
     pace: ReadingPace = field(default_factory=ReadingPace)
     _ring: tuple[RingWaitKind, str, int] | None = None
     """What there has to be before there is another ring, and until when that may take."""
-    _told_ns: dict[SequenceId, int] = field(default_factory=dict)
+    told_ns: dict[SequenceId, int] = field(default_factory=dict)
     """The requests whose rows are read again, and when they were told of it last."""
 
     @property
@@ -79,7 +79,7 @@ class Waits:
         if self._ring is not None:
             kind, what, until_ns = self._ring
             return RingWait(kind=kind, what=what, expected_s=self._left_s(until_ns))
-        left = [n_rows for sequence_id, _, n_rows in self._unread() if sequence_id in self._told_ns]
+        left = [n_rows for sequence_id, _, n_rows in self._unread() if sequence_id in self.told_ns]
         if not left:
             return None
         n_rows = max(left)
@@ -98,7 +98,7 @@ class Waits:
         Its plan predicts `predicted_s` a row.
         """
         self._ring = None
-        self._told_ns.clear()
+        self.told_ns.clear()
         self.pace.scale(times_as_long)
         self.pace.predicted_s = predicted_s
 
@@ -112,8 +112,8 @@ class Waits:
         Beside decode rows prompts are read more slowly: that counts for those that wait now.
         """
         is_read = n_prompt_rows >= LEAST_ROWS and not is_mixed
-        self.pace.learn(answered, n_prompt_rows, counts=is_read or bool(self._told_ns))
-        if self._told_ns:
+        self.pace.learn(answered, n_prompt_rows, counts=is_read or bool(self.told_ns))
+        if self.told_ns:
             self._tell_replays()
 
     def reading_s(self) -> float:
@@ -124,12 +124,12 @@ class Waits:
         now_ns, found = self.clock_ns(), dict[SequenceId, int]()
         for sequence_id, live, n_rows in self._unread():
             if live.replays:
-                told_ns = self._told_ns.get(sequence_id)
+                told_ns = self.told_ns.get(sequence_id)
                 if told_ns is None or now_ns - told_ns >= TELL_NS:
                     live.wait_for(reading(n_rows), self.pace.seconds(n_rows), now_ns)
                     told_ns = now_ns
                 found[sequence_id] = told_ns
-        self._told_ns = found
+        self.told_ns = found
 
     def _unread(self) -> Iterator[tuple[SequenceId, LiveRequest, int]]:
         """Yield those that are being read, with the rows left until they go on.

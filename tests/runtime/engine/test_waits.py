@@ -127,7 +127,10 @@ class SlowRings:
 
 @pytest.mark.parametrize("n_stages", [1, 2])
 def test_requests_are_told_how_many_tokens_are_read_again_and_about_how_long(n_stages: int) -> None:
-    """Of two that are read one after the other the second waits for both; the ring counts down."""
+    """Of two that are read one after the other the second waits for both; the ring counts down.
+
+    What it loses beside the text of the first is known when that goes on.
+    """
 
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -174,10 +177,14 @@ def test_requests_are_told_how_many_tokens_are_read_again_and_about_how_long(n_s
                     if isinstance(one, TokenGenerated) and at_s > resumed_s
                 )
                 assert len(told) >= 4
+                alone_s = 2 * ROW_S / n_stages * n_short
                 for at_s, one in told:
-                    assert one.expected_s == pytest.approx(ended_s - at_s, rel=0.15, abs=0.8)
+                    is_beside = name == "short" and ended_s - at_s > 2 * alone_s
+                    strays_s = 0.8 + alone_s * is_beside
+                    assert one.expected_s == pytest.approx(ended_s - at_s, rel=0.1, abs=strays_s)
                 left = [one.expected_s for _, one in told]
-                assert left == sorted(left, reverse=True)
+                n_rises = sum(then > before for before, then in pairwise(left))
+                assert n_rises <= (name == "short")
                 between = [then - at for (at, _), (then, _) in pairwise(told)]
                 assert min(between) >= 1.0
             await rings.until("short", 40)
