@@ -142,8 +142,6 @@ class ChangingRing:
             self.engine.suspend("a node was lost")
         await self.stop()
         limits, prefixes = self._prepare(n_stages)
-        for compute in self.stages.computes:
-            compute.moves.forget()
         for each in computed:
             self._move(former, each)
         self.engine.suspend("the ring is replaced")
@@ -196,7 +194,7 @@ class ChangingRing:
             with suppress(UsageError):
                 if self._take(former, lost, one):
                     moved[one.sequence_id] = len(one.token_ids)
-        limits, prefixes = self._prepare(self._following.n_stages)
+        limits, prefixes = self._prepare(self._following.n_stages, has_arrived=True)
         self.engine.moved(moved)
         await self._resume(limits, prefixes)
         return len(moved)
@@ -223,12 +221,19 @@ class ChangingRing:
             self._stored.settle()
             self._stored.close()
 
-    def _prepare(self, n_stages: int) -> tuple[RingLimits, Prefixes | None]:
-        """Have empty stages of so many parts, others than the present ones."""
+    def _prepare(
+        self, n_stages: int, *, has_arrived: bool = False
+    ) -> tuple[RingLimits, Prefixes | None]:
+        """Have empty stages of so many parts, others than the present ones.
+
+        What came there was for sequences of another engine unless it `has_arrived` for this one.
+        """
         self.stages = self._made_next(n_stages)
         self._epoch += 1
         for compute in self.stages.computes:
             compute.reset()
+            if not has_arrived:
+                compute.moves.forget()
         prefixes = None
         if self._disk is not None:
             self._stored = StoredStages(self.stages, self._disk)
