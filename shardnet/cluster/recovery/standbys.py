@@ -29,8 +29,9 @@ from shardnet.types import BLOCK_POSITIONS, NodeId, SequenceId
 
 LOOK_S: Final = 0.5
 """Interval of the looks at the ring while nothing runs on it."""
-FOLLOW_S: Final = 0.02
-"""How long after a round of bringing what was computed meanwhile the next one begins."""
+FOLLOW_S: Final = 0.2
+"""How long after a round of bringing what was computed meanwhile the next one begins. What was
+computed since is computed again at a loss; more rounds would take time from steps."""
 LEAST_ROWS: Final = 16
 """Fewer rows of a sequence are not brought: they are soon computed again."""
 LEAST_WITHOUT_WEIGHTS: Final = BLOCK_POSITIONS
