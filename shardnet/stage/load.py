@@ -140,7 +140,7 @@ def load_stage(
             family = load_family_stage(own, layers, source, context, dtype, device, capture)
         if adapted is not None:
             adapted.check_all_used()
-    kv = _kv_cache(own, layers, choice, device, room_blocks, kv_dtype, cut, followers, on)
+    kv = kv_cache(own, layers, choice, device, room_blocks, kv_dtype, cut, followers, on)
     if on is not None:
         with capacity_error_for(f"{on.driver.description} has no memory for {layers.words}"):
             choice = replace(choice, by_text=_compute_on(on, family, kv, layers))
@@ -212,31 +212,18 @@ def _log_reads(checkpoint: Checkpoint) -> Iterator[None]:
             log.info("read %d tensor bytes of %s", size_bytes - before[file], file)
 
 
-def kv_cache_of(
-    checkpoint: Checkpoint,
-    layers: LayerRange,
-    *,
-    choice: KernelChoice,
-    device: torch.device,
-    room_blocks: int,
-    kv_dtype: KvDType,
-) -> KvCache:
-    """Make the KV cache that a stage of whole layers has, without its weights."""
-    rest = (room_blocks, kv_dtype, None, None, None)
-    return _kv_cache(checkpoint.config, layers, choice, device, *rest)
-
-
-def _kv_cache(
+def kv_cache(
     config: ModelConfig,
     layers: LayerRange,
     choice: KernelChoice,
     device: torch.device,
     room_blocks: int,
     kv_dtype: KvDType,
-    cut: Cut | None,
-    followers: Followers | None,
-    on: Device | None,
+    cut: Cut | None = None,
+    followers: Followers | None = None,
+    on: Device | None = None,
 ) -> KvCache:
+    """Make the KV cache that a stage has: see load_stage."""
     has_mtp = config.has_mtp and layers.end == config.n_layers
     numbers = [*layers, config.n_layers] if has_mtp else [*layers]
     usual = config.usual_heads

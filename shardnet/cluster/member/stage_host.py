@@ -312,9 +312,9 @@ class StageHost:
     def _take_prepared(self, ring: str, order: StageOrder) -> bool:
         """Put the stage that was made ready for a ring into use, if it is that of `order`."""
         prepared, self._prepared = self._prepared, None
-        if prepared is None or prepared.ring != ring or prepared.stage is None:
+        if prepared is None or prepared.stage is None:
             return False
-        if prepared.stage.order != order:
+        if (prepared.ring, prepared.order) != (ring, order):
             return False
         old, self.loaded = self.loaded, prepared.stage
         if old is not None and old is not prepared.stage:

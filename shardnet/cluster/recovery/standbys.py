@@ -305,10 +305,10 @@ class Standbys:
         """
         engine, moved = lead.ring.engine, {}
         try:
-            if not ready.holds_weights:
-                await ready.moves.prepare()  # for as long as nodes report progress
-            async with asyncio.timeout(TAKE_OVER_S):
-                await ready.moves.prepare()
+            async with asyncio.timeout(TAKE_OVER_S if ready.holds_weights else None) as deadline:
+                await ready.moves.prepare()  # loading takes as long as nodes report progress
+                if not ready.holds_weights:
+                    deadline.reschedule(asyncio.get_running_loop().time() + TAKE_OVER_S)
                 moved = await ready.moves.bring(ready.brought(computed), is_last=True)
                 engine.moved(moved)
                 await self._head.led.put_instead(lead, ready.plan, ready.ring)

@@ -91,8 +91,8 @@ class Engine:
         self._clock_ns = clock_ns
         self._live = LiveRequests(scheduler=scheduler, clock_ns=clock_ns)
         self.waits = Waits(live=self._live, clock_ns=clock_ns)
-        self.waits.pace.predicted_s = scheduler.ring.row_s
         """What requests wait for behind a lost ring."""
+        self.waits.pace.predicted_s = scheduler.ring.row_s
         self._next_sequence = 1
         self._step_cost = StepCost()
         self.log = StepLog(clock_ns())
@@ -408,7 +408,7 @@ class Engine:
                     assert_never(instruction)
         if is_opened:
             self._live.report_queue_positions()
-            self.waits.opened()
+            self.waits.tell_replays()
 
     def _begin_trips(self) -> None:
         """Learn anew what prompts cost those who decode: nothing is known of this ring."""

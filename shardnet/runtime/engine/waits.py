@@ -102,10 +102,6 @@ class Waits:
         self.pace.scale(times_as_long)
         self.pace.predicted_s = predicted_s
 
-    def opened(self) -> None:
-        """Tell those that begin to be read again how many rows that takes."""
-        self._tell_replays()
-
     def answered(self, answered: StepAnswered, n_prompt_rows: int, *, is_mixed: bool) -> None:
         """Learn from a step, and tell what is left of those that are read again, now and then.
 
@@ -114,13 +110,14 @@ class Waits:
         is_read = n_prompt_rows >= LEAST_ROWS and not is_mixed
         self.pace.learn(answered, n_prompt_rows, counts=is_read or bool(self.told_ns))
         if self.told_ns:
-            self._tell_replays()
+            self.tell_replays()
 
     def reading_s(self) -> float:
         """Predict how long it takes to read again all that requests have in KV caches now."""
         return self.pace.seconds(sum(live.n_computed for live in self.live.values()))
 
-    def _tell_replays(self) -> None:
+    def tell_replays(self) -> None:
+        """Tell those that are read again how many rows are left, each now and then."""
         now_ns, found = self.clock_ns(), dict[SequenceId, int]()
         for sequence_id, live, n_rows in self._unread():
             if live.replays:

@@ -136,11 +136,7 @@ def load(
     checkpoint.
     """
     started = time.perf_counter()
-    stamped, form = stamp(order.folder), order.form
-    checkpoint = Checkpoint.open(order.folder, ignore_unknown_config=form.ignore_unknown_config)
-    check_model_id(order.folder, checkpoint.model_id, form.model_id)
-    if form.mtp:
-        checkpoint.use_mtp()
+    stamped, checkpoint = stamp(order.folder), _opened(order)
     _check_order(order, checkpoint.config)
     job = StageJob(
         order=order,
@@ -189,24 +185,24 @@ def follow(order: StageOrder, room_blocks: int) -> SlotMoves:
     """
     import torch
 
-    from shardnet.stage.load import choose_kernels, kv_cache_of
+    from shardnet.stage.load import choose_kernels, kv_cache
     from shardnet.stage.moves.slot_moves import SlotMoves
 
+    checkpoint, device = _opened(order), torch.device(order.device.torch)
+    choice = choose_kernels(checkpoint, order.form, order.arith, device)
+    kv_dtype = KvDType(order.form.kv_dtype)
+    kv = kv_cache(checkpoint.config, order.layers, choice, device, room_blocks, kv_dtype)
+    return SlotMoves(kv, order.caching, {})
+
+
+def _opened(order: StageOrder) -> Checkpoint:
+    """Open the checkpoint of an order. Raises CheckpointError if it is not the one in the plan."""
     form = order.form
     checkpoint = Checkpoint.open(order.folder, ignore_unknown_config=form.ignore_unknown_config)
     check_model_id(order.folder, checkpoint.model_id, form.model_id)
     if form.mtp:
         checkpoint.use_mtp()
-    device = torch.device(order.device.torch)
-    kv = kv_cache_of(
-        checkpoint,
-        order.layers,
-        choice=choose_kernels(checkpoint, form, order.arith, device),
-        device=device,
-        room_blocks=room_blocks,
-        kv_dtype=KvDType(form.kv_dtype),
-    )
-    return SlotMoves(kv, order.caching, {})
+    return checkpoint
 
 
 def _audit(order: StageOrder, model: StageModel | None) -> StageAudit | None:
