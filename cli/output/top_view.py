@@ -6,7 +6,6 @@ Knows what is worth a column. Must not know where it comes from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import ceil
 
 import msgspec
 
@@ -20,6 +19,7 @@ from shardnet.api.dashboard.state import (
 )
 from shardnet.cluster.diagnosis.facts import age
 from shardnet.types import LayerRange
+from shardnet.wire.messages.diagnostics import waiting_words
 
 from .columns import columns, wrapped
 from .exit_codes import one_line
@@ -175,8 +175,7 @@ def _request_rows(requests: Sequence[ShownRequest]) -> Iterator[tuple[str, ...]]
             str(one.n_cached),
             f"{one.n_generated} of {one.max_tokens}",
             age(one.age_s),
-            one_line(one.waits_for)
-            + (f", about {ceil(one.expected_s)} s" if one.expected_s else "")
+            waiting_words(one_line(one.waits_for), one.expected_s)
             if one.waits_for
             else f"{one.ahead} go first"
             if one.phase == "queued" and one.ahead

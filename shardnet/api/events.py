@@ -8,10 +8,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from shardnet.errors import ShardnetError
+from shardnet.wire.messages.diagnostics import waiting_words
 
 if TYPE_CHECKING:  # most programs ask for no rows
     import numpy as np
@@ -235,10 +235,9 @@ class GenerationEvent:
     @property
     def waits(self) -> str:
         """What it waits for behind a lost ring, and about how long, in words."""
-        about = f", about {ceil(self.expected_s)} s" if self.expected_s else ""
         if self.state is RequestState.RECOVERING:
-            return f"recovering{about}: {self.why}"
-        return f"{self.why}{about}"
+            return f"{waiting_words('recovering', self.expected_s)}: {self.why}"
+        return waiting_words(self.why, self.expected_s)
 
 
 @dataclass(slots=True, kw_only=True)

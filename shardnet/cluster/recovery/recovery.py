@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import ceil
 from typing import Final
 
 from shardnet.cluster.head.head import Head
@@ -34,7 +33,7 @@ from shardnet.errors import PeerFailedError, ShardnetError, SupersededError, int
 from shardnet.runtime.scheduling.sequences import ComputedSequence
 from shardnet.types import NodeId
 from shardnet.wire.framing.schema import Phase
-from shardnet.wire.messages.diagnostics import RingWaitKind
+from shardnet.wire.messages.diagnostics import RingWaitKind, waiting_words
 
 EXPECTED_S = 1.0
 """How long a recovery is expected to take, beside loading."""
@@ -285,11 +284,6 @@ def _blames(ring: Ring) -> list[Blame]:
             blames.append(Blame(node=node, error=error, kind="unreached"))
     head = ring.ports[0].node
     return [blame for blame in blames if blame.node != head]
-
-
-def waiting_words(what: str, expected_s: float) -> str:
-    """Say what is waited for, and about how long if that is known."""
-    return f"{what}, about {ceil(expected_s)} s" if expected_s else what
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,6 +5,7 @@ Knows the fields, their types and their bounds. Knows nothing of how they are fo
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Annotated, Literal
 
 import msgspec
@@ -213,6 +214,11 @@ class StageState(Strict, frozen=True, kw_only=True):
     prefixes: PrefixState | None = None
     standby: StandbyState | None = None
     parts: Annotated[list[PartState], Meta(max_length=MAX_DEVICES)] = []
+
+
+def waiting_words(what: str, expected_s: float) -> str:
+    """Say what is waited for, and about how long if that is known."""
+    return f"{what}, about {ceil(expected_s)} s" if expected_s else what
 
 
 RingWaitKind = Literal["nodes", "plan", "load", "replay"]
