@@ -16,13 +16,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
+import psutil
+
 from shardnet.errors import BusyError, DiskSilentError, PeerFailedError
 from shardnet.threads import DaemonThreads
 
 T = TypeVar("T")
 
-SILENCE_S: Final = 10.0 if sys.platform == "linux" else 60.0
-"""How long a job may neither end, nor report, nor use the processor, which only Linux tells."""
+SILENCE_S: Final = 60.0 if sys.platform == "darwin" else 10.0
+"""How long a job may neither end, nor report, nor use the processor, which macOS does not tell."""
 MAX_STUCK: Final = 16
 """Threads that hang on disks; from then on only places that have answered before are asked."""
 MAX_BUSY: Final = 16
@@ -161,9 +163,9 @@ class _Lane:
         self.jobs: dict[Future[Any], asyncio.Future[Any]] = {}
         """Waiting and running jobs, and where their ends are awaited."""
         self._alive: dict[Future[Any], Callable[[], object]] = {}
-        self._clocks = clocks = list[int]()
+        self._clocks = clocks = list[Callable[[], float]]()
         self.threads = DaemonThreads(
-            1, owner.name, lambda: _note_clock(clocks), niceness=owner.niceness
+            1, owner.name, lambda: clocks.append(_thread_clock()), niceness=owner.niceness
         )
         self._n_ended = 0
         self._n_silent = 0
@@ -220,10 +222,10 @@ class _Lane:
 
     def beat(self) -> object:
         """Return what changes while the thread lives: jobs ended, processor time used."""
-        used_ns = 0
-        with contextlib.suppress(OSError, IndexError):  # it has ended, or not begun
-            used_ns = time.clock_gettime_ns(self._clocks[0])
-        return self._n_ended, used_ns, [alive() for alive in self._alive.values()]
+        used = 0.0
+        with contextlib.suppress(OSError, IndexError, psutil.Error):  # it has ended, or not begun
+            used = self._clocks[0]()
+        return self._n_ended, used, [alive() for alive in self._alive.values()]
 
     def _look_at_it(self) -> None:
         beat = self.beat()
@@ -237,10 +239,15 @@ class _Lane:
             self._look = asyncio.get_running_loop().call_later(wait_s, self._look_at_it)
 
 
-def _note_clock(clocks: list[int]) -> None:
-    """Note the clock of the calling thread's processor time (Linux)."""
+def _thread_clock() -> Callable[[], float]:
+    """Return what reads the calling thread's processor time (always 0 on macOS)."""
     if sys.platform == "linux":
-        clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        return lambda: time.clock_gettime_ns(clock)
+    thread_id, process = threading.get_native_id(), psutil.Process()
+    return lambda: sum(
+        each.user_time + each.system_time for each in process.threads() if each.id == thread_id
+    )
 
 
 def _silent(place: str, silence_s: float) -> DiskSilentError:

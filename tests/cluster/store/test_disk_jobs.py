@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -185,6 +186,18 @@ def test_closing_tells_who_waits(mount: threading.Event) -> None:
             await jobs.run("/mnt", lambda: 1)
 
     with_jobs(main, DEADLINE_S)
+
+
+@pytest.mark.parametrize("system", ["linux", "win32"])
+def test_a_thread_that_computes_is_told_from_one_that_sleeps(
+    system: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.platform", system)
+    clock = disk_jobs._thread_clock()
+    used, ends_at = clock(), time.monotonic() + DEADLINE_S
+    while clock() == used and time.monotonic() < ends_at:
+        sum(range(10_000))
+    assert clock() > used
 
 
 HANGS = """
