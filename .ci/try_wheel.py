@@ -11,7 +11,7 @@ from shardnet.model.kernels.library import native_kernels
 COMMAND = ["generate", "It was", "--max-tokens", "4", "--json"]
 TIMEOUT_S = 300
 
-assert (native_kernels() is not None) == (sys.platform != "win32"), "the kernels are not in it"
+assert native_kernels() is not None, "the kernels are not in it"
 done = subprocess.run(
     [sys.executable, "-P", "-m", "shardnet_cli", *COMMAND],
     stdout=subprocess.PIPE,

@@ -7,9 +7,11 @@ kernels/quantized_linear.py falls back to torch.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import enum
 import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,14 +31,17 @@ ISA_VARIABLE: Final = "SHARDNET_ISA"
 for torch alone. What the CPU does not have is not taken from it.
 """
 
-_LIBRARY: Final = "_quantized.so"
-KERNELS_VERSION: Final = 26
+LIBRARY: Final = "_quantized.dll" if sys.platform == "win32" else "_quantized.so"
+"""As setup.py names it. A checkout may have both."""
+KERNELS_VERSION: Final = 27
 """Counts up when the library's functions or structs change."""
 _KEPT_BYTES: Final = 1 << 22
 """Scratch memory that each thread keeps: enough for a decode step."""
 _LINE_BYTES: Final = 64
 """Of a row of bfloat16 as tiles of AMX read it: at least one line."""
-_OPENMP: Final = ("libgomp*", "libomp.*", "libiomp5.*")
+_OPENMP: Final = ("libgomp*", "libomp.*", "libiomp5.*", "libiomp5md.dll")
+_KMPC: Final = ("__kmpc_fork_call", "__kmpc_push_num_threads", "__kmpc_global_thread_num")
+"""What Intel's OpenMP library has in place of GOMP_parallel where it is for Windows."""
 
 
 class Isa(enum.IntEnum):
@@ -359,12 +364,12 @@ def find_kernels(environment: Mapping[str, str]) -> NativeKernels | None:
         has_pairs=has_pairs and wanted != "avx512",
         has_tiles=isa is Isa.AVX512 and not wanted and bool(library.shardnet_has_tiles()),
         _library=library,
-        _parallel=_parallel_function(),
+        _parallel=_parallel_function(library),
     )
 
 
 def _open() -> ctypes.CDLL | None:
-    path = Path(__file__).with_name(_LIBRARY)
+    path = Path(__file__).with_name(LIBRARY)
     if not path.is_file():
         return None
     try:
@@ -373,17 +378,37 @@ def _open() -> ctypes.CDLL | None:
         return None
 
 
-def _parallel_function() -> int:
-    """Return the address of GOMP_parallel in the OpenMP library that torch has loaded, 0 for none.
+def _parallel_function(library: ctypes.CDLL) -> int:
+    """Return the address of a function that does what GOMP_parallel does, 0 for none.
 
-    The library's threads then are torch's: a second pool would wait for the same cores.
+    It is of the OpenMP library that torch has loaded: a second pool of threads would wait for the
+    same cores.
     """
     package = Path(torch.__file__).parent
     for folder in (package / "lib", package.parent / "torch.libs"):
         for path in sorted(path for name in _OPENMP for path in folder.glob(name)):
-            try:
-                function = ctypes.CDLL(str(path)).GOMP_parallel
-            except (OSError, AttributeError):
-                continue
-            return ctypes.cast(function, ctypes.c_void_p).value or 0
+            with contextlib.suppress(OSError):
+                if address := parallel_by(ctypes.CDLL(str(path)), library):
+                    return address
     return 0
+
+
+def parallel_by(openmp: ctypes.CDLL, library: ctypes.CDLL) -> int:
+    """Return the address of GOMP_parallel in `openmp`, or of what `library` makes of its parts.
+
+    0 if it has neither.
+    """
+    if found := _address(openmp, "GOMP_parallel"):
+        return found
+    parts = [_address(openmp, name) for name in _KMPC]
+    if not all(parts):
+        return 0
+    make = library["shardnet_parallel_by_kmpc"]
+    make.argtypes, make.restype = (ctypes.c_void_p,) * len(parts), ctypes.c_void_p
+    return make(*parts) or 0
+
+
+def _address(library: ctypes.CDLL, name: str) -> int:
+    """Return the address of a function, 0 if `library` has none of that name."""
+    function = getattr(library, name, None)
+    return (ctypes.cast(function, ctypes.c_void_p).value or 0) if function is not None else 0

@@ -59,10 +59,9 @@ static int wait_for(const struct gather *self, struct shared *shared, int32_t sh
         }
         if (now - start < ALONE_NS) continue;
         if (now - start < self->spin_ns) {
-            sched_yield(); /* whoever else wants this core gets it: maybe the one that is waited for */
+            let_others_run(); /* maybe the one that is waited for */
         } else {
-            const struct timespec nap = {0, NAP_NS};
-            nanosleep(&nap, NULL);
+            nap(NAP_NS);
         }
     }
 }

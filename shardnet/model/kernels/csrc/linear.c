@@ -12,7 +12,6 @@
  */
 
 #include <math.h>
-#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -242,35 +241,6 @@ static void multiply_all(const void *argument, int64_t begin, int64_t end) {
     }
 }
 
-/* --- threads */
-
-struct job {
-    work_function work;
-    const void *argument;
-    atomic_long next;
-    int64_t n_items, piece;
-};
-
-static void take_pieces(void *argument) {
-    struct job *job = argument;
-    int64_t begin;
-    while ((begin = atomic_fetch_add(&job->next, 1) * job->piece) < job->n_items) {
-        int64_t end = begin + job->piece;
-        job->work(job->argument, begin, end < job->n_items ? end : job->n_items);
-    }
-}
-
-void shardnet_parallel_for(const struct team *team, work_function work, const void *argument, int64_t n_items,
-                           int64_t piece) {
-    struct job job = {.work = work, .argument = argument, .n_items = n_items, .piece = piece};
-    if (!team->parallel || team->n_threads < 2 || n_items <= piece) {
-        work(argument, 0, n_items);
-        return;
-    }
-    atomic_init(&job.next, 0);
-    team->parallel(take_pieces, &job, (unsigned)team->n_threads, 0);
-}
-
 /* --- what kernels/library.py calls */
 
 #if defined(__x86_64__)
@@ -341,7 +311,7 @@ int32_t shardnet_has_tiles(void) {
 }
 
 /* Its name is the version of the structs: kernels/library.py looks for its own. */
-void shardnet_version_26(void) {}
+void shardnet_version_27(void) {}
 
 /* Gives a part its share of the scratch memory at `from`, and returns what is left. */
 static int8_t *place(struct linear *p, const struct linear *before, int8_t *from) {

@@ -30,7 +30,7 @@ struct team {
 /* Computes the items [begin, end) of a job. */
 typedef void (*work_function)(const void *argument, int64_t begin, int64_t end);
 
-/* Computes `n_items` on the team's threads in pieces of `piece` items: a thread that is free takes the next piece. */
+/* threads.c: computes `n_items` on the team's threads in pieces of `piece` items: a thread that is free takes the next piece. */
 void shardnet_parallel_for(const struct team *team, work_function work, const void *argument, int64_t n_items,
                            int64_t piece);
 

@@ -25,7 +25,9 @@ struct tiles {
  * may add to the three rows behind them. */
 typedef void (*many_function)(const struct linear *p, const uint8_t *w, int64_t row, int n_rows, float (*sums)[PANEL]);
 
-#if defined(__x86_64__) && defined(__linux__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+/* For Windows by Clang alone: in GCC's header strides are long, of 32 bits there. */
+#if defined(__x86_64__) && (defined(__linux__) || (defined(_WIN32) && defined(__clang__))) && \
+    (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
 #define SHARDNET_HAS_AMX /* in the compiler */
 #endif
 

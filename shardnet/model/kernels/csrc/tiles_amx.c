@@ -12,8 +12,12 @@
 #include "tiles.h"
 
 #if defined(SHARDNET_HAS_AMX)
+#if defined(_WIN32)
+#include <windows.h>
+#else
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include "tiles_avx512.h"
 
@@ -376,9 +380,18 @@ WITH_AMX void shardnet_amx_pairs(const struct linear *p, const uint8_t *w, int n
     _tile_release();
 }
 
-#define ARCH_REQ_XCOMP_PERM 0x1023
-#define XTILEDATA 18
+#define XTILEDATA 18 /* the state's number, in XCR0 too */
 
 /* Asks the system for the tiles' registers, which a process has only then. */
+#if defined(_WIN32)
+int32_t shardnet_may_use_tiles(void) {
+    const HMODULE kernel = GetModuleHandleA("kernel32.dll");
+    void *found = (void *)GetProcAddress(kernel, "EnableProcessOptionalXStateFeatures"); /* since Windows 11 */
+    return found && ((BOOL(WINAPI *)(DWORD64))found)(1ull << XTILEDATA);
+}
+#else
+#define ARCH_REQ_XCOMP_PERM 0x1023
+
 int32_t shardnet_may_use_tiles(void) { return !syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA); }
+#endif
 #endif

@@ -13,7 +13,7 @@ void shardnet_wait(const int64_t *word, int64_t seen, int64_t at_most_ns) {
             if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != seen) return;
             relax();
         }
-        sched_yield();
+        let_others_run();
     } while (now_ns() < end);
 }
 
