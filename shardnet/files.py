@@ -12,14 +12,19 @@ import hashlib
 import io
 import json
 import os
+import secrets
 import shutil
 import stat
-import tempfile
+import struct
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from shardnet.permissions import make_private_file, make_private_folder, others_at
 
 if TYPE_CHECKING:
     from io import FileIO
@@ -84,7 +89,8 @@ def make_own_folder(folder: Path) -> None:
     if not folder.is_dir():
         for missing in reversed([folder, *folder.parents]):
             if not missing.exists():
-                missing.mkdir(mode=0o700, exist_ok=True)
+                with suppress(FileExistsError):  # another process was faster
+                    make_private_folder(missing)
     check_own_folder(folder)
 
 
@@ -94,10 +100,10 @@ def check_own_folder(folder: Path) -> None:
     The system's own folders, and those where everyone keeps what is theirs like /tmp, are none.
     Raises OSError if it is missing.
     """
-    seen, meant = os.lstat(folder), os.stat(folder)
-    if {seen.st_uid, meant.st_uid} - {_user(meant), 0}:
+    others = others_at(folder)
+    if others.own_it:
         raise NotOwnError(folder, "it belongs to another user")
-    if meant.st_mode & stat.S_IWOTH and not meant.st_mode & stat.S_ISVTX:
+    if others.may_write and not os.stat(folder).st_mode & stat.S_ISVTX:
         raise NotOwnError(folder, "all users may write in it")
 
 
@@ -108,30 +114,36 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
     file that belongs to another user or that others may write; OSError. Never waits for a pipe.
     """
     safe = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+    if flags & os.O_CREAT:
+        with suppress(FileExistsError):
+            os.close(make_private_file(path))
     try:
+        if not hasattr(os, "O_NOFOLLOW") and os.path.islink(path):
+            raise NotOwnError(path, "it is a link")
         descriptor = os.open(path, flags | safe | getattr(os, "O_BINARY", 0), OWNER_ONLY)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise NotOwnError(path, "it is a link") from error
         raise
     try:
-        check_own(os.fstat(descriptor), path)
-    except NotOwnError:
+        check_own(descriptor, path)
+    except OSError:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def check_own(found: os.stat_result, path: Path) -> None:
-    """Raise NotOwnError unless `found`, the status of `path`, is a file of this user alone.
+def check_own(descriptor: int, path: Path) -> None:
+    """Raise NotOwnError unless an open file, that of `path`, is a regular one of this user alone.
 
     One of the system's administrator will do as well.
     """
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise NotOwnError(path, "it is no regular file")
-    if found.st_uid not in (_user(found), 0):
+    others = others_at(descriptor)
+    if others.own_it:
         raise NotOwnError(path, "it belongs to another user")
-    if hasattr(os, "getuid") and found.st_mode & stat.S_IWOTH:
+    if others.may_write:
         raise NotOwnError(path, "all users may write it")
 
 
@@ -144,26 +156,99 @@ def read_own(path: Path, most_bytes: int = MAX_OWN_BYTES) -> bytes:
     return content
 
 
-def _user(found: os.stat_result) -> int:
-    """Return the id of this user; where the system has none, the owner that was found."""
-    return os.getuid() if hasattr(os, "getuid") else found.st_uid
+_IN_USE: Final = (5, 32, 33, 1224)
+"""Codes of Windows for a file that a program has open, has locked or has mapped."""
+_PAUSES_S: Final = (0.01, 0.02, 0.04, 0.08, 0.16)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Move a file over another, or a folder. Raises OSError.
+
+    Windows refuses that while any program has one of them open. Virus scanners and indexers do so
+    for a moment with all that is new, so it is tried again for a third of a second.
+    """
+    _insist(lambda: os.replace(source, target))
+
+
+def delete(path: Path) -> None:
+    """Delete a file, if it is there. Raises OSError; tries as long as `rename`."""
+    _insist(lambda: path.unlink(missing_ok=True))
+
+
+def _insist(change: Callable[[], None]) -> None:
+    for pause_s in _PAUSES_S:
+        try:
+            return change()
+        except OSError as error:
+            if getattr(error, "winerror", None) not in _IN_USE:
+                raise
+        time.sleep(pause_s)
+    return change()
+
+
+if sys.platform == "win32":
+    import ctypes
+    import msvcrt
+
+    _kernel32 = ctypes.WinDLL("kernel32", use_last_error=True)
+    _LOCKED: Final = 33
+    _NO_WAIT, _ALONE = 0x1, 0x2
+    _FAR: Final = 1 << 62
+    """A byte that no file has: what is locked there cannot be read by others."""
+
+    def try_lock(file: int, *, is_shared: bool) -> bool:
+        """Lock an open file; return False if another has locked it, alone or, for that, at all.
+
+        Locks belong to the open file and end with it, within one process as well. Raises OSError.
+        """
+        handle = ctypes.c_void_p(msvcrt.get_osfhandle(file))
+        place = ctypes.create_string_buffer(struct.pack("@PPQP", 0, 0, _FAR, 0))
+        flags = _NO_WAIT | (0 if is_shared else _ALONE)
+        if _kernel32.LockFileEx(handle, flags, 0, 1, 0, place):
+            return True
+        code = ctypes.get_last_error()
+        if code != _LOCKED:
+            raise ctypes.WinError(code)
+        return False
+
+else:
+    import fcntl
+
+    def try_lock(file: int, *, is_shared: bool) -> bool:
+        """Lock an open file; return False if another has locked it, alone or, for that, at all.
+
+        Locks belong to the open file and end with it, within one process as well. Raises OSError.
+        """
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[FileIO]:
-    """Give an unbuffered file, for its owner alone, that takes the place of `path` at the end.
+def replacing(path: Path, *, mode: int = OWNER_ONLY) -> Iterator[FileIO]:
+    """Give an unbuffered file that takes the place of `path` at the end.
 
-    Readers see the old content or the new. After any exception the old file is still there and
-    nothing is left of the new one. Raises OSError, also where the folder is missing.
+    It is for its owner alone, unless `mode` says otherwise; on Windows it then inherits from its
+    folder. Readers see the old content or the new. After any exception the old file is still there
+    and nothing is left of the new one. Raises OSError, also where the folder is missing.
     """
-    handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    if mode == OWNER_ONLY:
+        made = make_private_file(unfinished)
+    else:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+        made = os.open(unfinished, flags, mode)
     try:
-        with os.fdopen(handle, "wb", buffering=0) as file:
+        with os.fdopen(made, "wb", buffering=0) as file:
             yield file
-        os.replace(unfinished, path)
+            if mode != OWNER_ONLY and hasattr(os, "fchmod"):  # whatever the umask
+                os.fchmod(file.fileno(), mode)
+        rename(unfinished, path)
     except BaseException:
         with suppress(OSError):
-            os.unlink(unfinished)
+            delete(unfinished)
         raise
 
 
@@ -178,12 +263,10 @@ def write_whole(
     """
     if mode == OWNER_ONLY:
         make_own_folder(path.parent)
-    with replacing(path) as file:
+    with replacing(path, mode=mode) as file:
         rest = memoryview(content)
         while rest:
             rest = rest[file.write(rest) :]
-        if mode != OWNER_ONLY and hasattr(os, "fchmod"):
-            os.fchmod(file.fileno(), mode)
         if is_durable:
             os.fsync(file.fileno())
 
@@ -265,7 +348,7 @@ class CacheFolder:
         """
         gone = self.folder.with_name(f"{_GONE}{os.getpid()}-{self.folder.name}")
         with suppress(OSError):  # another process was faster
-            os.rename(self.folder, gone)
+            rename(self.folder, gone)
         shutil.rmtree(gone, ignore_errors=True)
         return not self.folder.exists()
 

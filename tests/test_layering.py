@@ -47,7 +47,8 @@ PACKAGES: dict[str, set[str]] = {
     "slot_operations": {"errors", "types", "sampling_params", "output_params"},
     "stage_form": {"errors", "types"},
     "assets": set(),
-    "files": set(),
+    "permissions": set(),
+    "files": {"permissions"},
     "plugins": {"errors"},
     "threads": set(),
     "__init__": set(),
@@ -63,7 +64,7 @@ PACKAGES["runtime"] = {
     *("wire", "transport", "model", "checkpoint", "tokenizers", "stage", "threads", "plugins"),
     *BASE,
 }
-PACKAGES["cluster"] = {"runtime", "files", "guard", *PACKAGES["runtime"]}
+PACKAGES["cluster"] = {"runtime", "files", "permissions", "guard", *PACKAGES["runtime"]}
 PACKAGES["api"] = {"cluster", *PACKAGES["cluster"]}
 PACKAGES["cli"] = {"api", *PACKAGES["api"]}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,13 +228,11 @@ def _write(path: Path, arrays: Arrays, metadata: Mapping[str, str]) -> None:
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     try:
-        with replacing(path) as file:
+        with replacing(path, mode=0o644) as file:
             for part in (len(encoded).to_bytes(8, "little"), encoded, *arrays.values()):
                 rest = memoryview(part if isinstance(part, bytes) else part.tobytes())
                 while rest:
                     rest = rest[file.write(rest) :]
-            if hasattr(os, "fchmod"):
-                os.fchmod(file.fileno(), 0o644)
     except OSError as error:
         raise ConfigurationError(
             f"--out: {path} cannot be written: {error.strerror}", remedy="name another file"

@@ -31,9 +31,8 @@ def read_config(path: Path, group: TyperGroup) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if stat.S_ISREG(found.st_mode):  # /dev/null will do as well
-                check_own(found, path)
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # /dev/null will do as well
+                check_own(file.fileno(), path)
             values = tomllib.loads(decode_text(file.read()))
     except FileNotFoundError:
         return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import typer
@@ -13,6 +12,7 @@ from shardnet.api.server.settings import Listening, Settings
 from shardnet.api.switching.model_switch import parse_duration
 from shardnet.errors import ConfigurationError
 from shardnet.files import decode_text, expanded
+from shardnet.permissions import others_at, privacy_command
 
 from ..output.exit_codes import say
 from .options import Access, check_choice, flag, is_loopback
@@ -159,13 +159,14 @@ class HttpOptions:
         try:
             with path.open("rb") as file:
                 raw = file.read(MAX_KEY_FILE_BYTES)
-                is_open = os.name == "posix" and os.fstat(file.fileno()).st_mode & 0o077
+                is_open = others_at(file.fileno()).may_read
         except OSError as error:
             raise ConfigurationError(
                 f"{path}: {error.strerror}", remedy="make it a readable file"
             ) from error
         if is_open:
-            say(f"warning: others on this machine can read the API keys in {path}: chmod 600 it")
+            said = f"others on this machine can read the API keys in {path}"
+            say(f"warning: {said}: run `{privacy_command(path)}`")
         lines = [line.strip() for line in decode_text(raw, "replace").splitlines()]
         return [line for line in lines if line and not line.startswith("#")]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -20,7 +19,8 @@ from typing import Final
 import platformdirs
 
 from shardnet.errors import ConfigurationError, UsageError
-from shardnet.files import NotOwnError, check_own, decode_text, write_whole
+from shardnet.files import NotOwnError, check_own, decode_text, delete, write_whole
+from shardnet.permissions import others_at, privacy_command
 
 CACHE_DIR_VARIABLE: Final = "SHARDNET_CACHE_DIR"
 RUNTIME_DIR_VARIABLE: Final = "SHARDNET_RUNTIME_DIR"
@@ -63,18 +63,20 @@ def runtime_dir(environment: Mapping[str, str]) -> Path:
 
     Without $XDG_RUNTIME_DIR it lies directly in the folder of temporary files: a folder between,
     as platformdirs has it, might be another user's. Where that cannot be written, as on a full
-    disk, it is where the nodes are that have registered before.
+    disk, it is where the nodes are that have registered before. On Windows it is in the user's
+    profile: %TEMP% may be another folder in every session.
     """
     if RUNTIME_DIR_VARIABLE in environment:
         return Path(environment[RUNTIME_DIR_VARIABLE])
     if (folder := _in_xdg("XDG_RUNTIME_DIR", environment)) is not None:
         return folder
-    owner = os.getuid() if hasattr(os, "getuid") else os.getlogin()
+    if sys.platform == "win32":
+        return platformdirs.user_runtime_path(_NAME, appauthor=False)
     try:
         temporary = tempfile.gettempdir()
     except FileNotFoundError:  # none that it could write a file in
         temporary = environment.get("TMPDIR") or "/tmp"
-    return Path(temporary) / f"{_NAME}-{owner}"
+    return Path(temporary) / f"{_NAME}-{os.getuid()}"
 
 
 def why_not_written(folder: Path) -> str:
@@ -82,7 +84,7 @@ def why_not_written(folder: Path) -> str:
     probe = folder / f".probe-{os.getpid()}"
     try:
         write_whole(probe, bytes(_PROBE_BYTES))
-        probe.unlink()
+        delete(probe)
     except OSError as error:
         return error.strerror or str(error)
     return ""
@@ -111,7 +113,12 @@ _N_CHARACTERS: Final = (KEY_BYTES * 8 + _CHECK_BITS) // 5
 _READ_AS: Final = str.maketrans("OIL", "011")
 """Letters that the alphabet leaves out (Crockford's base 32), and the digits they are taken for."""
 _MAX_FILE_BYTES: Final = 1024
-_READ_ONLY: Final = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+_READ_ONLY: Final = (
+    os.O_RDONLY
+    | getattr(os, "O_CLOEXEC", 0)
+    | getattr(os, "O_NONBLOCK", 0)
+    | getattr(os, "O_BINARY", 0)
+)
 """Links are followed: a key may be kept elsewhere. What they lead to has to be this user's."""
 
 
@@ -170,26 +177,25 @@ def load_key(path: Path) -> ClusterKey | None:
     Raises ConfigurationError if users other than its owner may read it, or it is damaged.
     """
     try:
-        found, content = _read(path)
+        is_open, content = _read(path)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise ConfigurationError(
-            f"the key file {path} cannot be read: {error.strerror}",
-            remedy="name another with --key-file",
-        ) from error
-    if sys.platform != "win32" and stat.S_IMODE(found.st_mode) & 0o077:
-        raise ConfigurationError(
-            f"the key file {path} is open to others than its owner",
-            remedy=f"run `chmod 600 {path}`, and make a new key if one of them may have read it",
-        )
-    try:
-        check_own(found, path)
     except NotOwnError as error:
         raise ConfigurationError(
             f"the key file {path} is not used: {error.strerror}",
             remedy="name one of your own with --key-file",
         ) from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"the key file {path} cannot be read: {error.strerror}",
+            remedy="name another with --key-file",
+        ) from error
+    if is_open:
+        raise ConfigurationError(
+            f"the key file {path} is open to others than its owner",
+            remedy=f"run `{privacy_command(path)}`, and make a new key if one of them may have "
+            "read it",
+        )
     try:
         return ClusterKey.parse(decode_text(content, "replace"))
     except UsageError as error:
@@ -198,12 +204,18 @@ def load_key(path: Path) -> ClusterKey | None:
         ) from error
 
 
-def _read(path: Path) -> tuple[os.stat_result, bytes]:
-    """Return the status and the content of a key file. Raises OSError. Never waits for a pipe."""
+def _read(path: Path) -> tuple[bool, bytes]:
+    """Return whether others may read a key file, and its content. Never waits for a pipe.
+
+    Raises NotOwnError if it is another user's, OSError.
+    """
     descriptor = os.open(path, _READ_ONLY)
     try:
-        found = os.fstat(descriptor)
-        return found, os.read(descriptor, _MAX_FILE_BYTES)
+        content = os.read(descriptor, _MAX_FILE_BYTES)
+        is_open = others_at(descriptor).may_read
+        if not is_open:
+            check_own(descriptor, path)
+        return is_open, content
     finally:
         os.close(descriptor)
 

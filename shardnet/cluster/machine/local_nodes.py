@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import socket
-import stat
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +23,8 @@ import psutil
 
 from shardnet.cluster.machine.folders import RUNTIME_DIR_VARIABLE
 from shardnet.errors import ConfigurationError
-from shardnet.files import NotOwnError, make_own_folder, read_own, write_whole
+from shardnet.files import NotOwnError, delete, make_own_folder, read_own, write_whole
+from shardnet.permissions import others_at
 
 TOUCH_S: Final = 60.0
 """How old a node lets its entry become."""
@@ -124,7 +124,7 @@ class LocalNodes:
 
     def remove(self, entry: LocalNode) -> None:
         """Remove an entry, if it is there."""
-        self._path(entry).unlink(missing_ok=True)
+        delete(self._path(entry))
 
     def list(self) -> list[LocalNode]:
         """List the nodes of this place whose processes live, oldest first.
@@ -141,13 +141,13 @@ class LocalNodes:
                 found.append(entry)
             if not lives:
                 with contextlib.suppress(OSError):
-                    path.unlink()
+                    delete(path)
         return sorted(found, key=lambda entry: (entry.started, entry.pid))
 
     def _check_ours(self) -> None:
         """Raise ConfigurationError unless the folder, and the link to it if any, is this user's."""
         try:
-            seen, meant = os.lstat(self._folder), os.stat(self._folder)
+            others = others_at(self._folder)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:
@@ -156,9 +156,7 @@ class LocalNodes:
                 f"({error.strerror})",
                 remedy=f"name another with {RUNTIME_DIR_VARIABLE}",
             ) from error
-        if hasattr(os, "getuid") and (
-            {seen.st_uid, meant.st_uid} != {os.getuid()} or meant.st_mode & stat.S_IWOTH
-        ):
+        if others.own_it or others.may_write:
             raise ConfigurationError(
                 f"another user can write in {self._folder}, where this machine's nodes are "
                 "registered",

@@ -10,9 +10,8 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -27,8 +26,11 @@ from shardnet.files import (
     make_own_folder,
     open_own,
     read_own,
+    rename,
+    try_lock,
     write_whole,
 )
+from shardnet.permissions import make_private_folder
 
 DEFAULT_SHARE_OF_DISK = 0.5
 """Without a limit, replicas take at most this share of the disk's free space and their own."""
@@ -88,7 +90,8 @@ class ModelCache:
         """
         try:
             make_own_folder(self._models)
-            folder = Path(tempfile.mkdtemp(dir=self._models, prefix=".new-"))
+            folder = self._models / f".new-{secrets.token_hex(8)}"
+            make_private_folder(folder)
         except OSError as error:
             raise disk_error(error, self._models) from error
         try:
@@ -103,7 +106,7 @@ class ModelCache:
         """
         folder = self._models / _checked(model_id)
         try:
-            staged.rename(folder)
+            rename(staged, folder)
         except OSError as error:
             if not folder.is_dir():
                 raise disk_error(error, folder) from error
@@ -170,7 +173,7 @@ class ModelCache:
         lock = self._lock_path(model_id)
         try:
             with os.fdopen(open_own(lock, os.O_RDWR | os.O_CREAT), "rb+") as file:
-                if not _lock_alone(file.fileno()):
+                if not try_lock(file.fileno(), is_shared=False):
                     raise BusyError(
                         f"model {model_id[:12]} is in use by a node of this machine",
                         remedy="run `shardnet unload`, or stop the node",
@@ -197,9 +200,10 @@ class ModelCache:
 
     def _delete(self, folder: Path) -> None:
         """Delete a replica, out of its place first. Raises OSError if it stays there."""
-        doomed = Path(tempfile.mkdtemp(dir=self._models, prefix=".old-"))
+        doomed = self._models / f".old-{secrets.token_hex(8)}"
+        make_private_folder(doomed)
         try:
-            folder.rename(doomed / folder.name)
+            rename(folder, doomed / folder.name)
         finally:
             shutil.rmtree(doomed, ignore_errors=True)
 
@@ -346,7 +350,7 @@ def _size_bytes(folder: Path) -> int:
 def _is_locked(lock: Path) -> bool:
     try:
         with os.fdopen(open_own(lock), "rb") as file:
-            return not _lock_alone(file.fileno())
+            return not try_lock(file.fileno(), is_shared=False)
     except OSError:
         return False
 
@@ -354,36 +358,13 @@ def _is_locked(lock: Path) -> bool:
 def _lock_shared(file: int, path: Path) -> None:
     """Lock an open file, shared; waits while a replica is being deleted.
 
-    Locks belong to the open file and end with it, so they hold within one process as well. Raises
-    BusyError after LOCK_S.
+    Raises BusyError after LOCK_S.
     """
-    if sys.platform == "win32":  # an open file cannot be deleted there
-        return
-    import fcntl
-
     until_s = time.monotonic() + LOCK_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return
-        except BlockingIOError as error:
-            if time.monotonic() >= until_s:
-                raise BusyError(
-                    f"{path}: another process has held this lock for {LOCK_S:g} s",
-                    remedy="ask again when the model is deleted, or end that process (fuser names "
-                    "it)",
-                ) from error
+    while not try_lock(file, is_shared=True):
+        if time.monotonic() >= until_s:
+            raise BusyError(
+                f"{path}: another process has held this lock for {LOCK_S:g} s",
+                remedy="ask again when the model is deleted, or end that process",
+            )
         time.sleep(LOCK_EVERY_S)
-
-
-def _lock_alone(file: int) -> bool:
-    """Lock an open file exclusively; return False if it is locked already."""
-    if sys.platform == "win32":
-        return True
-    import fcntl
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -196,7 +196,9 @@ def test_a_folder_in_which_others_can_write_is_refused(
         if how == "open to all":
             folder.chmod(0o777)
         else:
-            monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid + 1)
+            if not os.getuid():
+                os.chown(folder, 4711, -1)
+            monkeypatch.setattr(os, "getuid", lambda: 4712)
     nodes = LocalNodes(folder)
     with pytest.raises(ConfigurationError, match="another user can write in"):
         nodes.list()
@@ -209,6 +211,14 @@ def test_the_folder_is_where_the_environment_says() -> None:
     assert runtime_dir({"SHARDNET_RUNTIME_DIR": "/x"}) == Path("/x")
     assert runtime_dir({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/shardnet")
     assert "shardnet-" in runtime_dir({}).name
+
+
+def test_on_windows_it_is_in_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions of one user have temporary folders of their own there."""
+    monkeypatch.setattr("platformdirs.user_runtime_path", lambda name, appauthor: Path("/p") / name)
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert runtime_dir({}) == Path("/p/shardnet")
+    assert runtime_dir({"SHARDNET_RUNTIME_DIR": "/x"}) == Path("/x")
 
 
 @pytest.mark.parametrize(("cores", "nodes", "share"), [(8, 1, 8), (8, 3, 2), (2, 5, 1), (4, 0, 4)])
