@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal, TextIO
-from urllib.parse import unquote
 
 import msgspec
 
@@ -43,9 +42,10 @@ if TYPE_CHECKING:
 MAX_SAVED_BYTES: Final = 64 << 20
 """Most bytes of a file that is loaded."""
 _ENDS: Final = r"\.(?i:png|jpe?g|webp|gif)"
+_BEGINS: Final = r"(?:/|~|file://|[A-Za-z]:[\\/])"
 _DROPPED: Final = re.compile(
-    rf"""'((?:/|~|file://)[^'\n]*{_ENDS})'|"((?:/|~|file://)[^"\n]*{_ENDS})\""""
-    rf"""|(?<!\S)((?:/|~|file://)(?:\\.|[^\s\\])*{_ENDS})(?!\S)"""
+    rf"""'({_BEGINS}[^'\n]*{_ENDS})'|"({_BEGINS}[^"\n]*{_ENDS})\""""
+    rf"""|(?<!\S)({_BEGINS}(?:\\.|[^\s\\])*{_ENDS})(?!\S)"""
 )
 """The path of a picture in a message: in quotation marks, or with escaped spaces."""
 
@@ -301,8 +301,12 @@ def dropped(text: str) -> tuple[str, list[Path]]:
 
     def take(found: re.Match[str]) -> str:
         quoted, bare = found[1] or found[2], found[3] or ""
-        written = quoted or re.sub(r"\\(.)", r"\1", bare)
-        path = Path(unquote(written[7:]) if written.startswith("file://") else written)
+        written = quoted or (bare if os.sep == "\\" else re.sub(r"\\(.)", r"\1", bare))
+        if written.startswith("file://"):
+            from urllib.request import url2pathname
+
+            written = url2pathname(written[7:])
+        path = Path(written)
         with contextlib.suppress(OSError, ValueError):
             path = expanded(path)
             if path.is_file():

@@ -20,7 +20,7 @@ from shardnet.checkpoint.formats.gguf_header import (
 from shardnet.checkpoint.formats.huggingface import HF_INDEX_FILES, HF_WHOLE, SINGLE_FILES
 from shardnet.checkpoint.formats.safetensors_files import weight_map
 from shardnet.checkpoint.model_names import FoundModel
-from shardnet.checkpoint.tensors.checkpoint_files import folder_entries
+from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, is_file_name
 from shardnet.errors import CheckpointError, ShortageError, shortage, telling_shortages
 from shardnet.files import expanded, write_whole
 
@@ -53,7 +53,9 @@ class CheckpointFiles:
 
 def is_plain(name: str) -> bool:
     """Say whether a file's name stays below its folder and is of usual length."""
-    return len(name) <= MAX_NAME and ".." not in name and bool(_PLAIN_NAME.fullmatch(name))
+    if len(name) > MAX_NAME or ".." in name or not _PLAIN_NAME.fullmatch(name):
+        return False
+    return all(map(is_file_name, name.split("/")))
 
 
 def choose_files(names: Collection[str], choice: str, model: str) -> CheckpointFiles:

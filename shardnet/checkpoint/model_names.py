@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Final
 
 from shardnet.errors import UsageError
@@ -47,8 +47,14 @@ class FoundModel:
 
 def short_name(model: str) -> str:
     """Return what programs call a model: of a path its last part."""
-    path = PurePath(model)
-    return path.name if path.is_absolute() else model
+    if model.startswith("/"):
+        return PurePosixPath(model).name
+    return PureWindowsPath(model).name if is_path(model) else model
+
+
+def is_path(model: str) -> bool:
+    """Say whether `model` is an absolute path, of whatever system: a ring may span several."""
+    return model.startswith("/") or PureWindowsPath(model).is_absolute()
 
 
 def has_prefix(model: str) -> bool:
@@ -97,10 +103,13 @@ def nearest_name(model: str, names: Collection[str]) -> str:
 def spellings(name: str) -> set[str]:
     """List what may be typed for a name, in lower case."""
     rest = name.removeprefix(OLLAMA).removeprefix(LM_STUDIO)
-    if "@" in rest and not rest.startswith("/"):
+    is_file = is_path(rest)
+    if is_file and not rest.startswith("/"):
+        rest = PureWindowsPath(rest).as_posix()
+    if "@" in rest and not is_file:
         return {name.casefold(), rest.casefold()}  # a revision is named in full
     folder, _, last = rest.rpartition("/")
-    parents = [] if rest.startswith("/") else _tails(folder)
+    parents = [] if is_file else _tails(folder)
     found = {name, rest, *_tails(rest)}
     if file := _FILE.fullmatch(last):
         found |= _of_file(file["stem"], parents)

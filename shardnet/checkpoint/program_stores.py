@@ -19,7 +19,7 @@ from shardnet.checkpoint.formats.consolidated import has_consolidated_files
 from shardnet.checkpoint.formats.huggingface import has_huggingface_tensors
 from shardnet.checkpoint.hub_cache import gguf_models, is_plain
 from shardnet.checkpoint.model_names import FOLDERS_VARIABLE, LM_STUDIO, OLLAMA, FoundModel
-from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_file
+from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_file, is_file_name
 from shardnet.checkpoint.tensors.json_files import parse_object, read_file
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN
 from shardnet.errors import CheckpointError, ShortageError
@@ -55,7 +55,8 @@ class OllamaName:
             return None
         path, colon, tag = text.removeprefix(OLLAMA).partition(":")
         parts = path.split("/")
-        if len(parts) > 3 or not all(map(_PART.fullmatch, [*parts, tag if colon else _TAG])):
+        named = [*parts, tag if colon else _TAG]
+        if len(parts) > 3 or not all(_PART.fullmatch(one) and is_file_name(one) for one in named):
             return None
         registry, namespace, name = [_REGISTRY, _NAMESPACE][: 3 - len(parts)] + parts
         return cls(name=name, tag=tag or _TAG, namespace=namespace, registry=registry)
@@ -137,7 +138,8 @@ def _names(root: Path) -> Iterator[OllamaName]:
 def _parts(folder: Path) -> list[str]:
     if not os.path.isdir(folder):
         return []
-    return [entry for entry in folder_entries(folder) if _PART.fullmatch(entry)]
+    entries = folder_entries(folder)
+    return [entry for entry in entries if _PART.fullmatch(entry) and is_file_name(entry)]
 
 
 def _layers(manifest: Path) -> list[dict[str, Any]]:

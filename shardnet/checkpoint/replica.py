@@ -18,7 +18,7 @@ from typing import Final
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica_journal import JOURNAL_FILE, FileStamp, Journal, n_parts
-from shardnet.checkpoint.tensors.checkpoint_files import open_file
+from shardnet.checkpoint.tensors.checkpoint_files import is_file_name, open_file
 from shardnet.checkpoint.tensors.manifest import (
     ID_FILES,
     INDEX_FILES,
@@ -289,8 +289,7 @@ def check_heads(heads: Sequence[FileHead], peer: str) -> None:
         plain = whole or (
             (head.name.endswith(TENSOR_SUFFIXES) or is_blob(head.name))
             and not head.name.startswith(".")
-            and not set(head.name) & set("/\\:\0")
-            and head.name.isprintable()
+            and is_file_name(head.name)
         )
         fits = _are_apart(head.ranges, head.size_bytes) and head.head_bytes <= MAX_HEAD_BYTES
         if not plain or not fits or head.size_bytes > MAX_FILE_BYTES:
@@ -301,7 +300,7 @@ def check_heads(heads: Sequence[FileHead], peer: str) -> None:
             raise CheckpointError(f"{peer} offers only a part of {head.name}")
     if sum(head.head_bytes for head in heads) > MAX_HEADS_BYTES:
         raise CheckpointError(f"{peer} offers more than {MAX_HEADS_BYTES} bytes beside tensors")
-    if len({head.name for head in heads}) != len(heads):
+    if len({head.name.casefold() for head in heads}) != len(heads):  # one file on some systems
         raise CheckpointError(f"{peer} offers a file twice")
 
 

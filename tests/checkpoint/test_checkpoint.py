@@ -221,6 +221,14 @@ INDEX_DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda f: edit_index(f, ghost="../model.safetensors"),
         "expected a file name without a folder",
     ),
+    "a file outside the folder of Windows": (
+        lambda f: edit_index(f, ghost="..\\model.safetensors"),
+        "expected a file name without a folder",
+    ),
+    "a stream of a file": (
+        lambda f: edit_index(f, ghost="model.safetensors:x"),
+        "expected a file name without a folder",
+    ),
     "a file that is no name": (
         lambda f: edit_index(f, ghost=7),
         "expected a file name without a folder",

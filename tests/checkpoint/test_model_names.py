@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardnet.api.requests import name_model
-from shardnet.checkpoint.model_names import match, nearest_name
+from shardnet.checkpoint.model_names import match, nearest_name, short_name
 from shardnet.errors import UsageError
 
 LAMA_3B, LAMA_1B = "ollama:llama3.2:3b", "ollama:llama3.2:1b"
@@ -14,7 +14,23 @@ STUDIO = "lmstudio:community/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf"
 Q4, Q8, WHOLE = "lab/Qwen3-8B-GGUF:Q4_K_M", "lab/Qwen3-8B-GGUF:Q8_0", "Qwen/Qwen3-0.6B"
 FILE, PARTS = "/home/a/models/Smol-135M.Q4_1.gguf", "/m/Big/big-IQ4_XS-00001-of-00003.gguf"
 FOLDER, OLD = "/home/a/models/TinyLlama", "lab/parrot@v1"
-NAMES = (LAMA_3B, LAMA_1B, FANCY, OTHERS, STUDIO, Q4, Q8, WHOLE, FILE, PARTS, FOLDER, OLD)
+WINDOWS, SHARE = "C:\\Users\\Jörg Müller\\Tiny-1M.Q8_0.gguf", "\\\\nas\\models\\Mid"
+NAMES = (
+    WINDOWS,
+    SHARE,
+    LAMA_3B,
+    LAMA_1B,
+    FANCY,
+    OTHERS,
+    STUDIO,
+    Q4,
+    Q8,
+    WHOLE,
+    FILE,
+    PARTS,
+    FOLDER,
+    OLD,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +53,9 @@ NAMES = (LAMA_3B, LAMA_1B, FANCY, OTHERS, STUDIO, Q4, Q8, WHOLE, FILE, PARTS, FO
         ("big:iq4_xs", PARTS),
         ("tinyllama", FOLDER),
         ("ollama:fancy", FANCY),
+        ("tiny-1m", WINDOWS),
+        ("Tiny-1M:q8_0", WINDOWS),
+        ("mid", SHARE),
         ("lmstudio:qwen3-0.6b", STUDIO),
         ("ollama:tinyllama", None),
         ("models", None),
@@ -86,3 +105,19 @@ def test_what_may_be_a_name_goes_to_the_nodes_as_it_is(model: str) -> None:
 @pytest.mark.parametrize("model", ["./x", "../x", "/x", "~/x", "a/../b", "C:/x", "a\\b"])
 def test_what_must_be_a_path_becomes_absolute(model: str) -> None:
     assert name_model(model).startswith("/")
+
+
+@pytest.mark.parametrize(
+    ("model", "short"),
+    [
+        ("/home/a/b.gguf", "b.gguf"),
+        ("C:\\Users\\Jörg Müller\\b.gguf", "b.gguf"),
+        ("D:/models/b", "b"),
+        ("\\\\nas\\models\\b", "b"),
+        ("org/name:Q4", "org/name:Q4"),
+        ("ollama:x:3b", "ollama:x:3b"),
+    ],
+)
+def test_a_path_of_any_system_has_a_short_name(model: str, short: str) -> None:
+    """A ring may span machines of several systems."""
+    assert short_name(model) == short

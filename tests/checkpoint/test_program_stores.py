@@ -51,6 +51,7 @@ def listed(root: Path) -> dict[str, str]:
         ("ollama:hf.co/lab/x-GGUF:Q4", "ollama:hf.co/lab/x-GGUF:Q4"),
         *((text, None) for text in ("llama3.2:3b", "ollama:", "ollama:x:", "ollama:a/b/c/d")),
         *((f"ollama:{bad}", None) for bad in ("../x", "x:../y", "x:a/b", "/x", "x:..", "a//b")),
+        *((f"ollama:{bad}", None) for bad in ("nul", "x:con", "a\\b", "C:/x", "x.", "x:y.")),
         *((f"ollama:{bad}", None) for bad in ("x\0", "x\n", ".x", "x:.y", "é", "x" * 200)),
     ],
 )

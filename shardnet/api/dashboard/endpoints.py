@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from pathlib import PurePath
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -23,6 +22,7 @@ from shardnet.api.programs import DEFAULT_CONTEXT, KEY_PLACEHOLDER, PROGRAMS, Se
 from shardnet.api.server.endpoint import Dialect, Endpoint, Json, Reply, Stream, comment
 from shardnet.api.server.errors import Fault, HttpError, refused, too_many
 from shardnet.api.server.service import Exchange
+from shardnet.checkpoint.model_names import is_path
 from shardnet.cluster.diagnosis.diagnosis import diagnose
 from shardnet.cluster.diagnosis.facts import Finding
 from shardnet.errors import ShardnetError, UsageError
@@ -189,7 +189,7 @@ async def list_models(client: Client, model: str) -> list[ModelsListed]:
     Raises LinkError when the node does not answer at all.
     """
     lists: list[ModelsListed] = []
-    path = model if PurePath(model).is_absolute() else ""
+    path = model if is_path(model) else ""
     try:
         async with asyncio.timeout(LIST_S), aclosing(client.models(model=path)) as pieces:
             async for piece in pieces:

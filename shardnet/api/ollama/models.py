@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from contextlib import aclosing
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Final
 
 import msgspec
@@ -29,7 +28,7 @@ from shardnet.api.server.endpoint import Json, Reply
 from shardnet.api.server.errors import HttpError
 from shardnet.api.server.model_names import FRESH_S, MAX_LISTED, ModelNames, ServedModel, written
 from shardnet.api.server.service import Exchange
-from shardnet.checkpoint.model_names import short_name
+from shardnet.checkpoint.model_names import is_path, short_name
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.membership import ListedModel
@@ -129,7 +128,7 @@ class ModelFacts:
         found: dict[str, ListedModel] = {}
         with contextlib.suppress(ShardnetError, TimeoutError):
             model = exchange.service.models.default.choice.model
-            path = model if PurePath(model).is_absolute() else ""
+            path = model if is_path(model) else ""
             pieces = exchange.service.client.models(model=path)
             async with asyncio.timeout(ASK_S), aclosing(pieces):
                 async for piece in pieces:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import PurePath
 from types import MappingProxyType
 from typing import Final
 
@@ -21,7 +20,7 @@ from msgspec.structs import replace
 from shardnet.api.client import Client
 from shardnet.api.server.errors import Fault, HttpError, refused
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.checkpoint.model_names import match, nearest_name, short_name
+from shardnet.checkpoint.model_names import is_path, match, nearest_name, short_name
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.wire.messages.plans import AdapterScale, ModelChoice
 
@@ -193,7 +192,7 @@ class ModelNames:
         """Ask the nodes. What they do not say in time is what they said before."""
         found: dict[str, int] = {}
         model = self.default.choice.model
-        self._named_path = model if PurePath(model).is_absolute() else ""
+        self._named_path = model if is_path(model) else ""
         try:
             pieces = self._client.models(names_only=True, model=self._named_path)
             async with asyncio.timeout(LIST_S), aclosing(pieces):

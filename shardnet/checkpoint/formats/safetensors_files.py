@@ -11,7 +11,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from shardnet.checkpoint.tensors.checkpoint_files import open_file
+from shardnet.checkpoint.tensors.checkpoint_files import is_file_name, open_file
 from shardnet.checkpoint.tensors.json_files import YIELDING, bound_counts, read_file, scan_text
 from shardnet.checkpoint.tensors.stored_tensor import (
     AGAIN,
@@ -250,8 +250,7 @@ def weight_map(index: Path) -> dict[str, str]:
             f"{index}: {len(names)} files, at most {MAX_FILES} are read", remedy=AGAIN
         )
     for file in names:
-        is_plain = file.isprintable() and len(file) <= MAX_FILE_NAME and "\\" not in file
-        if not is_plain or Path(file).name != file:
+        if len(file) > MAX_FILE_NAME or not is_file_name(file):
             raise _no_file_name(index, file)
     return files
 

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ _KINDS: Final = {
     stat.S_IFLNK: "a link in a circle",
 }
 _ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
+_DEVICE: Final = re.compile(r"(?i)(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]) *(\..*)?")
+"""Names of devices on Windows, in every folder and with any suffix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,21 @@ class _Place:
     base: str
     parts: tuple[str, ...]
     status: os.stat_result
+
+
+def is_file_name(name: str) -> bool:
+    """Say whether a name from elsewhere is that of a file in its folder on every system.
+
+    Windows has two separators, drives (C:), streams (name:stream), devices in every folder, and
+    leaves out dots and spaces at the end.
+    """
+    return (
+        name.isprintable()
+        and not set(name) & set('/\\:*?"<>|')
+        and bool(name)
+        and not name.endswith((".", " "))
+        and not _DEVICE.fullmatch(name)
+    )
 
 
 def find_file(path: Path) -> os.stat_result | None:

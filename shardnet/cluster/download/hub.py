@@ -33,6 +33,7 @@ from shardnet.checkpoint.hub_cache import (
 from shardnet.checkpoint.tensors.manifest import TENSOR_SUFFIXES
 from shardnet.cluster.download.hub_ranges import RESUME, HubFile, HubRanges
 from shardnet.errors import CancelledRequestError, HubError, ShardnetError
+from shardnet.files import delete, rename
 from shardnet.threads import DaemonThreads
 from shardnet.tokenizers.formats.tokenizer_files import has_tokenizer
 from shardnet.tokenizers.tokenizer import no_tokenizer
@@ -49,7 +50,9 @@ def check_room(
     `what` is the subject of the message; `else_do` its remedy besides making room, in the
     imperative.
     """
-    place = next(p for p in (folder, *folder.parents) if p.exists())
+    place = next((p for p in (folder, *folder.parents) if p.exists()), None)
+    if place is None:  # Windows has no root above its drives
+        raise error(f"{what}: there is no drive of {folder}", remedy=f"connect it, or {else_do}")
     free_bytes = max(0, shutil.disk_usage(place).free - LEFT_FREE_BYTES)
     if n_bytes > free_bytes:
         raise error(
@@ -279,14 +282,17 @@ def _go_on(name: HubName, commit: str, file: HubFile, root: Path, counter: _Coun
     """
     from filelock import FileLock, Timeout
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.file_download import are_symlinks_supported
 
     part = _part(name, file, root)
     whole = part.with_suffix("")
+    if not are_symlinks_supported(root):  # from whole it would be copied
+        whole = repo_folder(name, root) / "snapshots" / commit / file.name
     stored = get_hf_file_metadata(hf_hub_url(name.repo, file.name, revision=commit))
     if whole.exists() or stored.etag != file.sha256:
         return
     lock = root / ".locks" / repo_folder(name, root).name / f"{file.sha256}.lock"
-    for folder in (lock.parent, part.parent):
+    for folder in (lock.parent, part.parent, whole.parent):
         folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(Timeout), FileLock(lock, timeout=0):
         begin = n_come = _n_come(part, file)
@@ -298,11 +304,11 @@ def _go_on(name: HubName, commit: str, file: HubFile, root: Path, counter: _Coun
                     out.write(piece)
                     n_come += len(piece)
                     counter.update(len(piece))
-            part.replace(whole)
+            rename(part, whole)
         except HubError:
             if n_come > begin:
                 raise
-            part.unlink()
+            delete(part)
             counter.update(-begin)
 
 
@@ -325,8 +331,8 @@ def _check(name: HubName, file: HubFile, path: Path) -> None:
     elif file.sha256 and _sha256_of(path) != file.sha256:
         why = "another SHA-256 than the Hub says"
     if why:
-        path.resolve().unlink()
-        path.unlink(missing_ok=True)
+        delete(path.resolve())
+        delete(path)
         raise HubError(f"{name}: {file.name} came with {why}, and was deleted", remedy=RESUME)
 
 

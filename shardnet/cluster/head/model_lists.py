@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from msgspec.structs import replace
 from shardnet import __version__
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.hub_cache import HubName
-from shardnet.checkpoint.model_names import FoundModel, match, nearest_name
+from shardnet.checkpoint.model_names import FoundModel, is_path, match, nearest_name
 from shardnet.checkpoint.recommended_sampling import MAX_LICENCE, read_licence
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.peers.node_directory import NodeDirectory
@@ -113,7 +112,7 @@ class ModelLists:
         may be any of several, CheckpointError, with the nearest name or with why it cannot be used,
         if nobody has it.
         """
-        if model == DEFAULT_MODEL_NAME or os.path.isabs(model) or model in in_use:
+        if model == DEFAULT_MODEL_NAME or is_path(model) or model in in_use:
             return model
         meant = self._meanings.get(model)
         if meant is not None and meant in in_use:

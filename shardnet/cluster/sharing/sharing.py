@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
@@ -17,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from shardnet.checkpoint.hub_cache import HubName
+from shardnet.checkpoint.model_names import is_path
 from shardnet.checkpoint.replica import Replica, begin_replica, check_heads, lay_out, range_tensors
 from shardnet.cluster.machine.folders import ADAPTERS_FOLDER
 from shardnet.cluster.peers.control_link import ControlLink
@@ -483,7 +483,7 @@ def _not_found(
         str(answer) if isinstance(answer, ShardnetError) else f"{peer} has none"
         for peer, answer in answers.items()
     )
-    if not os.path.isabs(model):
+    if not is_path(model):
         is_of_hub = HubName.parse(model) is not None
         return CheckpointError(
             f"{model} is neither a folder where it was asked for, nor on {name} nor on a peer "

@@ -31,7 +31,12 @@ from shardnet.checkpoint.recommended_sampling import read_recommended
 from shardnet.checkpoint.replica import disk_error
 from shardnet.checkpoint.replica_journal import Journal
 from shardnet.checkpoint.tensors import checkpoint_files
-from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_file, open_file
+from shardnet.checkpoint.tensors.checkpoint_files import (
+    folder_entries,
+    has_file,
+    is_file_name,
+    open_file,
+)
 from shardnet.checkpoint.tensors.json_files import read_json
 from shardnet.errors import CapacityError, CheckpointError, ShortageError
 from shardnet.runtime.loading.model_facts import stamp
@@ -166,3 +171,17 @@ def test_a_model_that_the_disk_fails_hides_no_other_one_of_its_store(
         bad, good = sorted(lists(root), key=lambda model: "bad" not in model.name)
     assert ("bad" in bad.name, "the disk fails" in bad.failure) == (True, True)
     assert ("good" in good.name, good.failure) == (True, "")
+
+
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "sha256-ab", "konsole"])
+def test_a_file_name_is_one_on_every_system(name: str) -> None:
+    assert is_file_name(name)
+
+
+FOLDERS = ("", ".", "..", "a/b", "a\\b", "..\\a", "C:a", "C:\\a", "a:b", "\\\\server\\a")
+DEVICES = ("CON", "nul.bin", "Aux.tar.gz", "com1", "LPT9.bin", "nul .", "con\t")
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, *DEVICES, "a\0", "a\n", "a.", "a ", "a?", "a*", "<a>"])
+def test_what_windows_takes_for_something_else_is_no_file_name(name: str) -> None:
+    assert not is_file_name(name)

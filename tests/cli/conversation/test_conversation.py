@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -251,6 +252,23 @@ def test_pictures_go_with_the_next_message_and_into_files(tmp_path: Path) -> Non
     ):
         assert dropped(text) == (rest, [picture])
     assert dropped("is /no/such.png here?") == ("is /no/such.png here?", [])
+
+
+def test_pictures_are_dropped_as_on_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backslashes separate there, and paths begin with a drive."""
+    monkeypatch.chdir(tmp_path)
+    picture = Path("C:\\pictures\\a cat.png")  # here it is one name
+    bare = Path("C:/cat.png")
+    bare.parent.mkdir()
+    for path in (picture, bare):
+        path.write_bytes(b"cat")
+    assert dropped(f'"{picture}" what is it?') == ("what is it?", [picture])
+    assert dropped(f"{bare} what is it?") == ("what is it?", [bare])
+    monkeypatch.setattr(os, "sep", "\\")
+    (tmp_path / "D:\\cat.png").write_bytes(b"cat")
+    assert dropped("D:\\cat.png") == ("", [Path("D:\\cat.png")])
     client = Answering()
     talk = conversation(client)
     _do("/image", str(picture), talk)

@@ -227,3 +227,33 @@ def test_layers_of_an_encoder_come_without_what_replicas_do_not_have(
     assert pulled.n_new_bytes
     [held] = cache.models()
     assert held.name == "a/b"
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_model_is_kept_once_with_links_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    """Windows makes links for developers and administrators alone; there files are in snapshots."""
+    supported = "huggingface_hub.file_download.are_symlinks_supported"
+    monkeypatch.setattr(supported, lambda cache_dir=None: has_links)
+    with open_hub() as served:
+        served.add("a/b", make_llama(tmp_path / "model"))
+        point_at(served.address, monkeypatch)
+        name = HubName(repo="a/b")
+        for _ in range(2):
+            folder = pull(name, lambda *_: None, root=tmp_path / "hub").folder
+        close_session()
+    n_asked = sum(asked.startswith("GET model.safetensors") for asked in served.asked)
+    assert n_asked == 1
+    weights = folder / "model.safetensors"
+    assert weights.is_symlink() == has_links
+    size_bytes = weights.stat().st_size
+    every = [path for path in (tmp_path / "hub").rglob("*") if not path.is_symlink()]
+    assert sum(path.stat().st_size == size_bytes for path in every if path.is_file()) == 1
+
+
+def test_a_drive_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows has no root above all drives."""
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    with pytest.raises(HubError, match="there is no drive of"):
+        hub.check_room("it", 1, Path("no-root/hub"), else_do="wait", error=HubError)
