@@ -23,10 +23,10 @@ from shardnet.errors import ConfigurationError
 from .flags.config import SHELLS, completes_here, install, one_of, read_config, script
 from .flags.lazy_group import LazyGroup
 from .output.exit_codes import (
-    escape_unwritable,
     exit_codes,
     fail,
     open_missing_streams,
+    prepare_streams,
     restore_at_sigterm,
     say,
     write_out,
@@ -97,7 +97,7 @@ def _version(wanted: bool) -> None:
 
 def _check_shell(shell: str) -> None:
     if shell not in SHELLS:
-        raise typer.BadParameter(f"'{shell}': choose bash, zsh or fish")
+        raise typer.BadParameter(f"'{shell}': choose {', '.join(SHELLS[:-1])} or {SHELLS[-1]}")
 
 
 def _show_completion(shell: str) -> None:
@@ -130,7 +130,7 @@ def configure(
         str,
         typer.Option(
             "--install-completion",
-            metavar="bash|zsh|fish",
+            metavar="|".join(SHELLS),
             callback=_install_completion,
             autocompletion=one_of(*SHELLS),
             is_eager=True,
@@ -142,7 +142,7 @@ def configure(
         str,
         typer.Option(
             "--show-completion",
-            metavar="bash|zsh|fish",
+            metavar="|".join(SHELLS),
             callback=_show_completion,
             autocompletion=one_of(*SHELLS),
             is_eager=True,
@@ -162,11 +162,11 @@ def configure(
 def main() -> None:
     """Run the command line."""
     open_missing_streams()
-    escape_unwritable()
+    prepare_streams()
     restore_at_sigterm()
     completes_here()
     try:
         with exit_codes():
-            app()
+            app(windows_expand_args=False)  # a prompt may have * and $
     except typer.Exit as end:
         sys.exit(end.exit_code)

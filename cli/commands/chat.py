@@ -53,7 +53,8 @@ KEYS: Final = (
     "Enter sends; Alt-Enter, or a backslash before Enter, begins a new line; pasted text is one "
     "message; Ctrl-C stops an answer"
 )
-_SYNONYMS: Final = {"/quit": "/exit", "/bye": "/exit", "/?": "/help"}
+_SYNONYMS: Final = {"/quit": "/exit", "/bye": "/exit", "/?": "/help", "\x1a": "/exit"}
+"""The last is Ctrl-Z, which ends input on Windows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ from ..flags.lazy_group import examples
 from ..flags.options import Access, Json, option, takes_groups
 from ..flags.ring_options import RingOptions, Wanted
 from ..flags.sampling_options import SamplingOptions, read_prompts
-from ..output.exit_codes import EXIT_FAILURE, counted, run_command, say, standard_input
+from ..output.exit_codes import EXIT_FAILURE, counted, no_text, run_command, say, standard_input
 from ..output.generation_output import EventLines, ListedTexts, OneText
 from ..output.progress import LoadBars
 from .chat import warn_of_base_model
@@ -248,7 +248,7 @@ def _read_standard_input() -> str:
     try:
         return standard_input().read(MAX_TEXT + 1)
     except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"standard input is not UTF-8 text: {error}") from error
+        raise typer.BadParameter(no_text(error)) from error
 
 
 def parse_ids(text: str, flag: str = "--token-ids") -> list[int]:

@@ -16,7 +16,7 @@ from shardnet.cluster.machine.folders import ClusterKey, load_key, store_key
 from shardnet.errors import ConfigurationError, ShardnetError, UsageError
 
 from ..flags.options import Access, KeyFile, option
-from ..output.exit_codes import fail, say, standard_input, write_out
+from ..output.exit_codes import fail, no_text, say, standard_input, write_out
 
 TRIES = 3
 """Attempts to type the key at a terminal."""
@@ -116,7 +116,7 @@ def _read_key() -> ClusterKey:
     try:
         line = standard_input().readline()
     except UnicodeDecodeError as error:
-        raise UsageError(f"standard input is not {error.encoding} text: {error}") from error
+        raise UsageError(no_text(error)) from error
     if not line.strip():
         raise ConfigurationError(
             "no key was given", remedy="type the one that `shardnet key show` prints"

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from shardnet.wire.framing.schema import MAX_TEXT
 from shardnet.wire.messages.extras import RecommendedSampling
 from shardnet.wire.messages.plans import PlanReply
 
-from ..output.exit_codes import counted, say
+from ..output.exit_codes import counted, no_text, say
 from ..output.generation_output import RecoveryLines
 from ..output.progress import LoadBars
 from .markdown_answer import open_answer
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 MAX_SAVED_BYTES: Final = 64 << 20
 """Most bytes of a file that is loaded."""
 _ENDS: Final = r"\.(?i:png|jpe?g|webp|gif)"
-_BEGINS: Final = r"(?:/|~|file://|[A-Za-z]:[\\/])"
+_DRIVE: Final = r"[A-Za-z]:[\\/]"
+_BEGINS: Final = rf"(?:/|~|file://|{_DRIVE})"
 _DROPPED: Final = re.compile(
     rf"""'({_BEGINS}[^'\n]*{_ENDS})'|"({_BEGINS}[^"\n]*{_ENDS})\""""
     rf"""|(?<!\S)({_BEGINS}(?:\\.|[^\s\\])*{_ENDS})(?!\S)"""
@@ -301,7 +303,8 @@ def dropped(text: str) -> tuple[str, list[Path]]:
 
     def take(found: re.Match[str]) -> str:
         quoted, bare = found[1] or found[2], found[3] or ""
-        written = quoted or (bare if os.sep == "\\" else re.sub(r"\\(.)", r"\1", bare))
+        is_of_windows = re.match(_DRIVE, bare)  # there a backslash escapes nothing
+        written = quoted or (bare if is_of_windows else re.sub(r"\\(.)", r"\1", bare))
         if written.startswith("file://"):
             from urllib.request import url2pathname
 
@@ -331,7 +334,7 @@ def read_piped(text: TextIO) -> str | None:
     try:
         return text.readline() or None
     except UnicodeDecodeError as error:
-        raise UsageError(f"standard input is not {error.encoding} text: {error}") from error
+        raise UsageError(no_text(error)) from error
 
 
 def open_editor() -> Callable[[], str]:
@@ -339,6 +342,8 @@ def open_editor() -> Callable[[], str]:
 
     It raises EOFError for Ctrl-D, and KeyboardInterrupt for Ctrl-C.
     """
+    if sys.platform == "win32" and not sys.stdout.isatty():
+        return _type_plainly  # prompt_toolkit draws on standard output there
     os.environ.setdefault("PROMPT_TOOLKIT_NO_CPR", "1")  # answers would come amid what is typed
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import History, InMemoryHistory
@@ -364,6 +369,13 @@ def open_editor() -> Callable[[], str]:
         output=create_output(always_prefer_tty=True),
     )
     return lambda: session.prompt(PROMPT)
+
+
+def _type_plainly() -> str:
+    say(PROMPT, end="")
+    if not (line := sys.stdin.readline()):
+        raise EOFError
+    return line
 
 
 def history_path(environment: Mapping[str, str]) -> Path | None:

@@ -7,6 +7,7 @@ command for that command alone. A flag or SHARDNET_* variable comes before.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -172,6 +173,23 @@ function __shardnet_completion
 end
 complete --command shardnet --no-files --arguments '(__shardnet_completion)'
 """,
+        "powershell": """\
+Register-ArgumentCompleter -Native -CommandName shardnet -ScriptBlock {
+    param($word, $line, $cursor)
+    $typed = "$line".PadRight($cursor - $line.Extent.StartOffset)
+    $set = @{ %ASKS% = 'complete_fish'; _TYPER_COMPLETE_FISH_ACTION = 'get-args'
+        _TYPER_COMPLETE_ARGS = $typed.Substring(0, $cursor - $line.Extent.StartOffset) }
+    $set.GetEnumerator() | ForEach-Object { Set-Item "Env:$($_.Key)" $_.Value }
+    try {
+        & $line.CommandElements[0].Value 2>$null | ForEach-Object {
+            $found, $about = $_ -split "`t", 2
+            if (-not $about) { $about = $found }
+            $result = 'System.Management.Automation.CompletionResult'
+            New-Object $result $found, $found, 'ParameterValue', $about
+        }
+    } finally { $set.Keys | ForEach-Object { Remove-Item "Env:$_" } }
+}
+""",
     }
 )
 
@@ -180,7 +198,7 @@ SHELLS: Final = tuple(SCRIPTS)
 
 def script(shell: str) -> str:
     """Return the script that makes TAB complete in `shell`."""
-    return SCRIPTS[shell].replace("%ANSWERS%", _ANSWERS)
+    return SCRIPTS[shell].replace("%ANSWERS%", _ANSWERS).replace("%ASKS%", ASKS_VARIABLE)
 
 
 def install(shell: str, home: Path) -> tuple[Path, Path | None]:
@@ -195,10 +213,13 @@ def install(shell: str, home: Path) -> tuple[Path, Path | None]:
             "bash": ".local/share/shardnet/completion.bash",
             "zsh": ".local/share/shardnet/completion.zsh",
             "fish": ".config/fish/completions/shardnet.fish",
+            "powershell": ".local/share/shardnet/completion.ps1",
         }[shell]
     )
     reads = {"bash": home / ".bashrc", "zsh": home / ".zshrc"}.get(shell)
     line = f'[ -r "{file}" ] && . "{file}"'
+    if shell == "powershell":
+        reads, line = _powershell_profile(), f". '{file}'"
     if shell == "zsh":
         line = f"(( $+functions[compdef] )) || {{ autoload -Uz compinit && compinit; }}; {line}"
     try:
@@ -209,6 +230,7 @@ def install(shell: str, home: Path) -> tuple[Path, Path | None]:
         before = reads.read_text(encoding="utf-8") if reads.exists() else ""
         if line in before:
             return file, None
+        reads.parent.mkdir(parents=True, exist_ok=True)
         with reads.open("a", encoding="utf-8") as rc:
             rc.write(f"{'' if before.endswith(chr(10)) or not before else chr(10)}{line}\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -217,6 +239,23 @@ def install(shell: str, home: Path) -> tuple[Path, Path | None]:
             remedy=f"put what `shardnet --show-completion {shell}` prints where {shell} reads it",
         ) from error
     return file, reads
+
+
+def _powershell_profile() -> Path:
+    """Ask PowerShell, 7 or else Windows' own, where its profile is. Raises ConfigurationError."""
+    import subprocess  # --help has no use for it
+
+    ask = "[Console]::OutputEncoding = [Text.Encoding]::UTF8; $PROFILE"
+    for program in ("pwsh", "powershell"):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            asked = [program, "-NoProfile", "-Command", ask]
+            done = subprocess.run(asked, capture_output=True, timeout=30, check=True)
+            if said := done.stdout.decode("utf-8-sig", "replace").strip():
+                return Path(said)
+    raise ConfigurationError(
+        "no PowerShell says where its profile is",
+        remedy="put what `shardnet --show-completion powershell` prints into it",
+    )
 
 
 def completes_here() -> None:

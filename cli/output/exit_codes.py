@@ -28,6 +28,8 @@ _ESCAPED: Final = {code: f"\\u{code:04x}" for code in (*range(32), *range(127, 1
 _IN_TEXTS: Final = _ESCAPED | {ord("\n"): "\n", ord("\t"): "\t"}
 EXIT_FAILURE = 1
 EXIT_INTERRUPTED = 130
+_ESCAPES_COUNT: Final = 4
+"""ENABLE_VIRTUAL_TERMINAL_PROCESSING"""
 RESTORE: Final = b"\x1b[?2004l\x1b[?25h"
 """Pasted text comes as if typed, and the cursor shows."""
 
@@ -65,6 +67,8 @@ def exit_codes() -> Iterator[None]:
     except BrokenPipeError:
         _nobody_reads()
     except OSError as error:
+        if _has_no_reader(error):
+            _nobody_reads()
         if (short := _of_machine(error)) is None:
             raise
         if error.errno == errno.ENOSPC:
@@ -89,6 +93,12 @@ def _of_machine(error: BaseException) -> ShardnetError | None:
 
 _NO_TEMPORARY: Final = "No usable temporary directory"
 """What Python's tempfile says."""
+
+
+def _has_no_reader(error: OSError) -> bool:
+    """Whether a pipe's reader has ended. Windows' library has no number of its own for that."""
+    is_unnamed = sys.platform == "win32" and error.errno == errno.EINVAL and not error.filename
+    return isinstance(error, BrokenPipeError) or is_unnamed
 
 
 def open_missing_streams() -> None:
@@ -118,11 +128,27 @@ def standard_input() -> TextIO:
     return text
 
 
-def escape_unwritable() -> None:
-    """Have characters that the encoding of standard output lacks written as JSON escapes them.
+def no_text(error: UnicodeDecodeError) -> str:
+    """Say that standard input holds no text in its encoding, and what to do."""
+    remedy = ""
+    if sys.platform == "win32":
+        remedy = (
+            "; write `chcp 65001` first in cmd, and in PowerShell "
+            "`$OutputEncoding = [Text.Encoding]::UTF8`"
+        )
+    return f"standard input is not {error.encoding} text: {error}{remedy}"
 
-    A pipe on Windows, or a locale that is not UTF-8, would end a command amid its text.
+
+def prepare_streams() -> None:
+    """Have every text come out, whatever a terminal, pipe or file is set to.
+
+    On Windows pipes and files are UTF-8 with plain line ends, in place of its code page, and the
+    console takes colours. Elsewhere characters that the encoding of standard output lacks, as in a
+    locale that is not UTF-8, are written as JSON escapes them: else they would end a command amid
+    its text. Whoever sets PYTHONIOENCODING has what it names.
     """
+    if sys.platform == "win32":
+        _prepare_windows()
 
     def escaped(error: UnicodeError) -> tuple[str, int]:
         import json  # --help has no use for it
@@ -134,6 +160,30 @@ def escape_unwritable() -> None:
     stdout, unasked = sys.stdout, ("strict", "surrogateescape")  # the latter in the C locale
     if isinstance(stdout, io.TextIOWrapper) and stdout.errors in unasked:
         stdout.reconfigure(errors="json")
+
+
+def _prepare_windows() -> None:
+    for stream, kernels_name in ((sys.stdin, 0), (sys.stdout, -11), (sys.stderr, -12)):
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        if stream.isatty():  # Python writes UTF-16 there
+            if kernels_name:
+                _take_escapes(kernels_name)
+        elif "PYTHONIOENCODING" not in os.environ:
+            strict = "strict" if stream.errors == "surrogateescape" else stream.errors
+            line_ends = {"newline": "\n"} if kernels_name else {}
+            stream.reconfigure(encoding="utf-8", errors=strict, **line_ends)
+
+
+def _take_escapes(kernels_name: int) -> None:
+    """Have an old console of Windows obey escape sequences: it would print them."""
+    import ctypes
+
+    kernel, mode = getattr(ctypes, "windll").kernel32, ctypes.c_uint32()  # noqa: B009
+    kernel.GetStdHandle.restype = ctypes.c_void_p
+    handle = ctypes.c_void_p(kernel.GetStdHandle(kernels_name))
+    if kernel.GetConsoleMode(handle, ctypes.byref(mode)):
+        kernel.SetConsoleMode(handle, mode.value | _ESCAPES_COUNT)
 
 
 def counted(n: int, noun: str) -> str:
@@ -166,8 +216,8 @@ def write_raw(text: str) -> None:
         print(text, end="", flush=True)
     except OSError as error:
         _silence(sys.stdout)
-        if isinstance(error, BrokenPipeError):
-            raise
+        if _has_no_reader(error):
+            raise BrokenPipeError(*error.args) from error
         raise ShardnetError(
             f"standard output cannot be written: {error.strerror}; earlier output may be there"
         ) from error

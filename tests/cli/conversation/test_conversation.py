@@ -135,6 +135,7 @@ def test_stats_tell_tokens_speed_and_context() -> None:
         ("/system be good", ("/system", "be good")),
         ("/system be\ngood", ("/system", "be\ngood")),
         ("/quit", ("/exit", "")),
+        ("\x1a", ("/exit", "")),
         ("/what", ("/what", "")),
         ("/usr/bin", None),
         ("/usr is a folder", None),
@@ -240,6 +241,16 @@ def test_a_variable_names_the_history_or_turns_it_off(tmp_path: Path) -> None:
     assert history_path({"SHARDNET_CHAT_HISTORY": "/x"}) == Path("/x")
     found = history_path({"SHARDNET_CACHE_DIR": str(tmp_path)})
     assert found == tmp_path / "chat-history.jsonl"
+
+
+def test_pictures_are_dropped_by_their_names_on_windows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in (r"C:\a\cat.png", r"D:\a cat.PNG"):
+        Path(name).write_bytes(b"cat")
+        written = f'"{name}"' if " " in name else name
+        assert dropped(f"what is {written} ?") == ("what is ?", [Path(name)])
 
 
 def test_pictures_go_with_the_next_message_and_into_files(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from shardnet.cluster.machine.folders import RUNTIME_DIR_VARIABLE
 from shardnet.cluster.machine.local_nodes import LocalNodes
+from shardnet.errors import ConfigurationError
 from shardnet_cli.flags.config import (
     ASKS_VARIABLE,
     SHELLS,
@@ -60,7 +61,7 @@ def answers(line: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("shardnet plan --nodes-per-stage ", ["auto", "1", "2"]),
         ("shardnet inspect --hidden ", ["none", "last", "all"]),
         ("shardnet chat --model lm", ["lmstudio:people/tiny-GGUF/tiny.gguf"]),
-        ("shardnet --show-completion ", ["bash", "zsh", "fish"]),
+        ("shardnet --show-completion ", ["bash", "zsh", "fish", "powershell"]),
         ("shardnet cache r", ["rm"]),
         ("shardnet generate On", []),
     ],
@@ -134,8 +135,15 @@ def test_bash_completes_behind_the_last_colon(
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_installing_twice_adds_one_line(tmp_path: Path, shell: str) -> None:
+def test_installing_twice_adds_one_line(
+    tmp_path: Path, shell: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / ".bashrc").write_text("mine")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "powershell").write_text(f"#!/bin/sh\nprintf '{tmp_path}/Döcs/profile.ps1\r\n'\n")
+    (programs / "powershell").chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
     files = [install(shell, tmp_path) for _ in range(2)]
     assert files[0][0].read_text() == script(shell)
     assert [bool(reads) for _, reads in files] == [shell != "fish", False]
@@ -149,4 +157,12 @@ def test_installing_twice_adds_one_line(tmp_path: Path, shell: str) -> None:
 def test_an_unknown_shell_is_named() -> None:
     outcome = CliRunner().invoke(app, ["--install-completion", "tcsh"])
     assert outcome.exit_code == 2
-    assert "'tcsh': choose bash, zsh or fish" in outcome.stderr
+    assert "'tcsh': choose bash, zsh, fish or powershell" in outcome.stderr
+
+
+def test_a_machine_without_powershell_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"no PowerShell.*--show-completion powershell"):
+        install("powershell", tmp_path)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import io
 import json
 import logging
+import sys
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import typer
 
 from shardnet.api.server.settings import LogLine
 from shardnet_cli.output import exit_codes
-from shardnet_cli.output.exit_codes import escape_unwritable, say, say_over, write_out
+from shardnet_cli.output.exit_codes import (
+    prepare_streams,
+    say,
+    say_over,
+    standard_input,
+    write_out,
+)
 
 
 def test_lines_are_objects_where_that_is_asked_for(
@@ -51,11 +61,83 @@ def test_what_the_encoding_lacks_is_escaped_as_in_json(
     written = io.BytesIO()
     stdout = io.TextIOWrapper(written, encoding="cp1252", errors=errors)
     monkeypatch.setattr("sys.stdout", stdout)
-    escape_unwritable()
+    prepare_streams()
     text = "é → \U0001f600 \udce9"
     write_out(json.dumps(text, ensure_ascii=False))
     assert written.getvalue().startswith(b'"\xe9 \\u2192 ')
     assert json.loads(written.getvalue().decode("cp1252")) == text
+
+
+class Stream(io.TextIOWrapper):
+    """One of Windows' streams, as Python opens it: with the code page, or at a console."""
+
+    def __init__(self, content: bytes = b"", errors: str = "strict", *, tty: bool = False) -> None:
+        self.raw_bytes = io.BytesIO(content)
+        self.tty = tty
+        super().__init__(self.raw_bytes, encoding="cp1252", errors=errors, newline="\r\n")
+
+    def isatty(self) -> bool:
+        return self.tty
+
+
+@pytest.fixture
+def on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONIOENCODING", raising=False)
+    monkeypatch.setattr(sys, "platform", "win32")
+
+
+@pytest.mark.usefixtures("on_windows")
+def test_pipes_are_utf8_with_plain_line_ends_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    stdin, stdout = Stream("é 世\r\n".encode()), Stream(errors="surrogateescape")
+    stderr = Stream(errors="backslashreplace")
+    for name, stream in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
+        monkeypatch.setattr(sys, name, stream)
+    prepare_streams()
+    text = "é → 世 \U0001f600 ━\n"
+    write_out(text, end="")
+    say(text.strip())
+    assert stdout.raw_bytes.getvalue() == stderr.raw_bytes.getvalue() == text.encode()
+    assert standard_input().read().split() == ["é", "世"]
+    write_out(json.dumps("\udce9", ensure_ascii=False))
+    assert stdout.raw_bytes.getvalue().endswith(b'"\\udce9"\n')
+
+
+@pytest.mark.usefixtures("on_windows")
+def test_an_old_console_of_windows_is_told_to_obey_escapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_modes = []
+
+    class Kernel:
+        def __init__(self) -> None:
+            self.GetStdHandle = Mock(side_effect=lambda name: 100 - name)
+
+        def GetConsoleMode(self, handle: ctypes.c_void_p, mode: Any) -> int:
+            mode._obj.value = 3
+            return int(handle.value == 112)  # standard error is no console
+
+        def SetConsoleMode(self, handle: ctypes.c_void_p, mode: int) -> int:
+            set_modes.append((handle.value, mode))
+            return 1
+
+    monkeypatch.setattr(ctypes, "windll", Mock(kernel32=Kernel()), raising=False)
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Stream(tty=True))
+    prepare_streams()
+    assert set_modes == [(112, 3 | 4)]
+    assert sys.stdout.encoding == "cp1252", "Python knows consoles"
+
+
+@pytest.mark.usefixtures("on_windows")
+def test_a_reader_that_has_gone_ends_a_command_silently_on_windows(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The C library there gives it the number of a wrong argument."""
+    with pytest.raises(typer.Exit) as ended, exit_codes.exit_codes():
+        raise OSError(errno.EINVAL, "Invalid argument")
+    assert (ended.value.exit_code, capfd.readouterr().err) == (1, "")
+    with pytest.raises(OSError, match="no file"), exit_codes.exit_codes():
+        raise OSError(errno.EINVAL, "Invalid argument", "no file")
 
 
 @pytest.mark.parametrize("in_group", [False, True])
