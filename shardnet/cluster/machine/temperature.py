@@ -160,7 +160,7 @@ def _gpu(index: int) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
     """
     import torch
 
-    nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
     try:
         uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
     except AssertionError as error:  # torch for CPUs alone, beside the kernel text
@@ -176,6 +176,10 @@ def _gpu(index: int) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
 
 def runs_on_battery(supplies: Path = POWER_SUPPLIES) -> bool:
     """Return whether a battery of the machine discharges and nothing else gives power."""
+    if sys.platform != "linux":
+        ask = getattr(psutil, "sensors_battery", lambda: None)
+        battery = ask()  # None without one
+        return battery is not None and battery.power_plugged is False
     try:
         # Those of a mouse or a headset, which are online as well, say nothing of the machine.
         found = [each for each in supplies.iterdir() if _read(each / "scope") != "Device"]
@@ -235,7 +239,10 @@ class OwnerUse:
 
     def _other_cores(self) -> float | None:
         """Return how many processors other programs took, those of low priority aside."""
-        at_s, times = time.monotonic(), psutil.cpu_times()
+        try:
+            at_s, times = time.monotonic(), psutil.cpu_times()
+        except OSError:  # the system does not tell
+            return None
         busy_s = times.user + times.system
         own = {each for pid in self._own_processes() for each in _with_helpers(pid)}
         own_s = {pid: took_s for pid in own if (took_s := _took_s(pid)) >= 0}
@@ -250,7 +257,7 @@ def _with_helpers(pid: int) -> list[int]:
     """Return a process and those that it has begun, as for what strangers wrote (guard/)."""
     try:
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-    except psutil.Error:
+    except (psutil.Error, OSError):
         return [pid]
 
 
@@ -264,7 +271,7 @@ def _took_s(pid: int) -> float:
         if os.name == "posix" and process.nice() > 0:
             return -1.0
         times = process.cpu_times()
-    except psutil.Error:
+    except (psutil.Error, OSError):
         return -1.0
     return float(times.user + times.system)
 
@@ -300,12 +307,23 @@ def _terminal_input(devices: Path) -> int | None:
 
 
 def _windows_input() -> int | None:
+    """Return when a key or the mouse was last used, in ms since the system's start.
+
+    None in a session without a desktop, such as that of services: it hears of no other session's.
+    """
+
     class LastInput(ctypes.Structure):
         _fields_ = [("size", ctypes.c_uint), ("ticks", ctypes.c_uint)]
 
     last = LastInput(ctypes.sizeof(LastInput), 0)
     windows: Any = getattr(ctypes, "windll", None)
-    if windows is None or not windows.user32.GetLastInputInfo(ctypes.byref(last)):
+    session = ctypes.c_uint(0)
+    if (
+        windows is None
+        or not windows.kernel32.ProcessIdToSessionId(os.getpid(), ctypes.byref(session))
+        or session.value == 0
+        or not windows.user32.GetLastInputInfo(ctypes.byref(last))
+    ):
         return None
     return int(last.ticks)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -49,6 +53,36 @@ def test_a_terminal_that_was_read_is_input_also_where_the_clock_jumps(tmp_path: 
         os.utime(tmp_path / "tty1", (90.0, 90.0))
         assert watch.look() is True
         assert watch.look() is False
+
+
+@pytest.mark.parametrize("session", [0, 1])
+def test_windows_tells_of_keys_at_a_desktop_only(
+    session: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = iter((100, 100, 350))
+
+    def in_session(pid: int, found: Any) -> int:
+        found._obj.value = session
+        return 1
+
+    def last_input(found: Any) -> int:
+        assert found._obj.size == 8
+        found._obj.ticks = next(ticks)
+        return 1
+
+    windows = Mock()
+    windows.kernel32.ProcessIdToSessionId = in_session
+    windows.user32.GetLastInputInfo = last_input
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(ctypes, "windll", windows, raising=False)
+    watch = InputWatch()
+    expected = [False, False, True] if session else [None] * 3
+    assert [watch.look() for _ in range(3)] == expected
+
+
+def test_a_system_that_tells_no_times_costs_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "cpu_times", Mock(side_effect=OSError(22, "Invalid function")))
+    assert OwnerUse(lambda: [1], has_input=lambda: None).look().other_cores is None
 
 
 def test_the_work_of_shardnets_nodes_is_no_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 
@@ -164,6 +167,18 @@ def supply(folder: Path, name: str, **files: str) -> None:
     (folder / name).mkdir()
     for file, text in files.items():
         (folder / name / file).write_text(text + "\n")
+
+
+@pytest.mark.parametrize("plugged", [True, False, None])
+def test_psutil_knows_the_battery_elsewhere(
+    plugged: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    battery = Mock(power_plugged=plugged)
+    monkeypatch.setattr(psutil, "sensors_battery", lambda: battery, raising=False)
+    assert runs_on_battery() is (plugged is False)
+    monkeypatch.setattr(psutil, "sensors_battery", lambda: None, raising=False)
+    assert not runs_on_battery()
 
 
 def test_a_battery_counts_only_where_it_alone_gives_power(tmp_path: Path) -> None:
