@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -299,6 +299,10 @@ def _say_ready(node: Node, url: str, *, as_json: bool, has_threads: bool) -> Non
         write_out(f"{line} ({share}){', HTTP at ' + url if url else ''}")
 
 
+ENDS_WITH_STDIN: Final = "SHARDNET_ENDS_WITH_STDIN"
+"""Set for a service on Windows, where what ends a task sends no signal."""
+
+
 def stop_signal(until_stdin_closes: bool) -> asyncio.Event:
     """Return an event that is set by a termination signal or, if wanted, by the end of stdin.
 
@@ -311,7 +315,7 @@ def stop_signal(until_stdin_closes: bool) -> asyncio.Event:
         if number is None or (name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN):
             continue
         _at_signal(number, loop, stopping.set)
-    if until_stdin_closes:
+    if until_stdin_closes or ENDS_WITH_STDIN in os.environ:
         _at_end_of_stdin(loop, stopping.set)
     return stopping
 

@@ -1,173 +1,32 @@
-"""`shardnet service`: run a node or a server at boot, by systemd or launchd."""
+"""`shardnet service`: run a node or a server at boot, by systemd, launchd or the Task Scheduler."""
 
 from __future__ import annotations
 
+import ctypes
 import getpass
 import json
 import os
-import plistlib
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path, PurePath
-from typing import Annotated, Final, Literal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Final
 
 import typer
 
 from shardnet.errors import ConfigurationError, ShardnetError, UsageError
-from shardnet.files import write_whole
+from shardnet.files import decode_text, write_whole
 
 from ..flags.options import Json, option
 from ..output.exit_codes import fail, say, write_out
-
-Scope = Literal["user", "system"]
-
-STOP_S: Final = 60
-"""How long a service may take to end: a node drains first, running requests are told, and stages
-are freed."""
-RESTART_S: Final = 5
-WRONG_USAGE: Final = 2
-"""The exit code of wrong flags: another start would not help."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
-    """A command that runs at boot. `kind` is `node` or `serve`, `command` the whole command line.
-
-    With the scope `user` it runs as who installs it, with `system` as `user`. `home` is that
-    user's folder.
-    """
-
-    kind: str
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    scope: Scope
-    user: str
-    user_id: int
-    home: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceFiles:
-    """How a service is installed: its name, its file, and what is run then; `away` removes it."""
-
-    name: str
-    path: Path
-    content: bytes
-    before: Sequence[Sequence[str]]
-    """Run first, whether it succeeds or not."""
-    start: Sequence[Sequence[str]]
-    """Run in order; the first that fails ends the installation."""
-    afterwards: Sequence[Sequence[str]]
-    """Run then; where one fails, people are told to run it themselves."""
-    away: Sequence[Sequence[str]]
-    forget: Sequence[Sequence[str]]
-    """Run when the file is gone."""
-    ask: Sequence[str]
-    """Exits with 0 if the service runs."""
-
-
-def systemd(service: Service) -> ServiceFiles:
-    """Make a systemd unit."""
-    name = f"shardnet-{service.kind}.service"
-    is_user = service.scope == "user"
-    folder = service.home / ".config/systemd/user" if is_user else Path("/etc/systemd/system")
-    control = ["systemctl", "--user"] if is_user else ["systemctl"]
-    linger = [["loginctl", "enable-linger", service.user]] if is_user else []
-    return ServiceFiles(
-        name=name,
-        path=folder / name,
-        content=_unit(service).encode(),
-        before=[],
-        start=[
-            [*control, "daemon-reload"],
-            [*control, "enable", name],
-            [*control, "restart", name],
-        ],
-        afterwards=linger,
-        away=[[*control, "disable", "--now", name]],
-        forget=[[*control, "daemon-reload"]],
-        ask=[*control, "is-active", name],
-    )
-
-
-def launchd(service: Service) -> ServiceFiles:
-    """Make a launchd agent, or for the whole system a daemon."""
-    label = f"org.shardnet.{service.kind}"
-    is_user = service.scope == "user"
-    folder = service.home / "Library/LaunchAgents" if is_user else Path("/Library/LaunchDaemons")
-    path = folder / f"{label}.plist"
-    domain = f"gui/{service.user_id}" if is_user else "system"
-    stop = ["launchctl", "bootout", f"{domain}/{label}"]
-    return ServiceFiles(
-        name=label,
-        path=path,
-        content=_property_list(service, label),
-        before=[stop],
-        start=[["launchctl", "bootstrap", domain, str(path)]],
-        afterwards=[],
-        away=[stop],
-        forget=[],
-        ask=["launchctl", "print", f"{domain}/{label}"],
-    )
-
-
-def _unit(service: Service) -> str:
-    is_user = service.scope == "user"
-    lines = [
-        "[Unit]",
-        f"Description=shardnet {service.kind}",
-        *([] if is_user else ["Wants=network-online.target", "After=network-online.target"]),
-        "",
-        "[Service]",
-        f"ExecStart={' '.join(map(_quoted, service.command))}",
-        *(f"Environment={_quoted(f'{name}={text}')}" for name, text in service.environment.items()),
-        *([] if is_user else [f"User={service.user}"]),
-        f"WorkingDirectory={str(service.home).replace('%', '%%')}",
-        "Restart=on-failure",
-        f"RestartSec={RESTART_S}",
-        f"RestartPreventExitStatus={WRONG_USAGE}",
-        f"TimeoutStopSec={STOP_S}",
-        "NoNewPrivileges=yes",
-        *([] if is_user else ["ProtectSystem=full", "PrivateTmp=yes"]),
-        "",
-        "[Install]",
-        f"WantedBy={'default.target' if is_user else 'multi-user.target'}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _quoted(text: str) -> str:
-    """Quote one word of a unit: systemd expands % and $, and takes \\ and quotes as C does."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return '"' + escaped.replace("%", "%%").replace("$", "$$") + '"'
-
-
-def _property_list(service: Service, label: str) -> bytes:
-    is_user = service.scope == "user"
-    logs = service.home / "Library/Logs" if is_user else PurePath("/Library/Logs")
-    entries: dict[str, object] = {
-        "Label": label,
-        "ProgramArguments": list(service.command),
-        "EnvironmentVariables": dict(service.environment),
-        "WorkingDirectory": str(service.home),
-        "RunAtLoad": True,
-        "KeepAlive": {"SuccessfulExit": False},
-        "ThrottleInterval": RESTART_S,
-        "ExitTimeOut": STOP_S,
-        "ProcessType": "Interactive",
-        "StandardErrorPath": str(logs / f"shardnet-{service.kind}.log"),
-    }
-    if not is_user:
-        entries["UserName"] = service.user
-    return plistlib.dumps(entries)
-
+from .service_files import Service, ServiceFiles, launchd, systemd
+from .task import scheduled
 
 KINDS: Final = ("node", "serve")
+_REMOVE: Final = "del" if sys.platform == "win32" else "rm"
 ANSWER_S: Final = 60.0
-"""How long systemd or launchd may take for one command."""
+"""How long the system may take for one of these commands."""
 
 _TAKEN: Final = ("HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "OLLAMA_MODELS")
 _SECRET: Final = ("SHARDNET_API_KEY",)
@@ -176,13 +35,16 @@ not: others may read the file."""
 
 service_app = typer.Typer(
     name="service",
-    help="Run a node or a server at boot, by systemd or launchd.",
+    help="Run a node or a server at boot, by systemd, launchd or the Task Scheduler.",
     no_args_is_help=True,
 )
 
 System = Annotated[
     bool,
-    option("--system", "For the whole machine, not only for this user; needs root."),
+    option(
+        "--system",
+        "For the whole machine, not only for this user; needs root, or an administrator.",
+    ),
 ]
 DryRun = Annotated[
     bool, option("--dry-run", "Print what would be written and run, and do nothing.")
@@ -227,8 +89,8 @@ def install(
         try:
             _run(line)
         except ShardnetError:
-            say(f"warning: run `{shlex.join(line)}`: without it the service starts at login only")
-    say(f"installed {files.name} ({files.path}): it runs now and at every boot")
+            say(f"warning: run `{_shown(line)}`: without it the service starts at login only")
+    say(f"installed {files.name} ({files.path}): it runs now and {files.begins}")
 
 
 @service_app.command(short_help="Stop the service and remove its file.")
@@ -238,8 +100,8 @@ def uninstall(kind: Kind = "node", system: System = False, dry_run: DryRun = Fal
     try:
         files = _files(kind, (), system=system)
         if dry_run:
-            for line in (*files.away, ["rm", str(files.path)], *files.forget):
-                write_out(shlex.join(line))
+            for line in (*files.away, [_REMOVE, str(files.path)], *files.forget):
+                write_out(_shown(line))
             return
         _check_root(system)
         if not files.path.exists():
@@ -325,9 +187,11 @@ def _files(kind: str, flags: Sequence[str], *, system: bool) -> ServiceFiles:
             return systemd(service)
         case "darwin":
             return launchd(service)
+        case "win32":
+            return scheduled(service, domain=os.environ.get("USERDOMAIN", ""))
         case other:
             raise ConfigurationError(
-                f"there is neither systemd nor launchd on {other}",
+                f"there is neither systemd, launchd nor a Task Scheduler on {other}",
                 remedy=f"have `shardnet {kind}` started by what starts programs there",
             )
 
@@ -347,15 +211,30 @@ def _environment() -> dict[str, str]:
 
 def _show(files: ServiceFiles) -> None:
     write_out(f"# {files.path}")
-    write_out(files.content.decode(), end="")
+    write_out(decode_text(files.content), end="")
     for line in (*files.start, *files.afterwards):
-        write_out(f"# then: {shlex.join(line)}")
+        write_out(f"# then: {_shown(line)}")
+
+
+def _shown(command: Sequence[str]) -> str:
+    """Write a command as the system's shell takes it."""
+    return subprocess.list2cmdline(command) if sys.platform == "win32" else shlex.join(command)
 
 
 def _check_root(system: bool) -> None:
-    if system and os.getuid() != 0:
+    if not system:
+        return
+    if sys.platform == "win32":
+        is_root, who, remedy = (
+            ctypes.windll.shell32.IsUserAnAdmin(),
+            "an administrator",
+            "run it in a terminal that was opened as administrator",
+        )
+    else:
+        is_root, who, remedy = os.getuid() == 0, "root", "run it with sudo"
+    if not is_root:
         raise ConfigurationError(
-            "a service of the whole machine is installed by root", remedy="run it with sudo"
+            f"a service of the whole machine is installed by {who}", remedy=remedy
         )
 
 
@@ -373,19 +252,25 @@ def _write(files: ServiceFiles) -> None:
 
 def _run(command: Sequence[str]) -> None:
     """Run a command of the system. Raises ConfigurationError with what it said."""
+    encoding = "oem" if sys.platform == "win32" else None  # that of consoles
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=ANSWER_S, check=False
+            command,
+            capture_output=True,
+            encoding=encoding,
+            errors="replace",
+            timeout=ANSWER_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigurationError(
-            f"`{shlex.join(command)}` failed: {error}",
+            f"`{_shown(command)}` failed: {error}",
             remedy="look at --dry-run, and do the same by hand",
         ) from error
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())
         raise ConfigurationError(
-            f"`{shlex.join(command)}` failed with {done.returncode}: {said or 'no reason given'}",
+            f"`{_shown(command)}` failed with {done.returncode}: {said or 'no reason given'}",
             remedy="look at --dry-run, and do the same by hand",
         )
 

@@ -152,8 +152,6 @@ def test_no_module_needs_posix_to_be_imported() -> None:
 
 GUARDED = {
     "alertness.py:_TimerDescriptor": "kernel_alarm makes it on Linux",
-    "disk_jobs.py:beat": "the list of clocks is empty elsewhere",
-    "service.py:_check_root": "no service is installed but by systemd and launchd",
 }
 """Where a name that Windows lacks is used without a word about the system, and why it may be."""
 
