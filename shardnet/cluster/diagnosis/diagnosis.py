@@ -26,6 +26,7 @@ from shardnet.cluster.diagnosis.facts import (
 )
 from shardnet.cluster.diagnosis.multicast_findings import multicast_findings
 from shardnet.cluster.diagnosis.peer_findings import key_findings, pair_findings, seconds_apart
+from shardnet.cluster.diagnosis.windows_findings import windows_findings
 from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.addresses import Verdict, is_loopback
 from shardnet.cluster.placement.figures import CandidateNode, HeldModel, ModelShape
@@ -141,6 +142,7 @@ def diagnose(facts: Facts) -> list[Finding]:
         *_names(facts),
         *_versions(facts),
         *_kernels(facts),
+        *windows_findings(facts),
     ]
     for reply in facts.replies:
         findings += _node(facts, reply)

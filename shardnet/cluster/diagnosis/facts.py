@@ -13,6 +13,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
+from shardnet.cluster.machine.windows_system import WindowsSystem
 from shardnet.cluster.placement.figures import HeldModel, ModelShape
 from shardnet.errors import UsageError
 from shardnet.transport.address import split_address
@@ -39,6 +40,9 @@ Topic = Literal[
 ]
 
 HERE = "this machine"
+NODE_PORT = 7433
+"""The TCP port of nodes without --port."""
+MDNS_PORT = 5353
 _UNITS = ((1, "s", 120), (60, "min", 120), (3600, "h", 48), (86400, "days", 730))
 """Units of time spans: seconds in one, its name, and how many of it are given at most."""
 LISTED = 8
@@ -139,8 +143,8 @@ class Facts:
     are nodes of this machine that do not answer. `named` has the results for the addresses given on
     the command line, and `unknown` the nodes there that the asked one is not linked to; their
     reports are among the replies. `found` are the mDNS records seen by this process; None if it did
-    not browse. `has_kernels`: the compiled kernels of this installation were built, or this system
-    has no use for them.
+    not browse. `has_kernels`: the compiled kernels of this installation were built. `windows` says
+    how this machine is set, where it runs Windows, and `ports` where its nodes listen.
     """
 
     key: KeyFacts
@@ -157,6 +161,8 @@ class Facts:
     found: tuple[MdnsRecord, ...] | None = None
     model: ModelAsked | None = None
     has_kernels: bool = True
+    windows: WindowsSystem | None = None
+    ports: tuple[int, ...] = (NODE_PORT,)
 
     @property
     def infos(self) -> list[NodeInfo]:
@@ -220,10 +226,6 @@ def age(seconds: float) -> str:
     return f"{seconds / (365.25 * 86400):.1f} years"
 
 
-NODE_PORT = 7433
-"""The TCP port of nodes without --port."""
-MDNS_PORT = 5353
-
 _REMEDIES: Mapping[Seen, str] = MappingProxyType(
     {
         "answers": "",
@@ -252,7 +254,7 @@ def remedy_for(view: AddressView) -> str:
     if view.seen == "other key" and view.remedy:
         return view.remedy
     if view.seen == "dropped":
-        port = _port(view.address)
+        port = port_of(view.address)
         return (
             f"{open_port(port, 'tcp')} in the firewall of that machine, and in that of the network "
             "between"
@@ -265,11 +267,12 @@ def open_port(port: int, protocol: str) -> str:
     rule = f"{port}/{protocol}"
     return (
         f"open {protocol.upper()} port {port} (`sudo ufw allow {rule}`, or "
-        f"`sudo firewall-cmd --add-port={rule}`)"
+        f"`sudo firewall-cmd --add-port={rule}`; on Windows `shardnet doctor` says how)"
     )
 
 
-def _port(address: str) -> int:
+def port_of(address: str) -> int:
+    """Return the port of an address, the usual one where it names none."""
     try:
         return split_address(address)[1]
     except UsageError:

@@ -81,9 +81,8 @@ class Device:
     `name` is how `--device` names it, and `index` which of its kind it is: of torch's GPUs, or of
     the groups of cores that the CPU is divided into, None for all of it. Its threads run on
     `cores`, on any where there are none. `isa` is the instruction set of the compiled kernels, or a
-    word of kernels.py; "" where there are none to have: on a GPU, and on Windows. `torch` names the
-    version and the CPU that it sees. `arithmetic` is NodeInfo's. `plugin` computes in place of
-    torch.
+    word of kernels.py; "" on a GPU. `torch` names the version and the CPU that it sees.
+    `arithmetic` is NodeInfo's. `plugin` computes in place of torch.
     """
 
     kind: str
@@ -311,7 +310,7 @@ def find_isa(environment: Mapping[str, str]) -> str:
         return found.isa.name.lower()
     if environment.get(ISA_VARIABLE, "").lower() == kernels.OFF:
         return kernels.OFF
-    return "" if sys.platform == "win32" else kernels.NONE
+    return kernels.NONE
 
 
 def _good_dtypes(torch_name: str) -> tuple[DType, ...]:

