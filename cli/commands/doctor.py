@@ -19,8 +19,8 @@ from ..flags.options import (
     Access,
     IgnoreUnknownConfig,
     Json,
-    NoMdns,
     Peer,
+    Search,
     check_addresses,
     check_model,
     option,
@@ -51,7 +51,7 @@ def doctor(
     ] = "",
     ignore_unknown_config: IgnoreUnknownConfig = False,
     peer: Peer = None,
-    no_mdns: NoMdns = False,
+    search: Search,
     timeout: Annotated[
         float,
         option("--timeout S", "Seconds to wait for the nodes' reports.", min=0.1),
@@ -65,14 +65,14 @@ def doctor(
     """
     model = check_model(model) if model else ""
     named = check_addresses(peer)
-    run_command(_run(model, named, access, not no_mdns, timeout, as_json, ignore_unknown_config))
+    run_command(_run(model, named, access, search, timeout, as_json, ignore_unknown_config))
 
 
 async def _run(
     model: str,
     named: list[str],
     access: Access,
-    mdns: bool,
+    search: Search,
     timeout_s: float,
     as_json: bool,
     ignore_unknown_config: bool,
@@ -81,16 +81,19 @@ async def _run(
     from shardnet.cluster.diagnosis.diagnosis import diagnose
     from shardnet.cluster.diagnosis.facts import Severity
 
-    from ..finding.target import browse_all
+    from ..finding.target import browse_all, look_in_tailnet
 
     key, identity = _key(access)
+    if search.tailnet:
+        answers = await look_in_tailnet(identity, insecure=access.insecure)
+        named = list(dict.fromkeys([*named, *(answer.address for answer in answers)]))
     facts = await gather_facts(
         FactSources(
             key=key,
             identity=identity,
             here=LocalNodes(runtime_dir(os.environ)).list(),
             named=named,
-            browse=browse_all if mdns else None,
+            browse=None if search.no_mdns else browse_all,
             model=model,
             timeout_s=timeout_s,
             ignore_unknown_config=ignore_unknown_config,

@@ -19,8 +19,8 @@ from ..flags.options import (
     Json,
     ModelFolder,
     Nodes,
-    NoMdns,
     Peer,
+    Search,
     check_addresses,
     keep_model_folders,
     split_nodes,
@@ -36,7 +36,7 @@ def models(
     *,
     nodes: Nodes = "",
     peer: Peer = None,
-    no_mdns: NoMdns = False,
+    search: Search,
     model_folder: ModelFolder = None,
     access: Access,
     as_json: Json = False,
@@ -53,7 +53,7 @@ def models(
         choice=ModelChoice(model=DEFAULT_MODEL_NAME, nodes=split_nodes(nodes)),
         local=0,
         peers=check_addresses(peer),
-        mdns=not no_mdns,
+        search=search,
         access=access,
     )
     run_command(_run(wanted, as_json))

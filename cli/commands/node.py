@@ -133,6 +133,8 @@ async def _run(
         idle_unload_s=idle_unload_s,
         yields=options.yields,
         audit_share=options.audit / 100,
+        tailnet=options.tailnet and not until_stdin_closes,
+        remembers=not until_stdin_closes,
         discovery=None
         if options.no_mdns
         else Discovery(
@@ -141,6 +143,8 @@ async def _run(
             log=say,
         ),
     )
+    if settings.tailnet and identity is None and not access.insecure:
+        say("warning: --tailnet: without a cluster key this node serves this machine alone")
     warn_of_cache()
     _warn_of_groups([device.cores for device in devices])
     if any(device.isa == kernels.NONE for device in devices):

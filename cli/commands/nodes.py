@@ -26,8 +26,8 @@ from ..flags.options import (
     Access,
     Json,
     Nodes,
-    NoMdns,
     Peer,
+    Search,
     check_addresses,
     option,
     split_nodes,
@@ -53,24 +53,26 @@ def nodes(
     *,
     nodes: Nodes = "",
     peer: Peer = None,
-    no_mdns: NoMdns = False,
+    search: Search,
     watch: Annotated[bool, option("--watch", "Keep the list up to date.")] = False,
     access: Access,
     as_json: Json = False,
 ) -> None:
     """List the nodes of this machine, those they know, and those that are named.
 
-    If there are none, the network is searched by mDNS.
+    If there are none, the network is searched by mDNS, and with --tailnet the tailnet.
     """
     if watch and as_json:
         raise typer.BadParameter("choose one of --watch and --json; `shardnet top --json` has both")
     named = [*split_nodes(nodes), *check_addresses(peer)]
-    run_command(_run(named, access, not no_mdns, watch, as_json))
+    run_command(_run(named, access, search, watch, as_json))
 
 
-async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_json: bool) -> None:
+async def _run(
+    named: list[str], access: Access, search: Search, watch: bool, as_json: bool
+) -> None:
     if not watch:
-        infos = await _gather(named, access, mdns)
+        infos = await _gather(named, access, search)
         if as_json:
             write_out(msgspec.json.encode([_as_json(info) for info in infos]).decode())
         elif infos:
@@ -79,7 +81,7 @@ async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_jso
         else:
             write_out("no nodes found: start one with `shardnet node`, or name one with --peer")
         return
-    looks = _looks(named, access, mdns)
+    looks = _looks(named, access, search)
     if not sys.stdout.isatty():  # what is live shows nothing there before it ends
         async for lines in looks:
             write_out("\n".join([*lines, ""]))
@@ -93,24 +95,24 @@ async def _run(named: list[str], access: Access, mdns: bool, watch: bool, as_jso
 
 
 async def _looks(
-    named: Sequence[str], access: Access, mdns: bool
+    named: Sequence[str], access: Access, search: Search
 ) -> AsyncGenerator[list[str], None]:
     """Describe the nodes every REFRESH_S seconds."""
     while True:
-        yield node_lines(await _gather(named, access, mdns), terminal_width())
+        yield node_lines(await _gather(named, access, search), terminal_width())
         await asyncio.sleep(REFRESH_S)
 
 
-async def _gather(named: Sequence[str], access: Access, mdns: bool) -> list[NodeInfo]:
+async def _gather(named: Sequence[str], access: Access, search: Search) -> list[NodeInfo]:
     """Ask the nodes of this machine and the named ones for themselves and their peers.
 
-    If there are none and `mdns` allows it, ask those that are found on the network.
+    If there are none, ask those that are found as `search` allows.
     """
     identity = access.identity()
     here = [node.address for node in LocalNodes(runtime_dir(os.environ)).list()]
     addresses = list(dict.fromkeys([*named, *here]))
-    if not addresses and mdns:
-        found = await find_nearest(identity, insecure=access.insecure, answer_s=FOUND_S)
+    if not addresses and search.is_allowed:
+        found = await find_nearest(identity, search, insecure=access.insecure, answer_s=FOUND_S)
         addresses = [answer.address for answer in found]
     answers = await asyncio.gather(*(_ask(address, identity) for address in addresses))
     known = {info.node: info for infos in answers for info in infos}
@@ -196,7 +198,7 @@ def drain(
         ),
     ] = DEADLINE_S,
     peer: Peer = None,
-    no_mdns: NoMdns = False,
+    search: Search,
     access: Access,
 ) -> None:
     """Have a node give its layers to others without losing a request, and end.
@@ -204,24 +206,24 @@ def drain(
     Requests go on over the other nodes. A node that leads the requests of others ends
     with them, unless its deputy goes on with them.
     """
-    run_command(_drain(node, deadline, check_addresses(peer), access, not no_mdns))
+    run_command(_drain(node, deadline, check_addresses(peer), access, search))
 
 
 async def _drain(
-    node: str, deadline_s: float, peers: list[str], access: Access, mdns: bool
+    node: str, deadline_s: float, peers: list[str], access: Access, search: Search
 ) -> None:
-    address = await _find(node, peers, access, mdns)
+    address = await _find(node, peers, access, search)
     async with connect(address, access.identity()) as client:
         say(f"draining {client.node_name} ({address})")
         await client.drain(deadline_s)
         say(f"{client.node_name} is empty, and ends")
 
 
-async def _find(node: str, peers: list[str], access: Access, mdns: bool) -> str:
+async def _find(node: str, peers: list[str], access: Access, search: Search) -> str:
     """Return the address of a node. Raises UsageError unless exactly one is called so."""
     if _is_address(node):
         return node
-    infos = await _gather(peers, access, mdns)
+    infos = await _gather(peers, access, search)
     found = [info for info in infos if _is_called(info, node)]
     if len(found) == 1:
         return found[0].address

@@ -32,11 +32,17 @@ from shardnet.cluster.machine.addresses import (
 from shardnet.cluster.machine.folders import runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes, share_of_cores
 from shardnet.cluster.machine.profile import available_cores
-from shardnet.errors import AuthenticationError, LinkError, PeerUnreachableError, UsageError
+from shardnet.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    LinkError,
+    PeerUnreachableError,
+    UsageError,
+)
 from shardnet.threads import DaemonThreads
 from shardnet.wire.messages.plans import ModelChoice
 
-from ..flags.options import Access
+from ..flags.options import Access, Search
 from ..flags.ring_options import Wanted
 from ..output.columns import warn_of_cache
 from ..output.exit_codes import counted, say
@@ -106,6 +112,7 @@ async def _browse(*, beyond: bool, on_heard: Callable[[], None] = lambda: None) 
 
 async def find_nearest(
     identity: Identity | None,
+    search: Search,
     *,
     insecure: bool,
     answer_s: float = ANSWER_S,
@@ -113,7 +120,7 @@ async def find_nearest(
 ) -> list[ProbeAnswer]:
     """Return the nodes found that answer within `answer_s` seconds, shortest round trip first.
 
-    Calls `on_heard` at each record that comes, whoever's it is.
+    `search` says how to look. Calls `on_heard` at each record that comes, whoever's it is.
     """
     from shardnet.api.client import dial
     from shardnet.cluster.peers.rtt_probe import compare
@@ -130,9 +137,38 @@ async def find_nearest(
                 ).best
         return None
 
-    candidates = await look_for_nodes(identity, insecure=insecure, on_heard=on_heard)
-    answers = await asyncio.gather(*(ask(candidate) for candidate in candidates))
-    return sorted((a for a in answers if a is not None), key=lambda answer: answer.rtt_s)
+    async def by_mdns() -> list[ProbeAnswer | None]:
+        if search.no_mdns:
+            return []
+        candidates = await look_for_nodes(identity, insecure=insecure, on_heard=on_heard)
+        return await asyncio.gather(*(ask(candidate) for candidate in candidates))
+
+    async def in_tailnet() -> list[ProbeAnswer]:
+        return await look_in_tailnet(identity, insecure=insecure) if search.tailnet else []
+
+    heard, answered = await asyncio.gather(by_mdns(), in_tailnet())
+    found = {a.node: a for a in (*answered, *heard) if a is not None}
+    return sorted(found.values(), key=lambda answer: answer.rtt_s)
+
+
+async def look_in_tailnet(identity: Identity | None, *, insecure: bool) -> list[ProbeAnswer]:
+    """Return the nodes of this cluster that answer on the user's machines in a tailnet.
+
+    Says why there are none where Tailscale cannot be asked. Without a key nobody is asked, unless
+    `insecure`.
+    """
+    from shardnet.api.client import dial
+    from shardnet.cluster.machine.virtual_networks import ask_tailscale
+    from shardnet.cluster.peers.address_search import probe_all, tailnet_addresses
+
+    if identity is None and not insecure:
+        return []
+    try:
+        addresses = tailnet_addresses(await ask_tailscale(os.environ))
+    except ConfigurationError as error:
+        say(f"warning: --tailnet finds no nodes: {error}")
+        return []
+    return await probe_all(addresses, partial(dial, identity=identity), longest_s=ANSWER_S)
 
 
 SOON_S = 0.3
@@ -181,7 +217,8 @@ async def _client(stack: contextlib.AsyncExitStack, choice: ModelChoice, wanted:
         return here
     if wanted.peers:
         return await _nearest(stack, wanted.peers, identity)
-    if wanted.mdns and (found := await _search(identity, insecure=access.insecure)):
+    looks = wanted.search.is_allowed
+    if looks and (found := await _search(identity, wanted.search, insecure=access.insecure)):
         say(f"asking the nearest node, {found[0].name} ({found[0].address})")
         return await stack.enter_async_context(connect(found[0].address, identity))
     say("no node runs here, none was named and none was found: running in this process")
@@ -211,15 +248,21 @@ def import_node() -> None:
 
 
 async def _search(
-    identity: Identity | None, *, insecure: bool, prepare: Callable[[], None] = import_node
+    identity: Identity | None,
+    search: Search,
+    *,
+    insecure: bool,
+    prepare: Callable[[], None] = import_node,
 ) -> list[ProbeAnswer]:
-    """Search for nodes by mDNS.
+    """Search for nodes as `search` says.
 
     If none is heard within SOON_S, `prepare` is called on a thread meanwhile: the model will most
     likely run in this process, and importing what that needs takes longer than the search.
     """
     heard = asyncio.Event()
-    searching = asyncio.create_task(find_nearest(identity, insecure=insecure, on_heard=heard.set))
+    searching = asyncio.create_task(
+        find_nearest(identity, search, insecure=insecure, on_heard=heard.set)
+    )
     try:
         await asyncio.wait(
             [searching, hearing := asyncio.create_task(heard.wait())],

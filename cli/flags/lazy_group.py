@@ -39,7 +39,8 @@ SECTIONS: Final = MappingProxyType(
             "--ignore-unknown-config",
         ),
         "Where a model runs": (
-            *("--nodes", "--local", "--peer", "--no-mdns", "--key-file", "--insecure"),
+            *("--nodes", "--local", "--peer", "--no-mdns", "--tailnet"),
+            *("--key-file", "--insecure"),
             *("--offline", "--threads", "--standby", "--nodes-per-stage"),
         ),
         "Prompts": (

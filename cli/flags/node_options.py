@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 
 import typer
 
+from shardnet.cluster.machine.addresses import NODE_PORT
 from shardnet.cluster.machine.device_list import parse_devices, parse_tensor_parallel
 from shardnet.errors import UsageError
 from shardnet.plugins import COMPUTES, installed_names
@@ -23,6 +24,7 @@ from .options import (
     Offline,
     Peer,
     PrefixCache,
+    Tailnet,
     check_addresses,
     flag,
     parse_prefix_cache,
@@ -32,7 +34,6 @@ from .options import (
 A = TypeVar("A")
 T = TypeVar("T")
 
-DEFAULT_PORT: Final = 7433
 MAX_PORT: Final = 65535
 _MAX_NAME: Final = 64
 
@@ -48,7 +49,7 @@ class NodeOptions:
         env=True,
     )
     port: int = flag(
-        DEFAULT_PORT,
+        NODE_PORT,
         "--port N",
         "Port to listen on; 0 takes a free one.",
         env=True,
@@ -123,6 +124,7 @@ class NodeOptions:
     )
     peer: Peer = None
     no_mdns: NoMdns = False
+    tailnet: Tailnet = False
     no_spin: bool = flag(
         False,
         "--no-spin",

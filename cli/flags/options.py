@@ -153,6 +153,14 @@ NoMdns = Annotated[
     bool,
     option("--no-mdns", "Neither advertise nor look for nodes by mDNS.", env=True),
 ]
+Tailnet = Annotated[
+    bool,
+    option(
+        "--tailnet",
+        "Ask the local Tailscale for your other machines, and look for nodes there.",
+        env=True,
+    ),
+]
 Offline = Annotated[
     bool,
     option(
@@ -287,6 +295,19 @@ def check_addresses(addresses: Sequence[str] | None, flag: str = "--peer") -> li
         except UsageError as error:
             raise typer.BadParameter(str(error), param_hint=flag) from error
     return list(addresses or ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """The flags of a command that looks for nodes: how it may."""
+
+    no_mdns: NoMdns = False
+    tailnet: Tailnet = False
+
+    @property
+    def is_allowed(self) -> bool:
+        """Whether it may look at all."""
+        return self.tailnet or not self.no_mdns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,8 @@ from .options import (
     NoMdns,
     Offline,
     Peer,
+    Search,
+    Tailnet,
     check_addresses,
     check_choice,
     check_model,
@@ -47,14 +49,14 @@ _STREAM_LAYERS: Final = re.compile(r"(auto|off|[0-9]{1,4})?")
 class Wanted:
     """The ring that a command asks for, and where to look for a node.
 
-    `local` node processes are started for this run; `mdns` allows a search on the network. Nodes
-    of this run keep `prefix_cache_bytes` of finished prompts on disk.
+    `local` node processes are started for this run; `search` says how nodes may be looked for.
+    Nodes of this run keep `prefix_cache_bytes` of finished prompts on disk.
     """
 
     choice: ModelChoice
     local: int
     peers: Sequence[str]
-    mdns: bool
+    search: Search
     access: Access
     prefix_cache_bytes: int = 0
 
@@ -89,6 +91,7 @@ class RingOptions:
     )
     peer: Peer = None
     no_mdns: NoMdns = False
+    tailnet: Tailnet = False
     offline: Offline = False
     model_folder: ModelFolder = None
     layers: str = flag(
@@ -214,7 +217,7 @@ class RingOptions:
             choice=self.choice(),
             local=self.local,
             peers=check_addresses(self.peer),
-            mdns=not self.no_mdns,
+            search=Search(no_mdns=self.no_mdns, tailnet=self.tailnet),
             access=access,
         )
 

@@ -135,7 +135,8 @@ class _NodeProcess:
 
 
 _NOT_INHERITED = frozenset(
-    f"SHARDNET_{name}" for name in ("HOST", "PORT", "NAME", "PEER", "NO_MDNS", "INSECURE")
+    f"SHARDNET_{name}"
+    for name in ("HOST", "PORT", "NAME", "PEER", "NO_MDNS", "TAILNET", "INSECURE")
 )
 """Settings of this machine's own node, which the nodes of a run must not inherit."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,17 +19,12 @@ from typing import TYPE_CHECKING, Final
 from shardnet import __version__
 from shardnet.api.client import Client, connect, dial
 from shardnet.api.connections import key_path
-from shardnet.cluster.diagnosis.facts import (
-    NODE_PORT,
-    Answered,
-    Facts,
-    KeyFacts,
-    ModelAsked,
-    port_of,
-)
+from shardnet.cluster.diagnosis.facts import Answered, Facts, KeyFacts, ModelAsked, port_of
+from shardnet.cluster.machine.addresses import NODE_PORT
 from shardnet.cluster.machine.kernels import are_built
 from shardnet.cluster.machine.local_nodes import LocalNode
 from shardnet.cluster.machine.profile import make_host_id
+from shardnet.cluster.machine.virtual_networks import look_at_networks
 from shardnet.cluster.machine.windows_system import read_windows_system
 from shardnet.cluster.peers.rtt_probe import HANDSHAKE_S, ProbeAnswer, probe_address
 from shardnet.cluster.planning.placing import unmeasured
@@ -79,11 +75,12 @@ async def gather_facts(sources: FactSources) -> Facts:
     """
     # A node without a key hears its own machine alone.
     is_blind = not (sources.here and sources.key.fingerprint)
-    here, named, found, asked_model, system = await asyncio.gather(
+    here, named, found, asked_model, networks, system = await asyncio.gather(
         _probe_addresses([node.address for node in sources.here], sources.identity),
         _probe_addresses(sources.named, sources.identity),
         _found(sources, is_wanted=is_blind),
         _look_at(sources.model, ignore_unknown_config=sources.ignore_unknown_config),
+        look_at_networks(os.environ),
         asyncio.wrap_future(DaemonThreads(1, "shardnet-windows").submit(read_windows_system)),
     )
     answers = [answer for _, answer in (*here, *named) if answer is not None]
@@ -113,6 +110,7 @@ async def gather_facts(sources: FactSources) -> Facts:
         found=found,
         model=_model_asked(asked_model, replies, sources),
         has_kernels=are_built(),
+        networks=networks,
         windows=system,
         ports=tuple(sorted({port_of(node.address) for node in sources.here})) or (NODE_PORT,),
     )

@@ -25,6 +25,7 @@ from shardnet.cluster.diagnosis.facts import (
     remedy_for,
 )
 from shardnet.cluster.diagnosis.multicast_findings import multicast_findings
+from shardnet.cluster.diagnosis.network_findings import network_findings
 from shardnet.cluster.diagnosis.peer_findings import key_findings, pair_findings, seconds_apart
 from shardnet.cluster.diagnosis.windows_findings import windows_findings
 from shardnet.cluster.machine import kernels
@@ -137,6 +138,7 @@ def diagnose(facts: Facts) -> list[Finding]:
     findings = [
         *key_findings(facts),
         *_asking(facts),
+        *network_findings(facts),
         *multicast_findings(facts),
         *_named(facts),
         *_names(facts),

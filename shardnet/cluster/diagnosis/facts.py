@@ -13,6 +13,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Literal
 
+from shardnet.cluster.machine.addresses import NODE_PORT
+from shardnet.cluster.machine.virtual_networks import VirtualNetworks
 from shardnet.cluster.machine.windows_system import WindowsSystem
 from shardnet.cluster.placement.figures import HeldModel, ModelShape
 from shardnet.errors import UsageError
@@ -31,6 +33,8 @@ Topic = Literal[
     "port",
     "address",
     "multicast",
+    "wsl",
+    "tailnet",
     "mtu",
     "clock",
     "model",
@@ -40,8 +44,6 @@ Topic = Literal[
 ]
 
 HERE = "this machine"
-NODE_PORT = 7433
-"""The TCP port of nodes without --port."""
 MDNS_PORT = 5353
 _UNITS = ((1, "s", 120), (60, "min", 120), (3600, "h", 48), (86400, "days", 730))
 """Units of time spans: seconds in one, its name, and how many of it are given at most."""
@@ -143,8 +145,9 @@ class Facts:
     are nodes of this machine that do not answer. `named` has the results for the addresses given on
     the command line, and `unknown` the nodes there that the asked one is not linked to; their
     reports are among the replies. `found` are the mDNS records seen by this process; None if it did
-    not browse. `has_kernels`: the compiled kernels of this installation were built. `windows` says
-    how this machine is set, where it runs Windows, and `ports` where its nodes listen.
+    not browse. `has_kernels`: the compiled kernels of this installation were built. `networks` are
+    those of this machine that pass no multicast. `windows` says how this machine is set, where it
+    runs Windows, and `ports` where its nodes listen.
     """
 
     key: KeyFacts
@@ -161,6 +164,7 @@ class Facts:
     found: tuple[MdnsRecord, ...] | None = None
     model: ModelAsked | None = None
     has_kernels: bool = True
+    networks: VirtualNetworks = field(default_factory=VirtualNetworks)
     windows: WindowsSystem | None = None
     ports: tuple[int, ...] = (NODE_PORT,)
 

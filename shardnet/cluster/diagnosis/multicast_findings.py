@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from shardnet.cluster.diagnosis.facts import (
     HERE,
     MDNS_PORT,
-    NODE_PORT,
     Facts,
     Finding,
     age,
@@ -21,7 +20,8 @@ from shardnet.cluster.diagnosis.facts import (
     open_port,
     problem,
 )
-from shardnet.cluster.machine.addresses import is_loopback
+from shardnet.cluster.machine.addresses import NODE_PORT, is_in_tailnet, is_loopback
+from shardnet.transport.address import host_of
 from shardnet.wire.messages.diagnostics import MdnsRecord, NodeReport, PeerView
 from shardnet.wire.messages.membership import ReportReply
 
@@ -33,6 +33,7 @@ UNHEARD_S = 70.0
 _OPEN = open_port(MDNS_PORT, "udp")
 _START = "start `shardnet node` on another machine; if one runs"
 _PEER = f"name it with --peer HOST:{NODE_PORT}"
+_IN_TAILNET = "start both nodes with --tailnet: no multicast passes in a tailnet"
 _SHARE = "run `shardnet key new` on the first machine and `shardnet key join` on others"
 _KEPT_APART = "the Wi-Fi or the switch keeps machines apart (client isolation, IGMP snooping)"
 
@@ -93,8 +94,10 @@ def _lonely(facts: Facts) -> Iterator[Finding]:
             "multicast",
             where,
             f"it does not find {others} by mDNS, which answers: {_cause(reply, report)}",
-            f"{_OPEN} on both machines, or start one of the nodes with --peer and the address of "
-            "the other",
+            _IN_TAILNET
+            if all(is_in_tailnet(host_of(each.address)) for each in facts.unknown)
+            else f"{_OPEN} on both machines, or start one of the nodes with --peer and the address "
+            "of the other",
         )
     elif not report.peers and report.multicast.state == "off":
         named = listed(f"{record.name} ({record.address})" for record in facts.others_found)

@@ -33,8 +33,10 @@ _TUNNELS: Final = re.compile(
     r"CloudflareWARP)",
     re.IGNORECASE,
 )
-_SHARED_SPACE: Final = ip_network("100.64.0.0/10")
-"""Carrier-grade NAT, RFC 6598: where overlay networks such as Tailscale live."""
+NODE_PORT: Final = 7433
+"""The TCP port of nodes without --port."""
+_TAILNETS: Final = (ip_network("100.64.0.0/10"), ip_network("fd7a:115c:a1e0::/48"))
+"""Where Tailscale and what is like it live: carrier-grade NAT (RFC 6598), and their own IPv6."""
 
 
 class Verdict(enum.Enum):
@@ -172,6 +174,14 @@ def is_loopback(host: str) -> bool:
     return ip.is_loopback or ip.is_unspecified
 
 
+def is_in_tailnet(host: str) -> bool:
+    """Return whether `host` is an address of a tailnet, for whatever machine."""
+    try:
+        return any(ip_address(host) in network for network in _TAILNETS)
+    except ValueError:
+        return False
+
+
 def is_scoped(host: str) -> bool:
     """Return whether `host` is link-local, so that advertising it to other nodes is useless."""
     try:
@@ -197,7 +207,7 @@ def _judge(interface: Interface, net: IPv4Interface | IPv6Interface) -> Verdict:
         return Verdict.BRIDGE
     if interface.is_point_to_point or _TUNNELS.fullmatch(interface.name):
         return Verdict.TUNNEL
-    if ip.version == 4 and ip in _SHARED_SPACE:
+    if is_in_tailnet(str(ip)):
         return Verdict.TUNNEL
     return Verdict.LINK_LOCAL if ip.is_link_local else Verdict.LAN
 
@@ -214,7 +224,7 @@ def _distance(host: str, own: Sequence[LocalAddress]) -> tuple[int, int, str]:
         place = 0
     elif ip.is_link_local:
         place = 2
-    elif Verdict.TUNNEL in verdicts or (ip.version == 4 and ip in _SHARED_SPACE):
+    elif Verdict.TUNNEL in verdicts or is_in_tailnet(str(ip)):
         place = 3
     elif Verdict.BRIDGE in verdicts:
         place = 4

@@ -17,6 +17,7 @@ from typing import Any, Final
 from shardnet.cluster.node.parts import LinkParts, StageParts
 from shardnet.cluster.node.services import Services, own_client
 from shardnet.cluster.node.settings import NodeSettings
+from shardnet.cluster.peers.address_search import AddressSearch, RememberedPeers
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.supervision import kept_running
 from shardnet.errors import PeerFailedError, ShardnetError
@@ -37,6 +38,17 @@ class Node:
         self._settings = settings
         self._links = LinkParts(settings, self, tasks)
         self._stage = StageParts(settings, self._links)
+        self._search = AddressSearch(
+            peers=self._links.peers,
+            probe=self._links.dialer.probe,
+            on_disk=self._stage.disk.submit,
+            remembered=RememberedPeers(settings.cache, settings.cluster or "")
+            if settings.remembers
+            else None,
+            tailnet=settings.tailnet,
+            named=settings.peers,
+            log=settings.log,
+        )
         self._services = services = Services(settings, self._links, self._stage, tasks)
         self.head = services.head
         """What this node does as a head."""
@@ -70,6 +82,10 @@ class Node:
     def rests(self) -> str:
         """Return why this node takes no layers now, "" while it does."""
         return self._stage.host.refusals.rests
+
+    def named_peer_answered(self, address: str) -> None:
+        """Remember an address that a person has named, for later starts."""
+        self._search.remember(address)
 
     async def message_received(self, control: ControlLink, message: Incoming) -> None:
         """Handle a message of a peer. Raises ShardnetError: the request fails with it."""
@@ -128,6 +144,8 @@ class Node:
             "keeping nodes that stand by": services.standbys.run,
             "auditing stages": services.audits.run,
         }
+        if self._settings.tailnet or self._settings.remembers:
+            jobs["looking for nodes without mDNS"] = self._search.run
         return [kept_running(run, what, self._settings.log) for what, run in jobs.items()]
 
     async def watch_addresses(self) -> None:

@@ -137,6 +137,9 @@ class NodeEvents(Protocol):
     def rests(self) -> str:
         """Return why this node takes no layers now, "" while it does."""
 
+    def named_peer_answered(self, address: str) -> None:
+        """Take note that a node answers at an address that a person has named."""
+
     async def message_received(self, control: ControlLink, message: Incoming) -> None:
         """Handle one control message. Raises ShardnetError: the request fails with it."""
 
@@ -171,6 +174,7 @@ class LinkParts:
             own_addresses=lambda: self.advertisement.addresses,
             log=settings.log,
             on_member=self.refusals.forget,
+            on_named=events.named_peer_answered,
             rests=events.rests,
         )
 

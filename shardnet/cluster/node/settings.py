@@ -22,7 +22,9 @@ class NodeSettings:
     layer; 0 leaves that to the plan. `models` keeps weights that come from other
     nodes; `share_rate` limits the bytes per second that this node sends of its weights, None does
     not. Without `identity` links are neither encrypted nor authenticated. `discovery` finds other
-    nodes and advertises this one; without it only `peers` and their peers are known. `cache` is
+    nodes and advertises this one; without it only `peers` and their peers are known, with `tailnet`
+    also nodes on the user's machines in a tailnet. One that `remembers` asks the peers of earlier
+    starts too. `cache` is
     the folder for figures, the last run and other things that can be made again; finished prompts
     take at most `prefix_cache_bytes` of it, 0 for none. A model that no request has used for
     `idle_unload_s` seconds is freed, never for None. While it awaits steps it `spins` for moments,
@@ -42,6 +44,8 @@ class NodeSettings:
     share_rate: float | None = None
     identity: Identity | None = None
     discovery: Discovery | None = None
+    tailnet: bool = False
+    remembers: bool = False
     idle_unload_s: float | None = None
     prefix_cache_bytes: int = 0
     tensor_parallel: int = 0

@@ -21,7 +21,9 @@ from shardnet.wire.messages.membership import KnownPeer
 
 MDNS: Final = "mdns"
 NAMED: Final = "named"
-"""Sources of reports besides node ids: an mDNS record, and a person (--peer)."""
+TAILNET: Final = "tailnet"
+"""Sources of reports besides node ids: an mDNS record, a person (--peer), and that a node has
+answered on a machine of the tailnet."""
 
 MAX_KNOWN: Final = 256
 """Largest number of nodes in the table; where it is full, members displace hearsay."""

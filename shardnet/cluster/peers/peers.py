@@ -86,7 +86,8 @@ class Peers:
     `dial` opens a control link as a node, `dial_as_client` one as a client, for probes. `handler`
     handles the messages of all links. `own_hosts` returns this machine's addresses now,
     `own_addresses` those to advertise. `log` takes lines for people, `on_member` the hosts of nodes
-    that are linked or report themselves. `rests` returns why this node takes no layers now, ""
+    that are linked or report themselves, `on_named` the addresses that a person named and where a
+    node answers. `rests` returns why this node takes no layers now, ""
     while it does.
     """
 
@@ -100,6 +101,7 @@ class Peers:
     own_addresses: Callable[[], Sequence[str]]
     log: Callable[[str], None]
     on_member: Callable[[str], None] = lambda host: None
+    on_named: Callable[[str], None] = lambda address: None
     rests: Callable[[], str] = lambda: ""
     times: PeerTimes = PeerTimes()
 
@@ -235,6 +237,7 @@ class Peers:
                     self.log(f"peer {address}: that is this node itself; it is left out")
                     return
                 self.unreached.pop(address, None)
+                self.on_named(address)
                 await self._lost(control)
             except ShardnetError as error:
                 if str(error) != str(self.unreached.get(address)):
@@ -246,16 +249,24 @@ class Peers:
 
     # --- reports of other nodes
 
-    def propose(self, node: NodeId, name: str, addresses: Iterable[str], refusal: str = "") -> None:
-        """Add a node that discovery found; `refusal` says why it must not be linked to, if so."""
+    def propose(
+        self,
+        node: NodeId,
+        name: str,
+        addresses: Iterable[str],
+        refusal: str = "",
+        *,
+        source: str = MDNS,
+    ) -> None:
+        """Add a node that `source` found; `refusal` says why it must not be linked to, if so."""
         now = time.monotonic()
         if refusal:
-            if self._table.refuse(node, name, addresses, refusal, source=MDNS, now=now):
+            if self._table.refuse(node, name, addresses, refusal, source=source, now=now):
                 self._log_refusal(
                     node, f"node {name} ({', '.join(addresses)}) is left out: {refusal}"
                 )
         else:
-            self._table.add_report(node, name, addresses, source=MDNS, now=now)
+            self._table.add_report(node, name, addresses, source=source, now=now)
         self._changed.set()
 
     def _log_refusal(self, node: NodeId, line: str) -> None:
@@ -267,6 +278,10 @@ class Peers:
     def withdraw(self, node: NodeId) -> None:
         """Record that discovery does not report a node any more. A link that lives stays."""
         self._table.retract(node, source=MDNS, now=time.monotonic())
+
+    def withdraw_others(self, nodes: Iterable[NodeId], *, source: str) -> None:
+        """Record that `source` reports no nodes but these."""
+        self._table.retract_others(nodes, source=source, now=time.monotonic())
 
     def heard(self, control: ControlLink, message: PeersKnown) -> None:
         """Record what a peer reports of itself and its peers.

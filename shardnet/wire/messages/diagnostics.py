@@ -122,8 +122,8 @@ class PeerView(Strict, frozen=True, kw_only=True):
     """What a node knows of another one.
 
     `address` is the one it uses, "" while none has answered. `told_by` has the sources: `mdns`,
-    `named`, or ids of nodes; none when no node advertises it any more. `refusal` says why it is not
-    linked to.
+    `named`, `tailnet`, or ids of nodes; none when no node advertises it any more. `refusal` says
+    why it is not linked to.
     """
 
     node: Name

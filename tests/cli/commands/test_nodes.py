@@ -9,7 +9,7 @@ import pytest
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet_cli.commands import nodes
-from shardnet_cli.flags.options import Access
+from shardnet_cli.flags.options import Access, Search
 
 
 def test_a_list_that_nobody_sees_live_is_printed_at_each_look(
@@ -18,7 +18,7 @@ def test_a_list_that_nobody_sees_live_is_printed_at_each_look(
     """So a reader that is gone is noticed, too."""
     n_looks = 0
 
-    async def gathered(named: list[str], access: Access, mdns: bool) -> list[NodeInfo]:
+    async def gathered(named: list[str], access: Access, search: Search) -> list[NodeInfo]:
         nonlocal n_looks
         n_looks += 1
         if n_looks > 2:
@@ -28,6 +28,6 @@ def test_a_list_that_nobody_sees_live_is_printed_at_each_look(
     monkeypatch.setattr(nodes, "_gather", gathered)
     monkeypatch.setattr(nodes, "REFRESH_S", 0.0)
     with pytest.raises(ShardnetError, match="no more"):
-        asyncio.run(nodes._run([], Access(), mdns=False, watch=True, as_json=False))
+        asyncio.run(nodes._run([], Access(), Search(no_mdns=True), watch=True, as_json=False))
     head, empty = nodes.node_lines([], None), ""
     assert capsys.readouterr().out.splitlines() == [*head, empty] * 2

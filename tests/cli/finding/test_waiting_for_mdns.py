@@ -12,6 +12,7 @@ from support.own_process import figures_of
 
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
 from shardnet_cli.finding import target
+from shardnet_cli.flags.options import Search
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
@@ -20,7 +21,9 @@ def test_a_node_here_is_prepared_while_none_is_heard(
 ) -> None:
     prepared, done = threading.Event(), asyncio.Event()
 
-    async def find(identity: object, *, insecure: bool, on_heard: Callable[[], None]) -> Any:
+    async def find(
+        identity: object, search: object, *, insecure: bool, on_heard: Callable[[], None]
+    ) -> Any:
         if is_heard:
             on_heard()
             await asyncio.sleep(0)
@@ -31,7 +34,7 @@ def test_a_node_here_is_prepared_while_none_is_heard(
 
     monkeypatch.setattr(target, "find_nearest", find)
     monkeypatch.setattr(target, "SOON_S", 0.01)
-    found = asyncio.run(target._search(None, insecure=False, prepare=prepared.set))
+    found = asyncio.run(target._search(None, Search(), insecure=False, prepare=prepared.set))
     assert found == ["found"]
     assert done.is_set()
     assert prepared.is_set() is not is_heard

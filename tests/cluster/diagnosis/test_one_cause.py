@@ -10,6 +10,7 @@ from support.cluster.checkup_facts import (
     CLUSTER,
     HOSTS,
     NO_KEY,
+    OK_KEY,
     address_of,
     facts,
     findings,
@@ -22,7 +23,8 @@ from support.cluster.checkup_facts import (
     view,
 )
 
-from shardnet.cluster.diagnosis.facts import Answered, Facts, Severity
+from shardnet.cluster.diagnosis.facts import Answered, Facts, Severity, Topic
+from shardnet.cluster.machine.virtual_networks import VirtualNetworks
 from shardnet.errors import AuthenticationError
 from shardnet.wire.messages.diagnostics import (
     AddressView,
@@ -311,3 +313,55 @@ def test_nodes_that_have_just_started_are_given_time_to_be_heard() -> None:
 def report_of(one: ReportReply) -> NodeReport:
     assert one.report is not None
     return one.report
+
+
+# --- networks that pass no multicast
+
+
+@pytest.mark.parametrize(
+    ("networks", "topic", "severity", "words", "remedy"),
+    [
+        (
+            VirtualNetworks(wsl="nat", wsl_hosts=("172.20.3.4",)),
+            *("wsl", Severity.PROBLEM),
+            "behind NAT: other machines do not reach 172.20.3.4",
+            "networkingMode=mirrored",
+        ),
+        (
+            VirtualNetworks(wsl="nat", tailnet_hosts=("100.64.0.2",)),
+            *("wsl", Severity.INFO, "do not reach its address", "--tailnet"),
+        ),
+        (
+            VirtualNetworks(wsl="mirrored"),
+            *("wsl", Severity.INFO, "in mirrored mode", "New-NetFirewallHyperVRule"),
+        ),
+        (VirtualNetworks(wsl="other"), "wsl", Severity.INFO, "it is WSL2, where mDNS", "--peer"),
+        (
+            VirtualNetworks(tailnet_hosts=("100.64.0.2",)),
+            *("tailnet", Severity.INFO, "in a tailnet as 100.64.0.2", "start nodes with --tailnet"),
+        ),
+        (
+            VirtualNetworks(tailnet_failure="Tailscale is not connected; run `tailscale up`"),
+            *("tailnet", Severity.INFO, "not connected", ""),
+        ),
+    ],
+)
+def test_wsl2_and_tailnets_are_told_with_what_to_do(
+    networks: VirtualNetworks, topic: Topic, severity: Severity, words: str, remedy: str
+) -> None:
+    finding = the_one(facts(networks=networks, key=OK_KEY), topic, severity)
+    assert words in finding.what
+    assert remedy in finding.remedy
+
+
+def test_nodes_that_are_found_in_a_tailnet_are_fine() -> None:
+    linked = replace(view("bert"), told_by=["tailnet", "bert-id"])
+    networks = VirtualNetworks(tailnet_hosts=("100.64.0.2",))
+    told = facts(reply("anna", linked), networks=networks)
+    assert the_one(told, "tailnet", Severity.OK).what.endswith("where nodes find each other")
+
+
+def test_a_node_that_answers_in_a_tailnet_is_found_with_the_flag() -> None:
+    answered = (Answered(node="bert-id", name="bert", address="100.64.0.3:7433"),)
+    told = facts(reply("anna", multicast=heard("anna")), reply("bert"), unknown=answered)
+    assert "start both nodes with --tailnet" in the_one(told, "multicast").remedy
