@@ -17,6 +17,7 @@ from typing import Final
 
 import psutil
 
+from shardnet.runtime.processors.alertness import NO_FIGURE
 from shardnet.transport.address import format_address
 
 LOOPBACK_HOST: Final = "127.0.0.1"
@@ -83,9 +84,12 @@ class LocalAddress:
 
 def read_interfaces() -> tuple[Interface, ...]:
     """Read the network interfaces of this machine from the system."""
-    stats = psutil.net_if_stats()
+    try:
+        stats, addresses = psutil.net_if_stats(), psutil.net_if_addrs()
+    except NO_FIGURE:  # as where there is no network
+        return ()
     interfaces = []
-    for name, entries in psutil.net_if_addrs().items():
+    for name, entries in addresses.items():
         state = stats.get(name)
         flags = state.flags.split(",") if state is not None else []
         interfaces.append(

@@ -25,6 +25,7 @@ from shardnet.cluster.machine.folders import RUNTIME_DIR_VARIABLE
 from shardnet.errors import ConfigurationError
 from shardnet.files import NotOwnError, delete, make_own_folder, read_own, write_whole
 from shardnet.permissions import others_at
+from shardnet.runtime.processors.alertness import NO_FIGURE
 
 TOUCH_S: Final = 60.0
 """How old a node lets its entry become."""
@@ -213,5 +214,5 @@ def _lives(entry: LocalNode, path: Path) -> bool:
         if entry.started == UNKNOWN_S:
             return starts[1] < path.stat().st_mtime + 1.0
         return any(abs(start - entry.started) < 1.0 for start in starts)
-    except (psutil.Error, OSError):
+    except NO_FIGURE:
         return False

@@ -24,6 +24,7 @@ import psutil
 from shardnet.cluster.machine.cores import MEMBERSHIP, ROOT, group_folders
 from shardnet.cluster.machine.device_list import CUDA, NVIDIA
 from shardnet.cluster.pressure.policy import OwnerLook
+from shardnet.runtime.processors.alertness import NO_FIGURE, processor_times
 from shardnet.threads import DaemonThreads
 
 FRESH_S: Final = 2.0
@@ -239,25 +240,22 @@ class OwnerUse:
 
     def _other_cores(self) -> float | None:
         """Return how many processors other programs took, those of low priority aside."""
-        try:
-            at_s, times = time.monotonic(), psutil.cpu_times()
-        except OSError:  # the system does not tell
-            return None
-        busy_s = times.user + times.system
+        at_s, (busy_s, _) = time.monotonic(), processor_times()
         own = {each for pid in self._own_processes() for each in _with_helpers(pid)}
         own_s = {pid: took_s for pid in own if (took_s := _took_s(pid)) >= 0}
         before, before_s = self._own_s, self._busy_s
         ours_s = sum(took_s - before.get(pid, took_s) for pid, took_s in own_s.items())
         span_s = at_s - self._at_s if self._at_s else 0.0
         self._at_s, self._busy_s, self._own_s = at_s, busy_s, own_s
-        return None if span_s <= 0 else max(0.0, (busy_s - before_s - ours_s) / span_s)
+        others_s = busy_s - before_s - ours_s
+        return None if span_s <= 0 or math.isnan(others_s) else max(0.0, others_s / span_s)
 
 
 def _with_helpers(pid: int) -> list[int]:
     """Return a process and those that it has begun, as for what strangers wrote (guard/)."""
     try:
         return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-    except (psutil.Error, OSError):
+    except NO_FIGURE:
         return [pid]
 
 
@@ -271,7 +269,7 @@ def _took_s(pid: int) -> float:
         if os.name == "posix" and process.nice() > 0:
             return -1.0
         times = process.cpu_times()
-    except (psutil.Error, OSError):
+    except NO_FIGURE:
         return -1.0
     return float(times.user + times.system)
 

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 import psutil
 
 from shardnet.errors import BusyError, DiskSilentError, PeerFailedError
+from shardnet.runtime.processors.alertness import NO_FIGURE
 from shardnet.threads import DaemonThreads
 
 T = TypeVar("T")
@@ -223,7 +224,7 @@ class _Lane:
     def beat(self) -> object:
         """Return what changes while the thread lives: jobs ended, processor time used."""
         used = 0.0
-        with contextlib.suppress(OSError, IndexError, psutil.Error):  # it has ended, or not begun
+        with contextlib.suppress(IndexError, *NO_FIGURE):  # it has ended, or not begun
             used = self._clocks[0]()
         return self._n_ended, used, [alive() for alive in self._alive.values()]
 

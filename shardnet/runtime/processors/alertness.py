@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import math
 import os
 import struct
 import sys
@@ -267,6 +268,17 @@ WAITED_CORES = 0.1
 """Threads here that wait for a processor for more than this share of the time are disturbed."""
 
 _TASKS = Path("/proc/self/task")
+NO_FIGURE: Final = (psutil.Error, OSError, RuntimeError)
+"""What psutil raises where this system does not tell a figure, or not now."""
+
+
+def processor_times() -> tuple[float, float]:
+    """Return how long all processors were busy and idle (s), NaN where the system does not tell."""
+    try:
+        times = psutil.cpu_times()
+    except NO_FIGURE:
+        return math.nan, math.nan
+    return times.user + times.system, times.idle + getattr(times, "iowait", 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,7 +286,8 @@ class ProcessorUse:
     """What the processors have done up to a moment, in seconds.
 
     `idle_s` is that of all of them, `own_s` what this process computed. `waited_s` is how long its
-    threads were ready to run and had no processor, 0 where the system does not tell.
+    threads were ready to run and had no processor, 0 where the system does not tell. Where it does
+    not tell what is idle, nothing is disturbed and nothing is quiet.
     """
 
     at_s: float
@@ -286,11 +299,10 @@ class ProcessorUse:
     @classmethod
     def now(cls) -> ProcessorUse:
         """Read the system's counters."""
-        times = psutil.cpu_times()
         return cls(
             at_s=time.perf_counter(),
             n_cores=psutil.cpu_count() or 1,
-            idle_s=times.idle + getattr(times, "iowait", 0.0),
+            idle_s=processor_times()[1],
             own_s=time.process_time(),
             waited_s=sum(_waits_s(_TASKS)),
         )

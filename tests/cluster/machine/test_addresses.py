@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,3 +154,13 @@ def test_this_machine_is_read() -> None:
     addresses = rank(read_interfaces())
     assert Verdict.LOOPBACK in {address.verdict for address in addresses}
     assert all("/" not in address.host for address in addresses)
+
+
+def test_interfaces_that_the_system_does_not_tell_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> NoReturn:
+        raise OSError(22, "Invalid function")
+
+    monkeypatch.setattr("psutil.net_if_stats", fail)
+    assert read_interfaces() == ()

@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import Mock
 
 import psutil
@@ -90,7 +90,7 @@ def test_the_work_of_shardnets_nodes_is_no_other_programs(monkeypatch: pytest.Mo
 
     class Times:
         def __init__(self, user: float) -> None:
-            self.user, self.system = user, 0.0
+            self.user, self.system, self.idle = user, 0.0, 0.0
 
     class Process:
         def __init__(self, pid: int) -> None:
@@ -123,3 +123,17 @@ def test_the_work_of_shardnets_nodes_is_no_other_programs(monkeypatch: pytest.Mo
     assert use.look().other_cores == 0.0
     now[0], busy[0], own[70] = 16.0, 110.0, 2.0
     assert use.look().other_cores == 0.5
+
+
+def test_counters_that_fail_tell_nothing_of_other_programs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use = OwnerUse(lambda: [os.getpid()], has_input=lambda: None)
+    use.look()
+
+    def fail(*_: object) -> NoReturn:
+        raise OSError(22, "Invalid function")
+
+    monkeypatch.setattr(psutil, "cpu_times", fail)
+    monkeypatch.setattr(psutil.Process, "cpu_times", fail)
+    assert use.look().other_cores is None

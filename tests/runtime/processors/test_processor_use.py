@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
+import psutil
 import pytest
 
 from shardnet.runtime.processors import alertness
@@ -51,6 +53,18 @@ def test_the_systems_counters_grow() -> None:
     assert later.own_s > BEFORE.own_s
     assert later.idle_s >= BEFORE.idle_s
     assert later.n_cores >= 1
+
+
+def test_counters_that_fail_tell_neither_rest_nor_disturbance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail() -> NoReturn:
+        raise OSError(22, "Invalid function")
+
+    monkeypatch.setattr(psutil, "cpu_times", fail)
+    before = ProcessorUse.now()
+    later = replace(ProcessorUse.now(), at_s=before.at_s + 2)
+    assert (before.disturbed(later), before.quiet(later)) == (False, False)
 
 
 def test_a_thread_that_has_just_ended_hides_no_other(
