@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import subprocess
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -25,6 +24,7 @@ from shardnet.cluster.machine.local_nodes import LocalNodes, share_of_cores
 from shardnet.cluster.machine.profile import available_cores
 from shardnet.errors import ConfigurationError, PeerFailedError, UsageError
 from shardnet.files import expanded
+from shardnet.guard.children import OWN_SESSION, end_with_this_process
 from shardnet.wire.messages.plans import ModelChoice
 
 if TYPE_CHECKING:
@@ -37,9 +37,6 @@ START_S = 60.0
 
 STOP_S = 5.0
 """Deadline for a node process to exit by itself."""
-
-_OWN_GROUP = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)
-"""On Windows, what a new session is elsewhere: Ctrl-C is not for the process."""
 
 
 @asynccontextmanager
@@ -68,6 +65,7 @@ class _NodeProcess:
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self._name = name
         self._process = process
+        end_with_this_process(process.pid)
         self._is_ready = False
         self._last_lines: deque[str] = deque(maxlen=1)
         self._listening = asyncio.create_task(self._keep_last_line())
@@ -87,8 +85,7 @@ class _NodeProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 env={key: value for key, value in os.environ.items() if key not in _NOT_INHERITED},
-                start_new_session=True,
-                creationflags=_OWN_GROUP,
+                **OWN_SESSION,
             )
         )
         try:

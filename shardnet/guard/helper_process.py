@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardnet.errors import ShortageError, error_for_code, shortage
+from shardnet.guard.children import OUT_OF_TIME, OWN_SESSION, end_with_this_process
 from shardnet.guard.job_loop import read_frame, write_frame
 
 START_S = 60.0
@@ -28,7 +29,7 @@ ENDED_S = 5.0
 
 _ROOT = Path(__file__).parents[2]
 _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
-_OUT_OF_TIME = -getattr(signal, "SIGXCPU", 0) or None
+_OUT_OF_TIME = -getattr(signal, "SIGXCPU", -OUT_OF_TIME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +163,9 @@ def _failure(code: int | None, limits: JobLimits) -> JobFailedError:
             f"it took more than {limits.cpu_s} s of processor time", out_of_time=True
         )
     how = f"code {code}"
-    if code is not None and code < 0:
+    if code is not None and code >= 1 << 31:  # a status of Windows: an exception ended it
+        how = f"{code:#x}"
+    elif code is not None and code < 0:
         with contextlib.suppress(ValueError):
             how = signal.Signals(-code).name
     return JobFailedError(
@@ -183,11 +186,11 @@ class _Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal is for this process
-            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # and on Windows
             env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
+            **OWN_SESSION,
         )
         self.pid = self._process.pid
+        end_with_this_process(self.pid)
         self._requests: queue.SimpleQueue[tuple[dict[str, Any], bytes, int] | None] = (
             queue.SimpleQueue()
         )

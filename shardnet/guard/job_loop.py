@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardnet.errors import ShardnetError, shortage
+from shardnet.guard.children import limit_this_process
 
 MAX_FRAME_BYTES = 256 << 20
 """Limit of a frame in either direction."""
@@ -130,7 +131,8 @@ def _limit(cpu_s: int, memory_bytes: int) -> None:
     """Limit this process to further `cpu_s` and `memory_bytes`, where the system supports it."""
     try:
         import resource
-    except ImportError:  # Windows: only the deadline of whoever asks applies
+    except ImportError:  # Windows
+        limit_this_process(cpu_s, memory_bytes)
         return
     for what, most in (
         (resource.RLIMIT_CPU, math.ceil(time.process_time() + cpu_s)),
