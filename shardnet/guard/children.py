@@ -30,7 +30,7 @@ _EXTENDED_LIMITS: Final = 9
 _PROCESS_TIME, _PROCESS_MEMORY, _NO_CRASH_DIALOG, _KILL_ON_CLOSE = 0x2, 0x100, 0x400, 0x2000
 _MAY_ASSIGN: Final = 0x0100 | 0x0001  # PROCESS_SET_QUOTA and PROCESS_TERMINATE
 _MEMORY_COUNTERS: Final = struct.Struct("=II9Q")
-_COMMITTED: Final = 10  # PrivateUsage
+_COMMITTED: Final = 8  # PagefileUsage
 
 
 def end_with_this_process(pid: int) -> None:

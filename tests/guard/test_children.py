@@ -30,7 +30,7 @@ class Kernel32:
                 assert isinstance(arguments[2], bytes)
                 self.limits = arguments[2]
             if name == "K32GetProcessMemoryInfo":
-                struct.pack_into("=II9Q", arguments[1], 0, 80, 0, *[0] * 8, 1000)
+                struct.pack_into("=II9Q", arguments[1], 0, 80, 0, *[0] * 6, 1000, 0, 0)
             return 0 if self.fails else len(self.called)
 
         return call
