@@ -128,35 +128,33 @@ def test_what_lost_and_drained_nodes_cost_is_measured() -> None:
     assert (drained["again"], drained["load_s"]) == (0, 0)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="a bash script")
 @pytest.mark.parametrize(
     ("alone", "words"), [(450.4, "costs more than sharing"), (80, "A ring pays, ")]
 )
 def test_the_demo_says_what_it_shows_and_what_a_ring_is_for(
-    alone: float, words: str, tmp_path: Path
+    alone: float,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Around stand-ins for the set-up and the command, which is run in other tests."""
-    (tmp_path / "setup").write_text(
-        'say() { echo "==> $*" >&2; }\n'
-        f"set_up() {{ VENV={tmp_path}; PYTHON={sys.executable}; }}\n"
-    )
-    command = tmp_path / "bin" / "shardnet"
-    command.parent.mkdir()
-    command.write_text(
-        "#!/bin/sh\n"
-        'case "$*" in\n'
-        f'*--last*) echo "{{\\"decode_tok_s\\": $(cat {tmp_path}/rate)}}";;\n'
-        f'*"--local 1"*) echo {alone} >{tmp_path}/rate;;\n'
-        f'*) echo 100 >{tmp_path}/rate; echo "the text";;\n'
-        "esac\n"
-    )
-    command.chmod(0o755)
-    (tmp_path / "demo").write_bytes((SCRIPTS / "demo").read_bytes())
-    shown = subprocess.run(
-        ["bash", str(tmp_path / "demo"), "My prompt"], capture_output=True, text=True, check=True
-    )
-    assert shown.stdout == "the text\n"
-    assert "The prompt: My prompt" in shown.stderr
-    assert "a ring of two nodes: 100 tokens per second" in shown.stderr
-    assert f"one node alone: {round(alone)} tokens per second" in shown.stderr
-    assert words in shown.stderr
+    rates = iter((100, alone))
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        if "--last" in command:
+            return subprocess.CompletedProcess(
+                command, 0, json.dumps({"decode_tok_s": next(rates)})
+            )
+        assert command[-1] == "My prompt"
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.syspath_prepend(SCRIPTS)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "My prompt"])
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("set_up.set_up_or_exit", lambda: None)
+    runpy.run_path(str(SCRIPTS / "demo.py"), run_name="__main__")
+    shown = capsys.readouterr().err
+    assert "The prompt: My prompt" in shown
+    assert "a ring of two nodes: 100 tokens per second" in shown
+    assert f"one node alone: {round(alone)} tokens per second" in shown
+    assert words in shown

@@ -171,8 +171,9 @@ def _prepare_windows() -> None:
                 _take_escapes(kernels_name)
         elif "PYTHONIOENCODING" not in os.environ:
             strict = "strict" if stream.errors == "surrogateescape" else stream.errors
-            line_end = "\n" if kernels_name else None
-            stream.reconfigure(encoding="utf-8", errors=strict, newline=line_end)
+            stream.reconfigure(encoding="utf-8", errors=strict)
+            if kernels_name:
+                stream.reconfigure(newline="\n")
 
 
 def _take_escapes(kernels_name: int) -> None:
