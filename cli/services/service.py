@@ -35,7 +35,7 @@ not: others may read the file."""
 
 service_app = typer.Typer(
     name="service",
-    help="Run a node or a server at boot, by systemd, launchd or the Task Scheduler.",
+    help="Run a node or a server at boot, as a service of the system.",
     no_args_is_help=True,
 )
 

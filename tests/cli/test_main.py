@@ -18,6 +18,7 @@ ALLOWED = {
     "shardnet",
     "shardnet.errors",
     "shardnet.files",
+    "shardnet.permissions",
     "shardnet.cluster",
     "shardnet.cluster.machine",
     "shardnet.cluster.machine.folders",

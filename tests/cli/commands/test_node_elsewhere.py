@@ -29,15 +29,17 @@ from shardnet_cli.flags.options import Access
 
 ROOT = Path(__file__).parents[3]
 MODULES = ("fcntl", "grp", "pwd", "readline", "resource", "termios", "tty", "uvloop")
+"""Modules that Windows lacks."""
 MISSING: dict[Any, tuple[str, ...]] = {
     os: (
-        *("fchmod", "fork", "geteuid", "getpgrp", "getuid", "memfd_create", "posix_fadvise"),
+        *("fchmod", "fork", "geteuid", "getpgrp", "memfd_create", "posix_fadvise"),
         *("posix_fallocate", "sched_getaffinity", "setpriority", "sysconf", "tcgetpgrp", "uname"),
-        *("O_CLOEXEC", "O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "O_PATH"),
+        *("O_DIRECTORY", "O_NONBLOCK", "O_PATH"),
     ),
     signal: ("SIGHUP", "SIGKILL"),
     socket: ("SO_REUSEPORT", "TCP_USER_TIMEOUT"),
 }
+"""What it lacks of others, but for what shardnet/permissions.py takes on this system."""
 
 
 class WindowsLoop(asyncio.SelectorEventLoop):
