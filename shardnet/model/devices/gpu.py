@@ -1,15 +1,18 @@
 """NVIDIA's and AMD's GPUs: the driver and the runtime compiler of each, by ctypes.
 
 Both makers' functions are alike but for their names: `--device nvidia:0` and `amd:0`. libcuda comes
-with NVIDIA's driver, NVRTC with torch's CUDA build or by itself (`pip install nvidia-cuda-nvrtc`);
-libamdhip64 and HIPRTC come with ROCm. NVIDIA's was run on an H100; AMD's never, since none was at
-hand: its texts were compiled. Must not know what is computed.
+with NVIDIA's driver, NVRTC with torch's CUDA build or by itself (`pip install 'shardnet[nvidia]'`);
+libamdhip64 and HIPRTC come with ROCm, on Windows with the driver or the HIP SDK. NVIDIA's was run
+on an H100 under Linux; AMD's never, since none was at hand: its texts were compiled. Must not know
+what is computed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import ctypes.util
+import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +34,9 @@ _OVERLAPS: Final = 6
 """The attribute of a launch that may begin before the one before has ended."""
 _OVERLAPS_FROM: Final = 90
 """Compute capability, ten times, from which the text waits for the launch before (cuda.h)."""
+_DESKTOP_BYTES: Final = 512 << 20
+"""What is left to Windows' desktop and its programs, which draw with the same card: it does not say
+when memory is full, but moves what is used least over to the system's, many times as slow."""
 _PIECE_BYTES: Final = 64 << 20
 """What is uploaded at a time: then another thread may launch."""
 
@@ -46,8 +52,10 @@ class Maker:
     kind: str
     dialect: str
     driver: tuple[str, ...]
+    driver_remedy: str
     compiler: tuple[str, ...]
     compiler_prefix: str
+    compiler_remedy: str
     options: tuple[str, ...]
     names: Mapping[str, str]
 
@@ -56,8 +64,13 @@ CUDA: Final = Maker(
     kind="nvidia",
     dialect="cuda",
     driver=("libcuda.so.1", "nvcuda.dll"),
-    compiler=("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2", "nvrtc64_120_0.dll"),
+    driver_remedy="install NVIDIA's driver for the card, or use --device cpu",
+    compiler=(
+        *("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2"),
+        *("nvrtc64_130_0.dll", "nvrtc64_120_0.dll", "nvrtc64_112_0.dll"),
+    ),
     compiler_prefix="nvrtc",
+    compiler_remedy="pip install 'shardnet[nvidia]', or torch's build for the card",
     options=("--std=c++17", "--fmad=false"),
     names={
         "init": "cuInit",
@@ -84,9 +97,17 @@ CUDA: Final = Maker(
 HIP: Final = Maker(
     kind="amd",
     dialect="hip",
-    driver=("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"),
-    compiler=("libhiprtc.so", "libhiprtc.so.7", "libhiprtc.so.6"),
+    driver=(
+        *("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6"),
+        *("amdhip64_7.dll", "amdhip64_6.dll", "amdhip64.dll"),
+    ),
+    driver_remedy="install ROCm (on Windows AMD's driver) for the card, or use --device cpu",
+    compiler=(
+        *("libhiprtc.so", "libhiprtc.so.7", "libhiprtc.so.6"),
+        *("hiprtc07??.dll", "hiprtc06??.dll", "hiprtc05??.dll"),
+    ),
     compiler_prefix="hiprtc",
+    compiler_remedy="install ROCm (on Windows AMD's HIP SDK)",
     options=("-O3", "-ffp-contract=off"),
     names={
         "init": "hipInit",
@@ -136,16 +157,56 @@ _OVERLAPPING: Final = (_Attribute * 1)(_Attribute(_OVERLAPS, (1,)))
 
 @cache
 def _library(names: tuple[str, ...]) -> ctypes.CDLL | None:
-    """Load the first of these libraries that is here: in the system, or in a package of pip's."""
-    packages = Path(torch.__file__).parents[1] / "nvidia"
+    """Load the first of these libraries that is here: in the system, or in a package of pip's.
+
+    On Windows also in a maker's kit; a name may be a pattern there.
+    """
+    folders = _folders(Path(torch.__file__).parents[1])
+    is_windows = sys.platform == "win32"
     for name in names:
-        inside = [str(path) for path in packages.glob(f"*/lib/{name}*")]
-        for place in (name, *sorted(inside)):
+        if name.endswith(".dll") != is_windows:
+            continue
+        inside = [str(path) for each in folders for path in sorted(each.glob(f"{name}*"))]
+        for place in (name, *inside):
             try:
-                return ctypes.CDLL(place)
+                return _opened(place)
             except OSError:
                 continue
     return None
+
+
+def _folders(packages: Path) -> list[Path]:
+    """List the folders that may have such a library beside those that the system searches."""
+    if sys.platform != "win32":
+        return [path for path in packages.glob("nvidia/*/lib") if path.is_dir()]
+    kits = [Path(os.environ[name]) for name in ("CUDA_PATH", "HIP_PATH") if os.environ.get(name)]
+    system = Path(os.environ.get("SYSTEMROOT", r"C:\Windows"), "System32")
+    pip = [
+        path for pattern in ("bin", "bin/x86_64") for path in packages.glob(f"nvidia/*/{pattern}")
+    ]
+    kit = [each / inside for each in kits for inside in ("bin", "bin/x64")]
+    return [path for path in (*pip, packages / "torch" / "lib", *kit, system) if path.is_dir()]
+
+
+def _opened(place: str) -> ctypes.CDLL:
+    """Load a library, on Windows with what it loads by name when it is used. Raises OSError.
+
+    Windows does not look for that beside it, but takes what is there already.
+    """
+    path = Path(place)
+    if sys.platform == "win32" and path.is_absolute():
+        os.add_dll_directory(str(path.parent))
+        kind = path.name.partition("rtc")[0] + "rtc"
+        for beside in path.parent.glob(f"{kind}-builtins*.dll"):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(beside))
+    return ctypes.CDLL(place)
+
+
+def _named(libraries: Sequence[str]) -> str:
+    """Return the first of some libraries that is one of this system."""
+    own = (n for n in libraries if n.endswith(".dll") == (sys.platform == "win32"))
+    return next(own).replace("?", "x")
 
 
 def compiled(
@@ -160,8 +221,9 @@ def compiled(
     library, prefix = _library(maker.compiler), maker.compiler_prefix
     if library is None:
         raise ConfigurationError(
-            f"--device {maker.kind}: {maker.compiler[0]} is not installed, which compiles kernels",
-            remedy="install torch's build for the card, or that library",
+            f"--device {maker.kind}: {_named(maker.compiler)}, which compiles kernels, is not "
+            "installed",
+            remedy=maker.compiler_remedy,
         )
     program = ctypes.c_void_p()
     options = [*maker.options, *more]
@@ -220,8 +282,8 @@ class GpuDriver:
         if library is None or index >= n_gpus:
             few = f"{n_gpus} GPUs, numbered from 0," if n_gpus else "no GPU"
             raise ConfigurationError(
-                f"--device {self.name}: {maker.driver[0]} finds {few} here",
-                remedy="install the card's driver, or use --device cpu",
+                f"--device {self.name}: {_named(maker.driver)} finds {few} here",
+                remedy=maker.driver_remedy,
             )
         self._library = library
         self._context = ctypes.c_void_p()
@@ -404,7 +466,7 @@ class GpuDriver:
         self._enter()
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._call("free", ctypes.byref(free), ctypes.byref(total))
-        return free.value
+        return max(0, free.value - _DESKTOP_BYTES) if sys.platform == "win32" else free.value
 
 
 class _Memory:

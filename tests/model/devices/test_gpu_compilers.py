@@ -6,6 +6,7 @@ Their driver is held against functions of the maker that are not here either.
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import shutil
 import subprocess
@@ -31,7 +32,7 @@ from shardnet.model.devices.device_attention import ATTENTION_PARTS, attention_m
 from shardnet.model.devices.device_layers import LAYER_PARTS
 from shardnet.model.devices.device_recurrence import STATE_PARTS
 from shardnet.model.devices.driver import part_of_text, whole_text
-from shardnet.model.devices.gpu import CUDA, GpuDriver, compiled
+from shardnet.model.devices.gpu import CUDA, HIP, GpuDriver, Maker, compiled
 from shardnet.model.devices.opencl import OpenClDriver
 from shardnet.model.devices.products import PRODUCT_PARTS, ROWS, form_macros
 
@@ -54,7 +55,7 @@ def texts(dialect: str, forms: list[PanelForm]) -> list[str]:
 
 @pytest.mark.parametrize("architecture", cases(["sm_75"], [*NVIDIA[1:]]))
 def test_nvidias_compiler_takes_all_texts(architecture: str) -> None:
-    """NVRTC needs no GPU: pip install nvidia-cuda-nvrtc."""
+    """NVRTC needs no GPU: pip install 'shardnet[nvidia]'."""
     forms = [*cases([form for form in FORMS if form.name in ("Q4_K", "NF4")], FORMS)]
     for text in texts(CUDA.dialect, forms):
         try:
@@ -105,6 +106,7 @@ class _Cuda:
         self.version = (13, 0)
         self.loaded: list[bytes] = []
         self.launched: list[str] = []
+        self.n_free = 4 << 30
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *_: int(name == self.fails)  # 1: an invalid value
@@ -154,6 +156,10 @@ class _Cuda:
         self.launched.append(f"{[*own.groups]} of {[*own.threads]} threads")
         return 0
 
+    def cuMemGetInfo_v2(self, free: Any, total: object) -> int:
+        free._obj.value = self.n_free
+        return 0
+
     def cuMemcpyHtoDAsync_v2(
         self, _: object, source: ctypes.c_void_p, n_bytes: ctypes.c_size_t, stream: object
     ) -> int:
@@ -166,6 +172,74 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> _Cuda:
     library = _Cuda()
     monkeypatch.setattr(gpu, "_library", lambda _: library)
     return library
+
+
+@pytest.mark.parametrize(
+    ("at", "maker"),
+    [
+        ("site/nvidia/cuda_nvrtc/bin/nvrtc64_120_0.dll", CUDA),
+        ("site/nvidia/cu13/bin/x86_64/nvrtc64_130_0.dll", CUDA),
+        ("site/torch/lib/nvrtc64_112_0.dll", CUDA),
+        ("kit/bin/x64/nvrtc64_130_0.dll", CUDA),
+        ("windows/System32/hiprtc0602.dll", HIP),
+        ("kit/bin/hiprtc0701.dll", HIP),
+    ],
+)
+def test_windows_compilers_are_found_with_what_they_load_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, maker: Maker
+) -> None:
+    """In packages of pip's, beside torch, in a maker's kit and where drivers put them."""
+    library = tmp_path / at
+    library.parent.mkdir(parents=True)
+    builtins = library.parent / library.name.replace("rtc", "rtc-builtins", 1)
+    other = library.with_name(f"{library.stem}.alt.dll")
+    for path in (library, builtins, other):
+        path.touch()
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "kit"))
+    monkeypatch.setenv("HIP_PATH", str(tmp_path / "kit"))
+    monkeypatch.setenv("SYSTEMROOT", str(tmp_path / "windows"))
+    opened: list[str] = []
+
+    def load(place: str) -> str:
+        if not Path(place).is_file():
+            raise OSError
+        opened.append(place)
+        return place
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(gpu.torch, "__file__", str(tmp_path / "site" / "torch" / "__init__.py"))
+    monkeypatch.setattr(sys, "platform", "win32")
+    added: list[str] = []
+    monkeypatch.setattr(os, "add_dll_directory", added.append, raising=False)
+    assert gpu._library.__wrapped__(maker.compiler) == str(library)
+    assert opened == [str(builtins), str(library)]
+    assert added == [str(library.parent)]
+
+
+@pytest.mark.parametrize("maker", [CUDA, HIP])
+@pytest.mark.parametrize(("platform", "ending"), [("win32", ".dll"), ("linux", ".so")])
+def test_errors_name_the_library_of_this_system(
+    monkeypatch: pytest.MonkeyPatch, maker: Maker, platform: str, ending: str
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(gpu, "_library", lambda _: None)
+    with pytest.raises(ConfigurationError, match=ending) as raised:
+        compiled(maker, "", "")
+    assert raised.value.remedy == maker.compiler_remedy
+    with pytest.raises(ConfigurationError, match=f"{ending}.* finds no GPU") as raised:
+        GpuDriver(maker, 0)
+    assert raised.value.remedy == maker.driver_remedy
+
+
+def test_on_windows_the_desktop_keeps_some_memory(
+    cuda: _Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = GpuDriver(CUDA, 0)
+    assert driver.free_bytes == cuda.n_free
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert driver.free_bytes == cuda.n_free - (512 << 20)
+    cuda.n_free = 1000
+    assert driver.free_bytes == 0
 
 
 def test_what_other_threads_launch_and_upload_is_in_no_graph(cuda: _Cuda) -> None:
