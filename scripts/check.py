@@ -11,6 +11,7 @@ from set_up import PYTHON, ROOT, say, set_up_or_exit
 CHECKS = (
     ("format (ruff format)", "ruff format --check ."),
     ("lint (ruff check)", "ruff check ."),
+    ("encodings, as on Windows", "ruff check --preview --select PLW1514 ."),
     ("types (mypy --strict)", "mypy --strict"),
 )
 LAYERING = ("layering", "pytest --quiet tests/test_layering.py")

@@ -37,6 +37,8 @@ MAX_OWN_BYTES = 16 << 20
 ABOUT = "about.json"
 """The file that says whose a folder of a cache is; its time is when the folder was used."""
 _MAX_ABOUT_BYTES = 1 << 16
+_LONG: Final = 180
+"""Characters from which on a folder's path is long: names below it may have 80."""
 _GONE = ".gone-"
 """Prefix of a folder that is being deleted."""
 
@@ -44,9 +46,23 @@ _GONE = ".gone-"
 def expanded(path: str | Path) -> Path:
     """Return a path with its `~` replaced; of a user who is not there it stays a name.
 
-    Path.expanduser raises RuntimeError for such a one, which no message of a file names.
+    Path.expanduser raises RuntimeError for such a one, which no message of a file names. On Windows
+    a long path is made absolute, see `extended`.
     """
-    return Path(os.path.expanduser(path))
+    named = os.path.expanduser(path)
+    return Path(extended(os.path.abspath(named), named) if os.name == "nt" else named)
+
+
+def extended(full: str, named: str) -> str:
+    """Return a path of Windows as it is opened however long it is, `named` where it is short.
+
+    `full` is the absolute path. Names of files are added to it. Without the prefix Windows opens
+    paths of more than 260 characters only where its registry says so.
+    """
+    if len(full) < _LONG or full.startswith("\\\\?\\"):
+        return named
+    is_share = full.startswith("\\\\")
+    return f"\\\\?\\UNC\\{full[2:]}" if is_share else f"\\\\?\\{full}"
 
 
 def text_encoding(beginning: bytes, unmarked: str = "utf-8") -> str:

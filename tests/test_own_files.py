@@ -14,6 +14,7 @@ from shardnet.files import (
     NotOwnError,
     check_own_folder,
     delete,
+    extended,
     make_own_folder,
     open_own,
     read_own,
@@ -213,3 +214,17 @@ def test_other_refusals_are_not_tried_again(mine: Path, monkeypatch: pytest.Monk
         write_whole(mine, b"y")
     assert full.n_calls == 1
     assert [path.name for path in mine.parent.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("begin", "prefixed"),
+    [
+        ("C:\\", "\\\\?\\C:\\"),
+        ("\\\\nas\\models\\", "\\\\?\\UNC\\nas\\models\\"),
+        ("\\\\?\\C:\\", ""),
+    ],
+)
+def test_a_long_path_of_windows_gets_its_prefix(begin: str, prefixed: str) -> None:
+    assert extended(f"{begin}short", "short") == "short"
+    long = "x" * 300
+    assert extended(begin + long, "named") == (prefixed + long if prefixed else "named")

@@ -389,7 +389,7 @@ def _load_theirs(file: Path, threads: int) -> Load:
 
 def _measured(load: Callable[[], object]) -> Load:
     """Time `load` and see what the process holds while its result lives. Linux only."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak counts from here
     before = _memory()
     began = time.perf_counter()
     kept = load()
@@ -406,7 +406,7 @@ def _measured(load: Callable[[], object]) -> Load:
 
 def _memory() -> dict[str, int]:
     """Read this process's bytes of memory by kind."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     sizes = (line.split() for line in lines if line.endswith(" kB"))
     return {name.rstrip(":"): 1024 * int(size) for name, size, _ in sizes}
 

@@ -212,14 +212,14 @@ def _peak() -> Iterator[list[int]]:
     peak: list[int] = []
     forget = Path("/proc/self/clear_refs")
     if forget.exists():
-        forget.write_text("5")
+        forget.write_text("5", encoding="utf-8")
     yield peak
     if forget.exists():
         peak.append(_memory("VmHWM") - _memory("VmRSS"))
 
 
 def _memory(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 

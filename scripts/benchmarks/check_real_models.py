@@ -244,7 +244,7 @@ def _check(file: Path, text_file: Path, threads: int, *, with_tokenizer: bool) -
         return findings
     theirs = LlamaCppModel(file, threads, context=MOST_TOKENS, most_rows=MOST_TOKENS)
     reference = TransformersModel(file)
-    pieces = cut_text(text_file.read_text(), PIECE_CHARACTERS)
+    pieces = cut_text(text_file.read_text(encoding="utf-8"), PIECE_CHARACTERS)
     with contextlib.closing(theirs):
         with Tokenizer.load(file) as tokenizer:
             _check_ids(findings, tokenizer, theirs, [*TRICKY, *pieces])

@@ -64,7 +64,7 @@ async def _run(arguments: argparse.Namespace, answers: Counter[tuple[str, str]])
         in_process(model=choice, threads=arguments.threads) as client,
         serving(client, listening) as url,
     ):
-        with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".json") as file:
             json.dump(document, file)
             file.flush()
             return await _send(arguments, url, file.name)

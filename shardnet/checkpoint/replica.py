@@ -18,6 +18,7 @@ from typing import Final
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica_journal import JOURNAL_FILE, FileStamp, Journal, n_parts
+from shardnet.checkpoint.sparse_files import let_holes
 from shardnet.checkpoint.tensors.checkpoint_files import is_file_name, open_file
 from shardnet.checkpoint.tensors.manifest import (
     ID_FILES,
@@ -323,7 +324,8 @@ def lay_out(folder: Path, heads: Sequence[FileHead]) -> TensorFiles:
     try:
         for head in heads:
             (folder / head.name).parent.mkdir(mode=0o700, exist_ok=True)
-            with (folder / head.name).open("xb") as file:
+            with (folder / head.name).open("xb", buffering=0) as file:
+                let_holes(file)
                 file.truncate(head.size_bytes)
     except OSError as error:
         raise disk_error(error, folder) from error

@@ -124,7 +124,7 @@ def _be_expendable() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")
+            Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
 
 
 def _limit(cpu_s: int, memory_bytes: int) -> None:
@@ -149,5 +149,5 @@ def _address_space_bytes() -> int:
     """Return the size of this process' address space; 0 if unknown."""
     if sys.platform != "linux":
         return 0
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
     return pages * os.sysconf("SC_PAGE_SIZE")

@@ -78,7 +78,7 @@ def test_it_is_cut_at_any_report(checkpoint: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(sys.platform != "linux", reason="lists what is mapped by /proc")
 def test_no_file_of_a_checkpoint_is_mapped(checkpoint: Path) -> None:
     def look(done: int, total: int) -> None:
-        assert str(checkpoint) not in Path("/proc/self/maps").read_text()
+        assert str(checkpoint) not in Path("/proc/self/maps").read_text(encoding="utf-8")
 
     load(Checkpoint.open(checkpoint), look)
 

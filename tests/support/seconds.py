@@ -95,13 +95,15 @@ def _processor_s() -> float:
         return own_s
     copies = Path(f"/proc/{server}/task/{server}/children")
     with suppress(FileNotFoundError):
-        return own_s + sum(map(_ticks, [server, *copies.read_text().split()])) / TICKS
+        return (
+            own_s + sum(map(_ticks, [server, *copies.read_text(encoding="utf-8").split()])) / TICKS
+        )
     return own_s
 
 
 def _ticks(pid: int | str) -> int:
     """What a process and those it has waited for have computed; 0 once it is gone."""
     with suppress(FileNotFoundError, ProcessLookupError):
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
         return sum(map(int, stat.rpartition(") ")[2].split()[11:15]))
     return 0

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardnet.checkpoint.replica import disk_error
+from shardnet.checkpoint.sparse_files import disk_bytes
 from shardnet.errors import BusyError, CapacityError, UsageError
 from shardnet.files import (
     DiskShare,
@@ -341,10 +342,7 @@ def _read_hint(file: Path) -> tuple[str, str] | None:
 
 def _size_bytes(folder: Path) -> int:
     """Return the bytes on disk, without the holes of sparse files where the system counts them."""
-    found = [file.lstat() for file in folder.iterdir()]
-    return sum(
-        file.st_blocks * 512 if hasattr(file, "st_blocks") else file.st_size for file in found
-    )
+    return sum(map(disk_bytes, folder.iterdir()))
 
 
 def _is_locked(lock: Path) -> bool:

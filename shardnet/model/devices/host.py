@@ -42,7 +42,7 @@ class HostDriver:
         at = "uint32_t *where_group(int i) { return i ? &GROUP_Y : &GROUP_X; }\n"
         with tempfile.TemporaryDirectory() as folder:
             source, library = Path(folder, "text.c"), Path(folder, "text.so")
-            source.write_text(f"{text}\n{at}")
+            source.write_text(f"{text}\n{at}", encoding="utf-8")
             found = subprocess.run(
                 [*self._command, "-march=native", "-o", library, source, "-lm"],
                 capture_output=True,

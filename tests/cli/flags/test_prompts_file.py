@@ -110,7 +110,7 @@ def test_lines_without_anything_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_standard_input_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n")))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n"), encoding="utf-8"))
     assert read_prompts("-", SAMPLING) == ([1, 2], [Prompt("a"), Prompt("b")])
 
 

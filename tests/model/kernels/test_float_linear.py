@@ -176,7 +176,9 @@ def test_what_cannot_be_packed_is_refused() -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="of another kind of machine")
 def test_the_library_finds_what_the_system_says_of_the_machine() -> None:
     assert NATIVE is not None
-    [flags, *_] = re.findall(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+    [flags, *_] = re.findall(
+        r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M
+    )
     found = set(flags.split())
     want = Isa.PORTABLE
     if {"avx2", "fma", "f16c"} <= found:

@@ -272,7 +272,7 @@ def test_rounded_weights_that_do_not_stay_are_named(
     model = load(folder, 4, choice_of(DType.FLOAT32, "int8"), packs)
     [packed] = packed_models(packs)
     if sys.platform == "linux":
-        assert str(packs) not in Path("/proc/self/maps").read_text()
+        assert str(packs) not in Path("/proc/self/maps").read_text(encoding="utf-8")
     damage(packed)
     said_or_not = [Run(batch=STEPS[0], hidden=None)] * 3
     results = [model.run_together([run])[0] for run in said_or_not]

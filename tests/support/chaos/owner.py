@@ -137,7 +137,7 @@ class Owner:
                 with contextlib.suppress(psutil.Error):
                     sample = taken(place, time.monotonic() - self._began_s)
                     self.samples.append(sample)
-                    with data.open("a") as file:
+                    with data.open("a", encoding="utf-8") as file:
                         file.write(json.dumps(asdict(sample)) + "\n")
             await asyncio.sleep(self.minute_s)
 

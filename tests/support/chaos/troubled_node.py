@@ -150,7 +150,9 @@ class Trouble:
                 continue
             opened["sockets" if target.startswith("socket:") else "files"] += 1
         tasks = asyncio.all_tasks(self._loop) if self._loop is not None else set()
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        children = (
+            Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
+        )
         return {
             "sockets": opened["sockets"],
             "files": opened["files"],

@@ -196,7 +196,7 @@ def _type(text: str) -> None:
 
 def _enter(namespace: str) -> None:
     """Leave this network for another one, as `ip netns exec` does; threads to come go along."""
-    with Path("/run/netns", namespace).open() as file:
+    with Path("/run/netns", namespace).open(encoding="utf-8") as file:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), CLONE_NEWNET):
             number = ctypes.get_errno()
