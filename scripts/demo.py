@@ -45,7 +45,7 @@ def rate(n_nodes: int, prompt: str, n_tokens: int, *, is_shown: bool) -> int:
     last = subprocess.run(
         [*COMMAND, "plan", "--last", "--json"], stdout=subprocess.PIPE, check=True
     )
-    return round(json.loads(last.stdout)["decode_tok_s"])
+    return round(float(json.loads(last.stdout)["decode_tok_s"]))
 
 
 def main() -> None:

@@ -167,7 +167,7 @@ def has_torch() -> bool:
 
 def has_own_index() -> bool:
     """Whether pip has been told, by a file or its variables, where packages come from."""
-    ask = [PYTHON, "-P", "-m", "pip", "config", "list"]
+    ask = [str(PYTHON), "-P", "-m", "pip", "config", "list"]
     told = subprocess.run(ask, capture_output=True, text=True, check=False).stdout
     return re.search(r"\.((extra-)?index-url|find-links|no-index)=", told) is not None
 

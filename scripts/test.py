@@ -44,12 +44,12 @@ def run_tests(arguments: list[str]) -> int:
     """Run pytest; return its exit code."""
     if not arguments and not (ROOT / "tests" / "__pycache__").exists():
         say("compiling what tests import")  # once: else each of the four would compile its own
-        collect = [PYTHON, "-m", "pytest", "--quiet", "--collect-only"]
+        collect = [str(PYTHON), "-m", "pytest", "--quiet", "--collect-only"]
         subprocess.run(collect, stdout=subprocess.DEVNULL, check=False)  # the tests say what fails
     say("tests (pytest)")
     tests = arguments or FOUR_AT_A_TIME
     return subprocess.run(
-        [PYTHON, "-m", "pytest", "--durations=10", *tests], check=False
+        [str(PYTHON), "-m", "pytest", "--durations=10", *tests], check=False
     ).returncode
 
 
