@@ -46,8 +46,8 @@ gc.disable()
 
 # As text: to join paths takes longer than to read what is there, four times in each test.
 FD_FOLDER, THREADS = "/proc/self/fd", "/proc/self/task"
-HAS_FOLDER = os.path.isdir(FD_FOLDER)
-HAS_LISTS = os.path.exists(f"{THREADS}/{os.getpid()}/children")
+HAS_FOLDER = sys.platform == "linux" and os.path.isdir(FD_FOLDER)
+HAS_LISTS = HAS_FOLDER and os.path.exists(f"{THREADS}/{os.getpid()}/children")
 GRACE_S = 30.0
 """How long a thread or child that is already ending may take to end."""
 KILLED_S = 60.0

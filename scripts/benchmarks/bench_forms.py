@@ -64,9 +64,9 @@ def main() -> None:
     for form in FORMS:
         if arguments.forms and form.name not in arguments.forms:
             continue
-        own = _product(form, arguments.outputs)
+        own = product_of(form, arguments.outputs)
         if other is None:
-            twin = _product(_twin(form), arguments.outputs)
+            twin = product_of(_twin(form), arguments.outputs)
         else:
             twin = PanelLinear(own.parts, None, other)
         rows = torch.randn(arguments.rows, N_IN)
@@ -88,14 +88,16 @@ def _twin(form: PanelForm) -> PanelForm:
     return replace(one, group=N_IN)
 
 
-def _product(form: PanelForm, n_out: int) -> PanelLinear:
+def product_of(form: PanelForm, n_out: int, n_in: int = N_IN) -> PanelLinear:
     """Make a linear of random codes with scales of an ordinary size."""
     generator = torch.Generator().manual_seed(1)
-    shape = form.packed_shape(n_out, N_IN)
+    shape = form.packed_shape(n_out, n_in)
     packed = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    if form.code in (Code.E4M3, Code.E5M2):
+        packed[..., form.header_bytes :] &= 0xBF  # half of the exponents: no infinities, no NaN
     header = packed[..., : form.header_bytes]
     header.copy_(_ordinary(form).repeat(-(-form.header_bytes // 4))[: form.header_bytes])
-    return PanelLinear([Panels(packed=packed, form=form, shape=(n_out, N_IN))], None)
+    return PanelLinear([Panels(packed=packed, form=form, shape=(n_out, n_in))], None)
 
 
 def _ordinary(form: PanelForm) -> Tensor:

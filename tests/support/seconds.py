@@ -20,7 +20,6 @@ KEY = "processor seconds"
 MOST_FILES = 12
 FEW_FILES = 20
 """So many files need no table."""
-TICKS = os.sysconf("SC_CLK_TCK")
 _before = pytest.StashKey[float]()
 
 Taken = dict[str, tuple[float, float]]
@@ -95,9 +94,8 @@ def _processor_s() -> float:
         return own_s
     copies = Path(f"/proc/{server}/task/{server}/children")
     with suppress(FileNotFoundError):
-        return (
-            own_s + sum(map(_ticks, [server, *copies.read_text(encoding="utf-8").split()])) / TICKS
-        )
+        ticks = sum(map(_ticks, [server, *copies.read_text(encoding="utf-8").split()]))
+        return own_s + ticks / os.sysconf("SC_CLK_TCK")
     return own_s
 
 

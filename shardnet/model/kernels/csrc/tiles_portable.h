@@ -1,5 +1,7 @@
 /* Tiles in plain C: the reference for the other instruction sets. */
 
+#include "vectors.h"
+
 INLINE void portable_halves(const uint8_t *from, float out[PANEL]) {
     for (int o = 0; o < PANEL; o++) {
         uint16_t half;
@@ -90,16 +92,16 @@ static void portable_panel(const struct linear *p, const uint8_t *w, int64_t row
                             const uint8_t *unit = units + input / UNIT * f->bits * QUAD_BYTES;
                             const float value = value_of(f, code_at(f, unit, input % UNIT, o));
                             if (is_float(f))
-                                sum = fmaf(value, wide[i * n_rows], sum);
+                                sum = fused_alone(value, wide[i * n_rows], sum);
                             else
                                 whole += (int32_t)value * x[i / 4 * 4 * n_rows + i % 4];
                         }
                         float *total = &sums[0][r][o];
                         if (is_float(f))
-                            *total = fmaf(sum, scales.scale[own][o], *total);
+                            *total = fused_alone(sum, scales.scale[own][o], *total);
                         else
-                            *total = fmaf((float)whole, scales.scale[own][o] * p->scales[at], *total);
-                        if (has_minimum(f)) *total = fmaf(scales.minimum[own][o], p->sums[at], *total);
+                            *total = fused_alone((float)whole, scales.scale[own][o] * p->scales[at], *total);
+                        if (has_minimum(f)) *total = fused_alone(scales.minimum[own][o], p->sums[at], *total);
                     }
         }
     }
@@ -131,8 +133,8 @@ static void portable_levels(const struct linear *p, const uint8_t *w, int64_t ro
                         if (i % f->group == 0) others += levels.other[group][o] * group_sums[i / f->group];
                     }
                     float *total = &sums[0][r][o];
-                    *total = fmaf((float)whole, levels.outer[o] * scale, *total);
-                    if (has_minimum(f)) *total = fmaf((float)others, levels.below[o] * scale, *total);
+                    *total = fused_alone((float)whole, levels.outer[o] * scale, *total);
+                    if (has_minimum(f)) *total = fused_alone((float)others, levels.below[o] * scale, *total);
                 }
     }
 }
@@ -147,7 +149,7 @@ static void portable_wide(const struct linear *p, const uint8_t *w, int64_t row,
                 uint16_t bits;
                 memcpy(&bits, w + 4 * o + 2 * i, 2);
                 const float weight = p->form.code == F16 ? from_f16(bits) : from_bf16(bits);
-                for (int r = 0; r < n_rows; r++) sums[0][r][o] = fmaf(weight, x[r], sums[0][r][o]);
+                for (int r = 0; r < n_rows; r++) sums[0][r][o] = fused_alone(weight, x[r], sums[0][r][o]);
             }
 }
 
