@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, assert_never, cast
+from typing import Any, Final, assert_never, cast
 
 from msgspec import UNSET
 
@@ -495,9 +495,13 @@ class AsyncioLink(asyncio.BufferedProtocol):
                 waiter.set_result(None)
 
 
+_NO_ANSWER: Final = 121
+"""ERROR_SEM_TIMEOUT: what a completion port of Windows says in place of ETIMEDOUT."""
+
+
 def _lost_error(exc: Exception | None) -> ShardnetError:
     match exc:
-        case OSError(errno=errno.ETIMEDOUT):
+        case OSError() if exc.errno == errno.ETIMEDOUT or getattr(exc, "winerror", 0) == _NO_ANSWER:
             error: ShardnetError = PeerSilentError("the network acknowledged nothing any more")
         case OSError():
             error = LinkClosedError(f"the connection broke ({exc}); the peer may have crashed")

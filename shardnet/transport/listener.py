@@ -30,7 +30,7 @@ from shardnet.transport.address import format_address
 from shardnet.transport.admission import GRACE_S, Admission, KnownHosts, ReportedFailures
 from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link, LinkOptions
-from shardnet.transport.tcp_link import TcpLink, set_buffers
+from shardnet.transport.tcp_link import TcpLink, keep_port, set_buffers
 from shardnet.transport.tls import MAX_HELLO_BYTES, Begun, cut_short, hello_begun
 from shardnet.wire.connection.connection import HelloAnswer
 from shardnet.wire.messages.handshake import Hello
@@ -364,7 +364,7 @@ async def _bind(host: str, port: int, options: LinkOptions) -> socket.socket:
     family, kind, number, _, address = infos[0]
     listening = socket.socket(family, kind, number)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keep_port(listening)
         if host == "::":  # IPv4 comes here too
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         set_buffers(listening, options)
@@ -384,6 +384,12 @@ def _cannot_listen(where: str, error: OSError) -> ConfigurationError:
             remedy = "choose another with --port, or stop what holds it"
         case errno.EADDRNOTAVAIL | socket.EAI_NONAME:
             cause, remedy = "this machine has no such address", "choose another with --host"
+        case errno.EACCES if sys.platform == "win32":
+            cause = "another program or Windows itself keeps that port"
+            remedy = (
+                "choose another with --port; `netsh interface ipv4 show excludedportrange tcp` "
+                "lists those that Windows keeps"
+            )
         case errno.EACCES:
             cause = "this user may not use that port"
             remedy = "choose one above 1023 with --port"

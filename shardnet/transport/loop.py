@@ -1,21 +1,56 @@
-"""Which event loop shardnet runs on: uvloop where it exists, else asyncio's own."""
+"""Which event loop shardnet runs on: uvloop where it exists, else asyncio's own.
+
+On Windows that is the one over completion ports, which alone has processes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import sys
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+_SIO_UDP_CONNRESET: Final = 0x9800000C
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """Return uvloop's loop factory, or None for asyncio's own."""
+    if sys.platform == "win32":
+        return windows_loop(asyncio.ProactorEventLoop)
     try:
         import uvloop
     except ImportError:  # not built for this platform
         return None
     return uvloop.new_event_loop
+
+
+def windows_loop(base: type[asyncio.AbstractEventLoop]) -> type[asyncio.AbstractEventLoop]:
+    """Return `base` whose datagram endpoints go on receiving after a peer's port was unreachable.
+
+    Windows tells that where something is received, and the loop then stops for that socket.
+    """
+
+    class WindowsLoop(base):  # type: ignore[misc, valid-type]  # chosen by the caller
+        async def create_datagram_endpoint(self, *given: Any, **named: Any) -> Any:
+            made = await super().create_datagram_endpoint(*given, **named)
+            _ignore_unreachable(made[0].get_extra_info("socket").fileno())
+            return made
+
+    return WindowsLoop
+
+
+def _ignore_unreachable(descriptor: int) -> None:
+    """Have Windows tell nothing of datagrams that reached no port. What cannot be set stays."""
+    off, size = ctypes.c_uint32(0), ctypes.c_uint32()
+    ioctl = getattr(ctypes, "WinDLL")("ws2_32").WSAIoctl  # noqa: B009  # unknown on other systems
+    ioctl.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p),
+        *(ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
+    ]
+    told = ctypes.byref(size)
+    ioctl(descriptor, _SIO_UDP_CONNRESET, ctypes.byref(off), 4, None, 0, told, None, None)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

@@ -6,11 +6,13 @@ Knows the options of a connected socket. Must not know addresses, nor who connec
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from shardnet.transport.asyncio_link import AsyncioLink
 from shardnet.transport.link import DirectWriter, LinkOptions
@@ -18,6 +20,9 @@ from shardnet.transport.tls import TlsTransport
 from shardnet.wire.connection.connection import HelloAnswer
 from shardnet.wire.framing.frames import Buffer
 from shardnet.wire.messages.handshake import Hello
+
+_TCP_MAXRT: Final = 5
+"""Of Windows, in seconds; Python does not name it."""
 
 
 class TcpLink(AsyncioLink):
@@ -51,9 +56,7 @@ class TcpLink(AsyncioLink):
         """Set the socket's remaining options, then begin the handshake."""
         tcp = transport.get_extra_info("socket")
         tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            user_timeout_ms = int(self._options.user_timeout_s * 1000)
-            tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, user_timeout_ms)
+        _limit_silence(tcp, self._options.user_timeout_s)
         super().connection_made(transport)
         if transport.get_extra_info("sockname") == transport.get_extra_info("peername"):
             # A free port that we try to connect to may be given to our own end.
@@ -128,6 +131,25 @@ def _duplicate(sock: socket.socket) -> socket.socket:
     copy = socket.socket(fileno=os.dup(sock.fileno()))  # what uvloop gives has no dup
     copy.setblocking(False)
     return copy
+
+
+def keep_port(sock: socket.socket) -> None:
+    """Let a socket that will listen have a port for itself, also at once after the last one.
+
+    On Windows SO_REUSEADDR would let two programs listen at one port, and each get what the other
+    is sent.
+    """
+    kept = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
+    sock.setsockopt(socket.SOL_SOCKET, kept, 1)
+
+
+def _limit_silence(tcp: socket.socket, allowed_s: float) -> None:
+    """Have the system end a connection on which nothing sent is acknowledged for so long."""
+    if sys.platform == "win32":
+        with contextlib.suppress(OSError):
+            tcp.setsockopt(socket.IPPROTO_TCP, _TCP_MAXRT, int(allowed_s))
+    elif hasattr(socket, "TCP_USER_TIMEOUT"):
+        tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(allowed_s * 1000))
 
 
 def set_buffers(sock: socket.socket, options: LinkOptions) -> None:

@@ -20,6 +20,7 @@ from support.waiting import until
 from shardnet.cluster.node.parts import Dialer
 from shardnet.errors import LinkClosedError, LinkError, ShardnetError
 from shardnet.transport import admission, listener, tcp
+from shardnet.transport import listener as listener_module
 from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.tcp import connect, listen
@@ -344,3 +345,12 @@ def test_the_time_to_connect_is_not_longer_for_a_node_that_is_busy(
         await server.wait_closed()
 
     harness.run(scenario)
+
+
+def test_a_port_that_windows_keeps_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "win32")
+    error = listener_module._cannot_listen("localhost:5000", PermissionError(13, "forbidden"))
+    assert error.message == (
+        "cannot listen on localhost:5000: another program or Windows itself keeps that port"
+    )
+    assert "excludedportrange" in error.remedy

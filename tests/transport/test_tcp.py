@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import socket
 import sys
@@ -26,6 +27,7 @@ from shardnet.errors import (
     ShardnetError,
     UsageError,
 )
+from shardnet.transport import asyncio_link, tcp_link
 from shardnet.transport import loop as loop_module
 from shardnet.transport.link import Link
 from shardnet.transport.tcp import connect, listen
@@ -441,3 +443,58 @@ def test_run_uses_uvloop_where_it_exists(monkeypatch: pytest.MonkeyPatch) -> Non
     assert loop_module.run(module()) == "uvloop"
     monkeypatch.setitem(__import__("sys").modules, "uvloop", None)
     assert loop_module.run(module()).startswith("asyncio")
+
+
+def test_datagram_endpoints_on_windows_outlive_ports_that_nothing_listens_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(loop_module, "_ignore_unreachable", told.append)
+
+    async def open_one() -> int:
+        loop = asyncio.get_running_loop()
+        sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        sock.bind((LOCAL, 0))
+        endpoint, _ = await loop.create_datagram_endpoint(asyncio.DatagramProtocol, sock=sock)
+        endpoint.close()
+        return int(sock.fileno())
+
+    with asyncio.Runner(loop_factory=loop_module.windows_loop(asyncio.SelectorEventLoop)) as runner:
+        assert told == [runner.run(open_one())]
+
+
+@pytest.mark.parametrize("system", ["win32", "linux"])
+def test_a_silent_network_ends_connections_by_the_systems_own_option(
+    system: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Tcp:
+        def setsockopt(self, level: int, option: int, value: int) -> None:
+            options.append((level, option, value))
+
+    options: list[tuple[int, int, int]] = []
+    monkeypatch.setattr("sys.platform", system)
+    tcp_link._limit_silence(Tcp(), 120.0)  # type: ignore[arg-type]
+    expected = (5, 120) if system == "win32" else (socket.TCP_USER_TIMEOUT, 120_000)
+    assert options == [(socket.IPPROTO_TCP, *expected)]
+
+
+def test_two_programs_never_listen_at_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which SO_REUSEADDR lets them on Windows."""
+    monkeypatch.setattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_KEEPALIVE, raising=False)
+    with socket.socket() as sock:
+        tcp_link.keep_port(sock)
+        set_ones = (socket.SO_REUSEADDR, socket.SO_KEEPALIVE)
+        assert [sock.getsockopt(socket.SOL_SOCKET, one) for one in set_ones] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_silence"),
+    [
+        (OSError(errno.ETIMEDOUT, "timed out"), True),
+        (OSError(errno.ECONNRESET, "reset"), False),
+    ],
+)
+def test_what_the_system_says_of_silence(error: OSError, is_silence: bool) -> None:
+    assert isinstance(asyncio_link._lost_error(error), PeerSilentError) is is_silence
+    error.winerror = 121  # type: ignore[attr-defined]  # Windows' word for it
+    assert isinstance(asyncio_link._lost_error(error), PeerSilentError)

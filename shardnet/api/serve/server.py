@@ -8,13 +8,13 @@ import datetime
 import errno
 import socket
 import ssl
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, Protocol, cast
 
 import uvicorn
@@ -42,6 +42,7 @@ from shardnet.errors import ConfigurationError, ShardnetError
 from shardnet.plugins import ENDPOINTS, installed, installed_names
 from shardnet.transport.address import format_address
 from shardnet.transport.admission import host_name
+from shardnet.transport.tcp_link import keep_port
 from shardnet.wire.messages.generation import Encode
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -423,8 +424,8 @@ def _bind(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = found
     opened = socket.socket(family, kind, protocol)
     try:
-        if Path("/proc").exists():  # elsewhere the option lets two programs share a port
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sys.platform != "darwin":  # where two programs would share a port
+            keep_port(opened)
         opened.bind(address)
         opened.listen(2048)
         opened.setblocking(False)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -146,7 +147,7 @@ def _join(address: LocalAddress) -> socket.socket:
     """Open a socket in the mDNS group on the interface of `address`. Raises OSError.
 
     It is bound to the group, not to the port alone: it must not take unicast answers from
-    discovery's sockets.
+    discovery's sockets. Windows refuses that, and gives those to the sockets bound to an address.
     """
     family = socket.AF_INET if address.net.version == 4 else socket.AF_INET6
     member = socket.socket(family, socket.SOCK_DGRAM)
@@ -158,18 +159,28 @@ def _join(address: LocalAddress) -> socket.socket:
         if address.net.version == 4:
             with contextlib.suppress(OSError):
                 member.setsockopt(socket.IPPROTO_IP, _LINUX_IP_MULTICAST_ALL, 0)
-            member.bind((GROUP_V4, MDNS_PORT))
+            member.bind((_bound(GROUP_V4), MDNS_PORT))
             group = socket.inet_aton(GROUP_V4) + socket.inet_aton(address.host)
             member.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, group)
         else:
-            index = socket.if_nametoindex(address.interface)
-            member.bind((GROUP_V6, MDNS_PORT, 0, index))
+            index = _index_of(address)
+            member.bind((_bound(GROUP_V6), MDNS_PORT, 0, index if _bound(GROUP_V6) else 0))
             group = socket.inet_pton(socket.AF_INET6, GROUP_V6) + struct.pack("@I", index)
             member.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, group)
     except OSError:
         member.close()
         raise
     return member
+
+
+def _bound(group: str) -> str:
+    return "" if sys.platform == "win32" else group
+
+
+def _index_of(address: LocalAddress) -> int:
+    """Return the number of an interface: on Windows a scope is one, and names are for people."""
+    _, _, scope = address.host.partition("%")
+    return int(scope) if scope.isdecimal() else socket.if_nametoindex(address.interface)
 
 
 REANNOUNCE_S: Final = 30.0

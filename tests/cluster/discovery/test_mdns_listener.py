@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from ipaddress import ip_interface
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.cluster.watchers import Watcher, new_record, running
 from support.waiting import until
 
+from shardnet.cluster.discovery import discovery
 from shardnet.cluster.discovery.discovery import MAX_HEARD, Discovery, MdnsListener
 from shardnet.cluster.discovery.service_browser import SERVICE_TYPE
-from shardnet.cluster.machine.addresses import rank, read_interfaces
+from shardnet.cluster.machine.addresses import LocalAddress, Verdict, rank, read_interfaces
 from shardnet.types import NodeId
 
 
@@ -88,3 +91,17 @@ def test_discovery_tells_on_what_it_speaks_and_why_it_does_not() -> None:
 
 def test_interfaces_have_the_size_of_their_packets() -> None:
     assert any(address.mtu >= 1280 for address in rank(read_interfaces()))
+
+
+def test_windows_binds_no_socket_to_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = LocalAddress(
+        interface="Ethernet 2",
+        host="fe80::1%12",
+        net=ip_interface("fe80::1/64"),
+        verdict=Verdict.LINK_LOCAL,
+        speed_mbit=1000,
+    )
+    assert discovery._bound(discovery.GROUP_V4) == discovery.GROUP_V4
+    monkeypatch.setattr("sys.platform", "win32")
+    assert discovery._bound(discovery.GROUP_V4) == ""
+    assert discovery._index_of(address) == 12
