@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -52,6 +53,12 @@ if TYPE_CHECKING:  # it imports torch
 
 REGISTER_S = 2.0
 """Interval of the looks at whether the node's entry in the register of this machine is right."""
+CONSOLE_END_S: Final = 5.0
+"""How long a process may live on when its console on Windows is closed."""
+_CONSOLE_ENDS: Final = (2, 5, 6)
+"""Closed, its user leaves, the system shuts down (CTRL_CLOSE_EVENT and others)."""
+_CONSOLE_HANDLERS: Final[list[object]] = []
+"""What Windows may call at any time must not be collected."""
 DRAIN_S = 30.0
 """How long a node that is told to stop may take to give away what requests need of it."""
 
@@ -319,6 +326,8 @@ def stop_signal(until_stdin_closes: bool) -> asyncio.Event:
         if number is None or (name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN):
             continue
         _at_signal(number, loop, stopping.set)
+    if sys.platform == "win32":
+        _at_console_end(_from_a_thread(loop, stopping.set))
     if until_stdin_closes or ENDS_WITH_STDIN in os.environ:
         _at_end_of_stdin(loop, stopping.set)
     return stopping
@@ -330,12 +339,37 @@ def _at_signal(
     try:
         loop.add_signal_handler(number, act)
     except NotImplementedError:  # Windows
+        act = _from_a_thread(loop, act)
+        signal.signal(number, lambda number, frame: act())
 
-        def handle(number: int, frame: FrameType | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(act)
 
-        signal.signal(number, handle)
+def _from_a_thread(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> Callable[[], None]:
+    """Return what has the loop call `act`, if it is still open."""
+
+    def call() -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(act)
+
+    return call
+
+
+def _at_console_end(act: Callable[[], None]) -> None:
+    """Call `act` when a console of Windows is closed, or its user leaves: Python learns nothing.
+
+    Windows ends the process when the handler returns, or after CONSOLE_END_S.
+    """
+
+    def handle(kind: int) -> int:
+        if kind not in _CONSOLE_ENDS:
+            return 0
+        act()
+        time.sleep(CONSOLE_END_S)
+        return 1
+
+    windows: Any = ctypes  # of which other systems' Pythons lack a part
+    handler = windows.WINFUNCTYPE(ctypes.c_int, ctypes.c_uint32)(handle)
+    if windows.WinDLL("kernel32").SetConsoleCtrlHandler(handler, 1):
+        _CONSOLE_HANDLERS.append(handler)
 
 
 def _at_end_of_stdin(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
@@ -349,8 +383,7 @@ def _at_end_of_stdin(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -
     def read_all() -> None:
         while os.read(stdin, 4096):
             pass
-        with contextlib.suppress(RuntimeError):  # the loop has been closed
-            loop.call_soon_threadsafe(act)
+        _from_a_thread(loop, act)()
 
     try:
         loop.add_reader(stdin, read)

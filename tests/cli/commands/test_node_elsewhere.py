@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import ctypes
 import os
 import re
 import signal
@@ -65,6 +66,7 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in MODULES:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(module, "_at_console_end", lambda act: None)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -138,6 +140,31 @@ def test_a_node_without_compiled_kernels_says_so(
     assert "install a C compiler and then shardnet again, or install it from a wheel" in line
     assert find_isa({}) == kernels.NONE
     assert find_isa({"SHARDNET_ISA": "off"}) == kernels.OFF
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends"), [(0, False), (1, False), (2, True), (5, True), (6, True)]
+)
+def test_a_console_that_is_closed_ends_the_node(
+    kind: int, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C and Ctrl-Break are left to Python; for the others Windows waits until it returns."""
+    said: list[str] = []
+    handlers: list[Callable[[int], int]] = []
+
+    class Kernel32:
+        def SetConsoleCtrlHandler(self, handler: Callable[[int], int], add: int) -> int:
+            handlers.append(handler)
+            return add
+
+    monkeypatch.setattr(ctypes, "WINFUNCTYPE", ctypes.CFUNCTYPE, raising=False)
+    monkeypatch.setattr(ctypes, "WinDLL", lambda name: Kernel32(), raising=False)
+    monkeypatch.setattr(module.time, "sleep", lambda s: said.append(f"wait {s:g} s"))
+    monkeypatch.setattr(module, "_CONSOLE_HANDLERS", [])
+    module._at_console_end(lambda: said.append("leave"))
+    assert handlers[0](kind) == int(ends)
+    assert said == (["leave", "wait 5 s"] if ends else [])
+    assert handlers == module._CONSOLE_HANDLERS
 
 
 def test_no_module_needs_posix_to_be_imported() -> None:
