@@ -1,9 +1,10 @@
-"""Builds the compiled library where a C compiler is at hand; everything else is in pyproject.toml.
+"""Builds the compiled library; everything else is in pyproject.toml.
 
-It is optional: without it torch does the work, slower, and installing never fails for want of
-a compiler. The source needs no Python headers: the library is called through ctypes, so one wheel
-serves every Python of a platform. The source is GNU C: for Windows MinGW's GCC compiles it, there
-or elsewhere. CC names another compiler, and _PYTHON_HOST_PLATFORM another platform to build for.
+The source is GNU C and needs no Python headers: the library is called through ctypes, so one wheel
+serves every Python of a platform. GCC compiles it (on Windows MinGW's), Apple's Clang, or where
+neither is at hand the C compiler of ziglang, which pip installs for the build alone
+(docs/adr/0088). CC names another one, _PYTHON_HOST_PLATFORM another platform to build for. Where
+nothing compiles it installing succeeds too: torch does the work, slower.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,9 +26,11 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-IS_FOR_WINDOWS = sysconfig.get_platform().startswith("win")
-UNALIGNED = ("-Wa,-muse-unaligned-vector-move",)
-"""GCC for Windows aligns the stack to 16 bytes, and moves wider vectors as if it were more."""
+PLATFORM = sysconfig.get_platform()
+IS_FOR_WINDOWS = PLATFORM.startswith("win")
+ZIG = (sys.executable, "-m", "ziglang", "cc", "-mcpu=baseline")
+ZIG_PACKAGE = "ziglang>=0.17,<0.18"  # before, functions for AVX-512 do not compile
+ZIG_PLATFORMS = ("win-amd64", "linux-x86_64", "linux-aarch64")
 
 
 class BuildKernels(build_ext):
@@ -41,8 +46,8 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """Compile the sources side by side: one after the other they take minutes."""
-        if IS_FOR_WINDOWS:
-            build_dll(mingw(), ext, Path(self.get_ext_fullpath(ext.name)))
+        if not setuptools_has_compiler():
+            build_library(find_compiler(), ext, Path(self.get_ext_fullpath(ext.name)))
             return
         compile_all = self.compiler.compile
 
@@ -55,26 +60,55 @@ class BuildKernels(build_ext):
         super().build_extension(ext)
 
 
-def mingw() -> list[str]:
-    """Find a compiler of GNU C for Windows, which setuptools does not look for."""
+def setuptools_has_compiler() -> bool:
+    """Whether setuptools finds a compiler of GNU C by itself; it looks for none of Windows."""
+    if IS_FOR_WINDOWS or os.environ.get("CC"):
+        return not IS_FOR_WINDOWS and "ziglang" not in os.environ["CC"]
+    return shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0]) is not None
+
+
+def find_compiler() -> list[str]:
+    """Find another one: that of CC, MinGW's GCC for Windows, or ziglang's."""
     if named := shlex.split(os.environ.get("CC", "")):
         return named
-    for name in ("x86_64-w64-mingw32-gcc", "gcc"):
+    for name in ("x86_64-w64-mingw32-gcc", "gcc") if IS_FOR_WINDOWS else ():
         if (found := shutil.which(name)) and b"mingw" in _output(found, "-dumpmachine"):
             return [found]
-    raise CompileError("no compiler of MinGW was found: put its gcc in PATH, or name it in CC")
+    if find_spec("ziglang"):
+        return [*ZIG, "-target", "x86_64-windows-gnu"] if IS_FOR_WINDOWS else [*ZIG]
+    raise CompileError(
+        "no C compiler was found: install gcc (on Windows MinGW's), or name one in CC"
+    )
 
 
-def build_dll(compiler: list[str], ext: Extension, library: Path) -> None:
-    """Compile the sources side by side, and link all that is not Windows' own into `library`."""
+def build_library(compiler: list[str], ext: Extension, library: Path) -> None:
+    """Compile the sources side by side, and link what is not the system's own into `library`."""
+    is_clang = b"clang" in _output(*compiler, "--version")
+    options = [one for one in ext.extra_compile_args if not (is_clang and "reassoc" in one)]
+    if not IS_FOR_WINDOWS:
+        options.append("-fPIC")
+    elif not is_clang:  # GCC aligns its stack to 16 bytes there, and moves 32 as if aligned
+        options.append("-Wa,-muse-unaligned-vector-move")
     library.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         made = [str(Path(folder, f"{Path(source).stem}.o")) for source in ext.sources]
         pairs = zip(ext.sources, made, strict=True)
-        options = [*compiler, *ext.extra_compile_args, *UNALIGNED]
-        for _ in pool.map(lambda pair: _output(*options, "-c", pair[0], "-o", pair[1]), pairs):
+        command = [*compiler, *options, "-c"]
+        for _ in pool.map(lambda pair: _output(*command, pair[0], "-o", pair[1]), pairs):
             pass
-        _output(*compiler, "-shared", "-static", "-s", *made, "-o", str(library))
+        linked = ["-static", "-s"] if IS_FOR_WINDOWS else ["-lm"]
+        _output(*compiler, "-shared", *made, *linked, "-o", str(library))
+
+
+def build_requirements() -> list[str]:
+    """Name ziglang where nothing else would compile the source, and there is a wheel of it."""
+    if os.environ.get("CC") or setuptools_has_compiler():
+        return []
+    try:
+        find_compiler()
+    except CompileError:
+        return [ZIG_PACKAGE] if PLATFORM in ZIG_PLATFORMS else []
+    return []
 
 
 def _output(*command: str) -> bytes:
@@ -118,6 +152,7 @@ flags = ["-O3", "-g0", "-std=c11", "-ffp-contract=off", "-fno-tree-reassoc", "-W
 packages = find_packages(include=["shardnet", "shardnet.*"])
 commands = find_packages(include=["cli", "cli.*"])
 setup(
+    setup_requires=build_requirements(),
     packages=[*packages, *(f"shardnet_{package}" for package in commands)],
     ext_modules=[
         Extension(

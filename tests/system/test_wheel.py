@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ KERNELS = "shardnet/model/kernels/_quantized.so"
 BUILD_S = 300
 PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
 HOOK = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+ASK = "from setuptools.build_meta import get_requires_for_build_wheel as ask; print(ask())"
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "shardnet", "cli")
 
 
@@ -104,6 +106,17 @@ def test_a_wheel_installed_elsewhere_runs_the_bundled_model(
         environment=environment | {"PYTHONPATH": str(target)},
     )
     assert len(json.loads(output)["token_ids"]) == 4
+
+
+@pytest.mark.skipif(find_spec("ziglang") is not None, reason="ziglang is installed here")
+@pytest.mark.parametrize("named", [False, True], ids="named={}".format)
+def test_pip_installs_ziglang_only_where_nothing_else_compiles(named: bool, tmp_path: Path) -> None:
+    for name in SOURCES:
+        (tmp_path / name).symlink_to(ROOT / name)
+    environment = {key: value for key, value in os.environ.items() if key != "CC"}
+    environment |= {"PATH": str(tmp_path)} | ({"CC": "a-compiler"} if named else {})
+    asked = run("-c", ASK, cwd=tmp_path, environment=environment).splitlines()[-1]
+    assert ("ziglang" in asked) is not named
 
 
 def keep_compiled(sources: Path) -> None:
