@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import os
 import sys
@@ -25,6 +26,8 @@ T = TypeVar("T")
 BeforeSleep = Callable[[Callable[[], bool]], None]
 """Called with what says whether there is no job."""
 
+_THIS_THREAD: Final = -2
+_BELOW_NORMAL: Final = -1
 EXIT_S: Final = 1.0
 """The longest that the end of the process waits for running jobs."""
 
@@ -35,7 +38,7 @@ class DaemonThreads:
     `initializer` runs first on each thread; a thread works also where that fails. `before_sleep` is
     called before a thread waits for a job, with what says whether there is none; it must not know
     this object. `niceness` lowers the threads' priority where the system has one per thread
-    (Linux).
+    (Linux, Windows).
     """
 
     def __init__(
@@ -199,6 +202,16 @@ def contained(error: BaseException) -> Exception:
     return named
 
 
+def _lower_priority(niceness: int) -> None:
+    """Have other threads run before this one, where the system has priorities of threads."""
+    if niceness and sys.platform == "linux":  # on macOS it would be the whole process's
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    elif niceness and sys.platform == "win32":
+        kernel32 = ctypes.WinDLL("kernel32")
+        kernel32.SetThreadPriority(ctypes.c_void_p(_THIS_THREAD), _BELOW_NORMAL)
+
+
 def _work(
     jobs: SimpleQueue[Callable[[], None] | None],
     initializer: Callable[[], None],
@@ -206,9 +219,7 @@ def _work(
     niceness: int,
 ) -> None:
     """Take jobs until there is a None, which is left for the next thread."""
-    if niceness and sys.platform == "linux":  # elsewhere it would be the whole process's
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+    _lower_priority(niceness)
     with contextlib.suppress(Exception):
         initializer()
     while (job := jobs.get()) is not None:

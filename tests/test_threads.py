@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 
 import pytest
+
+from shardnet import threads
 
 ENDS = """
 import gc, os, sys, threading, time
@@ -56,3 +59,19 @@ def test_a_process_ends_after_its_threads_with_the_code_that_it_should(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (code, printed, "")
+
+
+def test_a_thread_of_low_priority_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """THREAD_PRIORITY_BELOW_NORMAL for the thread that asks, and for no other."""
+    asked: list[tuple[int | None, int]] = []
+
+    class Kernel32:
+        def SetThreadPriority(self, thread: ctypes.c_void_p, priority: int) -> None:
+            asked.append((ctypes.c_int64(thread.value or 0).value, priority))
+
+    monkeypatch.setattr("sys.platform", "win32")
+    monkeypatch.setattr(ctypes, "WinDLL", lambda name: Kernel32(), raising=False)
+    threads._lower_priority(0)
+    assert asked == []
+    threads._lower_priority(5)
+    assert asked == [(-2, -1)]

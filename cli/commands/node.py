@@ -55,6 +55,7 @@ REGISTER_S = 2.0
 """Interval of the looks at whether the node's entry in the register of this machine is right."""
 CONSOLE_END_S: Final = 5.0
 """How long a process may live on when its console on Windows is closed."""
+_CTRL_BREAK: Final = 1
 _CONSOLE_ENDS: Final = (2, 5, 6)
 """Closed, its user leaves, the system shuts down (CTRL_CLOSE_EVENT and others)."""
 _CONSOLE_HANDLERS: Final[list[object]] = []
@@ -117,7 +118,9 @@ async def _run(
     from shardnet.cluster.machine.profile import MemoryBudget, find_devices, make_node_id
     from shardnet.cluster.node.node import listening
     from shardnet.cluster.node.settings import NodeSettings
+    from shardnet.runtime.processors.alertness import work_at_full_speed
 
+    work_at_full_speed()
     devices = find_devices(options.device, say)
     local_nodes = LocalNodes(runtime_dir(os.environ))
     settings = NodeSettings(
@@ -318,10 +321,10 @@ def stop_signal(until_stdin_closes: bool) -> asyncio.Event:
     """Return an event that is set by a termination signal or, if wanted, by the end of stdin.
 
     SIGHUP, which comes when the terminal is closed, is such a signal except under nohup. Windows
-    has SIGBREAK in its place.
+    tells that, and Ctrl-Break, to a handler of its consoles.
     """
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
-    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGBREAK"):
+    for name in ("SIGTERM", "SIGINT", "SIGHUP"):
         number = getattr(signal, name, None)
         if number is None or (name == "SIGHUP" and signal.getsignal(number) is signal.SIG_IGN):
             continue
@@ -354,16 +357,18 @@ def _from_a_thread(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> 
 
 
 def _at_console_end(act: Callable[[], None]) -> None:
-    """Call `act` when a console of Windows is closed, or its user leaves: Python learns nothing.
+    """Call `act` at Ctrl-Break, when a console of Windows is closed, and when its user leaves.
 
-    Windows ends the process when the handler returns, or after CONSOLE_END_S.
+    Of the latter Python learns nothing: Windows ends the process when the handler returns, or after
+    CONSOLE_END_S.
     """
 
     def handle(kind: int) -> int:
-        if kind not in _CONSOLE_ENDS:
+        if kind != _CTRL_BREAK and kind not in _CONSOLE_ENDS:
             return 0
         act()
-        time.sleep(CONSOLE_END_S)
+        if kind != _CTRL_BREAK:
+            time.sleep(CONSOLE_END_S)
         return 1
 
     windows: Any = ctypes  # of which other systems' Pythons lack a part

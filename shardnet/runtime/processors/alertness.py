@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import psutil
 
@@ -29,16 +29,44 @@ MOST_US: Final = 20
 """What a processor may take to wake up: a light sleep, which saves most of the power."""
 HOLD_S: Final = 1.0
 """It sleeps as it likes when no step has come for so long."""
+TOLD_EVERY_S: Final = 20.0
+"""Interval at which Windows is told of work; it sleeps after a minute without at the soonest."""
+_ES_SYSTEM_REQUIRED: Final = 1
+_POWER_THROTTLING: Final = 4
+_EXECUTION_SPEED: Final = 1
+
+
+def _tell_of_work() -> None:
+    """Have Windows count the time until the machine sleeps from now on."""
+    windows: Any = ctypes  # of which other systems' Pythons lack a part
+    windows.WinDLL("kernel32").SetThreadExecutionState(_ES_SYSTEM_REQUIRED)
+
+
+def work_at_full_speed() -> None:
+    """Have Windows never run this process slowly to save power, as it may what has no window.
+
+    Where that cannot be set it stays as it is.
+    """
+    if sys.platform == "win32":
+        windows: Any = ctypes
+        state, own = struct.pack("=3I", 1, _EXECUTION_SPEED, 0), ctypes.c_void_p(-1)
+        with contextlib.suppress(AttributeError):  # of before Windows 8
+            set_state = windows.WinDLL("kernel32").SetProcessInformation
+            set_state(own, _POWER_THROTTLING, state, len(state))
 
 
 class CpuLatency:
-    """Holds the device open from a step on until none has come for HOLD_S."""
+    """Holds the device open from a step on until none has come for HOLD_S.
+
+    Meanwhile Windows does not send the machine to sleep, as it does when nobody types.
+    """
 
     def __init__(self, device: Path = DEVICE) -> None:
         self._device = device
         self._descriptor = -1
         self._may_open = True
         self._last_s = 0.0
+        self._told_s = -TOLD_EVERY_S
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -49,6 +77,9 @@ class CpuLatency:
     def hold(self) -> None:
         """Note that a step has come. On the loop."""
         self._last_s = time.monotonic()
+        if sys.platform == "win32" and self._last_s >= self._told_s + TOLD_EVERY_S:
+            self._told_s = self._last_s
+            _tell_of_work()
         if self._descriptor >= 0 or not self._may_open:
             return
         try:

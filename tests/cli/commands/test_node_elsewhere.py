@@ -143,13 +143,15 @@ def test_a_node_without_compiled_kernels_says_so(
 
 
 @pytest.mark.parametrize(
-    ("kind", "ends"), [(0, False), (1, False), (2, True), (5, True), (6, True)]
+    ("kind", "said"),
+    [(0, []), (1, ["leave"]), *((kind, ["leave", "wait 5 s"]) for kind in (2, 5, 6))],
+    ids=["Ctrl-C", "Ctrl-Break", "closed", "log-off", "shutdown"],
 )
 def test_a_console_that_is_closed_ends_the_node(
-    kind: int, ends: bool, monkeypatch: pytest.MonkeyPatch
+    kind: int, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C and Ctrl-Break are left to Python; for the others Windows waits until it returns."""
-    said: list[str] = []
+    """Ctrl-C is left to Python; where a console ends Windows waits until the handler returns."""
+    did: list[str] = []
     handlers: list[Callable[[int], int]] = []
 
     class Kernel32:
@@ -159,11 +161,11 @@ def test_a_console_that_is_closed_ends_the_node(
 
     monkeypatch.setattr(ctypes, "WINFUNCTYPE", ctypes.CFUNCTYPE, raising=False)
     monkeypatch.setattr(ctypes, "WinDLL", lambda name: Kernel32(), raising=False)
-    monkeypatch.setattr(module.time, "sleep", lambda s: said.append(f"wait {s:g} s"))
+    monkeypatch.setattr(module.time, "sleep", lambda s: did.append(f"wait {s:g} s"))
     monkeypatch.setattr(module, "_CONSOLE_HANDLERS", [])
-    module._at_console_end(lambda: said.append("leave"))
-    assert handlers[0](kind) == int(ends)
-    assert said == (["leave", "wait 5 s"] if ends else [])
+    module._at_console_end(lambda: did.append("leave"))
+    assert handlers[0](kind) == int(bool(said))
+    assert did == said
     assert handlers == module._CONSOLE_HANDLERS
 
 

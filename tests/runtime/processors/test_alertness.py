@@ -205,3 +205,34 @@ def test_a_thread_that_was_stirred_spins_until_a_job_comes_or_its_time_is_over(
             thread.join()
 
     asyncio.run(main())
+
+
+class Kernel32:
+    """Windows' library: notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[object, ...]] = []
+
+    def SetThreadExecutionState(self, flags: int) -> None:
+        self.told.append(("busy", flags))
+
+    def SetProcessInformation(self, _: object, kind: int, state: bytes, size: int) -> None:
+        self.told.append((kind, state.hex(" ", 4), size))
+
+
+def test_windows_is_told_of_work_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel32, now = Kernel32(), [1000.0]
+    monkeypatch.setattr("ctypes.WinDLL", lambda name: kernel32, raising=False)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    latency = CpuLatency(tmp_path / "missing")
+    latency.hold()
+    alertness.work_at_full_speed()
+    assert kernel32.told == [], "no other system has such calls"
+    monkeypatch.setattr("sys.platform", "win32")
+    for now[0] in (1001.0, 1002.0, 1021.0, 1022.0):
+        latency.hold()
+    assert kernel32.told == [("busy", 1)] * 2
+    alertness.work_at_full_speed()
+    assert kernel32.told[2:] == [(4, "01000000 01000000 00000000", 12)]
