@@ -258,8 +258,10 @@ class Machine:
     otherwise, its nodes and commands neither announce nor look for nodes by mDNS. Unless it
     `makes_copies`, which costs less, all are started as a user's are. Where it `is_measured` it
     knows how fast others have found themselves, none of whom measured for long: in truth all are
-    this one.
+    this one. `python` runs what is started.
     """
+
+    node_type = NodeProcess
 
     def __init__(
         self,
@@ -269,8 +271,10 @@ class Machine:
         environment: Mapping[str, str] = MappingProxyType({"SHARDNET_NO_MDNS": "1"}),
         makes_copies: bool = is_possible(),
         is_measured: bool = True,
+        python: str = sys.executable,
     ) -> None:
         self._prefix = tuple(prefix)
+        self._python = python
         self._namespace = namespace_of(self._prefix)
         self._copies = makes_copies and bool(self._namespace or not prefix)
         self._measures_well = not is_measured
@@ -299,6 +303,10 @@ class Machine:
         }
         self._commands: list[Command] = []
 
+    def command_line(self, *arguments: str, module: str = "shardnet_cli") -> list[str]:
+        """What runs a command of this machine."""
+        return [*self._prefix, self._python, "-m", module, *arguments]
+
     def start_nodes(
         self,
         *names: str,
@@ -311,7 +319,7 @@ class Machine:
         Another `module` is one that becomes `shardnet_cli`.
         """
         nodes = [
-            NodeProcess(
+            self.node_type(
                 self._start_node(
                     ["node", "--json", "--port", "0", "--name", name, "--threads", "1", *arguments],
                     cwd or self.folder,
@@ -464,7 +472,7 @@ class Machine:
         module: str = "shardnet_cli",
     ) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [*self._prefix, sys.executable, "-m", module, *arguments],
+            self.command_line(*arguments, module=module),
             stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

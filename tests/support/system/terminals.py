@@ -27,7 +27,7 @@ os.setsid()
 os.close(os.open(os.ttyname(0), os.O_RDWR))
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-os.execv(sys.executable, [sys.executable, "-m", "shardnet_cli", *sys.argv[1:]])
+os.execvp(sys.argv[1], sys.argv[1:])
 """
 """Python code: become the leader of a session whose terminal is standard input, and the command."""
 
@@ -36,12 +36,12 @@ class Terminal:
     """A terminal at which a command runs. `screen` is what has come to it."""
 
     def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path
+        self, command: Sequence[str], environment: Mapping[str, str], folder: Path
     ) -> None:
         self._outside, inside = pty.openpty()
         self._settings = termios.tcgetattr(inside)[:4]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", RUN, *arguments],
+            [sys.executable, "-c", RUN, *command],
             stdin=inside,
             stdout=inside,
             stderr=inside,
@@ -94,7 +94,7 @@ class Terminal:
 @contextmanager
 def at_terminal(machine: Machine, *arguments: str) -> Iterator[Terminal]:
     """Run a command of a machine at a terminal; both are gone afterwards."""
-    terminal = Terminal(arguments, machine.environment, machine.folder)
+    terminal = Terminal(machine.command_line(*arguments), machine.environment, machine.folder)
     try:
         yield terminal
     finally:
