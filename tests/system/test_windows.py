@@ -105,6 +105,7 @@ def test_a_ring_of_both_systems_computes_the_bits_of_linux(
     asks = windows if windows_leads else linux
     ring = ",".join(reversed(nodes) if windows_leads else nodes)
     assert wrote(asks.run(*ASKED, "--nodes", ring, "--layers", "0-5,5-8")) == said
+    assert "kernels" not in wendy.log
 
 
 @pytest.mark.parametrize("isa", ["", "avx2"])

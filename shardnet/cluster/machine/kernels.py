@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-import shardnet
+from shardnet.model import kernels
 
 NONE: Final = "none"
 """Reported by a node whose CPU computes without the kernels since they were not built there."""
@@ -28,9 +28,9 @@ REMEDY: Final = (
     "another machine of this platform"
 )
 
-_FOLDER: Final = Path(shardnet.__file__).parent / "model" / "kernels"
+_FOLDER: Final = Path(kernels.__file__).parent
 
 
 def are_built() -> bool:
     """Say whether the kernels were built when shardnet was installed, without loading them."""
-    return any(_FOLDER.glob("*.so"))
+    return (_FOLDER / kernels.LIBRARY).exists()

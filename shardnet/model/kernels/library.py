@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import enum
 import os
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from shardnet.errors import ConfigurationError
 from shardnet.model.config.panel_form import PanelForm
+from shardnet.model.kernels import LIBRARY
 from shardnet.threads import at_thread_end
 
 ISA_VARIABLE: Final = "SHARDNET_ISA"
@@ -31,8 +31,6 @@ ISA_VARIABLE: Final = "SHARDNET_ISA"
 for torch alone. What the CPU does not have is not taken from it.
 """
 
-LIBRARY: Final = "_quantized.dll" if sys.platform == "win32" else "_quantized.so"
-"""As setup.py names it. A checkout may have both."""
 KERNELS_VERSION: Final = 27
 """Counts up when the library's functions or structs change."""
 _KEPT_BYTES: Final = 1 << 22
