@@ -1,6 +1,6 @@
 """`shardnet node` without the compiled kernels, and what the product may not take for granted.
 
-What it does on Windows is in tests/system/test_windows.py.
+What it does on Windows is in tests/system/test_wine.py.
 """
 
 from __future__ import annotations
