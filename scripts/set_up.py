@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 PROGRAMS = VENV / ("Scripts" if sys.platform == "win32" else "bin")
 PYTHON = PROGRAMS / ("python.exe" if sys.platform == "win32" else "python")
+LIBRARY = "_quantized.dll" if sys.platform == "win32" else "_quantized.so"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 REACHED_S = 8
 """Deadline for the first answer of that index, of all its addresses together."""
@@ -88,7 +89,7 @@ def installation_hash(version: str, root: Path = ROOT) -> str:
     sources = sorted((kernels / "csrc").iterdir())
     for path in (root / "pyproject.toml", root / "constraints.txt", root / "setup.py", *sources):
         digest.update(path.read_bytes())
-    if not (kernels / "_quantized.so").exists():
+    if not (kernels / LIBRARY).exists():
         digest.update(b"without the library")
     return digest.hexdigest()
 

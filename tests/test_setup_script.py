@@ -130,7 +130,7 @@ def test_a_library_that_is_gone_is_built_again(
         folder.mkdir(parents=True)
     for name in ("pyproject.toml", "constraints.txt", "setup.py"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    library, builds, n_installed = kernels / "_quantized.so", True, 0
+    library, builds, n_installed = kernels / set_up.LIBRARY, True, 0
     hash_of = set_up.installation_hash
     monkeypatch.setattr(set_up, "installation_hash", lambda version: hash_of(version, tmp_path))
     monkeypatch.setattr(set_up, "VENV", tmp_path / ".venv")
