@@ -424,7 +424,7 @@ def _bind(host: str, port: int) -> socket.socket:
     family, kind, protocol, _, address = found
     opened = socket.socket(family, kind, protocol)
     try:
-        if sys.platform != "darwin":  # where two programs would share a port
+        if sys.platform in ("linux", "win32"):  # elsewhere two programs would share a port
             keep_port(opened)
         opened.bind(address)
         opened.listen(2048)
