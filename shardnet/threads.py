@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Final, NoReturn, ParamSpec, TypeVar
@@ -200,6 +200,16 @@ def contained(error: BaseException) -> Exception:
     named = RuntimeError(f"{type(error).__name__}: {error}")
     named.__cause__ = error
     return named
+
+
+def keep_to(cores: Collection[int]) -> None:
+    """Run this thread, and those that it starts, on `cores`; on any where there are none.
+
+    On Linux alone: elsewhere no group of the CPU's cores has cores of its own (read_cores).
+    """
+    if cores and sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a container has taken cores away since
+            os.sched_setaffinity(0, cores)
 
 
 def _lower_priority(niceness: int) -> None:

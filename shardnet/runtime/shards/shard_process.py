@@ -43,7 +43,7 @@ from shardnet.runtime.shards.calls import (
     write_message,
 )
 from shardnet.runtime.shards.mailbox import Mailbox
-from shardnet.threads import end_process
+from shardnet.threads import end_process, keep_to
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,9 +62,7 @@ def main() -> None:
     job = read_job(leader)
     logging.basicConfig(format=f"shard {job.index}: %(levelname)s %(message)s")
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    cores = job.order.device.cores
-    if cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)  # before torch starts threads, and touches memory
+    keep_to(job.order.device.cores)  # before torch starts threads, and touches memory
     serve(job, leader)
     end_process(0)
 

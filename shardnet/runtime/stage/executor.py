@@ -17,7 +17,7 @@ from typing import Final, Protocol, TypeVar
 
 from shardnet.errors import CancelledRequestError, PeerFailedError, ShardnetError
 from shardnet.runtime.stage.stage_order import ONE_DEVICE, StageDevice
-from shardnet.threads import DaemonThreads, contained
+from shardnet.threads import DaemonThreads, contained, keep_to
 from shardnet.transport.loop import finish
 
 T = TypeVar("T")
@@ -325,7 +325,7 @@ class ComputeThreads:
         for device in self.devices:
             name = "shardnet-compute" + (f"-{device.place}" if len(self.devices) > 1 else "")
             self._executors.append(
-                Executor(name, set_up=_keeping_to(device.cores), silence_s=COMPUTE_SILENCE_S)
+                Executor(name, set_up=partial(keep_to, device.cores), silence_s=COMPUTE_SILENCE_S)
             )
 
     def of(self, place: int) -> Executor:
@@ -405,28 +405,16 @@ class ComputeThreads:
 def on_cores(cores: Sequence[int]) -> Iterator[None]:
     """Run this thread, and those that it starts inside, on `cores`; on any where there are none.
 
-    Only Linux can: elsewhere nothing changes. What it touches first then lies in their memory.
+    What it touches first then lies in their memory.
     """
-    if not cores or not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    with contextlib.suppress(OSError):  # a container has taken cores away since
-        os.sched_setaffinity(0, cores)
+    before: set[int] = set()
+    if sys.platform == "linux" and cores:
+        before = os.sched_getaffinity(0)
+    keep_to(cores)
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, before)
-
-
-def _keeping_to(cores: Sequence[int]) -> Callable[[], None]:
-    def keep() -> None:
-        if cores and hasattr(os, "sched_setaffinity"):
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, cores)
-
-    return keep
+        keep_to(before)
 
 
 def _nothing(_: object) -> None:
