@@ -118,10 +118,11 @@ def _is_own_limit(error: BaseException) -> bool:
 
 def _be_expendable() -> None:
     """Write no core dump, and be what Linux ends first when memory runs out."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
+    if sys.platform != "win32":
         import resource
 
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000", encoding="utf-8")
@@ -129,11 +130,11 @@ def _be_expendable() -> None:
 
 def _limit(cpu_s: int, memory_bytes: int) -> None:
     """Limit this process to further `cpu_s` and `memory_bytes`, where the system supports it."""
-    try:
-        import resource
-    except ImportError:  # Windows
+    if sys.platform == "win32":
         limit_this_process(cpu_s, memory_bytes)
         return
+    import resource
+
     for what, most in (
         (resource.RLIMIT_CPU, math.ceil(time.process_time() + cpu_s)),
         (resource.RLIMIT_AS, _address_space_bytes() + memory_bytes),

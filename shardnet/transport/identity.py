@@ -11,6 +11,7 @@ import datetime
 import hashlib
 import os
 import ssl
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -175,7 +176,7 @@ def as_file(content: bytes) -> Iterator[str]:
 
     On Linux it never reaches a disk; elsewhere it is a file of mode 600 that lives for a moment.
     """
-    if hasattr(os, "memfd_create"):
+    if sys.platform == "linux" and hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("shardnet-identity", os.MFD_CLOEXEC)
         path, is_on_disk = f"/proc/self/fd/{descriptor}", False
     else:

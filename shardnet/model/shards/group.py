@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Sequence
@@ -265,7 +266,7 @@ def _fail() -> Any:
 
 def unnamed_file(n_bytes: int) -> int:
     """Make a file of zeros in memory that has no name; returns its descriptor."""
-    if hasattr(os, "memfd_create"):
+    if sys.platform == "linux" and hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("shardnet-shards")
     else:
         with tempfile.TemporaryFile() as file:

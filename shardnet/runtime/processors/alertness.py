@@ -241,7 +241,9 @@ class _TimerDescriptor:
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._library = ctypes.PyDLL(None)  # its calls are too short to let go of the interpreter
-        flags = os.O_NONBLOCK | os.O_CLOEXEC
+        flags = 0
+        if sys.platform != "win32":
+            flags = os.O_NONBLOCK | os.O_CLOEXEC
         self._descriptor = self._library.timerfd_create(_CLOCK_MONOTONIC, flags)
         if self._descriptor < 0:
             raise OSError("no timer")

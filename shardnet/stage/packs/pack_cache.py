@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import RawIOBase
@@ -194,7 +195,7 @@ def packed_models(folder: Path) -> list[CacheFolder]:
 
 def drop_pages(folder: Path) -> None:
     """Have the system forget the content of packed weights that it keeps in memory (Linux)."""
-    if not hasattr(os, "posix_fadvise"):
+    if sys.platform == "win32" or not hasattr(os, "posix_fadvise"):
         return
     for path in folder.glob("*/*.packed"):
         with contextlib.suppress(OSError), os.fdopen(open_own(path), "rb", buffering=0) as file:

@@ -5,7 +5,6 @@ What it does on Windows is in tests/system/test_wine.py.
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import ctypes
 import os
@@ -14,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import mypy
 import pytest
 
 from shardnet.cluster.machine import kernels
@@ -104,65 +102,3 @@ def test_no_module_needs_posix_to_be_imported() -> None:
     }
     assert len(needing) > 100
     assert not {name: found for name, found in needing.items() if found}
-
-
-GUARDED = {
-    "alertness.py:_TimerDescriptor": "kernel_alarm makes it on Linux",
-}
-"""Where a name that Windows lacks is used without a word about the system, and why it may be."""
-
-
-def test_what_windows_lacks_is_used_where_the_system_is_asked() -> None:
-    """By the stubs that mypy reads: a function that uses such a name says what has it."""
-    lacks = {f"{name}.{one}" for name in ("os", "signal", "socket", "time") for one in absent(name)}
-    assert {"os.getuid", "signal.SIGKILL", "socket.AF_UNIX", "os.O_CLOEXEC"} <= lacks
-    assert not lacks & {"os.getpid", "signal.SIGINT", "socket.AF_INET", "os.O_BINARY"}
-    pattern = re.compile(r"\b(?:os|signal|socket|time)\.\w+")
-    found = set()
-    for package in ("shardnet", "cli"):
-        for path in (ROOT / package).rglob("*.py"):
-            source = path.read_text(encoding="utf-8")
-            if not lacks.isdisjoint(pattern.findall(source)):
-                found |= {f"{path.name}:{name}" for name in careless(source, pattern, lacks)}
-    assert found == set(GUARDED)
-
-
-def careless(source: str, pattern: re.Pattern[str], lacks: set[str]) -> Iterator[str]:
-    """The functions and classes of a module that use such a name and ask nothing."""
-    lines = source.splitlines(keepends=True)
-    for node in ast.parse(source).body:
-        parts = node.body if isinstance(node, ast.ClassDef) else [node]
-        for part in parts:
-            text = "".join(lines[part.lineno - 1 : part.end_lineno])
-            is_asking = re.search(r"\bsys\.platform\b|\b(has|get)attr\(", text)
-            if not is_asking and not lacks.isdisjoint(pattern.findall(text)):
-                named = node if getattr(part, "name", "_").startswith("__") else part
-                yield str(getattr(named, "name", f"line {part.lineno}"))
-
-
-def absent(module: str) -> set[str]:
-    """The names of a module of the standard library that it has on other systems only."""
-    stubs = Path(mypy.__file__).parent / "typeshed" / "stdlib"
-    [stub] = [*stubs.glob(f"{module}.pyi"), *stubs.glob(f"{module}/__init__.pyi")]
-    seen: dict[bool, set[str]] = {True: set(), False: set()}
-
-    def read(body: list[ast.stmt], on_windows: bool) -> None:
-        for node in body:
-            match node:
-                case ast.If(test=test, body=then, orelse=otherwise):
-                    asked = ast.unparse(test)
-                    is_other = ("'win32'" in asked and "!=" in asked) or "== 'linux'" in asked
-                    read(then, on_windows and not is_other and "== 'darwin'" not in asked)
-                    read(otherwise, on_windows and asked != "sys.platform == 'win32'")
-                case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                    seen[on_windows].add(name)
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name))
-                    | ast.Assign(targets=[ast.Name(id=name)])
-                ):
-                    seen[on_windows].add(name)
-                case ast.ImportFrom(names=names):
-                    seen[on_windows] |= {each.asname or each.name for each in names}
-
-    read(ast.parse(stub.read_text(encoding="utf-8")).body, True)
-    return seen[False] - seen[True]
