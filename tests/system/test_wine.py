@@ -43,6 +43,7 @@ def lab() -> Iterator[Lab]:
         lab.make()
     except NoWineError as error:
         pytest.skip(f"no Windows here: {error}")
+    lab.install()
     yield lab
     lab.end()
 

@@ -49,7 +49,7 @@ FOR_WINDOWS = (
 TORCH_NEEDS = ("sympy", "networkx", "fsspec", "mpmath", "typing-extensions")
 WITHOUT_DEPENDENCIES = ("torch", "gguf")
 """pip would look at what they need on this system: CUDA, gigabytes of it."""
-OTHER = ("numpy<2", "colorama", "winloop", "tqdm", "pyyaml", "requests")
+OTHER = ("numpy<2", "colorama", "tqdm", "pyyaml", "requests")
 """numpy 2 calls what Wine 10 lacks (crealf); the others are named by markers or by gguf."""
 SETUP_S, COMMAND_S = 600.0, 300.0
 
@@ -58,8 +58,12 @@ class NoWineError(Exception):
     """Wine cannot be had here; the message says why."""
 
 
+class FailedError(Exception):
+    """A command has failed; the message has its name and what it said."""
+
+
 def _command(*arguments: str | Path, deadline_s: float = SETUP_S, **more: object) -> str:
-    """Run a command and return what it printed; raise NoWineError with its last line."""
+    """Run a command and return what it printed; raise FailedError with its last line."""
     done = subprocess.run(
         [str(each) for each in arguments],
         stdin=subprocess.DEVNULL,
@@ -71,7 +75,7 @@ def _command(*arguments: str | Path, deadline_s: float = SETUP_S, **more: object
     if done.returncode:
         said = [*done.stdout.splitlines(), *done.stderr.splitlines()]
         errors = [line for line in said if "error" in line.lower() or line.startswith("E:")]
-        raise NoWineError(f"{arguments[0]}: {(errors or said or ['failed'])[-1]}")
+        raise FailedError(f"{arguments[0]}: {(errors or said or ['failed'])[-1]}")
     return str(done.stdout)
 
 
@@ -137,7 +141,7 @@ class Lab:
         )
 
     def make(self) -> None:
-        """Fetch and unpack whatever is not there; raise NoWineError where it cannot be had."""
+        """Fetch and unpack all but shardnet; raise NoWineError where it cannot be had."""
         if sys.platform != "linux" or os.uname().machine != "x86_64":
             raise NoWineError("Wine is set up on Linux on x86-64")
         for program in ("apt-get", "dpkg-deb", "unshare"):
@@ -146,12 +150,16 @@ class Lab:
         if not Path(KEYRING).exists():
             raise NoWineError(f"{KEYRING}, Debian's keys, are not here")
         self.folder.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(4) as pool:
-            parts = [pool.submit(self._keep, name, *made) for name, made in self._parts().items()]
-            for part in parts:
-                part.result()
-        self.run("-c", "import torch")  # makes the prefix
-        self._install_shardnet()
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                parts = [
+                    pool.submit(self._keep, name, *made) for name, made in self._parts().items()
+                ]
+                for part in parts:
+                    part.result()
+            self.run("-c", "import torch")  # makes the drive
+        except (FailedError, subprocess.TimeoutExpired) as error:
+            raise NoWineError(str(error)) from error
 
     def _parts(self) -> dict[str, tuple[object, ...]]:
         needed = [Requirement(each) for each in metadata.requires("shardnet") or ()]
@@ -242,8 +250,8 @@ class Lab:
         pip = (sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "-q")
         _command(*pip, *arguments)
 
-    def _install_shardnet(self) -> None:
-        """Build the wheel for Windows and install it as a user does, if the source has changed."""
+    def install(self) -> None:
+        """Build shardnet's wheel and install it as a user does, if the source has changed."""
         files = sorted(
             path
             for folder in ("shardnet", "cli")
