@@ -206,7 +206,8 @@ if sys.platform == "win32":
     import ctypes
     import msvcrt
 
-    _kernel32 = ctypes.WinDLL("kernel32", use_last_error=True)
+    from shardnet import windows
+
     _LOCKED: Final = 33
     _NO_WAIT, _ALONE = 0x1, 0x2
     _FAR: Final = 1 << 62
@@ -217,15 +218,16 @@ if sys.platform == "win32":
 
         Locks belong to the open file and end with it, within one process as well. Raises OSError.
         """
-        handle = ctypes.c_void_p(msvcrt.get_osfhandle(file))
+        handle = windows.Handle(msvcrt.get_osfhandle(file))
         place = ctypes.create_string_buffer(struct.pack("@PPQP", 0, 0, _FAR, 0))
         flags = _NO_WAIT | (0 if is_shared else _ALONE)
-        if _kernel32.LockFileEx(handle, flags, 0, 1, 0, place):
-            return True
-        code = ctypes.get_last_error()
-        if code != _LOCKED:
-            raise ctypes.WinError(code)
-        return False
+        lock = windows.library("kernel32").LockFileEx
+        try:
+            return bool(windows.checked(lock(handle, flags, 0, 1, 0, place)))
+        except OSError as error:
+            if error.winerror != _LOCKED:
+                raise
+            return False
 
 else:
     import fcntl

@@ -88,6 +88,8 @@ if sys.platform == "win32":
     import msvcrt
     from ctypes import wintypes
 
+    from shardnet.windows import Handle, checked, library
+
     _QUERY, _USER = 0x8, 1
     _OWNER_AND_LIST: Final = 0x1 | 0x4
     _MOST_BYTES: Final = 1 << 17
@@ -97,10 +99,7 @@ if sys.platform == "win32":
     _NEW: Final = 1
     _NORMAL: Final = 0x80
 
-    _advapi32 = ctypes.WinDLL("advapi32", use_last_error=True)
-    _kernel32 = ctypes.WinDLL("kernel32", use_last_error=True)
-    _kernel32.CreateFileW.restype = wintypes.HANDLE
-    _kernel32.GetCurrentProcess.restype = wintypes.HANDLE
+    _advapi32, _kernel32 = library("advapi32"), library("kernel32")
 
     class _Attributes(ctypes.Structure):
         """SECURITY_ATTRIBUTES."""
@@ -111,21 +110,16 @@ if sys.platform == "win32":
             ("inherits", wintypes.BOOL),
         )
 
-    def _check(done: object, path: str | None = None) -> None:
-        """Raise the OSError of the last call unless it was `done`."""
-        if not done:
-            code = ctypes.get_last_error()
-            raise OSError(0, ctypes.FormatError(code).strip(), path, code)
-
     @cache
     def _user() -> str:
         """Return the SID of this process's user."""
-        token, came = wintypes.HANDLE(), wintypes.DWORD()
-        process = wintypes.HANDLE(_kernel32.GetCurrentProcess())
-        _check(_advapi32.OpenProcessToken(process, _QUERY, ctypes.byref(token)))
+        token, came = Handle(), wintypes.DWORD()
+        process = _kernel32.GetCurrentProcess()
+        checked(_advapi32.OpenProcessToken(process, _QUERY, ctypes.byref(token)))
         try:
             told = ctypes.create_string_buffer(256)
-            _check(_advapi32.GetTokenInformation(token, _USER, told, len(told), ctypes.byref(came)))
+            ask = _advapi32.GetTokenInformation
+            checked(ask(token, _USER, told, len(told), ctypes.byref(came)))
         finally:
             _kernel32.CloseHandle(token)
         (address,) = struct.unpack_from("@P", told)
@@ -139,7 +133,7 @@ if sys.platform == "win32":
         made = _Attributes(ctypes.sizeof(_Attributes), None, False)
         into = ctypes.c_void_p()
         parse = _advapi32.ConvertStringSecurityDescriptorToSecurityDescriptorW
-        _check(parse(text, 1, ctypes.byref(into), None))
+        checked(parse(text, 1, ctypes.byref(into), None))
         made.descriptor = into.value
         return made
 
@@ -148,23 +142,23 @@ if sys.platform == "win32":
         told, came = ctypes.create_string_buffer(_MOST_BYTES), wintypes.DWORD()
         room = (_OWNER_AND_LIST, told, len(told), ctypes.byref(came))
         if isinstance(place, int):
-            handle = wintypes.HANDLE(msvcrt.get_osfhandle(place))
-            _check(_advapi32.GetKernelObjectSecurity(handle, *room))
+            handle = Handle(msvcrt.get_osfhandle(place))
+            checked(_advapi32.GetKernelObjectSecurity(handle, *room))
         else:
-            _check(_advapi32.GetFileSecurityW(str(place), *room), str(place))
+            checked(_advapi32.GetFileSecurityW(str(place), *room), str(place))
         return read_descriptor(told.raw[: came.value], _user())
 
     def make_private_folder(path: Path) -> None:
         """Create a folder for this user alone. Raises OSError, also if it is there."""
-        _check(_kernel32.CreateDirectoryW(str(path), ctypes.byref(_private())), str(path))
+        checked(_kernel32.CreateDirectoryW(str(path), ctypes.byref(_private())), str(path))
 
     def make_private_file(path: Path) -> int:
         """Create a file for this user alone; return its descriptor. Raises as above."""
         handle = _kernel32.CreateFileW(
             str(path), _READ_WRITE, _SHARED, ctypes.byref(_private()), _NEW, _NORMAL, None
         )
-        _check(handle != wintypes.HANDLE(-1).value, str(path))
-        return msvcrt.open_osfhandle(handle, os.O_RDWR | os.O_BINARY | os.O_NOINHERIT)
+        checked(handle.value != Handle(-1).value, str(path))
+        return msvcrt.open_osfhandle(handle.value, os.O_RDWR | os.O_BINARY | os.O_NOINHERIT)
 
     def privacy_command(path: Path) -> str:
         """Return the command that takes a file from all but this user."""

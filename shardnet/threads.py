@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import os
 import sys
@@ -19,6 +18,8 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, Final, NoReturn, ParamSpec, TypeVar
+
+from shardnet.windows import Handle, library
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -218,8 +219,7 @@ def _lower_priority(niceness: int) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     elif niceness and sys.platform == "win32":
-        kernel32 = ctypes.WinDLL("kernel32")
-        kernel32.SetThreadPriority(ctypes.c_void_p(_THIS_THREAD), _BELOW_NORMAL)
+        library("kernel32").SetThreadPriority(Handle(_THIS_THREAD), _BELOW_NORMAL)
 
 
 def _work(

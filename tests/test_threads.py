@@ -70,7 +70,7 @@ def test_a_thread_of_low_priority_on_windows(monkeypatch: pytest.MonkeyPatch) ->
             asked.append((ctypes.c_int64(thread.value or 0).value, priority))
 
     monkeypatch.setattr("sys.platform", "win32")
-    monkeypatch.setattr(ctypes, "WinDLL", lambda name: Kernel32(), raising=False)
+    monkeypatch.setattr(threads, "library", lambda name: Kernel32())
     threads._lower_priority(0)
     assert asked == []
     threads._lower_priority(5)

@@ -27,6 +27,7 @@ from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.placement.words import size
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import ConfigurationError
+from shardnet.windows import library
 
 from ..finding.target import import_node, mdns_interfaces
 from ..flags.http_options import HttpOptions
@@ -373,7 +374,7 @@ def _at_console_end(act: Callable[[], None]) -> None:
 
     windows: Any = ctypes  # of which other systems' Pythons lack a part
     handler = windows.WINFUNCTYPE(ctypes.c_int, ctypes.c_uint32)(handle)
-    if windows.WinDLL("kernel32").SetConsoleCtrlHandler(handler, 1):
+    if library("kernel32").SetConsoleCtrlHandler(handler, 1):
         _CONSOLE_HANDLERS.append(handler)
 
 

@@ -64,8 +64,6 @@ def exit_codes() -> Iterator[None]:
                 _nobody_reads()
         first = first_error(other or group)
         fail(str(_of_machine(first) or first))
-    except BrokenPipeError:
-        _nobody_reads()
     except OSError as error:
         if _has_no_reader(error):
             _nobody_reads()
@@ -180,9 +178,10 @@ def _take_escapes(kernels_name: int) -> None:
     """Have an old console of Windows obey escape sequences: it would print them."""
     import ctypes
 
-    kernel, mode = getattr(ctypes, "windll").kernel32, ctypes.c_uint32()  # noqa: B009
-    kernel.GetStdHandle.restype = ctypes.c_void_p
-    handle = ctypes.c_void_p(kernel.GetStdHandle(kernels_name))
+    from shardnet.windows import library
+
+    kernel, mode = library("kernel32"), ctypes.c_uint32()
+    handle = kernel.GetStdHandle(kernels_name)
     if kernel.GetConsoleMode(handle, ctypes.byref(mode)):
         kernel.SetConsoleMode(handle, mode.value | _ESCAPES_COUNT)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import getpass
 import json
 import os
@@ -17,6 +16,7 @@ import typer
 
 from shardnet.errors import ConfigurationError, ShardnetError, UsageError
 from shardnet.files import decode_text, write_whole
+from shardnet.windows import library
 
 from ..flags.options import Json, option
 from ..output.exit_codes import fail, say, write_out
@@ -226,7 +226,7 @@ def _check_root(system: bool) -> None:
         return
     if sys.platform == "win32":
         is_root, who, remedy = (
-            ctypes.windll.shell32.IsUserAnAdmin(),
+            library("shell32").IsUserAnAdmin(),
             "an administrator",
             "run it in a terminal that was opened as administrator",
         )

@@ -15,8 +15,10 @@ if sys.platform == "win32":
     import msvcrt
     from ctypes import wintypes
 
+    from shardnet.windows import Handle, checked, library
+
     _SET_SPARSE, _NO_SIZE = 0x900C4, 0xFFFFFFFF
-    _kernel32 = ctypes.WinDLL("kernel32", use_last_error=True)
+    _kernel32 = library("kernel32")
     _kernel32.GetCompressedFileSizeW.restype = wintypes.DWORD
 
     def let_holes(file: FileIO) -> None:
@@ -25,7 +27,7 @@ if sys.platform == "win32":
         Without it NTFS keeps room for all, and writes zeros up to wherever is written first. Disks
         that have no such files, as those with exFAT, are left as they are.
         """
-        handle = wintypes.HANDLE(msvcrt.get_osfhandle(file.fileno()))
+        handle = Handle(msvcrt.get_osfhandle(file.fileno()))
         came = ctypes.byref(wintypes.DWORD())
         _kernel32.DeviceIoControl(handle, _SET_SPARSE, None, 0, None, 0, came, None)
 
@@ -34,8 +36,8 @@ if sys.platform == "win32":
         high = wintypes.DWORD()
         ctypes.set_last_error(0)
         low = _kernel32.GetCompressedFileSizeW(str(path), ctypes.byref(high))
-        if low == _NO_SIZE and (code := ctypes.get_last_error()):
-            raise OSError(0, ctypes.FormatError(code).strip(), str(path), code)
+        if low == _NO_SIZE and ctypes.get_last_error():
+            checked(0, str(path))
         return int(high.value << 32 | low)
 
 else:

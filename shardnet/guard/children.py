@@ -16,6 +16,8 @@ import sys
 from functools import cache
 from typing import Any, Final
 
+from shardnet.windows import Handle, checked, library
+
 OWN_SESSION: Final[dict[str, Any]] = {
     "start_new_session": True,
     "creationflags": getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # the same on Windows
@@ -40,10 +42,10 @@ def end_with_this_process(pid: int) -> None:
     """
     if sys.platform == "win32":
         with contextlib.suppress(OSError):
-            system = _kernel32()
-            child = _checked(system.OpenProcess(_MAY_ASSIGN, 0, pid))
+            system = library("kernel32")
+            child = checked(system.OpenProcess(_MAY_ASSIGN, 0, pid))
             try:
-                _checked(system.AssignProcessToJobObject(_children(), child))
+                checked(system.AssignProcessToJobObject(_children(), child))
             finally:
                 system.CloseHandle(child)
 
@@ -55,10 +57,10 @@ def limit_this_process(cpu_s: int, memory_bytes: int) -> None:
     """
     if sys.platform == "win32":
         with contextlib.suppress(OSError):
-            system = _kernel32()
+            system = library("kernel32")
             counters = ctypes.create_string_buffer(_MEMORY_COUNTERS.size)
             own = system.GetCurrentProcess()
-            _checked(system.K32GetProcessMemoryInfo(own, counters, len(counters)))
+            checked(system.K32GetProcessMemoryInfo(own, counters, len(counters)))
             used_bytes = _MEMORY_COUNTERS.unpack(counters.raw)[_COMMITTED]
             _set_limits(
                 _this_process(),
@@ -69,52 +71,25 @@ def limit_this_process(cpu_s: int, memory_bytes: int) -> None:
 
 
 @cache
-def _children() -> int:
+def _children() -> Handle:
     """Return the job whose processes end when this process, which alone has its handle, does."""
-    job = _checked(_kernel32().CreateJobObjectW(None, None))
+    job: Handle = checked(library("kernel32").CreateJobObjectW(None, None))
     _set_limits(job, _KILL_ON_CLOSE)
     return job
 
 
 @cache
-def _this_process() -> int:
+def _this_process() -> Handle:
     """Return the job of this process."""
-    system = _kernel32()
-    job = _checked(system.CreateJobObjectW(None, None))
-    _checked(system.AssignProcessToJobObject(job, system.GetCurrentProcess()))
+    system = library("kernel32")
+    job: Handle = checked(system.CreateJobObjectW(None, None))
+    checked(system.AssignProcessToJobObject(job, system.GetCurrentProcess()))
     return job
 
 
-def _set_limits(job: int, flags: int, cpu_s: int = 0, memory_bytes: int = 0) -> None:
+def _set_limits(job: Handle, flags: int, cpu_s: int = 0, memory_bytes: int = 0) -> None:
     limits = _LIMITS.pack(
         *(cpu_s * 10_000_000, 0, flags, 0, 0, 0, 0, 0, 0), *[0] * 6, *(memory_bytes, 0, 0, 0)
     )
-    system = _kernel32()
-    _checked(system.SetInformationJobObject(job, _EXTENDED_LIMITS, limits, len(limits)))
-
-
-@cache
-def _kernel32() -> Any:
-    """Return Windows' library with what its calls take: a handle has 64 bits."""
-    system = getattr(ctypes, "WinDLL")("kernel32", use_last_error=True)  # noqa: B009  # mypy
-    handle, number, address = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_char_p
-    for name, result, *arguments in (
-        ("OpenProcess", handle, number, ctypes.c_int, number),
-        ("CloseHandle", ctypes.c_int, handle),
-        ("GetCurrentProcess", handle),
-        ("CreateJobObjectW", handle, handle, ctypes.c_wchar_p),
-        ("AssignProcessToJobObject", ctypes.c_int, handle, handle),
-        ("SetInformationJobObject", ctypes.c_int, handle, ctypes.c_int, address, number),
-        ("K32GetProcessMemoryInfo", ctypes.c_int, handle, address, number),
-    ):
-        call = getattr(system, name)
-        call.restype, call.argtypes = result, arguments
-    return system
-
-
-def _checked(result: int | None) -> int:
-    """Return what a call gave. Raises OSError where it failed."""
-    if not result:
-        code = getattr(ctypes, "get_last_error", int)()
-        raise OSError(code, f"Windows' error {code}")
-    return result
+    system = library("kernel32")
+    checked(system.SetInformationJobObject(job, _EXTENDED_LIMITS, limits, len(limits)))

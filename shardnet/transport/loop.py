@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
+from shardnet.windows import Handle, library
+
 T = TypeVar("T")
 _SIO_UDP_CONNRESET: Final = 0x9800000C
 
@@ -44,13 +46,9 @@ def windows_loop(base: type[asyncio.AbstractEventLoop]) -> type[asyncio.Abstract
 def _ignore_unreachable(descriptor: int) -> None:
     """Have Windows tell nothing of datagrams that reached no port. What cannot be set stays."""
     off, size = ctypes.c_uint32(0), ctypes.c_uint32()
-    ioctl = getattr(ctypes, "WinDLL")("ws2_32").WSAIoctl  # noqa: B009  # unknown on other systems
-    ioctl.argtypes = [
-        *(ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p),
-        *(ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
-    ]
-    told = ctypes.byref(size)
-    ioctl(descriptor, _SIO_UDP_CONNRESET, ctypes.byref(off), 4, None, 0, told, None, None)
+    socket, code = Handle(descriptor), ctypes.c_uint32(_SIO_UDP_CONNRESET)
+    ioctl, told = library("ws2_32").WSAIoctl, ctypes.byref(size)
+    ioctl(socket, code, ctypes.byref(off), 4, None, 0, told, None, None)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

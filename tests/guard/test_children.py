@@ -40,7 +40,7 @@ class Kernel32:
 def kernel32(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernel32]:
     fake = Kernel32()
     monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr(children, "_kernel32", lambda: fake)
+    monkeypatch.setattr(children, "library", lambda name: fake)
     for made in (children._children, children._this_process):
         made.cache_clear()
     yield fake
@@ -75,7 +75,11 @@ def test_a_process_limits_itself(kernel32: Kernel32) -> None:
     assert struct.unpack_from("=Q", kernel32.limits, 112) == (1000 + (2 << 20),)
 
 
-def test_what_windows_refuses_costs_only_the_limit(kernel32: Kernel32) -> None:
+def test_what_windows_refuses_costs_only_the_limit(
+    kernel32: Kernel32, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "get_last_error", lambda: 5, raising=False)
+    monkeypatch.setattr(ctypes, "FormatError", lambda code: "Access is denied. ", raising=False)
     kernel32.fails = True
     children.end_with_this_process(7)
     children.limit_this_process(5, 1 << 20)
@@ -83,6 +87,6 @@ def test_what_windows_refuses_costs_only_the_limit(kernel32: Kernel32) -> None:
 
 
 def test_elsewhere_windows_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ctypes, "WinDLL", None, raising=False)
+    monkeypatch.setattr(children, "library", None)
     children.end_with_this_process(7)
     children.limit_this_process(5, 1 << 20)

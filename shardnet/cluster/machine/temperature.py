@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import psutil
 
@@ -26,6 +26,7 @@ from shardnet.cluster.machine.device_list import CUDA, NVIDIA
 from shardnet.cluster.pressure.policy import OwnerLook
 from shardnet.runtime.processors.alertness import NO_FIGURE, processor_times
 from shardnet.threads import DaemonThreads
+from shardnet.windows import library
 
 FRESH_S: Final = 2.0
 """A temperature counts for so long."""
@@ -314,13 +315,11 @@ def _windows_input() -> int | None:
         _fields_ = [("size", ctypes.c_uint), ("ticks", ctypes.c_uint)]
 
     last = LastInput(ctypes.sizeof(LastInput), 0)
-    windows: Any = getattr(ctypes, "windll", None)
     session = ctypes.c_uint(0)
     if (
-        windows is None
-        or not windows.kernel32.ProcessIdToSessionId(os.getpid(), ctypes.byref(session))
+        not library("kernel32").ProcessIdToSessionId(os.getpid(), ctypes.byref(session))
         or session.value == 0
-        or not windows.user32.GetLastInputInfo(ctypes.byref(last))
+        or not library("user32").GetLastInputInfo(ctypes.byref(last))
     ):
         return None
     return int(last.ticks)

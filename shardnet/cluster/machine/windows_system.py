@@ -13,9 +13,11 @@ import subprocess
 import sys
 import uuid
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import msgspec
+
+from shardnet.windows import library
 
 ANSWER_S: Final = 15.0
 """How long PowerShell may take; to start takes it seconds on a busy machine."""
@@ -149,15 +151,14 @@ _SLEEP_AFTER: Final = uuid.UUID("29f6c1db-86da-48c5-9fdb-f2b67b1f44da")
 def _sleeps_after_s() -> int | None:
     """Read after how many seconds without input the machine sleeps on mains power."""
     scheme, seconds = ctypes.c_void_p(), ctypes.c_uint32()
-    windows: Any = getattr(ctypes, "windll", None)
-    with contextlib.suppress(OSError, AttributeError):
-        power = windows.powrprof
+    with contextlib.suppress(OSError):
+        power = library("powrprof")
         if power.PowerGetActiveScheme(None, ctypes.byref(scheme)) == 0:
             group, setting = _SLEEP.bytes_le, _SLEEP_AFTER.bytes_le
             failed = power.PowerReadACValueIndex(
                 None, scheme, group, setting, ctypes.byref(seconds)
             )
-            windows.kernel32.LocalFree(scheme)
+            library("kernel32").LocalFree(scheme)
             return None if failed else seconds.value
     return None
 

@@ -20,9 +20,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import psutil
+
+from shardnet.windows import library
 
 DEVICE: Final = Path("/dev/cpu_dma_latency")
 MOST_US: Final = 20
@@ -38,8 +40,7 @@ _EXECUTION_SPEED: Final = 1
 
 def _tell_of_work() -> None:
     """Have Windows count the time until the machine sleeps from now on."""
-    windows: Any = ctypes  # of which other systems' Pythons lack a part
-    windows.WinDLL("kernel32").SetThreadExecutionState(_ES_SYSTEM_REQUIRED)
+    library("kernel32").SetThreadExecutionState(_ES_SYSTEM_REQUIRED)
 
 
 def work_at_full_speed() -> None:
@@ -48,11 +49,9 @@ def work_at_full_speed() -> None:
     Where that cannot be set it stays as it is.
     """
     if sys.platform == "win32":
-        windows: Any = ctypes
-        state, own = struct.pack("=3I", 1, _EXECUTION_SPEED, 0), ctypes.c_void_p(-1)
-        with contextlib.suppress(AttributeError):  # of before Windows 8
-            set_state = windows.WinDLL("kernel32").SetProcessInformation
-            set_state(own, _POWER_THROTTLING, state, len(state))
+        kernel32, state = library("kernel32"), struct.pack("=3I", 1, _EXECUTION_SPEED, 0)
+        own = kernel32.GetCurrentProcess()
+        kernel32.SetProcessInformation(own, _POWER_THROTTLING, state, len(state))
 
 
 class CpuLatency:

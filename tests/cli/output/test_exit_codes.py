@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import typer
 
+from shardnet import windows
 from shardnet.api.server.settings import LogLine
 from shardnet_cli.output import exit_codes
 from shardnet_cli.output.exit_codes import (
@@ -110,7 +111,7 @@ def test_an_old_console_of_windows_is_told_to_obey_escapes(
 
     class Kernel:
         def __init__(self) -> None:
-            self.GetStdHandle = Mock(side_effect=lambda name: 100 - name)
+            self.GetStdHandle = Mock(side_effect=lambda name: ctypes.c_void_p(100 - name))
 
         def GetConsoleMode(self, handle: ctypes.c_void_p, mode: Any) -> int:
             mode._obj.value = 3
@@ -120,7 +121,7 @@ def test_an_old_console_of_windows_is_told_to_obey_escapes(
             set_modes.append((handle.value, mode))
             return 1
 
-    monkeypatch.setattr(ctypes, "windll", Mock(kernel32=Kernel()), raising=False)
+    monkeypatch.setattr(windows, "library", lambda name: Kernel())
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, Stream(tty=True))
     prepare_streams()

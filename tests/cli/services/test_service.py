@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-import ctypes
 import getpass
 import json
 import os
@@ -216,9 +215,9 @@ def test_a_task_comes_and_goes(
 def test_a_task_of_the_machine_needs_an_administrator(
     is_administrator: bool, ran: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    windows = Mock()
-    windows.shell32.IsUserAnAdmin.return_value = int(is_administrator)
-    monkeypatch.setattr(ctypes, "windll", windows, raising=False)
+    shell32 = Mock()
+    shell32.IsUserAnAdmin.return_value = int(is_administrator)
+    monkeypatch.setattr(service, "library", lambda name: shell32)
     monkeypatch.setattr(sys, "platform", "win32")
     done = CliRunner().invoke(app, ["service", "install", "--system"])
     assert bool(ran) is is_administrator

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-import ctypes
 import json
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,7 +126,7 @@ def test_the_time_until_sleep_is_read_from_the_power_scheme(
     windows = Mock()
     windows.powrprof.PowerGetActiveScheme.return_value = 0
     windows.powrprof.PowerReadACValueIndex = read
-    monkeypatch.setattr(ctypes, "windll", windows, raising=False)
+    monkeypatch.setattr(windows_system, "library", partial(getattr, windows))
     assert windows_system._sleeps_after_s() == 900
     assert windows.kernel32.LocalFree.called
     windows.powrprof.PowerGetActiveScheme.return_value = 120

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import Mock
@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
+from shardnet.cluster.machine import temperature
 from shardnet.cluster.machine.temperature import InputWatch, OwnerUse, memory_stalled
 
 FULL = "full avg10=90.00 avg60=1.00 avg300=0.10 total=100\n"
@@ -74,7 +75,7 @@ def test_windows_tells_of_keys_at_a_desktop_only(
     windows.kernel32.ProcessIdToSessionId = in_session
     windows.user32.GetLastInputInfo = last_input
     monkeypatch.setattr(sys, "platform", "win32")
-    monkeypatch.setattr(ctypes, "windll", windows, raising=False)
+    monkeypatch.setattr(temperature, "library", partial(getattr, windows))
     watch = InputWatch()
     expected = [False, False, True] if session else [None] * 3
     assert [watch.look() for _ in range(3)] == expected

@@ -213,6 +213,9 @@ class Kernel32:
     def __init__(self) -> None:
         self.told: list[tuple[object, ...]] = []
 
+    def GetCurrentProcess(self) -> None:
+        pass
+
     def SetThreadExecutionState(self, flags: int) -> None:
         self.told.append(("busy", flags))
 
@@ -224,7 +227,7 @@ def test_windows_is_told_of_work_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel32, now = Kernel32(), [1000.0]
-    monkeypatch.setattr("ctypes.WinDLL", lambda name: kernel32, raising=False)
+    monkeypatch.setattr(alertness, "library", lambda name: kernel32)
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     latency = CpuLatency(tmp_path / "missing")
     latency.hold()
