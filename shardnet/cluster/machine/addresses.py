@@ -17,7 +17,7 @@ from typing import Final
 
 import psutil
 
-from shardnet.runtime.processors.alertness import NO_FIGURE
+from shardnet.runtime.processors.processor_use import NO_FIGURE
 from shardnet.transport.address import format_address
 
 LOOPBACK_HOST: Final = "127.0.0.1"

@@ -25,7 +25,7 @@ from shardnet.cluster.machine.folders import RUNTIME_DIR_VARIABLE
 from shardnet.errors import ConfigurationError
 from shardnet.files import NotOwnError, delete, make_own_folder, read_own, write_whole
 from shardnet.permissions import others_at
-from shardnet.runtime.processors.alertness import NO_FIGURE
+from shardnet.runtime.processors.processor_use import NO_FIGURE
 
 TOUCH_S: Final = 60.0
 """How old a node lets its entry become."""

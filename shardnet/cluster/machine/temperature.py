@@ -24,7 +24,7 @@ import psutil
 from shardnet.cluster.machine.cores import MEMBERSHIP, ROOT, group_folders
 from shardnet.cluster.machine.device_list import CUDA, NVIDIA
 from shardnet.cluster.pressure.policy import OwnerLook
-from shardnet.runtime.processors.alertness import NO_FIGURE, processor_times
+from shardnet.runtime.processors.processor_use import NO_FIGURE, processor_times
 from shardnet.threads import DaemonThreads
 from shardnet.windows import library
 

@@ -19,7 +19,7 @@ from shardnet.cluster.peers.rtt_probe import N_PINGS, ping
 from shardnet.cluster.placement.figures import LinkSpeed
 from shardnet.errors import ShardnetError
 from shardnet.runtime.loading.measuring import rounded
-from shardnet.runtime.processors.alertness import ProcessorUse
+from shardnet.runtime.processors.processor_use import ProcessorUse
 from shardnet.types import NodeId
 from shardnet.wire.framing.schema import MAX_PING_BYTES
 from shardnet.wire.messages.measurements import LinkMeasured, LinksMeasured, MeasureLinks

@@ -43,7 +43,7 @@ from shardnet.runtime.loading.measuring import (
     rounded,
 )
 from shardnet.runtime.loading.model_facts import find_folder
-from shardnet.runtime.processors.alertness import ProcessorUse
+from shardnet.runtime.processors.processor_use import ProcessorUse
 from shardnet.types import Arith, DType, KvDType, LayerRange
 from shardnet.wire.framing.schema import OfModel
 from shardnet.wire.messages.measurements import (

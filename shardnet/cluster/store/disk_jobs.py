@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 import psutil
 
 from shardnet.errors import BusyError, DiskSilentError, PeerFailedError
-from shardnet.runtime.processors.alertness import NO_FIGURE
+from shardnet.runtime.processors.processor_use import NO_FIGURE
 from shardnet.threads import DaemonThreads
 
 T = TypeVar("T")

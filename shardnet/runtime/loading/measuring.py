@@ -26,7 +26,7 @@ from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import parse_config
-from shardnet.runtime.processors.alertness import ProcessorUse
+from shardnet.runtime.processors.processor_use import ProcessorUse
 from shardnet.types import PREFILL_CHUNK_ROWS, Arith, DType, KvDType, LayerRange
 from shardnet.wire.messages.measurements import StageSeconds
 

@@ -22,7 +22,7 @@ from shardnet.cluster.measuring.link_benchmark import (
 )
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.errors import BusyError
-from shardnet.runtime.processors.alertness import ProcessorUse
+from shardnet.runtime.processors.processor_use import ProcessorUse
 from shardnet.transport.memory import memory_pair
 from shardnet.types import NodeId
 from shardnet.wire.framing.schema import MAX_PING_BYTES

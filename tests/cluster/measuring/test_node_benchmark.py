@@ -32,7 +32,7 @@ from shardnet.errors import (
 )
 from shardnet.model.kernels.library import native_kernels
 from shardnet.runtime.loading import measuring as measuring_stages
-from shardnet.runtime.processors.alertness import ProcessorUse
+from shardnet.runtime.processors.processor_use import ProcessorUse
 from shardnet.transport.link import Link
 from shardnet.types import DType
 from shardnet.wire.messages.measurements import MeasureStage, StageMeasured, StageObserved

@@ -30,7 +30,7 @@ from shardnet.runtime.loading.measuring import (
     read_config,
     rounded,
 )
-from shardnet.runtime.processors.alertness import ProcessorUse
+from shardnet.runtime.processors.processor_use import ProcessorUse
 from shardnet.stage import synthetic_model
 from shardnet.stage.estimate.memory_estimate import WeightForm, layer_weight_bytes
 from shardnet.stage.synthetic_model import (

@@ -9,8 +9,8 @@ from typing import NoReturn
 import psutil
 import pytest
 
-from shardnet.runtime.processors import alertness
-from shardnet.runtime.processors.alertness import ProcessorUse
+from shardnet.runtime.processors import processor_use
+from shardnet.runtime.processors.processor_use import ProcessorUse
 
 BEFORE = ProcessorUse.now()
 
@@ -74,7 +74,7 @@ def test_a_thread_that_has_just_ended_hides_no_other(
         (tmp_path / str(number)).mkdir()
         if number % 2:
             (tmp_path / str(number) / "schedstat").write_text("5 1000000000 7\n")
-    monkeypatch.setattr(alertness, "_TASKS", tmp_path)
+    monkeypatch.setattr(processor_use, "_TASKS", tmp_path)
     assert ProcessorUse.now().waited_s == 4
-    monkeypatch.setattr(alertness, "_TASKS", tmp_path / "elsewhere")
+    monkeypatch.setattr(processor_use, "_TASKS", tmp_path / "elsewhere")
     assert ProcessorUse.now().waited_s == 0
