@@ -11,7 +11,6 @@ import contextlib
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,13 +23,11 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.cluster.machine.addresses import Verdict, is_in_tailnet, rank, read_interfaces
+from shardnet.cluster.machine.programs import ask
 from shardnet.errors import ConfigurationError
 
 ANSWER_S: Final = 3.0
 """Deadline for each program's answer."""
-_KILLED_S: Final = 1.0
-"""How long a program may take to end when it is killed."""
-MAX_OUTPUT_BYTES: Final = 16 << 20
 MAX_HOSTS: Final = 64
 """Most machines of a tailnet that are looked at."""
 
@@ -43,7 +40,6 @@ _PLACES: Final = MappingProxyType(
 """Where Tailscale's installers put the program beside PATH, by sys.platform."""
 _AS_PROGRAM: Final = MappingProxyType({"TAILSCALE_BE_CLI": "1"})
 """Has macOS' app answer as the program does, in place of opening a window."""
-_NO_WINDOW: Final = getattr(subprocess, "CREATE_NO_WINDOW", 0)
 _WSL_NAT: Final = ip_network("172.16.0.0/12")
 
 Texts = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=1024)]
@@ -114,7 +110,8 @@ async def ask_tailscale(environment: Mapping[str, str]) -> Tailnet:
             "there is no `tailscale` program here",
             remedy="install Tailscale, or name the nodes with --peer",
         )
-    return read_tailnet(await _ask([program, "status", "--json"], environment))
+    asked = [program, "status", "--json"]
+    return read_tailnet(await ask(asked, {**environment, **_AS_PROGRAM}, answer_s=ANSWER_S))
 
 
 def read_tailnet(output: bytes) -> Tailnet:
@@ -188,7 +185,7 @@ async def _wsl_mode(release: str, hosts: Sequence[str]) -> Literal["", "nat", "m
     said = b""
     if program := shutil.which("wslinfo"):
         with contextlib.suppress(ConfigurationError):
-            said = await _ask([program, "--networking-mode"], os.environ)
+            said = await ask([program, "--networking-mode"], os.environ, answer_s=ANSWER_S)
     match said.decode(errors="replace").strip().lower():
         case "nat":
             return "nat"
@@ -199,64 +196,3 @@ async def _wsl_mode(release: str, hosts: Sequence[str]) -> Literal["", "nat", "m
             return "nat" if is_nat else "other"
         case _:
             return "other"
-
-
-class _Output(asyncio.SubprocessProtocol):
-    """What a program prints, to its end or to the first byte beyond MAX_OUTPUT_BYTES."""
-
-    def __init__(self) -> None:
-        self.pipes = {1: bytearray(), 2: bytearray()}
-        self.is_complete = asyncio.Event()
-        self.has_ended = asyncio.Event()
-
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """Keep what comes."""
-        if not self.is_too_long:
-            self.pipes[fd] += data
-        if self.is_too_long:
-            self.is_complete.set()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Note that the program has ended and its pipes are closed."""
-        self.is_complete.set()
-        self.has_ended.set()
-
-    @property
-    def is_too_long(self) -> bool:
-        """Whether more came than is read."""
-        return sum(map(len, self.pipes.values())) > MAX_OUTPUT_BYTES
-
-
-async def _ask(command: Sequence[str], environment: Mapping[str, str]) -> bytes:
-    """Return what a program prints within ANSWER_S, at most MAX_OUTPUT_BYTES.
-
-    Raises ConfigurationError, which names the program.
-    """
-    name = f"`{Path(command[0]).stem} {' '.join(command[1:])}`"
-    try:
-        program, output = await asyncio.get_running_loop().subprocess_exec(
-            _Output,
-            *command,
-            stdin=subprocess.DEVNULL,
-            env={**environment, **_AS_PROGRAM},
-            creationflags=_NO_WINDOW,
-        )
-    except OSError as error:
-        raise ConfigurationError(f"{name} cannot be run: {error.strerror}") from error
-    try:
-        async with asyncio.timeout(ANSWER_S):
-            await output.is_complete.wait()
-    except TimeoutError:
-        raise ConfigurationError(f"{name} did not answer within {ANSWER_S:g} s") from None
-    finally:
-        code = program.get_returncode()
-        program.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_KILLED_S):
-                await output.has_ended.wait()
-    if output.is_too_long:
-        raise ConfigurationError(f"{name} printed more than {MAX_OUTPUT_BYTES} bytes")
-    if code:
-        words = " ".join(output.pipes[2].decode(errors="replace").split())[:200]
-        raise ConfigurationError(f"{name} failed: {words or f'its exit code is {code}'}")
-    return bytes(output.pipes[1])

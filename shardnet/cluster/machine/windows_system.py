@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
-import subprocess
+import os
 import sys
 import uuid
 from dataclasses import dataclass
@@ -17,6 +17,8 @@ from typing import Annotated, Final
 
 import msgspec
 
+from shardnet.cluster.machine.programs import ask
+from shardnet.errors import ConfigurationError
 from shardnet.windows import library
 
 ANSWER_S: Final = 15.0
@@ -94,14 +96,14 @@ class WindowsSystem:
     has_long_paths: bool | None = None
 
 
-def read_windows_system() -> WindowsSystem | None:
-    """Ask this machine; None on another system. Takes some seconds."""
+async def read_windows_system() -> WindowsSystem | None:
+    """Ask this machine; None on another system. Takes ANSWER_S at most."""
     if sys.platform != "win32":
         return None
     program = getattr(sys, "_base_executable", "") or sys.executable  # what a venv's python starts
     return WindowsSystem(
         program=program,
-        firewall=read_firewall(program),
+        firewall=await read_firewall(program),
         sleeps_after_s=_sleeps_after_s(),
         has_long_paths=_has_long_paths(),
     )
@@ -131,15 +133,16 @@ ConvertTo-Json -Compress -Depth 4 @{
 """PowerShell: `netsh` answers in the language of the system."""
 
 
-def read_firewall(program: str) -> Firewall | None:
+async def read_firewall(program: str) -> Firewall | None:
     """Ask for the rules about `program`, None where PowerShell does not tell them."""
     script = (_ASK % program.replace("'", "''")).encode("utf-16-le")
-    asked = ["-NoProfile", "-NonInteractive", "-EncodedCommand", base64.b64encode(script).decode()]
-    with contextlib.suppress(OSError, subprocess.SubprocessError, msgspec.DecodeError):
-        done = subprocess.run(
-            ["powershell", *asked], capture_output=True, timeout=ANSWER_S, check=True
-        )
-        return msgspec.json.decode(done.stdout.removeprefix(b"\xef\xbb\xbf"), type=Firewall)
+    flags = ["-NoProfile", "-NonInteractive", "-EncodedCommand"]
+    windows = os.environ.get("SYSTEMROOT", r"C:\Windows")  # by its name it might be the folder's
+    program = rf"{windows}\System32\WindowsPowerShell\v1.0\powershell.exe"
+    asked = [program, *flags, base64.b64encode(script).decode()]
+    with contextlib.suppress(ConfigurationError, msgspec.DecodeError):
+        printed = await ask(asked, os.environ, answer_s=ANSWER_S)
+        return msgspec.json.decode(printed.removeprefix(b"\xef\xbb\xbf"), type=Firewall)
     return None
 
 

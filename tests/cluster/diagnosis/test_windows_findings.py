@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -25,6 +24,7 @@ from shardnet.cluster.machine.windows_system import (
     read_firewall,
     read_windows_system,
 )
+from shardnet.errors import ConfigurationError
 
 PRIVATE, PUBLIC, ALL = 2, 4, 2**31 - 1
 TCP, UDP, ANY = 6, 17, 256
@@ -98,21 +98,22 @@ def test_powershell_is_asked_about_the_program(monkeypatch: pytest.MonkeyPatch) 
     answers = [b"\xef\xbb\xbf" + json.dumps(told).encode() + b"\r\n", b"", b"{}", b"error", b"[1]"]
     asked = []
 
-    def run(command: list[str], **_: object) -> SimpleNamespace:
+    async def ask(command: list[str], *_: object, **__: object) -> bytes:
         asked.append(base64.b64decode(command[-1]).decode("utf-16-le"))
-        assert command[:-1] == ["powershell", "-NoProfile", "-NonInteractive", "-EncodedCommand"]
-        return SimpleNamespace(stdout=answers.pop(0))
+        assert command[0].endswith(r"\System32\WindowsPowerShell\v1.0\powershell.exe")
+        assert command[1:-1] == ["-NoProfile", "-NonInteractive", "-EncodedCommand"]
+        return answers.pop(0)
 
-    monkeypatch.setattr(subprocess, "run", run)
-    found = read_firewall(r"C:\Jo's\python.exe")
+    monkeypatch.setattr(windows_system, "ask", ask)
+    found = asyncio.run(read_firewall(r"C:\Jo's\python.exe"))
     assert found is not None
     assert (found.public, found.current) == (["Ethernet"], PRIVATE)
     assert found.rules == [Rule(allows=False, protocol=TCP, ports="*", profiles=3)]
     assert r"-eq 'C:\Jo''s\python.exe'" in asked[0]
     while answers:
-        assert read_firewall("x") is None
-    monkeypatch.setattr(subprocess, "run", Mock(side_effect=subprocess.TimeoutExpired("x", 1)))
-    assert read_firewall("x") is None
+        assert asyncio.run(read_firewall("x")) is None
+    monkeypatch.setattr(windows_system, "ask", Mock(side_effect=ConfigurationError("x")))
+    assert asyncio.run(read_firewall("x")) is None
 
 
 def test_the_time_until_sleep_is_read_from_the_power_scheme(
@@ -135,7 +136,7 @@ def test_the_time_until_sleep_is_read_from_the_power_scheme(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it is asked there")
 def test_other_systems_are_not_asked() -> None:
-    assert read_windows_system() is None
+    assert asyncio.run(read_windows_system()) is None
 
 
 @pytest.mark.parametrize("platform", ["win32", "linux"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardnet.cluster.machine import virtual_networks
+from shardnet.cluster.machine import programs, virtual_networks
 from shardnet.cluster.machine.virtual_networks import (
     MAX_HOSTS,
     Tailnet,
@@ -74,7 +74,7 @@ def test_a_program_that_does_not_answer_well_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, error: str
 ) -> None:
     monkeypatch.setattr(virtual_networks, "ANSWER_S", 0.3 if "sleep" in program else 30.0)
-    monkeypatch.setattr(virtual_networks, "MAX_OUTPUT_BYTES", 1000)
+    monkeypatch.setattr(programs, "MAX_OUTPUT_BYTES", 1000)
     install(tmp_path, "tailscale", program)
     with pytest.raises(ConfigurationError) as raised:
         asyncio.run(ask_tailscale({**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}))
