@@ -358,10 +358,10 @@ def _from_a_thread(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> 
 
 
 def _at_console_end(act: Callable[[], None]) -> None:
-    """Call `act` at Ctrl-Break, when a console of Windows is closed, and when its user leaves.
+    """Call `act` at Ctrl-Break, and when a console of Windows is closed or its user leaves.
 
-    Of the latter Python learns nothing: Windows ends the process when the handler returns, or after
-    CONSOLE_END_S.
+    Of the end of a console Python learns nothing: Windows ends the process when the handler
+    returns, or after CONSOLE_END_S. That its user leaves it tells only who has no user32.dll.
     """
 
     def handle(kind: int) -> int:

@@ -180,7 +180,9 @@ def runs_on_battery(supplies: Path = POWER_SUPPLIES) -> bool:
     """Return whether a battery of the machine discharges and nothing else gives power."""
     if sys.platform != "linux":
         ask = getattr(psutil, "sensors_battery", lambda: None)
-        battery = ask()  # None without one
+        battery = None
+        with contextlib.suppress(*NO_FIGURE):
+            battery = ask()  # None without one
         return battery is not None and battery.power_plugged is False
     try:
         # Those of a mouse or a headset, which are online as well, say nothing of the machine.
