@@ -20,7 +20,7 @@ import msgspec
 
 from shardnet.cluster.machine.addresses import NODE_PORT, format_addresses, is_loopback
 from shardnet.cluster.machine.virtual_networks import Tailnet, ask_tailscale
-from shardnet.cluster.peers.peer_table import NAMED, TAILNET
+from shardnet.cluster.peers.peer_table import NAMED, TAILNET, KnownNode
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rtt_probe import DialAsClient, ProbeAnswer, probe_rtt
 from shardnet.errors import ConfigurationError, ShardnetError
@@ -179,8 +179,7 @@ class AddressSearch:
 
     async def _try(self, addresses: Sequence[str], *, source: str) -> None:
         """Probe the addresses at which no linked node is, and report all that are there now."""
-        linked = [known for known in self.peers.known() if known.is_linked]
-        used = {address for known in linked for address in (known.address, *known.addresses)}
+        used = {at for known in self._linked() for at in (known.address, *known.addresses)}
         fresh = [address for address in addresses if address not in used]
         answers = await probe_all(fresh, self.probe, longest_s=SEARCH_S)
         by_node: dict[NodeId, list[ProbeAnswer]] = {}
@@ -188,7 +187,11 @@ class AddressSearch:
             by_node.setdefault(answer.node, []).append(answer)
         for node, found in by_node.items():
             self.peers.propose(node, found[0].name, [a.address for a in found], source=source)
-        self.peers.withdraw_others({*by_node, *(known.node for known in linked)}, source=source)
+        there = {*by_node, *(known.node for known in self._linked())}
+        self.peers.withdraw_others(there, source=source)
+
+    def _linked(self) -> list[KnownNode]:
+        return [known for known in self.peers.known() if known.is_linked]
 
     def _say(self, line: str) -> None:
         """Log a line once."""
