@@ -243,7 +243,7 @@ def prefetch_stored(folder: Path, tensor: StoredTensor, n_bytes: int) -> None:
 
     Raises nothing. Request few bytes: a system with many requests for a disk blocks.
     """
-    if sys.platform == "win32" or not hasattr(os, "posix_fadvise"):
+    if sys.platform != "linux":
         return
     with contextlib.suppress(OSError, ShardnetError), open_file(folder / tensor.file) as file:
         soon = min(n_bytes, tensor.size_bytes)

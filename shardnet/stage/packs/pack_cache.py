@@ -195,7 +195,7 @@ def packed_models(folder: Path) -> list[CacheFolder]:
 
 def drop_pages(folder: Path) -> None:
     """Have the system forget the content of packed weights that it keeps in memory (Linux)."""
-    if sys.platform == "win32" or not hasattr(os, "posix_fadvise"):
+    if sys.platform != "linux":
         return
     for path in folder.glob("*/*.packed"):
         with contextlib.suppress(OSError), os.fdopen(open_own(path), "rb", buffering=0) as file:
