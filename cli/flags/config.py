@@ -243,15 +243,17 @@ def install(shell: str, home: Path) -> tuple[Path, Path | None]:
 
 def _powershell_profile() -> Path:
     """Ask PowerShell, 7 or else Windows' own, where its profile is. Raises ConfigurationError."""
-    import subprocess  # --help has no use for it
+    import asyncio  # --help has no use for it
 
-    ask = "[Console]::OutputEncoding = [Text.Encoding]::UTF8; $PROFILE"
+    from shardnet.cluster.machine.programs import ask
+
+    command = "[Console]::OutputEncoding = [Text.Encoding]::UTF8; $PROFILE"
     for program in ("pwsh", "powershell"):
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            asked = [program, "-NoProfile", "-Command", ask]
-            done = subprocess.run(asked, capture_output=True, timeout=30, check=True)
-            if said := done.stdout.decode("utf-8-sig", "replace").strip():
-                return Path(said)
+        with contextlib.suppress(ConfigurationError):
+            asked = [program, "-NoProfile", "-Command", command]
+            said = asyncio.run(ask(asked, os.environ, answer_s=30.0))
+            if profile := said.decode("utf-8-sig", "replace").strip():
+                return Path(profile)
     raise ConfigurationError(
         "no PowerShell says where its profile is",
         remedy="put what `shardnet --show-completion powershell` prints into it",

@@ -225,11 +225,8 @@ def _check_root(system: bool) -> None:
     if not system:
         return
     if sys.platform == "win32":
-        is_root, who, remedy = (
-            library("shell32").IsUserAnAdmin(),
-            "an administrator",
-            "run it in a terminal that was opened as administrator",
-        )
+        is_root, who = library("shell32").IsUserAnAdmin(), "an administrator"
+        remedy = "run it in a terminal that was opened as administrator"
     else:
         is_root, who, remedy = os.getuid() == 0, "root", "run it with sudo"
     if not is_root:

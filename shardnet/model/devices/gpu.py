@@ -162,10 +162,7 @@ def _library(names: tuple[str, ...]) -> ctypes.CDLL | None:
     On Windows also in a maker's kit; a name may be a pattern there.
     """
     folders = _folders(Path(torch.__file__).parents[1])
-    is_windows = sys.platform == "win32"
-    for name in names:
-        if name.endswith(".dll") != is_windows:
-            continue
+    for name in _own(names):
         inside = [str(path) for each in folders for path in sorted(each.glob(f"{name}*"))]
         for place in (name, *inside):
             try:
@@ -203,10 +200,13 @@ def _opened(place: str) -> ctypes.CDLL:
     return ctypes.CDLL(place)
 
 
+def _own(libraries: Sequence[str]) -> list[str]:
+    """Return those of some libraries that are this system's."""
+    return [name for name in libraries if name.endswith(".dll") == (sys.platform == "win32")]
+
+
 def _named(libraries: Sequence[str]) -> str:
-    """Return the first of some libraries that is one of this system."""
-    own = (n for n in libraries if n.endswith(".dll") == (sys.platform == "win32"))
-    return next(own).replace("?", "x")
+    return _own(libraries)[0].replace("?", "x")
 
 
 def compiled(
