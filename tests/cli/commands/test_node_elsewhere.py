@@ -84,7 +84,7 @@ def test_a_console_that_is_closed_ends_the_node(
             return add
 
     monkeypatch.setattr(ctypes, "WINFUNCTYPE", ctypes.CFUNCTYPE, raising=False)
-    monkeypatch.setattr(ctypes, "WinDLL", lambda name: Kernel32(), raising=False)
+    monkeypatch.setattr(module, "library", lambda name: Kernel32())
     monkeypatch.setattr(module.time, "sleep", lambda s: did.append(f"wait {s:g} s"))
     monkeypatch.setattr(module, "_CONSOLE_HANDLERS", [])
     module._at_console_end(lambda: did.append("leave"))
