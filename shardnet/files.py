@@ -181,7 +181,8 @@ def rename(source: Path, target: Path) -> None:
     """Move a file over another, or a folder. Raises OSError.
 
     Windows refuses that while any program has one of them open. Virus scanners and indexers do so
-    for a moment with all that is new, so it is tried again for a third of a second.
+    for a moment with all that is new, so it is tried again for a third of a second. This thread
+    sleeps meanwhile, on no other system.
     """
     _insist(lambda: os.replace(source, target))
 

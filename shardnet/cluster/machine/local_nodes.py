@@ -141,8 +141,8 @@ class LocalNodes:
             elif lives := entry is not None and _lives(entry, path):
                 found.append(entry)
             if not lives:
-                with contextlib.suppress(OSError):
-                    delete(path)
+                with contextlib.suppress(OSError):  # at once: this may be the loop
+                    path.unlink()
         return sorted(found, key=lambda entry: (entry.started, entry.pid))
 
     def _check_ours(self) -> None:
