@@ -96,7 +96,9 @@ def build_library(compiler: list[str], ext: Extension, library: Path) -> None:
         command = [*compiler, *options, "-c"]
         for _ in pool.map(lambda pair: _output(*command, pair[0], "-o", pair[1]), pairs):
             pass
-        linked = ["-static", "-s"] if IS_FOR_WINDOWS else ["-lm"]
+        linked = ["-s"] if IS_FOR_WINDOWS else ["-lm"]
+        if IS_FOR_WINDOWS and not is_clang:  # zig links nothing else, and took it for an archive
+            linked.append("-static")
         _output(*compiler, "-shared", *made, *linked, "-o", str(library))
 
 

@@ -8,7 +8,6 @@ import json
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,7 +15,7 @@ import pytest
 from support.cluster.checkup_facts import NO_KEY, facts
 
 from shardnet.cluster.diagnosis.windows_findings import windows_findings
-from shardnet.cluster.machine import kernels, windows_system
+from shardnet.cluster.machine import windows_system
 from shardnet.cluster.machine.windows_system import (
     Firewall,
     Rule,
@@ -137,15 +136,3 @@ def test_the_time_until_sleep_is_read_from_the_power_scheme(
 @pytest.mark.skipif(sys.platform == "win32", reason="it is asked there")
 def test_other_systems_are_not_asked() -> None:
     assert asyncio.run(read_windows_system()) is None
-
-
-@pytest.mark.parametrize("platform", ["win32", "linux"])
-def test_the_library_has_the_name_of_each_systems_ones(
-    platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "_FOLDER", tmp_path)
-    monkeypatch.setattr(sys, "platform", platform)
-    (tmp_path / "_quantized.dll").touch()
-    assert kernels.are_built() == (platform == "win32")
-    (tmp_path / "_quantized.so").touch()
-    assert kernels.are_built()
