@@ -16,11 +16,10 @@ class Handle(ctypes.c_void_p):
     """What Windows names a thing by. Given to a call as a number it would lose half its bits."""
 
 
-_GIVE_HANDLES: Final = {
-    "kernel32": (
-        *("CreateFileW", "CreateJobObjectW", "GetCurrentProcess", "GetStdHandle", "OpenProcess"),
-    )
-}
+_GIVE_HANDLES: Final = (
+    *("CreateFileW", "CreateJobObjectW", "GetCurrentProcess", "GetStdHandle", "OpenProcess"),
+)
+"""Those of kernel32 that are called."""
 
 
 @cache
@@ -28,7 +27,7 @@ def library(name: str) -> Any:
     """Load a library of Windows. Raises AttributeError on other systems."""
     system: Any = ctypes  # of which other systems' Pythons lack a part
     loaded = system.WinDLL(name, use_last_error=True)
-    for function in _GIVE_HANDLES.get(name, ()):
+    for function in _GIVE_HANDLES if name == "kernel32" else ():
         getattr(loaded, function).restype = Handle
     return loaded
 
