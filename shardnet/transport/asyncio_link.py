@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, assert_never, cast
+from typing import TYPE_CHECKING, Any, Final, assert_never, cast
 
 from msgspec import UNSET
 
@@ -39,6 +39,9 @@ from shardnet.wire.connection.connection import (
 )
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
+
+if TYPE_CHECKING:
+    from shardnet.transport.direct_connection import DirectConnection
 
 _ANSWERS = frozenset({FrameKind.DATA, FrameKind.TOKENS, FrameKind.ERROR})
 """What a stage sends when it has completed a step."""
@@ -175,6 +178,10 @@ class AsyncioLink(asyncio.BufferedProtocol):
             self._resume_reading()
         return frame
 
+    async def detach(self) -> DirectConnection:
+        """See `Link`: here there is no socket."""
+        raise LocalProtocolError("this link has no socket that could be handed over")
+
     async def close(self) -> None:
         """See `Link`."""
         if self._error is None:
@@ -284,6 +291,9 @@ class AsyncioLink(asyncio.BufferedProtocol):
                 if self._options.traffic is not None:
                     self._options.traffic.up(self._peer, self._meter)
                 self._settled.set()
+                if self._peer.purpose is Purpose.PARTS:
+                    self._pause_reading()  # what comes is for who takes the connection
+                    return
                 if self._peer.purpose is Purpose.DATA:
                     self._direct = self._direct_writer()
                 self._timer = self._loop.call_later(self._tick_s, self._tick)

@@ -14,6 +14,7 @@ from shardnet.wire.framing.frames import MIB, Buffer, Frame, Limits
 from shardnet.wire.messages.handshake import Hello
 
 if TYPE_CHECKING:  # not every link needs the library behind it
+    from shardnet.transport.direct_connection import DirectConnection
     from shardnet.transport.identity import Identity
     from shardnet.transport.traffic import Traffic
 
@@ -160,6 +161,13 @@ class Link(Protocol):
         """Offer each frame that comes while `receive` waits to `take` first, at once.
 
         A frame that it returns False for is received. What it raises is raised by `receive`.
+        """
+
+    async def detach(self) -> DirectConnection:
+        """Hand the connection of a PARTS link, which is up, to whoever moves its bytes from now on.
+
+        The link is over then. Raises the error that ended it before, LocalProtocolError where there
+        is no socket.
         """
 
     async def close(self) -> None:

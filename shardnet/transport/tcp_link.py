@@ -14,7 +14,9 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from shardnet.errors import LinkClosedError
 from shardnet.transport.asyncio_link import AsyncioLink
+from shardnet.transport.direct_connection import DirectConnection
 from shardnet.transport.link import DirectWriter, LinkOptions
 from shardnet.transport.tls import TlsTransport
 from shardnet.wire.connection.connection import HelloAnswer
@@ -23,6 +25,10 @@ from shardnet.wire.messages.handshake import Hello
 
 _TCP_MAXRT: Final = 5
 """Of Windows, in seconds; Python does not name it."""
+
+
+_LOOK_S: Final = 0.001
+"""Between two looks whether the hello has gone."""
 
 
 class TcpLink(AsyncioLink):
@@ -61,6 +67,33 @@ class TcpLink(AsyncioLink):
         if transport.get_extra_info("sockname") == transport.get_extra_info("peername"):
             # A free port that we try to connect to may be given to our own end.
             self.abort("nothing listens there; the connection met itself")
+
+    async def detach(self) -> DirectConnection:
+        """Hand the connection of a PARTS link, which is up, to whoever moves its bytes from now on.
+
+        The link is over then. Raises the error that ended it before.
+        """
+        self._raise_if_ended()
+        transport = self._transport
+        assert transport is not None
+        while self._unsent_bytes():  # the hello
+            await asyncio.sleep(_LOOK_S)
+            self._raise_if_ended()
+        tls = transport.take_engine() if isinstance(transport, TlsTransport) else None
+        peer, meter = self.peer, self._meter
+        copy = _duplicate(transport.get_extra_info("socket"))
+        meter.tcp = lambda: copy
+        who = f"{peer.name} ({self.peer_address})"
+        self._error = LinkClosedError(f"{who}: the connection was handed over")
+        self._lingering = True
+        self._abort_transport()
+        traffic = self._options.traffic
+
+        def on_close() -> None:
+            if traffic is not None:
+                traffic.down(peer, meter, failed=False)
+
+        return DirectConnection(copy, tls, peer=who, meter=meter, on_close=on_close)
 
     def _direct_writer(self) -> DirectWriter | None:
         """See AsyncioLink. Not on Windows, whose sockets belong to the loop's completion port."""
@@ -128,7 +161,10 @@ class SocketWriter:
 
 
 def _duplicate(sock: socket.socket) -> socket.socket:
-    copy = socket.socket(fileno=os.dup(sock.fileno()))  # what uvloop gives has no dup
+    if sys.platform == "win32":
+        copy = sock.dup()
+    else:
+        copy = socket.socket(fileno=os.dup(sock.fileno()))  # what uvloop gives has no dup
     copy.setblocking(False)
     return copy
 

@@ -12,6 +12,7 @@ import ssl
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
 from shardnet.errors import (
@@ -134,6 +135,15 @@ class SecuredProtocol(Protocol):
         """Record that nothing more can be sent or received; call `write_eof` or `abort`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsEngine:
+    """One end of a TLS connection, and the encrypted bytes on their way to it and from it."""
+
+    engine: ssl.SSLObject
+    incoming: ssl.MemoryBIO
+    outgoing: ssl.MemoryBIO
+
+
 class CipherWriter(Protocol):
     """Writes to the TCP connection from any thread, in order with its transport."""
 
@@ -232,6 +242,11 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
         """Write nothing any more."""
         if self._writer is not None:
             self._writer.stop()
+
+    def take_engine(self) -> TlsEngine:
+        """Hand over what encrypts and decrypts: this transport does so no more."""
+        self._state = _State.OVER
+        return TlsEngine(engine=self._engine, incoming=self._incoming, outgoing=self._outgoing)
 
     # --- what TCP calls
 

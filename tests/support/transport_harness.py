@@ -30,6 +30,7 @@ from shardnet.wire.framing.frames import (
     unpack_header,
 )
 from shardnet.wire.messages.handshake import (
+    OF_RINGS,
     ErrorReport,
     Hello,
     PeerRole,
@@ -45,7 +46,7 @@ SMALL_BUFFERS = changed(OPTIONS, receive_frames=1, socket_buffer_bytes=4096)
 
 
 def hello(node: str = "a", purpose: Purpose = Purpose.DATA) -> Hello:
-    ring = {"ring": "r1", "epoch": 3} if purpose is Purpose.DATA else {}
+    ring = {"ring": "r1", "epoch": 3} if purpose in OF_RINGS else {}
     return Hello(purpose=purpose, role=PeerRole.NODE, node=node, name=node, version="0", **ring)
 
 
@@ -172,20 +173,26 @@ class Harness:
         self._listeners.append(listener)
         return listener
 
-    async def pair(self, options: LinkOptions = OPTIONS) -> tuple[Link, Link]:
+    async def pair(
+        self, options: LinkOptions = OPTIONS, purpose: Purpose = Purpose.DATA
+    ) -> tuple[Link, Link]:
         """Both ends of a link that is up."""
         if not self.tcp:
-            return await memory_pair(hello("a"), hello("b"), options=options)
+            return await memory_pair(hello("a", purpose), hello("b", purpose), options=options)
         accepted: asyncio.Queue[Link] = asyncio.Queue()
         listener = await self.listen(accepted.put, options=options)
-        return await self.connect(listener, options), await accepted.get()
+        return await self.connect(listener, options, purpose=purpose), await accepted.get()
 
     async def connect(
-        self, listener: Listener, options: LinkOptions = OPTIONS, node: str = "a"
+        self,
+        listener: Listener,
+        options: LinkOptions = OPTIONS,
+        node: str = "a",
+        purpose: Purpose = Purpose.DATA,
     ) -> Link:
         """A link to a listener of this harness."""
         options = changed(options, identity=self.identity)
-        return await connect("127.0.0.1", listener.port, hello(node), options=options)
+        return await connect("127.0.0.1", listener.port, hello(node, purpose), options=options)
 
     async def raw_connect(self, listener: Listener) -> RawPeer:
         """A raw peer of a listener of this harness."""

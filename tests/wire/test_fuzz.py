@@ -40,6 +40,7 @@ from shardnet.wire.messages.extras import (
 from shardnet.wire.messages.generation import Cancel
 from shardnet.wire.messages.handshake import Purpose, error_frame, hello_frame, read_error
 from shardnet.wire.payloads.data import StepData, data_frame, read_data, read_tokens, tokens_frame
+from shardnet.wire.payloads.parts import ShardPart, part_frame
 
 ROUNDS = examples(1500)
 SMALL = Limits(
@@ -53,6 +54,7 @@ SMALL = Limits(
     sequence_meta_bytes=1000,
     bulk_meta_bytes=1000,
     bulk_payload_bytes=50_000,
+    part_payload_bytes=50_000,
 )
 
 
@@ -125,6 +127,20 @@ def good_frames() -> dict[Purpose, list[Frame]]:
             bulk_frame(FetchDigests(request=2, model_id="ab" * 32, parts=[PartName("t", 0)])),
             bulk_frame(Piece(request=3), bytes(40_000)),
             Frame(kind=FrameKind.BYE),
+        ],
+        Purpose.PARTS: [
+            part_frame(
+                ShardPart(
+                    number=1,
+                    shard=1,
+                    dtype=WireDType.FLOAT32,
+                    n_rows=2,
+                    width=5,
+                    payload=bytes(40),
+                ),
+                epoch=1,
+                step=9,
+            )
         ],
     }
 

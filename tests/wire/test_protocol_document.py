@@ -100,7 +100,11 @@ def test_an_example_with_checksums_is_what_the_code_sends() -> None:
 @pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"hello"}))
 def test_an_example_is_what_the_code_receives(name: str) -> None:
     frame = EXAMPLES[name]
-    purposes = {FrameKind.CONTROL: Purpose.CONTROL, FrameKind.BULK: Purpose.BULK}
+    purposes = {
+        FrameKind.CONTROL: Purpose.CONTROL,
+        FrameKind.BULK: Purpose.BULK,
+        FrameKind.PART: Purpose.PARTS,
+    }
     (event,) = feed(pair(purposes.get(frame.kind, Purpose.DATA)).b, HEX[name])
     match frame.kind:
         case FrameKind.HEARTBEAT:

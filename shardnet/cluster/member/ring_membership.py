@@ -6,8 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Final
 
 from msgspec import UNSET
 
@@ -28,27 +29,35 @@ from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
 from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
 from shardnet.runtime.ring.shard_links import ShardLinks, ShardSink
 from shardnet.runtime.shards.spanning_stage import SpanningCompute
-from shardnet.runtime.stage.compute import StageCompute
 from shardnet.runtime.stage.handover import Lane, LaneWorkers
 from shardnet.runtime.stage.worker import StageSink, StageSource
+from shardnet.transport.direct_connection import DirectConnection
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, NodeId, StepId
-from shardnet.wire.messages.handshake import Hello, error_frame
+from shardnet.wire.messages.handshake import Hello, Purpose, error_frame
 from shardnet.wire.messages.stages import LoadStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataEnd:
-    """This node's end of a data link; `shard` for one between the nodes of its stage."""
+    """This node's end of a data link; `shard` for one between the nodes of its stage.
+
+    `purpose` is DATA, or PARTS for the connection beside that one.
+    """
 
     ring: str
     epoch: Epoch
     rank: int
     shard: int | None = None
+    purpose: Purpose = Purpose.DATA
 
 
 DialData = Callable[[str, DataEnd], Awaitable[Link]]
 """Opens a data link to an address."""
+
+
+_OF_SHARDS: Final = (Purpose.DATA, Purpose.PARTS)
+"""The links between two nodes of a stage."""
 
 
 class StageSpan:
@@ -61,10 +70,11 @@ class StageSpan:
         self.shard = shard
         self._addresses = addresses
         self._end = end
-        self._links: dict[int, Link] = {}
-        self._accepted: dict[int, asyncio.Future[Link]] = {
-            other: asyncio.get_running_loop().create_future()
+        self._links: dict[tuple[int, Purpose], Link] = {}
+        self._accepted: dict[tuple[int, Purpose], asyncio.Future[Link]] = {
+            (other, purpose): asyncio.get_running_loop().create_future()
             for other in range(shard + 1, len(addresses))
+            for purpose in _OF_SHARDS
         }
 
     @property
@@ -77,11 +87,12 @@ class StageSpan:
         """Raise UsageError unless `hello` is that of a shard of this stage, the first time."""
         end = self._end
         expected = (hello.ring, hello.epoch, hello.rank) == (end.ring, end.epoch, end.rank)
-        waiting = None if hello.shard is UNSET else self._accepted.get(hello.shard)
+        key = None if hello.shard is UNSET else (hello.shard, hello.purpose)
+        waiting = None if key is None else self._accepted.get(key)
         if not expected or waiting is None or waiting.done():
             raise UsageError(
                 f"shard {hello.shard} of rank {hello.rank} of ring {hello.ring} epoch "
-                f"{hello.epoch} opened a data link here, expected each shard from "
+                f"{hello.epoch} opened a {hello.purpose.value} link here, expected each shard from "
                 f"{self.shard + 1} to {len(self._addresses) - 1} of rank {end.rank} of ring "
                 f"{end.ring} epoch {end.epoch}, once"
             )
@@ -90,28 +101,50 @@ class StageSpan:
         """Take the link of a shard. Raises UsageError as `check_hello`."""
         self.check_hello(link.peer)
         assert link.peer.shard is not UNSET
-        self._accepted[link.peer.shard].set_result(link)
+        self._accepted[link.peer.shard, link.peer.purpose].set_result(link)
 
     async def connect(self, dial: DialData, within_s: float) -> ShardLinks:
-        """Open the links to all other shards.
+        """Open the links to all other shards, and the connections for parts beside them.
 
         Raises what dialing raises, and PeerFailedError for a shard that opens none in time.
         """
         for other in range(self.shard):
-            self._links[other] = await dial(self._addresses[other], self._end)
+            for purpose in _OF_SHARDS:
+                end = replace(self._end, purpose=purpose)
+                self._links[other, purpose] = await dial(self._addresses[other], end)
         if self._accepted:
             await asyncio.wait(self._accepted.values(), timeout=within_s)
-        for other, accepted in self._accepted.items():
+        for (other, purpose), accepted in self._accepted.items():
             if not accepted.done():
                 raise PeerFailedError(
-                    f"{self._addresses[other]} did not open its data link to shard {self.shard} of "
-                    f"its stage within {within_s:.0f} s",
+                    f"{self._addresses[other]} did not open its {purpose.value} link to shard "
+                    f"{self.shard} of its stage within {within_s:.0f} s",
                     remedy=f"check that it can reach {self._addresses[self.shard]}",
                 )
             if accepted.cancelled():
                 raise PeerFailedError("this node has left the ring", remedy="ask again")
-            self._links[other] = accepted.result()
-        return ShardLinks(shard=self.shard, links=self._links, epoch=self._end.epoch)
+            self._links[other, purpose] = accepted.result()
+        return ShardLinks(
+            shard=self.shard,
+            links={
+                other: link for (other, what), link in self._links.items() if what is Purpose.DATA
+            },
+            connections=await self._connections(),
+            epoch=self._end.epoch,
+        )
+
+    async def _connections(self) -> dict[int, DirectConnection]:
+        """Take the connections for parts from the loop: all of them, or none."""
+        taken: dict[int, DirectConnection] = {}
+        try:
+            for (other, purpose), link in self._links.items():
+                if purpose is Purpose.PARTS:
+                    taken[other] = await link.detach()
+        except BaseException:
+            for connection in taken.values():
+                connection.close()
+            raise
+        return taken
 
     def cancel(self) -> None:
         """Wait for no link any more."""
@@ -182,6 +215,8 @@ class RingMembership:
         self.last_step = StepId(0)
         self._alertness: Alertness | None = None
         self._shards: ShardLinks | None = None
+        self._close_parts: Callable[[], asyncio.Future[None]] | None = None
+        """Closes its connections for parts, on the thread that uses them."""
         self._joined_at_s = 0.0
         self._lost_owner = False
         self._is_joining = False
@@ -250,10 +285,12 @@ class RingMembership:
             self.span.check_hello(hello)
             return
         expected = (self.ring, self.epoch, (self.rank - 1) % len(self.addresses))
-        if (hello.ring, hello.epoch, hello.rank) != expected or self._upstream.done():
+        is_expected = (hello.ring, hello.epoch, hello.rank) == expected
+        if not is_expected or hello.purpose is not Purpose.DATA or self._upstream.done():
             raise UsageError(
-                f"rank {hello.rank} of ring {hello.ring} epoch {hello.epoch} opened a data link "
-                f"here, expected rank {expected[2]} of ring {self.ring} epoch {self.epoch}, once"
+                f"rank {hello.rank} of ring {hello.ring} epoch {hello.epoch} opened a "
+                f"{hello.purpose.value} link here, expected rank {expected[2]} of "
+                f"ring {self.ring} epoch {self.epoch}, once"
             )
 
     async def join(self, lanes: Sequence[Lane], pipeline: Pipeline | None) -> None:
@@ -268,7 +305,7 @@ class RingMembership:
         self._is_joining = True
         if self.may_spin() and (len(self.addresses) > 1 or self.span is not None):
             self._alertness = Alertness(stir=partial(lanes[0].executor.stir, SPIN_NS))
-        await self._connect_shards(lanes[0].compute)
+        await self._connect_shards(lanes[0])
         source, sink, tail = await self._connect(pipeline)
         self._check_not_left()
         self._joined_at_s = self.now_s()
@@ -312,6 +349,8 @@ class RingMembership:
             self._expiry.cancel()
         lanes, self._slots = self._slots, ()
         freed = [lane.executor.submit(lane.compute.reset) for lane in lanes]
+        if self._close_parts is not None:
+            freed.append(self._close_parts())
         if freed:
             await asyncio.wait(freed)
         for link in self._open_links():
@@ -329,10 +368,11 @@ class RingMembership:
             links.append(self._upstream.result())
         return links if self.span is None else [*links, *self.span.links]
 
-    async def _connect_shards(self, compute: StageCompute) -> None:
+    async def _connect_shards(self, lane: Lane) -> None:
         """Open the links to the other nodes of this stage, and let it compute with them."""
         if self.span is None:
             return
+        compute = lane.compute
         if not isinstance(compute, SpanningCompute):
             raise UsageError("the stage of this node was not loaded as a part of one")
         try:
@@ -341,6 +381,8 @@ class RingMembership:
             if self._left:  # who left has closed the links of then
                 for link in self.span.links:
                     link.abort("this node has left the ring")
+            if self._shards is not None:
+                self._close_parts = partial(lane.executor.submit, self._shards.close)
         self._check_not_left()
         compute.connect(self._shards)
 

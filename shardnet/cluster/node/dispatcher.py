@@ -26,7 +26,13 @@ from shardnet.errors import PeerSilentError, ProtocolError, RemoteProtocolError,
 from shardnet.transport.link import Link
 from shardnet.wire.messages.activity import ClockRead, ReadClock
 from shardnet.wire.messages.control import Done
-from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
+from shardnet.wire.messages.handshake import (
+    OF_RINGS,
+    Hello,
+    PeerRole,
+    Purpose,
+    error_frame,
+)
 from shardnet.wire.messages.membership import IdentifyModel, PeersKnown, Ping, Status, StatusReply
 from shardnet.wire.messages.stages import LoadStage
 
@@ -55,7 +61,7 @@ class Dispatcher:
         Raises UsageError for a data link from another node than the one before this in its ring,
         and what Sharing.check_hello raises for a bulk link.
         """
-        if peer.purpose is Purpose.DATA:
+        if peer.purpose in OF_RINGS:
             self.host.check_hello(peer)
         elif peer.purpose is Purpose.BULK:
             self.sharing.check_hello(peer)
@@ -63,7 +69,7 @@ class Dispatcher:
 
     async def accept(self, link: Link) -> None:
         """Serve a link whose handshake is done."""
-        if link.peer.purpose is Purpose.DATA:
+        if link.peer.purpose in OF_RINGS:
             self.host.accept(link)
         elif link.peer.purpose is Purpose.BULK:
             self._serve(self.sharing.serve, link)

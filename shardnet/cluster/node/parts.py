@@ -108,9 +108,9 @@ class Dialer:
         return await self._connect(address, self.hello(Purpose.BULK), options)
 
     async def data(self, address: str, own: DataEnd) -> Link:
-        """Open a data link from this node, whose end is `own`, to another one of a ring."""
+        """Open a link from this node, whose end is `own`, to another one of a ring."""
         hello = replace(
-            self.hello(Purpose.DATA),
+            self.hello(own.purpose),
             ring=own.ring,
             epoch=own.epoch,
             rank=own.rank,

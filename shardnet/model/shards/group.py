@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, Final, Protocol
@@ -87,19 +87,38 @@ _Join = ctypes.CFUNCTYPE(
     ctypes.c_void_p,
     ctypes.c_void_p,
     ctypes.c_int64,
-    ctypes.POINTER(ctypes.c_int64),
+    ctypes.c_void_p,
     ctypes.c_int64,
 )
 
 
-class PythonGather:
-    """Lets the compiled library gather by a function of Python, for groups that have no other."""
+class PythonGroup(Protocol):
+    """A group that gathers in Python."""
 
-    def __init__(self, group: ShardGroup) -> None:
-        """Gather by `group.gather`, whose errors are kept."""
+    @property
+    def index(self) -> int:
+        """See ShardGroup."""
+
+    @property
+    def size(self) -> int:
+        """See ShardGroup."""
+
+    def joining(self, part: Tensor, whole: Tensor, ends: Sequence[int]) -> Callable[[], None]:
+        """Return what joins the parts of all shards in `whole`, as often as it is called.
+
+        Raises a ShardnetError when called, if the group has failed.
+        """
+
+
+class PythonGather:
+    """Lets the compiled library gather by a function of Python."""
+
+    def __init__(self, group: PythonGroup) -> None:
+        """Gather by `group.joining`; errors are kept."""
         self._group = group
         self.error: ShardnetError | None = None
         """What a call of the library has met: parts are joined again when it is forgotten."""
+        self._joinings: dict[tuple[int, ...], Callable[[], None]] = {}
         self._function = _Join(self._join)
         address = ctypes.cast(self._function, ctypes.c_void_p).value
         self.struct = GatherStruct(join=address, index=group.index, size=group.size)
@@ -109,18 +128,37 @@ class PythonGather:
         if self.error is not None:
             raise self.error
 
-    def _join(self, _self: int, part: int, whole: int, n_rows: int, ends: Any, item: int) -> None:
+    def _join(self, _self: int, part: int, whole: int, n_rows: int, ends: int, item: int) -> None:
         if self.error is not None:
             return
-        size, index = self._group.size, self._group.index
-        columns = [int(ends[shard]) for shard in range(size + 1)]
-        dtype = torch.bfloat16 if item == torch.bfloat16.itemsize else torch.float32
-        own = columns[index + 1] - columns[index]
         try:
-            joined = self._group.gather(_view(part, (n_rows, own), dtype), columns)
-            _view(whole, (n_rows, columns[-1]), dtype).copy_(joined)
+            key = (part, whole, n_rows, ends, item)
+            joining = self._joinings.get(key)
+            if joining is None:
+                if len(self._joinings) >= _MOST_JOININGS:
+                    self._joinings.clear()
+                joining = self._joinings[key] = self._joining(*key)
+            joining()
         except Exception as error:  # ctypes would print it and go on with what `whole` has
             self.error = without_frames(internal_error("a gather of parts", error))
+
+    def _joining(
+        self, part: int, whole: int, n_rows: int, ends: int, item: int
+    ) -> Callable[[], None]:
+        """Make what joins rows at these addresses, which the library uses again in every step."""
+        size, index = self._group.size, self._group.index
+        columns = [*(ctypes.c_int64 * (size + 1)).from_address(ends)]
+        dtype = torch.bfloat16 if item == torch.bfloat16.itemsize else torch.float32
+        own = columns[index + 1] - columns[index]
+        rows, joined = (
+            _view(address, (n_rows, width), dtype)
+            for address, width in ((part, own), (whole, columns[-1]))
+        )
+        return self._group.joining(rows, joined, columns)
+
+
+_MOST_JOININGS: Final = 4096
+"""Addresses and shapes that are remembered: four to eight for each layer and number of rows."""
 
 
 def _view(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

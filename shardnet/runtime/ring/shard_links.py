@@ -1,19 +1,19 @@
-"""The data links between the nodes of one stage: steps to its other shards, parts between all.
+"""What connects the nodes of one stage: links for steps and errors, connections for parts.
 
-The compute thread sends and waits here; the loop receives. Knows frames and gathers. Must not know
-tensors, nor what a part is a part of.
+The compute thread sends steps, and moves all bytes of parts itself; the loop receives the rest.
+Knows frames and gathers. Must not know tensors, nor what a part is a part of.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import queue
+import os
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 from shardnet.errors import (
+    LinkError,
     LostShardError,
     RemoteProtocolError,
     ShardnetError,
@@ -21,29 +21,39 @@ from shardnet.errors import (
     without_frames,
 )
 from shardnet.runtime.ring.links import LinkSource, check_epoch, peer_name, unexpected
+from shardnet.runtime.ring.part_stream import PartStream
 from shardnet.runtime.stage.compute import (
     Activations,
     StageInput,
     StageOutput,
 )
 from shardnet.slot_operations import SlotOperation
+from shardnet.transport.direct_connection import DirectConnection
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, MicroBatch, StepId, WireDType
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
 from shardnet.wire.messages.extras import sequence_frame
 from shardnet.wire.messages.handshake import error_frame, read_error
 from shardnet.wire.payloads.data import StepData, data_frame
-from shardnet.wire.payloads.rows import RowBlock, ShardPart, part_frame, read_part, rows_frames
+from shardnet.wire.payloads.parts import ShardPart
+from shardnet.wire.payloads.rows import RowBlock, rows_frames
 
 PART_S: Final = 60.0
 """How long a shard may take to its next part: as long as a stage whose step does not move."""
 
-_MOST_WAITING: Final = 64
-"""Frames of a shard that may wait here: it can be one gather ahead, and steps may fail."""
+_ALONE_NS: Final = 20_000
+"""How long a thread that waits for parts lets no other on to its core: they are nearly there."""
+_SPIN_NS: Final = 3_000_000
+"""And how long it does not sleep: shards that have equal work are about equally far."""
+_let_others_run: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
+_NAP_SHARE: Final = 0.05
+"""A nap is so much of what it has waited,"""
+_LONGEST_NAP_S: Final = 0.02
+"""and no longer than this."""
 
 
 class ShardLinks:
-    """This node's links to the other shards of its stage, `links` by their numbers.
+    """This node's `links` and `connections` to the other shards of its stage, by their numbers.
 
     `shard` is this node's own. Once a link is lost, what the compute thread calls raises
     LostShardError.
@@ -54,19 +64,22 @@ class ShardLinks:
         *,
         shard: int,
         links: Mapping[int, Link],
+        connections: Mapping[int, DirectConnection],
         epoch: Epoch,
         part_s: float = PART_S,
     ) -> None:
         self.shard = shard
         self.n_shards = len(links) + 1
         self._links = dict(links)
+        self._streams = {
+            other: PartStream(connection, epoch) for other, connection in connections.items()
+        }
         self._epoch = epoch
         self._part_s = part_s
         self._loop = asyncio.get_running_loop()
-        self._inboxes: dict[int, queue.SimpleQueue[Frame | None]] = {
-            other: queue.SimpleQueue() for other in links
-        }
         self._broken: ShardnetError | None = None
+        self._failed: tuple[StepId, ShardnetError | None] = (StepId(0), None)
+        """The step that another shard has failed with last, and why."""
         self._step = StepId(0)
         self._number = 0
 
@@ -77,14 +90,10 @@ class ShardLinks:
         return [self.read(other) for other in self._links if other or not self.shard]
 
     async def read(self, other: int) -> None:
-        """Receive parts from a shard until the link ends. Raises why it has, or what broke it."""
+        """Receive what a shard says of steps until the link ends. Raises why it has, or what broke
+        it.
+        """
         link = self._links[other]
-
-        def take(frame: Frame) -> bool:
-            self.take(other, frame)
-            return True
-
-        link.offer(take)
         try:
             while True:
                 self.take(other, await link.receive())
@@ -93,36 +102,21 @@ class ShardLinks:
             raise
 
     def take(self, other: int, frame: Frame) -> None:
-        """Take a PART, or the ERROR of a step. Raises RemoteProtocolError for any other frame."""
+        """Take the ERROR of a step. Raises RemoteProtocolError for any other frame."""
         link = self._links[other]
         check_epoch(frame, self._epoch, link)
-        if frame.kind is not FrameKind.PART and frame.kind is not FrameKind.ERROR:
+        if frame.kind is not FrameKind.ERROR:
             raise unexpected(frame, link)
-        inbox = self._inboxes[other]
-        if inbox.qsize() >= _MOST_WAITING:
-            self._drop_old(inbox)
-        if inbox.qsize() >= _MOST_WAITING:
-            raise RemoteProtocolError(
-                f"{peer_name(link)} sent more than {_MOST_WAITING} parts that nobody waits for"
+        report = read_error(frame)
+        if frame.step >= self._step:
+            self._failed = (
+                StepId(frame.step),
+                error_for_code(report.code, report.message, remedy=report.remedy or ""),
             )
-        inbox.put(frame)
-
-    def _drop_old(self, inbox: queue.SimpleQueue[Frame | None]) -> None:
-        """Drop what is left of steps that failed here before their first gather."""
-        kept = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                frame = inbox.get_nowait()
-                if frame is None or frame.step >= self._step:
-                    kept.append(frame)
-        for frame in kept:  # all were taken before: the compute thread finds them in their order
-            inbox.put(frame)
 
     def fail(self, error: ShardnetError) -> None:
         """End every wait of the compute thread, now and to come, with LostShardError."""
         self._broken = self._broken or without_frames(error)
-        for inbox in self._inboxes.values():
-            inbox.put(None)
 
     def source(self, on_arrival: Callable[[], None]) -> ShardSource:
         """Return what shard 0 sends this shard, as its stage takes it in."""
@@ -150,16 +144,23 @@ class ShardLinks:
         self._step, self._number = step, 0
 
     def gather(
-        self, dtype: WireDType, n_rows: int, widths: Mapping[int, int], payload: Buffer
-    ) -> dict[int, Buffer]:
-        """Send this shard's part to all others, and return theirs by shard number.
+        self,
+        dtype: WireDType,
+        n_rows: int,
+        widths: Sequence[int],
+        payload: Buffer,
+        received: Mapping[int, memoryview],
+    ) -> None:
+        """Send this shard's part to all others, and put theirs where `received` says.
 
-        `payload` is `n_rows` rows of `widths[shard]` columns in `dtype`, and must not change any
-        more. Raises what a shard says the step has failed with, RemoteProtocolError for a part that
-        is not the one of this gather, LostShardError where a shard is lost or sends none in time.
+        `payload` is `n_rows` rows of `widths[shard]` columns in `dtype`. Raises what a shard says
+        the step has failed with, LostShardError where a shard is lost, sends none in time, or one
+        that is not the part of this gather.
         """
+        if self._broken is not None:
+            raise self._lost()
         number, self._number = self._number, self._number + 1
-        part = ShardPart(
+        own = ShardPart(
             number=number,
             shard=self.shard,
             dtype=dtype,
@@ -167,55 +168,58 @@ class ShardLinks:
             width=widths[self.shard],
             payload=payload,
         )
-        self._send(part_frame(part, epoch=self._epoch, step=self._step))
-        parts: dict[int, Buffer] = {}
-        for other in self._links:
-            expected = (number, other, dtype, n_rows, widths[other])
-            parts[other] = self._part(other, expected)
-        return parts
+        try:
+            for other, stream in self._streams.items():
+                part = ShardPart(
+                    number=number, shard=other, dtype=dtype, n_rows=n_rows, width=widths[other]
+                )
+                stream.exchange(self._step, own, part, received[other])
+            self._await_parts()
+        except LinkError as error:
+            raise self._break(error) from None
+        finally:
+            for stream in self._streams.values():
+                stream.rest()
 
     def fail_step(self, error: ShardnetError) -> None:
         """Tell the other shards that the step that began last has failed here."""
         self._send(error_frame(error, epoch=self._epoch, step=self._step))
 
-    def _part(self, other: int, expected: tuple[int, int, WireDType, int, int]) -> Buffer:
-        """Wait for the part of a shard; what is left of steps before this one is dropped."""
-        until_s = time.monotonic() + self._part_s
-        while True:
-            frame = self._next(other, until_s)
-            if frame.step < self._step:
-                continue
-            if frame.step == self._step and frame.kind is FrameKind.ERROR:
-                report = read_error(frame)
-                raise error_for_code(report.code, report.message, remedy=report.remedy or "")
-            found: object = f"{frame.kind.name} of step {frame.step}"
-            if frame.step == self._step:
-                part = read_part(frame)
-                found = (part.number, part.shard, part.dtype, part.n_rows, part.width)
-                if found == expected:
-                    return part.payload
-            raise self._break(
-                RemoteProtocolError(
-                    f"{peer_name(self._links[other])} sent {found} as part of step {self._step}, "
-                    f"expected {expected} (gather, shard, dtype, rows, columns)"
-                )
-            )
+    def close(self) -> None:
+        """Close the connections for parts."""
+        for stream in self._streams.values():
+            stream.connection.close()
 
-    def _next(self, other: int, until_s: float) -> Frame:
-        try:
-            frame = self._inboxes[other].get(timeout=max(0.0, until_s - time.monotonic()))
-        except queue.Empty:
-            link = self._links[other]
-            raise self._break(
-                LostShardError(
-                    f"{peer_name(link)} is stuck: it has sent no part of step {self._step} for "
-                    f"{self._part_s:.0f} s",
-                    remedy="restart that node",
-                )
-            ) from None
-        if frame is None:
-            raise self._lost()
-        return frame
+    def _await_parts(self) -> None:
+        """Move bytes until all parts have come and gone: spin at first, then nap between looks."""
+        waiting = list(self._streams.values())
+        began_ns = 0
+        while waiting := [stream for stream in waiting if not stream.move()]:
+            now_ns = time.perf_counter_ns()
+            began_ns = began_ns or now_ns
+            waited_ns = now_ns - began_ns
+            if waited_ns < _ALONE_NS:
+                continue
+            if self._broken is not None:
+                raise self._lost()
+            failed_step, error = self._failed
+            if failed_step == self._step and error is not None:
+                raise error
+            if waited_ns < _SPIN_NS:
+                _let_others_run()
+            elif waited_ns < self._part_s * 1e9:
+                time.sleep(min(_LONGEST_NAP_S, waited_ns * 1e-9 * _NAP_SHARE))
+            else:
+                raise self._stuck(waiting[0])
+
+    def _stuck(self, stream: PartStream) -> LostShardError:
+        return self._break(
+            LostShardError(
+                f"{stream.connection.peer} is stuck: it has sent no part of step {self._step} for "
+                f"{self._part_s:.0f} s",
+                remedy="restart that node",
+            )
+        )
 
     def _send(self, frame: Frame) -> None:
         """Send a frame to every other shard, in order with what was sent before."""
@@ -266,7 +270,7 @@ class ShardSource(LinkSource):
 
     def _read(self, frame: Frame) -> StageInput | None:
         """Read a frame; None for a part. Steps that failed before this stage are left out."""
-        if frame.kind is FrameKind.PART or (frame.kind is FrameKind.ERROR and frame.step):
+        if frame.kind is FrameKind.ERROR and frame.step:
             self._parts.take(0, frame)
             return None
         if frame.kind is FrameKind.DATA:

@@ -7,14 +7,15 @@ links.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from shardnet.errors import LostShardError, ShardnetError, internal_error, without_frames
-from shardnet.model.kernels.codec import pack_rows, unpack_rows, wire_of
+from shardnet.model.kernels.codec import pack_rows, to_bytes, unpack_rows, wire_of
 from shardnet.model.shards.cut import shares
 from shardnet.model.shards.group import GatherStruct, PythonGather
 from shardnet.model.vision.picture import PictureEncoder
@@ -44,9 +45,14 @@ class PartExchange(Protocol):
         """Begin to count the gathers of a step."""
 
     def gather(
-        self, dtype: WireDType, n_rows: int, widths: Mapping[int, int], payload: Buffer
-    ) -> dict[int, Buffer]:
-        """Send this shard's part to all others, and return theirs by shard number.
+        self,
+        dtype: WireDType,
+        n_rows: int,
+        widths: Sequence[int],
+        payload: Buffer,
+        received: Mapping[int, memoryview],
+    ) -> None:
+        """Send this shard's part to all others, and put theirs where `received` says.
 
         Raises what a shard says the step has failed with.
         """
@@ -94,7 +100,7 @@ class LinkGroup:
         whole = part.new_zeros(part.shape[0], ends[-1])
         if self.error is None and part.shape[0]:
             try:
-                self._join(part, ends, whole)
+                self.joining(part, whole, ends)()
             except ShardnetError as error:
                 self._error = without_frames(error)
         return whole
@@ -104,20 +110,50 @@ class LinkGroup:
         if self.error is not None:
             raise self.error
 
-    def _join(self, part: Tensor, ends: Sequence[int], whole: Tensor) -> None:
-        if self._exchange is None:
-            raise LostShardError("the nodes of this stage are not connected", remedy="ask again")
-        n_rows, dtype = part.shape[0], self._wire or wire_of(part.dtype)
-        widths = {shard: ends[shard + 1] - ends[shard] for shard in range(self.size)}
-        payload = bytes(pack_rows(part, dtype))  # the library writes to the same memory again
-        parts: dict[int, Buffer] = self._exchange.gather(dtype, n_rows, widths, payload)
-        if self._wire is not None:
-            parts[self.index] = payload
-        else:
-            whole[:, ends[self.index] : ends[self.index + 1]] = part
-        for shard, received in parts.items():
-            columns = unpack_rows(received, dtype, n_rows, widths[shard], part.device)
-            whole[:, ends[shard] : ends[shard + 1]] = columns
+    def joining(self, part: Tensor, whole: Tensor, ends: Sequence[int]) -> Callable[[], None]:
+        """See PythonGroup."""
+        n_rows, widths = part.shape[0], [end - begin for begin, end in pairwise(ends)]
+        columns = [whole[:, begin:end] for begin, end in pairwise(ends)]
+        wire, own_wire = self._wire or wire_of(part.dtype), self._wire is None
+        others = [shard for shard in range(self.size) if shard != self.index]
+        is_direct = own_wire and n_rows == 1 and part.device.type == "cpu" and part.is_contiguous()
+        received = {
+            shard: to_bytes(columns[shard])
+            if is_direct
+            else memoryview(bytearray(n_rows * wire.row_bytes(widths[shard])))
+            for shard in others
+        }
+
+        def join() -> None:
+            """Exchange parts; rows that come as they are computed are received in their place."""
+            if self._exchange is None:
+                raise _not_connected()
+            payload = pack_rows(part, wire)
+            self._exchange.gather(wire, n_rows, widths, payload, received)
+            if own_wire:
+                columns[self.index].copy_(part)
+            else:
+                received[self.index] = payload
+            if not is_direct:
+                for shard, rows in received.items():
+                    columns[shard].copy_(
+                        unpack_rows(rows, wire, n_rows, widths[shard], part.device)
+                    )
+
+        def join_directly() -> None:
+            if self._exchange is None:
+                raise _not_connected()
+            own_columns[:] = payload
+            self._exchange.gather(wire, n_rows, widths, payload, received)
+
+        if not is_direct:
+            return join
+        payload, own_columns = to_bytes(part), to_bytes(columns[self.index])
+        return join_directly
+
+
+def _not_connected() -> LostShardError:
+    return LostShardError("the nodes of this stage are not connected", remedy="ask again")
 
 
 class EmbeddingCompute(StageCompute, Protocol):
@@ -224,7 +260,7 @@ class SpanningCompute:
 
     def _connected(self) -> PartExchange:
         if self._exchange is None:
-            raise LostShardError("the nodes of this stage are not connected", remedy="ask again")
+            raise _not_connected()
         return self._exchange
 
 
@@ -249,15 +285,23 @@ class RoundedGroup:
 
     def gather(self, part: Tensor, ends: Sequence[int]) -> Tensor:
         """Return all columns, rounded part by part."""
-        whole, n_rows = part.clone(), part.shape[0]
-        n_nodes = min(self._n_nodes, ends[-1])
-        for begin, end in pairwise(shares(ends[-1], n_nodes)):
-            if n_rows and begin < end:
-                payload = pack_rows(part[:, begin:end], self._wire)
-                whole[:, begin:end] = unpack_rows(
-                    payload, self._wire, n_rows, end - begin, part.device
-                )
+        whole = torch.empty_like(part)
+        self.joining(part, whole, ends)()
         return whole
+
+    def joining(self, part: Tensor, whole: Tensor, ends: Sequence[int]) -> Callable[[], None]:
+        """See PythonGroup."""
+        n_rows, n_nodes = part.shape[0], min(self._n_nodes, ends[-1])
+
+        def join() -> None:
+            for begin, end in pairwise(shares(ends[-1], n_nodes)):
+                if n_rows and begin < end:
+                    payload = pack_rows(part[:, begin:end], self._wire)
+                    whole[:, begin:end] = unpack_rows(
+                        payload, self._wire, n_rows, end - begin, part.device
+                    )
+
+        return join
 
     def check(self) -> None:
         """Raise what could not be rounded: an activation that does not fit the wire."""

@@ -49,6 +49,7 @@ from shardnet.wire.framing.frames import (
     unpack_header,
 )
 from shardnet.wire.messages.handshake import (
+    OF_RINGS,
     Hello,
     Purpose,
     error_frame,
@@ -117,7 +118,6 @@ _DATA_KINDS: Final = frozenset(
         FrameKind.EXTRAS,
         FrameKind.SEQUENCE,
         FrameKind.ROWS,
-        FrameKind.PART,
     }
 )
 _STEP_KINDS: Final = {int(kind): kind for kind in (FrameKind.DATA, FrameKind.TOKENS)}
@@ -125,6 +125,7 @@ _PURPOSE_KINDS: Final[Mapping[Purpose, frozenset[FrameKind]]] = {
     Purpose.CONTROL: _COMMON_KINDS | {FrameKind.CONTROL},
     Purpose.DATA: _COMMON_KINDS | _DATA_KINDS,
     Purpose.BULK: _COMMON_KINDS | {FrameKind.BULK},
+    Purpose.PARTS: _COMMON_KINDS | {FrameKind.PART},
 }
 """What may travel on a link that is up, both ways."""
 
@@ -384,8 +385,10 @@ class LinkConnection:
         return FrameReceived(frame=frame)
 
     def _accept_hello(self, peer: Hello) -> Event:
-        if peer.purpose is Purpose.DATA and not peer.ring:
-            raise RemoteProtocolError("the peer wants a data link but names no ring")
+        if peer.purpose in OF_RINGS and not peer.ring:
+            raise RemoteProtocolError(
+                f"the peer wants a {peer.purpose.value} link but names no ring"
+            )
         ours = self._greeting or self._answer(peer)
         if _subject(ours) != _subject(peer):
             raise RemoteProtocolError(
@@ -416,6 +419,7 @@ def _answer_with(hello: Hello) -> HelloAnswer:
 
 
 def _subject(hello: Hello) -> str:
-    if hello.purpose is Purpose.DATA:
-        return f"ring {hello.ring!r} in epoch {hello.epoch}"
+    if hello.purpose in OF_RINGS:
+        what = "" if hello.purpose is Purpose.DATA else f"{hello.purpose.value} of "
+        return f"{what}ring {hello.ring!r} in epoch {hello.epoch}"
     return f"a {hello.purpose.value} link"

@@ -323,7 +323,7 @@ class LinkTraffic(Strict, frozen=True, kw_only=True):
     """
 
     name: Name
-    purpose: Literal["control", "data", "bulk"]
+    purpose: Literal["control", "data", "bulk", "parts"]
     n_links: U32
     n_failed: Count
     sent_bytes: Count

@@ -7,7 +7,7 @@ what is done with a message.
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -32,6 +32,11 @@ class Purpose(enum.Enum):
     CONTROL = "control"
     DATA = "data"
     BULK = "bulk"
+    PARTS = "parts"
+
+
+OF_RINGS: Final = frozenset({Purpose.DATA, Purpose.PARTS})
+"""The purposes of links that belong to a ring in an epoch."""
 
 
 class PeerRole(enum.Enum):
@@ -44,8 +49,8 @@ class PeerRole(enum.Enum):
 class Hello(Strict, frozen=True, kw_only=True):
     """The first frame of each side: who it is and what the link is for.
 
-    On data links `ring` and `epoch` name the ring and `rank` is the sender's. Between the nodes of
-    one stage `shard` is which part of it the sender has.
+    On links of data and parts `ring` and `epoch` name the ring and `rank` is the sender's. Between
+    the nodes of one stage `shard` is which part of it the sender has.
     """
 
     purpose: Purpose

@@ -346,7 +346,11 @@ def test_a_ring_whose_head_is_gone_before_it_stands_is_over() -> None:
 def test_only_the_stage_before_may_send_here(ring: str, epoch: int, rank: int) -> None:
     async def main() -> None:
         before = hello("n", Purpose.DATA, ring=ring, epoch=epoch, rank=rank)
+        one = membership(print, n_stages=3, rank=0)
         with pytest.raises(UsageError, match="expected rank 2 of ring r epoch 1"):
-            membership(print, n_stages=3, rank=0).check_hello(before)
+            one.check_hello(before)
+        parts = hello("n", Purpose.PARTS, ring="r", epoch=1, rank=2)
+        with pytest.raises(UsageError, match="opened a parts link here"):
+            one.check_hello(parts)
 
     asyncio.run(main())

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace as changed
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from msgspec import UNSET
 from msgspec.structs import replace
+from support.transport_harness import HARNESSES, OPTIONS, Harness
 
 from shardnet.cluster.member import ring_membership
 from shardnet.cluster.member.ring_membership import DataEnd, StageSpan
 from shardnet.errors import PeerFailedError, UsageError
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
+from shardnet.transport.tcp import connect
 from shardnet.types import Epoch, WireDType
-from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
+from shardnet.wire.messages.handshake import Hello, PeerRole
 
 ADDRESSES = ("a:1", "b:2", "c:3")
 
@@ -26,7 +30,7 @@ def end(shard: int) -> DataEnd:
 
 def hello(own: DataEnd) -> Hello:
     return Hello(
-        purpose=Purpose.DATA,
+        purpose=own.purpose,
         role=PeerRole.NODE,
         node=f"n{own.shard}",
         name=f"n{own.shard}",
@@ -42,25 +46,34 @@ def spans(n: int = 3) -> list[StageSpan]:
     return [StageSpan(shard=i, addresses=ADDRESSES[:n], end=end(i)) for i in range(n)]
 
 
-def test_each_shard_is_linked_to_each_other_one() -> None:
-    async def main() -> None:
+@pytest.mark.parametrize("name", ["tcp-uvloop", "tls-uvloop"])
+def test_each_shard_is_linked_to_each_other_one(name: str) -> None:
+    async def main(harness: Harness) -> None:
         made = spans()
+        listeners = []
+        for span in made:
+
+            async def accept(link: Link, span: StageSpan = span) -> None:
+                span.accept(link)
+
+            listeners.append(await harness.listen(accept))
 
         async def dial(address: str, own: DataEnd) -> Link:
-            to = ADDRESSES.index(address)
-            near, far = await memory_pair(hello(own), hello(end(to)))
-            made[to].accept(far)
-            return near
+            options = changed(OPTIONS, identity=harness.identity)
+            port = listeners[ADDRESSES.index(address)].port
+            return await connect("127.0.0.1", port, hello(own), options=options)
 
         linked = await asyncio.gather(*(span.connect(dial, 5.0) for span in made))
         assert [(links.shard, links.n_shards) for links in linked] == [(0, 3), (1, 3), (2, 3)]
         reading = [asyncio.create_task(job) for links in linked for job in links.readers()]
         assert len(reading) == 4  # from shard 0 the stages' sources read
-        widths = {0: 1, 1: 1, 2: 1}
 
         def gathered(shard: int) -> dict[int, bytes]:
             linked[shard].begin(1)  # type: ignore[arg-type]
-            parts = linked[shard].gather(WireDType.FLOAT32, 1, widths, bytes([shard] * 4))
+            others = [other for other in range(3) if other != shard]
+            parts = {other: memoryview(bytearray(4)) for other in others}
+            own = bytes([shard] * 4)
+            linked[shard].gather(WireDType.FLOAT32, 1, (1, 1, 1), own, parts)
             return {other: bytes(part) for other, part in parts.items()}
 
         sources = [links.source(lambda: None) for links in linked[1:]]
@@ -70,12 +83,14 @@ def test_each_shard_is_linked_to_each_other_one() -> None:
             {other: bytes([other] * 4) for other in range(3) if other != shard}
             for shard in range(3)
         ]
+        for links in linked:
+            links.close()
         for task in reading:
             task.cancel()
         for link in [link for span in made for link in span.links]:
             link.abort("the test is over")
 
-    asyncio.run(main())
+    HARNESSES[name].run(main)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +120,7 @@ def test_a_shard_comes_once() -> None:
         assert first.links == [far]
         with pytest.raises(UsageError, match="once"):
             first.accept(far)
-        with pytest.raises(PeerFailedError, match="c:3 did not open its data link to shard 0"):
+        with pytest.raises(PeerFailedError, match="b:2 did not open its parts link to shard 0"):
             await first.connect(_no_dial, 0.0)
         first.cancel()
         for link in (near, far):
@@ -143,7 +158,8 @@ def test_a_link_that_opens_while_its_node_leaves_is_closed(monkeypatch: pytest.M
             on_broken=lambda error, silent: None,
             span=StageSpan(shard=1, addresses=ADDRESSES, end=end(1)),
         )
-        joining = asyncio.create_task(member._connect_shards(cast(Any, object())))
+        lane = SimpleNamespace(compute=object())
+        joining = asyncio.create_task(member._connect_shards(cast(Any, lane)))
         await dialled.wait()
         await member.leave()
         goes_on.set()

@@ -20,6 +20,7 @@ from support.hostile.corpus import HOSTILE
 from support.hostile.mutate_connections import fuzz_handshakes, fuzz_requests
 from support.hostile.mutate_files import fuzz_files, mutated
 from support.hostile.receive_frames import Figures, Finding, fuzz_frames
+from support.hostile.receive_parts import fuzz_parts
 
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.errors import CheckpointError
@@ -115,6 +116,9 @@ def _key(seed: int) -> bytes:
 
 ROUND: dict[str, Callable[[int, Finds], str]] = {
     "frames": lambda n, finds: attack_with_frames(n, finds, lambda: fuzz_frames(N_FRAMES, n)),
+    "parts": lambda n, finds: attack_with_frames(
+        n, finds, lambda: fuzz_parts(N_FRAMES, n), "parts"
+    ),
     "handshakes": lambda n, finds: attack_with_frames(
         n, finds, lambda: fuzz_handshakes(N_HANDSHAKES, n), "handshakes"
     ),
@@ -128,7 +132,7 @@ ROUND: dict[str, Callable[[int, Finds], str]] = {
         n, finds, lambda: fuzz_live(LIVE_S, n, _key(n))
     ),
 }
-LISTENERS = ("frames", "handshakes", "requests", "live", "live with a key")
+LISTENERS = ("frames", "parts", "handshakes", "requests", "live", "live with a key")
 """What is received from strangers and peers, of all that is attacked."""
 
 

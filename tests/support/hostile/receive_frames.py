@@ -30,7 +30,8 @@ from shardnet.wire.messages.control import read_control
 from shardnet.wire.messages.extras import read_extras, read_sequence
 from shardnet.wire.messages.handshake import Purpose, hello_frame, read_error, read_hello
 from shardnet.wire.payloads.data import read_data, read_tokens
-from shardnet.wire.payloads.rows import read_part, read_rows
+from shardnet.wire.payloads.parts import read_part
+from shardnet.wire.payloads.rows import read_rows
 
 SLOW_S: Final = 0.5
 """A frame that takes more processor time than this is a finding."""
@@ -56,6 +57,7 @@ READERS: Final[dict[FrameKind, Callable[[Frame], object]]] = {
 PURPOSES: Final[dict[int, Purpose]] = {
     FrameKind.CONTROL: Purpose.CONTROL,
     FrameKind.BULK: Purpose.BULK,
+    FrameKind.PART: Purpose.PARTS,
 }
 """The purpose of the links that a kind of frame travels on, where it is not data."""
 _KINDS: Final = [*READERS]

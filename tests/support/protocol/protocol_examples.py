@@ -31,7 +31,8 @@ from shardnet.wire.messages.extras import (
 from shardnet.wire.messages.generation import Cancel
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame, hello_frame
 from shardnet.wire.payloads.data import StepData, data_frame, tokens_frame
-from shardnet.wire.payloads.rows import RowBlock, ShardPart, part_frame, rows_frames
+from shardnet.wire.payloads.parts import ShardPart, part_frame
+from shardnet.wire.payloads.rows import RowBlock, rows_frames
 
 HELLO = Hello(
     purpose=Purpose.DATA,

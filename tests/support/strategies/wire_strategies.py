@@ -17,9 +17,10 @@ from shardnet.wire.framing.frames import Frame, FrameKind, Limits
 from shardnet.wire.messages.bulk import BulkMessage, Piece, bulk_frame
 from shardnet.wire.messages.control import ControlMessage, control_frame
 from shardnet.wire.messages.extras import Extras, StageTiming, extras_frame, sequence_frame
-from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
+from shardnet.wire.messages.handshake import OF_RINGS, Hello, PeerRole, Purpose
 from shardnet.wire.payloads.data import StepData, data_frame, tokens_frame
-from shardnet.wire.payloads.rows import RowBlock, ShardPart, part_frame, rows_frames
+from shardnet.wire.payloads.parts import ShardPart, part_frame
+from shardnet.wire.payloads.rows import RowBlock, rows_frames
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -27,7 +28,7 @@ _WHERE = {"epoch": U32, "step": U64}
 
 
 def hello(node: str = "a", purpose: Purpose = Purpose.CONTROL, **changes: Any) -> Hello:
-    if purpose is Purpose.DATA:
+    if purpose in OF_RINGS:
         changes = {"ring": "r1", "epoch": 3, **changes}
     return Hello(purpose=purpose, role=PeerRole.NODE, node=node, name=node, version="0", **changes)
 
@@ -118,6 +119,10 @@ def bulk_frames() -> st.SearchStrategy[Frame]:
     return st.builds(frame, values(BulkMessage), st.binary(max_size=100))
 
 
+def part_frames() -> st.SearchStrategy[Frame]:
+    return st.builds(part_frame, shard_parts(), **_WHERE)
+
+
 def data_link_frames() -> st.SearchStrategy[Frame]:
     return st.one_of(
         steps().map(data_frame),
@@ -125,7 +130,6 @@ def data_link_frames() -> st.SearchStrategy[Frame]:
         st.builds(sequence_frame, slot_operations(), epoch=U32),
         st.builds(extras_frame, values(Extras), epoch=U32, step=U64),
         st.builds(lambda block, **where: rows_frames(block, **where)[0], row_blocks(), **_WHERE),
-        st.builds(part_frame, shard_parts(), **_WHERE),
         st.builds(Frame, kind=st.just(FrameKind.HEARTBEAT), epoch=U32, step=U64),
     )
 

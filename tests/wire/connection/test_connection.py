@@ -21,6 +21,7 @@ from support.strategies.wire_strategies import (
     hello,
     joined,
     pair,
+    part_frames,
     steps,
 )
 
@@ -205,9 +206,9 @@ def test_each_purpose_has_its_kinds(purpose: Purpose, kind: FrameKind) -> None:
             FrameKind.EXTRAS,
             FrameKind.SEQUENCE,
             FrameKind.ROWS,
-            FrameKind.PART,
         },
         Purpose.BULK: {FrameKind.BULK},
+        Purpose.PARTS: {FrameKind.PART},
     }
     allowed = common | own[purpose]
     frame = error_frame(PlanError("x"), step=1) if kind is FrameKind.ERROR else Frame(kind=kind)
@@ -228,6 +229,7 @@ def test_each_purpose_has_its_kinds(purpose: Purpose, kind: FrameKind) -> None:
         st.tuples(st.just(Purpose.CONTROL), st.lists(control_frames(), max_size=6)),
         st.tuples(st.just(Purpose.DATA), st.lists(data_link_frames(), max_size=6)),
         st.tuples(st.just(Purpose.BULK), st.lists(bulk_frames(), max_size=6)),
+        st.tuples(st.just(Purpose.PARTS), st.lists(part_frames(), max_size=6)),
     ),
     st.lists(st.integers(0, 2**20), max_size=12),
     st.binary(max_size=40),

@@ -11,7 +11,7 @@ from support.strategies.wire_strategies import shard_parts
 
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
 from shardnet.types import WireDType
-from shardnet.wire.payloads.rows import ShardPart, part_frame, read_part
+from shardnet.wire.payloads.parts import ShardPart, part_frame, read_part
 
 PART = ShardPart(
     number=2,
