@@ -37,7 +37,7 @@ from shardnet.model.layers.modules import SelfAttention
 from shardnet.model.layers.native_attention import attend_struct, bind_slots
 from shardnet.model.layers.norms import HeadNorm
 from shardnet.model.layers.rotary import Rotary
-from shardnet.model.shards.gathered import NativeOutput
+from shardnet.model.shards.gathered import JoinedLinear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +75,8 @@ class NativeAttention(NativeSublayer[AttentionStruct]):
         residual: Residual,
         own: SelfAttention | GatedAttention,
         qk_norm: HeadNorm | None,
-        qkv: NativeLinear,
-        output: NativeOutput,
+        qkv: JoinedLinear,
+        output: JoinedLinear,
         kernels: NativeKernels,
     ) -> None:
         n_heads = own.n_heads + 2 * own.n_kv_heads
@@ -101,6 +101,7 @@ class NativeAttention(NativeSublayer[AttentionStruct]):
             residual=ResidualStruct.of(residual, output.shape[0], kernels),
             head_norm=norm_struct(qk_norm, own.n_heads + own.n_kv_heads, own.head_size),
             attend=attend,
+            qkv_joined=qkv.joined,
             joined=output.joined,
             **gates,
         )
@@ -108,7 +109,7 @@ class NativeAttention(NativeSublayer[AttentionStruct]):
     @property
     def linears(self) -> tuple[NativeLinear, NativeLinear]:
         """Its linear layers: queries, keys and values; output."""
-        return self._qkv, self._output.linear
+        return self._qkv.linear, self._output.linear
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E].
@@ -165,7 +166,7 @@ class NativeAttention(NativeSublayer[AttentionStruct]):
     def assign_buffers(self, scratch: Tensor, hidden: Tensor) -> _AttentionScratch:
         """Point the arguments to the linear layers, and to buffers at the start of `scratch`."""
         own, arguments = self._own, self._arguments
-        arguments.qkv = self._qkv.native_matmul().address
+        arguments.qkv = self._qkv.linear.native_matmul().address
         arguments.output = self._output.linear.native_matmul().address
         n_rows, item = hidden.shape[0], hidden.element_size()
         projected, attended, rows, part, gates, linear_scratch, _ = self._parts(hidden)
@@ -177,6 +178,7 @@ class NativeAttention(NativeSublayer[AttentionStruct]):
         arguments.projected = arguments.attend.queries = begin + projected
         arguments.attend.attended = begin + attended
         arguments.joined.rows, arguments.joined.part = begin + rows, begin + part
+        arguments.qkv_joined.part = begin + part
         arguments.scratch = begin + linear_scratch
         n_looking, n_attended = self._n_looking, self._output.n_own_in
         return _AttentionScratch(
@@ -203,8 +205,9 @@ class NativeAttention(NativeSublayer[AttentionStruct]):
         outputs, gates and projected rows with gates, scratch of the linears.
         """
         n_rows, item = hidden.shape[0], hidden.element_size()
-        qkv, output = self._qkv.native_matmul(), self._output.linear.native_matmul()
+        qkv, output = (linear.native_matmul() for linear in self.linears)
         rows_bytes, part_bytes = self._output.buffer_bytes(n_rows, item)
+        part_bytes = max(part_bytes, self._qkv.buffer_bytes(n_rows, item)[1])
         projected = aligned(n_rows * self._output.shape[0] * item)
         attended = projected + aligned(n_rows * self._n_looking * item)
         rows = attended + aligned(n_rows * self._output.n_own_in * item)
@@ -212,7 +215,7 @@ class NativeAttention(NativeSublayer[AttentionStruct]):
         gates = part + aligned(part_bytes)
         linear_scratch = gates
         if self._gate_size:
-            own, with_gates = n_rows * self._gate_size * item, n_rows * qkv.shape[0] * item
+            own, with_gates = (n_rows * n * item for n in (self._gate_size, self._qkv.shape[0]))
             linear_scratch += aligned(own) + aligned(with_gates)
         end = linear_scratch + n_rows * max(qkv.row_bytes, output.row_bytes)
         return projected, attended, rows, part, gates, linear_scratch, end
@@ -236,7 +239,7 @@ class NativeMlp(NativeSublayer[MlpStruct]):
         residual: Residual,
         activation: Activation,
         gate_up: NativeLinear,
-        down: NativeOutput,
+        down: JoinedLinear,
         kernels: NativeKernels,
     ) -> None:
         n_out, self._n_inner = down.shape[0], down.n_own_in

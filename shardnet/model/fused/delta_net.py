@@ -23,6 +23,8 @@ from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import AttentionSublayer
 from shardnet.model.layers.gated_delta import GatedDeltaNet, Projections
 from shardnet.model.layers.rotary import Rotary
+from shardnet.model.shards.gathered import JoinedLinear
+from shardnet.model.shards.group import JoinedStruct
 
 RowTensors = tuple[Tensor, Tensor, Tensor] | tuple[()]
 """Inputs of the recurrence: columns [B + T, C], writes and decays [T, H]."""
@@ -54,6 +56,8 @@ class DeltaStruct(ctypes.Structure):
         ("qkvz", ctypes.c_void_p),
         ("ba", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
+        ("qkvz_joined", JoinedStruct),
+        ("joined", JoinedStruct),
         ("scratch", ctypes.c_void_p),
         ("recurrence", RecurrenceStruct),
         ("spans", ctypes.c_void_p),
@@ -81,7 +85,7 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
         plain: AttentionSublayer,
         own: GatedDeltaNet,
         groups: tuple[bool, bool],
-        linears: tuple[NativeLinear, NativeLinear, NativeLinear],
+        linears: tuple[JoinedLinear, JoinedLinear, JoinedLinear],
         kernels: NativeKernels,
     ) -> None:
         assert own.native is not None
@@ -94,10 +98,13 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
         check_shape("out_proj", output, self.width, config.value_width)
         self._plain = plain
         self._own, self._config = own, config
-        self._linears = linears
+        self._qkvz, self._output = qkvz, output
+        self._linears = tuple(linear.linear for linear in linears)
         self._call = kernels.function("shardnet_delta_net", ctypes.POINTER(DeltaStruct))
         self._arguments = DeltaStruct(
             residual=ResidualStruct.of(plain.residual, self.width, kernels),
+            qkvz_joined=qkvz.joined,
+            joined=output.joined,
             recurrence=own.native.arguments,
             groups_qkvz=groups[0],
             groups_ba=groups[1],
@@ -114,16 +121,15 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
         own = sublayer.self_attn
         if not isinstance(own, GatedDeltaNet) or own.native is None:
             return None
-        project, output = own.project, own.out_proj
+        project = own.project
         if not isinstance(project, Projections) or not sublayer.residual.is_rms:
             return None
-        qkvz, ba = project.qkvz_proj, project.ba_proj
-        if not is_native(qkvz) or not is_native(ba) or not is_native(output):
-            return None
-        if own.config.has_key_decays:
+        qkvz, output = JoinedLinear.of(project.qkvz_proj), JoinedLinear.of(own.out_proj)
+        ba = project.ba_proj
+        if qkvz is None or not is_native(ba) or output is None or own.config.has_key_decays:
             return None
         groups = (project.groups_qkvz, project.groups_ba)
-        return cls(sublayer, own, groups, (qkvz, ba, output), kernels)
+        return cls(sublayer, own, groups, (qkvz, JoinedLinear(ba), output), kernels)
 
     @property
     def linears(self) -> tuple[NativeLinear, ...]:
@@ -208,13 +214,16 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
         arguments.residual.inner = at
         at += aligned(hidden.nbytes)
         for name, size in self._buffers(hidden).items():
-            setattr(arguments.recurrence if name == "mixed" else arguments, name, at)
+            holder = {"mixed": arguments.recurrence, "part": arguments.joined}.get(name, arguments)
+            setattr(holder, name, at)
             at += aligned(size)
+        arguments.qkvz_joined.part = arguments.joined.part
 
     def _buffers(self, hidden: Tensor) -> dict[str, int]:
         """Return the sizes in bytes of the buffers, by their fields."""
         own, item, n_rows = self._config, hidden.itemsize, len(hidden)
         values = n_rows * own.value_width
+        parts = [linear.buffer_bytes(n_rows, item)[1] for linear in (self._qkvz, self._output)]
         row_bytes = max(linear.native_matmul().row_bytes for linear in self._linears)
         return {
             "projected": (n_rows * own.mixed_width + values) * item,
@@ -225,5 +234,6 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
             "decay": 4 * n_rows * own.n_value_heads,
             "mixed": n_rows * mixed_bytes(own),
             "outputs": values * item,
+            "part": max(parts),
             "scratch": n_rows * row_bytes,
         }

@@ -45,6 +45,7 @@ from shardnet.model.layers.experts import (
 from shardnet.model.layers.group_routers import BestTwoRouter, SoftmaxGroupRouter
 from shardnet.model.layers.modules import GatedMlp, Mlp
 from shardnet.model.layers.rotary import Rotary
+from shardnet.model.shards.gathered import JoinedLinear
 
 _VISITS_AT_ONCE: Final = 256
 """Pairs of a row and an expert that are computed together, unless there are more rows than that:
@@ -56,7 +57,7 @@ class _Expert:
     """The linears of an expert, with weights at fixed addresses."""
 
     gate_up: NativeLinear
-    down: NativeLinear
+    down: JoinedLinear
 
     @classmethod
     def of(cls, mlp: Mlp | SharedExpert) -> _Expert | None:
@@ -65,23 +66,22 @@ class _Expert:
             return cls.of(mlp.expert)
         if not isinstance(mlp, GatedMlp | ClampedMlp):
             return None
-        gate_up, down = mlp.gate_up_proj, mlp.down_proj
-        if not _is_fixed(gate_up) or not _is_fixed(down):
+        gate_up, down = mlp.gate_up_proj, JoinedLinear.of(mlp.down_proj)
+        if not is_native(gate_up) or down is None:
             return None
-        assert is_native(gate_up)
-        assert is_native(down)
-        return cls(gate_up=gate_up, down=down)
+        is_fixed = gate_up.weights_stay and down.linear.weights_stay
+        return cls(gate_up=gate_up, down=down) if is_fixed else None
 
     @property
     def struct(self) -> ExpertStruct:
         """Point to the linears."""
-        return ExpertStruct(
-            gate_up=self.gate_up.native_matmul().address, down=self.down.native_matmul().address
-        )
+        gate_up, down = (linear.native_matmul().address for linear in self.linears)
+        return ExpertStruct(gate_up=gate_up, down=down)
 
-
-def _is_fixed(linear: Linear) -> bool:
-    return is_native(linear) and linear.weights_stay
+    @property
+    def linears(self) -> tuple[NativeLinear, NativeLinear]:
+        """Gate and up, down, as this shard has them."""
+        return self.gate_up, self.down.linear
 
 
 class NativeExperts(NativeSublayer[ExpertsStruct]):
@@ -99,18 +99,18 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
         shared: _Expert | None,
         kernels: NativeKernels,
     ) -> None:
-        width, n_inner = experts[0].down.shape
+        down = experts[0].down
+        width, n_inner = down.shape[0], down.n_own_in
         visited = [*experts] if shared is None else [*experts, shared]
         for expert in visited:
-            inner = expert.down.shape[1] if expert is shared else n_inner
-            check_shape("gate_up_proj", expert.gate_up, 2 * inner, width)
-            check_shape("down_proj", expert.down, width, inner)
+            like = expert.down if expert is shared else down
+            check_shape("gate_up_proj", expert.gate_up, 2 * like.n_own_in, width)
+            check_shape("down_proj", expert.down, width, like.shape[1])
         self._width = width
+        self._down, self._shared = down, shared
         self._kept = (residual, mlp)
         self._shared_gate = mlp.shared.gate if isinstance(mlp.shared, SharedExpert) else None
-        self._linears = tuple(
-            linear for expert in visited for linear in (expert.gate_up, expert.down)
-        )
+        self._linears = tuple(linear for expert in visited for linear in expert.linears)
         matmuls = [linear.native_matmul() for linear in (*self._linears, *self._small(mlp.router))]
         self._experts = (ExpertStruct * len(experts))(*(expert.struct for expert in experts))
         self._call = kernels.function("shardnet_experts", ctypes.POINTER(ExpertsStruct))
@@ -118,6 +118,7 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
             mlp=MlpStruct(
                 residual=ResidualStruct.of(residual, width, kernels),
                 n_inner=n_inner,
+                joined=down.joined,
                 **_activation(mlp.experts[0]),
             ),
             router=router,
@@ -127,7 +128,9 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
         )
         if shared is not None:
             self._arguments.shared = shared.struct
-            self._arguments.n_shared_inner = shared.down.shape[1]
+            self._arguments.n_shared_inner = shared.down.n_own_in
+            if shared.down.ends != down.ends:
+                self._arguments.shared_in_ends = shared.down.joined.in_ends
         if self._shared_gate is not None:
             assert is_native(self._shared_gate)
             self._arguments.shared_gate = self._shared_gate.native_matmul().address
@@ -153,7 +156,7 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
         if router is None or len(known) < len(experts) or (shared is None) != (mlp.shared is None):
             return None
         gate = mlp.shared.gate if isinstance(mlp.shared, SharedExpert) else None
-        if gate is not None and not _is_fixed(gate):
+        if gate is not None and not (is_native(gate) and gate.weights_stay):
             return None
         own = mlp.shared.expert if isinstance(mlp.shared, SharedExpert) else mlp.shared
         kinds = [_activation(expert) for expert in (*mlp.experts, *([] if own is None else [own]))]
@@ -184,18 +187,16 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
 
     def scratch_bytes(self, hidden: Tensor) -> int:
         """Return the scratch memory of a call with rows like `hidden`, in bytes."""
-        own, shared = self._buffers(hidden)
-        return sum(aligned(size) for size in (*own.values(), *shared.values()))
+        return sum(aligned(size) for sizes in self._buffers(hidden) for size in sizes.values())
 
     def assign_buffers(self, scratch: Tensor, hidden: Tensor) -> None:
         """Point the arguments to buffers at the start of `scratch`."""
         arguments, at = self._arguments, scratch.data_ptr()
-        of_mlp, own = self._buffers(hidden)
-        for struct, sizes in ((arguments.mlp, of_mlp), (arguments, own)):
+        structs = (arguments.mlp.residual, arguments.mlp.joined, arguments.mlp, arguments)
+        for struct, sizes in zip(structs, self._buffers(hidden), strict=True):
             for name, size in sizes.items():
                 setattr(struct, name, at)
                 at += aligned(size)
-        arguments.mlp.residual.inner = arguments.shared_out + aligned(hidden.nbytes)
         arguments.n_at_once = self._n_at_once(len(hidden))
         self.chosen = torch.empty(len(hidden), arguments.router.top_k, dtype=torch.int64)
         arguments.chosen = self.chosen.data_ptr()
@@ -204,19 +205,24 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
         n_visits: int = n_rows * self._arguments.router.top_k
         return min(n_visits, max(n_rows, _VISITS_AT_ONCE))
 
-    def _buffers(self, hidden: Tensor) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the sizes in bytes of the buffers of the MLP and of the rest, by their fields."""
+    def _buffers(self, hidden: Tensor) -> tuple[dict[str, int], ...]:
+        """Return the sizes in bytes of the buffers of residual, gathers, MLP and the rest, by their
+        fields."""
         own, item, n_rows = self._arguments, hidden.element_size(), len(hidden)
         n_experts, n_visits = own.router.n_experts, n_rows * own.router.top_k
-        at_once = self._n_at_once(n_rows)
-        inner = item * max(at_once * own.mlp.n_inner, n_rows * own.n_shared_inner)
+        at_once, n_shared = self._n_at_once(n_rows), 0 if self._shared is None else n_rows
+        inner = item * (at_once * own.mlp.n_inner + n_shared * own.n_shared_inner)
+        rows, part = self._down.buffer_bytes(at_once, item)
+        if self._shared is not None:
+            more_rows, more_part = self._shared.down.buffer_bytes(n_rows, item)
+            rows, part = rows + more_rows, part + more_part
         of_mlp = {
             "projected": 2 * inner,
             "activated": inner,
-            "scratch": at_once * own.row_bytes,
+            "scratch": (at_once + n_shared) * own.row_bytes,
         }
-        return of_mlp, {
-            "products": 8 * n_experts,
+        of_rest = {
+            "products": 8 * (n_experts + 1),
             "wide": 4 * hidden.numel() if own.router.is_wide else 0,
             "narrow": 4 * n_rows * n_experts,
             "scores": 12 * n_rows * n_experts,
@@ -225,10 +231,10 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
             "places": 8 * n_visits,
             "starts": 8 * (n_experts + 1),
             "gathered": at_once * self._width * item,
-            "outputs": n_visits * self._width * item,
+            "outputs": (n_visits + n_shared) * self._width * item,
             "shared_gates": n_rows * item,
-            "shared_out": 2 * aligned(hidden.nbytes),  # and what the residual adds
         }
+        return {"inner": hidden.nbytes}, {"rows": rows, "part": part}, of_mlp, of_rest
 
 
 def _gate(router: Router) -> Linear | None:

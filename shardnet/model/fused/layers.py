@@ -40,7 +40,7 @@ from shardnet.model.layers.modules import GatedMlp, SelfAttention
 from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.layers.norms import HeadNorm
 from shardnet.model.layers.rotary import Rotary
-from shardnet.model.shards.gathered import NativeOutput
+from shardnet.model.shards.gathered import JoinedLinear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +97,10 @@ def _joined_attention(
     projection: Linear,
     kernels: NativeKernels,
 ) -> NativeAttention | None:
-    output = NativeOutput.of(own.o_proj)
-    if own.head_size > MAX_HEAD or own.head_size % 2 or output is None:
+    qkv, output = JoinedLinear.of(projection), JoinedLinear.of(own.o_proj)
+    if own.head_size > MAX_HEAD or own.head_size % 2 or qkv is None or output is None:
         return None
-    if not is_native(projection):
-        return None
-    return NativeAttention(residual, own, qk_norm, projection, output, kernels)
+    return NativeAttention(residual, own, qk_norm, qkv, output, kernels)
 
 
 def _native_mlp(sublayer: Sublayer, kernels: NativeKernels) -> NativeMlp | NativeExperts | None:
@@ -114,7 +112,7 @@ def _native_mlp(sublayer: Sublayer, kernels: NativeKernels) -> NativeMlp | Nativ
     mlp = sublayer.mlp
     if not isinstance(mlp, GatedMlp) or mlp.activation not in ACTIVATIONS:
         return None
-    gate_up, down = mlp.gate_up_proj, NativeOutput.of(mlp.down_proj)
+    gate_up, down = mlp.gate_up_proj, JoinedLinear.of(mlp.down_proj)
     if down is None or not is_native(gate_up):
         return None
     return NativeMlp(sublayer.residual, mlp.activation, gate_up, down, kernels)

@@ -27,6 +27,7 @@ from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.decoder_layer import Residual
 from shardnet.model.layers.native_attention import AttendStruct
 from shardnet.model.layers.norms import BareNorm, HeadNorm, Norm
+from shardnet.model.shards.gathered import JoinedLinear
 from shardnet.model.shards.group import JoinedStruct
 
 BEFORE: Final = 1
@@ -110,6 +111,7 @@ class AttentionStruct(ctypes.Structure):
         ("gates_behind", ctypes.c_int64),
         ("gates_soft", ctypes.c_int64),
         ("attend", AttendStruct),
+        ("qkv_joined", JoinedStruct),
         ("joined", JoinedStruct),
     )
 
@@ -189,12 +191,12 @@ class ExpertsStruct(ctypes.Structure):
         ("starts", ctypes.c_void_p),
         ("gathered", ctypes.c_void_p),
         ("outputs", ctypes.c_void_p),
-        ("shared_out", ctypes.c_void_p),
         ("shared_gates", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),
         ("n_at_once", ctypes.c_int64),
         ("row_bytes", ctypes.c_int64),
         ("n_shared_inner", ctypes.c_int64),
+        ("shared_in_ends", ctypes.c_void_p),
         ("weighs_inputs", ctypes.c_int32),
     )
 
@@ -210,7 +212,7 @@ class LayerStruct(ctypes.Structure):
     )
 
 
-def check_shape(name: str, linear: Linear, n_out: int, n_in: int) -> None:
+def check_shape(name: str, linear: Linear | JoinedLinear, n_out: int, n_in: int) -> None:
     """Raise ValueError unless `linear` has the shape (n_out, n_in)."""
     if linear.shape != (n_out, n_in):
         raise ValueError(f"{name} has shape {linear.shape}, the layer needs {(n_out, n_in)}")

@@ -62,8 +62,8 @@ class GatheredLinear:
         return part if self.out_ends is None else self.group.gather(part, self.out_ends)
 
 
-class NativeOutput:
-    """The last linear of a sub-layer, which the compiled library computes inside a call.
+class JoinedLinear:
+    """A linear that the compiled library computes inside a call.
 
     Where it is cut over shards, the library gathers before and after it.
     """
@@ -73,47 +73,40 @@ class NativeOutput:
         """The linear, or what this shard has of it."""
         self.joined = JoinedStruct()
         """How it is gathered, but for the buffers."""
-        self._gathered = gathered
         self.shape = linear.shape if gathered is None else gathered.shape
         """(N, K) of the whole linear."""
         self.n_own_in = self.shape[1]
         """The inputs that this shard has."""
+        self.ends: tuple[Ends | None, Ends | None] = (None, None)
+        """Where the parts of inputs and outputs end, None for what is not cut."""
         if gathered is None:
             return
-        group, in_ends, out_ends = gathered.group, gathered.in_ends, gathered.out_ends
-        assert in_ends is not None
-        assert out_ends is not None
-        self.n_own_in = in_ends[group.index + 1] - in_ends[group.index]
-        self._numbers = (_numbers(in_ends), _numbers(out_ends), group.struct)
-        self.joined = JoinedStruct(
-            **{
-                name: ctypes.addressof(value)
-                for name, value in zip(
-                    ("in_ends", "out_ends", "gather"), self._numbers, strict=True
-                )
-            }
-        )
+        group, self.ends = gathered.group, (gathered.in_ends, gathered.out_ends)
+        if gathered.in_ends is not None:
+            self.n_own_in = gathered.in_ends[group.index + 1] - gathered.in_ends[group.index]
+        self._kept = (group.struct, *map(_numbers, self.ends))
+        self.joined = JoinedStruct(*(value and ctypes.addressof(value) for value in self._kept))
 
     @classmethod
-    def of(cls, linear: Linear) -> NativeOutput | None:
+    def of(cls, linear: Linear) -> JoinedLinear | None:
         """Take a linear if the library computes it, cut over shards or not; else None."""
         if is_native(linear):
             return cls(linear)
         if not isinstance(linear, GatheredLinear) or not is_native(linear.own):
             return None
-        if linear.in_ends is None or linear.out_ends is None:
-            return None
         return cls(linear.own, linear)
 
     def buffer_bytes(self, n_rows: int, item: int) -> tuple[int, int]:
-        """Return the bytes of all inputs of rows, and of the own outputs; 0 if nothing is cut."""
-        if self._gathered is None:
-            return 0, 0
-        return n_rows * self.shape[1] * item, n_rows * self.linear.shape[0] * item
+        """Return the bytes of all inputs of rows, and of the own outputs; 0 for what is not cut."""
+        widths = self.shape[1], self.linear.shape[0]
+        rows, part = (
+            n_rows * n * item if ends else 0 for n, ends in zip(widths, self.ends, strict=True)
+        )
+        return rows, part
 
 
-def _numbers(ends: Ends) -> ctypes.Array[ctypes.c_int64]:
-    return (ctypes.c_int64 * len(ends))(*ends)
+def _numbers(ends: Ends | None) -> ctypes.Array[ctypes.c_int64] | None:
+    return None if ends is None else (ctypes.c_int64 * len(ends))(*ends)
 
 
 class LookUp(Protocol):

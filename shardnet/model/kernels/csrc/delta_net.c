@@ -20,6 +20,7 @@ struct delta_span {
 struct delta_call {
     struct residual residual;
     struct linear *qkvz, *ba, *output;
+    struct joined qkvz_joined, joined; /* around `qkvz`, around `output` */
     int8_t *scratch;              /* for the linear layers */
     struct recurrence recurrence; /* but for what differs by slot */
     const struct delta_span *spans;
@@ -100,7 +101,7 @@ void shardnet_delta_net(struct delta_call *call) {
     const struct residual *residual = &call->residual;
     const struct steps *steps = shardnet_steps_for(&residual->team);
     const void *rows = normalize(steps, residual);
-    multiply(call->qkvz, residual, call->scratch, rows, call->projected);
+    multiply_joined(call->qkvz, residual, call->scratch, &call->qkvz_joined, rows, call->projected);
     multiply(call->ba, residual, call->scratch, rows, call->small);
     widen_small(call);
     call->recurrence.write = call->write;
@@ -108,6 +109,6 @@ void shardnet_delta_net(struct delta_call *call) {
     call->recurrence.is_bf16 = residual->is_bf16;
     call->recurrence.team = residual->team;
     for (int64_t i = 0; i < call->n_spans; i++) run_span(call, &call->spans[i]);
-    multiply(call->output, residual, call->scratch, call->outputs, residual->inner);
+    multiply_joined(call->output, residual, call->scratch, &call->joined, call->outputs, residual->inner);
     add_residual(steps, residual);
 }

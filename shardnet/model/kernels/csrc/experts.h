@@ -32,12 +32,12 @@ struct expert {
 
 /* T = n_rows; visits are the T * top_k pairs of a row and an expert of it. */
 struct experts_call {
-    struct mlp_call mlp; /* without linears: its buffers have `n_at_once` rows, its scratch as many of `row_bytes` */
+    struct mlp_call mlp; /* without linears: its buffers have room for `n_at_once` visits and the shared expert's T */
     struct router router;
     const struct expert *experts;
     struct expert shared; /* that all rows visit, or NULL */
     struct linear *shared_gate; /* or NULL */
-    struct linear **products;   /* scratch [n_experts] */
+    struct linear **products;   /* scratch [n_experts + 1] */
     void *wide;         /* scratch [T, width]: float32 rows for a gate that is wide */
     void *narrow;       /* scratch [T, n_experts]: what the gate gives */
     float *scores;      /* scratch [T, 3, n_experts]: of experts, those to choose by, and of groups */
@@ -47,13 +47,13 @@ struct experts_call {
     int64_t *places;    /* scratch [T * top_k]: where a visit stands among those */
     int64_t *starts;    /* scratch [n_experts + 1]: the first visit of each expert */
     void *gathered;     /* scratch [n_at_once, width]: what goes into experts */
-    void *outputs;      /* scratch [T * top_k, width]: what comes out, in the order of `visits` */
-    void *shared_out;   /* scratch [T, width] */
+    void *outputs;      /* scratch [T * top_k + T, width]: what comes out in the order of `visits`, then of `shared` */
     void *shared_gates; /* scratch [T] */
     const void *rows;   /* [T, width] behind the norm */
     int64_t n_at_once;  /* T or more */
     int64_t row_bytes;
     int64_t n_shared_inner;
+    const int64_t *shared_in_ends; /* as `in_ends` of `mlp.joined`; NULL: those */
     int32_t weighs_inputs; /* weights multiply what goes into an expert, else what comes out */
 };
 

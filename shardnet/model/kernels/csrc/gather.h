@@ -20,11 +20,11 @@ struct gather {
     int32_t index, size;
 };
 
-/* A linear whose inputs and outputs are cut over shards: both are joined around it. */
+/* A linear whose inputs, outputs or both are cut over shards: they are joined around it. */
 struct joined {
-    const struct gather *gather; /* NULL: nothing is cut */
-    const int64_t *in_ends;
-    const int64_t *out_ends;
+    const struct gather *gather;
+    const int64_t *in_ends;  /* NULL: inputs are not cut */
+    const int64_t *out_ends; /* NULL: outputs are not cut */
     void *rows; /* scratch [n_rows, all inputs] */
     void *part; /* scratch [n_rows, own outputs] */
 };

@@ -22,20 +22,6 @@ const struct steps *shardnet_steps_for(const struct team *team) {
     return &steps_portable;
 }
 
-/* Multiplies rows to `inner`, where they are cut over shards with the others'. */
-static void multiply_joined(struct linear *p, const struct residual *residual, int8_t *scratch,
-                            const struct joined *joined, const void *rows) {
-    const struct gather *gather = joined->gather;
-    if (!gather) {
-        multiply(p, residual, scratch, rows, residual->inner);
-        return;
-    }
-    const int64_t item = residual->is_bf16 ? 2 : 4;
-    gather->join(gather, rows, joined->rows, residual->n_rows, joined->in_ends, item);
-    multiply(p, residual, scratch, joined->rows, joined->part);
-    gather->join(gather, joined->part, residual->inner, residual->n_rows, joined->out_ends, item);
-}
-
 /* Attends in tiles, each of some rows of a span and one KV head. */
 static void attend(const struct attend *call) {
     const int64_t rows = tile_rows(call);
@@ -61,7 +47,8 @@ void shardnet_attention(struct attention_call *call, int32_t parts) {
     const struct steps *steps = shardnet_steps_for(&residual->team);
     if (parts & BEFORE) {
         void *projected = call->with_gates ? call->with_gates : call->projected;
-        multiply(call->qkv, residual, call->scratch, normalize(steps, residual), projected);
+        const void *rows = normalize(steps, residual);
+        multiply_joined(call->qkv, residual, call->scratch, &call->qkv_joined, rows, projected);
         if (call->with_gates)
             shardnet_parallel_for(&residual->team, steps->part_gates, call, residual->n_rows, ROWS_AT_ONCE);
         if (!(parts & STORE)) call->attend.n_spans = 0;
@@ -75,7 +62,7 @@ void shardnet_attention(struct attention_call *call, int32_t parts) {
     if (parts & AFTER) {
         if (call->with_gates)
             shardnet_parallel_for(&residual->team, steps->open_gates, call, residual->n_rows, ROWS_AT_ONCE);
-        multiply_joined(call->output, residual, call->scratch, &call->joined, call->attend.attended);
+        multiply_joined(call->output, residual, call->scratch, &call->joined, call->attend.attended, residual->inner);
         add_residual(steps, residual);
     }
 }
@@ -87,7 +74,7 @@ void shardnet_mlp(struct mlp_call *call) {
     const struct steps *steps = shardnet_steps_for(&residual->team);
     multiply(call->gate_up, residual, call->scratch, normalize(steps, residual), call->projected);
     shardnet_parallel_for(&residual->team, steps->activate, call, residual->n_rows, ROWS_AT_ONCE);
-    multiply_joined(call->down, residual, call->scratch, &call->joined, call->activated);
+    multiply_joined(call->down, residual, call->scratch, &call->joined, call->activated, residual->inner);
     add_residual(steps, residual);
 }
 

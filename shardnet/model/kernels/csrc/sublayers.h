@@ -115,6 +115,7 @@ struct attention_call {
     int64_t gates_behind; /* gates follow all values, else each query is followed by its own */
     int64_t gates_soft;   /* outputs are multiplied by the softpluses of gates, else by their sigmoids */
     struct attend attend; /* its queries are those in `projected` */
+    struct joined qkv_joined;
     struct joined joined; /* around the output */
 };
 
@@ -190,6 +191,24 @@ INLINE void ready(struct linear *p, const struct residual *residual, int64_t n_r
 INLINE void multiply(struct linear *p, const struct residual *residual, int8_t *scratch, const void *rows, void *out) {
     ready(p, residual, residual->n_rows, scratch, rows, out);
     shardnet_linear(p);
+}
+
+/* Joins the columns of `n_rows` rows with those of the other shards. Returns where all are: `part` itself where `ends`
+ * is NULL, and nothing is cut. */
+INLINE const void *join(const struct joined *joined, const int64_t *ends, const void *part, void *whole,
+                        int64_t n_rows, int is_bf16) {
+    if (!ends) return part;
+    joined->gather->join(joined->gather, part, whole, n_rows, ends, is_bf16 ? 2 : 4);
+    return whole;
+}
+
+/* Multiplies rows, where they or the outputs are cut over shards with the others'. */
+INLINE void multiply_joined(struct linear *p, const struct residual *residual, int8_t *scratch,
+                            const struct joined *joined, const void *rows, void *out) {
+    const int64_t n_rows = residual->n_rows;
+    rows = join(joined, joined->in_ends, rows, joined->rows, n_rows, residual->is_bf16);
+    multiply(p, residual, scratch, rows, joined->out_ends ? joined->part : out);
+    join(joined, joined->out_ends, joined->part, out, n_rows, residual->is_bf16);
 }
 
 /* Applies the norm before a sub-layer, if there is one. Returns where its rows are. */
