@@ -38,7 +38,7 @@ from shardnet.model.kernels.linear import MAX_EXACT_ROWS, Kernel, KernelChoice, 
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import Table
 from shardnet.model.layers.weight_source import WeightSource
-from shardnet.model.shards.cut import Axis, Cut
+from shardnet.model.shards.cut import Axis, Cut, stays_whole
 from shardnet.model.shards.gathered import GatheredLinear, GatheredTable
 from shardnet.model.shards.group import ShardGroup
 from shardnet.model.vision.tower import TowerEncoder
@@ -310,7 +310,8 @@ def load_encoder(
 class ShardWeights:
     """The WeightSource of one shard: `weights`, cut as `cut` says.
 
-    Norms, routers and other parameters that are never quantised are whole in every shard.
+    Norms, routers, other parameters that are never quantised, and what `stays_whole` are whole in
+    every shard.
     """
 
     def __init__(self, weights: StageWeights, shapes: Shapes, cut: Cut, group: ShardGroup) -> None:
@@ -332,17 +333,19 @@ class ShardWeights:
         inputs: Axis | None = None,
     ) -> Linear:
         """See WeightSource."""
-        if precise or wide:
-            return self._weights.linear(*names, transposed=transposed, precise=precise, wide=wide)
+        shapes = [self._shapes[f"{name}.weight"][:: -1 if transposed else 1] for name in names]
+        n_outs, n_in = [n_out for n_out, _ in shapes], shapes[0][1]
         axes = outputs if self._cut.cuts(outputs) else ()
-        n_outs = [self._shapes[f"{name}.weight"][1 if transposed else 0] for name in names]
+        in_ends = self._cut.input_ends(n_in, inputs)
+        is_whole = not axes and in_ends is None and stays_whole(sum(n_outs), n_in)
+        if precise or wide or is_whole:
+            return self._weights.linear(*names, transposed=transposed, precise=precise, wide=wide)
         ranges = self._cut.rows(n_outs, axes)
         own = [name for name, some in zip(names, ranges, strict=True) if some]
         for name, some in zip(names, ranges, strict=True):
             for kind, axis in (("weight", 1 if transposed else 0), ("bias", 0)):
                 self._keep(f"{name}.{kind}", some, axis)
         linear = self._weights.linear(*own, transposed=transposed)
-        in_ends = self._cut.input_ends(linear.shape[1], inputs)
         out_ends = None if axes else self._cut.output_ends(sum(n_outs))
         if in_ends is None and out_ends is None:
             return linear
@@ -357,7 +360,7 @@ class ShardWeights:
         weight = f"{name}.weight"
         n_rows, width = self._shapes[weight]
         ends = self._cut.output_ends(n_rows)
-        if ends is None:
+        if ends is None or stays_whole(n_rows, width):
             return self._weights.table(name)
         self._keep(weight, self._cut.rows([n_rows], ())[0], 0)
         return GatheredTable(self._weights.table(name), self._group, ends, width)

@@ -27,6 +27,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, LostShardError
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.linear import KernelChoice
+from shardnet.model.shards import cut
 from shardnet.model.shards.group import ShardGroup
 from shardnet.runtime.engine.requests import TokenGenerated
 from shardnet.sampling_params import SamplingParams
@@ -76,6 +77,13 @@ def assert_same_bits(folder: Path, n_shards: int, choice: KernelChoice | None = 
         assert torch.equal(shard, whole)
 
 
+@pytest.fixture
+def _cuts_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have small linears cut too: all of a tiny checkpoint's are."""
+    monkeypatch.setattr(cut, "WHOLE_WEIGHTS", 0)
+
+
+@pytest.mark.usefixtures("_cuts_all")
 @pytest.mark.parametrize(("name", "n_shards"), cases(USUAL, [c for c in ALL if c not in USUAL]))
 def test_every_family_gives_the_bits_of_the_whole_stage(
     name: str, n_shards: int, tmp_path: Path
@@ -83,6 +91,7 @@ def test_every_family_gives_the_bits_of_the_whole_stage(
     assert_same_bits(make(name, tmp_path), n_shards)
 
 
+@pytest.mark.usefixtures("_cuts_all")
 @pytest.mark.parametrize(
     ("name", "kind"),
     cases(
@@ -94,6 +103,7 @@ def test_quantised_while_loading(name: str, kind: Quantization, tmp_path: Path) 
     assert_same_bits(make(name, tmp_path), 2, probed(CPU, DType.FLOAT32, None, kind))
 
 
+@pytest.mark.usefixtures("_cuts_all")
 @pytest.mark.parametrize(
     "name", cases(STORED_USUAL, [name for name in STORED if name not in STORED_USUAL])
 )
@@ -105,6 +115,7 @@ def test_quantised_as_stored(name: str, tmp_path: Path) -> None:
     assert_same_bits(tmp_path / "made", 4)
 
 
+@pytest.mark.usefixtures("_cuts_all")
 def test_blocks_of_gguf(tmp_path: Path) -> None:
     """Rows of queries and keys that stand in another order, forms that differ, a packed table."""
     kinds = {"attn_q": "Q4_0", "attn_k": "Q8_0", "ffn_up": "Q5_0", "ffn": "Q4_0", "token": "Q8_0"}

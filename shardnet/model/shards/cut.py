@@ -20,6 +20,9 @@ from shardnet.model.config.panel_form import PANEL
 
 MAX_SHARDS = 16
 """Shards of one stage at most."""
+WHOLE_WEIGHTS = 1 << 22
+"""A linear or table of at most so many weights is whole in every shard, unless its inputs or what
+follows are cut: to read the others' weights takes less time than to gather their outputs."""
 
 Range = tuple[int, int]
 """Begin and end."""
@@ -58,6 +61,11 @@ def shares(total: int, n_shards: int) -> tuple[int, ...]:
     return tuple(
         min(total, PANEL * (n_panels * shard // n_shards)) for shard in range(n_shards + 1)
     )
+
+
+def stays_whole(n_out: int, n_in: int) -> bool:
+    """Say whether a linear or table [n_out, n_in] is too small to be cut by itself."""
+    return n_out * n_in <= WHOLE_WEIGHTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

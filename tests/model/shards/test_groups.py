@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import threading
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from support.models.checkpoints import make_decoder
 from support.needs import needs_library
 from support.rings.shard_threads import on_each_shard
-from support.rings.stage_chain import StageChain, random_prompt
 
 from shardnet.errors import LostShardError, UsageError
 from shardnet.model.shards.cut import MAX_SHARDS, shares
 from shardnet.model.shards.group import (
     BUFFER_BYTES,
     MemoryGroup,
-    PythonGather,
     ShardGroup,
     SharedMemory,
 )
-from shardnet.types import LayerRange
 
 pytestmark = needs_library
 
@@ -83,39 +78,6 @@ def test_a_lost_shard_ends_the_waiting_at_once() -> None:
     assert not waiting.is_alive()
     with pytest.raises(LostShardError, match="shard 1 of 2"):
         group.check()
-
-
-class _ByPython:
-    """A group that the library reaches through Python."""
-
-    def __init__(self, group: MemoryGroup) -> None:
-        self._group = group
-        self.index, self.size, self.gather = group.index, group.size, self._gather
-        self._python = PythonGather(self)
-        self.struct = self._python.struct
-        self.n_gathers = 0
-
-    def _gather(self, part: torch.Tensor, ends: Any) -> torch.Tensor:
-        self.n_gathers += 1
-        return self._group.gather(part, ends)
-
-    def check(self) -> None:
-        self._python.raise_error()
-        self._group.check()
-
-
-def test_the_library_gathers_by_python_where_a_group_has_nothing_better(tmp_path: Any) -> None:
-    folder = make_decoder(tmp_path, "llama", num_attention_heads=4, num_hidden_layers=2)
-    prompt, layers = random_prompt(20, 290, seed=1), [LayerRange(0, 2)]
-
-    def logits(group: Any = None) -> tuple[torch.Tensor, int]:
-        made = StageChain.load(folder, layers, group=group).generate([prompt], 3)
-        return made[0], 0 if group is None else group.n_gathers
-
-    whole, _ = logits()
-    for shard, n_gathers in on_each_shard(2, logits, _ByPython):
-        assert torch.equal(shard, whole)
-        assert n_gathers == 3 * (1 + 2 * 4 + 1)  # steps: embedding, four in each layer, head
 
 
 def test_columns_are_shared_out_in_whole_panels_where_there_are_enough() -> None:

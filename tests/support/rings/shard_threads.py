@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
 from shardnet.errors import LostShardError
-from shardnet.model.shards.group import MemoryGroup, ShardGroup, SharedMemory
+from shardnet.model.shards.group import MemoryGroup, PythonGather, ShardGroup, SharedMemory
 
 T = TypeVar("T")
+
+
+class CountingGroup:
+    """A group that the library reaches through Python, which counts its gathers."""
+
+    def __init__(self, group: MemoryGroup) -> None:
+        self._group = group
+        self.index, self.size = group.index, group.size
+        self._python = PythonGather(self)
+        self.struct = self._python.struct
+        self.n_gathers = 0
+
+    def gather(self, part: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
+        """See ShardGroup."""
+        self.n_gathers += 1
+        return self._group.gather(part, ends)
+
+    def check(self) -> None:
+        """See ShardGroup."""
+        self._python.raise_error()
+        self._group.check()
 
 
 def on_each_shard(
