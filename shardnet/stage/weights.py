@@ -52,7 +52,7 @@ from shardnet.stage.streaming.layer_stream import LayerStream
 from shardnet.stage.streaming.streamed_linear import ExpertPool, Place, StoredLinear, StreamedLinear
 from shardnet.stage.tensor_reader import Progress, TensorReader
 from shardnet.stage.weight_digests import WeightDigests
-from shardnet.types import ANY_ROWS, DType
+from shardnet.types import ANY_ROWS, Arith, DType
 
 _EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
 """In the name of an expert's parameter."""
@@ -280,7 +280,8 @@ class StageWeights:
     @cached_property
     def _wide(self) -> KernelChoice:
         """The kernel for float32 on this device."""
-        return probe(self._device, DType.FLOAT32, None)
+        arith = Arith.PORTABLE if self._choice.kernel is Kernel.NATIVE else Arith.FAST
+        return probe(self._device, DType.FLOAT32, None, arith=arith)
 
     def _streamed_linear(
         self, names: Sequence[str], biases: Sequence[Tensor], place: Place, *, transposed: bool

@@ -117,6 +117,19 @@ def test_every_family_has_the_same_bits_however_it_is_computed(
 
 
 @needs_library
+def test_routers_in_float32_are_as_portable_as_the_rest(tmp_path: Path) -> None:
+    """Loaded without vectors, too, where torch would compute in float32 if it might."""
+    folder = make_decoder(tmp_path, "deepseek_v3", **CASES["deepseek_v3"] | {"hidden_size": 1056})
+    choice = probed(CPU, DType.FLOAT32, None, arith=Arith.PORTABLE)
+    layers = [LayerRange(0, Checkpoint.open(folder).config.n_layers)]
+    made = []
+    for name in ("", "portable"):
+        with instruction_set(name, 1):
+            made.append(StageChain.load(folder, layers, choice).prefill(0, random_prompt(50, 290)))
+    assert torch.equal(*made)
+
+
+@needs_library
 @pytest.mark.parametrize(
     ("case", "arith"),
     cases(IN_TURNS, [each for each in itertools.product(HEADS, ARITHS) if each not in IN_TURNS]),
