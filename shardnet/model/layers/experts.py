@@ -19,8 +19,9 @@ from torch import Tensor
 
 from shardnet.model.config.model_config import Experts
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.modules import GatedMlp, Mlp
+from shardnet.model.layers.modules import GatedMlp, Mlp, TwoLayerMlp
 from shardnet.model.layers.norms import Norm, row_sigmoid, row_softmax
+from shardnet.model.shards.gathered import multiply_each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,7 @@ class SparseMlp:
     """
 
     router: Router
-    experts: Sequence[Mlp]
+    experts: Sequence[TwoLayerMlp]
     shared: Mlp | None = None
     weighs_inputs: bool = False
 
@@ -130,21 +131,24 @@ class SparseMlp:
         n_rows, top_k = routing.experts.shape
         expert_ids = routing.experts.flatten()  # [T x K]
         order = expert_ids.argsort(stable=True)  # by expert, then by row
-        rows = order // top_k
         outputs = hidden.new_empty(n_rows * top_k, hidden.shape[-1])
-        start = 0
         counts = expert_ids.bincount(minlength=len(self.experts)).tolist()
         visited = [expert for expert, n_routed in enumerate(counts) if n_routed]
         for expert in visited:
             _fetch(self.experts[expert])
-        for expert in visited:
-            n_routed = counts[expert]
-            routed = hidden.index_select(0, rows.narrow(0, start, n_routed))
-            chosen = order.narrow(0, start, n_routed)
+        chosen_by = torch.split(order, [counts[expert] for expert in visited])
+
+        def inner(expert: int, chosen: Tensor) -> Tensor:
+            routed = hidden.index_select(0, chosen // top_k)
             if self.weighs_inputs:
                 routed = routed * routing.weights.flatten()[chosen, None].to(routed.dtype)
-            outputs.index_copy_(0, chosen, self.experts[expert](routed))
-            start += n_routed
+            return self.experts[expert].inner(routed)
+
+        downs = [self.experts[expert].down_proj for expert in visited]
+        for chosen, made in zip(
+            chosen_by, multiply_each(downs, map(inner, visited, chosen_by)), strict=True
+        ):
+            outputs.index_copy_(0, chosen, made)
         weights = torch.ones_like(routing.weights) if self.weighs_inputs else routing.weights
         total = _weighted_sum(outputs.view(n_rows, top_k, -1), weights)
         if self.shared is not None:
@@ -186,10 +190,14 @@ class ClampedMlp:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Compute [T, E] from [T, E], each row for itself."""
+        return self.down_proj(self.inner(hidden))
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        """See TwoLayerMlp."""
         gate, up = self.gate_up_proj(hidden).chunk(2, -1)  # [T, intermediate] each
         gate = gate.clamp(max=self.limit)
         up = up.clamp(-self.limit, self.limit)
-        return self.down_proj(row_sigmoid(gate * self.alpha).mul_(gate) * up.add_(1))
+        return row_sigmoid(gate * self.alpha).mul_(gate) * up.add_(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -193,6 +193,17 @@ class Mlp(Protocol):
         """Transform hidden states [T, E] to [T, E], row by row."""
 
 
+class TwoLayerMlp(Mlp, Protocol):
+    """An MLP that ends in a linear."""
+
+    @property
+    def down_proj(self) -> Linear:
+        """The last linear."""
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        """Compute what goes into it: [T, intermediate] from [T, E], each row for itself."""
+
+
 class HasActivation(Protocol):
     """A config of a model or of a tower."""
 
@@ -222,11 +233,13 @@ class GatedMlp:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Transform hidden states [T, E] to [T, E], row by row."""
+        return self.down_proj(self.inner(hidden))
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        """See TwoLayerMlp."""
         gate, up = self.gate_up_proj(hidden).chunk(2, -1)  # [T, intermediate] each
         inner = activated_rows(self.activation, gate, up)
-        if inner is None:
-            inner = activate(self.activation, gate).mul_(up)
-        return self.down_proj(inner)
+        return activate(self.activation, gate).mul_(up) if inner is None else inner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,4 +261,8 @@ class PlainMlp:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Transform hidden states [T, E] to [T, E], row by row."""
-        return self.down_proj(activate(self.activation, self.up_proj(hidden)))
+        return self.down_proj(self.inner(hidden))
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        """See TwoLayerMlp."""
+        return activate(self.activation, self.up_proj(hidden))

@@ -9,6 +9,7 @@ Axes in shape comments: T rows of the micro-batch, K inputs, N outputs, V rows o
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -60,6 +61,23 @@ class GatheredLinear:
             rows = self.group.gather(rows, self.in_ends)
         part = self.own(rows)
         return part if self.out_ends is None else self.group.gather(part, self.out_ends)
+
+
+def multiply_each(linears: Sequence[Linear], rows: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Multiply each of several rows [T_i, K] by a linear of its own: yields [T_i, N], one by one.
+
+    Where the linears are cut over shards, which they are alike, all are gathered at once.
+    """
+    first = linears[0]
+    if not isinstance(first, GatheredLinear) or first.in_ends is None or first.out_ends is None:
+        yield from (linear(own) for linear, own in zip(linears, rows, strict=True))
+        return
+    inputs = [*rows]
+    sizes = [len(own) for own in inputs]
+    whole = torch.split(first.group.gather(torch.cat(inputs), first.in_ends), sizes)
+    owns = [linear.own for linear in linears if isinstance(linear, GatheredLinear)]
+    parts = torch.cat([linear(own) for linear, own in zip(owns, whole, strict=True)])
+    yield from torch.split(first.group.gather(parts, first.out_ends), sizes)
 
 
 class JoinedLinear:

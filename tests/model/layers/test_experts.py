@@ -12,7 +12,7 @@ from support.rings.stage_chain import CPU, probed
 from torch import Tensor
 
 from shardnet.model.config.model_config import Activation
-from shardnet.model.kernels.linear import Linear, make_linear
+from shardnet.model.kernels.linear import Linear, PlainLinear, make_linear
 from shardnet.model.layers.experts import ExpertChoice, SoftmaxRouter, SparseMlp, best_experts
 from shardnet.model.layers.modules import GatedMlp
 from shardnet.types import DType
@@ -105,17 +105,23 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(dtype: DType) -> None:
 def test_an_expert_computes_its_rows_once() -> None:
     asked: list[int] = []
 
+    rows = rows_of(3, torch.float32)
+
     class Counting:
-        def __call__(self, hidden: Tensor) -> Tensor:
+        down_proj = PlainLinear(torch.eye(rows.shape[1]), None)
+
+        def inner(self, hidden: Tensor) -> Tensor:
             asked.append(hidden.shape[0])
             return hidden
+
+        def __call__(self, hidden: Tensor) -> Tensor:
+            return self.down_proj(self.inner(hidden))
 
     def router(hidden: Tensor) -> ExpertChoice:
         experts = torch.tensor([[0, 2], [2, 5], [2, 0]])
         return ExpertChoice(experts=experts, weights=torch.tensor([[0.5, 0.25]] * 3))
 
     mlp = SparseMlp(router=router, experts=[Counting() for _ in range(N_EXPERTS)])
-    rows = rows_of(3, torch.float32)
     answers, _ = mlp(rows)
     assert asked == [2, 3, 1]
     torch.testing.assert_close(answers, 0.75 * rows)

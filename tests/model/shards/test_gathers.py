@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.models.checkpoints import make_decoder
+from support.models.family_cases import CASES
 from support.needs import needs_library
 from support.rings.shard_threads import CountingGroup, on_each_shard
 from support.rings.stage_chain import CPU, Rows, StageChain, probed, random_prompt
@@ -58,6 +59,14 @@ MODELS = {
         n_small=2,
         n_visits=3 * 2,
         config=THREE_LAYERS | {"num_experts_per_tok": 4, "shared_expert_intermediate_size": 48},
+    ),
+    # a router and an MLP beside it that torch computes; heads that no shard has by itself
+    "parallel": Model(
+        family="gemma4_text",
+        n_gathers=3 * 4,
+        n_small=2 + 3 * 2,
+        is_joined=False,
+        config=CASES["gemma4_text-moe"],
     ),
     # three DeltaNets, whose projections are small, behind each a mixture with a wider expert
     "hybrid": Model(
