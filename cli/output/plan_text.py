@@ -384,6 +384,9 @@ def _stage_line(plan: PlanReply, stage: PlannedStage) -> str:
     if stage.shards:
         others = ", ".join(f"{shard.name} ({shard.address})" for shard in stage.shards)
         line += f", each layer cut over it and {others}"
+    if stage.shares:
+        parts = " : ".join(f"{100 * share / sum(stage.shares):.0f} %" for share in stage.shares)
+        line += f" in parts of {parts}"
     if stage.dtype not in ("", plan.dtype):
         line += f", computes in {stage.dtype}"
     if plan.wire_dtype == MIXED_WIRES and stage.wire_dtype:

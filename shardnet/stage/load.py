@@ -89,6 +89,7 @@ def load_stage(
     capture: Capture | None = None,
     kept: KeptLinears | None = None,
     group: ShardGroup | None = None,
+    shares: Sequence[int] = (),
     followers: Followers | None = None,
     adapters: Sequence[LoadedAdapter] = (),
     on: Device | None = None,
@@ -100,9 +101,9 @@ def load_stage(
     quantised weights, which may be written while the stage computes already. `n_streamed` layers
     stay on disk. `capture` is that of load_family_stage. `kept` are linears of a stage of the same
     model, loaded with the same choice: they are taken from there. With a `group` this is a shard of
-    the stage, with the heads of its own, and with `followers` the first one, as which others do; a
-    shard has no `adapters`. With `on`, the kernel text computes there what it can of a stage whose
-    `device` is the CPU.
+    the stage, with the heads of its own, by the `shares` of all of them, () for equal ones, and
+    with `followers` the first one, as which others do; a shard has no `adapters`. With `on`, the
+    kernel text computes there what it can of a stage whose `device` is the CPU.
     `progress` is called with (bytes done, bytes in total) after every part; an exception it raises
     aborts the loading and releases everything.
 
@@ -133,7 +134,7 @@ def load_stage(
         if group is not None:
             assert adapted is None, "shards have no adapters"
             whole_heads = family_of(config).has_whole_heads
-            cut = Cut.of(config, group.index, group.size, has_whole_heads=whole_heads)
+            cut = Cut.of(config, group.index, group.size, shares, has_whole_heads=whole_heads)
             own = cut.own_config(config)
             source = ShardWeights(weights, tensors.all, cut, group)
         with weights.writer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from shardnet.types import (
 pytestmark = needs_library
 
 USUAL = [("llama", 4), ("gpt2", 2), ("gpt_oss-odd", 2), ("deepseek_v3", 2)]
-ALL = [(name, n_shards) for name in ("llama", "gpt2", *CASES) for n_shards in (2, 4)]
+ALL = [(name, n_shards) for name in ("llama", "gpt2", *CASES) for n_shards in (2, 3, 4)]
 EVEN = {"num_attention_heads": 8, "num_key_value_heads": 2}
 """Of four shards each two have the same KV head. In most other cases heads do not divide by 4."""
 STORED_USUAL = ["awq", "fp8-blocks"]
@@ -61,14 +62,16 @@ def make(name: str, folder: Path) -> Path:
     return make_decoder(folder, name.split("-")[0], **config)
 
 
-def assert_same_bits(folder: Path, n_shards: int, choice: KernelChoice | None = None) -> None:
+def assert_same_bits(
+    folder: Path, n_shards: int, choice: KernelChoice | None = None, shares: Sequence[int] = ()
+) -> None:
     """Prefill and decode, in two stages each of which is cut."""
     n_layers = Checkpoint.open(folder).config.n_layers
     ranges = [LayerRange(0, 1), LayerRange(1, n_layers)]
     prompt = random_prompt(70, 290, seed=1)
 
     def logits(group: ShardGroup | None = None) -> torch.Tensor:
-        chain = StageChain.load(folder, ranges, choice, group=group)
+        chain = StageChain.load(folder, ranges, choice, group=group, shares=shares)
         [made] = chain.generate([prompt], 3)
         return made
 
@@ -89,6 +92,22 @@ def test_every_family_gives_the_bits_of_the_whole_stage(
     name: str, n_shards: int, tmp_path: Path
 ) -> None:
     assert_same_bits(make(name, tmp_path), n_shards)
+
+
+@pytest.mark.usefixtures("_cuts_all")
+@pytest.mark.parametrize("kind", [DType.FLOAT32, DType.BFLOAT16, Quantization.INT8])
+@pytest.mark.parametrize("heads", [(8, 2), (6, 3), (4, 1)])
+def test_unequal_shards_of_any_number_give_the_bits_of_the_whole_stage(
+    heads: tuple[int, int], kind: DType | Quantization, tmp_path: Path
+) -> None:
+    n_heads, n_kv_heads = heads
+    sizes = {"num_attention_heads": n_heads, "num_key_value_heads": n_kv_heads, "head_dim": 16}
+    folder = make_decoder(
+        tmp_path, "llama", num_hidden_layers=2, hidden_size=96, intermediate_size=144, **sizes
+    )
+    dtype, quant = (DType.FLOAT32, kind) if isinstance(kind, Quantization) else (kind, None)
+    for shares in ((5, 1), (1, 1, 1), (2, 7, 3), (1, 1, 1, 1, 1), (3, 1, 1, 6, 2)):
+        assert_same_bits(folder, len(shares), probed(CPU, dtype, None, quant), shares)
 
 
 @pytest.mark.usefixtures("_cuts_all")
@@ -158,7 +177,7 @@ def test_two_sharded_stages_generate_what_whole_ones_do(tmp_path: Path) -> None:
     assert all(len(text) >= 4 for text in texts[0])
 
 
-@pytest.mark.parametrize("family", cases(["gemma3_text", "qwen3_next", "deepseek_v2"], ["llama"]))
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_next", "deepseek_v2", "llama"])
 def test_slots_move_between_whole_and_sharded_stages(family: str, tmp_path: Path) -> None:
     """Rows, quantised or not, of a window or not, and states: both ways, through plain bytes."""
     more: dict[str, Any] = {}
@@ -168,11 +187,14 @@ def test_slots_move_between_whole_and_sharded_stages(family: str, tmp_path: Path
         more = {"layer_types": ["linear_attention", "full_attention"]}
     if family == "deepseek_v2":
         more = {"num_key_value_heads": 8}
+    if family == "llama":  # of two shards one has two of the three
+        more = {"num_attention_heads": 6, "num_key_value_heads": 3}
     folder = make_decoder(tmp_path, family, num_hidden_layers=2, **EVEN | more)
     kv_dtype = KvDType.INT8 if family == "gemma3_text" else KvDType.AUTO
     layers = [LayerRange(0, 2)]
     stages = [
-        TorchStages(folder, layers, kv_dtype=kv_dtype, n_shards=n_shards) for n_shards in (1, 2, 4)
+        TorchStages(folder, layers, kv_dtype=kv_dtype, n_shards=n_shards)
+        for n_shards in (1, 2, 5 if family == "llama" else 4)
     ]
     prompt = random_prompt(300, 290, seed=1)
     drawn = []

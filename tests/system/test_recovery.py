@@ -215,6 +215,27 @@ def test_a_stage_that_spans_two_nodes_says_the_same_and_outlives_one_of_them(
     dora.kill()
 
 
+def test_a_stage_that_spans_three_unequal_nodes_says_the_same(anna: Survivor) -> None:
+    """One has memory for a small part only; heads do not come out even."""
+    [emma] = anna.machine.start_nodes("emma")
+    [lena] = anna.machine.start_nodes("lena", arguments=["--memory", "11MiB"])
+    addresses = [anna.node.address, emma.address, lena.address]
+    choice = ModelChoice(model=DEFAULT_MODEL_NAME, nodes=addresses, nodes_per_stage=3, context=512)
+
+    async def main() -> None:
+        async with connect(anna.node.address) as client:
+            [stage] = (await client.plan(choice)).stages
+            assert [shard.name for shard in stage.shards] == ["emma", "lena"]
+            first, second, third = stage.shares
+            assert min(first, second) > third
+            said, _ = await run_all(client, choice)
+            assert said == anna.undisturbed
+
+    asyncio.run(main())
+    for node in (emma, lena):
+        node.kill()
+
+
 def test_a_model_whose_layers_keep_a_state_recovers_amid_drafts(
     anna: Survivor, tmp_path: Path
 ) -> None:

@@ -158,5 +158,6 @@ def ring_spec(plan: Plan) -> RingSpec:
         config=plan.facts.config,
         ariths=tuple(node_ariths(plan.choice.arith, plan.arith, plan.nodes).values()),
         spans=tuple(tuple(node.address for node in further) for further in plan.spans),
+        shares=tuple(stage.shares for stage in plan.placement.stages),
         adapters=plan.facts.adapters,
     )

@@ -160,6 +160,9 @@ def check_load_order(
         f"it spans {len(order.shard_nodes)} nodes": (
             len(order.shard_nodes) == 1 or len(order.shard_nodes) > MAX_SHARDS
         ),
+        f"{len(order.shares)} shares of {n_nodes} nodes": (
+            order.shares != [] and len(order.shares) != len(order.shard_nodes)
+        ),
         "its adapters have parts for other layers": any(
             not first_layer <= part.layer < order.layers[1]
             for adapter in order.adapters

@@ -313,6 +313,7 @@ class StageOrders:
             arith=(self.device if devices[0].driver else cpu).arith(message.arith),
             shard=message.shard,
             n_nodes=len(message.shard_nodes) or 1,
+            shares=tuple(message.shares),
             adapters=adapters,
         )
         if len(parts) == 1:

@@ -142,7 +142,6 @@ def _seat(devices: NodeDevices, places: Sequence[int]) -> Seat:
     shape, n_shards = own[0].held.shape, len(own)
     if n_shards == 1:
         return Seat(devices=tuple(places), held=own[0].held, speed=speeds[0])
-    memory_bytes = n_shards * min(d.held.memory_bytes for d in own)
     share = _share(devices, n_shards)
     link, gathers = devices.gather or LinkSpeed(round_trip_s=0, bytes_per_s=1e9), shape.gathers
 
@@ -162,7 +161,7 @@ def _seat(devices: NodeDevices, places: Sequence[int]) -> Seat:
         step_s=speeds[0].step_s,
         is_steady=all(s.is_steady for s in speeds),
     )
-    held = HeldModel(shape=shape.shared_by(n_shards), memory_bytes=memory_bytes)
+    held = own[0].held.shared_by((1,) * n_shards, [device.held.memory_bytes for device in own])
     return Seat(devices=tuple(places), held=held, speed=speed)
 
 

@@ -233,6 +233,7 @@ def _stage_plan(shape: ModelShape, stage: PlacedStage, hop_s: float | None) -> S
         fetch_bytes=stage.candidate.fetch_bytes(layers),
         fetch_s=stage.candidate.fetch_s(layers),
         shards=stage.candidate.shards,
+        shares=stage.candidate.shares,
     )
 
 

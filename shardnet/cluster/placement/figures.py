@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
 from shardnet.errors import UsageError
+from shardnet.model.shards.cut import Cut, head_ends
 from shardnet.stage.estimate.memory_estimate import N_BUFFERS, streamed_layers
 from shardnet.types import BLOCK_POSITIONS, LayerRange, NodeId, blocks_for
 from shardnet.wire.messages.measurements import StageSeconds
@@ -85,14 +87,30 @@ class Gathers:
     """What the nodes of one stage tell each other of one row, in bytes of all their parts.
 
     `layer_bytes` are those of each gather in a layer, `embedding_bytes` and `head_bytes` of those
-    behind the embedding and the LM head. `kv_copies` says how often keys and values are there in so
-    many shards, where that is more than once: their heads do not divide, or are fewer.
+    behind the embedding and the LM head. Attention is cut by `heads`, those of queries and of keys
+    and values; (1, 1) where it is whole in every shard. Of a layer's weights `head_weights` are
+    those of queries, keys and values.
     """
 
     layer_bytes: tuple[int, ...]
     embedding_bytes: int
     head_bytes: int
-    kv_copies: Mapping[int, int] = field(default_factory=dict)
+    heads: tuple[int, int] = (1, 1)
+    head_weights: Fraction = Fraction(0)
+
+    def cuts(self, weights: Sequence[int]) -> list[Cut]:
+        """Return what each of several nodes has by its weight."""
+        heads, kv_heads = self.heads
+        return [
+            Cut(
+                index=index,
+                weights=tuple(weights),
+                n_heads=heads,
+                n_kv_heads=kv_heads,
+                head_ends=head_ends(heads, kv_heads, weights),
+            )
+            for index in range(len(weights))
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,16 +174,15 @@ class ModelShape(Sizes):
         """Return the shape with more of it quantised: with `sizes`."""
         return replace(self, **sizes.each, quantized_sizes=())
 
-    def shared_by(self, n_shards: int) -> ModelShape:
-        """Return the sizes in `n_shards` shards together: each has all activations and states."""
-        copies = self.gathers.kv_copies.get(n_shards, 1) if self.gathers is not None else 1
+    def enlarged(self, kv: Fraction, activations: Fraction, states: Fraction) -> ModelShape:
+        """Return the sizes with more keys and values, activations and states, by such factors."""
 
         def several(sizes: Sizes) -> dict[str, Any]:
             return {
-                "kv_block_bytes": sizes.kv_block_bytes * copies,
-                "activation_bytes": sizes.activation_bytes * n_shards,
-                "activation_position_bytes": sizes.activation_position_bytes * n_shards,
-                "state_bytes": sizes.state_bytes * n_shards,
+                "kv_block_bytes": math.ceil(sizes.kv_block_bytes * kv),
+                "activation_bytes": math.ceil(sizes.activation_bytes * activations),
+                "activation_position_bytes": int(sizes.activation_position_bytes * activations),
+                "state_bytes": math.ceil(sizes.state_bytes * states),
             }
 
         quantized = tuple(replace(sizes, **several(sizes)) for sizes in self.quantized_sizes)
@@ -218,6 +235,36 @@ class HeldModel:
 
     shape: ModelShape
     memory_bytes: int
+
+    @property
+    def working_bytes(self) -> int:
+        """What activations take, and what is kept free."""
+        return math.ceil(self.shape.activation_bytes * (1 + MARGIN))
+
+    def parts(self, weights: Sequence[int]) -> list[tuple[Fraction, Fraction]]:
+        """Return what each shard has by its weight: of the model's weights, of keys and values."""
+        gathers = self.shape.gathers or Gathers(layer_bytes=(), embedding_bytes=0, head_bytes=0)
+        return [
+            (cut.share(gathers.head_weights), Fraction(cut.n_own_kv_heads, cut.n_kv_heads))
+            for cut in gathers.cuts(weights)
+        ]
+
+    def shared_by(self, weights: Sequence[int], memory_bytes: Sequence[int]) -> HeldModel:
+        """Return it in shards, each with a share by its weight and so much memory.
+
+        Each has all activations and states. What fits there fits each of them: where one is full
+        before the others, of these only as much memory counts as goes with its share.
+        """
+        parts = self.parts(weights)
+        shares, working = [share for share, _ in parts], self.working_bytes
+        rooms = [(own - working) / share for own, share in zip(memory_bytes, shares, strict=True)]
+        most = 1 / max(shares)
+        return HeldModel(
+            shape=self.shape.enlarged(
+                max(kv / share for share, kv in parts), most, 1 / min(shares)
+            ),
+            memory_bytes=max(0, int(min(rooms) + most * working)),
+        )
 
     def with_blocks(self, n_blocks: int) -> HeldModel:
         """Return it with a context of so many whole blocks, fewer than the present ones."""
@@ -320,9 +367,10 @@ class CandidateNode:
     `lacking` are the stored bytes of each layer that it would have to fetch, () for none, and
     `fetch_bytes_per_s` how fast they would come, None where that was not measured. `shape` are the
     model's sizes on this node where it holds the model in another form than most, as in float32
-    where it has no instructions for the ring's dtype. A stage of it spans the nodes `shards` too:
-    the figures are those of all of them together. Where it has several `devices`, the figures are
-    those that placement/devices.py makes of them.
+    where it has no instructions for the ring's dtype. A stage of it spans the nodes `shards` too,
+    each with its part by `shares`, () for equal ones: the figures are those of all of them
+    together. Where it has several `devices`, the figures are those that placement/devices.py makes
+    of them.
     """
 
     node: NodeId
@@ -334,6 +382,7 @@ class CandidateNode:
     fetch_bytes_per_s: float | None = None
     shape: ModelShape | None = None
     shards: tuple[NodeId, ...] = ()
+    shares: tuple[int, ...] = ()
     devices: NodeDevices | None = None
 
     def held(self, shape: ModelShape) -> HeldModel:
@@ -374,8 +423,9 @@ class StagePlan:
     stage, from the tail to the head; None if not measured, `hop_s` also in a ring of one.
     `working_bytes` it needs while it computes. `n_streamed` of its layers are streamed from disk.
     `fetch_bytes` are fetched from other nodes first, in about `fetch_s`. The stage spans the nodes
-    `shards` too, of which each has an equal part of the bytes. Where the node has several devices,
-    `parts` say which has what, `parts_why` for what reason.
+    `shards` too, of which each has its part of the bytes by `shares`, its own first, () for equal
+    ones. Where the node has several devices, `parts` say which has what, `parts_why` for what
+    reason.
     """
 
     node: NodeId
@@ -389,6 +439,7 @@ class StagePlan:
     fetch_bytes: int = 0
     fetch_s: float | None = None
     shards: tuple[NodeId, ...] = ()
+    shares: tuple[int, ...] = ()
     parts: tuple[PartPlan, ...] = ()
     parts_why: str = ""
 

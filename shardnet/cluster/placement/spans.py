@@ -23,6 +23,7 @@ from shardnet.cluster.placement.estimate import (
     paces_of,
 )
 from shardnet.cluster.placement.figures import (
+    MARGIN,
     CandidateNode,
     Exclusion,
     Gathers,
@@ -38,10 +39,17 @@ from shardnet.cluster.placement.search import find_ring
 from shardnet.cluster.placement.split import Problem, RingSplit
 from shardnet.cluster.placement.words import LISTED, rings_words
 from shardnet.errors import PlanError
+from shardnet.model.shards.cut import MAX_SHARDS
 from shardnet.types import NodeId
 
-SPAN_SIZES = (2, 4, 8)
-"""Over how many nodes a stage may span without being asked to."""
+FURTHER_GAIN = 0.03
+"""What each further node must make a token faster by: with it the stage is lost, too."""
+ALIKE = 0.1
+"""Nodes whose times differ by no more have equal parts: they may take as long tomorrow."""
+PARTS = 1000
+"""All shares together, about."""
+_ROUNDS = 12
+"""How often shares are made smaller where memory lacks: heads are not cut as finely."""
 SPAN_GAIN = 0.15
 """What a token must at least be faster by: a stage that spans two nodes is lost with either."""
 _PREFILL_ROWS = 256
@@ -56,28 +64,82 @@ def gather_s(link: LinkSpeed, n_shards: int, n_bytes: int, n_rows: int = 1) -> f
     return link.round_trip_s + link.send_s(n_rows * n_bytes * (n_shards - 1) // n_shards)
 
 
-def spanning(shape: ModelShape, nodes: Sequence[CandidateNode], links: Links) -> CandidateNode:
-    """Return what a stage that spans `nodes` is to the planner; the first is the ring's member.
+def spanning(
+    shape: ModelShape, nodes: Sequence[CandidateNode], links: Links, n_stages: int = 1
+) -> CandidateNode:
+    """Return what one of `n_stages` that spans `nodes` is to the planner; the first is the ring's
+    member.
 
-    Parts are equal, so it is as fast as the slowest of them. Links that were not measured are
-    assumed to be like the slowest one that was. Raises PlanError for a model that cannot be cut so.
+    Each node has a share by its speed and its memory, so that all take about as long. Links that
+    were not measured are assumed to be like the slowest one that was. Raises PlanError for a model
+    that cannot be cut so.
     """
     gathers = shape.gathers
     if gathers is None:
         raise PlanError(
             "a stage of this model cannot span several nodes", remedy="use --nodes-per-stage 1"
         )
-    link, n_shards = _slowest(nodes, links), len(nodes)
+    link, held = _slowest(nodes, links), nodes[0].held(shape)
     has_speed = all(node.speed is not None for node in nodes)
+    weights = _shares(shape, nodes, n_stages)
+    joined = held.shared_by(weights, [node.memory_bytes for node in nodes])
     return replace(
         nodes[0],
         name="+".join(node.name for node in nodes[:LISTED]),
-        memory_bytes=n_shards * min(node.memory_bytes for node in nodes),
-        shape=nodes[0].held(shape).shape.shared_by(n_shards),
-        speed=_speed(shape, gathers, nodes, link) if has_speed else None,
+        memory_bytes=joined.memory_bytes,
+        shape=joined.shape,
+        speed=_speed(shape, gathers, nodes, weights, link) if has_speed else None,
         lacking=max((node.lacking for node in nodes), key=sum),
         shards=tuple(node.node for node in nodes[1:]),
+        shares=weights if len(set(weights)) > 1 else (),
     )
+
+
+def _shares(shape: ModelShape, nodes: Sequence[CandidateNode], n_stages: int) -> tuple[int, ...]:
+    """Say what of a layer each node has: by its speed where all were measured, and no more than it
+    has memory for; all 1 for equal parts.
+    """
+    rates = [1.0] * len(nodes)
+    if all(node.speed is not None for node in nodes):
+        rates = [1 / pace.speed.layer_s for pace in paces_of(shape, nodes)]
+    if max(rates) < min(rates) * (1 + ALIKE):
+        rates = [1.0] * len(nodes)
+    held, weights, most = nodes[0].held(shape), (1,) * len(nodes), [1.0] * len(nodes)
+    weight_bytes, kv_bytes = (
+        n_bytes(shape.whole) * (1 + MARGIN) / n_stages
+        for n_bytes in (held.shape.weight_bytes, held.shape.kv_bytes)
+    )
+    for _ in range(_ROUNDS):
+        shares = _divided(rates, most)
+        if len({*shares}) > 1:
+            weights = tuple(max(1, round(PARTS * share / sum(shares))) for share in shares)
+        rooms = [node.memory_bytes - held.working_bytes for node in nodes]
+        over = [
+            float(own * weight_bytes + kv * kv_bytes - room) / weight_bytes
+            for (own, kv), room in zip(held.parts(weights), rooms, strict=True)
+        ]
+        if max(over) <= 0:
+            break
+        most = [
+            max(share - more - 1 / PARTS, 1 / PARTS) if more > 0 else limit
+            for share, more, limit in zip(shares, over, most, strict=True)
+        ]
+    return weights
+
+
+def _divided(rates: Sequence[float], most: Sequence[float]) -> list[float]:
+    """Divide 1 by `rates`, but give each `most` at most; less than 1 in all where that is full."""
+    found, left, free = [*most], 1.0, [*range(len(rates))]
+    while free:
+        unit = left / sum(rates[node] for node in free)
+        full = [node for node in free if unit * rates[node] > most[node]]
+        if not full:
+            for node in free:
+                found[node] = unit * rates[node]
+            break
+        left -= sum(most[node] for node in full)
+        free = [node for node in free if node not in full]
+    return found
 
 
 def grouped(
@@ -93,7 +155,9 @@ def grouped(
             remedy=f"name a multiple of {n_shards} nodes",
         )
     starts = range(0, len(nodes), n_shards)
-    return [spanning(shape, nodes[start : start + n_shards], links) for start in starts]
+    return [
+        spanning(shape, nodes[start : start + n_shards], links, len(starts)) for start in starts
+    ]
 
 
 def place_span(
@@ -146,13 +210,16 @@ def weigh_spans(
         return best
     spans = [
         (placed, members)
-        for n_shards in SPAN_SIZES
+        for n_shards in range(2, min(MAX_SHARDS, len(able)) + 1)
         for members in _groups([c for c in candidates if c.node in able], n_shards)
         if (placed := _placed(shape, members, links)) is not None
     ]
     if not spans:
         return best
-    span, members = max(spans, key=lambda found: found[0].predicted_tok_s or 0.0)
+    span, members = max(
+        spans,
+        key=lambda found: (found[0].predicted_tok_s or 0.0) * (1 - FURTHER_GAIN) ** len(found[1]),
+    )
     rate = span.predicted_tok_s or 0.0
     names, words = _names(members), _gather_words(shape, members, links)
     ring = _names([c for c in candidates if c.node in {stage.node for stage in best.stages}])
@@ -205,21 +272,33 @@ def _placed(shape: ModelShape, members: Sequence[CandidateNode], links: Links) -
 
 
 def _speed(
-    shape: ModelShape, gathers: Gathers, nodes: Sequence[CandidateNode], link: LinkSpeed
+    shape: ModelShape,
+    gathers: Gathers,
+    nodes: Sequence[CandidateNode],
+    weights: Sequence[int],
+    link: LinkSpeed,
 ) -> StageSpeed:
-    """Return the speed of a stage that spans `nodes`, whose links are like `link`."""
+    """Return the speed of a stage that spans `nodes`, whose links are like `link`.
+
+    It takes as long as the one that takes longest for its share, and as the gathers.
+    """
     n_shards = len(nodes)
     speeds = [pace.speed for pace in paces_of(shape, nodes)]
+    shares = [weight / sum(weights) for weight in weights]
+    largest = n_shards * max(shares)
 
     def joined_s(sizes: Sequence[int], n_rows: int = 1) -> float:
-        return sum(gather_s(link, n_shards, n_bytes, n_rows) for n_bytes in sizes)
+        return sum(gather_s(link, n_shards, round(largest * size), n_rows) for size in sizes)
+
+    def shared_s(times_s: Sequence[float]) -> float:
+        return max(time_s * share for time_s, share in zip(times_s, shares, strict=True))
 
     return StageSpeed(
-        layer_s=max(s.layer_s for s in speeds) / n_shards + joined_s(gathers.layer_bytes),
-        layer_256_s=max(s.layer_256_s for s in speeds) / n_shards
+        layer_s=shared_s([s.layer_s for s in speeds]) + joined_s(gathers.layer_bytes),
+        layer_256_s=shared_s([s.layer_256_s for s in speeds])
         + joined_s(gathers.layer_bytes, _PREFILL_ROWS),
         embed_s=max(s.embed_s for s in speeds) + joined_s([gathers.embedding_bytes]),
-        head_s=max(s.head_s for s in speeds) / n_shards + joined_s([gathers.head_bytes]),
+        head_s=shared_s([s.head_s for s in speeds]) + joined_s([gathers.head_bytes]),
         step_s=speeds[0].step_s,
         is_steady=all(s.is_steady for s in speeds),
     )

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from shardnet.cluster.placement.figures import Gathers, ModelShape, QuantizedSizes, Streaming
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.panel_form import Quantization
-from shardnet.model.shards.cut import MAX_SHARDS
-from shardnet.runtime.loading.loading import cut_of
+from shardnet.model.families.registry import family_of
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,
+    attention_weights,
     embedding_weight_bytes,
     every_stage_bytes,
     kv_block_bytes,
@@ -138,13 +138,12 @@ def _gathers(config: ModelConfig, wire: WireDType) -> Gathers:
     if experts is not None:
         inner = experts.top_k * experts.intermediate_size + experts.shared_intermediate_size
     columns = (heads, config.hidden_size, inner, config.hidden_size)
-    cuts = [cut_of(config, 0, n_shards) for n_shards in range(2, MAX_SHARDS + 1)]
-    copies = {cut.size: cut.size * cut.n_own_kv_heads // cut.n_kv_heads for cut in cuts}
     return Gathers(
         layer_bytes=tuple(map(wire.row_bytes, columns)),
         embedding_bytes=wire.row_bytes(config.hidden_size),
         head_bytes=wire.row_bytes(config.vocab_size),
-        kv_copies={n_shards: n for n_shards, n in copies.items() if n > 1},
+        heads=(1, 1) if family_of(config).has_whole_heads else (config.n_heads, config.n_kv_heads),
+        head_weights=attention_weights(config),
     )
 
 

@@ -244,11 +244,11 @@ class Plan:
         return {border: wire for border, wire in borders if wire is not own}
 
     @property
-    def rounded_parts(self) -> dict[int, tuple[WireDType, int]]:
-        """Layers whose parts are rounded on their way, with their dtype and number of nodes."""
+    def rounded_parts(self) -> dict[int, tuple[WireDType, tuple[int, ...]]]:
+        """Layers whose parts are rounded on their way, with their dtype and the nodes' shares."""
         at = zip(self.placement.stages, self.gathers, self.forms, strict=True)
         return {
-            layer: (wire, 1 + len(stage.shards))
+            layer: (wire, stage.shares or (1,) * (1 + len(stage.shards)))
             for stage, wire, form in at
             if wire is not None and wire is not WireDType.own(form.dtype)
             for layer in stage.layers
@@ -385,6 +385,7 @@ class Plan:
                 wire_dtype=self.wires[rank].value if rank < len(self.wires) else "",
                 arithmetic=form.arithmetic,
                 shards=self._shards(rank),
+                shares=[*stage.shares],
                 parts=[_part(part) for part in stage.parts],
                 parts_why=explanation(stage.parts_why),
             )

@@ -39,7 +39,7 @@ class _Key(Strict, frozen=True, kw_only=True):
     model_id: str
     borders: tuple[tuple[int, str], ...]
     dtype: str
-    gathers: tuple[tuple[int, str, int], ...] = ()
+    gathers: tuple[tuple[int, str, tuple[int, ...]], ...] = ()
 
 
 class _Cached(Strict, frozen=True, kw_only=True):
@@ -127,7 +127,7 @@ class WireLoss:
             model_id=plan.facts.model_id,
             borders=tuple((layer, wire.value) for layer, wire in plan.narrowed.items()),
             dtype=plan.dtype.value,
-            gathers=tuple((n, wire.value, size) for n, (wire, size) in plan.rounded_parts.items()),
+            gathers=tuple((n, wire.value, own) for n, (wire, own) in plan.rounded_parts.items()),
         )
         path = self._folder / f"{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:32]}.json"
         kept = _read(path, key)

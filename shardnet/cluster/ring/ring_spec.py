@@ -40,6 +40,8 @@ class RingSpec:
     """Which layers of each stage are on which devices of its node."""
     spans: tuple[tuple[str, ...], ...] = ()
     """For each stage the further nodes that it spans; () where none spans any."""
+    shares: tuple[tuple[int, ...], ...] = ()
+    """For each stage what of a layer each of its nodes has, () for equal parts."""
     adapters: tuple[AdapterFacts, ...] = ()
     """The LoRA adapters that requests can have."""
 
@@ -90,6 +92,7 @@ class RingSpec:
             instead_of=instead_of,
             shard_nodes=list(nodes) if spans else [],
             shard=shard,
+            shares=list(self.shares[rank]) if self.shares else [],
             parts=list(self.parts[rank]) if self.parts else [],
             adapters=[ring_adapter(each, self.layers[rank]) for each in self.adapters],
         )

@@ -12,7 +12,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from fractions import Fraction
+from itertools import accumulate, pairwise
 
 from shardnet.errors import UsageError
 from shardnet.model.config.model_config import ModelConfig
@@ -44,11 +45,33 @@ INNER_EACH = (Axis.INNER, Axis.INNER)
 """The outputs of gate and up."""
 
 
-def shares(total: int, n_shards: int) -> tuple[int, ...]:
-    """Cut `total` columns into equal parts: where each begins, and the end; `n_shards` + 1 numbers.
+def apportion(total: int, weights: Sequence[int]) -> tuple[int, ...]:
+    """Share out `total` things by `weights`: where each share begins, and the end.
 
-    Whole panels of 16 outputs, where there are enough of them. Raises UsageError for more shards
-    than columns.
+    Every share has at least one; what is over goes one by one to the share that is then smallest
+    for its weight (D'Hondt's method), of equal ones to the first. There are as many things as
+    weights at least.
+    """
+    counts = [max(1, total * weight // sum(weights)) for weight in weights]
+    while sum(counts) < total:
+        counts[min(_by_weight(counts, weights, more=1))[1]] += 1
+    while sum(counts) > total:  # shares of none became one
+        counts[max(each for each in _by_weight(counts, weights) if counts[each[1]] > 1)[1]] -= 1
+    return (0, *accumulate(counts))
+
+
+def _by_weight(
+    counts: Sequence[int], weights: Sequence[int], more: int = 0
+) -> list[tuple[Fraction, int]]:
+    both = zip(counts, weights, strict=True)
+    return [(Fraction(count + more, weight), n) for n, (count, weight) in enumerate(both)]
+
+
+def shares(total: int, n_shards: int, weights: Sequence[int] = ()) -> tuple[int, ...]:
+    """Cut `total` columns into parts: where each begins, and the end; `n_shards` + 1 numbers.
+
+    Parts are as large as `weights` say, () for equal ones. Whole panels of 16 outputs, where there
+    are enough of them. Raises UsageError for more shards than columns.
     """
     if total < n_shards:
         raise UsageError(
@@ -56,6 +79,10 @@ def shares(total: int, n_shards: int) -> tuple[int, ...]:
             remedy="name fewer devices, or lower --tensor-parallel",
         )
     n_panels = -(-total // PANEL)
+    if len(set(weights)) > 1:
+        if n_panels < n_shards:
+            return apportion(total, weights)
+        return tuple(min(total, PANEL * end) for end in apportion(n_panels, weights))
     if n_panels < n_shards:
         return tuple(total * shard // n_shards for shard in range(n_shards + 1))
     return tuple(
@@ -68,40 +95,97 @@ def stays_whole(n_out: int, n_in: int) -> bool:
     return n_out * n_in <= WHOLE_WEIGHTS
 
 
+def head_ends(n_heads: int, n_kv_heads: int, weights: Sequence[int]) -> tuple[int, ...]:
+    """Say where the query heads of each shard begin, and the end; () where all compute all of them.
+
+    A shard has all query heads of some KV heads. Where there are fewer KV heads than shards it has
+    some query heads of one KV head, which others have too.
+    """
+    size, each = len(weights), n_heads // n_kv_heads
+    if n_kv_heads >= size:
+        return tuple(each * end for end in apportion(n_kv_heads, weights))
+    of_shard: list[int] = []
+    for shard, end in enumerate(accumulate(weights)):
+        middle = (2 * end - weights[shard]) * n_kv_heads // (2 * sum(weights))
+        following = of_shard[-1] + 1 if of_shard else 0
+        of_shard.append(max(n_kv_heads - size + shard, min(middle, following)))
+    ends = [0]
+    for head in range(n_kv_heads):
+        same = [weight for weight, own in zip(weights, of_shard, strict=True) if own == head]
+        if len(same) > each:
+            return ()
+        ends += [head * each + end for end in apportion(each, same)[1:]]
+    return tuple(ends)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """Shard `index` of `size` of a stage.
+    """Shard `index` of a stage, of which each has a share by its weight; `n_heads` and `n_kv_heads`
+    are the whole model's.
 
-    `n_heads` and `n_kv_heads` are the whole model's. Attention is cut by heads if each shard then
-    has the same number of both; where there are fewer KV heads, several shards have the same one.
-    Else every shard computes all of it, and has all keys and values.
+    Attention is cut at `head_ends`: query heads of whole KV heads, or of one that other shards have
+    too. () where every shard computes all of it, and has all keys and values.
     """
 
     index: int
-    size: int
+    weights: tuple[int, ...]
     n_heads: int
     n_kv_heads: int
-    cuts_heads: bool
+    head_ends: tuple[int, ...]
 
     @classmethod
-    def of(cls, config: ModelConfig, index: int, size: int, *, has_whole_heads: bool) -> Cut:
-        """Cut a model. With `has_whole_heads` its attention cannot be computed head by head."""
-        heads, kv_heads = config.n_heads, config.n_kv_heads
-        divides = heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+    def of(
+        cls,
+        config: ModelConfig,
+        index: int,
+        size: int,
+        weights: Sequence[int] = (),
+        *,
+        has_whole_heads: bool,
+    ) -> Cut:
+        """Cut a model into equal shares, or by `weights`.
+
+        With `has_whole_heads` its attention cannot be computed head by head.
+        """
+        heads = (1, 1) if has_whole_heads else (config.n_heads, config.n_kv_heads)
         return cls(
             index=index,
-            size=size,
-            n_heads=heads,
-            n_kv_heads=kv_heads,
-            cuts_heads=divides and not has_whole_heads,
+            weights=tuple(weights) or (1,) * size,
+            n_heads=config.n_heads,
+            n_kv_heads=config.n_kv_heads,
+            head_ends=head_ends(*heads, tuple(weights) or (1,) * size),
         )
+
+    @property
+    def size(self) -> int:
+        """How many shards there are."""
+        return len(self.weights)
+
+    @property
+    def cuts_heads(self) -> bool:
+        """Whether shards have different heads."""
+        return bool(self.head_ends)
+
+    @property
+    def heads(self) -> Range:
+        """The query heads of this shard, counted in the model."""
+        ends = self.head_ends
+        return (ends[self.index], ends[self.index + 1]) if ends else (0, self.n_heads)
+
+    def share(self, of_heads: Fraction) -> Fraction:
+        """Return what this shard has of a layer's weights at most, of which `of_heads` are those of
+        queries, keys and values: heads may be cut less evenly than what has more columns.
+        """
+        begin, end = self.heads
+        share = Fraction(self.weights[self.index], sum(self.weights))
+        return share + of_heads * max(Fraction(), Fraction(end - begin, self.n_heads) - share)
 
     def own_config(self, config: ModelConfig) -> ModelConfig:
         """Return the config of a model with the heads of this shard only."""
         if not self.cuts_heads:
             return config
-        n_heads = self.n_heads // self.size
-        return replace(config, n_heads=n_heads, n_kv_heads=self.n_own_kv_heads)
+        begin, end = self.heads
+        return replace(config, n_heads=end - begin, n_kv_heads=self.n_own_kv_heads)
 
     @property
     def kv_heads(self) -> Range:
@@ -110,7 +194,7 @@ class Cut:
 
     @property
     def n_own_kv_heads(self) -> int:
-        """How many those are: the same in every shard."""
+        """How many those are."""
         begin, end = self.kv_heads
         return end - begin
 
@@ -118,8 +202,9 @@ class Cut:
         """Return the KV heads of any shard: see `kv_heads`."""
         if not self.cuts_heads:
             return 0, self.n_kv_heads
-        begin = self.n_kv_heads * index // self.size
-        return begin, max(begin + 1, self.n_kv_heads * (index + 1) // self.size)
+        begin, end = self.head_ends[index : index + 2]
+        each = self.n_heads // self.n_kv_heads
+        return begin // each, -(-end // each)
 
     def cuts(self, axes: Sequence[Axis]) -> bool:
         """Say whether shards have different ones of what `axes` name; False for none."""
@@ -151,25 +236,25 @@ class Cut:
 
     def _own(self, axis: Axis, unit: int) -> Range:
         if axis is Axis.INNER:
-            ends = shares(unit, self.size)
+            ends = shares(unit, self.size, self.weights)
             return ends[self.index], ends[self.index + 1]
         if axis is Axis.KV_HEADS:
             begin, end = self.kv_heads
             return begin * unit, end * unit
-        each = self.n_heads // self.size * unit
-        return self.index * each, (self.index + 1) * each
+        begin, end = self.heads
+        return begin * unit, end * unit
 
     def input_ends(self, n_in: int, axis: Axis | None) -> tuple[int, ...] | None:
         """Say where the parts of each shard's inputs end; None for inputs that are not cut."""
         if axis is None or not self.cuts((axis,)):
             return None
         if axis is Axis.INNER:
-            return shares(n_in, self.size)
-        return tuple(n_in * shard // self.size for shard in range(self.size + 1))
+            return shares(n_in, self.size, self.weights)
+        return tuple(n_in // self.n_heads * end for end in self.head_ends)
 
     def output_ends(self, n_out: int) -> tuple[int, ...] | None:
         """Say where the parts of gathered outputs end; None for outputs too few to be cut."""
-        return shares(n_out, self.size) if n_out >= self.size else None
+        return shares(n_out, self.size, self.weights) if n_out >= self.size else None
 
     def _gathered_range(self, n_out: int) -> Range:
         ends = self.output_ends(n_out)

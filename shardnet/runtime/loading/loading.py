@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,
+    attention_weights,
     graph_bytes,
     kv_block_bytes,
     least_state_bytes,
@@ -244,13 +246,16 @@ def _load_with_torch(
         torch.mps.empty_cache()  # on the thread that uses it alone
     make_compute = StreamingCompute if model.streams else TorchCompute
     arithmetic, kept = _prefixes(order, model, prefixes)
+    weight_bytes = model.weight_bytes
+    if group is not None:  # what of them is on this node
+        cut = cut_of(model.config, order.shard, order.n_nodes, order.shares)
+        weight_bytes = math.ceil(weight_bytes * cut.share(attention_weights(model.config)))
     compute = make_compute(model, job.sampler, WireDType.own(order.form.dtype), kept)
     plugged = PluggedStage(
         compute=compute
         if group is None
         else SpanningCompute(compute, group, first=compute if order.layers.start == 0 else None),
-        weight_bytes=-(-model.weight_bytes // order.n_nodes)  # what of them is on this node
-        + (model.encoder.weight_bytes if model.encoder else 0),
+        weight_bytes=weight_bytes + (model.encoder.weight_bytes if model.encoder else 0),
         room_blocks=room.blocks,
         room_states=room.states,
         kernel=model.kernel,
@@ -313,7 +318,7 @@ def _load_model(
         order.n_streamed,
         device=device.type,
         held_bytes=job.held_bytes,
-        cut=cut_of(config, order.shard, n_shards) if n_shards > 1 else None,
+        cut=cut_of(config, order.shard, n_shards, order.shares) if n_shards > 1 else None,
     )
     folder, files = packs
     if order.shards:
@@ -337,6 +342,7 @@ def _load_model(
             n_streamed=order.n_streamed,
             kept=had,
             group=group,
+            shares=order.shares,
             adapters=adapters,
             on=_device_of(order) if group is None else None,
         )
@@ -356,10 +362,10 @@ def _device_of(order: StageOrder) -> Device | None:
     return open_device(order.device.driver)
 
 
-def cut_of(config: ModelConfig, index: int, size: int) -> Cut:
-    """Return which part of a model shard `index` of `size` has."""
+def cut_of(config: ModelConfig, index: int, size: int, shares: Sequence[int] = ()) -> Cut:
+    """Return which part of a model shard `index` of `size` has, by the `shares` of all."""
     whole_heads = family_of(config).has_whole_heads
-    return Cut.of(config, index, size, has_whole_heads=whole_heads)
+    return Cut.of(config, index, size, shares, has_whole_heads=whole_heads)
 
 
 def _sampler(path: Path, config: ModelConfig) -> Sampler:
@@ -433,7 +439,8 @@ def kv_room(
     """
     weights = stage_weight_bytes(config, layers, form, n_streamed)
     if cut is not None:
-        weights, config = -(-weights // cut.size), cut.own_config(config)
+        weights = math.ceil(weights * cut.share(attention_weights(config)))
+        config = cut.own_config(config)
     rows, dtype = PREFILL_CHUNK_ROWS, form.dtype
     activations = activation_peak_bytes(config, layers, rows, dtype, context, kv_dtype)
     if n_streamed:

@@ -58,13 +58,14 @@ def measure_wire_loss(
     dtype: DType,
     borders: Mapping[int, WireDType],
     progress: Progress,
-    gathers: Mapping[int, tuple[WireDType, int]] = MappingProxyType({}),
+    gathers: Mapping[int, tuple[WireDType, tuple[int, ...]]] = MappingProxyType({}),
 ) -> WireError:
     """Compare the model in `dtype` with itself when rows are rounded before the layers `borders`.
 
     Each has the dtype of its wire. In each of the layers `gathers` parts are rounded, too, as they
-    travel in a dtype between so many nodes. Takes the memory of one layer, or of the embedding or
-    LM head with one, twice where parts are rounded, and reads the whole checkpoint as often.
+    travel in a dtype between nodes with such weights. Takes the memory of one layer, or of the
+    embedding or LM head with one, twice where parts are rounded, and reads the whole checkpoint as
+    often.
 
     Raises CheckpointError when the checkpoint is not here or not that of `facts`, NumericalError
     for logits that are not finite or activations that do not fit the wire, and what `progress`
@@ -140,7 +141,7 @@ def _both(
     choice: KernelChoice,
     rows: list[int],
     borders: Mapping[int, WireDType],
-    gathers: Mapping[int, tuple[WireDType, int]],
+    gathers: Mapping[int, tuple[WireDType, tuple[int, ...]]],
     progress: Progress,
 ) -> tuple[Tensor, Tensor]:
     """Return the logits [R, V], exact and with rounding at the borders and of parts."""

@@ -265,17 +265,18 @@ class SpanningCompute:
 
 
 class RoundedGroup:
-    """The only shard of a stage, whose columns are rounded as parts of `n_nodes` to `wire`.
+    """The only shard of a stage, whose columns are rounded as parts of several nodes to `wire`.
 
+    Each node has a part by its weight.
     It implements ShardGroup.
     """
 
     index = 0
     size = 1
 
-    def __init__(self, wire: WireDType, n_nodes: int) -> None:
+    def __init__(self, wire: WireDType, weights: Sequence[int]) -> None:
         self._wire = wire
-        self._n_nodes = n_nodes
+        self._weights = weights
         self._native = PythonGather(self)
 
     @property
@@ -291,10 +292,10 @@ class RoundedGroup:
 
     def joining(self, part: Tensor, whole: Tensor, ends: Sequence[int]) -> Callable[[], None]:
         """See PythonGroup."""
-        n_rows, n_nodes = part.shape[0], min(self._n_nodes, ends[-1])
+        n_rows, weights = part.shape[0], self._weights[: ends[-1]]
 
         def join() -> None:
-            for begin, end in pairwise(shares(ends[-1], n_nodes)):
+            for begin, end in pairwise(shares(ends[-1], len(weights), weights)):
                 if n_rows and begin < end:
                     payload = pack_rows(part[:, begin:end], self._wire)
                     whole[:, begin:end] = unpack_rows(

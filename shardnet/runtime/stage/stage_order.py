@@ -72,6 +72,8 @@ class StageOrder:
     shard: int = 0
     """Which part of a stage that spans `n_nodes` this node has."""
     n_nodes: int = 1
+    shares: tuple[int, ...] = ()
+    """What of a layer each of those nodes has, compared with the others; () for as much."""
     parts: tuple[StagePart, ...] = ()
     """Which layers are on which device, where they are not all on one."""
     adapters: tuple[StageAdapter, ...] = ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from shardnet.model.config.limits import GRAPH_BUCKETS
 from shardnet.model.config.model_config import HeadShape, ModelConfig
@@ -93,6 +94,15 @@ def layer_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
 def layers_weight_bytes(config: ModelConfig, form: WeightForm) -> tuple[int, ...]:
     """Return the bytes of each layer's weights; layers with experts are the largest by far."""
     return tuple(_layer_bytes(config, layer, form) for layer in range(config.n_layers))
+
+
+def attention_weights(config: ModelConfig) -> Fraction:
+    """Return about what of a layer's weights those of queries, keys and values are."""
+    own = (config.n_heads + 2 * config.n_kv_heads) * config.head_size
+    inner = config.intermediate_size
+    if config.experts is not None:
+        inner = config.experts.n_experts * config.experts.intermediate_size
+    return Fraction(own, own + config.n_heads * config.head_size + 3 * inner)
 
 
 def head_weight_bytes(config: ModelConfig, form: WeightForm) -> int:

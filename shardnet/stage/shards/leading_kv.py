@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, Protocol, cast
 
 import torch
@@ -87,7 +88,7 @@ class LeadingKvCache(KvCache):
             firsts=[own.first(layer) for layer in range(len(own.keys))],
             states=own.states,
             own=own,
-            n_shares=self.whole_kv_heads // self.n_kv_heads,
+            share=Fraction(self.n_kv_heads, self.whole_kv_heads),
         )
 
     def whole_rows(
@@ -130,12 +131,12 @@ class WholeContents(SlotContents):
     """What all shards hold of a slot; `own` is what the first one holds."""
 
     own: SlotContents
-    n_shares: int
-    """How many times the own heads all heads are."""
+    share: Fraction
+    """What of all heads the own ones are."""
 
     def row_bytes(self, layers: Sequence[int]) -> int:
         """See SlotContents."""
-        return self.own.row_bytes(layers) * self.n_shares
+        return int(self.own.row_bytes(layers) / self.share)
 
     def _pieces(
         self, layers: Sequence[int], begin: int, end: int, flat: Tensor

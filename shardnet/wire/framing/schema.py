@@ -60,6 +60,8 @@ StreamLayers = LayerNumber | Literal["auto"]
 Address = Annotated[str, Meta(max_length=300, pattern=_PRINTABLE)]
 """`host:port`, an IPv6 host in brackets."""
 Addresses = Annotated[list[Address], Meta(max_length=MAX_STAGES)]
+Shares = Annotated[list[Annotated[int, Meta(ge=1, le=10_000)]], Meta(max_length=MAX_STAGES)]
+"""What of each layer the nodes of one stage have, compared with each other; [] for equal parts."""
 AdapterName = Annotated[str, Meta(max_length=64, pattern=_PRINTABLE)]
 FileName = Annotated[str, Meta(max_length=255, pattern=NO_NUL)]
 """One file of a checkpoint. Which names a model may have is checked where it is used."""

@@ -42,6 +42,7 @@ from shardnet.wire.framing.schema import (
     Rank,
     Seconds,
     Share,
+    Shares,
     StreamLayers,
     Threads,
 )
@@ -133,7 +134,8 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     from other nodes, `fetch_from` among them; `fetch_s` is null where that was not measured. The
     node computes in `dtype`, with linear weights in `weight_dtype` where they are not quantised,
     and sends in `wire_dtype`, "" from the tail. Stages of equal `arithmetic` give equal bits. The
-    stage spans the nodes `shards` too, of which each has an equal part of its bytes.
+    stage spans the nodes `shards` too; `shares` say what of its bytes each has, its own first, []
+    that all have as much.
     Where the node has several devices, `parts` say which has what, and `parts_why` for what reason.
     """
 
@@ -155,6 +157,7 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     wire_dtype: Name = ""
     arithmetic: Name = ""
     shards: Annotated[list[PlannedShard], Meta(max_length=MAX_STAGES)] = []
+    shares: Shares = []
     parts: Annotated[list[PlannedPart], Meta(max_length=MAX_DEVICES)] = []
     parts_why: Explanation = ""
 

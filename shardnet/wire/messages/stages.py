@@ -45,6 +45,7 @@ from shardnet.wire.framing.schema import (
     Phase,
     Rank,
     Seconds,
+    Shares,
     Threads,
 )
 
@@ -90,9 +91,10 @@ class LoadStage(OfRing, frozen=True, kw_only=True):
     sequences hold can follow. Activations are sent in `wire_dtype`, and received in
     `received_dtype`. The ring is in the place of one that the node `instead_of` leads, "" for none:
     of that node orders of smaller epochs are refused from then on. A stage that spans the
-    `shard_nodes` is cut over them; this node has part `shard` of each linear. `parts` say which of
-    the node's devices have which of the layers, [] that the first has all. The stage has its
-    layers' parts of `adapters`, which the node fetches too.
+    `shard_nodes` is cut over them, by the `shares` of each, [] for equal ones; this node has part
+    `shard` of each linear. `parts` say which of the node's devices have which of the layers, []
+    that the first has all. The stage has its layers' parts of `adapters`, which the node fetches
+    too.
     """
 
     form: StageForm
@@ -112,6 +114,7 @@ class LoadStage(OfRing, frozen=True, kw_only=True):
     instead_of: Name = ""
     shard_nodes: Addresses = []
     shard: Rank = 0
+    shares: Shares = []
     parts: Annotated[list[DevicePart], Meta(max_length=MAX_DEVICES)] = []
     adapters: Annotated[list[RingAdapter], Meta(max_length=MAX_ADAPTERS)] = []
 

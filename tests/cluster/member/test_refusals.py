@@ -49,6 +49,8 @@ def test_the_first_stage_of_a_ring_is_its_heads() -> None:
     with pytest.raises(UsageError, match="its first stage is not its head's"):
         check_load_order(order(), 8, is_own=False)
     shards = ["a:1", "b:1"]
-    check_load_order(order(shard_nodes=shards, shard=1), 8, is_own=False)
+    check_load_order(order(shard_nodes=shards, shard=1, shares=[4, 1]), 8, is_own=False)
+    with pytest.raises(UsageError, match="3 shares of 2 nodes"):
+        check_load_order(order(shard_nodes=shards, shard=1, shares=[4, 1, 1]), 8, is_own=False)
     last = order(rank=1, n_stages=2, layers=(4, 8), addresses=shards)
     check_load_order(last, 8, is_own=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 from support.rings.clusters import MIB, candidate, shape, speed
@@ -30,7 +31,13 @@ THUNDERBOLT = LinkSpeed(round_trip_s=120e-6, bytes_per_s=1.2e9)
 def model() -> ModelShape:
     """1.1 thousand million parameters in bfloat16, as TinyLlama has them."""
     made = shape(n_layers=LAYERS, layer_mib=84, head_mib=125, embedding_mib=125)
-    gathers = Gathers(layer_bytes=(4096, 4096, 11264, 4096), embedding_bytes=4096, head_bytes=64000)
+    gathers = Gathers(
+        layer_bytes=(4096, 4096, 11264, 4096),
+        embedding_bytes=4096,
+        head_bytes=64000,
+        heads=(32, 4),
+        head_weights=Fraction(1, 8),
+    )
     return replace(made, gathers=gathers)
 
 
@@ -106,7 +113,10 @@ def test_the_slowest_node_and_the_slowest_link_count() -> None:
     links[ids[2], ids[1]] = links[ids[1], ids[2]] = GIGABIT
     one = spanning(of, [first, slow, third], links)
     assert one.speed is not None
-    assert one.speed.layer_s > 50e-3 / 3 + 4 * GIGABIT.round_trip_s
+    assert first.speed is not None
+    assert one.shares == (479, 42, 479)
+    whole_s = 1 / (2 / first.speed.layer_s + 1 / 50e-3)
+    assert one.speed.layer_s > whole_s + 4 * GIGABIT.round_trip_s
 
 
 def test_a_model_that_no_node_holds_is_cut_over_two() -> None:
@@ -155,3 +165,38 @@ def test_named_nodes_are_joined_in_their_order() -> None:
         grouped(of, four[:3], {}, 2)
     with pytest.raises(PlanError, match="cannot span several nodes"):
         grouped(replace(of, gathers=None), four, {}, 2)
+
+
+def test_shares_follow_speed_unless_memory_lacks() -> None:
+    """Nodes that are about as fast have equal parts; who has too little memory has no more."""
+    fast, slow = nodes(1, 40)[0], replace(nodes(1, 10)[0], node=NodeId("id-old"))
+    of, half = model(), model().memory_bytes(model().whole) // MIB // 2
+    one = spanning(of, [fast, slow], {(fast.node, slow.node): LOOPBACK})
+    assert one.shares == (800, 200)
+    assert one.speed is not None
+    assert fast.speed is not None
+    gathers = sum(gather_s(LOOPBACK, 2, round(1.6 * size)) for size in (4096, 4096, 11264, 4096))
+    assert one.speed.layer_s == pytest.approx(0.8 * fast.speed.layer_s + gathers)
+    assert spanning(of, nodes(2, 40), {}).shares == ()
+    alike = [*nodes(1, 40), replace(nodes(1, 42)[0], node=NodeId("id-old"))]
+    assert spanning(of, alike, {}).shares == ()
+
+    full = replace(fast, memory_bytes=half * MIB)
+    cut = spanning(of, [full, slow], {})
+    assert cut.shares[0] / sum(cut.shares) < 0.5
+    assert place_exactly(of, [cut]).stages[0].shares == cut.shares
+    with pytest.raises(PlanError):
+        place_exactly(of, [spanning(of, [full, replace(slow, memory_bytes=half * MIB // 2)], {})])
+
+
+@pytest.mark.parametrize(
+    ("n_fast", "slow_gb_per_s", "n_used"), [(2, 3, 3), (2, 0.3, 2), (4, 10, 5)]
+)
+def test_a_slow_node_takes_part_where_that_pays(
+    n_fast: int, slow_gb_per_s: float, n_used: int
+) -> None:
+    slow = replace(nodes(1, slow_gb_per_s)[0], node=NodeId("id-old"), name="old")
+    placement = weighed([*nodes(n_fast, 10), slow], LOOPBACK)
+    [stage] = placement.stages
+    assert 1 + len(stage.shards) == n_used
+    assert ("id-old" in stage.shards) == (n_used > n_fast)

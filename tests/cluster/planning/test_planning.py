@@ -19,7 +19,7 @@ from shardnet.cluster.head.ring_builder import ring_spec
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
 from shardnet.cluster.peers.node_directory import NodeCandidates
 from shardnet.cluster.peers.peer_links import MAX_PEERS
-from shardnet.cluster.placement.figures import LinkSpeed, StageSpeed
+from shardnet.cluster.placement.figures import HeldModel, LinkSpeed, StageSpeed
 from shardnet.cluster.planning import planning
 from shardnet.cluster.planning.model_shape import QuantizationChoice, model_shape
 from shardnet.cluster.planning.placing import fits, make_plan, plan_again
@@ -38,7 +38,12 @@ from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import parse_config
 from shardnet.runtime.loading.loading import cut_of, kv_room
 from shardnet.runtime.loading.model_facts import ModelFacts
-from shardnet.stage.estimate.memory_estimate import WeightForm, graph_bytes, stage_weight_bytes
+from shardnet.stage.estimate.memory_estimate import (
+    WeightForm,
+    attention_weights,
+    graph_bytes,
+    stage_weight_bytes,
+)
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import Arith, DType, Epoch, KvDType, LayerRange, NodeId, WireDType
 from shardnet.wire.framing.frames import Frame, FrameKind
@@ -351,24 +356,33 @@ def test_a_node_stands_by_only_with_the_memory_to_load_and_compute_both_stages()
     assert found == {False, True}
 
 
-@pytest.mark.parametrize(("n_shards", "copies"), [(2, 1), (3, 3), (4, 2)])
-def test_what_is_whole_in_every_shard_is_planned_and_loaded_as_often(
-    n_shards: int, copies: int
-) -> None:
-    """Activations in each; keys and values where heads are fewer, or do not divide."""
+@pytest.mark.parametrize("shares", [(1, 1), (1, 1, 1), (1, 1, 1, 1), (5, 1), (2, 5, 3)])
+def test_what_fits_the_shards_of_a_plan_fits_each_of_them(shares: tuple[int, ...]) -> None:
+    """Activations in each; keys and values where heads are fewer; unequal shares of weights."""
     config, form = facts().config, WeightForm(dtype=DType.BFLOAT16)
     assert (config.n_heads, config.n_kv_heads) == (4, 2)
-    shape = model_shape(config, DType.BFLOAT16, 512)
-    shared = shape.shared_by(n_shards)
-    assert shared.weight_bytes(shape.whole) == shape.weight_bytes(shape.whole)
-    assert shared.activation_bytes == n_shards * shape.activation_bytes
-    assert shared.kv_bytes(shape.whole) == copies * shape.kv_bytes(shape.whole)
-    each, cut = shared.memory_bytes(shape.whole) // n_shards, cut_of(config, 0, n_shards)
-    assert kv_room(config, shape.whole, form, 512, each, cut=cut).blocks >= 2
-    own_kv = copies * shape.kv_bytes(shape.whole) // n_shards
-    fixed = -(-shape.weight_bytes(shape.whole) // n_shards) + own_kv
+    shape, n_shards = model_shape(config, DType.BFLOAT16, 512), len(shares)
+    held = HeldModel(shape=shape, memory_bytes=0)
+    cuts = [cut_of(config, index, n_shards, shares) for index in range(n_shards)]
+
+    def plans(memory_bytes: int) -> bool:
+        joined = held.shared_by(shares, [memory_bytes] * n_shards)
+        return joined.shape.memory_bytes(shape.whole) <= joined.memory_bytes
+
+    least = next(kib << 10 for kib in range(1, 1 << 14) if plans(kib << 10))
+    for cut in cuts:
+        assert kv_room(config, shape.whole, form, 512, least, cut=cut).blocks >= 2
+    fullest = max(cuts, key=lambda cut: cut.share(attention_weights(config)))
     with pytest.raises(CapacityError):  # each shard has activations of its own
-        kv_room(config, shape.whole, form, 512, fixed, cut=cut)
+        kv_room(config, shape.whole, form, 512, least - held.working_bytes, cut=fullest)
+
+
+def test_equal_shards_have_room_for_as_much_as_their_memory_holds() -> None:
+    shape = model_shape(facts().config, DType.BFLOAT16, 512)
+    held = HeldModel(shape=shape, memory_bytes=0).shared_by((1, 1), [1 << 30, 1 << 31])
+    assert held.memory_bytes == 2 << 30
+    assert held.shape.activation_bytes == 2 * shape.activation_bytes
+    assert held.shape.kv_bytes(shape.whole) == shape.kv_bytes(shape.whole)
 
 
 def test_more_streamed_layers_than_there_are_is_refused() -> None:

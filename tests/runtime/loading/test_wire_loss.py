@@ -65,7 +65,7 @@ def test_parts_of_layers_are_rounded_as_they_travel_between_nodes(folder: Path) 
     facts = identify(folder)
 
     def found(wire: WireDType, *layers: int) -> float:
-        gathers = dict.fromkeys(layers, (wire, 2))
+        gathers = dict.fromkeys(layers, (wire, (1, 1)))
         return measure_wire_loss(facts, DType.FLOAT32, {}, no_report, gathers).rms_error
 
     assert found(WireDType.FLOAT32, 0, 1) == 0

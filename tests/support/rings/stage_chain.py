@@ -93,6 +93,7 @@ class StageChain:
         group: ShardGroup | None = None,
         device: torch.device = CPU,
         *,
+        shares: Sequence[int] = (),
         has_mtp: bool = False,
     ) -> StageChain:
         """Load a checkpoint's layers, split as `ranges` say; by default as probed for float32."""
@@ -113,6 +114,7 @@ class StageChain:
                     kv_dtype=kv_dtype,
                     capture=capture,
                     group=group,
+                    shares=shares,
                 )
                 for layers in ranges
             ]
