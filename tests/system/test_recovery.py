@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from support.models.checkpoints import make_decoder
 from support.models.family_cases import CASES
 from support.system.nodes import Machine, NodeProcess, open_machine
@@ -216,7 +217,9 @@ def test_a_stage_that_spans_two_nodes_says_the_same_and_outlives_one_of_them(
 
 
 def test_a_stage_that_spans_three_unequal_nodes_says_the_same(anna: Survivor) -> None:
-    """One has memory for a small part only; heads do not come out even."""
+    """One has memory for a small part only; heads do not come out even. Then that one has a stage
+    of its own behind one that spans the others.
+    """
     [emma] = anna.machine.start_nodes("emma")
     [lena] = anna.machine.start_nodes("lena", arguments=["--memory", "11MiB"])
     addresses = [anna.node.address, emma.address, lena.address]
@@ -229,6 +232,11 @@ def test_a_stage_that_spans_three_unequal_nodes_says_the_same(anna: Survivor) ->
             first, second, third = stage.shares
             assert min(first, second) > third
             said, _ = await run_all(client, choice)
+            assert said == anna.undisturbed
+            two = structs.replace(choice, nodes_per_stage=2)
+            stages = (await client.plan(two)).stages
+            assert [len(stage.shards) for stage in stages] == [1, 0]
+            said, _ = await run_all(client, two)
             assert said == anna.undisturbed
 
     asyncio.run(main())

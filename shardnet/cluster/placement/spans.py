@@ -34,13 +34,13 @@ from shardnet.cluster.placement.figures import (
     Placement,
     StageSpeed,
 )
-from shardnet.cluster.placement.placement import place_exactly
+from shardnet.cluster.placement.placement import place, place_exactly
 from shardnet.cluster.placement.search import find_ring
 from shardnet.cluster.placement.split import Problem, RingSplit
 from shardnet.cluster.placement.words import LISTED, rings_words
 from shardnet.errors import PlanError
 from shardnet.model.shards.cut import MAX_SHARDS
-from shardnet.types import NodeId
+from shardnet.types import LayerRange, NodeId
 
 FURTHER_GAIN = 0.03
 """What each further node must make a token faster by: with it the stage is lost, too."""
@@ -53,6 +53,8 @@ _ROUNDS = 12
 SPAN_GAIN = 0.15
 """What a token must at least be faster by: a stage that spans two nodes is lost with either."""
 _PREFILL_ROWS = 256
+_PAIRS = 4
+"""So many pairs of nodes are looked at in rings with others: each takes a search."""
 
 
 def gather_s(link: LinkSpeed, n_shards: int, n_bytes: int, n_rows: int = 1) -> float:
@@ -145,18 +147,20 @@ def _divided(rates: Sequence[float], most: Sequence[float]) -> list[float]:
 def grouped(
     shape: ModelShape, nodes: Sequence[CandidateNode], links: Links, n_shards: int
 ) -> list[CandidateNode]:
-    """Join every `n_shards` consecutive nodes to one that a stage spans.
+    """Join every `n_shards` consecutive nodes to one that a stage spans; those that are left over
+    have a stage of their own.
 
-    Raises PlanError where they do not come out even, and as `spanning`.
+    Raises PlanError where there are fewer nodes, and as `spanning`.
     """
-    if len(nodes) % n_shards:
+    if len(nodes) < n_shards:
         raise PlanError(
-            f"--nodes-per-stage {n_shards}: {len(nodes)} nodes make no stages of {n_shards}",
-            remedy=f"name a multiple of {n_shards} nodes",
+            f"--nodes-per-stage {n_shards}: {len(nodes)} nodes make no stage of {n_shards}",
+            remedy=f"name {n_shards} nodes at least",
         )
-    starts = range(0, len(nodes), n_shards)
+    groups = [nodes[start : start + n_shards] for start in range(0, len(nodes), n_shards)]
     return [
-        spanning(shape, nodes[start : start + n_shards], links, len(starts)) for start in starts
+        spanning(shape, group, links, len(groups)) if len(group) > 1 else group[0]
+        for group in groups
     ]
 
 
@@ -188,7 +192,7 @@ def place_span(
         best,
         left_out=_left_out(candidates, members, f"{n_shards} nodes were asked for"),
         why=f"each layer is cut over {_names(members)}, as was asked; "
-        f"{_gather_words(shape, members, links)}",
+        f"{_gather_words(shape, members, links, shape.whole)}",
     )
 
 
@@ -200,38 +204,52 @@ def weigh_spans(
     best: Placement,
     able: Collection[NodeId],
 ) -> Placement:
-    """Return the placement of one stage that spans nodes if that pays, else `best`; both say why.
+    """Return the placement with a stage that spans nodes if that pays, else `best`; both say why.
 
-    Only nodes that are `able` to share one do. It must have been measured, as must `best`, and make
-    each token of one sequence faster by SPAN_GAIN. Throughput is never better for it: the ring's
-    stages work side by side as it is.
+    It is the only stage, or one that spans two nodes in a ring with others. Only nodes that are
+    `able` to share one do. It must have been measured, as must `best`, and make each token of one
+    sequence faster by SPAN_GAIN. Throughput is never better for it: the ring's stages work side by
+    side as it is.
     """
     if objective is not Objective.LATENCY or best.predicted_tok_s is None or not shape.gathers:
         return best
+    usable = [candidate for candidate in candidates if candidate.node in able]
     spans = [
         (placed, members)
-        for n_shards in range(2, min(MAX_SHARDS, len(able)) + 1)
-        for members in _groups([c for c in candidates if c.node in able], n_shards)
+        for n_shards in range(2, min(MAX_SHARDS, len(usable)) + 1)
+        for members in _groups(usable, n_shards)
         if (placed := _placed(shape, members, links)) is not None
+    ]
+    spans += [
+        (placed, members)
+        for members in _groups(usable, 2)[:_PAIRS]
+        if (placed := _placed_beside(shape, members, candidates, links)) is not None
     ]
     if not spans:
         return best
     span, members = max(
         spans,
-        key=lambda found: (found[0].predicted_tok_s or 0.0) * (1 - FURTHER_GAIN) ** len(found[1]),
+        key=lambda found: (
+            (found[0].predicted_tok_s or 0.0)
+            * (1 - FURTHER_GAIN) ** sum(1 + len(stage.shards) for stage in found[0].stages)
+        ),
     )
     rate = span.predicted_tok_s or 0.0
-    names, words = _names(members), _gather_words(shape, members, links)
+    layers = next(stage.layers for stage in span.stages if stage.shards)
+    names, words = _names(members), _gather_words(shape, members, links, layers)
+    what = "each layer" if len(span.stages) == 1 else layers.words
     ring = _names([c for c in candidates if c.node in {stage.node for stage in best.stages}])
     if rate * (1 - SPAN_GAIN) < best.predicted_tok_s:
         slower = "slower" if rate < best.predicted_tok_s else "hardly faster"
-        cut = f"each layer cut over {names} would be {slower}: about {rate:.1f} tokens/s"
+        cut = f"{what} cut over {names} would be {slower}: about {rate:.1f} tokens/s"
         return replace(best, why=f"{best.why}; {cut}, since {words}")
     why_not = "each layer is cut over the nodes that gain by it"
     return replace(
         span,
-        left_out=_left_out(candidates, members, why_not),
-        why=f"each layer cut over {names}: about {rate:.1f} tokens/s, though {words}; "
+        left_out=_left_out(candidates, members, why_not)
+        if len(span.stages) == 1
+        else span.left_out,
+        why=f"{what} cut over {names}: about {rate:.1f} tokens/s, though {words}; "
         f"on {ring}: about {best.predicted_tok_s:.1f} tokens/s",
     )
 
@@ -269,6 +287,27 @@ def _placed(shape: ModelShape, members: Sequence[CandidateNode], links: Links) -
         return place_exactly(shape, [spanning(shape, members, links)])
     except PlanError:
         return None
+
+
+def _placed_beside(
+    shape: ModelShape,
+    members: Sequence[CandidateNode],
+    candidates: Sequence[CandidateNode],
+    links: Links,
+) -> Placement | None:
+    """Place the model on a ring of which one stage spans `members`; None if none of several does,
+    or a link between them was not measured."""
+    others = [candidate for candidate in candidates if candidate not in members]
+    if not others or any(measured_link(links, *pair) is None for pair in combinations(members, 2)):
+        return None
+    joined = spanning(shape, members, links, 2)
+    asked_first = [joined, *others] if candidates[0] in members else [*others, joined]
+    try:
+        placed = place(shape, asked_first, links)
+    except PlanError:
+        return None
+    has_span = len(placed.stages) > 1 and any(stage.shards for stage in placed.stages)
+    return placed if has_span and placed.predicted_tok_s is not None else None
 
 
 def _speed(
@@ -315,11 +354,15 @@ def _slowest(nodes: Sequence[CandidateNode], links: Links) -> LinkSpeed:
     )
 
 
-def _gather_words(shape: ModelShape, members: Sequence[CandidateNode], links: Links) -> str:
+def _gather_words(
+    shape: ModelShape, members: Sequence[CandidateNode], links: Links, layers: LayerRange
+) -> str:
     """Say how often a token waits for the others' parts, and how long in all."""
     gathers = shape.gathers
     assert gathers is not None
-    sizes = [*gathers.layer_bytes * shape.n_layers, gathers.embedding_bytes, gathers.head_bytes]
+    sizes = [*gathers.layer_bytes * len(layers)]
+    sizes += [gathers.embedding_bytes] * (layers.start == 0)
+    sizes += [gathers.head_bytes] * (layers.end == shape.n_layers)
     link, n_shards = _slowest(members, links), len(members)
     total_s = sum(gather_s(link, n_shards, n_bytes) for n_bytes in sizes)
     return (

@@ -536,7 +536,8 @@ def _chunk_s(
         if speed is None or (read_bytes and not bytes_per_s):
             return None
         layers_s = len(stage.layers) * speed.layer_256_s + speed.head_s
-        total_s += layers_s / (1 + len(stage.shards)) + speed.embed_s
+        shares = stage.shares or (1,) * (1 + len(stage.shards))
+        total_s += layers_s * shares[0] / sum(shares) + speed.embed_s
         if bytes_per_s:
             total_s += read_bytes / bytes_per_s
     return total_s

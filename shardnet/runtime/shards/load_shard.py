@@ -144,7 +144,7 @@ def load_leading(
             n_threads=n_threads_of(device, n_shards),
             room_blocks=room_blocks,
             packs="" if packs is None else str(packs),
-            pack_identity=json.dumps([*files, f"shard {index} of {n_shards}"]),
+            pack_identity=json.dumps([*files, f"shard {index} of {n_shards}, heads apportioned"]),
         )
 
     processes.start(job)

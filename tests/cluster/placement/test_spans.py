@@ -161,8 +161,13 @@ def test_named_nodes_are_joined_in_their_order() -> None:
     ]
     placement = place_exactly(of, joined)
     assert [stage.shards for stage in placement.stages] == [("id-n1",), ("id-n3",)]
-    with pytest.raises(PlanError, match="3 nodes make no stages of 2"):
-        grouped(of, four[:3], {}, 2)
+    left_over = place_exactly(of, grouped(of, four[:3], {}, 2))
+    assert [(one.node, one.shards) for one in left_over.stages] == [
+        ("id-n0", ("id-n1",)),
+        ("id-n2", ()),
+    ]
+    with pytest.raises(PlanError, match="1 nodes make no stage of 2"):
+        grouped(of, four[:1], {}, 2)
     with pytest.raises(PlanError, match="cannot span several nodes"):
         grouped(replace(of, gathers=None), four, {}, 2)
 
@@ -200,3 +205,29 @@ def test_a_slow_node_takes_part_where_that_pays(
     [stage] = placement.stages
     assert 1 + len(stage.shards) == n_used
     assert ("id-old" in stage.shards) == (n_used > n_fast)
+
+
+def test_a_stage_over_two_nodes_stands_beside_one_behind_a_slow_link() -> None:
+    """Two hold too little for the model; the link to the third allows a hop, but no gathers."""
+    of = model()
+    whole_mib = of.memory_bytes(of.whole) // MIB
+    pair = nodes(2, 10, memory_mib=whole_mib * 36 // 100)
+    far = replace(candidate("far", whole_mib // 2, pair[0].speed))
+    links = {
+        (a.node, b.node): LinkSpeed(round_trip_s=3e-3, bytes_per_s=2e7)
+        if far in (a, b)
+        else LOOPBACK
+        for a in (*pair, far)
+        for b in (*pair, far)
+    }
+    best = place(of, [*pair, far], links)
+    mixed = weigh_spans(
+        of, [*pair, far], links, Objective.LATENCY, best, [c.node for c in (*pair, far)]
+    )
+    assert {(stage.node, stage.shards) for stage in mixed.stages} == {
+        ("id-n0", ("id-n1",)),
+        ("id-far", ()),
+    }
+    assert mixed.left_out == ()
+    assert mixed.why.startswith("layers ")
+    assert " cut over n0+n1: about " in mixed.why
