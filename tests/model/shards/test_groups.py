@@ -11,7 +11,7 @@ from support.needs import needs_library
 from support.rings.shard_threads import on_each_shard
 
 from shardnet.errors import LostShardError, UsageError
-from shardnet.model.shards.cut import MAX_SHARDS, shares
+from shardnet.model.shards.cut import MAX_SHARDS, apportion, head_ends, shares
 from shardnet.model.shards.group import (
     BUFFER_BYTES,
     MemoryGroup,
@@ -92,3 +92,33 @@ def test_columns_are_shared_out_in_whole_panels_where_there_are_enough() -> None
             assert all(begin < end for begin, end in pairwise(ends))
     with pytest.raises(UsageError, match="3 columns cannot be cut over 4 shards"):
         shares(3, 4)
+
+
+def test_things_are_apportioned_by_weight_and_everybody_has_one() -> None:
+    assert apportion(8, (8, 1, 1)) == (0, 6, 7, 8)
+    assert apportion(10, (100, 1, 1)) == (0, 8, 9, 10)
+    assert apportion(8, (1, 1, 1)) == (0, 3, 6, 8)
+    assert shares(352, 2, (4, 1)) == (0, 288, 352)
+    assert shares(352, 2, (3, 3)) == shares(352, 2)
+    assert shares(10, 3, (8, 1, 1)) == (0, 8, 9, 10)
+
+
+@pytest.mark.parametrize(
+    "weights", [(1, 1), (5, 1), (1, 1, 1), (9, 1, 4), (1,) * 5, (3, 1, 9, 2, 2)]
+)
+@pytest.mark.parametrize("heads", [(32, 8), (8, 2), (6, 3), (4, 1), (12, 12), (2, 2), (3, 1)])
+def test_each_shard_has_heads_of_whole_groups_or_of_one(
+    heads: tuple[int, int], weights: tuple[int, ...]
+) -> None:
+    n_heads, n_kv_heads = heads
+    each, size = n_heads // n_kv_heads, len(weights)
+    ends = head_ends(n_heads, n_kv_heads, weights)
+    if not ends:  # more shards have the same KV head than it has query heads
+        assert each < size
+        return
+    assert (ends[0], ends[-1], len(ends)) == (0, n_heads, size + 1)
+    for begin, end in pairwise(ends):
+        assert begin < end
+        assert (begin % each == 0 == end % each) or begin // each == (end - 1) // each
+    if len(set(weights)) == 1 and n_kv_heads % size == 0:
+        assert ends == tuple(n_heads * shard // size for shard in range(size + 1))
