@@ -168,7 +168,7 @@ def load_stage(
         ),
         stream=weights.stream,
         writer=weights.writer,
-        linears=weights.made if group is None else None,
+        linears=weights.made if followers is None else None,
         group=group,
         followers=followers,
         cut=cut,

@@ -238,8 +238,7 @@ def _load_with_torch(
                 remedy="name one --device on these nodes, or use --nodes-per-stage 1",
             )
         group = LinkGroup(order.shard, order.n_nodes, order.form.gather_dtype)
-        prefixes = had = None  # these, and packed weights, are of whole stages
-        packs = (None, packs[1])
+        prefixes = None  # these are of whole stages
     model, room = _load_model(job, packs, had, group)
     release_freed_memory()  # quantising leaves some behind
     if order.device.torch == "mps":
@@ -382,7 +381,8 @@ def _sampler(path: Path, config: ModelConfig) -> Sampler:
 
 def _packed_from(order: StageOrder, stamped: Stamp) -> tuple[object, ...]:
     """Say from what weights are quantised: what is cached belongs to these files."""
-    return order.form.model_id, str(order.folder), stamped, order.form.dtype.value
+    share = [order.share] if order.share else []
+    return order.form.model_id, str(order.folder), stamped, order.form.dtype.value, *share
 
 
 def set_compute_threads(n_threads: int) -> None:

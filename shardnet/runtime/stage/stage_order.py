@@ -105,6 +105,11 @@ class StageOrder:
         return self.devices if len(self.devices) > 1 else ()
 
     @property
+    def share(self) -> str:
+        """What this node has of a stage that spans several, in a word; "" for all of it."""
+        return f"shard {self.shard} of {self.n_nodes}" if self.n_nodes > 1 else ""
+
+    @property
     def by_device(self) -> list[StageOrder]:
         """The orders of its parts; of a stage on one device that is itself."""
         return [self.on(part) for part in self.parts] or [self]
