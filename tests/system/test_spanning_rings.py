@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from support.models.checkpoints import make_decoder
+from support.models.family_cases import CASES
+from support.models.mtp_checkpoints import make_mtp
 from support.system.nodes import Machine, NodeProcess, open_machine
 
 from shardnet.api.client import Client, connect
 from shardnet.api.events import GenerationResult
 from shardnet.cluster.machine.folders import PACKS_FOLDER
 from shardnet.model.kernels.library import native_kernels
+from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -95,5 +98,54 @@ def test_a_part_keeps_its_quantised_weights_on_disk_and_in_memory(
                 file.unlink()
             assert words(await say(client, replace(both, context=256))) == plain
             assert packed() == whole, "linears that were here were made again"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "deepseek_v3", "glm4_moe"])
+def test_what_predicts_further_tokens_drafts_on_all_parts(
+    pair: Pair, tmp_path: Path, family: str
+) -> None:
+    folder = make_mtp(tmp_path, family)
+    alone, both = pair.choices(folder, mtp=True, dtype="float32")
+    asked = {"outputs": OutputParams(n_prompt_logprobs=1)}
+
+    async def main() -> None:
+        async with pair.client() as client:
+            plain = await say(client, alone)
+            drafted = await say(client, alone, speculate="mtp")
+            assert words(drafted) == words(plain)
+            found = await say(client, both, speculate="mtp", **asked)
+            assert words(found)[:2] == words(plain)[:2]
+            assert found.timing.n_drafted
+            together = await asyncio.gather(
+                *(say(client, both, PROMPT[n:], speculate="mtp") for n in range(3))
+            )
+            assert words(together[0]) == words(plain)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid", "lfm2"])
+def test_drafts_are_verified_by_all_parts(pair: Pair, tmp_path: Path, family: str) -> None:
+    """Looked up or of a model on the head; what was rejected is taken back, of states too."""
+    folder = make_decoder(tmp_path, family, **CASES[family])
+    alone, both = pair.choices(folder)
+    likely = SamplingParams(n_logprobs=2)
+
+    async def main() -> None:
+        async with pair.client() as client:
+            plain = await say(client, alone, PROMPT, likely, max_tokens=200)
+            drafted = [
+                await say(client, both, PROMPT, likely, max_tokens=200, **how)
+                for how in ({}, {"speculate": "ngram"}, {"speculate": str(folder)})
+            ]
+            assert [words(one) for one in drafted] == [words(plain)] * 3
+            # A busy machine may find those of one kind too dear.
+            assert any(one.timing.n_drafted for one in drafted[1:])
+            text = [*PROMPT, *plain.token_ids]
+            continued = await say(client, both, text)  # from what is kept of it
+            assert continued.usage.n_reused
+            assert words(continued) == words(await say(client, alone, text))
 
     asyncio.run(main())

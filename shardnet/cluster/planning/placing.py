@@ -135,9 +135,8 @@ class _Inputs:
 
     @property
     def n_each(self) -> int:
-        """How many nodes a stage spans, 0 for as it pays; what drafts, or adapts, is not cut."""
-        is_whole = self.choice.mtp or bool(self.choice.adapters)
-        return self.choice.nodes_per_stage or int(is_whole)
+        """How many nodes a stage spans, 0 for as it pays; what adapts is not cut."""
+        return self.choice.nodes_per_stage or int(bool(self.choice.adapters))
 
     @property
     def cpus(self) -> set[NodeId]:
@@ -239,17 +238,13 @@ def _drafting(choice: ModelChoice, nodes: Sequence[NodeInfo]) -> Sequence[NodeIn
     """Return the nodes that may be in a ring whose last stage drafts.
 
     Not those that were started to share each layer between their devices. Raises UsageError where
-    one of those is needed, being named or asked first, and where stages are to span nodes.
+    one of those is needed, being named or asked first.
     """
-    if choice.nodes_per_stage > 1:
-        raise mtp_not_cut("nodes", "leave --nodes-per-stage out, or --mtp")
     sharing = [node for node in nodes if tensor_parallel_of(node) > 1]
     needed = sharing if choice.nodes else [node for node in sharing if node is nodes[0]]
     if needed:
-        raise mtp_not_cut(
-            f"devices, as {needed[0].name} does",
-            "start it with --tensor-parallel 1, or leave --mtp out",
-        )
+        remedy = "start it with --tensor-parallel 1, or leave --mtp out"
+        raise mtp_not_cut(needed[0].name, remedy)
     return [node for node in nodes if node not in sharing]
 
 

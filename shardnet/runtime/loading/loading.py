@@ -90,10 +90,8 @@ def _check_order(order: StageOrder, config: ModelConfig) -> None:
             remedy="lower --context",
         )
     is_cut = any(part.shards for part in order.by_device)
-    if order.form.mtp and order.n_nodes > 1:
-        raise mtp_not_cut("nodes", "leave --nodes-per-stage out, or --mtp")
     if order.form.mtp and is_cut:  # they would follow no drafting
-        raise mtp_not_cut("devices", "give --tensor-parallel 1, or leave --mtp out")
+        raise mtp_not_cut("", "give --tensor-parallel 1, or leave --mtp out")
     if order.adapters and (order.n_nodes > 1 or is_cut):
         raise adapters_not_cut("nodes" if order.n_nodes > 1 else "devices")
 
@@ -107,10 +105,11 @@ def adapters_not_cut(over: str) -> UsageError:
     )
 
 
-def mtp_not_cut(over: str, remedy: str) -> UsageError:
-    """Return the error of a ring with the layer that predicts further tokens, of shared stages."""
+def mtp_not_cut(node: str, remedy: str) -> UsageError:
+    """Return the error of a ring that drafts where a node, if named, cuts layers over devices."""
+    where = f", as {node} does" if node else ""
     return UsageError(
-        f"--speculate mtp: the layer that predicts further tokens cannot be cut over {over}",
+        f"--speculate mtp: what predicts further tokens cannot be cut over devices{where}",
         remedy=remedy,
     )
 
