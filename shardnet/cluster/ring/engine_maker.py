@@ -30,7 +30,7 @@ from shardnet.wire.messages.stages import (
 
 @dataclass(frozen=True, slots=True)
 class RingPrefixes:
-    """Asks all stages of a ring at the same time."""
+    """Asks all nodes of a ring at the same time."""
 
     ports: Sequence[StagePort]
     ring: str
@@ -93,6 +93,7 @@ MAX_SLOTS = 64
 class EngineMaker:
     """Makes the parts of the engine of the ring called `name`.
 
+    `ports` are those of all ranks, then those of the further nodes of stages that span several.
     `chunk_s` is the predicted time of a whole prompt chunk in all stages. `on_wrong_values` says
     whether the ring ends by what one of them computed.
     """
@@ -107,11 +108,16 @@ class EngineMaker:
     def prefixes(self, ready: Sequence[StageReady]) -> Prefixes | None:
         """Return the prompts that the stages keep on disk, None unless all of them do.
 
-        `ready` are those of all ranks, then those of the further nodes of stages that span several.
+        `ready` are in the order of the ports. Nodes of one stage all have its bits only where they
+        compute alike.
         """
         spec = self.spec
-        at = zip(spec.layers, ready[: len(spec.layers)], strict=True)
-        stages = [(layers, stage.arithmetic) for layers, stage in at]
+        of_ranks = [{stage.arithmetic} for stage in ready[: len(spec.layers)]]
+        further = [rank for rank, nodes in enumerate(spec.spans) for _ in nodes]
+        for rank, stage in zip(further, ready[len(spec.layers) :], strict=True):
+            of_ranks[rank].add(stage.arithmetic)
+        kinds = [min(kinds) if len(kinds) == 1 else "" for kinds in of_ranks]
+        stages = [*zip(spec.layers, kinds, strict=True)]
         wires = {wire.value for wire in spec.wires}
         if wires - {spec.form.dtype.value}:  # a border rounds what goes over it
             at_border = zip(stages, [*spec.wires, None], strict=True)

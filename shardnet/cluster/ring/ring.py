@@ -98,7 +98,7 @@ class Ring:
         )
         self._maker = EngineMaker(
             spec=spec,
-            ports=self.ports,
+            ports=tuple(seat.port for seat in self.seats),
             name=self.name,
             epoch=epoch,
             chunk_s=chunk_s,

@@ -171,7 +171,7 @@ def load(
         exact_rows=loaded.exact_rows,
         prefixes=stored,
         arithmetic=arithmetic,
-        shares_blocks=model is not None and model.group is None and model.kv.shares,
+        shares_blocks=model is not None and model.followers is None and model.kv.shares,
         moves=getattr(loaded.compute, "moves", None),
         linears=model.linears if model is not None else None,
         audit=_audit(order, model),
@@ -237,7 +237,6 @@ def _load_with_torch(
                 remedy="name one --device on these nodes, or use --nodes-per-stage 1",
             )
         group = LinkGroup(order.shard, order.n_nodes, order.form.gather_dtype)
-        prefixes = None  # these are of whole stages
     model, room = _load_model(job, packs, had, group)
     release_freed_memory()  # quantising leaves some behind
     if order.device.torch == "mps":
@@ -266,7 +265,7 @@ def _prefixes(
     order: StageOrder, model: StageModel, store: PrefixStore | None
 ) -> tuple[str, StagePrefixes | None]:
     """Return the stage's arithmetic and its prefixes on disk: "" and None where none are kept."""
-    if store is None:
+    if store is None or order.form.gather_dtype is not None:  # rounded as the stage is cut
         return "", None
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
     from shardnet.stage.stage_audit import arithmetic_of
@@ -275,6 +274,7 @@ def _prefixes(
     identity = [form.model_id, str(order.layers), form.dtype.value, form.kv_dtype]
     identity += ["mtp"] if form.mtp and order.is_tail else []
     identity += [form.quant, str(form.context), arithmetic]
+    identity += [order.share] if order.share else []
     files = store.of_stage(json.dumps(identity), form.model, order.layers.words)
     return arithmetic, StagePrefixes(model.kv, files)
 

@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_struct
 from support.cluster.small_node import small_settings
-from support.models.checkpoints import make_llama
+from support.models.checkpoints import make_decoder, make_llama
+from support.models.mtp_checkpoints import make_mtp
 from support.rings.stage_chain import random_prompt
 
 from shardnet.api.client import Client, connect
@@ -26,7 +29,8 @@ LIMIT_BYTES = 1 << 28
 
 
 @asynccontextmanager
-async def ring(folder: Path, model: Path) -> AsyncIterator[tuple[Client, ModelChoice]]:
+async def ring(folder: Path, model: Path, **how: Any) -> AsyncIterator[tuple[Client, ModelChoice]]:
+    """Start two nodes; give a client, and the choice of a stage on each, or made `how`."""
     anna = replace(small_settings(folder / "anna"), prefix_cache_bytes=LIMIT_BYTES)
     bert = replace(
         small_settings(folder / "bert"),
@@ -39,10 +43,8 @@ async def ring(folder: Path, model: Path) -> AsyncIterator[tuple[Client, ModelCh
         listening(bert, "127.0.0.1", 0) as other,
         connect(head.address) as client,
     ):
-        choice = ModelChoice(
-            model=str(model), nodes=[head.address, other.address], layers=[(0, 1), (1, 2)]
-        )
-        yield client, choice
+        how = how or {"layers": [(0, 1), (1, 2)]}
+        yield client, ModelChoice(model=str(model), nodes=[head.address, other.address], **how)
 
 
 async def said(client: Client, choice: ModelChoice, prompt: list[int]) -> GenerationResult:
@@ -98,3 +100,29 @@ def test_a_long_prompt_is_read_after_a_restart(tmp_path: Path) -> None:
     for name, layers in (("anna", "layer 0"), ("bert", "layer 1")):
         [stored] = stored_prefixes(tmp_path / name / "prefixes")
         assert (stored.model, stored.form) == (str(model), layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+@pytest.mark.usefixtures("reading_always_pays", "unmeasured")
+def test_what_nodes_that_share_layers_have_kept_counts_where_all_have_it(
+    tmp_path: Path, family: str
+) -> None:
+    """Each keeps the rows of its own heads, and states and what predicts further tokens too."""
+    sizes, has_mtp = {"max_position_embeddings": 1024}, family != "llama"
+    model = (make_mtp if has_mtp else make_decoder)(tmp_path / "m", family, **sizes)
+    prompt = random_prompt(700, 300, seed=1)
+
+    async def ask(**how: Any) -> GenerationResult:
+        async with ring(tmp_path, model, mtp=has_mtp, **how) as (client, choice):
+            if not how:
+                choice = replace_struct(choice, nodes=choice.nodes[:1])
+            return await said(client, choice, prompt)
+
+    alone = asyncio.run(ask())
+    found = [asyncio.run(ask(nodes_per_stage=2)) for _ in range(2)]
+    assert [each.usage.n_reused for each in (alone, *found)] == [0, 0, 512]
+    [of_bert] = stored_prefixes(tmp_path / "bert" / "prefixes")
+    of_bert.remove()
+    found.append(asyncio.run(ask(nodes_per_stage=2)))
+    assert found[-1].usage.n_reused == 0
+    assert [each.token_ids for each in found] == [alone.token_ids] * 3
