@@ -149,3 +149,20 @@ def test_drafts_are_verified_by_all_parts(pair: Pair, tmp_path: Path, family: st
             assert words(continued) == words(await say(client, alone, text))
 
     asyncio.run(main())
+
+
+def test_of_a_node_with_several_devices_the_first_one_computes(
+    machine: Machine, tmp_path: Path
+) -> None:
+    devices = ["--device", "cpu:0,cpu:1", "--tensor-parallel", "1"]
+    nodes = machine.start_nodes("cleo", "dora", arguments=devices)
+    alone, both = Pair(machine=machine, nodes=nodes).choices(make_decoder(tmp_path / "m", "llama"))
+
+    async def main() -> None:
+        async with connect(nodes[0].address) as client:
+            plain = await say(client, alone)
+            assert words(await say(client, both)) == words(plain)
+            plan = await client.plan(both)
+            assert not any(stage.parts for stage in plan.stages)
+
+    asyncio.run(main())

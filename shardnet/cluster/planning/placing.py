@@ -140,9 +140,8 @@ class _Inputs:
 
     @property
     def cpus(self) -> set[NodeId]:
-        """The nodes that stages may span: CPUs, of several devices only one would work."""
-        cpus = (node for node in self.nodes if node.device.startswith("cpu") and not node.devices)
-        return {NodeId(node.node) for node in cpus}
+        """The nodes that stages may span: CPUs, of several devices the first one alone works."""
+        return {NodeId(node.node) for node in self.nodes if node.device.startswith("cpu")}
 
 
 def _inputs(
@@ -406,23 +405,24 @@ def _resident(inputs: _Inputs) -> Placement:
     shape, layers, links, n_each = inputs.shape, inputs.layers, inputs.measured.links, inputs.n_each
 
     def on(candidates: Sequence[CandidateNode]) -> Placement:
+        spanned = [first_device(candidate) for candidate in candidates]
         if n_each > 1 and inputs.is_exact:
             if not {candidate.node for candidate in candidates} <= inputs.cpus:
                 raise PlanError(
-                    "--nodes-per-stage: a stage spans CPUs only, one device of each node, and a "
-                    "node has others",
-                    remedy="name nodes that compute on their CPUs, started with one --device",
+                    "--nodes-per-stage: a stage spans CPUs only, the first device of each node, "
+                    "and a node's first one is another",
+                    remedy="name nodes whose first --device is a CPU",
                 )
-            stages = grouped(shape, candidates, links, n_each)
+            stages = grouped(shape, spanned, links, n_each)
             return place_exactly(shape, stages, layers, links, inputs.objective)
         if n_each > 1:
-            return place_span(shape, candidates, links, n_each, inputs.cpus)
+            return place_span(shape, spanned, links, n_each, inputs.cpus)
         if inputs.is_exact:
             return place_exactly(shape, candidates, layers, links, inputs.objective)
         best = place(shape, candidates, links, inputs.objective)
         if n_each:
             return best
-        return weigh_spans(shape, candidates, links, inputs.objective, best, inputs.cpus)
+        return weigh_spans(shape, spanned, links, inputs.objective, best, inputs.cpus)
 
     return place_over_devices(on, inputs.candidates, shape.n_layers, inputs.objective)
 
@@ -432,7 +432,8 @@ def _as_little_streamed(inputs: _Inputs) -> Placement:
     try:
         return _resident(inputs)
     except PlanError:
-        placement = None if inputs.facts.config.outline else _streaming(inputs, None)
+        is_whole = inputs.facts.config.outline is not None or inputs.n_each > 1
+        placement = None if is_whole else _streaming(inputs, None)
         if placement is None:
             raise
         return placement
@@ -442,6 +443,11 @@ def _streamed(inputs: _Inputs) -> Placement:
     """Place with so many layers of each stage on disk. Raises as make_plan."""
     n_streamed, n_layers = inputs.choice.stream_layers, inputs.shape.n_layers
     assert n_streamed != "auto", "another strategy applies before"
+    if inputs.n_each > 1:
+        raise UsageError(
+            "--stream-layers: layers that nodes share (--nodes-per-stage) are not read from disk",
+            remedy="leave out one of the two: disks of nodes with layers of their own read at once",
+        )
     if (outline := inputs.facts.config.outline) is not None:
         raise outline.refusal("--stream-layers")
     if n_streamed > n_layers:

@@ -764,9 +764,12 @@ def test_a_stage_over_several_nodes_is_planned_told_and_ordered() -> None:
         DeviceInfo(name=f"cpu:{i}", device="cpu", memory_bytes=GIB, threads=1, dtypes=gpu.dtypes)
         for i in range(2)
     ]
-    for other in (gpu, structs.replace(nodes[0], devices=groups)):
-        with pytest.raises(PlanError, match="a stage spans CPUs only"):
-            make_plan(choice, facts(), [other, *nodes[1:]])
+    with pytest.raises(PlanError, match="a stage spans CPUs only"):
+        make_plan(choice, facts(), [gpu, *nodes[1:]])
+    many = make_plan(choice, facts(), [structs.replace(nodes[0], devices=groups), *nodes[1:]])
+    assert not any(stage.parts for stage in many.placement.stages), "its first one alone computes"
+    with pytest.raises(UsageError, match="layers that nodes share"):
+        make_plan(structs.replace(choice, stream_layers=1), facts(), nodes)
 
 
 def model_with_mtp() -> ModelFacts:
