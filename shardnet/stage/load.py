@@ -37,7 +37,7 @@ from shardnet.model.kernels.devices import capacity_error_for
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS, Kernel, KernelChoice, Linear, probe
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import Table
-from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.layers.weight_source import WeightSource, WholeSource
 from shardnet.model.shards.cut import Axis, Cut, stays_whole
 from shardnet.model.shards.gathered import GatheredLinear, GatheredTable
 from shardnet.model.shards.group import ShardGroup
@@ -102,8 +102,8 @@ def load_stage(
     stay on disk. `capture` is that of load_family_stage. `kept` are linears of a stage of the same
     model, loaded with the same choice: they are taken from there. With a `group` this is a shard of
     the stage, with the heads of its own, by the `shares` of all of them, () for equal ones, and
-    with `followers` the first one, as which others do; a shard has no `adapters`. With `on`, the
-    kernel text computes there what it can of a stage whose `device` is the CPU.
+    with `followers` the first one, as which others do. With `on`, the kernel text computes there
+    what it can of a stage whose `device` is the CPU.
     `progress` is called with (bytes done, bytes in total) after every part; an exception it raises
     aborts the loading and releases everything.
 
@@ -126,17 +126,15 @@ def load_stage(
         tensors = stage_tensors(config, layers)
         weights = StageWeights(checkpoint, tensors, choice, device, progress, packs, streamed, kept)
         own, cut = config, None
-        source: WeightSource = weights
         active = ActiveAdapters()
-        adapted: AdaptedWeights | None = None
-        if adapters:
-            source = adapted = AdaptedWeights(weights, config, adapters, active, device)
+        adapted = AdaptedWeights(weights, config, adapters, active, device) if adapters else None
+        whole: WholeSource = adapted or weights
+        source: WeightSource = whole
         if group is not None:
-            assert adapted is None, "shards have no adapters"
             whole_heads = family_of(config).has_whole_heads
             cut = Cut.of(config, group.index, group.size, shares, has_whole_heads=whole_heads)
             own = cut.own_config(config)
-            source = ShardWeights(weights, tensors.all, cut, group)
+            source = ShardWeights(whole, tensors.all, cut, group)
         with weights.writer:
             family = load_family_stage(own, layers, source, context, dtype, device, capture)
         if adapted is not None:
@@ -315,7 +313,7 @@ class ShardWeights:
     every shard.
     """
 
-    def __init__(self, weights: StageWeights, shapes: Shapes, cut: Cut, group: ShardGroup) -> None:
+    def __init__(self, weights: WholeSource, shapes: Shapes, cut: Cut, group: ShardGroup) -> None:
         """Take the source of the whole stage, whose parameters have these `shapes`."""
         self._weights = weights
         self._shapes = shapes

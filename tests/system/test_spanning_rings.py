@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from support.models.adapters import ALL, make_peft
 from support.models.checkpoints import make_decoder
 from support.models.family_cases import CASES
 from support.models.mtp_checkpoints import make_mtp
@@ -21,7 +22,7 @@ from shardnet.cluster.machine.folders import PACKS_FOLDER
 from shardnet.model.kernels.library import native_kernels
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
-from shardnet.wire.messages.plans import ModelChoice
+from shardnet.wire.messages.plans import ModelChoice, NamedAdapter
 
 IS_DETERMINISTIC = native_kernels() is None
 N_TOKENS = 40
@@ -147,6 +148,31 @@ def test_drafts_are_verified_by_all_parts(pair: Pair, tmp_path: Path, family: st
             continued = await say(client, both, text)  # from what is kept of it
             assert continued.usage.n_reused
             assert words(continued) == words(await say(client, alone, text))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
+def test_adapters_are_cut_as_the_linears_that_they_add_to(
+    pair: Pair, tmp_path: Path, family: str
+) -> None:
+    """Also of joined linears, and where five heads do not divide: a part then has no values."""
+    folder = make_decoder(tmp_path / "model", family, **CASES.get(family, {}))
+    targets = [*ALL, "qkv_proj", "gate_up_proj"]
+    paths = {
+        name: make_peft(tmp_path / name, folder, seed=n, targets=targets)
+        for n, name in enumerate("ab")
+    }
+    named = [NamedAdapter(name, str(path)) for name, path in paths.items()]
+    alone, both = pair.choices(folder, adapters=named, dtype="float32")
+    uses: list[dict[str, float]] = [{"a": 1.0}, {}, {"b": 0.5}]
+
+    async def main() -> None:
+        async with pair.client() as client:
+            plain = [words(await say(client, alone, adapters=used)) for used in uses]
+            assert len({one[0] for one in plain}) == len(plain)
+            found = await asyncio.gather(*(say(client, both, adapters=used) for used in uses))
+            assert [words(one) for one in found] == plain
 
     asyncio.run(main())
 

@@ -135,8 +135,8 @@ class _Inputs:
 
     @property
     def n_each(self) -> int:
-        """How many nodes a stage spans, 0 for as it pays; what adapts is not cut."""
-        return self.choice.nodes_per_stage or int(bool(self.choice.adapters))
+        """How many nodes a stage spans, 0 for as it pays."""
+        return self.choice.nodes_per_stage
 
     @property
     def cpus(self) -> set[NodeId]:
@@ -250,13 +250,11 @@ def _drafting(choice: ModelChoice, nodes: Sequence[NodeInfo]) -> Sequence[NodeIn
 def _with_whole_linears(choice: ModelChoice, nodes: Sequence[NodeInfo]) -> Sequence[NodeInfo]:
     """Return the nodes that may be in a ring with adapters: no layer is cut over their devices.
 
-    Raises UsageError where one that cuts them is needed, and where stages are to span nodes.
+    Raises UsageError where one that cuts them is needed.
     """
-    if choice.nodes_per_stage > 1:
-        raise adapters_not_cut("nodes")
     cutting = [node for node in nodes if tensor_parallel_of(node) > 1]
     if any(choice.nodes or node is nodes[0] for node in cutting):
-        raise adapters_not_cut("devices")
+        raise adapters_not_cut()
     return [node for node in nodes if node not in cutting]
 
 

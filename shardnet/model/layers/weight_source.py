@@ -65,3 +65,10 @@ def load_norm(config: ModelConfig, weights: WeightSource, name: str) -> Norm | B
     if kind is NormKind.CENTRED:
         return replace(norm, bias=norm.weight.new_zeros(norm.weight.shape))
     return norm
+
+
+class WholeSource(WeightSource, Protocol):
+    """A source of whole parameters, of which less may be taken."""
+
+    def keep(self, name: str, ranges: Sequence[tuple[int, int]], axis: int) -> None:
+        """Take no more of a parameter than `ranges` of an axis, in the place of all of it."""

@@ -92,16 +92,15 @@ def _check_order(order: StageOrder, config: ModelConfig) -> None:
     is_cut = any(part.shards for part in order.by_device)
     if order.form.mtp and is_cut:  # they would follow no drafting
         raise mtp_not_cut("", "give --tensor-parallel 1, or leave --mtp out")
-    if order.adapters and (order.n_nodes > 1 or is_cut):
-        raise adapters_not_cut("nodes" if order.n_nodes > 1 else "devices")
+    if order.adapters and is_cut:
+        raise adapters_not_cut()
 
 
-def adapters_not_cut(over: str) -> UsageError:
-    """Return the error of a ring with adapters whose stages are cut over nodes or devices."""
-    flag = "--nodes-per-stage" if over == "nodes" else "--tensor-parallel"
+def adapters_not_cut() -> UsageError:
+    """Return the error of a ring with adapters whose stages are cut over devices."""
     return UsageError(
-        f"--lora: the linears of an adapter cannot be cut over {over}",
-        remedy=f"give {flag} 1, or merge the adapter into the model",
+        "--lora: the linears of an adapter cannot be cut over devices",
+        remedy="give --tensor-parallel 1, or merge the adapter into the model",
     )
 
 

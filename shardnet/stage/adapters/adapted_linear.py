@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -31,7 +31,7 @@ from shardnet.model.kernels.linear import (
 )
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import Table
-from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.layers.weight_source import WholeSource
 from shardnet.model.shards.cut import Axis
 from shardnet.types import DType
 
@@ -182,7 +182,7 @@ _LINEAR: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
 class AdaptedWeights:
     """The WeightSource of a stage with adapters: `weights`, whose linears are wrapped."""
 
-    weights: WeightSource
+    weights: WholeSource
     config: ModelConfig
     adapters: Sequence[LoadedAdapter]
     active: ActiveAdapters
@@ -195,6 +195,16 @@ class AdaptedWeights:
             for layer, linears in adapter.layers.items()
             for name in linears
         }
+        self._kept: dict[str, Sequence[tuple[int, int]]] = {}
+
+    def keep(self, name: str, ranges: Sequence[tuple[int, int]], axis: int) -> None:
+        """See WholeSource: nor of what adapters add to these outputs."""
+        self.weights.keep(name, ranges, axis)
+        self._kept[name] = ranges
+        match = _LINEAR.fullmatch(name.removesuffix(".weight"))
+        if match is not None and not ranges:  # other shards have all of it
+            at = int(match[1]), match[2]
+            self._left -= {(adapter.adapter_id, *at) for adapter in self.adapters}
 
     def check_all_used(self) -> None:
         """Raise UnsupportedModelError if the model's layers have not asked for a linear.
@@ -237,19 +247,26 @@ class AdaptedWeights:
             shape = linear_shapes(self.config, layer).get(own)
             if shape is None:
                 return base
-            self._collect(added, layer, own, begin, begin + shape[0])
-            begin += shape[0]
+            kept = self._kept.get(f"{name}.weight", [(0, shape[0])])
+            self._collect(added, layer, own, begin, kept)
+            begin += sum(stop - start for start, stop in kept)
         return AdaptedLinear(base, added, self.active) if added else base
 
     def _collect(
-        self, added: dict[str, list[AddedPart]], layer: int, name: str, begin: int, end: int
+        self,
+        added: dict[str, list[AddedPart]],
+        layer: int,
+        name: str,
+        begin: int,
+        kept: Sequence[tuple[int, int]],
     ) -> None:
-        """Add to `added` what the adapters have for one linear."""
+        """Add to `added` what the adapters have for the `kept` outputs of one linear."""
         for adapter in self.adapters:
             low_rank = adapter.layers.get(layer, {}).get(name)
             if low_rank is not None:
-                product = LowRankProduct(low_rank, self.device)
-                part = AddedPart(begin=begin, end=end, product=product)
+                b = torch.cat([low_rank.b[start:stop] for start, stop in kept])
+                product = LowRankProduct(replace(low_rank, b=b), self.device)
+                part = AddedPart(begin=begin, end=begin + len(b), product=product)
                 added.setdefault(adapter.adapter_id, []).append(part)
                 self._left.discard((adapter.adapter_id, layer, name))
 
