@@ -127,6 +127,15 @@ class StageModel:
         return LayerRange(self.layers.start, self.layers.end + self.has_mtp)
 
     @property
+    def own_heads(self) -> str:
+        """Name the heads of which the cache has rows, "" for all: others are on other nodes."""
+        cut = self.cut
+        if cut is None or self.followers is not None or not cut.cuts_heads:
+            return ""
+        begin, end = cut.kv_heads
+        return f", heads {begin}-{end} as {cut.index} of {cut.size}"
+
+    @property
     def routing(self) -> RoutingShape | None:
         """Routing shape (layers, top-k), or None for a dense model."""
         return self.config.routing

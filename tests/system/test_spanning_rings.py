@@ -192,3 +192,35 @@ def test_of_a_node_with_several_devices_the_first_one_computes(
             assert not any(stage.parts for stage in plan.stages)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_a_node_that_leaves_hands_its_part_to_another(
+    machine: Machine, tmp_path: Path, family: str
+) -> None:
+    """One of three comes in its place: it takes the rows of its heads, and computes none anew."""
+    [cleo] = machine.start_nodes("cleo")
+    others = machine.start_nodes("dora", "emil", arguments=["--peer", cleo.address])
+    nodes = {"cleo": cleo, "dora": others[0], "emil": others[1]}
+    sizes = CASES.get(family, {}) | {"max_position_embeddings": 1024}
+    folder = str(make_decoder(tmp_path / "model", family, **sizes))
+    both = ModelChoice(model=folder, nodes_per_stage=2, context=1024)
+
+    async def main() -> None:
+        async with connect(cleo.address) as client:
+            [stage] = (await client.plan(both)).stages
+            [other] = stage.shards
+            n_tokens, found = 0, None
+            options = {"max_tokens": 600, "ignore_eos": True, "deterministic": IS_DETERMINISTIC}
+            async for event in client.generate(PROMPT, SAMPLED, model=both, **options):
+                n_tokens += len(event.token_ids)
+                if n_tokens > 20:
+                    nodes[other.name].tell_to_leave()
+                found = event.result or found
+            assert found is not None
+            log = nodes[stage.name].log
+            assert "1 moved with their KV cache" in log, log
+            alone = ModelChoice(model=folder, nodes=[nodes[stage.name].address], context=1024)
+            assert words(found) == words(await say(client, alone, max_tokens=600))
+
+    asyncio.run(main())

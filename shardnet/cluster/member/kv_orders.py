@@ -142,7 +142,7 @@ class KvOrders:
             message.ring,
             message.epoch,
         )
-        own = member.addresses[member.rank] if member is not None and is_member else ""
+        own = member.own_address if member is not None and is_member else ""
         self._expire_later()
         await host.on_arrivals(to, lambda moves: moves.begin(sequence_id, token_ids))
         n_bytes = 0

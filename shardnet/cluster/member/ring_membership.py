@@ -78,6 +78,11 @@ class StageSpan:
         }
 
     @property
+    def own_address(self) -> str:
+        """This node's address."""
+        return self._addresses[self.shard]
+
+    @property
     def links(self) -> list[Link]:
         """The links that are open, to be ended with the ring."""
         done = [f.result() for f in self._accepted.values() if f.done() and not f.cancelled()]
@@ -228,6 +233,11 @@ class RingMembership:
         self._slots: Sequence[Lane] = ()
         """What holds slots for this ring, until they are freed."""
         self._expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def own_address(self) -> str:
+        """This node's address in its ring."""
+        return self.addresses[self.rank] if self.span is None else self.span.own_address
 
     @property
     def n_open(self) -> int:

@@ -34,10 +34,6 @@ class RingMoves:
         self._former = former
         self._ring = ring
         self._lost = lost
-        self._sources = [
-            KvSource(layers=(layers.start, layers.end), address=address)
-            for layers, address in zip(former.spec.caching, former.spec.addresses, strict=True)
-        ]
         self.n_bytes = 0
         """What went over links so far."""
 
@@ -75,7 +71,7 @@ class RingMoves:
         """
         if len(one.token_ids) > MOST_POSITIONS:
             raise UsageError(f"{len(one.token_ids)} positions do not fit one message")
-        message = self._message(one, [self._sources[source]], is_last=False)
+        message = self._message(one, [self._sources()[source]], is_last=False)
         self.n_bytes += (await self._ring.ports[rank].order(message, KvMoved)).n_bytes
 
     async def forget(self, rank: int, sequence_id: SequenceId) -> None:
@@ -90,14 +86,28 @@ class RingMoves:
     async def _bring(self, one: ComputedSequence, is_last: bool) -> bool:
         if len(one.token_ids) > MOST_POSITIONS:
             return False
-        sources = [source for source in self._sources if source.address not in self._lost]
-        message = self._message(one, sources, is_last=is_last)
+        asked = []
+        for _, shard, port in self._ring.seats:
+            sources = [each for each in self._sources(shard) if each.address not in self._lost]
+            asked.append(port.order(self._message(one, sources, is_last=is_last), KvMoved))
         try:
-            answers = await ask_all([port.order(message, KvMoved) for port in self._ring.ports])
+            answers = await ask_all(asked)
         except ShardnetError:
             return False
         self.n_bytes += sum(answer.n_bytes for answer in answers)
         return all(answer.is_whole for answer in answers)
+
+    def _sources(self, shard: int = 0) -> list[KvSource]:
+        """Return where a part of a stage finds its rows: at the part of that number, if any.
+
+        Rows of other heads than its own are refused by their form.
+        """
+        spec = self._former.spec
+        return [
+            KvSource(layers=(layers.start, layers.end), address=nodes[min(shard, len(nodes) - 1)])
+            for rank, layers in enumerate(spec.caching)
+            for nodes in [spec.shard_nodes(rank)]
+        ]
 
     def _message(
         self, one: ComputedSequence, sources: Sequence[KvSource], *, is_last: bool

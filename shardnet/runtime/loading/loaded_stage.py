@@ -152,7 +152,7 @@ class LoadedStage:
         if order.parts and not alike.shards and alike.device.driver == order.device.driver:
             alike = replace(alike, devices=order.devices)
         is_part = whole.start <= own.start and own.end <= whole.end
-        if self.moves is None or order.n_streamed or alike != order or not is_part:
+        if self.moves is None or order.n_streamed or order.share or alike != order or not is_part:
             return []
         if self.is_lost or self.stamp != stamp(order.folder):
             return []

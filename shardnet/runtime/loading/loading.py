@@ -171,7 +171,7 @@ def load(
         prefixes=stored,
         arithmetic=arithmetic,
         shares_blocks=model is not None and model.followers is None and model.kv.shares,
-        moves=getattr(loaded.compute, "moves", None),
+        moves=loaded.moves or getattr(loaded.compute, "moves", None),
         linears=model.linears if model is not None else None,
         audit=_audit(order, model),
         experts=model.experts if model is not None else None,
@@ -256,6 +256,7 @@ def _load_with_torch(
         room_states=room.states,
         kernel=model.kernel,
         exact_rows=model.exact_rows,
+        moves=compute.moves,
     )
     return plugged, kept, arithmetic, model
 

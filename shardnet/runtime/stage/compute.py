@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardnet.checkpoint.checkpoint import Checkpoint
     from shardnet.model.sampling.sampler import Sampler
     from shardnet.runtime.stage.stage_order import StageOrder
+    from shardnet.stage.moves.slot_moves import Moves
 
 
 Buffer = bytes | bytearray | memoryview
@@ -202,6 +203,8 @@ class PluggedStage:
     kernel: str
     exact_rows: int = 1
     room_states: int = LEAST_STATES
+    moves: Moves | None = None
+    """What moves sequences in and out, None where nothing can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,7 +108,7 @@ class TorchCompute:
         self.moves: SlotMoves | None = None
         """What sequences have in other stages, on its way here, and from here; None for nothing."""
         if isinstance(model, StageModel):
-            self.moves = SlotMoves(model.kv, model.caching, self._owners)
+            self.moves = SlotMoves(model.kv, model.caching, self._owners, model.own_heads)
 
     @property
     def used_blocks(self) -> int:

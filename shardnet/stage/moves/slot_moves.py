@@ -152,13 +152,19 @@ class _Arriving:
 class SlotMoves:
     """Gives away what slots of `kv` hold, and takes in what other stages held of `layers`.
 
-    `owners` are the sequences that own slots now: the stage keeps them.
+    `owners` are the sequences that own slots now: the stage keeps them. Of a stage that spans
+    several nodes, these are the rows of `heads`, "" for all.
     """
 
     def __init__(
-        self, kv: KvCache, layers: LayerRange, owners: Mapping[SlotId, OpenSequence]
+        self,
+        kv: KvCache,
+        layers: LayerRange,
+        owners: Mapping[SlotId, OpenSequence],
+        heads: str = "",
     ) -> None:
         self._kv = kv
+        self._heads = heads
         self.layers = layers
         self._owners = owners
         self._arriving: dict[SequenceId, _Arriving] = {}
@@ -167,7 +173,7 @@ class SlotMoves:
 
     def form(self, layer: int) -> str:
         """What the rows of a layer look like here; only equal ones can be taken in."""
-        return self._kv.form(layer - self.layers.start)
+        return self._kv.form(layer - self.layers.start) + self._heads
 
     @property
     def block_bytes(self) -> int:
