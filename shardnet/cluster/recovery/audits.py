@@ -50,7 +50,7 @@ class _Progress:
 
     Others have computed the layers `confirmed` alike: they are not compared again. Where it
     `is_disputed` which of two nodes is wrong, none is. `good_at` is when nothing was found last,
-    by rank.
+    by place among the ring's nodes.
     """
 
     ring: Ring
@@ -104,48 +104,49 @@ class Audits:
     async def audit(self) -> float:
         """Audit the next stage. Return the seconds for which it, or another node, was kept busy."""
         lead = self.head.latest
-        if lead is None or lead.is_recovering or lead.ring.broken is not None or lead.plan.spans:
+        if lead is None or lead.is_recovering or lead.ring.broken is not None:
             self._progress = None
             return 0.0
         if self._progress is None or self._progress.ring is not lead.ring:
             self._progress = _Progress(ring=lead.ring)
-        progress = self._progress
-        turn, rank = divmod(progress.n_audits, len(lead.ring.ports))
-        layers = lead.ring.spec.layers[rank]
+        progress, seats = self._progress, lead.ring.seats
+        turn, place = divmod(progress.n_audits, len(seats))
+        layers = lead.ring.spec.layers[seats[place].rank]
         layer = layers.start + turn % len(layers)
         progress.n_audits += 1
         try:
-            return await self._audit(lead, progress, rank, layer)
+            return await self._audit(lead, progress, place, layer)
         except WrongValuesError as error:
-            self._found(progress, rank, layer, error)
+            self._found(progress, place, layer, error)
         except (ShardnetError, TimeoutError):  # it cannot, or is lost: the ring notices that itself
             pass
         return 0.0
 
-    async def _audit(self, lead: Lead, progress: _Progress, rank: int, layer: int) -> float:
+    async def _audit(self, lead: Lead, progress: _Progress, place: int, layer: int) -> float:
+        """Audit the node at a place among the ring's. Parts of a stage compute no rows alone."""
         ring, asked_at = lead.ring, time.time()
         order = AuditStage(
             request=0,
             ring=ring.name,
             epoch=ring.epoch,
             layer=layer,
-            with_rows=self._trusts_rows,
+            with_rows=self._trusts_rows and not lead.plan.spans,
         )
         async with asyncio.timeout(ANSWER_S):
-            audited = await ring.ports[rank].order(order, StageAudited)
+            audited = await ring.seats[place].port.order(order, StageAudited)
         self._n_audits += 1
         self._looked_bytes += audited.looked_bytes
         self._busy_s += audited.took_s
         took_s, answers = 0.0, list[Answer]()
         is_due = layer not in progress.confirmed and not progress.is_disputed
         if audited.after and is_due and _are_alike(lead.plan):
-            took_s, answers = await self._compare(ring, rank, layer, audited.before, audited.after)
+            took_s, answers = await self._compare(ring, place, layer, audited.before, audited.after)
         if answers and answers[0].after != audited.after:
-            self._disagree(progress, layer, Answer(rank, audited.after), answers)
+            self._disagree(progress, layer, Answer(place, audited.after), answers)
             return 0.0
         if answers:
             progress.confirmed.add(layer)
-        progress.good_at[rank] = asked_at
+        progress.good_at[place] = asked_at
         return audited.took_s + took_s
 
     async def _compare(
@@ -185,19 +186,19 @@ class Audits:
         error = WrongValuesError.received(f"the same rows have other bits than by {by}")
         self._found(progress, wrong, layer, error)
 
-    def _found(self, progress: _Progress, rank: int, layer: int, error: WrongValuesError) -> None:
+    def _found(self, progress: _Progress, place: int, layer: int, error: WrongValuesError) -> None:
         """Do without a node that is wrong; the head stays, and has its layers loaded anew."""
-        port = progress.ring.ports[rank]
+        port = progress.ring.seats[place].port
         what = error.message.removeprefix(f"{port.name}: ")
-        if self._is_doubtful(port.node, error, is_head=not rank):
+        if self._is_doubtful(port.node, error, is_head=not place):
             self._trusts_rows = False
             progress.ring.on_acquitted()
-            self._note(progress, rank, layer, what, NOT_A_MACHINE, is_left_out=False)
+            self._note(progress, place, layer, what, NOT_A_MACHINE, is_left_out=False)
             return
-        if not rank:
+        if not place:
             self.distrust()
-        self._note(progress, rank, layer, what, error.remedy, is_left_out=rank > 0)
-        progress.ring.found_wrong(rank, error)
+        self._note(progress, place, layer, what, error.remedy, is_left_out=place > 0)
+        progress.ring.found_wrong(place, error)
 
     def _is_doubtful(self, node: NodeId, error: WrongValuesError, *, is_head: bool) -> bool:
         """Say whether rows came out unlike on another machine before, or on the head again.
@@ -213,14 +214,14 @@ class Audits:
     def _note(
         self,
         progress: _Progress,
-        rank: int,
+        place: int,
         layer: int,
         what: str,
         remedy: str,
         *,
         is_left_out: bool,
     ) -> None:
-        port = progress.ring.ports[rank]
+        port = progress.ring.seats[place].port
         self.log(f"{port.node_name} computes wrong bits in layer {layer}: {what}; {remedy}")
         self._findings.append(
             AuditFinding(
@@ -228,7 +229,7 @@ class Audits:
                 name=port.node_name,
                 layer=layer,
                 at=time.time(),
-                good_at=progress.good_at.get(rank, 0.0),
+                good_at=progress.good_at.get(place, 0.0),
                 what=explanation(what),
                 remedy=explanation(remedy),
                 is_left_out=is_left_out,

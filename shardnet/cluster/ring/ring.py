@@ -479,18 +479,18 @@ class Ring:
         self.break_(cause)
         return True
 
-    def found_wrong(self, rank: int, error: WrongValuesError) -> None:
-        """Do without the node of a rank that an audit has found computing wrong bits.
+    def found_wrong(self, place: int, error: WrongValuesError) -> None:
+        """Do without the node in one of `seats` that an audit has found computing wrong bits.
 
         The head stays, since the requests are with it: its layers are loaded anew.
         """
         if self.broken is not None:
             return
-        port = self.ports[rank]
+        port = self.seats[place].port
         cause = PeerFailedError(
             f"node {port.node_name} computes wrong bits: {error.message}", remedy=error.remedy
         )
-        if rank:
+        if place:
             self.blamed[port.node] = cause
         self.wrong.add(port.node)
         self.break_(cause)

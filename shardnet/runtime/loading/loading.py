@@ -206,8 +206,8 @@ def _opened(order: StageOrder) -> Checkpoint:
 
 
 def _audit(order: StageOrder, model: StageModel | None) -> StageAudit | None:
-    """Return what looks for wrong bits in a stage: in none that others have parts of."""
-    if model is None or model.group is not None:
+    """Return what looks for wrong bits in a stage: in none whose devices share layers."""
+    if model is None or model.followers is not None:
         return None
     from shardnet.stage.stage_audit import StageAudit
 

@@ -28,6 +28,7 @@ from shardnet.cluster.recovery.audits import Answer, Audits, judge
 from shardnet.cluster.ring.stage_port import Order, RemotePort
 from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.layers.attention import ForwardStep
+from shardnet.runtime.shards.spanning_stage import SpanningCompute
 from shardnet.stage.stage_model import StageModel
 from shardnet.wire.messages.diagnostics import AuditFinding, AuditState
 from shardnet.wire.messages.plans import ModelChoice
@@ -99,11 +100,12 @@ class Audited:
         """Return the stage of a node."""
         [node] = [each.node for each in self.nodes if each.node._settings.name == name]
         assert node._stage.host.loaded is not None
-        return node._stage.host.loaded.compute._model
+        compute: Any = node._stage.host.loaded.compute
+        return (compute._own if isinstance(compute, SpanningCompute) else compute)._model
 
 
 @asynccontextmanager
-async def ring(folder: Path, *names: str) -> AsyncIterator[Audited]:
+async def ring(folder: Path, *names: str, nodes_per_stage: int = 0) -> AsyncIterator[Audited]:
     model = make_llama(folder / "model", num_hidden_layers=len(names) * 2)
     budget = MemoryBudget(device=find_devices("cpu")[0], asked_bytes=1 << 28)
     async with (
@@ -111,7 +113,11 @@ async def ring(folder: Path, *names: str) -> AsyncIterator[Audited]:
         machines(folder, *names, budget=budget, prefix_cache_bytes=1 << 26) as nodes,
         connect(nodes[0].node.address) as client,
     ):
-        choice = ModelChoice(model=str(model), nodes=[one.node.address for one in nodes])
+        choice = ModelChoice(
+            model=str(model),
+            nodes=[one.node.address for one in nodes],
+            nodes_per_stage=nodes_per_stage,
+        )
         yield Audited(nodes, client, choice)
 
 
@@ -153,6 +159,22 @@ def test_a_bit_that_flips_in_a_weight_is_noticed_and_requests_go_on(
             assert audited.used == {*NAMES} - ({name} - {"anna"})
             assert name != "anna" or audited.model(name) is not before
             assert not audited.reads_prompts
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_a_bit_that_flips_in_a_part_of_a_shared_stage_is_noticed(name: str, tmp_path: Path) -> None:
+    """Of the two nodes of a stage that one is named which has it."""
+
+    async def main() -> None:
+        async with ring(tmp_path, *NAMES[:2], nodes_per_stage=2) as audited:
+            whole = await audited.say()
+            flip_a_weight(audited.model(name))
+            await audited.say(lambda: bool(audited.found))
+            assert audited.found == [(name, name != "anna")]
+            assert await audited.say() == whole
+            assert audited.used == {*NAMES[:2]} - ({name} - {"anna"})
 
     asyncio.run(main())
 
