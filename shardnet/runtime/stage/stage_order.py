@@ -107,7 +107,9 @@ class StageOrder:
     @property
     def share(self) -> str:
         """What this node has of a stage that spans several, in a word; "" for all of it."""
-        return f"shard {self.shard} of {self.n_nodes}" if self.n_nodes > 1 else ""
+        if self.n_nodes == 1:
+            return ""
+        return f"shard {self.shard} of {self.n_nodes}, heads apportioned by {[*self.shares]}"
 
     @property
     def by_device(self) -> list[StageOrder]:

@@ -29,6 +29,16 @@ class CountingGroup:
         self.n_gathers += 1
         return self._group.gather(part, ends)
 
+    def joining(
+        self, part: torch.Tensor, whole: torch.Tensor, ends: Sequence[int]
+    ) -> Callable[[], None]:
+        """See PythonGroup."""
+
+        def join() -> None:
+            whole.copy_(self.gather(part, ends))
+
+        return join
+
     def check(self) -> None:
         """See ShardGroup."""
         self._python.raise_error()
