@@ -19,6 +19,7 @@ from support.system.nodes import Machine, NodeProcess, open_machine
 from shardnet.api.client import Client, connect
 from shardnet.api.events import GenerationResult
 from shardnet.cluster.machine.folders import PACKS_FOLDER
+from shardnet.constraints import Constraint
 from shardnet.model.kernels.library import native_kernels
 from shardnet.output_params import OutputParams
 from shardnet.sampling_params import SamplingParams
@@ -123,6 +124,10 @@ def test_what_predicts_further_tokens_drafts_on_all_parts(
                 *(say(client, both, PROMPT[n:], speculate="mtp") for n in range(3))
             )
             assert words(together[0]) == words(plain)
+            regex = {"constraint": Constraint(kind="regex", text="([a-f]+,){30}")}
+            one, cut = [await say(client, each, speculate="mtp", **regex) for each in (alone, both)]
+            assert words(cut) == words(one)
+            assert not (await client.activity()).recoveries, "parts were unlike"
 
     asyncio.run(main())
 
@@ -148,6 +153,23 @@ def test_drafts_are_verified_by_all_parts(pair: Pair, tmp_path: Path, family: st
             continued = await say(client, both, text)  # from what is kept of it
             assert continued.usage.n_reused
             assert words(continued) == words(await say(client, alone, text))
+
+    asyncio.run(main())
+
+
+def test_all_outputs_and_chosen_experts_are_those_of_one_node(pair: Pair, tmp_path: Path) -> None:
+    folder = make_decoder(tmp_path / "model", "mixtral")
+    alone, both = pair.choices(folder, dtype="float32")
+    asked = OutputParams(
+        n_prompt_logprobs=2, logit_rows=20, hidden_rows=20, every_layer=True, routing=True
+    )
+
+    async def main() -> None:
+        async with pair.client() as client:
+            one, cut = [await say(client, each, outputs=asked) for each in (alone, both)]
+            assert words(cut) == words(one)
+            assert (cut.logits, cut.hidden, cut.routing) == (one.logits, one.hidden, one.routing)
+            assert None not in (one.logits, one.hidden, one.routing)
 
     asyncio.run(main())
 

@@ -32,7 +32,7 @@ from shardnet.transport.direct_connection import DirectConnection
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, MicroBatch, StepId, WireDType
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
-from shardnet.wire.messages.extras import sequence_frame
+from shardnet.wire.messages.extras import Extras, extras_frame, mask_rows, sequence_frame
 from shardnet.wire.messages.handshake import error_frame, read_error
 from shardnet.wire.payloads.data import StepData, data_frame
 from shardnet.wire.payloads.parts import ShardPart
@@ -137,6 +137,9 @@ class ShardLinks:
         for block in (*sent.deep, *deep):
             for frame in rows_frames(block, epoch=batch.epoch, step=batch.step):
                 self._send(frame)
+        if batch.masks:  # the other shards draft behind the same tokens
+            extras = Extras(masks=mask_rows(batch.masks))
+            self._send(extras_frame(extras, epoch=batch.epoch, step=batch.step))
         self._send(data_frame(data))
 
     def begin(self, step: StepId) -> None:
