@@ -14,6 +14,7 @@ from support.models.adapters import ALL, make_peft
 from support.models.checkpoints import make_decoder
 from support.models.family_cases import CASES
 from support.models.mtp_checkpoints import make_mtp
+from support.soak import cases
 from support.system.nodes import Machine, NodeProcess, open_machine
 
 from shardnet.api.client import Client, connect
@@ -104,7 +105,7 @@ def test_a_part_keeps_its_quantised_weights_on_disk_and_in_memory(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", cases(["qwen3_5_text", "deepseek_v3"], ["glm4_moe"]))
 def test_what_predicts_further_tokens_drafts_on_all_parts(
     pair: Pair, tmp_path: Path, family: str
 ) -> None:
@@ -132,7 +133,7 @@ def test_what_predicts_further_tokens_drafts_on_all_parts(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid", "lfm2"])
+@pytest.mark.parametrize("family", cases(["granitemoehybrid"], ["qwen3_5_text", "lfm2"]))
 def test_drafts_are_verified_by_all_parts(pair: Pair, tmp_path: Path, family: str) -> None:
     """Looked up or of a model on the head; what was rejected is taken back, of states too."""
     folder = make_decoder(tmp_path, family, **CASES[family])
@@ -174,7 +175,7 @@ def test_all_outputs_and_chosen_experts_are_those_of_one_node(pair: Pair, tmp_pa
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
+@pytest.mark.parametrize("family", cases(["phi3", "qwen3"], ["llama"]))
 def test_adapters_are_cut_as_the_linears_that_they_add_to(
     pair: Pair, tmp_path: Path, family: str
 ) -> None:
@@ -216,7 +217,7 @@ def test_of_a_node_with_several_devices_the_first_one_computes(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("family", cases(["qwen3_5_text"], ["llama"]))
 def test_a_node_that_leaves_hands_its_part_to_another(
     machine: Machine, tmp_path: Path, family: str
 ) -> None:
