@@ -66,6 +66,8 @@ class GatherStruct(ctypes.Structure):
         ("spin_ns", ctypes.c_int64),
         ("index", ctypes.c_int32),
         ("size", ctypes.c_int32),
+        ("post", ctypes.c_void_p),
+        ("await", ctypes.c_void_p),
     )
 
 
@@ -92,6 +94,9 @@ _Join = ctypes.CFUNCTYPE(
 )
 
 
+_Await = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+
+
 class PythonGroup(Protocol):
     """A group that gathers in Python."""
 
@@ -104,14 +109,18 @@ class PythonGroup(Protocol):
         """See ShardGroup."""
 
     def joining(self, part: Tensor, whole: Tensor, ends: Sequence[int]) -> Callable[[], None]:
-        """Return what joins the parts of all shards in `whole`, as often as it is called.
+        """Return what begins to join the parts of all shards in `whole`, as often as it is called.
 
-        Raises a ShardnetError when called, if the group has failed.
+        `part` stays as it is until the join is over. Raises a ShardnetError when called, if the
+        group has failed.
         """
+
+    def end_joins(self, n_left: int) -> None:
+        """Wait until all joins but the last `n_left` that began are over. Raises the same."""
 
 
 class PythonGather:
-    """Lets the compiled library gather by a function of Python."""
+    """Lets the compiled library gather by functions of Python."""
 
     def __init__(self, group: PythonGroup) -> None:
         """Gather by `group.joining`; errors are kept."""
@@ -119,16 +128,21 @@ class PythonGather:
         self.error: ShardnetError | None = None
         """What a call of the library has met: parts are joined again when it is forgotten."""
         self._joinings: dict[tuple[int, ...], Callable[[], None]] = {}
-        self._function = _Join(self._join)
-        address = ctypes.cast(self._function, ctypes.c_void_p).value
-        self.struct = GatherStruct(join=address, index=group.index, size=group.size)
+        self._functions = (_Join(self._join), _Join(self._post), _Await(self._await))
+        join, post, end = (ctypes.cast(each, ctypes.c_void_p).value for each in self._functions)
+        names = {"join": join, "post": post, "await": end}
+        self.struct = GatherStruct(index=group.index, size=group.size, **names)
 
     def raise_error(self) -> None:
         """Raise what a call of the library has met, if anything."""
         if self.error is not None:
             raise self.error
 
-    def _join(self, _self: int, part: int, whole: int, n_rows: int, ends: int, item: int) -> None:
+    def _join(self, gather: int, part: int, whole: int, n_rows: int, ends: int, item: int) -> None:
+        self._post(gather, part, whole, n_rows, ends, item)
+        self._await(gather, 0)
+
+    def _post(self, _gather: int, part: int, whole: int, n_rows: int, ends: int, item: int) -> None:
         if self.error is not None:
             return
         try:
@@ -140,7 +154,18 @@ class PythonGather:
                 joining = self._joinings[key] = self._joining(*key)
             joining()
         except Exception as error:  # ctypes would print it and go on with what `whole` has
-            self.error = without_frames(internal_error("a gather of parts", error))
+            self._keep(error)
+
+    def _await(self, _gather: int, n_left: int) -> None:
+        if self.error is not None:
+            return
+        try:
+            self._group.end_joins(n_left)
+        except Exception as error:
+            self._keep(error)
+
+    def _keep(self, error: Exception) -> None:
+        self.error = without_frames(internal_error("a gather of parts", error))
 
     def _joining(
         self, part: int, whole: int, n_rows: int, ends: int, item: int

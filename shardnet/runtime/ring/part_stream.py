@@ -5,7 +5,8 @@ For the compute thread. Knows the heads of parts. Must not know how long to wait
 
 from __future__ import annotations
 
-from typing import Final
+from collections import deque
+from typing import Final, NamedTuple
 
 from shardnet.errors import RemoteProtocolError
 from shardnet.transport.direct_connection import DirectConnection
@@ -16,10 +17,18 @@ _DROPPED_BYTES: Final = 1 << 16
 """How much of a part that nobody waits for is received at once."""
 
 
+class _Expected(NamedTuple):
+    """A part that is to come, its head without checksums, and where its payload belongs."""
+
+    part: ShardPart
+    head: bytes
+    into: memoryview
+
+
 class PartStream:
     """This shard's end of the connection to another one.
 
-    It has one part to send and one to receive at a time. Parts of steps before are left out.
+    Parts come in the order of their gathers. Those of steps before are left out.
     """
 
     def __init__(self, connection: DirectConnection, epoch: Epoch) -> None:
@@ -31,70 +40,71 @@ class PartStream:
         self._n_drop = 0
         """Bytes still to come of a part that is left out."""
         self._step = StepId(0)
-        self._part: ShardPart | None = None
-        self._expected = b""
-        self._into = memoryview(b"")
-        """Where the rest of the expected part belongs."""
-        self._target = self._into
+        self._expected: deque[_Expected] = deque()
+        self._rest = memoryview(b"")
+        """Where the rest of the part belongs whose head has come."""
 
     def exchange(self, step: StepId, own: ShardPart, other: ShardPart, into: memoryview) -> None:
-        """Send `own`, and receive `other` of the same gather to `into`: see `move`."""
-        self._step, self._part = step, other
-        self._expected = self._heads.plain(other, step)
-        self._into = self._target = into
+        """Send `own`, and receive `other` of the same gather to `into`: see `move`.
+
+        Raises LinkError when the connection is lost.
+        """
+        self._step = step
+        self._expected.append(_Expected(other, self._heads.plain(other, step), into))
         self.connection.send(self._heads.packed(own, step), own.payload)
 
-    def move(self) -> bool:
-        """Send and receive what is possible now; return whether both parts are through.
+    def move(self, n_left: int = 0) -> bool:
+        """Send and receive what is possible; return whether all but `n_left` exchanges are over.
 
         Raises LinkError when the connection is lost, RemoteProtocolError for another part than the
         expected one.
         """
-        if self._part is not None and self._receive():
-            self._part = None
-        return self.connection.flush() and self._part is None
+        while len(self._expected) > n_left and self._receive(self._expected[0]):
+            self._expected.popleft()
+        return (self.connection.flush() or n_left > 0) and len(self._expected) <= n_left
 
     def rest(self) -> None:
-        """Leave the buffers of the last exchange alone: they may change from now on."""
-        if self._part is not None:
-            if self._n_head == len(self._head) and not self._n_drop:  # the rest of what has begun
-                self._n_drop = len(self._into)
-            self._part = None
+        """Leave the buffers of all exchanges alone: they may change from now on."""
+        if self._expected and self._n_head == len(self._head) and not self._n_drop:
+            self._n_drop = len(self._rest)  # of what has begun
+            self._n_head *= bool(self._n_drop)
+        self._expected.clear()
         self.connection.keep()
 
-    def _receive(self) -> bool:
+    def _receive(self, expected: _Expected) -> bool:
         """Receive what has come of the part that is waited for; return whether it is whole."""
-        while True:
-            if self._n_drop:
-                n = self.connection.receive(self._dropped[: self._n_drop])
-                self._n_drop -= n
-                if self._n_drop and n:
-                    continue
-                if self._n_drop:
-                    return False
-                self._n_head = 0
-            if self._n_head < len(self._head):
-                n = self.connection.receive(self._head[self._n_head :])
-                self._n_head += n
-                if not n:
-                    return False
-                if self._n_head < len(self._head) or not self._is_expected():
-                    continue
-            while self._into:
-                n = self.connection.receive(self._into)
-                if not n:
-                    return False
-                self._into = self._into[n:]
-            self._heads.check(self._head, self._target)
-            self._n_head = 0
-            return True
+        while self._n_head < len(self._head) or self._n_drop:
+            if not self._receive_head(expected):
+                return False
+        while self._rest:
+            n = self.connection.receive(self._rest)
+            if not n:
+                return False
+            self._rest = self._rest[n:]
+        self._heads.check(self._head, expected.into)
+        self._n_head = 0
+        return True
 
-    def _is_expected(self) -> bool:
+    def _receive_head(self, expected: _Expected) -> bool:
+        """Receive some of a head, or of a part that is left out; return whether anything came."""
+        if self._n_drop:
+            n = self.connection.receive(self._dropped[: self._n_drop])
+            self._n_drop -= n
+            if not self._n_drop:
+                self._n_head = 0
+            return n > 0
+        n = self.connection.receive(self._head[self._n_head :])
+        self._n_head += n
+        if self._n_head == len(self._head) and self._is_expected(expected):
+            self._rest = expected.into
+        return n > 0
+
+    def _is_expected(self, expected: _Expected) -> bool:
         """Say whether the head that has come is that of the expected part.
 
         A part of a step before is dropped. Raises RemoteProtocolError for any other.
         """
-        if self._heads.is_of(self._head, self._expected):
+        if self._heads.is_of(self._head, expected.head):
             return True
         step, found = self._heads.read(self._head)
         if step < self._step:
@@ -102,10 +112,9 @@ class PartStream:
             return False
         raise RemoteProtocolError(
             f"{self.connection.peer} sent {_shape(found)} of step {step} as part of step "
-            f"{self._step}, expected {_shape(self._part)} (gather, shard, dtype, rows, columns)"
+            f"{self._step}, expected {_shape(expected.part)} (gather, shard, dtype, rows, columns)"
         )
 
 
-def _shape(part: ShardPart | None) -> tuple[object, ...]:
-    assert part is not None
+def _shape(part: ShardPart) -> tuple[object, ...]:
     return (part.number, part.shard, part.dtype.value, part.n_rows, part.width)

@@ -146,7 +146,7 @@ class ShardLinks:
         """Begin to count the gathers of a step."""
         self._step, self._number = step, 0
 
-    def gather(
+    def send_part(
         self,
         dtype: WireDType,
         n_rows: int,
@@ -154,35 +154,48 @@ class ShardLinks:
         payload: Buffer,
         received: Mapping[int, memoryview],
     ) -> None:
-        """Send this shard's part to all others, and put theirs where `received` says.
+        """Begin a gather: send this shard's part to all others; theirs go where `received` says.
 
-        `payload` is `n_rows` rows of `widths[shard]` columns in `dtype`. Raises what a shard says
-        the step has failed with, LostShardError where a shard is lost, sends none in time, or one
-        that is not the part of this gather.
+        `payload` is `n_rows` rows of `widths[shard]` columns in `dtype`. Raises LostShardError
+        where a shard is lost.
         """
         if self._broken is not None:
             raise self._lost()
         number, self._number = self._number, self._number + 1
-        own = ShardPart(
-            number=number,
-            shard=self.shard,
-            dtype=dtype,
-            n_rows=n_rows,
-            width=widths[self.shard],
-            payload=payload,
-        )
+
+        def part(shard: int, payload: Buffer = b"") -> ShardPart:
+            return ShardPart(
+                number=number,
+                shard=shard,
+                dtype=dtype,
+                n_rows=n_rows,
+                width=widths[shard],
+                payload=payload,
+            )
+
+        own = part(self.shard, payload)
         try:
             for other, stream in self._streams.items():
-                part = ShardPart(
-                    number=number, shard=other, dtype=dtype, n_rows=n_rows, width=widths[other]
-                )
-                stream.exchange(self._step, own, part, received[other])
-            self._await_parts()
+                stream.exchange(self._step, own, part(other), received[other])
+        except LinkError as error:
+            raise self._break(error) from None
+
+    def await_parts(self, n_left: int) -> None:
+        """Wait until the parts of all gathers but the last `n_left` have come, and this one's gone.
+
+        Raises what a shard says the step has failed with, LostShardError where a shard is lost,
+        sends none in time, or one that is not the part of this gather.
+        """
+        is_through = False
+        try:
+            self._await_parts(n_left)
+            is_through = True
         except LinkError as error:
             raise self._break(error) from None
         finally:
-            for stream in self._streams.values():
-                stream.rest()
+            if not is_through:
+                for stream in self._streams.values():
+                    stream.rest()
 
     def fail_step(self, error: ShardnetError) -> None:
         """Tell the other shards that the step that began last has failed here."""
@@ -193,11 +206,11 @@ class ShardLinks:
         for stream in self._streams.values():
             stream.connection.close()
 
-    def _await_parts(self) -> None:
+    def _await_parts(self, n_left: int) -> None:
         """Move bytes until all parts have come and gone: spin at first, then nap between looks."""
         waiting = list(self._streams.values())
         began_ns = 0
-        while waiting := [stream for stream in waiting if not stream.move()]:
+        while waiting := [stream for stream in waiting if not stream.move(n_left)]:
             now_ns = time.perf_counter_ns()
             began_ns = began_ns or now_ns
             waited_ns = now_ns - began_ns

@@ -7,6 +7,7 @@ links.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
@@ -44,7 +45,7 @@ class PartExchange(Protocol):
     def begin(self, step: StepId) -> None:
         """Begin to count the gathers of a step."""
 
-    def gather(
+    def send_part(
         self,
         dtype: WireDType,
         n_rows: int,
@@ -52,7 +53,13 @@ class PartExchange(Protocol):
         payload: Buffer,
         received: Mapping[int, memoryview],
     ) -> None:
-        """Send this shard's part to all others, and put theirs where `received` says.
+        """Begin a gather: send this shard's part to all others; theirs go where `received` says.
+
+        No buffer changes before `await_parts` has returned for this gather.
+        """
+
+    def await_parts(self, n_left: int) -> None:
+        """Wait until the parts of all gathers but the last `n_left` have come, and this one's gone.
 
         Raises what a shard says the step has failed with.
         """
@@ -75,6 +82,7 @@ class LinkGroup:
         self._exchange: PartExchange | None = None
         self._error: ShardnetError | None = None
         self._native = PythonGather(self)
+        self._open: deque[_Join] = deque()
 
     @property
     def error(self) -> ShardnetError | None:
@@ -94,13 +102,15 @@ class LinkGroup:
     def begin(self) -> None:
         """Forget what the step before has failed with."""
         self._error = self._native.error = None
+        self._open.clear()
 
     def gather(self, part: Tensor, ends: Sequence[int]) -> Tensor:
         """See ShardGroup: after a failure there are zeros where columns of others belong."""
         whole = part.new_zeros(part.shape[0], ends[-1])
         if self.error is None and part.shape[0]:
             try:
-                self.joining(part, whole, ends)()
+                self.joining(part.contiguous(), whole, ends)()
+                self.end_joins(0)
             except ShardnetError as error:
                 self._error = without_frames(error)
         return whole
@@ -112,44 +122,82 @@ class LinkGroup:
 
     def joining(self, part: Tensor, whole: Tensor, ends: Sequence[int]) -> Callable[[], None]:
         """See PythonGroup."""
-        n_rows, widths = part.shape[0], [end - begin for begin, end in pairwise(ends)]
-        columns = [whole[:, begin:end] for begin, end in pairwise(ends)]
-        wire, own_wire = self._wire or wire_of(part.dtype), self._wire is None
-        others = [shard for shard in range(self.size) if shard != self.index]
-        is_direct = own_wire and n_rows == 1 and part.device.type == "cpu" and part.is_contiguous()
-        received = {
-            shard: to_bytes(columns[shard])
-            if is_direct
-            else memoryview(bytearray(n_rows * wire.row_bytes(widths[shard])))
-            for shard in others
-        }
+        join = _Join(part, whole, ends, self.index, self._wire)
 
-        def join() -> None:
-            """Exchange parts; rows that come as they are computed are received in their place."""
+        def begin() -> None:
             if self._exchange is None:
                 raise _not_connected()
-            payload = pack_rows(part, wire)
-            self._exchange.gather(wire, n_rows, widths, payload, received)
-            if own_wire:
-                columns[self.index].copy_(part)
-            else:
-                received[self.index] = payload
-            if not is_direct:
-                for shard, rows in received.items():
-                    columns[shard].copy_(
-                        unpack_rows(rows, wire, n_rows, widths[shard], part.device)
-                    )
+            payload = join.own_payload()
+            self._exchange.send_part(join.wire, join.n_rows, join.widths, payload, join.received)
+            self._open.append(join)
 
-        def join_directly() -> None:
-            if self._exchange is None:
-                raise _not_connected()
-            own_columns[:] = payload
-            self._exchange.gather(wire, n_rows, widths, payload, received)
+        return begin
 
-        if not is_direct:
-            return join
-        payload, own_columns = to_bytes(part), to_bytes(columns[self.index])
-        return join_directly
+    def end_joins(self, n_left: int) -> None:
+        """See PythonGroup."""
+        if self._exchange is None:
+            raise _not_connected()
+        self._exchange.await_parts(n_left)
+        while len(self._open) > n_left:
+            self._open.popleft().end()
+
+
+class _Join:
+    """One gather at some place in memory: of `part` [T, own columns] to `whole` [T, all columns].
+
+    Parts travel in `wire`, None for their own dtype: a single row then goes straight from memory
+    and into it.
+    """
+
+    def __init__(
+        self,
+        part: Tensor,
+        whole: Tensor,
+        ends: Sequence[int],
+        index: int,
+        wire: WireDType | None,
+    ) -> None:
+        self.n_rows = part.shape[0]
+        self.widths = [end - begin for begin, end in pairwise(ends)]
+        self.wire = wire or wire_of(part.dtype)
+        self._part = part
+        self._index = index
+        self._columns = [whole[:, begin:end] for begin, end in pairwise(ends)]
+        self._is_rounded = wire is not None
+        self._is_direct = wire is None and self.n_rows == 1 and part.device.type == "cpu"
+        self.received: dict[int, memoryview] = {}
+        """Where the parts of the others belong."""
+        for shard, width in enumerate(self.widths):
+            if shard != index:
+                n_bytes = self.n_rows * self.wire.row_bytes(width)
+                into = to_bytes(self._columns[shard]) if self._is_direct else None
+                self.received[shard] = memoryview(bytearray(n_bytes)) if into is None else into
+        if self._is_direct:
+            self._payload, self._own = to_bytes(part), to_bytes(self._columns[index])
+
+    def own_payload(self) -> Buffer:
+        """Return this shard's part as it travels."""
+        if not self._is_direct:
+            self._payload = pack_rows(self._part, self.wire)
+        return self._payload
+
+    def end(self) -> None:
+        """Put all parts in their place, which have come."""
+        if self._is_direct:
+            self._own[:] = self._payload
+            return
+        for shard, payload in self.received.items():
+            self._put(shard, payload)
+        if self._is_rounded:
+            self._put(self._index, self._payload)
+        else:
+            self._columns[self._index].copy_(self._part)
+
+    def _put(self, shard: int, payload: Buffer) -> None:
+        columns = self._columns[shard]
+        columns.copy_(
+            unpack_rows(payload, self.wire, self.n_rows, self.widths[shard], columns.device)
+        )
 
 
 def _not_connected() -> LostShardError:
@@ -303,6 +351,9 @@ class RoundedGroup:
                     )
 
         return join
+
+    def end_joins(self, n_left: int) -> None:
+        """See PythonGroup: none is ever open."""
 
     def check(self) -> None:
         """Raise what could not be rounded: an activation that does not fit the wire."""

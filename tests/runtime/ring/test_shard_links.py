@@ -96,7 +96,8 @@ def gathered(links: ShardLinks, step: StepId, value: float) -> float:
     width, other = WIDTHS[links.shard], 1 - links.shard
     payload = struct.pack(f"<{width}f", *[value] * width)
     received = memoryview(bytearray(4 * WIDTHS[other]))
-    links.gather(WireDType.FLOAT32, 1, WIDTHS, payload, {other: received})
+    links.send_part(WireDType.FLOAT32, 1, WIDTHS, payload, {other: received})
+    links.await_parts(0)
     (value,) = struct.unpack_from("<f", received)
     return value
 
@@ -305,7 +306,8 @@ def test_a_step_fails_while_a_large_part_is_on_its_way() -> None:
             other = 1 - links.shard
             received = memoryview(bytearray(4 * widths[other]))
             payload = bytes([links.shard + 1]) * (4 * widths[links.shard])
-            links.gather(WireDType.FLOAT32, 1, widths, payload, {other: received})
+            links.send_part(WireDType.FLOAT32, 1, widths, payload, {other: received})
+            links.await_parts(0)
             return bytes(received)
 
         def first() -> None:
@@ -326,3 +328,29 @@ def test_a_step_fails_while_a_large_part_is_on_its_way() -> None:
             task.cancel()
 
     linked(test)
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_several_gathers_are_under_way(is_encrypted: bool) -> None:
+    """Each is over when its own parts are there, whatever comes behind."""
+
+    async def test(zero: End, one: End) -> None:
+        both = [zero.links(0), one.links(1)]
+
+        def computed(links: ShardLinks) -> list[bytes]:
+            links.begin(STEP)
+            other, found = 1 - links.shard, []
+            received = [memoryview(bytearray(4 * WIDTHS[other])) for _ in range(4)]
+            for number, into in enumerate(received):
+                payload = bytes([10 * links.shard + number]) * (4 * WIDTHS[links.shard])
+                links.send_part(WireDType.FLOAT32, 1, WIDTHS, payload, {other: into})
+                if number:
+                    links.await_parts(1)
+                    found.append(bytes(received[number - 1][:1]))
+            links.await_parts(0)
+            return [*found, bytes(received[-1][:1])]
+
+        found = await asyncio.gather(*(asyncio.to_thread(computed, links) for links in both))
+        assert found == [[b"\n", b"\x0b", b"\x0c", b"\r"], [b"\0", b"\1", b"\2", b"\3"]]
+
+    linked(test, is_encrypted=is_encrypted)

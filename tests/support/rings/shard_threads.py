@@ -39,6 +39,9 @@ class CountingGroup:
 
         return join
 
+    def end_joins(self, n_left: int) -> None:
+        """See PythonGroup: none is ever open."""
+
     def check(self) -> None:
         """See ShardGroup."""
         self._python.raise_error()

@@ -18,6 +18,8 @@ struct gather {
     int64_t deadline_ns; /* how long it waits for another shard */
     int64_t spin_ns;     /* and how much of that without sleeping */
     int32_t index, size;
+    join_function post; /* begins a join: `part` stays as it is until it is over. NULL: `join` is all there is */
+    void (*await)(const struct gather *self, int64_t n_left); /* until all but the last `n_left` that began are over */
 };
 
 /* A linear whose inputs, outputs or both are cut over shards: they are joined around it. */

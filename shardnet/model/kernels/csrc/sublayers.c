@@ -69,12 +69,32 @@ void shardnet_attention(struct attention_call *call, int32_t parts) {
 
 void shardnet_attend(const struct attend *call) { attend(call); }
 
+/* Multiplies a piece of normalized rows by gate and up, and activates it. */
+static void open_piece(const struct mlp_call *call, const struct pieces *pieces, int64_t i, const void *rows) {
+    const struct residual *residual = &call->residual;
+    const int64_t first = first_row(pieces, i), n = first_row(pieces, i + 1) - first;
+    struct mlp_call piece = *call;
+    piece.projected = at(call->projected, 2 * first * call->n_inner, residual->is_bf16);
+    piece.activated = at(call->activated, first * call->n_inner, residual->is_bf16);
+    ready(call->gate_up, residual, n, call->scratch, at(rows, first * residual->width, residual->is_bf16),
+          piece.projected);
+    shardnet_linear(call->gate_up);
+    shardnet_parallel_for(&residual->team, shardnet_steps_for(&residual->team)->activate, &piece, n, ROWS_AT_ONCE);
+}
+
 void shardnet_mlp(struct mlp_call *call) {
     const struct residual *residual = &call->residual;
     const struct steps *steps = shardnet_steps_for(&residual->team);
-    multiply(call->gate_up, residual, call->scratch, normalize(steps, residual), call->projected);
-    shardnet_parallel_for(&residual->team, steps->activate, call, residual->n_rows, ROWS_AT_ONCE);
-    multiply_joined(call->down, residual, call->scratch, &call->joined, call->activated, residual->inner);
+    const void *rows = normalize(steps, residual);
+    struct pieces pieces = pieces_of(&call->joined, residual);
+    for (int64_t i = 0; i <= pieces.n; i++) {
+        if (i < pieces.n) {
+            open_piece(call, &pieces, i, rows);
+            begin_piece(&pieces, i, call->activated);
+        }
+        if (i) multiply_piece(&pieces, i - 1, call->down, call->scratch, call->activated, residual->inner);
+    }
+    end_pieces(&pieces);
     add_residual(steps, residual);
 }
 

@@ -176,6 +176,8 @@ const struct steps *shardnet_steps_for(const struct team *team);
 #define ROWS_AT_ONCE 8
 #define WORK_AT_ONCE 65536
 #define ELEMENTS_AT_ONCE 16384
+#define PIECE_ROWS 64 /* of rows whose parts travel while others are multiplied, at the least */
+#define MOST_PIECES 4
 
 /* Readies a linear layer for `n_rows` rows. */
 INLINE void ready(struct linear *p, const struct residual *residual, int64_t n_rows, int8_t *scratch, const void *rows,
@@ -202,13 +204,74 @@ INLINE const void *join(const struct joined *joined, const int64_t *ends, const 
     return whole;
 }
 
+/* Rows in pieces, whose parts travel between shards while other pieces are multiplied: all at once where nothing
+ * travels, or they are few. */
+struct pieces {
+    const struct joined *joined;
+    const struct residual *residual;
+    int64_t n, n_begun;         /* pieces; joins that have begun */
+    int64_t begun[MOST_PIECES]; /* for each piece: how many had when its inputs had */
+};
+
+INLINE struct pieces pieces_of(const struct joined *joined, const struct residual *residual) {
+    int64_t n = joined->gather && joined->gather->post ? residual->n_rows / PIECE_ROWS : 1;
+    n = n > MOST_PIECES ? MOST_PIECES : n > 1 ? n : 1;
+    return (struct pieces){.joined = joined, .residual = residual, .n = n};
+}
+
+INLINE int64_t first_row(const struct pieces *pieces, int64_t i) { return pieces->residual->n_rows * i / pieces->n; }
+
+INLINE void begin_join(struct pieces *pieces, const int64_t *ends, const void *part, void *whole, int64_t n_rows) {
+    const struct gather *gather = pieces->joined->gather;
+    const int64_t item = pieces->residual->is_bf16 ? 2 : 4;
+    if (pieces->n == 1) {
+        gather->join(gather, part, whole, n_rows, ends, item);
+        return;
+    }
+    gather->post(gather, part, whole, n_rows, ends, item);
+    pieces->n_begun++;
+}
+
+/* Lets the inputs of piece `i` of `rows` [n_rows, own inputs] travel. */
+INLINE void begin_piece(struct pieces *pieces, int64_t i, const void *rows) {
+    const struct joined *joined = pieces->joined;
+    const int64_t *ends = joined->in_ends, first = first_row(pieces, i), n = first_row(pieces, i + 1) - first;
+    const int is_bf16 = pieces->residual->is_bf16;
+    if (ends) {
+        const int32_t index = joined->gather->index;
+        begin_join(pieces, ends, at(rows, first * (ends[index + 1] - ends[index]), is_bf16),
+                   at(joined->rows, first * ends[joined->gather->size], is_bf16), n);
+    }
+    pieces->begun[i] = pieces->n_begun;
+}
+
+/* Multiplies piece `i` of rows once its inputs are there, and lets its outputs travel to `out`. */
+INLINE void multiply_piece(struct pieces *pieces, int64_t i, struct linear *p, int8_t *scratch, const void *rows,
+                           void *out) {
+    const struct joined *joined = pieces->joined;
+    const int64_t first = first_row(pieces, i), n = first_row(pieces, i + 1) - first;
+    const int is_bf16 = pieces->residual->is_bf16;
+    if (pieces->n > 1) joined->gather->await(joined->gather, pieces->n_begun - pieces->begun[i]);
+    const void *inputs = at(joined->in_ends ? joined->rows : rows, first * p->n_in, is_bf16);
+    void *part = at(joined->out_ends ? joined->part : out, first * p->width, is_bf16);
+    ready(p, pieces->residual, n, scratch, inputs, part);
+    shardnet_linear(p);
+    if (!joined->out_ends) return;
+    const int64_t all = joined->out_ends[joined->gather->size];
+    begin_join(pieces, joined->out_ends, part, at(out, first * all, is_bf16), n);
+}
+
+INLINE void end_pieces(const struct pieces *pieces) {
+    if (pieces->n > 1) pieces->joined->gather->await(pieces->joined->gather, 0);
+}
+
 /* Multiplies rows, where they or the outputs are cut over shards with the others'. */
 INLINE void multiply_joined(struct linear *p, const struct residual *residual, int8_t *scratch,
                             const struct joined *joined, const void *rows, void *out) {
-    const int64_t n_rows = residual->n_rows;
-    rows = join(joined, joined->in_ends, rows, joined->rows, n_rows, residual->is_bf16);
-    multiply(p, residual, scratch, rows, joined->out_ends ? joined->part : out);
-    join(joined, joined->out_ends, joined->part, out, n_rows, residual->is_bf16);
+    struct pieces pieces = pieces_of(joined, residual);
+    for (int64_t i = 0; i < pieces.n; i++) begin_piece(&pieces, i, rows);
+    for (int64_t i = 0; i < pieces.n; i++) multiply_piece(&pieces, i, p, scratch, rows, out);
+    end_pieces(&pieces);
 }
 
 /* Applies the norm before a sub-layer, if there is one. Returns where its rows are. */
