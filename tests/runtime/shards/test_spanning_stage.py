@@ -8,18 +8,34 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+from support.models.checkpoints import make_decoder
+from support.needs import needs_library
+from support.rings.stage_chain import CPU, Rows, StageChain, probed, random_prompt
 from torch import Tensor
 
+from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, LostShardError, NumericalError, ShardnetError
-from shardnet.model.kernels.codec import pack_rows, unpack_rows
+from shardnet.model.kernels.codec import pack_rows, torch_dtype, unpack_rows
+from shardnet.model.kernels.linear import Kernel
+from shardnet.model.shards import cut
 from shardnet.model.shards.group import _Join
 from shardnet.runtime.shards.spanning_stage import LinkGroup, SpanningCompute
 from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.slot_operations import FreeSlot, SlotOperation
-from shardnet.types import Epoch, MicroBatch, SlotId, StepId, WireDType
+from shardnet.types import (
+    Arith,
+    DType,
+    Epoch,
+    LayerRange,
+    MicroBatch,
+    SlotId,
+    StepId,
+    WireDType,
+)
 from shardnet.wire.framing.frames import Buffer
 from shardnet.wire.payloads.rows import RowBlock
 
@@ -270,3 +286,46 @@ def test_without_the_other_shards_nothing_is_computed() -> None:
     group.connect(Town(2).exchange(1))
     group.check()
     assert compute.used_blocks == 3
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_next", "deepseek_v3"])
+def test_prompts_that_travel_in_pieces_have_the_bits_of_the_whole_stage(
+    family: str, dtype: DType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cut, "WHOLE_WEIGHTS", 0)
+    folder = make_decoder(tmp_path, family, dtype=torch_dtype(dtype))
+    choice = probed(CPU, dtype, dtype, None, Arith.FAST)
+    layers = [LayerRange(0, Checkpoint.open(folder).config.n_layers)]
+
+    def logits(group: LinkGroup | None) -> Tensor:
+        chain, found = StageChain.load(folder, layers, choice, group=group), []
+        for position, n_rows in ((0, 140), (140, 300), (440, 1)):
+            if group is not None:
+                group.begin()
+            ids = random_prompt(n_rows, 290, seed=n_rows)
+            found.append(chain.step(Rows(slot=0, position=position, ids=ids, n_sampled=n_rows)))
+        return torch.cat(found)
+
+    whole, n_shards = logits(None), 3
+    town = Town(n_shards)
+    most_open = [0] * n_shards
+
+    def job(index: int) -> Tensor:
+        group, exchange = LinkGroup(index, n_shards), town.exchange(index)
+        group.connect(exchange)
+        awaits = exchange.await_parts
+
+        def await_parts(n_left: int) -> None:
+            most_open[index] = max(most_open[index], len(exchange.open))
+            awaits(n_left)
+
+        exchange.await_parts = await_parts  # type: ignore[method-assign]
+        return logits(group)
+
+    for own in on_all(n_shards, job):
+        assert isinstance(own, Tensor)
+        assert torch.equal(own, whole)
+    if choice.kernel is Kernel.NATIVE and family != "deepseek_v3":
+        assert min(most_open) > 1  # parts were under way while others were multiplied
