@@ -39,6 +39,8 @@ class PartStream:
         self._dropped = memoryview(bytearray(_DROPPED_BYTES))
         self._n_drop = 0
         """Bytes still to come of a part that is left out."""
+        self._is_open = False
+        """Whether the head that has come is that of the first expected part."""
         self._step = StepId(0)
         self._expected: deque[_Expected] = deque()
         self._rest = memoryview(b"")
@@ -65,15 +67,14 @@ class PartStream:
 
     def rest(self) -> None:
         """Leave the buffers of all exchanges alone: they may change from now on."""
-        if self._expected and self._n_head == len(self._head) and not self._n_drop:
-            self._n_drop = len(self._rest)  # of what has begun
-            self._n_head *= bool(self._n_drop)
+        if self._is_open:
+            self._leave_out(len(self._rest))
         self._expected.clear()
         self.connection.keep()
 
     def _receive(self, expected: _Expected) -> bool:
         """Receive what has come of the part that is waited for; return whether it is whole."""
-        while self._n_head < len(self._head) or self._n_drop:
+        while not self._is_open:
             if not self._receive_head(expected):
                 return False
         while self._rest:
@@ -82,38 +83,43 @@ class PartStream:
                 return False
             self._rest = self._rest[n:]
         self._heads.check(self._head, expected.into)
-        self._n_head = 0
+        self._is_open, self._n_head = False, 0
         return True
 
     def _receive_head(self, expected: _Expected) -> bool:
-        """Receive some of a head, or of a part that is left out; return whether anything came."""
+        """Receive some of a head, or of a part that is left out; return whether that got on."""
         if self._n_drop:
             n = self.connection.receive(self._dropped[: self._n_drop])
             self._n_drop -= n
-            if not self._n_drop:
-                self._n_head = 0
             return n > 0
-        n = self.connection.receive(self._head[self._n_head :])
-        self._n_head += n
-        if self._n_head == len(self._head) and self._is_expected(expected):
-            self._rest = expected.into
-        return n > 0
+        if self._n_head < len(self._head):
+            n = self.connection.receive(self._head[self._n_head :])
+            self._n_head += n
+            return n > 0
+        return self._take_head(expected)
 
-    def _is_expected(self, expected: _Expected) -> bool:
-        """Say whether the head that has come is that of the expected part.
+    def _take_head(self, expected: _Expected) -> bool:
+        """Open the expected part, or leave out one of a step before.
 
-        A part of a step before is dropped. Raises RemoteProtocolError for any other.
+        Returns False for a part of a step to come: why this one has failed there is on its way, by
+        another link. Raises RemoteProtocolError for any other.
         """
         if self._heads.is_of(self._head, expected.head):
+            self._is_open, self._rest = True, expected.into
             return True
         step, found = self._heads.read(self._head)
         if step < self._step:
-            self._n_drop = found.n_bytes
-            return False
+            self._leave_out(found.n_bytes)
+        if step != self._step:
+            return step < self._step
         raise RemoteProtocolError(
-            f"{self.connection.peer} sent {_shape(found)} of step {step} as part of step "
-            f"{self._step}, expected {_shape(expected.part)} (gather, shard, dtype, rows, columns)"
+            f"{self.connection.peer} sent {_shape(found)} as part of step {step}, expected "
+            f"{_shape(expected.part)} (gather, shard, dtype, rows, columns)"
         )
+
+    def _leave_out(self, n_bytes: int) -> None:
+        """Drop the next `n_bytes`, behind which a head comes."""
+        self._n_drop, self._n_head, self._is_open = n_bytes, 0, False
 
 
 def _shape(part: ShardPart) -> tuple[object, ...]:

@@ -45,6 +45,8 @@ _ALONE_NS: Final = 20_000
 """How long a thread that waits for parts lets no other on to its core: they are nearly there."""
 _SPIN_NS: Final = 3_000_000
 """And how long it does not sleep: shards that have equal work are about equally far."""
+_MOST_FAILURES: Final = 64
+"""Of steps that other shards have failed with and that have not begun here."""
 _let_others_run: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 _NAP_SHARE: Final = 0.05
 """A nap is so much of what it has waited,"""
@@ -78,8 +80,8 @@ class ShardLinks:
         self._part_s = part_s
         self._loop = asyncio.get_running_loop()
         self._broken: ShardnetError | None = None
-        self._failed: tuple[StepId, ShardnetError | None] = (StepId(0), None)
-        """The step that another shard has failed with last, and why."""
+        self._failures: dict[int, ShardnetError] = {}
+        """Why other shards have failed with this step, and with steps to come here."""
         self._step = StepId(0)
         self._number = 0
 
@@ -107,12 +109,14 @@ class ShardLinks:
         check_epoch(frame, self._epoch, link)
         if frame.kind is not FrameKind.ERROR:
             raise unexpected(frame, link)
-        report = read_error(frame)
-        if frame.step >= self._step:
-            self._failed = (
-                StepId(frame.step),
-                error_for_code(report.code, report.message, remedy=report.remedy or ""),
+        if len(self._failures) >= _MOST_FAILURES:
+            raise RemoteProtocolError(
+                f"{peer_name(link)} has failed with {_MOST_FAILURES} steps that did not come here"
             )
+        report = read_error(frame)
+        error = error_for_code(report.code, report.message, remedy=report.remedy or "")
+        if frame.step >= self._step:
+            self._failures.setdefault(frame.step, error)
 
     def fail(self, error: ShardnetError) -> None:
         """End every wait of the compute thread, now and to come, with LostShardError."""
@@ -145,6 +149,9 @@ class ShardLinks:
     def begin(self, step: StepId) -> None:
         """Begin to count the gathers of a step."""
         self._step, self._number = step, 0
+        for failed in list(self._failures):  # to which the loop may add meanwhile
+            if failed < step:
+                del self._failures[failed]
 
     def send_part(
         self,
@@ -218,8 +225,7 @@ class ShardLinks:
                 continue
             if self._broken is not None:
                 raise self._lost()
-            failed_step, error = self._failed
-            if failed_step == self._step and error is not None:
+            if self._failures and (error := self._failures.get(self._step)) is not None:
                 raise error
             if waited_ns < _SPIN_NS:
                 _let_others_run()

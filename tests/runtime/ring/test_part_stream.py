@@ -75,12 +75,11 @@ def test_parts_of_steps_before_are_left_out_also_half_a_one(is_encrypted: bool) 
 @pytest.mark.parametrize(
     ("change", "step", "epoch", "message"),
     [
-        ({"number": 1}, STEP, EPOCH, r"sent \(1, 1, .* of step 5 as part .*expected \(0, 1, "),
+        ({"number": 1}, STEP, EPOCH, r"sent \(1, 1, .* as part of step 5, expected \(0, 1, "),
         ({"shard": 0}, STEP, EPOCH, r"sent \(0, 0, "),
-        ({"width": 2, "payload": bytes(4)}, STEP, EPOCH, r"1, 2\) of step 5"),
-        ({"n_rows": 2, "payload": bytes(12)}, STEP, EPOCH, r"2, 3\) of step 5"),
+        ({"width": 2, "payload": bytes(4)}, STEP, EPOCH, r"1, 2\) as part of step 5"),
+        ({"n_rows": 2, "payload": bytes(12)}, STEP, EPOCH, r"2, 3\) as part of step 5"),
         ({"dtype": WireDType.FLOAT16}, STEP, EPOCH, "float16"),
-        ({}, STEP + 1, EPOCH, "of step 6 as part of step 5"),
         ({}, STEP, EPOCH + 1, "of epoch 3 came on a link of epoch 2"),
     ],
 )
@@ -96,6 +95,21 @@ def test_another_part_is_refused_by_name(
             moved(stream)
         assert re.search(message, refused.value.message)
         assert bytes(into) == bytes(6)
+
+
+@BOTH
+def test_a_part_of_the_next_step_waits_for_it(is_encrypted: bool) -> None:
+    """Its sender has failed with this one, and says so by another link."""
+    with direct_pair(is_encrypted=is_encrypted) as (zero, one):
+        stream, into = PartStream(zero, EPOCH), memoryview(bytearray(6))
+        one.send(packed(one, step=STEP + 1))
+        stream.exchange(STEP, OWN, OTHER, memoryview(bytearray(6)))
+        for _ in range(3):
+            assert not stream.move()
+        stream.rest()
+        stream.exchange(StepId(STEP + 1), OWN, OTHER, into)
+        moved(stream)
+        assert bytes(into) == b"theirs"
 
 
 @BOTH
