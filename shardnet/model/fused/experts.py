@@ -124,6 +124,7 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
             router=router,
             experts=ctypes.addressof(self._experts),
             row_bytes=aligned(max(matmul.row_bytes for matmul in matmuls)),
+            n_columns=down.linear.shape[0],
             weighs_inputs=mlp.weighs_inputs,
         )
         if shared is not None:
@@ -212,10 +213,10 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
         n_experts, n_visits = own.router.n_experts, n_rows * own.router.top_k
         at_once, n_shared = self._n_at_once(n_rows), 0 if self._shared is None else n_rows
         inner = item * (at_once * own.mlp.n_inner + n_shared * own.n_shared_inner)
-        rows, part = self._down.buffer_bytes(at_once, item)
+        rows, _ = self._down.buffer_bytes(at_once, item)
+        _, part = self._down.buffer_bytes(n_rows, item)
         if self._shared is not None:
-            more_rows, more_part = self._shared.down.buffer_bytes(n_rows, item)
-            rows, part = rows + more_rows, part + more_part
+            rows += self._shared.down.buffer_bytes(n_rows, item)[0]
         of_mlp = {
             "projected": 2 * inner,
             "activated": inner,
@@ -231,7 +232,7 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
             "places": 8 * n_visits,
             "starts": 8 * (n_experts + 1),
             "gathered": at_once * self._width * item,
-            "outputs": (n_visits + n_shared) * self._width * item,
+            "outputs": (n_visits + n_shared) * own.n_columns * item,
             "shared_gates": n_rows * item,
         }
         return {"inner": hidden.nbytes}, {"rows": rows, "part": part}, of_mlp, of_rest

@@ -57,7 +57,7 @@ MODELS = {
         family="qwen2_moe",
         n_gathers=3 * 5,
         n_small=2,
-        n_visits=3 * 2,
+        n_visits=3,
         config=THREE_LAYERS | {"num_experts_per_tok": 4, "shared_expert_intermediate_size": 48},
     ),
     # a router and an MLP beside it that torch computes; heads that no shard has by itself

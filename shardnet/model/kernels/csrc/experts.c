@@ -77,14 +77,13 @@ static void activate(const struct steps *steps, const struct experts_call *call,
     shardnet_parallel_for(&shared.residual.team, steps->activate, &shared, batch->n_shared, ROWS_AT_ONCE);
 }
 
-/* Multiplies activated columns by down: all shards' columns, to all shards' outputs. */
+/* Multiplies activated columns by down: all shards' columns, to this shard's outputs. */
 static void multiply_down(const struct experts_call *call, const struct batch *batch) {
     const struct joined *joined = &call->mlp.joined;
     const int is_bf16 = call->mlp.residual.is_bf16;
-    const int64_t place = batch->n * call->mlp.n_inner, first = call->starts[batch->begin] * call->mlp.residual.width;
+    const int64_t place = batch->n * call->mlp.n_inner, first = call->starts[batch->begin] * call->n_columns;
     const int64_t *ends = joined->in_ends, *shared_ends = call->shared_in_ends;
     const void *rows = call->mlp.activated, *shared_rows = at(rows, place, is_bf16);
-    void *outputs = at(call->outputs, first, is_bf16);
     if (ends) {
         void *behind = at(joined->rows, batch->n * ends[joined->gather->size], is_bf16);
         rows = join(joined, ends, rows, joined->rows, batch->n + (shared_ends ? 0 : batch->n_shared), is_bf16);
@@ -92,8 +91,7 @@ static void multiply_down(const struct experts_call *call, const struct batch *b
             join(joined, shared_ends, shared_rows, behind, batch->n_shared, is_bf16);
         shared_rows = behind;
     }
-    multiply_visits(call, batch, 1, rows, shared_rows, joined->out_ends ? joined->part : outputs);
-    join(joined, joined->out_ends, joined->part, outputs, batch->n + batch->n_shared, is_bf16);
+    multiply_visits(call, batch, 1, rows, shared_rows, at(call->outputs, first, is_bf16));
 }
 
 /* Runs the experts, as many together as have at most `n_at_once` visits, and with the last ones the shared expert. */
@@ -122,5 +120,7 @@ void shardnet_experts(struct experts_call *call) {
     visit_experts(steps, call);
     if (call->shared_gate) multiply(call->shared_gate, residual, call->mlp.scratch, call->rows, call->shared_gates);
     shardnet_parallel_for(&residual->team, steps->combine, call, residual->n_rows, ROWS_AT_ONCE);
+    const struct joined *joined = &call->mlp.joined;
+    join(joined, joined->out_ends, joined->part, residual->inner, residual->n_rows, residual->is_bf16);
     add_residual(steps, residual);
 }

@@ -47,12 +47,13 @@ struct experts_call {
     int64_t *places;    /* scratch [T * top_k]: where a visit stands among those */
     int64_t *starts;    /* scratch [n_experts + 1]: the first visit of each expert */
     void *gathered;     /* scratch [n_at_once, width]: what goes into experts */
-    void *outputs;      /* scratch [T * top_k + T, width]: what comes out in the order of `visits`, then of `shared` */
+    void *outputs;      /* scratch [T * top_k + T, n_columns]: what comes out in the order of `visits`, then of `shared` */
     void *shared_gates; /* scratch [T] */
     const void *rows;   /* [T, width] behind the norm */
     int64_t n_at_once;  /* T or more */
     int64_t row_bytes;
     int64_t n_shared_inner;
+    int64_t n_columns; /* of what comes out of experts: all, or this shard's */
     const int64_t *shared_in_ends; /* as `in_ends` of `mlp.joined`; NULL: those */
     int32_t weighs_inputs; /* weights multiply what goes into an expert, else what comes out */
 };

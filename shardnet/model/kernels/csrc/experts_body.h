@@ -135,9 +135,11 @@ static TARGET void NAME(gather)(const void *argument, int64_t begin, int64_t end
     }
 }
 
-/* Adds up what a row's experts give, by their weights and in the order of its routing, and what the shared one does. */
+/* Adds up what a row's experts give, by their weights and in the order of its routing, and what the shared one does:
+ * this shard's columns. */
 INLINE TARGET void NAME(combine_row)(const struct experts_call *call, int64_t row, const int is_bf16) {
-    const int64_t width = call->mlp.residual.width, top_k = call->router.top_k;
+    const int64_t width = call->n_columns, top_k = call->router.top_k;
+    void *combined = call->mlp.joined.out_ends ? call->mlp.joined.part : call->mlp.residual.inner;
     const int64_t n_visits = call->mlp.residual.n_rows * top_k;
     const int64_t *places = call->places + row * top_k;
     const float *weights = call->weights + row * top_k;
@@ -158,7 +160,7 @@ INLINE TARGET void NAME(combine_row)(const struct experts_call *call, int64_t ro
             const lanes own = NAME(load)(call->outputs, (n_visits + row) * width + i, n, is_bf16);
             total = NAME(kept)(total, is_bf16) + (call->shared_gate ? NAME(kept)(own * gate, is_bf16) : own);
         }
-        NAME(save)(call->mlp.residual.inner, row * width + i, n, total, is_bf16);
+        NAME(save)(combined, row * width + i, n, total, is_bf16);
     }
 }
 
