@@ -40,6 +40,7 @@ class TcpLink(AsyncioLink):
         is_plain = options.identity is None
         super().__init__(hello, initiator=initiator, options=options, checked=is_plain)
         self._initiator = initiator
+        self._taken_over: socket.socket | None = None
 
     async def take_over(self, sock: socket.socket) -> None:
         """Let the loop move the bytes of a connected socket; it alone closes it from now on.
@@ -48,6 +49,8 @@ class TcpLink(AsyncioLink):
         closes the descriptor and leaves `sock` to close it again, when somebody else may have that
         number.
         """
+        if sys.platform == "win32":
+            self._taken_over = sock
         await asyncio.get_running_loop().connect_accepted_socket(self._over_tcp, sock)
 
     def _over_tcp(self) -> asyncio.BufferedProtocol:
@@ -81,8 +84,12 @@ class TcpLink(AsyncioLink):
             self._raise_if_ended()
         tls = transport.take_engine() if isinstance(transport, TlsTransport) else None
         peer, meter = self.peer, self._meter
-        copy = _duplicate(transport.get_extra_info("socket"))
-        meter.tcp = lambda: copy
+        if sys.platform == "win32" and self._taken_over is not None:
+            # There the transport would shut the connection down with its socket.
+            kept = socket.socket(fileno=self._taken_over.detach())
+        else:
+            kept = _duplicate(transport.get_extra_info("socket"))
+        meter.tcp = lambda: kept
         who = f"{peer.name} ({self.peer_address})"
         self._error = LinkClosedError(f"{who}: the connection was handed over")
         self._lingering = True
@@ -93,7 +100,7 @@ class TcpLink(AsyncioLink):
             if traffic is not None:
                 traffic.down(peer, meter, failed=False)
 
-        return DirectConnection(copy, tls, peer=who, meter=meter, on_close=on_close)
+        return DirectConnection(kept, tls, peer=who, meter=meter, on_close=on_close)
 
     def _direct_writer(self) -> DirectWriter | None:
         """See AsyncioLink. Not on Windows, whose sockets belong to the loop's completion port."""

@@ -93,6 +93,9 @@ def test_nodes_of_one_machine_make_a_ring(windows: WindowsMachine, said: dict[st
     assert wrote(windows.run(*ASKED, "--local", "2")) == said
 
 
+@pytest.mark.parametrize(
+    "cut", [("--layers", "0-5,5-8"), ("--nodes-per-stage", "2")], ids=["layers", "each layer"]
+)
 @pytest.mark.parametrize("windows_leads", [False, True])
 def test_a_ring_of_both_systems_computes_the_bits_of_linux(
     linux: Machine,
@@ -101,11 +104,12 @@ def test_a_ring_of_both_systems_computes_the_bits_of_linux(
     wendy: NodeProcess,
     said: dict[str, Any],
     windows_leads: bool,
+    cut: tuple[str, str],
 ) -> None:
     nodes = [linus.address, wendy.address]
     asks = windows if windows_leads else linux
     ring = ",".join(reversed(nodes) if windows_leads else nodes)
-    assert wrote(asks.run(*ASKED, "--nodes", ring, "--layers", "0-5,5-8")) == said
+    assert wrote(asks.run(*ASKED, "--nodes", ring, *cut)) == said
     assert "kernels" not in wendy.log
 
 
