@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.constraints import Constraint
 from shardnet.model.kernels import library
 from shardnet.output_params import OutputParams
+from shardnet.runtime.ring.shard_links import PART_S
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.activity import RecoveryReport
 from shardnet.wire.messages.plans import ModelChoice
@@ -185,10 +187,13 @@ def test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(anna: Survivor)
     assert anna.node.log.count("recovered in ") - n_logged == (1 if first_error else 2)
 
 
+@pytest.mark.parametrize("lose", [signal.SIGKILL, signal.SIGSTOP], ids=lambda one: one.name)
 def test_a_stage_that_spans_two_nodes_says_the_same_and_outlives_one_of_them(
-    anna: Survivor,
+    anna: Survivor, lose: signal.Signals
 ) -> None:
-    """Every layer is cut over two nodes: bits are those of one node, and one of them dies."""
+    """Every layer is cut over two nodes: bits are those of one node, and one of them dies, or
+    stands still amid a gather: that is noticed as on any link, long before a part is overdue.
+    """
     [dora] = anna.machine.start_nodes("dora")
     both = ModelChoice(
         model=DEFAULT_MODEL_NAME,
@@ -197,20 +202,21 @@ def test_a_stage_that_spans_two_nodes_says_the_same_and_outlives_one_of_them(
         context=512,
     )
 
-    def kill(n_tokens: int) -> None:
+    def lose_it(n_tokens: int) -> None:
         if n_tokens >= N_TOKENS // 3:
-            dora.process.kill()
+            dora.signal(lose)
 
     async def main() -> None:
         async with connect(anna.node.address) as client:
             n_before = len((await client.activity()).recoveries)
-            disturbed, states = await run_all(client, both, kill)
+            disturbed, states = await run_all(client, both, lose_it)
             assert disturbed == anna.undisturbed
             assert [state.value for state in states[0]] == [
                 *("running", "recovering", "resumed", "finished")
             ]
             [seen] = await until_over(client, n_before, 1)
             assert (seen.lost, seen.nodes, seen.error) == (["dora"], ["anna"], "")
+            assert seen.notice_s < PART_S / 2
 
     asyncio.run(main())
     dora.kill()
