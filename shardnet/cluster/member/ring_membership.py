@@ -386,15 +386,17 @@ class RingMembership:
         if not isinstance(compute, SpanningCompute):
             raise UsageError("the stage of this node was not loaded as a part of one")
         try:
-            self._shards = await self.span.connect(self.dial, NEIGHBOUR_S)
+            shards = await self.span.connect(self.dial, NEIGHBOUR_S)
         finally:
             if self._left:  # who left has closed the links of then
                 for link in self.span.links:
                     link.abort("this node has left the ring")
-            if self._shards is not None:
-                self._close_parts = partial(lane.executor.submit, self._shards.close)
+        if self._left:
+            shards.close()
         self._check_not_left()
-        compute.connect(self._shards)
+        self._shards = shards
+        self._close_parts = partial(lane.executor.submit, shards.close)
+        compute.connect(shards)
 
     async def _connect(
         self, pipeline: Pipeline | None
@@ -478,6 +480,8 @@ class RingMembership:
             silent = NodeId(self._upstream.result().peer.node)  # data come from nobody else
         told = PeerFailedError(error.message) if isinstance(error, LinkError) else error
         for link in self._open_links():
+            if link.peer.purpose is Purpose.PARTS:
+                continue  # its connection was handed over, so that it is closed in any case
             if not link.closed:
                 link.send(error_frame(told))
             elif isinstance(error, PeerSilentError | RemoteProtocolError):

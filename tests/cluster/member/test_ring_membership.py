@@ -169,9 +169,13 @@ def test_who_fell_silent_is_told_to_the_head_and_no_other_neighbour_takes_it_for
         told: list[object] = []
         heard: list[Frame] = []
         one = membership(lambda *what: told.append(what), n_stages=3, rank=1)
-        silent = SimpleNamespace(closed=True, peer=SimpleNamespace(node="n1"))
-        other = SimpleNamespace(closed=False, send=heard.append)
-        one._links = cast(Any, [silent, other])
+        at_n1 = SimpleNamespace(node="n1", purpose=Purpose.DATA)
+        at_n2 = SimpleNamespace(node="n2", purpose=Purpose.DATA)
+        silent = SimpleNamespace(closed=True, peer=at_n1)
+        other = SimpleNamespace(closed=False, peer=at_n2, send=heard.append)
+        of_parts = SimpleNamespace(node="n2", purpose=Purpose.PARTS)
+        handed_over = SimpleNamespace(closed=True, peer=of_parts)
+        one._links = cast(Any, [silent, other, handed_over])
         one._break(error)
         assert told == [(error, blamed)]
         assert read_error(heard[0]).code == PeerFailedError.code

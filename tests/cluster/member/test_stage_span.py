@@ -18,8 +18,9 @@ from shardnet.errors import PeerFailedError, UsageError
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
 from shardnet.transport.tcp import connect
-from shardnet.types import Epoch, WireDType
-from shardnet.wire.messages.handshake import Hello, PeerRole
+from shardnet.transport.traffic import Traffic
+from shardnet.types import Epoch, NodeId, WireDType
+from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
 ADDRESSES = ("a:1", "b:2", "c:3")
 
@@ -170,3 +171,52 @@ def test_a_link_that_opens_while_its_node_leaves_is_closed(monkeypatch: pytest.M
         await far.close()
 
     asyncio.run(main())
+
+
+def test_connections_that_come_up_while_their_node_leaves_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last shard waits for nobody: its connection for parts is handed over all the same."""
+    monkeypatch.setattr(ring_membership, "SpanningCompute", object)
+
+    async def main(harness: Harness) -> None:
+        span, parts_dialled, goes_on = spans(2)[0], asyncio.Event(), asyncio.Event()
+        traffic = Traffic(NodeId("n1"))
+
+        async def accept(link: Link) -> None:
+            span.accept(link)
+
+        listener = await harness.listen(accept)
+
+        async def dial(address: str, own: DataEnd) -> Link:
+            if own.purpose is Purpose.PARTS:
+                parts_dialled.set()
+                await goes_on.wait()
+            options = changed(OPTIONS, traffic=traffic)
+            return await connect("127.0.0.1", listener.port, hello(own), options=options)
+
+        member = ring_membership.RingMembership(
+            ring="r",
+            epoch=Epoch(2),
+            rank=1,
+            addresses=ADDRESSES,
+            model="m",
+            owner="h",
+            owner_name="head",
+            dial=dial,
+            on_broken=lambda error, silent: None,
+            span=spans(2)[1],
+        )
+        joining = asyncio.create_task(
+            member._connect_shards(cast(Any, SimpleNamespace(compute=object())))
+        )
+        await parts_dialled.wait()
+        await member.leave()
+        goes_on.set()
+        with pytest.raises(PeerFailedError):
+            await joining
+        assert [count.n_links for count in traffic.counts()] == [0, 0]
+        for link in span.links:
+            link.abort("the test is over")
+
+    HARNESSES["tcp-uvloop"].run(main)
