@@ -194,11 +194,14 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
         """Point the arguments to buffers at the start of `scratch`."""
         arguments, at = self._arguments, scratch.data_ptr()
         structs = (arguments.mlp.residual, arguments.mlp.joined, arguments.mlp, arguments)
-        for struct, sizes in zip(structs, self._buffers(hidden), strict=True):
+        buffers = self._buffers(hidden)
+        for struct, sizes in zip(structs, buffers, strict=True):
             for name, size in sizes.items():
                 setattr(struct, name, at)
                 at += aligned(size)
         arguments.n_at_once = self._n_at_once(len(hidden))
+        arguments.joined_bytes = buffers[1]["rows"] // 2
+        arguments.activated_bytes = buffers[2]["activated"] // 2
         self.chosen = torch.empty(len(hidden), arguments.router.top_k, dtype=torch.int64)
         arguments.chosen = self.chosen.data_ptr()
 
@@ -219,7 +222,7 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
             rows += self._shared.down.buffer_bytes(n_rows, item)[0]
         of_mlp = {
             "projected": 2 * inner,
-            "activated": inner,
+            "activated": aligned(inner) * (2 if rows else 1),  # two batches, of which one travels
             "scratch": (at_once + n_shared) * own.row_bytes,
         }
         of_rest = {
@@ -235,7 +238,8 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
             "outputs": (n_visits + n_shared) * own.n_columns * item,
             "shared_gates": n_rows * item,
         }
-        return {"inner": hidden.nbytes}, {"rows": rows, "part": part}, of_mlp, of_rest
+        of_gathers = {"rows": 2 * aligned(rows), "part": part}
+        return {"inner": hidden.nbytes}, of_gathers, of_mlp, of_rest
 
 
 def _gate(router: Router) -> Linear | None:

@@ -196,6 +196,8 @@ class ExpertsStruct(ctypes.Structure):
         ("n_at_once", ctypes.c_int64),
         ("row_bytes", ctypes.c_int64),
         ("n_shared_inner", ctypes.c_int64),
+        ("activated_bytes", ctypes.c_int64),
+        ("joined_bytes", ctypes.c_int64),
         ("n_columns", ctypes.c_int64),
         ("shared_in_ends", ctypes.c_void_p),
         ("weighs_inputs", ctypes.c_int32),

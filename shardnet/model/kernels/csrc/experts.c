@@ -39,6 +39,8 @@ static void sort_visits(const struct experts_call *call) {
 /* Some visits, those of the experts [begin, end), and with `n_shared` all rows of the shared expert behind them. */
 struct batch {
     int64_t begin, end, n, n_shared;
+    void *activated, *rows; /* its columns behind gate and up: this shard's, all shards' */
+    int64_t n_begun;        /* joins of them that are under way */
 };
 
 /* Multiplies rows of visits, then those of the shared expert, all at once: by gate and up, or by down. */
@@ -69,45 +71,78 @@ static void multiply_visits(const struct experts_call *call, const struct batch 
 /* Activates what gate and up gave: the columns of visits, behind them those of the shared expert. */
 static void activate(const struct steps *steps, const struct experts_call *call, const struct batch *batch) {
     const int64_t place = batch->n * call->mlp.n_inner;
-    struct mlp_call shared = call->mlp;
-    shardnet_parallel_for(&shared.residual.team, steps->activate, &call->mlp, batch->n, ROWS_AT_ONCE);
-    shared.n_inner = call->n_shared_inner;
-    shared.projected = at(shared.projected, 2 * place, shared.residual.is_bf16);
-    shared.activated = at(shared.activated, place, shared.residual.is_bf16);
-    shardnet_parallel_for(&shared.residual.team, steps->activate, &shared, batch->n_shared, ROWS_AT_ONCE);
+    struct mlp_call own = call->mlp;
+    own.activated = batch->activated;
+    shardnet_parallel_for(&own.residual.team, steps->activate, &own, batch->n, ROWS_AT_ONCE);
+    own.n_inner = call->n_shared_inner;
+    own.projected = at(own.projected, 2 * place, own.residual.is_bf16);
+    own.activated = at(own.activated, place, own.residual.is_bf16);
+    shardnet_parallel_for(&own.residual.team, steps->activate, &own, batch->n_shared, ROWS_AT_ONCE);
 }
 
-/* Multiplies activated columns by down: all shards' columns, to this shard's outputs. */
-static void multiply_down(const struct experts_call *call, const struct batch *batch) {
+/* Where the shared expert's columns of all shards begin in a batch. */
+static void *behind(const struct experts_call *call, const struct batch *batch) {
     const struct joined *joined = &call->mlp.joined;
-    const int is_bf16 = call->mlp.residual.is_bf16;
-    const int64_t place = batch->n * call->mlp.n_inner, first = call->starts[batch->begin] * call->n_columns;
-    const int64_t *ends = joined->in_ends, *shared_ends = call->shared_in_ends;
-    const void *rows = call->mlp.activated, *shared_rows = at(rows, place, is_bf16);
-    if (ends) {
-        void *behind = at(joined->rows, batch->n * ends[joined->gather->size], is_bf16);
-        rows = join(joined, ends, rows, joined->rows, batch->n + (shared_ends ? 0 : batch->n_shared), is_bf16);
-        if (shared_ends && batch->n_shared)
-            join(joined, shared_ends, shared_rows, behind, batch->n_shared, is_bf16);
-        shared_rows = behind;
-    }
-    multiply_visits(call, batch, 1, rows, shared_rows, at(call->outputs, first, is_bf16));
+    if (!joined->in_ends) return at(batch->activated, batch->n * call->mlp.n_inner, call->mlp.residual.is_bf16);
+    return at(batch->rows, batch->n * joined->in_ends[joined->gather->size], call->mlp.residual.is_bf16);
 }
 
-/* Runs the experts, as many together as have at most `n_at_once` visits, and with the last ones the shared expert. */
+/* Joins the activated columns of a batch: begins to, where another one is multiplied meanwhile. */
+static void join_activated(const struct experts_call *call, struct batch *batch, join_function join) {
+    const struct gather *gather = call->mlp.joined.gather;
+    const int64_t *ends = call->mlp.joined.in_ends, *shared_ends = call->shared_in_ends;
+    const int64_t item = call->mlp.residual.is_bf16 ? 2 : 4;
+    join(gather, batch->activated, batch->rows, batch->n + (shared_ends ? 0 : batch->n_shared), ends, item);
+    batch->n_begun = 1;
+    if (!shared_ends || !batch->n_shared) return;
+    const void *own = at(batch->activated, batch->n * call->mlp.n_inner, item == 2);
+    join(gather, own, behind(call, batch), batch->n_shared, shared_ends, item);
+    batch->n_begun = 2;
+}
+
+/* Multiplies a batch by gate and up, and activates it. */
+static void open_batch(const struct steps *steps, const struct experts_call *call, const struct batch *batch) {
+    const struct visits some = {.call = call, .begin = call->starts[batch->begin]};
+    shardnet_parallel_for(&call->mlp.residual.team, steps->gather, &some, batch->n, ROWS_AT_ONCE);
+    multiply_visits(call, batch, 0, call->gathered, call->rows, call->mlp.projected);
+    activate(steps, call, batch);
+}
+
+/* Multiplies the activated columns of a batch by down: all shards' columns, to this shard's outputs. */
+static void close_batch(const struct experts_call *call, const struct batch *batch) {
+    const void *rows = call->mlp.joined.in_ends ? batch->rows : batch->activated;
+    void *outputs = at(call->outputs, call->starts[batch->begin] * call->n_columns, call->mlp.residual.is_bf16);
+    multiply_visits(call, batch, 1, rows, behind(call, batch), outputs);
+}
+
+/* Runs the experts, as many together as have at most `n_at_once` visits, and with the last ones the shared expert.
+ * Where shards join parts of a batch, the next one is multiplied meanwhile: it has the other half of the buffers. */
 static void visit_experts(const struct steps *steps, const struct experts_call *call) {
-    const struct residual *residual = &call->mlp.residual;
-    const int64_t n_experts = call->router.n_experts, *starts = call->starts;
-    for (int64_t begin = 0, end; begin < n_experts; begin = end) {
+    const struct joined *joined = &call->mlp.joined;
+    const int64_t n_experts = call->router.n_experts, *starts = call->starts, n_rows = call->mlp.residual.n_rows;
+    const int overlaps = joined->in_ends && joined->gather->post && starts[n_experts] > call->n_at_once;
+    struct batch before = {0};
+    for (int64_t begin = 0, end, turn = 0; begin < n_experts; begin = end, turn ^= overlaps) {
         for (end = begin + 1; end < n_experts && starts[end + 1] - starts[begin] <= call->n_at_once;) end++;
-        const struct visits some = {.call = call, .begin = starts[begin]};
-        const int64_t n_shared = end == n_experts && call->shared.down ? residual->n_rows : 0;
-        const struct batch batch = {.begin = begin, .end = end, .n = starts[end] - starts[begin], .n_shared = n_shared};
-        shardnet_parallel_for(&residual->team, steps->gather, &some, batch.n, ROWS_AT_ONCE);
-        multiply_visits(call, &batch, 0, call->gathered, call->rows, call->mlp.projected);
-        activate(steps, call, &batch);
-        multiply_down(call, &batch);
+        struct batch batch = {.begin = begin, .end = end, .n = starts[end] - starts[begin]};
+        batch.n_shared = end == n_experts && call->shared.down ? n_rows : 0;
+        batch.activated = (char *)call->mlp.activated + turn * call->activated_bytes;
+        batch.rows = (char *)joined->rows + turn * call->joined_bytes;
+        open_batch(steps, call, &batch);
+        if (joined->in_ends) join_activated(call, &batch, overlaps ? joined->gather->post : joined->gather->join);
+        if (!overlaps) {
+            close_batch(call, &batch);
+            continue;
+        }
+        if (before.end) {
+            joined->gather->await(joined->gather, batch.n_begun);
+            close_batch(call, &before);
+        }
+        before = batch;
     }
+    if (!overlaps) return;
+    joined->gather->await(joined->gather, 0);
+    close_batch(call, &before);
 }
 
 /* Called from Python, which has checked everything in the struct. */

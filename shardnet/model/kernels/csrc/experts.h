@@ -53,6 +53,7 @@ struct experts_call {
     int64_t n_at_once;  /* T or more */
     int64_t row_bytes;
     int64_t n_shared_inner;
+    int64_t activated_bytes, joined_bytes; /* of half of `activated` and of `joined.rows`, where batches overlap */
     int64_t n_columns; /* of what comes out of experts: all, or this shard's */
     const int64_t *shared_in_ends; /* as `in_ends` of `mlp.joined`; NULL: those */
     int32_t weighs_inputs; /* weights multiply what goes into an expert, else what comes out */
