@@ -88,19 +88,24 @@ class DelayedConnection(DirectConnection):
 def time_gathers(report: Path) -> None:
     """Write the median of gathers of one row, in µs, to a file of this process at its end."""
     taken_us: list[float] = []
-    gather = ShardLinks.gather
+    began_ns: list[int] = []
+    send_part, await_parts = ShardLinks.send_part, ShardLinks.await_parts
 
-    def timed(links: ShardLinks, dtype: Any, n_rows: int, *rest: Any) -> None:
-        began_ns = time.perf_counter_ns()
-        gather(links, dtype, n_rows, *rest)
-        if n_rows == 1:
-            taken_us.append((time.perf_counter_ns() - began_ns) / 1e3)
+    def send(links: ShardLinks, dtype: Any, n_rows: int, *rest: Any) -> None:
+        began_ns[:] = [time.perf_counter_ns()] if n_rows == 1 else []
+        send_part(links, dtype, n_rows, *rest)
+
+    def wait(links: ShardLinks, n_left: int) -> None:
+        await_parts(links, n_left)
+        if began_ns:
+            taken_us.append((time.perf_counter_ns() - began_ns.pop()) / 1e3)
 
     def write() -> None:
         if taken_us:
             (report / f"{os.getpid()}.json").write_text(json.dumps(statistics.median(taken_us)))
 
-    setattr(ShardLinks, ShardLinks.gather.__name__, timed)
+    for before, now in ((send_part, send), (await_parts, wait)):
+        setattr(ShardLinks, before.__name__, now)
     atexit.register(write)
 
 
