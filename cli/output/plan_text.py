@@ -158,6 +158,8 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
                     "round_trip_ms": _in_ms(link.round_trip_s),
                     "bytes_per_s": link.bytes_per_s,
                     "is_steady": link.is_steady,
+                    "gather_ms": link.gather_s and _in_ms(link.gather_s),
+                    "gather_bytes_per_s": link.gather_bytes_per_s,
                 }
                 for link in plan.links
             ],
@@ -430,9 +432,10 @@ def _node_line(node: NodeMeasured) -> str:
 
 def _link_line(link: WayMeasured, names: dict[str, str]) -> str:
     ends = " - ".join(names.get(end, end) for end in (link.sender, link.receiver))
-    return f"{ends}: round trip {_ms(link.round_trip_s * 1e3)}, {_rate_of(link.bytes_per_s)}" + (
-        "" if link.is_steady else " (measured while busy)"
-    )
+    words = f"{ends}: round trip {_ms(link.round_trip_s * 1e3)}, {_rate_of(link.bytes_per_s)}"
+    if link.gather_s is not None and link.gather_bytes_per_s is not None:
+        words += f"; a gather {_ms(link.gather_s * 1e3)}, {_rate_of(link.gather_bytes_per_s)}"
+    return words if link.is_steady else f"{words} (measured while busy)"
 
 
 def _pairs(run: LastRun) -> list[tuple[PlannedStage, MeanStageTime]]:

@@ -76,6 +76,8 @@ def test_plan_json_says_who_would_run_what(trio: Crew, parrots: Parrots) -> None
     assert {link["from"], link["to"]} == set(named)
     assert link["round_trip_ms"] > 0
     assert link["bytes_per_s"] > 0
+    assert link["gather_ms"] > 0
+    assert link["gather_bytes_per_s"] > 0
 
 
 def test_plan_for_many_sequences_says_so(trio: Crew, parrots: Parrots) -> None:

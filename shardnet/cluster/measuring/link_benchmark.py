@@ -1,4 +1,4 @@
-"""Measure this node's links over their control links: round trip and bandwidth.
+"""Measure this node's links over their control links: round trip and bandwidth, and gathers.
 
 Knows how to measure one link within a second or two, and for how long a figure is valid. Must not
 know which links a plan needs.
@@ -11,9 +11,13 @@ import os
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict as fields_of
 from dataclasses import dataclass
 from typing import Final
 
+from msgspec.structs import asdict, replace
+
+from shardnet.cluster.measuring.gather_benchmark import GatherFigures
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.rtt_probe import N_PINGS, ping
 from shardnet.cluster.placement.figures import LinkSpeed
@@ -61,12 +65,14 @@ class LinkBenchmark:
     """Measures links and keeps the figures by peer.
 
     `link_of` returns the link to a node. `wait_for_compute` waits for the compute thread, and
-    raises BusyError while sequences are open here; then only known figures are returned. `now_s`
-    is a monotonic clock.
+    raises BusyError while sequences are open here; then only known figures are returned.
+    `measure_gathers` measures gathers with a node, None where that is not possible now. `now_s` is
+    a monotonic clock.
     """
 
     link_of: Callable[[NodeId], ControlLink | None]
     wait_for_compute: Callable[[], Awaitable[None]]
+    measure_gathers: Callable[[NodeId], Awaitable[GatherFigures | None]]
     now_s: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -81,14 +87,7 @@ class LinkBenchmark:
             async with self._measuring:
                 speed = await self._speed(node, message.payload_bytes, again=message.again)
             if speed is not None:
-                rows.append(
-                    LinkMeasured(
-                        node=node,
-                        round_trip_s=speed.round_trip_s,
-                        bytes_per_s=speed.bytes_per_s,
-                        is_steady=speed.is_steady,
-                    )
-                )
+                rows.append(LinkMeasured(node=node, **asdict(speed)))
         return LinksMeasured(request=message.request, links=rows)
 
     async def quick_rate(self, node: NodeId) -> float | None:
@@ -129,6 +128,9 @@ class LinkBenchmark:
                 speed = await measure_link(control, self.wait_for_compute, payload_bytes)
         except (ShardnetError, TimeoutError):  # gone, at work, or far too slow
             return known.speed if known is not None else None
+        figures = await self.measure_gathers(node)
+        if figures is not None:
+            speed = replace(speed, **fields_of(figures))
         self._known[node] = _Known(speed=speed, payload_bytes=payload_bytes, at_s=self.now_s())
         return speed
 

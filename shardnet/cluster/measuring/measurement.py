@@ -17,6 +17,7 @@ from msgspec.structs import asdict, replace
 from shardnet.cluster.placement.figures import Links, LinkSpeed, StageSpeed
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.types import Arith, LayerRange, NodeId
+from shardnet.wire.framing.schema import LinkFigures
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.measurements import (
     LinksMeasured,
@@ -45,13 +46,7 @@ class Measured:
     def ways(self) -> list[WayMeasured]:
         """The figures of links as a message."""
         return [
-            WayMeasured(
-                sender=sender,
-                receiver=receiver,
-                round_trip_s=speed.round_trip_s,
-                bytes_per_s=speed.bytes_per_s,
-                is_steady=speed.is_steady,
-            )
+            WayMeasured(sender=sender, receiver=receiver, **asdict(speed))
             for (sender, receiver), speed in self.links.items()
         ]
 
@@ -222,11 +217,8 @@ async def _all_links(
             answer = await instruments.measure_links(by_id[pair[0]], ask)
             for row in answer.links:
                 if row.node == pair[1]:
-                    links[pair] = LinkSpeed(
-                        round_trip_s=row.round_trip_s,
-                        bytes_per_s=row.bytes_per_s,
-                        is_steady=row.is_steady,
-                    )
+                    figures = {name: getattr(row, name) for name in LinkFigures.__struct_fields__}
+                    links[pair] = LinkSpeed(**figures)
         except ShardnetError:  # assumed to be slow, which the plan says
             pass
         count.one_more()

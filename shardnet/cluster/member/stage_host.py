@@ -478,6 +478,15 @@ class StageHost:
             running = [self._compute.submit(each[place], place) for place in range(n_devices)]
             return (await asyncio.gather(*running))[0]
 
+    def between_sequences(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        """Queue a job of less than a second for the compute thread; the future has its result.
+
+        Raises BusyError if sequences are open here, PeerFailedError when this node shuts down.
+        """
+        self.refusals.check_not_closing()
+        self.check_idle()
+        return self._compute.submit(job)
+
     async def drop_caches(self) -> None:
         """Give back memory that holds only what can be made or read again.
 
@@ -500,9 +509,7 @@ class StageHost:
 
         Raises BusyError if it is in use, PeerFailedError when this node shuts down.
         """
-        self.refusals.check_not_closing()
-        self.check_idle()
-        await self._compute.submit(lambda: None)
+        await self.between_sequences(lambda: None)
 
     @property
     def is_busy(self) -> bool:

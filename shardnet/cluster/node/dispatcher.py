@@ -15,6 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from shardnet.cluster.head.head import Head
+from shardnet.cluster.measuring.gather_benchmark import GatherBenchmark
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.node.parts import StageParts
 from shardnet.cluster.peers.control_link import ControlLink, Handler, MessageHandlers
@@ -27,6 +28,7 @@ from shardnet.transport.link import Link
 from shardnet.wire.messages.activity import ClockRead, ReadClock
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.handshake import (
+    MEASURED_RING,
     OF_RINGS,
     Hello,
     PeerRole,
@@ -47,6 +49,7 @@ class Dispatcher:
     own_hello: Callable[[Purpose], Hello]
     handle: Handler
     host: StageHost
+    gathers: GatherBenchmark
     sharing: Sharing
     peers: Peers
     tasks: asyncio.TaskGroup
@@ -59,9 +62,12 @@ class Dispatcher:
         """Return the answer to a peer's hello.
 
         Raises UsageError for a data link from another node than the one before this in its ring,
-        and what Sharing.check_hello raises for a bulk link.
+        and what Sharing.check_hello raises for a bulk link, GatherBenchmark.check_hello for a link
+        of parts that belongs to no ring.
         """
-        if peer.purpose in OF_RINGS:
+        if _measures_gathers(peer):
+            self.gathers.check_hello(peer)
+        elif peer.purpose in OF_RINGS:
             self.host.check_hello(peer)
         elif peer.purpose is Purpose.BULK:
             self.sharing.check_hello(peer)
@@ -69,7 +75,9 @@ class Dispatcher:
 
     async def accept(self, link: Link) -> None:
         """Serve a link whose handshake is done."""
-        if link.peer.purpose in OF_RINGS:
+        if _measures_gathers(link.peer):
+            self._serve(self.gathers.serve, link)
+        elif link.peer.purpose in OF_RINGS:
             self.host.accept(link)
         elif link.peer.purpose is Purpose.BULK:
             self._serve(self.sharing.serve, link)
@@ -109,6 +117,10 @@ class Dispatcher:
             await link.close()  # not at once: it may still read why
         finally:
             self._client_links.discard(link)
+
+
+def _measures_gathers(hello: Hello) -> bool:
+    return hello.purpose is Purpose.PARTS and hello.ring == MEASURED_RING
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

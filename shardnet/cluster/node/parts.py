@@ -18,6 +18,7 @@ from shardnet import __version__
 from shardnet.cluster.machine.folders import PACKS_FOLDER, PREFIXES_FOLDER
 from shardnet.cluster.machine.temperature import runs_on_battery
 from shardnet.cluster.measuring.figure_cache import FigureCache
+from shardnet.cluster.measuring.gather_benchmark import GatherBenchmark
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
@@ -36,6 +37,7 @@ from shardnet.cluster.peers.rtt_probe import HANDSHAKE_S as PROBE_S
 from shardnet.cluster.sharing.bulk_client import SendRate
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
+from shardnet.errors import LinkError
 from shardnet.runtime.stage.executor import Executor
 from shardnet.stage.prefixes.prefix_store import PrefixStore
 from shardnet.transport import tcp
@@ -45,7 +47,7 @@ from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.traffic import Traffic
 from shardnet.types import NodeId
-from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
+from shardnet.wire.messages.handshake import MEASURED_RING, Hello, PeerRole, Purpose
 
 BULK_FRAMES = 8
 """Pieces of weights that may wait to be written, per link."""
@@ -106,6 +108,12 @@ class Dialer:
             self.options, receive_frames=BULK_FRAMES, socket_buffer_bytes=BULK_WINDOW_BYTES
         )
         return await self._connect(address, self.hello(Purpose.BULK), options)
+
+    async def gathers(self, address: str) -> Link:
+        """Open a link of parts that belongs to no ring, to measure gathers."""
+        options = with_options(self.options, handshake_s=PROBE_S)
+        hello = replace(self.hello(Purpose.PARTS), ring=MEASURED_RING)
+        return await self._connect(address, hello, options)
 
     async def data(self, address: str, own: DataEnd) -> Link:
         """Open a link from this node, whose end is `own`, to another one of a ring."""
@@ -190,6 +198,13 @@ class LinkParts:
 
         return await self.peers.dial_by(address, dial)
 
+    async def dial_gathers(self, node: NodeId) -> Link:
+        """Open a link to measure gathers with a node. Raises LinkError if it has no address."""
+        address = self.peers.address_of(node)
+        if not address:
+            raise LinkError("no address of that node is known")
+        return await self.dialer.gathers(address)
+
 
 class StageParts:
     """What loads this node's stage, and what measures the node, over its `links`."""
@@ -243,8 +258,15 @@ class StageParts:
         self.directory = NodeDirectory(
             own_info=self.own.info, peers=peers, advertisement=links.advertisement
         )
+        self._build_measuring(settings, links)
+
+    def _build_measuring(self, settings: NodeSettings, links: LinkParts) -> None:
+        """Build what measures this node and its links."""
+        self.gathers = GatherBenchmark(compute=self.host, dial=links.dial_gathers)
         self.links = LinkBenchmark(
-            link_of=peers.links.link_of, wait_for_compute=self.host.wait_for_compute
+            link_of=links.peers.links.link_of,
+            wait_for_compute=self.host.wait_for_compute,
+            measure_gathers=self.gathers.measure,
         )
         cache = FigureCache(settings.cache, settings.log)
         self.measuring = MeasurementService(

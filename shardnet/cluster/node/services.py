@@ -72,6 +72,7 @@ class Services:
             own_hello=links.dialer.hello,
             handle=self.handlers.handle,
             host=stage.host,
+            gathers=stage.gathers,
             sharing=stage.sharing,
             peers=links.peers,
             tasks=tasks,

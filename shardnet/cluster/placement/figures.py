@@ -18,6 +18,7 @@ from shardnet.errors import UsageError
 from shardnet.model.shards.cut import Cut, head_ends
 from shardnet.stage.estimate.memory_estimate import N_BUFFERS, streamed_layers
 from shardnet.types import BLOCK_POSITIONS, LayerRange, NodeId, blocks_for
+from shardnet.wire.framing.schema import LinkFigures
 from shardnet.wire.messages.measurements import StageSeconds
 
 MARGIN = 0.02
@@ -293,20 +294,19 @@ class StageSpeed(StageSeconds, frozen=True, kw_only=True):
         _check(self.step_s >= 0, "a step's fixed time", self.step_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkSpeed:
+class LinkSpeed(LinkFigures, frozen=True, kw_only=True):
     """Figures of the link from one node to another. Without `is_steady` a node was busy then.
 
     Raises UsageError for impossible figures.
     """
 
-    round_trip_s: float
-    bytes_per_s: float
-    is_steady: bool = True
-
     def __post_init__(self) -> None:
         _check(self.round_trip_s >= 0, "a round trip", self.round_trip_s)
         _check(self.bytes_per_s >= LEAST_BYTES_PER_S, "a bandwidth", self.bytes_per_s)
+        if self.gather_s is not None:
+            _check(self.gather_s >= 0, "a gather's time", self.gather_s)
+        if (rate := self.gather_bytes_per_s) is not None:
+            _check(rate >= LEAST_BYTES_PER_S, "a bandwidth of gathers", rate)
 
     def hop_s(self, size_bytes: int) -> float:
         """Seconds from the first byte sent to the last one received."""

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.errors import RemoteProtocolError
-from shardnet.types import NO_NUL, U32, KvDTypeName, LayerNumber, Quant, Tagged
+from shardnet.types import NO_NUL, U32, KvDTypeName, LayerNumber, Quant, Strict, Tagged
 from shardnet.wire.framing.frames import Frame
 
 MAX_STAGES: Final = 256
@@ -94,6 +94,20 @@ class OfRing(Numbered, frozen=True, kw_only=True):
 
     ring: Name
     epoch: U32
+
+
+class LinkFigures(Strict, frozen=True, kw_only=True):
+    """The way to a node and back: a round trip of a step without rows, and the bandwidth.
+
+    `is_steady` is false if other programs kept the machine busy. A gather of both nodes takes
+    `gather_s`, and its bytes travel at `gather_bytes_per_s`; null where that was not measured.
+    """
+
+    round_trip_s: Seconds
+    bytes_per_s: Figure
+    is_steady: bool = True
+    gather_s: Seconds | None = None
+    gather_bytes_per_s: Figure | None = None
 
 
 class OfModel(Numbered, frozen=True, kw_only=True):

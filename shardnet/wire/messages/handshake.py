@@ -37,6 +37,8 @@ class Purpose(enum.Enum):
 
 OF_RINGS: Final = frozenset({Purpose.DATA, Purpose.PARTS})
 """The purposes of links that belong to a ring in an epoch."""
+MEASURED_RING: Final = "gathers"
+"""What the hellos of a parts link name that belongs to no ring, and measures gathers."""
 
 
 class PeerRole(enum.Enum):

@@ -19,6 +19,7 @@ from shardnet.wire.framing.schema import (
     Explanation,
     Figure,
     Layers,
+    LinkFigures,
     Moment,
     Name,
     Numbered,
@@ -112,16 +113,10 @@ class MeasureLinks(Numbered, frozen=True, kw_only=True):
     again: bool = False
 
 
-class LinkMeasured(Strict, frozen=True, kw_only=True):
-    """The way to `node` and back: a round trip of a step without rows, and the bandwidth.
-
-    `is_steady` is false if other programs kept the machine busy.
-    """
+class LinkMeasured(LinkFigures, frozen=True, kw_only=True):
+    """The way to `node`."""
 
     node: Name
-    round_trip_s: Seconds
-    bytes_per_s: Figure
-    is_steady: bool = True
 
 
 class LinksMeasured(Numbered, frozen=True, kw_only=True):
@@ -152,14 +147,11 @@ class NodeMeasured(Strict, frozen=True, kw_only=True):
     gather_s: Seconds | None = None
 
 
-class WayMeasured(Strict, frozen=True, kw_only=True):
+class WayMeasured(LinkFigures, frozen=True, kw_only=True):
     """What was measured between two candidates of a plan; it counts for both directions."""
 
     sender: Name
     receiver: Name
-    round_trip_s: Seconds
-    bytes_per_s: Figure
-    is_steady: bool = True
 
 
 MeasuringRequest: TypeAlias = MeasureStage | StageObserved | MeasureLinks

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardnet.cluster.measuring import link_benchmark
+from shardnet.cluster.measuring.gather_benchmark import GatherFigures
 from shardnet.cluster.measuring.link_benchmark import (
     FIRST_PAYLOAD_BYTES,
     GOOD_FOR_S,
@@ -43,10 +44,12 @@ class Ends:
         self.far_is_busy = False
         self.n_turns = 0
         self.now_s = 1000.0
+        self.gathers: GatherFigures | None = None
         self.control: ControlLink | None = None
         self.figures = LinkBenchmark(
             link_of=lambda node: self.control if node == FAR else None,
             wait_for_compute=self._wait_for_compute,
+            measure_gathers=self._measure_gathers,
             now_s=lambda: self.now_s,
         )
 
@@ -64,6 +67,10 @@ class Ends:
             raise BusyError("it generates")
         self.pings.append(message)
         control.send(Done(request=message.request))
+
+    async def _measure_gathers(self, node: NodeId) -> GatherFigures | None:
+        assert node == FAR
+        return self.gathers
 
     async def _wait_for_compute(self) -> None:
         if self.near_is_busy:
@@ -113,8 +120,10 @@ def test_a_link_is_measured_once_and_then_known_until_it_is_stale() -> None:
             await ends.measure(FAR)
             assert len(ends.pings) > n_pings
             n_pings = len(ends.pings)
-            await ends.measure(FAR, again=True)
+            ends.gathers = GatherFigures(gather_s=5e-5, gather_bytes_per_s=1e8)
+            [last] = await ends.measure(FAR, again=True)
             assert len(ends.pings) > n_pings
+            assert (first.gather_s, last.gather_s, last.gather_bytes_per_s) == (None, 5e-5, 1e8)
 
     asyncio.run(main())
 

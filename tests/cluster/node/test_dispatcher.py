@@ -31,6 +31,7 @@ def test_a_client_that_falls_silent_is_told_and_logged() -> None:
                 own_hello=lambda purpose: hello("b", purpose),
                 handle=ignore,
                 host=NOBODY,
+                gathers=NOBODY,
                 sharing=NOBODY,
                 peers=NOBODY,
                 tasks=tasks,

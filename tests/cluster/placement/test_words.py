@@ -169,7 +169,7 @@ def test_sizes_are_rounded_up() -> None:
 def test_what_was_measured_while_busy_is_named() -> None:
     busy = structs.replace(speed(6), is_steady=False)
     a, b = candidate("A", 60, busy), candidate("B", 60, speed(6))
-    links = {way: replace(link, is_steady=False) for way, link in lan(a, b).items()}
+    links = {way: structs.replace(link, is_steady=False) for way, link in lan(a, b).items()}
     words = " (measured while busy, so a guess: A, A to B, B to A)"
     assert place(shape(), [a, b], links).why.endswith(words)
     slow, fast = candidate("A", 500, busy), candidate("B", 500, speed(5))
