@@ -13,6 +13,7 @@ from itertools import permutations
 
 from shardnet.cluster.placement.estimate import ASSUMED_MEMORY_BYTES_PER_S, speed_by_bytes
 from shardnet.cluster.placement.figures import (
+    NO_GATHERS,
     HeldModel,
     LinkSpeed,
     NodeDevice,
@@ -32,7 +33,6 @@ WITHIN = 0.05
 """A cut over more devices may take so much longer than the best one."""
 MOST_ORDERS = 4
 """Up to so many devices every order of them is tried."""
-PREFILL_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,24 +143,24 @@ def _seat(devices: NodeDevices, places: Sequence[int]) -> Seat:
     if n_shards == 1:
         return Seat(devices=tuple(places), held=own[0].held, speed=speeds[0])
     share = _share(devices, n_shards)
-    link, gathers = devices.gather or LinkSpeed(round_trip_s=0, bytes_per_s=1e9), shape.gathers
+    link, gathers = (
+        devices.gather or LinkSpeed(round_trip_s=0, bytes_per_s=1e9),
+        shape.gathers or NO_GATHERS,
+    )
 
-    def joined_s(sizes: Sequence[int], n_rows: int = 1) -> float:
-        return sum(gather_s(link, n_shards, n_bytes, n_rows) for n_bytes in sizes)
-
-    layer, head, embedding = ((), (), ()) if gathers is None else (
-        gathers.layer_bytes,
-        (gathers.head_bytes,),
-        (gathers.embedding_bytes,),
-    )  # fmt: skip
-    speed = StageSpeed(
-        layer_s=max(s.layer_s for s in speeds) * share + joined_s(layer),
-        layer_256_s=max(s.layer_256_s for s in speeds) * share + joined_s(layer, PREFILL_ROWS),
-        embed_s=max(s.embed_s for s in speeds) + joined_s(embedding),
-        head_s=max(s.head_s for s in speeds) / n_shards + joined_s(head),
+    computing = StageSpeed(
+        layer_s=max(s.layer_s for s in speeds) * share,
+        layer_256_s=max(s.layer_256_s for s in speeds) * share,
+        embed_s=max(s.embed_s for s in speeds),
+        head_s=max(s.head_s for s in speeds) / n_shards,
         step_s=speeds[0].step_s,
         is_steady=all(s.is_steady for s in speeds),
     )
+
+    def taken_s(n_bytes: int, n_rows: int) -> float:
+        return gather_s(link, n_shards, n_bytes, n_rows)
+
+    speed = gathers.added_to(computing, taken_s, n_shards)
     held = own[0].held.shared_by((1,) * n_shards, [device.held.memory_bytes for device in own])
     return Seat(devices=tuple(places), held=held, speed=speed)
 

@@ -30,6 +30,7 @@ from shardnet.cluster.placement.figures import (
 )
 from shardnet.cluster.placement.room import Room, StageRole, room_of
 from shardnet.cluster.placement.spans import gather_s
+from shardnet.cluster.placement.words import ms_words
 from shardnet.types import LayerRange
 
 _TURNS = 3
@@ -212,14 +213,14 @@ def cut_words(
     words = _words_of(chosen, devices)
     if not devices.is_measured:
         return f"{words} (its devices are not measured yet)"
-    words += f": about {_ms(chosen.cost_s)}"
+    words += f": about {ms_words(chosen.cost_s)}"
     kinds: dict[tuple[int, bool], list[DeviceCut]] = {}
     for cut in cuts(stage.layers, n_layers, devices, objective):
         kinds.setdefault((cut.n_shards, len(cut.seats) > 1), []).append(cut)
     kinds.pop((chosen.n_shards, len(chosen.seats) > 1), None)
     best = [best_cut(alike, devices) for alike in kinds.values()]
     others = sorted(filter(None, best), key=lambda cut: cut.cost_s)
-    told = [f"{_words_of(cut, devices)}: {_ms(cut.cost_s)}" for cut in others]
+    told = [f"{_words_of(cut, devices)}: {ms_words(cut.cost_s)}" for cut in others]
     shared = [cut for cut in (chosen, *others) if cut.n_shards > 1]
     if shared:
         told.append(_gather_words(shared[0], stage.layers, devices))
@@ -257,14 +258,9 @@ def _gather_words(cut: DeviceCut, layers: LayerRange, devices: NodeDevices) -> s
     shape, n_shards = cut.seats[0].held.shape, cut.n_shards
     if devices.gather is None or shape.gathers is None:
         return "what its gathers cost is not measured"
-    sizes = shape.gathers.layer_bytes
-    total_s = len(layers) * sum(gather_s(devices.gather, n_shards, size) for size in sizes)
-    words = f"its {len(layers) * len(sizes)} gathers take about {_ms(total_s)}"
+    sizes = shape.gathers.of(layers, n_shards)
+    total_s = sum(gather_s(devices.gather, n_shards, size) for size in sizes)
+    words = f"its {len(sizes)} gathers take about {ms_words(total_s)}"
     if n_shards in devices.whole_heads:
         words += f", and {n_shards} shards do not divide the heads: each computes all attention"
     return words
-
-
-def _ms(seconds: float) -> str:
-    ms = seconds * 1e3
-    return f"{ms:.0f} ms" if ms >= 10 else f"{ms:.2g} ms"

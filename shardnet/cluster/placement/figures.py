@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
+
+from msgspec import structs
 
 from shardnet.errors import UsageError
 from shardnet.model.shards.cut import Cut, head_ends
@@ -25,6 +28,8 @@ MARGIN = 0.02
 """Share of a stage's predicted memory that is kept free for what is not predicted."""
 
 
+PREFILL_ROWS = 256
+"""Rows of a prompt's chunk, whose time nodes measure."""
 LEAST_S = 1e-12
 """A layer takes no less: what another node reports may be nonsense."""
 LEAST_BYTES_PER_S = 1.0
@@ -87,17 +92,55 @@ class Streaming:
 class Gathers:
     """What the nodes of one stage tell each other of one row, in bytes of all their parts.
 
-    `layer_bytes` are those of each gather in a layer, `embedding_bytes` and `head_bytes` of those
-    behind the embedding and the LM head. Attention is cut by `heads`, those of queries and of keys
+    `layers` has the bytes of each gather in each layer. `head_bytes` are those of the gather behind
+    the LM head, `embedding_bytes` those of each node's part behind the embedding; 0 where there is
+    none. Attention is cut by `heads`, those of queries and of keys
     and values; (1, 1) where it is whole in every shard. Of a layer's weights `head_weights` are
     those of queries, keys and values.
     """
 
-    layer_bytes: tuple[int, ...]
+    layers: tuple[tuple[int, ...], ...]
     embedding_bytes: int
     head_bytes: int
     heads: tuple[int, int] = (1, 1)
     head_weights: Fraction = Fraction(0)
+
+    def of(self, layers: LayerRange, n_shards: int) -> list[int]:
+        """Return the bytes of each gather in a stage with these layers."""
+        found = [n_bytes for layer in self.layers[layers.start : layers.end] for n_bytes in layer]
+        if layers.start == 0 and self.embedding_bytes:
+            found.append(n_shards * self.embedding_bytes)
+        if layers.end == len(self.layers) and self.head_bytes:
+            found.append(self.head_bytes)
+        return found
+
+    def added_to(
+        self,
+        speed: StageSpeed,
+        gather_s: Callable[[int, int], float],
+        n_shards: int,
+    ) -> StageSpeed:
+        """Return the speed of what computes so fast and gathers, too.
+
+        `gather_s` says what a gather of so many bytes takes for so many rows. Layers are taken for
+        equal: each as long as all of them on average.
+        """
+        each = Counter(size for layer in self.layers for size in layer)
+
+        def layer_s(n_rows: int) -> float:
+            taken_s = sum(n * gather_s(size, n_rows) for size, n in each.items())
+            return taken_s / max(1, len(self.layers))
+
+        def once_s(size: int) -> float:
+            return gather_s(size, 1) if size else 0.0
+
+        return structs.replace(
+            speed,
+            layer_s=speed.layer_s + layer_s(1),
+            layer_256_s=speed.layer_256_s + layer_s(PREFILL_ROWS),
+            embed_s=speed.embed_s + once_s(n_shards * self.embedding_bytes),
+            head_s=speed.head_s + once_s(self.head_bytes),
+        )
 
     def cuts(self, weights: Sequence[int]) -> list[Cut]:
         """Return what each of several nodes has by its weight."""
@@ -112,6 +155,9 @@ class Gathers:
             )
             for index in range(len(weights))
         ]
+
+
+NO_GATHERS = Gathers(layers=(), embedding_bytes=0, head_bytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +290,7 @@ class HeldModel:
 
     def parts(self, weights: Sequence[int]) -> list[tuple[Fraction, Fraction]]:
         """Return what each shard has by its weight: of the model's weights, of keys and values."""
-        gathers = self.shape.gathers or Gathers(layer_bytes=(), embedding_bytes=0, head_bytes=0)
+        gathers = self.shape.gathers or NO_GATHERS
         return [
             (cut.share(gathers.head_weights), Fraction(cut.n_own_kv_heads, cut.n_kv_heads))
             for cut in gathers.cuts(weights)

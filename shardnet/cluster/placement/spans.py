@@ -37,7 +37,7 @@ from shardnet.cluster.placement.figures import (
 from shardnet.cluster.placement.placement import place, place_exactly
 from shardnet.cluster.placement.search import find_ring
 from shardnet.cluster.placement.split import Problem, RingSplit
-from shardnet.cluster.placement.words import LISTED, rings_words
+from shardnet.cluster.placement.words import LISTED, ms_words, rings_words
 from shardnet.errors import PlanError
 from shardnet.model.shards.cut import MAX_SHARDS
 from shardnet.types import LayerRange, NodeId
@@ -50,20 +50,23 @@ PARTS = 1000
 """All shares together, about."""
 _ROUNDS = 12
 """How often shares are made smaller where memory lacks: heads are not cut as finely."""
-SPAN_GAIN = 0.15
-"""What a token must at least be faster by: a stage that spans two nodes is lost with either."""
-_PREFILL_ROWS = 256
-_PAIRS = 4
+SPAN_GAIN = 0.10
+"""What it must at least give more of one answer's tokens: a stage over two nodes is lost with
+either."""
+_PAIRS = 2
 """So many pairs of nodes are looked at in rings with others: each takes a search."""
 
 
 def gather_s(link: LinkSpeed, n_shards: int, n_bytes: int, n_rows: int = 1) -> float:
     """Return the seconds of a gather of `n_bytes` per row in all parts, over links like `link`.
 
-    A whole round trip: nobody goes on before the slower of both ways has arrived, and its bytes
-    have passed two loops and woken a thread. A node sends its part to each of the others.
+    As was measured; else a whole round trip, which passes two loops, and the time that a node takes
+    to send its part to each of the others.
     """
-    return link.round_trip_s + link.send_s(n_rows * n_bytes * (n_shards - 1) // n_shards)
+    sent = n_rows * n_bytes * (n_shards - 1) // n_shards
+    if link.gather_s is None or link.gather_bytes_per_s is None:
+        return link.round_trip_s + link.send_s(sent)
+    return link.gather_s + sent / link.gather_bytes_per_s
 
 
 def spanning(
@@ -207,24 +210,13 @@ def weigh_spans(
     """Return the placement with a stage that spans nodes if that pays, else `best`; both say why.
 
     It is the only stage, or one that spans two nodes in a ring with others. Only nodes that are
-    `able` to share one do. It must have been measured, as must `best`, and make each token of one
-    sequence faster by SPAN_GAIN. Throughput is never better for it: the ring's stages work side by
-    side as it is.
+    `able` to share one do. It must have been measured, as must `best`, and give SPAN_GAIN more
+    tokens of one sequence. Throughput is never better for it: the ring's stages work side by side
+    as it is.
     """
     if objective is not Objective.LATENCY or best.predicted_tok_s is None or not shape.gathers:
         return best
-    usable = [candidate for candidate in candidates if candidate.node in able]
-    spans = [
-        (placed, members)
-        for n_shards in range(2, min(MAX_SHARDS, len(usable)) + 1)
-        for members in _groups(usable, n_shards)
-        if (placed := _placed(shape, members, links)) is not None
-    ]
-    spans += [
-        (placed, members)
-        for members in _groups(usable, 2)[:_PAIRS]
-        if (placed := _placed_beside(shape, members, candidates, links)) is not None
-    ]
+    spans = _spans(shape, candidates, links, best, able)
     if not spans:
         return best
     span, members = max(
@@ -236,22 +228,95 @@ def weigh_spans(
     )
     rate = span.predicted_tok_s or 0.0
     layers = next(stage.layers for stage in span.stages if stage.shards)
-    names, words = _names(members), _gather_words(shape, members, links, layers)
+    alone, told = _other_ways(shape, candidates, members, links, best)
     what = "each layer" if len(span.stages) == 1 else layers.words
-    ring = _names([c for c in candidates if c.node in {stage.node for stage in best.stages}])
-    if rate * (1 - SPAN_GAIN) < best.predicted_tok_s:
-        slower = "slower" if rate < best.predicted_tok_s else "hardly faster"
-        cut = f"{what} cut over {names} would be {slower}: about {rate:.1f} tokens/s"
-        return replace(best, why=f"{best.why}; {cut}, since {words}")
-    why_not = "each layer is cut over the nodes that gain by it"
-    return replace(
-        span,
-        left_out=_left_out(candidates, members, why_not)
-        if len(span.stages) == 1
-        else span.left_out,
-        why=f"{what} cut over {names}: about {rate:.1f} tokens/s, though {words}; "
-        f"on {ring}: about {best.predicted_tok_s:.1f} tokens/s",
-    )
+    figures = ", ".join([*told, f"{what} over {_names(members)} {_rate(rate)} tokens/s"])
+    words = _gather_words(shape, members, links, layers)
+    if alone is not None and alone.predicted_tok_s is not None:
+        words += f", one node alone takes {ms_words(1 / alone.predicted_tok_s)}"
+    if rate < best.predicted_tok_s * (1 + SPAN_GAIN):
+        return replace(best, why=f"{best.why}; {figures}: {words}")
+    if len(span.stages) == 1:
+        why_not = "each layer is cut over the nodes that gain by it"
+        left_out = _left_out(candidates, members, why_not)
+    else:
+        inside = {node for stage in span.stages for node in (stage.node, *stage.shards)}
+        named = {out.node: out for out in (*best.left_out, *span.left_out)}
+        left_out = tuple(out for node, out in named.items() if node not in inside)
+    return replace(span, left_out=left_out, why=f"{figures}; {words}")
+
+
+def _spans(
+    shape: ModelShape,
+    candidates: Sequence[CandidateNode],
+    links: Links,
+    best: Placement,
+    able: Collection[NodeId],
+) -> list[tuple[Placement, Sequence[CandidateNode]]]:
+    """Place the model on stages that span nodes: alone, or with other nodes of the `best` ring.
+
+    At most two groups of each size, LISTED nodes in pairs, and _PAIRS of these with others.
+    """
+    usable = [candidate for candidate in candidates if candidate.node in able]
+    found: list[tuple[Placement, Sequence[CandidateNode]]] = [
+        (placed, members)
+        for n_shards in range(2, min(MAX_SHARDS, len(usable)) + 1)
+        for members in _groups(usable, n_shards)
+        if (placed := _placed(shape, members, links)) is not None
+    ]
+    in_ring = {stage.node for stage in best.stages}
+    for members in _groups(usable, 2)[:_PAIRS]:
+        ring = [node for node in candidates if node.node in in_ring or node in members]
+        if (placed := _placed_beside(shape, members, ring, links)) is not None:
+            found.append((placed, members))
+    return found
+
+
+def _other_ways(
+    shape: ModelShape,
+    candidates: Sequence[CandidateNode],
+    members: Sequence[CandidateNode],
+    links: Links,
+    best: Placement,
+) -> tuple[Placement | None, list[str]]:
+    """Say how fast the fastest node is alone, and several by layers, where each is possible.
+
+    By layers are `members` where the `best` plan is one node. Returns the plan of one node, too.
+    """
+    alone: Placement | None = best
+    by_layers = _placed_on(shape, members, links)
+    if len(best.stages) > 1:
+        fastest = sorted(_measured(candidates), key=_layer_s)[:LISTED]
+        each = (_placed_on(shape, [node], links) for node in fastest)
+        alone, by_layers = next(filter(None, each), None), best
+    told = []
+    if alone is not None and alone.predicted_tok_s is not None:
+        name = next(c.name for c in candidates if c.node == alone.stages[0].node)
+        told.append(f"alone on {name} {_rate(alone.predicted_tok_s)}")
+    if by_layers is not None and by_layers.predicted_tok_s is not None:
+        told.append(f"by layers {_rate(by_layers.predicted_tok_s)}")
+    return alone, told
+
+
+def _placed_on(shape: ModelShape, nodes: Sequence[CandidateNode], links: Links) -> Placement | None:
+    """Place the model on just these nodes, each with a stage; None where it does not fit."""
+    try:
+        return place_exactly(shape, nodes, links=links)
+    except PlanError:
+        return None
+
+
+def _rate(tok_s: float) -> str:
+    return f"{tok_s:.1f}" if tok_s >= 1 else f"{tok_s:.2g}"
+
+
+def _layer_s(candidate: CandidateNode) -> float:
+    return candidate.speed.layer_s if candidate.speed else 0.0
+
+
+def _measured(candidates: Sequence[CandidateNode]) -> list[CandidateNode]:
+    """Return the nodes that were measured and have the model."""
+    return [c for c in candidates if c.speed is not None and not any(c.lacking)]
 
 
 def _left_out(
@@ -263,10 +328,10 @@ def _left_out(
 
 def _groups(candidates: Sequence[CandidateNode], n: int) -> list[list[CandidateNode]]:
     """Return groups of `n` measured nodes: the fastest, and each with the one that was asked."""
-    able = [c for c in candidates if c.speed is not None and not any(c.lacking)]
+    able = _measured(candidates)
     if len(able) < n:
         return []
-    by_speed = sorted(able, key=lambda c: c.speed.layer_s if c.speed else 0.0)
+    by_speed = sorted(able, key=_layer_s)
     chosen = by_speed[:n]
     asked = candidates[0]
     groups = [chosen]
@@ -283,10 +348,7 @@ def _placed(shape: ModelShape, members: Sequence[CandidateNode], links: Links) -
     between them was not measured."""
     if any(measured_link(links, *pair) is None for pair in combinations(members, 2)):
         return None
-    try:
-        return place_exactly(shape, [spanning(shape, members, links)])
-    except PlanError:
-        return None
+    return _placed_on(shape, [spanning(shape, members, links)], links)
 
 
 def _placed_beside(
@@ -326,31 +388,39 @@ def _speed(
     shares = [weight / sum(weights) for weight in weights]
     largest = n_shards * max(shares)
 
-    def joined_s(sizes: Sequence[int], n_rows: int = 1) -> float:
-        return sum(gather_s(link, n_shards, round(largest * size), n_rows) for size in sizes)
-
     def shared_s(times_s: Sequence[float]) -> float:
         return max(time_s * share for time_s, share in zip(times_s, shares, strict=True))
 
-    return StageSpeed(
-        layer_s=shared_s([s.layer_s for s in speeds]) + joined_s(gathers.layer_bytes),
-        layer_256_s=shared_s([s.layer_256_s for s in speeds])
-        + joined_s(gathers.layer_bytes, _PREFILL_ROWS),
-        embed_s=max(s.embed_s for s in speeds) + joined_s([gathers.embedding_bytes]),
-        head_s=shared_s([s.head_s for s in speeds]) + joined_s([gathers.head_bytes]),
+    def taken_s(n_bytes: int, n_rows: int) -> float:
+        return gather_s(link, n_shards, round(largest * n_bytes), n_rows)
+
+    computing = StageSpeed(
+        layer_s=shared_s([s.layer_s for s in speeds]),
+        layer_256_s=shared_s([s.layer_256_s for s in speeds]),
+        embed_s=max(s.embed_s for s in speeds),
+        head_s=shared_s([s.head_s for s in speeds]),
         step_s=speeds[0].step_s,
         is_steady=all(s.is_steady for s in speeds),
     )
+    return gathers.added_to(computing, taken_s, n_shards)
 
 
 def _slowest(nodes: Sequence[CandidateNode], links: Links) -> LinkSpeed:
-    """Return the worst figures of the links between `nodes`, or of all links."""
+    """Return the worst figures of the links between `nodes`, or of all links.
+
+    Those of gathers count where all of them were measured.
+    """
     own = [measured_link(links, *pair) for pair in combinations(nodes, 2)]
     known = [link for link in own if link is not None] or [*links.values()] or [ASSUMED_LINK]
+    gathers = [link.gather_s for link in known if link.gather_s is not None]
+    rates = [link.gather_bytes_per_s for link in known if link.gather_bytes_per_s is not None]
+    has_gathers = len(known) == len(gathers) == len(rates)
     return LinkSpeed(
         round_trip_s=max(link.round_trip_s for link in known),
         bytes_per_s=min(link.bytes_per_s for link in known),
         is_steady=all(link.is_steady for link in known),
+        gather_s=max(gathers) if has_gathers else None,
+        gather_bytes_per_s=min(rates) if has_gathers else None,
     )
 
 
@@ -360,15 +430,15 @@ def _gather_words(
     """Say how often a token waits for the others' parts, and how long in all."""
     gathers = shape.gathers
     assert gathers is not None
-    sizes = [*gathers.layer_bytes * len(layers)]
-    sizes += [gathers.embedding_bytes] * (layers.start == 0)
-    sizes += [gathers.head_bytes] * (layers.end == shape.n_layers)
     link, n_shards = _slowest(members, links), len(members)
+    sizes = gathers.of(layers, n_shards)
     total_s = sum(gather_s(link, n_shards, n_bytes) for n_bytes in sizes)
-    return (
-        f"its {len(sizes)} gathers take {total_s * 1e3:.3g} ms per token "
-        f"({link.round_trip_s * 1e3:.2g} ms there and back, {link.bytes_per_s / 1e6:.3g} MB/s)"
-    )
+    words = f"its {len(sizes)} gathers take {ms_words(total_s)} per token"
+    if link.gather_s is None or link.gather_bytes_per_s is None:
+        how = f"{link.round_trip_s * 1e3:.2g} ms there and back, {link.bytes_per_s / 1e6:.3g} MB/s"
+    else:
+        how = f"{link.gather_s * 1e6:.2g} us each, {link.gather_bytes_per_s / 1e6:.3g} MB/s"
+    return f"{words} ({how})"
 
 
 def _names(nodes: Sequence[CandidateNode]) -> str:

@@ -237,7 +237,7 @@ def _stream_part(shape: ModelShape, stage: StreamedStage) -> str:
         return f"{streams}, once: two fit its buffers"
     if read_s is None:
         return f"{streams}, {size(read_bytes)} a step"
-    return f"{streams}, {size(read_bytes)} a step in about {_ms(read_s)}"
+    return f"{streams}, {size(read_bytes)} a step in about {ms_words(read_s)}"
 
 
 def _needs_words(shape: ModelShape) -> str:
@@ -324,13 +324,13 @@ def _parts(candidates: Sequence[CandidateNode], problem: Problem, ring: RingSpli
     names = [candidates[node].name for node in ring.nodes]
     if problem.objective is Objective.THROUGHPUT:
         slowest = times_s.index(max(times_s))
-        return f"{names[slowest]} is the slowest stage: {_ms(times_s[slowest])} a step"
+        return f"{names[slowest]} is the slowest stage: {ms_words(times_s[slowest])} a step"
     own_s = [time_s - hop_s for time_s, hop_s in zip(times_s, hops_s, strict=True)]
-    parts = [f"{name} {_ms(time_s)}" for name, time_s in zip(names, own_s, strict=True)]
+    parts = [f"{name} {ms_words(time_s)}" for name, time_s in zip(names, own_s, strict=True)]
     if len(parts) > LISTED:
-        parts[LISTED:] = [f"{len(parts) - LISTED} more {_ms(sum(own_s[LISTED:]))}"]
+        parts[LISTED:] = [f"{len(parts) - LISTED} more {ms_words(sum(own_s[LISTED:]))}"]
     if len(names) > 1:
-        parts.insert(1, f"wire {_ms(sum(hops_s))}")
+        parts.insert(1, f"wire {ms_words(sum(hops_s))}")
     return " + ".join(parts)
 
 
@@ -364,6 +364,7 @@ def _rate(ring: RingSplit) -> str:
     return f"{_number(ring)} tok/s"
 
 
-def _ms(seconds: float) -> str:
+def ms_words(seconds: float) -> str:
+    """Write milliseconds with two significant digits, whole ones from 10 on."""
     ms = seconds * 1e3
     return f"{ms:.0f} ms" if ms >= 10 else f"{ms:.2g} ms"

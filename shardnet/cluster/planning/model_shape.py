@@ -12,6 +12,11 @@ from shardnet.cluster.placement.figures import Gathers, ModelShape, QuantizedSiz
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import family_of
+from shardnet.stage.estimate.gather_estimate import (
+    embedding_gathers,
+    head_gathers,
+    layer_gathers,
+)
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,
@@ -127,21 +132,15 @@ def model_shape(
 
 
 def _gathers(config: ModelConfig, wire: WireDType) -> Gathers:
-    """Compute what the nodes of a stage tell each other of one row.
+    """Compute what the nodes of a stage tell each other of one row."""
 
-    In a layer: the heads' outputs, what the output projection makes of them, the activated columns
-    of the MLP or of the chosen experts, and what the down projection makes of those.
-    """
-    latent, experts = config.latent, config.experts
-    heads = config.n_heads * (latent.value_size if latent else config.head_size)
-    inner = config.intermediate_size
-    if experts is not None:
-        inner = experts.top_k * experts.intermediate_size + experts.shared_intermediate_size
-    columns = (heads, config.hidden_size, inner, config.hidden_size)
+    def sizes(columns: Sequence[int]) -> tuple[int, ...]:
+        return tuple(map(wire.row_bytes, columns))
+
     return Gathers(
-        layer_bytes=tuple(map(wire.row_bytes, columns)),
-        embedding_bytes=wire.row_bytes(config.hidden_size),
-        head_bytes=wire.row_bytes(config.vocab_size),
+        layers=tuple(sizes(layer_gathers(config, layer)) for layer in range(config.n_layers)),
+        embedding_bytes=sum(sizes(embedding_gathers(config))),
+        head_bytes=sum(sizes(head_gathers(config))),
         heads=(1, 1) if family_of(config).has_whole_heads else (config.n_heads, config.n_kv_heads),
         head_weights=attention_weights(config),
     )

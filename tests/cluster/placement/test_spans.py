@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
+from msgspec import structs
 from support.rings.clusters import MIB, candidate, shape, speed
 
+from shardnet.cluster.placement import spans
 from shardnet.cluster.placement.figures import (
     CandidateNode,
     Gathers,
@@ -19,9 +22,12 @@ from shardnet.cluster.placement.figures import (
 from shardnet.cluster.placement.placement import place, place_exactly
 from shardnet.cluster.placement.spans import gather_s, grouped, spanning, weigh_spans
 from shardnet.errors import PlanError
+from shardnet.model.shards.cut import MAX_SHARDS
 from shardnet.types import NodeId
 
 LAYERS = 22
+LAYER = (4096, 4096, 11264, 4096)
+"""Bytes of each gather of a layer."""
 GIGABIT = LinkSpeed(round_trip_s=400e-6, bytes_per_s=118e6)
 """Ordinary Ethernet: 200 us from program to program."""
 LOOPBACK = LinkSpeed(round_trip_s=150e-6, bytes_per_s=2e9)
@@ -32,7 +38,7 @@ def model() -> ModelShape:
     """1.1 thousand million parameters in bfloat16, as TinyLlama has them."""
     made = shape(n_layers=LAYERS, layer_mib=84, head_mib=125, embedding_mib=125)
     gathers = Gathers(
-        layer_bytes=(4096, 4096, 11264, 4096),
+        layers=(LAYER,) * LAYERS,
         embedding_bytes=4096,
         head_bytes=64000,
         heads=(32, 4),
@@ -64,7 +70,8 @@ def weighed(
     ("gb_per_s", "link", "spans"),
     [
         (10, GIGABIT, True),
-        (20, GIGABIT, False),
+        (20, GIGABIT, True),
+        (25, GIGABIT, False),
         (50, GIGABIT, False),
         (400, GIGABIT, False),
         (10, LOOPBACK, True),
@@ -81,11 +88,11 @@ def test_a_stage_spans_nodes_where_the_link_allows(
     assert "90 gathers take" in placement.why
     if spans:
         assert placement.left_out == ()
-        assert placement.why.startswith("each layer cut over n0+n1: about ")
-        assert "; on n0: about " in placement.why
+        assert placement.why.startswith("alone on n0 ")
+        assert ", by layers " in placement.why
     else:
         assert [out.node for out in placement.left_out] == ["id-n1"]
-        assert "each layer cut over n0+n1 would be " in placement.why
+        assert "each layer over n0+n1 " in placement.why
         assert f"({link.round_trip_s * 1e3:.2g} ms there and back, " in placement.why
 
 
@@ -97,7 +104,7 @@ def test_what_is_predicted_is_the_sum_of_its_parts() -> None:
     one = spanning(of, [first, second], links)
     assert one.speed is not None
     assert first.speed is not None
-    gathers = sum(gather_s(THUNDERBOLT, 2, n) for n in (4096, 4096, 11264, 4096))
+    gathers = sum(gather_s(THUNDERBOLT, 2, n) for n in LAYER)
     assert one.speed.layer_s == pytest.approx(first.speed.layer_s / 2 + gathers)
     placement = place_exactly(of, [one], links=links)
     assert placement.predicted_tok_s == pytest.approx(
@@ -180,7 +187,7 @@ def test_shares_follow_speed_unless_memory_lacks() -> None:
     assert one.shares == (800, 200)
     assert one.speed is not None
     assert fast.speed is not None
-    gathers = sum(gather_s(LOOPBACK, 2, round(1.6 * size)) for size in (4096, 4096, 11264, 4096))
+    gathers = sum(gather_s(LOOPBACK, 2, round(1.6 * size)) for size in LAYER)
     assert one.speed.layer_s == pytest.approx(0.8 * fast.speed.layer_s + gathers)
     assert spanning(of, nodes(2, 40), {}).shares == ()
     alike = [*nodes(1, 40), replace(nodes(1, 42)[0], node=NodeId("id-old"))]
@@ -229,5 +236,110 @@ def test_a_stage_over_two_nodes_stands_beside_one_behind_a_slow_link() -> None:
         ("id-far", ()),
     }
     assert mixed.left_out == ()
-    assert mixed.why.startswith("layers ")
-    assert " cut over n0+n1: about " in mixed.why
+    assert mixed.why.startswith("by layers ")
+    assert ", layers " in mixed.why
+    assert " over n0+n1 " in mixed.why
+
+
+PART = LinkSpeed(round_trip_s=400e-6, bytes_per_s=118e6, gather_s=60e-6, gather_bytes_per_s=110e6)
+"""Ordinary Ethernet, past the loops: a wait of 60 us."""
+
+
+def test_measured_gathers_count_before_round_trips() -> None:
+    assert gather_s(PART, 2, 4096) == pytest.approx(60e-6 + 2048 / 110e6)
+    assert gather_s(PART, 2, 4096, 256) == pytest.approx(60e-6 + 256 * 2048 / 110e6)
+    first, second = nodes(2, 50)
+    unmeasured = {(first.node, second.node): replace_gather(PART)}
+    slow, fast = (
+        spanning(model(), [first, second], links).speed
+        for links in (unmeasured, {(first.node, second.node): PART})
+    )
+    assert slow is not None
+    assert fast is not None
+    assert slow.layer_s - fast.layer_s == pytest.approx(4 * 340e-6, rel=0.02)
+    assert weighed([first, second], PART).stages[0].shards == ("id-n1",)
+    assert "(60 us each, 110 MB/s)" in weighed([first, second], PART).why
+
+
+def replace_gather(link: LinkSpeed) -> LinkSpeed:
+    """The same link, whose gathers were not measured."""
+    return LinkSpeed(round_trip_s=link.round_trip_s, bytes_per_s=link.bytes_per_s)
+
+
+def test_the_slowest_gathers_count_where_all_were_measured() -> None:
+    three, of = nodes(3, 50), model()
+    a, b, c = (node.node for node in three)
+    links = {(a, b): PART, (a, c): PART, (b, c): replace_gather(PART)}
+    mixed = spanning(of, three, links).speed
+    plain = spanning(of, three, {way: replace_gather(PART) for way in links}).speed
+    assert mixed == plain
+    slower = structs.replace(PART, gather_s=90e-6)
+    measured = spanning(of, three, links | {(b, c): slower}).speed
+    assert measured == spanning(of, three, dict.fromkeys(links, slower)).speed
+
+
+def test_the_plan_says_all_three_figures() -> None:
+    """Where it spans nodes, and why not where one node is as fast."""
+    chosen = weighed(nodes(2, 50), PART).why
+    alone, by_layers, spanned, gathers = chosen.split(", ", 3)
+    assert alone.startswith("alone on n0 2")
+    assert by_layers.startswith("by layers 2")
+    assert spanned.startswith("each layer over n0+n1 ")
+    assert "one node alone takes 41 ms" in gathers
+    small = replace(
+        shape(n_layers=8, layer_mib=1, head_mib=1, embedding_mib=1),
+        gathers=Gathers(layers=((1024, 1024, 4096, 1024),) * 8, embedding_bytes=0, head_bytes=0),
+    )
+    quick = [candidate(f"n{n}", 8192, speed(0.05, 0.1)) for n in range(2)]
+    kept = weighed(quick, PART, built=small)
+    assert kept.stages[0].shards == ()
+    assert ", each layer over n0+n1 " in kept.why
+    assert "its 32 gathers take 2" in kept.why
+    assert "one node alone takes 0.5 ms" in kept.why
+
+
+@pytest.mark.parametrize(("gain", "spans"), [(1.09, False), (1.12, True)])
+def test_one_answer_has_to_gain_a_tenth(gain: float, spans: bool) -> None:
+    pair, of = nodes(2, 10), model()
+    alone = place(of, pair[:1], {}).predicted_tok_s
+    assert alone is not None
+    whole = spanning(of, pair, {(pair[0].node, pair[1].node): free()})
+    rest_s = 1 / (alone * gain) - 1 / (place_exactly(of, [whole]).predicted_tok_s or 0.0)
+    link = LinkSpeed(
+        round_trip_s=1.0, bytes_per_s=1e9, gather_s=rest_s / 90, gather_bytes_per_s=1e15
+    )
+    assert bool(weighed(pair, link).stages[0].shards) is spans
+
+
+def free() -> LinkSpeed:
+    """A link that costs nothing."""
+    return LinkSpeed(round_trip_s=0.0, bytes_per_s=1e15)
+
+
+@pytest.mark.parametrize("memory_mib", [8192, 300])
+def test_few_placements_are_looked_at_for_many_nodes(
+    memory_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30 nodes, of which each holds the model, or eleven do together."""
+    n_nodes: list[int] = []
+
+    def counted(name: str) -> None:
+        real = getattr(spans, name)
+
+        def count(of: ModelShape, stages: list[CandidateNode], *more: Any, **named: Any) -> Any:
+            n_nodes.append(len(stages))
+            return real(of, stages, *more, **named)
+
+        monkeypatch.setattr(spans, name, count)
+
+    many = [candidate(f"n{n}", memory_mib, speed(8 + 0.3 * n, 10)) for n in range(30)]
+    ids = [node.node for node in many]
+    links = {(a, b): LOOPBACK for a in ids for b in ids if a != b}
+    best = place(model(), many, links)
+    counted("place")
+    counted("place_exactly")
+    placed = weigh_spans(model(), many, links, Objective.LATENCY, best, ids)
+    assert placed.stages[0].shards
+    assert len(n_nodes) < 80
+    assert sum(n > 1 for n in n_nodes) <= 3
+    assert max(n_nodes) <= MAX_SHARDS
