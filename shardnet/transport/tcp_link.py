@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from shardnet.errors import LinkClosedError
 from shardnet.transport.asyncio_link import AsyncioLink
@@ -40,7 +40,6 @@ class TcpLink(AsyncioLink):
         is_plain = options.identity is None
         super().__init__(hello, initiator=initiator, options=options, checked=is_plain)
         self._initiator = initiator
-        self._taken_over: socket.socket | None = None
 
     async def take_over(self, sock: socket.socket) -> None:
         """Let the loop move the bytes of a connected socket; it alone closes it from now on.
@@ -49,8 +48,6 @@ class TcpLink(AsyncioLink):
         closes the descriptor and leaves `sock` to close it again, when somebody else may have that
         number.
         """
-        if sys.platform == "win32":
-            self._taken_over = sock
         await asyncio.get_running_loop().connect_accepted_socket(self._over_tcp, sock)
 
     def _over_tcp(self) -> asyncio.BufferedProtocol:
@@ -84,12 +81,8 @@ class TcpLink(AsyncioLink):
             self._raise_if_ended()
         tls = transport.take_engine() if isinstance(transport, TlsTransport) else None
         peer, meter = self.peer, self._meter
-        if sys.platform == "win32" and self._taken_over is not None:
-            # There the transport would shut the connection down with its socket.
-            kept = socket.socket(fileno=self._taken_over.detach())
-        else:
-            kept = _duplicate(transport.get_extra_info("socket"))
-        meter.tcp = lambda: kept
+        sock = _taken(transport.get_extra_info("socket"))
+        meter.tcp = lambda: sock
         who = f"{peer.name} ({self.peer_address})"
         self._error = LinkClosedError(f"{who}: the connection was handed over")
         self._lingering = True
@@ -100,7 +93,7 @@ class TcpLink(AsyncioLink):
             if traffic is not None:
                 traffic.down(peer, meter, failed=False)
 
-        return DirectConnection(kept, tls, peer=who, meter=meter, on_close=on_close)
+        return DirectConnection(sock, tls, peer=who, meter=meter, on_close=on_close)
 
     def _direct_writer(self) -> DirectWriter | None:
         """See AsyncioLink. Not on Windows, whose sockets belong to the loop's completion port."""
@@ -165,6 +158,16 @@ class SocketWriter:
         with self.lock:
             self._rest = b""
             self._socket.close()
+
+
+def _taken(sock: Any) -> socket.socket:
+    """Take the socket of a transport that is aborted next, without an end of its connection.
+
+    asyncio's own for Windows ends that of a socket which it still has, whoever else has it too.
+    uvloop closes its own descriptor, and nothing else.
+    """
+    own: socket.socket | None = getattr(sock, "_sock", None)
+    return _duplicate(sock) if own is None else socket.socket(fileno=own.detach())
 
 
 def _duplicate(sock: socket.socket) -> socket.socket:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
+from asyncio import selector_events
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.direct_pairs import direct_pair
@@ -56,6 +60,35 @@ def test_a_link_hands_its_connection_over_and_is_over(harness: Harness) -> None:
         assert [count.n_links for count in traffic.counts()] == [0, 0]
 
     harness.run(scenario)
+
+
+@pytest.mark.parametrize("name", ["tcp-asyncio", "tls-asyncio"])
+def test_a_loop_that_ends_what_it_closes_does_not_end_what_was_handed_over(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As asyncio's own for Windows does."""
+    transport: Any = selector_events._SelectorTransport  # type: ignore[attr-defined]
+    close = transport._call_connection_lost
+
+    def end(self: Any, exc: Exception | None) -> None:
+        if self._sock.fileno() != -1:
+            with suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+        close(self, exc)
+
+    async def scenario(harness: Harness) -> None:
+        links = await harness.pair(purpose=PARTS)
+        a, b = [await link.detach() for link in links]
+        for link in links:
+            await link.close()
+        a.send(LARGE)
+        b.send(LARGE)
+        assert moved(a, b, len(LARGE)) == (LARGE, LARGE)
+        a.close()
+        b.close()
+
+    monkeypatch.setattr(transport, "_call_connection_lost", end)
+    HARNESSES[name].run(scenario)
 
 
 def test_without_a_socket_nothing_is_handed_over() -> None:
