@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from msgspec.structs import replace
 from support.models.adapters import ALL, make_peft
 from support.models.checkpoints import make_decoder
 from support.models.family_cases import CASES
 from support.models.mtp_checkpoints import make_mtp
+from support.servers.proxy import Proxy
 from support.soak import cases
 from support.system.nodes import Machine, NodeProcess, open_machine
 
 from shardnet.api.client import Client, connect
+from shardnet.api.connections import load_identity
 from shardnet.api.events import GenerationResult
+from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.cluster.machine.folders import PACKS_FOLDER
 from shardnet.constraints import Constraint
 from shardnet.model.kernels.library import native_kernels
@@ -28,6 +34,8 @@ from shardnet.wire.messages.plans import ModelChoice, NamedAdapter
 
 IS_DETERMINISTIC = native_kernels() is None
 N_TOKENS = 40
+REST_S = 3.0
+"""How long nodes are watched that have nothing to do."""
 PROMPT = [*range(5, 40), *range(5, 30)]
 SAMPLED = SamplingParams(temperature=0.8, seed=7, n_logprobs=2, repetition_penalty=1.1)
 
@@ -39,7 +47,7 @@ class Pair:
     machine: Machine
     nodes: list[NodeProcess]
 
-    def choices(self, folder: Path, **more: Any) -> tuple[ModelChoice, ModelChoice]:
+    def choices(self, folder: Path | str, **more: Any) -> tuple[ModelChoice, ModelChoice]:
         """What one node computes alone, and what both share each layer of."""
         addresses = [node.address for node in self.nodes]
         alone = ModelChoice(model=str(folder), nodes=addresses[:1], context=512, **more)
@@ -247,3 +255,67 @@ def test_a_node_that_leaves_hands_its_part_to_another(
             assert words(found) == words(await say(client, alone, max_tokens=600))
 
     asyncio.run(main())
+
+
+def flipped(piece: bytes) -> bytes:
+    """Flip a bit of the last number."""
+    return piece[:-1] + bytes([piece[-1] ^ 1])
+
+
+def twice(piece: bytes) -> bytes:
+    """Send it again."""
+    return piece * 2
+
+
+@pytest.mark.parametrize("how", [flipped, twice], ids=lambda how: how.__name__)
+@pytest.mark.parametrize("has_key", [False, True], ids=["checksums", "key"])
+def test_parts_that_no_node_has_sent_end_the_ring_by_name_and_change_no_text(
+    machine: Machine, has_key: bool, how: Callable[[bytes], bytes]
+) -> None:
+    identity = None
+    if has_key:
+        assert machine.run("key", "new").code == 0
+        identity = load_identity(str(machine.config_path.with_name("cluster.key")))
+    cleo, dora = machine.start_nodes("cleo", "dora", arguments=["--host", "127.0.0.1"])
+    alone = ModelChoice(model=DEFAULT_MODEL_NAME, nodes=[cleo.address], context=512)
+
+    async def main(proxy: Proxy) -> None:
+        nodes = [f"127.0.0.1:{proxy.port}", dora.address]  # shards open links to those before
+        both = replace(alone, nodes=nodes, nodes_per_stage=2)
+        async with connect(cleo.address, identity) as client:
+            plain = await say(client, alone, max_tokens=300)
+            n_tokens, found, is_changed = 0, None, False
+            options = {"max_tokens": 300, "ignore_eos": True, "deterministic": IS_DETERMINISTIC}
+            async for event in client.generate(PROMPT, SAMPLED, model=both, **options):
+                n_tokens += len(event.token_ids)
+                if n_tokens > 20 and not is_changed:
+                    is_changed = True
+                    proxy.change(how)
+                found = event.result or found
+            assert found is not None
+            assert words(found) == words(plain)
+            [seen] = (await client.activity()).recoveries
+            assert (seen.lost, seen.nodes, seen.error) == ([], ["cleo", "dora"], "")
+            assert re.search(r"(cleo|dora) \(127.*(damaged| as part of step )", seen.why), seen.why
+
+    with Proxy("127.0.0.1", cleo.ready["port"]) as proxy:
+        asyncio.run(main(proxy))
+
+
+def test_nodes_that_share_layers_rest_when_nothing_is_asked(tmp_path: Path) -> None:
+    environment = {"SHARDNET_NO_MDNS": "1", "SHARDNET_NO_SPIN": "0"}  # as users start them
+    with closing(Machine(tmp_path / "machine", environment=environment)) as machine:
+        nodes = machine.start_nodes("cleo", "dora")
+        _, both = Pair(machine=machine, nodes=nodes).choices(DEFAULT_MODEL_NAME)
+        processes = [psutil.Process(node.pid) for node in nodes]
+
+        async def main() -> None:
+            async with connect(nodes[0].address) as client:
+                await say(client, both)
+                before_s = [sum(process.cpu_times()[:2]) for process in processes]
+                await asyncio.sleep(REST_S)
+                after_s = [sum(process.cpu_times()[:2]) for process in processes]
+            spent_s = [after - before for before, after in zip(before_s, after_s, strict=True)]
+            assert max(spent_s) < REST_S / 5, "a thread spins"
+
+        asyncio.run(main())

@@ -82,7 +82,10 @@ class PartStream:
             if not n:
                 return False
             self._rest = self._rest[n:]
-        self._heads.check(self._head, expected.into)
+        try:
+            self._heads.check(self._head, expected.into)
+        except RemoteProtocolError as error:
+            raise error.at(self.connection.peer) from None
         self._is_open, self._n_head = False, 0
         return True
 
@@ -107,7 +110,10 @@ class PartStream:
         if self._heads.is_of(self._head, expected.head):
             self._is_open, self._rest = True, expected.into
             return True
-        step, found = self._heads.read(self._head)
+        try:
+            step, found = self._heads.read(self._head)
+        except RemoteProtocolError as error:
+            raise error.at(self.connection.peer) from None
         if step < self._step:
             self._leave_out(found.n_bytes)
         if step != self._step:

@@ -10,7 +10,7 @@ from support.direct_pairs import direct_pair
 from support.hostile.receive_parts import fuzz_parts
 from support.soak import examples
 
-from shardnet.errors import DamagedFrameError, RemoteProtocolError
+from shardnet.errors import RemoteProtocolError
 from shardnet.runtime.ring.part_stream import PartStream
 from shardnet.transport.direct_connection import DirectConnection
 from shardnet.types import Epoch, StepId, WireDType
@@ -122,7 +122,7 @@ def test_what_is_no_part_or_too_long_is_refused(is_encrypted: bool) -> None:
             stream = PartStream(zero, EPOCH)
             stream.exchange(STEP, OWN, OTHER, memoryview(bytearray(6)))
             one.send(*pack_frame(frame, Limits(), checked=not is_encrypted), bytes(99))
-            with pytest.raises(RemoteProtocolError, match=message):
+            with pytest.raises(RemoteProtocolError, match=f"^one: .*{message}"):
                 stream.move()
     with direct_pair(is_encrypted=is_encrypted) as (zero, one):
         data = bytearray(packed(one))
@@ -142,7 +142,7 @@ def test_without_tls_a_damaged_part_is_found_by_its_checksum() -> None:
             data = bytearray(packed(one))
             data[place] ^= 1
             one.send(data)
-            with pytest.raises((DamagedFrameError, RemoteProtocolError)):
+            with pytest.raises(RemoteProtocolError, match=r"^one: "):
                 stream.move()
 
 

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -62,6 +65,12 @@ class Proxy:
         """Reset all connections. New ones are accepted."""
         self._call(self._reset)
 
+    def change(self, how: Callable[[bytes], bytes]) -> None:
+        """Pass on `how` of each piece from now on, on the way that has carried most: among those
+        between nodes that share layers, that of parts, of which a piece is one.
+        """
+        self._call(partial(self._change_busiest, how))
+
     def garble(self) -> None:
         """Change the first byte of the next piece, and of those that follow on the same way: on an
         idle link a header's, on a busy one perhaps a number of a payload, which nobody notices.
@@ -91,6 +100,8 @@ class Proxy:
         self._flowing.set()
         self._garble_next = False
         self._garbled: asyncio.StreamWriter | None = None
+        self._n_carried: Counter[asyncio.StreamWriter] = Counter()
+        self._changes: dict[asyncio.StreamWriter, Callable[[bytes], bytes]] = {}
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
@@ -149,16 +160,24 @@ class Proxy:
             self._garble_next, self._garbled = False, writer
         if writer is self._garbled:
             data = bytes([data[0] ^ 0xFF]) + data[1:]
+        self._n_carried[writer] += len(data)
+        if writer in self._changes:
+            data = self._changes[writer](data)
         if not writer.is_closing():
             writer.write(data)
 
     def _forward_eof(self, writer: asyncio.StreamWriter) -> None:
-        if not writer.is_closing():
-            writer.write_eof()
+        with contextlib.suppress(OSError):  # it was reset meanwhile
+            if not writer.is_closing():
+                writer.write_eof()
 
     def _reset(self) -> None:
         for writer in self._writers:
             writer.transport.abort()
+
+    def _change_busiest(self, how: Callable[[bytes], bytes]) -> None:
+        [(busiest, _)] = self._n_carried.most_common(1)
+        self._changes[busiest] = how
 
     def _set_garble(self) -> None:
         self._garble_next = True
