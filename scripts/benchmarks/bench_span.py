@@ -3,7 +3,9 @@
 Decoding is one sequence; a prompt is read in chunks of 256 rows. The nodes are on loopback, or as
 on a network with a delay and a rate of its own (tests/support/system/delayed_node.py). A gather is
 what the compute thread of the slowest node waits for in the median, from its own part to all
-others. The texts of both are compared.
+others. No ratio can exceed the limit: nodes that each compute the whole model by themselves at the
+same time give so many times the tokens of one alone, since they share the machine's memory. The
+texts of both are compared.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ N_IDS = 250
 """Prompts are of ids below this, which every vocabulary has."""
 NAMES = ("anna", "bert", "cleo", "dora")
 HEAD = (
-    f"{'model':24}{'delay us':>9}{'Mbit/s':>8}{'one tok/s':>11}{'n nodes':>9}{'decode':>8}"
-    f"{'one prompt':>12}{'n nodes':>9}{'prompt':>8}{'gather us':>11}  texts"
+    f"{'model':24}{'delay us':>9}{'Mbit/s':>8}{'one tok/s':>11}{'n nodes':>9}{'decode':>8}{'limit':>7}"
+    f"{'one prompt':>12}{'n nodes':>9}{'prompt':>8}{'limit':>7}{'gather us':>11}  texts"
 )
 
 
@@ -133,11 +135,47 @@ async def measured(
     )
 
 
+async def at_once(asked: argparse.Namespace, model: str) -> tuple[float, float]:
+    """Return tokens a second of all nodes, each alone with the whole model, at the same time:
+    while they decode, and while they read a prompt.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        async with nodes_with(Path(place), asked.threads, 0, 0) as nodes:
+
+            async def alone(node: NodeProcess) -> list[Run]:
+                choice = ModelChoice(
+                    model=model,
+                    nodes=[node.address],
+                    dtype=asked.dtype,
+                    context=asked.prompt + asked.tokens + 64,
+                )
+                async with connect(node.address) as client:
+                    await generated(client, choice, range(4), 4)
+                    await loaded.wait()
+                    prompts = [
+                        [(number + 7 * place) % N_IDS for place in range(asked.prompt)]
+                        for number in range(asked.rounds)
+                    ]
+                    return [
+                        await generated(client, choice, prompt, asked.tokens) for prompt in prompts
+                    ]
+
+            loaded = asyncio.Barrier(len(nodes))
+            runs = await asyncio.gather(*map(alone, nodes))
+    each = [[*round_] for round_ in zip(*runs, strict=True)]
+    return (
+        max(sum(1 / run.token_s for run in round_) for round_ in each),
+        max(sum(asked.prompt / run.first_s for run in round_) for round_ in each),
+    )
+
+
 async def compare(asked: argparse.Namespace, path: Path) -> bool:
     """Print a row for each network; return whether all texts are those of one node."""
     is_bundled = path == DEFAULT_MODEL_PATH
     model = DEFAULT_MODEL_NAME if is_bundled else str(path)
     alone = await measured(asked, model, asked.threads[:1], 0, 0)
+    tok_s, prompt_tok_s = await at_once(asked, model)
+    limit, prompt_limit = tok_s * alone.token_s, prompt_tok_s * alone.first_s / asked.prompt
     all_equal = True
     for delay_us, rate in product(asked.delay_us, asked.rate_mbit):
         span = await measured(asked, model, asked.threads, delay_us, rate)
@@ -145,9 +183,9 @@ async def compare(asked: argparse.Namespace, path: Path) -> bool:
         all_equal = all_equal and is_equal
         print(
             f"{path.name:24}{delay_us:9g}{rate or '-':>8}{1 / alone.token_s:11.2f}"
-            f"{1 / span.token_s:9.2f}{alone.token_s / span.token_s:8.2f}"
+            f"{1 / span.token_s:9.2f}{alone.token_s / span.token_s:8.2f}{limit:7.2f}"
             f"{asked.prompt / alone.first_s:12.1f}{asked.prompt / span.first_s:9.1f}"
-            f"{alone.first_s / span.first_s:8.2f}{span.gather_us:11.1f}  "
+            f"{alone.first_s / span.first_s:8.2f}{prompt_limit:7.2f}{span.gather_us:11.1f}  "
             f"{'equal' if is_equal else 'DIFFERENT'}",
             flush=True,
         )
