@@ -95,6 +95,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=200, help="longest request (default 200)")
     parser.add_argument("--namespaces", action="store_true", help="give each node its network")
     parser.add_argument(
+        "--nodes-per-stage", type=int, default=1, help="let so many nodes share each layer"
+    )
+    parser.add_argument(
         "--standby", choices=("", "kv", "auto"), default="", help="let nodes stand by for others"
     )
     parser.add_argument(
@@ -153,6 +156,7 @@ async def _run(asked: argparse.Namespace, folder: Path) -> tuple[list[Entry], li
                 asked.streams, asked.tokens, longest=asked.longest, has_schemas=asked.schemas
             ),
             standby=asked.standby,
+            nodes_per_stage=asked.nodes_per_stage,
             most_pause_s=asked.pause,
         ) as rounds:
             await rounds.record_undisturbed()

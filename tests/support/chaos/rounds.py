@@ -107,6 +107,7 @@ class Rounds:
         prompts: Sequence[Prompt],
         return_s: float = RETURN_S,
         standby: Literal["", "kv", "auto"] = "",
+        nodes_per_stage: int = 1,
         most_pause_s: float | None = None,
     ) -> None:
         self._return_s = return_s
@@ -117,7 +118,11 @@ class Rounds:
         self._prompts = prompts
         context = max(len(one.content) + one.options["max_tokens"] for one in prompts)
         self._choice = ModelChoice(
-            model=model, nodes=lab.addresses, standby=standby, context=context
+            model=model,
+            nodes=lab.addresses,
+            standby=standby,
+            nodes_per_stage=nodes_per_stage,
+            context=context,
         )
         self.undisturbed: list[Heard] = []
         self._n_asked = 0
@@ -346,14 +351,14 @@ class Rounds:
         return time.monotonic() - began, returned
 
     async def _is_whole(self, patience_s: float) -> bool:
-        """Whether every node has a stage of the ring, within some seconds."""
+        """Whether every node has a stage of the ring, or a part of one, within some seconds."""
         until = time.monotonic() + patience_s
         while True:
             with contextlib.suppress(ShardnetError, TimeoutError):
                 async with asyncio.timeout(SILENCE_S):
                     ring = await self._client.activity()
-                n_stages = len(ring.plan.stages) if ring.plan and not ring.is_broken else 0
-                if n_stages == len(self._lab.places):
+                stages = ring.plan.stages if ring.plan and not ring.is_broken else []
+                if sum(1 + len(stage.shards) for stage in stages) == len(self._lab.places):
                     return True
             if time.monotonic() > until:
                 return False
