@@ -303,7 +303,8 @@ class Rounds:
                 break
             await asyncio.sleep(0.1)
         addresses = [one.address for one in others]
-        choice = replace(self._choice, nodes=addresses, standby="")
+        per_stage = min(self._choice.nodes_per_stage, len(others))
+        choice = replace(self._choice, nodes=addresses, standby="", nodes_per_stage=per_stage)
         async with connect(addresses[0]) as client:
             told = await listen(client, self._prompts[0], choice)
             difference = told.difference(self.undisturbed[0])
