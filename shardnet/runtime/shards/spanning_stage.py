@@ -80,14 +80,13 @@ class LinkGroup:
         self.size = size
         self._wire = wire
         self._exchange: PartExchange | None = None
-        self._error: ShardnetError | None = None
         self._native = PythonGather(self)
         self._open: deque[_Join] = deque()
 
     @property
     def error(self) -> ShardnetError | None:
         """What the step that began last has failed with, here or on another shard."""
-        return self._error or self._native.error
+        return self._native.error
 
     @property
     def struct(self) -> GatherStruct:
@@ -101,18 +100,21 @@ class LinkGroup:
 
     def begin(self) -> None:
         """Forget what the step before has failed with."""
-        self._error = self._native.error = None
+        self._native.error = None
         self._open.clear()
 
     def gather(self, part: Tensor, ends: Sequence[int]) -> Tensor:
-        """See ShardGroup: after a failure there are zeros where columns of others belong."""
+        """See ShardGroup: after a failure there are zeros where columns of others belong.
+
+        The library gathers no more in that step either: the others would take it for this gather.
+        """
         whole = part.new_zeros(part.shape[0], ends[-1])
         if self.error is None and part.shape[0]:
             try:
                 self.joining(part.contiguous(), whole, ends)()
                 self.end_joins(0)
             except ShardnetError as error:
-                self._error = without_frames(error)
+                self._native.error = without_frames(error)
         return whole
 
     def check(self) -> None:

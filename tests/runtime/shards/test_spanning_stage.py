@@ -263,6 +263,19 @@ def test_a_bug_in_a_gather_of_the_library_fails_the_step_on_all_shards() -> None
         assert second == DONE
 
 
+def test_after_a_gather_has_failed_the_library_gathers_no_more() -> None:
+    """The other shards still wait for the parts of the one that failed."""
+    town, group = Town(2), LinkGroup(0, 2, WireDType.FLOAT16)
+    group.connect(town.exchange(0))
+    group.gather(torch.full((1, 1), 1e6), (0, 1, 2))
+    part, whole, ends = torch.ones(1, 1), torch.zeros(1, 2), (ctypes.c_int64 * 3)(0, 1, 2)
+    town.boxes[1, 0].put(bytes(2))
+    _Join(group.struct.join)(None, part.data_ptr(), whole.data_ptr(), 1, ctypes.addressof(ends), 4)
+    assert town.boxes[0, 1].empty()
+    with pytest.raises(NumericalError, match="does not fit a float16 wire"):
+        group.check()
+
+
 class _NativeCompute(_Compute):
     """The same, joined by the library."""
 
