@@ -41,7 +41,7 @@ class DirectConnection:
         *,
         peer: str,
         meter: Meter,
-        on_close: Callable[[], None],
+        on_close: Callable[[bool], None],
     ) -> None:
         sock.setblocking(False)
         busy_poll = getattr(socket, "SO_BUSY_POLL", 46) if sys.platform == "linux" else None
@@ -53,7 +53,8 @@ class DirectConnection:
         self._socket = sock
         self._tls = tls
         self._meter = meter
-        self._on_close: Callable[[], None] | None = on_close
+        self._on_close: Callable[[bool], None] | None = on_close
+        self._is_broken = False
         self._unsent: deque[Buffer] = deque()
         self._sealed = memoryview(b"")
         self._received = memoryview(bytearray(_RECEIVE_BYTES))
@@ -109,12 +110,12 @@ class DirectConnection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; `on_close` is told first whether something had broken it."""
         self.cut()
-        self._socket.close()
         if self._on_close is not None:
-            self._on_close()
+            self._on_close(self._is_broken)
             self._on_close = None
+        self._socket.close()
 
     def _next(self) -> memoryview:
         """Return what is to be sent next, as it travels."""
@@ -163,5 +164,6 @@ class DirectConnection:
         return n
 
     def _lost(self, error: OSError | None) -> LinkError:
+        self._is_broken = True
         how = "is closed" if error is None else f"broke ({error}); the peer may have crashed"
         return LinkClosedError(f"{self.peer}: the connection for parts {how}")

@@ -89,9 +89,9 @@ class TcpLink(AsyncioLink):
         self._abort_transport()
         traffic = self._options.traffic
 
-        def on_close() -> None:
+        def on_close(failed: bool) -> None:
             if traffic is not None:
-                traffic.down(peer, meter, failed=False)
+                traffic.down(peer, meter, failed=failed)
 
         return DirectConnection(sock, tls, peer=who, meter=meter, on_close=on_close)
 

@@ -21,7 +21,7 @@ def direct_pair(*, is_encrypted: bool) -> Iterator[tuple[DirectConnection, Direc
     engines = _shaken() if is_encrypted else (None, None)
     ends = [
         DirectConnection(
-            sock, engine, peer=peer, meter=Meter(tcp=lambda: None), on_close=lambda: None
+            sock, engine, peer=peer, meter=Meter(tcp=lambda: None), on_close=lambda failed: None
         )
         for sock, engine, peer in zip(socket.socketpair(), engines, ("one", "zero"), strict=True)
     ]

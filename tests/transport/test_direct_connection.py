@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from asyncio import selector_events
 from contextlib import suppress
@@ -56,8 +57,15 @@ def test_a_link_hands_its_connection_over_and_is_over(harness: Harness) -> None:
         assert counts["a"].n_links == counts["b"].n_links == 1
         assert counts["a"].sent_bytes >= len(LARGE)
         a.close()
+        with pytest.raises(LinkClosedError):
+            b.receive(memoryview(bytearray(9)))
         b.close()
-        assert [count.n_links for count in traffic.counts()] == [0, 0]
+        after = {count.name: count for count in traffic.counts()}
+        assert [count.n_links for count in after.values()] == [0, 0]
+        # `a` is what `b` calls its peer: to that one the connection broke
+        assert {name: count.n_failed for name, count in after.items()} == {"a": 1, "b": 0}
+        if sys.platform == "linux":
+            assert [count.n_resent for count in after.values()] == [0, 0]
 
     harness.run(scenario)
 

@@ -90,11 +90,14 @@ class PartStream:
         return True
 
     def _receive_head(self, expected: _Expected) -> bool:
-        """Receive some of a head, or of a part that is left out; return whether that got on."""
+        """Receive some of a head, or of a part that is left out; return whether that got on.
+
+        Not behind such a part either: whoever waits looks at the time between two of them.
+        """
         if self._n_drop:
             n = self.connection.receive(self._dropped[: self._n_drop])
             self._n_drop -= n
-            return n > 0
+            return n > 0 and self._n_drop > 0
         if self._n_head < len(self._head):
             n = self.connection.receive(self._head[self._n_head :])
             self._n_head += n

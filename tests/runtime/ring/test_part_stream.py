@@ -71,6 +71,17 @@ def test_parts_of_steps_before_are_left_out_also_half_a_one(is_encrypted: bool) 
             into[:] = bytes(6)
 
 
+def test_parts_of_steps_before_without_an_end_do_not_keep_whoever_waits() -> None:
+    with direct_pair(is_encrypted=False) as (zero, one):
+        stream, before = PartStream(zero, EPOCH), packed(one, step=STEP - 1)
+        stream.exchange(STEP, OWN, OTHER, memoryview(bytearray(6)))
+        for _ in range(9):
+            one.send(before * 3)
+            assert not stream.move()
+            left = memoryview(bytearray(1 << 16))
+            assert zero.receive(left) == 2 * len(before)
+
+
 @BOTH
 @pytest.mark.parametrize(
     ("change", "step", "epoch", "message"),
