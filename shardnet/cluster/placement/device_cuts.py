@@ -152,7 +152,7 @@ def _seat(devices: NodeDevices, places: Sequence[int]) -> Seat:
         layer_s=max(s.layer_s for s in speeds) * share,
         layer_256_s=max(s.layer_256_s for s in speeds) * share,
         embed_s=max(s.embed_s for s in speeds),
-        head_s=max(s.head_s for s in speeds) / n_shards,
+        head_s=max(s.head_s for s in speeds) / (n_shards if gathers.head_bytes else 1),
         step_s=speeds[0].step_s,
         is_steady=all(s.is_steady for s in speeds),
     )

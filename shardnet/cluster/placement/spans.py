@@ -210,9 +210,9 @@ def weigh_spans(
     """Return the placement with a stage that spans nodes if that pays, else `best`; both say why.
 
     It is the only stage, or one that spans two nodes in a ring with others. Only nodes that are
-    `able` to share one do. It must have been measured, as must `best`, and give SPAN_GAIN more
-    tokens of one sequence. Throughput is never better for it: the ring's stages work side by side
-    as it is.
+    `able` to share one do. It must have been measured, as must `best`, while its nodes were not
+    busy, and give SPAN_GAIN more tokens of one sequence. Throughput is never better for it: the
+    ring's stages work side by side as it is.
     """
     if objective is not Objective.LATENCY or best.predicted_tok_s is None or not shape.gathers:
         return best
@@ -230,12 +230,16 @@ def weigh_spans(
     layers = next(stage.layers for stage in span.stages if stage.shards)
     alone, told = _other_ways(shape, candidates, members, links, best)
     what = "each layer" if len(span.stages) == 1 else layers.words
-    figures = ", ".join([*told, f"{what} over {_names(members)} {_rate(rate)} tokens/s"])
+    figure = f"{what} over {_names(members)} {_rate(rate)} tokens/s"
     words = _gather_words(shape, members, links, layers)
     if alone is not None and alone.predicted_tok_s is not None:
         words += f", one node alone takes {ms_words(1 / alone.predicted_tok_s)}"
-    if rate < best.predicted_tok_s * (1 + SPAN_GAIN):
-        return replace(best, why=f"{best.why}; {figures}: {words}")
+    is_guess = not all(node.speed and node.speed.is_steady for node in members)
+    if is_guess:
+        words += "; some of them were busy when they were measured, which makes gathers look cheap"
+    if is_guess or rate < best.predicted_tok_s * (1 + SPAN_GAIN):
+        others = [] if len(best.stages) == 1 else told  # which what is said of `best` has
+        return replace(best, why=f"{best.why}; {', '.join([*others, figure])}: {words}")
     if len(span.stages) == 1:
         why_not = "each layer is cut over the nodes that gain by it"
         left_out = _left_out(candidates, members, why_not)
@@ -243,7 +247,7 @@ def weigh_spans(
         inside = {node for stage in span.stages for node in (stage.node, *stage.shards)}
         named = {out.node: out for out in (*best.left_out, *span.left_out)}
         left_out = tuple(out for node, out in named.items() if node not in inside)
-    return replace(span, left_out=left_out, why=f"{figures}; {words}")
+    return replace(span, left_out=left_out, why=f"{', '.join([*told, figure])}; {words}")
 
 
 def _spans(
@@ -381,12 +385,13 @@ def _speed(
 ) -> StageSpeed:
     """Return the speed of a stage that spans `nodes`, whose links are like `link`.
 
-    It takes as long as the one that takes longest for its share, and as the gathers.
+    It takes as long as the one that takes longest for its share, and as the gathers; a step of a
+    head begins on the others a hop later. A small LM head is whole on each.
     """
     n_shards = len(nodes)
     speeds = [pace.speed for pace in paces_of(shape, nodes)]
     shares = [weight / sum(weights) for weight in weights]
-    largest = n_shards * max(shares)
+    largest, heads_s = n_shards * max(shares), [s.head_s for s in speeds]
 
     def shared_s(times_s: Sequence[float]) -> float:
         return max(time_s * share for time_s, share in zip(times_s, shares, strict=True))
@@ -398,8 +403,8 @@ def _speed(
         layer_s=shared_s([s.layer_s for s in speeds]),
         layer_256_s=shared_s([s.layer_256_s for s in speeds]),
         embed_s=max(s.embed_s for s in speeds),
-        head_s=shared_s([s.head_s for s in speeds]),
-        step_s=speeds[0].step_s,
+        head_s=shared_s(heads_s) if gathers.head_bytes else max(heads_s),
+        step_s=speeds[0].step_s + link.round_trip_s / 2,
         is_steady=all(s.is_steady for s in speeds),
     )
     return gathers.added_to(computing, taken_s, n_shards)

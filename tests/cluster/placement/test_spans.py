@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 from support.rings.clusters import MIB, candidate, shape, speed
 
+from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.cluster.placement import spans
 from shardnet.cluster.placement.figures import (
     CandidateNode,
@@ -21,9 +22,11 @@ from shardnet.cluster.placement.figures import (
 )
 from shardnet.cluster.placement.placement import place, place_exactly
 from shardnet.cluster.placement.spans import gather_s, grouped, spanning, weigh_spans
+from shardnet.cluster.planning.model_shape import model_shape
 from shardnet.errors import PlanError
 from shardnet.model.shards.cut import MAX_SHARDS
-from shardnet.types import NodeId
+from shardnet.runtime.loading.model_facts import identify
+from shardnet.types import DType, NodeId
 
 LAYERS = 22
 LAYER = (4096, 4096, 11264, 4096)
@@ -108,7 +111,7 @@ def test_what_is_predicted_is_the_sum_of_its_parts() -> None:
     assert one.speed.layer_s == pytest.approx(first.speed.layer_s / 2 + gathers)
     placement = place_exactly(of, [one], links=links)
     assert placement.predicted_tok_s == pytest.approx(
-        1 / (LAYERS * one.speed.layer_s + one.speed.embed_s + one.speed.head_s)
+        1 / (LAYERS * one.speed.layer_s + one.speed.embed_s + one.speed.head_s + 60e-6)
     )
 
 
@@ -286,16 +289,29 @@ def test_the_plan_says_all_three_figures() -> None:
     assert by_layers.startswith("by layers 2")
     assert spanned.startswith("each layer over n0+n1 ")
     assert "one node alone takes 41 ms" in gathers
-    small = replace(
-        shape(n_layers=8, layer_mib=1, head_mib=1, embedding_mib=1),
-        gathers=Gathers(layers=((1024, 1024, 4096, 1024),) * 8, embedding_bytes=0, head_bytes=0),
-    )
-    quick = [candidate(f"n{n}", 8192, speed(0.05, 0.1)) for n in range(2)]
-    kept = weighed(quick, PART, built=small)
-    assert kept.stages[0].shards == ()
-    assert ", each layer over n0+n1 " in kept.why
-    assert "its 32 gathers take 2" in kept.why
-    assert "one node alone takes 0.5 ms" in kept.why
+
+
+def test_the_bundled_model_stays_on_one_node_and_the_plan_says_why() -> None:
+    config = identify(DEFAULT_MODEL_PATH).config
+    small = model_shape(config, DType.FLOAT32, context=512)
+    pair = [candidate(f"n{n}", 8192, speed(0.08, 0.1)) for n in range(2)]
+    loopback = structs.replace(LOOPBACK, gather_s=20e-6, gather_bytes_per_s=1e9)
+    placement = weighed(pair, loopback, built=small)
+    assert placement.stages[0].shards == ()
+    assert placement.why.startswith("alone on n0: 1351 tok/s; split n0+n1: about 1")
+    assert "; each layer over n0+n1 863.9 tokens/s: " in placement.why
+    assert "its 32 gathers take 0.66 ms per token (20 us each, " in placement.why
+    assert placement.why.endswith("one node alone takes 0.74 ms")
+
+
+def test_nodes_that_were_busy_are_not_joined_by_themselves() -> None:
+    first, second = nodes(2, 10)
+    assert second.speed is not None
+    busy = replace(second, speed=structs.replace(second.speed, is_steady=False))
+    assert weighed([first, second], PART).stages[0].shards
+    placement = weighed([first, busy], PART)
+    assert not placement.stages[0].shards
+    assert "some of them were busy when they were measured" in placement.why
 
 
 @pytest.mark.parametrize(("gain", "spans"), [(1.09, False), (1.12, True)])
@@ -306,7 +322,7 @@ def test_one_answer_has_to_gain_a_tenth(gain: float, spans: bool) -> None:
     whole = spanning(of, pair, {(pair[0].node, pair[1].node): free()})
     rest_s = 1 / (alone * gain) - 1 / (place_exactly(of, [whole]).predicted_tok_s or 0.0)
     link = LinkSpeed(
-        round_trip_s=1.0, bytes_per_s=1e9, gather_s=rest_s / 90, gather_bytes_per_s=1e15
+        round_trip_s=0.0, bytes_per_s=1.0, gather_s=rest_s / 90, gather_bytes_per_s=1e15
     )
     assert bool(weighed(pair, link).stages[0].shards) is spans
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,18 @@ from support.models.family_cases import CASES
 from support.needs import needs_library
 from support.rings.shard_threads import CountingGroup, on_each_shard
 from support.rings.stage_chain import CPU, Rows, StageChain, probed, random_prompt
+from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.kernels.linear import Kernel, KernelChoice
 from shardnet.model.shards import cut
+from shardnet.stage.estimate.gather_estimate import (
+    embedding_gathers,
+    head_gathers,
+    layer_gathers,
+)
 from shardnet.types import Arith, DType, LayerRange
 
 pytestmark = needs_library
@@ -105,24 +112,32 @@ def by_library(dtype: DType, kind: Quantization | None) -> KernelChoice:
 def run(folder: Path, choice: KernelChoice, group: CountingGroup | None = None) -> Made:
     """Run a prompt, one row and five of them."""
     layers = [LayerRange(0, Checkpoint.open(folder).config.n_layers)]
-    chain = StageChain.load(folder, layers, choice, group=group)
+    stages = StageChain.load(folder, layers, choice, group=group)
     logits, counts, position = [], [], 0
     for n_rows in STEPS:
         before = 0 if group is None else group.n_gathers
         ids = random_prompt(n_rows, 290, seed=n_rows)
-        logits.append(chain.step(Rows(slot=0, position=position, ids=ids, n_sampled=n_rows)))
+        logits.append(stages.step(Rows(slot=0, position=position, ids=ids, n_sampled=n_rows)))
         counts.append(0 if group is None else group.n_gathers - before)
         position += n_rows
-    [stage] = chain.stages
+    [stage] = stages.stages
     assert isinstance(stage.family, DecoderStage)
     is_joined = stage.family._joined is not None
     return Made(logits=torch.cat(logits), n_gathers=counts, is_joined=is_joined)
+
+
+def estimated(folder: Path) -> int:
+    """What a plan takes for the gathers of one row."""
+    config = Checkpoint.open(folder).config
+    layers = [layer_gathers(config, layer) for layer in range(config.n_layers)]
+    return len([*chain(*layers), *embedding_gathers(config), *head_gathers(config)])
 
 
 def check(folder: Path, model: Model, choice: KernelChoice, n_shards: int, n_gathers: int) -> None:
     """Compare every shard with the whole stage, and count its gathers."""
     whole = run(folder, choice)
     assert whole.is_joined == model.is_joined
+    assert estimated(folder) == n_gathers
     for made in on_each_shard(n_shards, partial(run, folder, choice), CountingGroup):
         assert torch.equal(made.logits, whole.logits)
         assert made.n_gathers == [n_gathers + model.n_visits, n_gathers, n_gathers]
@@ -154,3 +169,27 @@ def test_no_layer_waits_more_often_than_its_sublayers_do(
     folder = make_decoder(tmp_path, model.family, dtype=own, **model.config)
     choice = by_library(dtype, kind)
     check(folder, model, choice, n_shards, model.n_gathers + model.n_small)
+
+
+BY_THEMSELVES = {"nemotron_h", "cohere2_moe", "cohere2_moe-centred", "kolibri1"}
+"""Mixtures that torch computes: a shared expert gathers once more than a plan takes it to."""
+
+
+USUAL = ("mistral", "olmo2", "gemma4_text-moe", "lfm2", "kimi_linear", "nemotron_h")
+OTHERS = [name for name in CASES if name not in USUAL]
+
+
+@pytest.mark.parametrize("name", cases(USUAL, OTHERS))
+def test_a_plan_knows_how_often_each_family_gathers(name: str, tmp_path: Path) -> None:
+    folder = make_decoder(tmp_path, name.split("-")[0], **CASES[name])
+    config = Checkpoint.open(folder).config
+    choice = by_library(DType.FLOAT32, None)
+
+    def gathers(group: CountingGroup) -> int:
+        stages = StageChain.load(folder, [LayerRange(0, config.n_layers)], choice, group=group)
+        ids = random_prompt(1, config.vocab_size, seed=1)
+        stages.step(Rows(slot=0, position=0, ids=ids, n_sampled=1))
+        return group.n_gathers
+
+    n_more = len(config.sparse_layers) if name in BY_THEMSELVES else 0
+    assert on_each_shard(2, gathers, CountingGroup) == [estimated(folder) + n_more] * 2
