@@ -40,8 +40,10 @@ LEAST: Final = 3
 """at least so many,"""
 UNTIL_S: Final = {SMALL: 0.1, LARGE: 0.3}
 """and beyond these no more once it has taken so long in all."""
+MOST_S: Final = 0.5
+"""A peer with which it takes longer is not measured,"""
 PART_S: Final = 0.25
-"""A peer that takes longer to one part is not measured."""
+"""nor one that takes longer to one part."""
 LONGEST_S: Final = 1.0
 """How long a node answers."""
 GIVE_UP_S: Final = 3.0
@@ -175,6 +177,8 @@ def _time_gathers(parts: _Parts) -> GatherFigures:
     began_s, kind = time.perf_counter(), SMALL
     while kind != END:
         sent_s = time.perf_counter()
+        if sent_s - began_s > MOST_S:
+            raise LostShardError("gathers with that node take too long to be measured")
         following = _following(kind, len(took_s[kind]) + 1, sent_s - began_s)
         parts.exchange(kind, following)
         took_s[kind].append(time.perf_counter() - sent_s)

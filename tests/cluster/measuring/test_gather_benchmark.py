@@ -94,7 +94,7 @@ async def ends(harness: Harness) -> AsyncIterator[Ends]:
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a machine that runs other tests take its time."""
-    for name in ("PART_S", "LONGEST_S", "GIVE_UP_S"):
+    for name in ("PART_S", "MOST_S", "LONGEST_S", "GIVE_UP_S"):
         monkeypatch.setattr(gather_benchmark, name, 60.0)
 
 
@@ -147,6 +147,17 @@ def test_a_silent_peer_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
             gone.set()
 
     gone = asyncio.Event()
+    HARNESSES["tcp-asyncio"].run(scenario)
+
+
+@pytest.mark.usefixtures("patience")
+def test_a_link_that_takes_too_long_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather_benchmark, "MOST_S", 0.0)
+
+    async def scenario(harness: Harness) -> None:
+        async with ends(harness) as both:
+            assert await both.measuring.measure(NodeId("far")) is None
+
     HARNESSES["tcp-asyncio"].run(scenario)
 
 
