@@ -39,8 +39,8 @@ N_IDS = 250
 """Prompts are of ids below this, which every vocabulary has."""
 NAMES = ("anna", "bert", "cleo", "dora")
 HEAD = (
-    f"{'model':24}{'delay us':>9}{'Mbit/s':>8}{'one tok/s':>11}{'n nodes':>9}{'decode':>8}{'limit':>7}"
-    f"{'one prompt':>12}{'n nodes':>9}{'prompt':>8}{'limit':>7}{'gather us':>11}  texts"
+    f"{'model':24}{'delay us':>9}{'Mbit/s':>8}{'one tok/s':>11}{'n nodes':>9}{'decode':>8}"
+    f"{'limit':>7}{'one prompt':>12}{'n nodes':>9}{'prompt':>8}{'limit':>7}{'gather us':>11}  texts"
 )
 
 

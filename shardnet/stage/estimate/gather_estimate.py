@@ -86,9 +86,11 @@ def _mlp_gathers(config: ModelConfig, layer: int) -> Columns:
 
 
 def _expert_gathers(experts: Experts, width: int) -> Columns:
-    """Return the gathers of a mixture; a shared expert that is as wide as the others joins them."""
+    """Return the gathers of a mixture; a shared expert that is as wide as the others joins them.
+
+    What a row's experts give is added up before it travels, where the library computes them.
+    """
     visits, shared = experts.top_k * experts.intermediate_size, experts.shared_intermediate_size
-    outputs = (experts.top_k + bool(shared)) * width
     if shared in (0, experts.intermediate_size):
-        return visits + shared, outputs
-    return visits, shared, outputs
+        return visits + shared, width
+    return visits, shared, width
