@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -91,16 +92,24 @@ def test_a_part_keeps_its_quantised_weights_on_disk_and_in_memory(
     folder = make_decoder(tmp_path / "model", "llama", hidden_size=64, num_attention_heads=4)
     alone, both = pair.choices(folder, quant="int8")
     packs = pair.machine.folder / "cache" / PACKS_FOLDER
+    n_linears = 4 * 4 + 1
+    """Of four layers, and the LM head."""
 
     def packed() -> set[tuple[Path, int]]:
         return {(file, file.stat().st_mtime_ns) for file in packs.rglob("*.packed")}
 
+    def written(n_stages: int) -> set[tuple[Path, int]]:
+        """Wait until all linears of so many stages are there: they are written beside steps."""
+        while len(packed()) < n_stages * n_linears:
+            time.sleep(0.01)
+        return packed()
+
     async def main() -> None:
         async with pair.client() as client:
             plain = words(await say(client, alone))
-            whole = packed()
+            whole = await asyncio.to_thread(written, 1)
             assert words(await say(client, both)) == plain
-            parts = packed()
+            parts = await asyncio.to_thread(written, 3)
             assert len({file.parent for file, _ in parts - whole}) == 2, "one for each part"
             assert words(await say(client, alone)) == plain
             assert words(await say(client, both)) == plain
