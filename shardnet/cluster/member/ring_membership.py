@@ -364,8 +364,8 @@ class RingMembership:
         if freed:
             await asyncio.wait(freed)
         for link in self._open_links():
-            if is_broken:
-                link.abort("the ring broke")
+            if is_broken or link.peer.purpose is Purpose.PARTS:  # there are no last words on it
+                link.abort("this node has left the ring")
             else:
                 await link.close()
         for reset in freed:

@@ -237,6 +237,8 @@ def test_a_neighbour_that_comes_while_a_seat_is_left_is_turned_away() -> None:
         class Slow:
             """The link to the stage behind, whose last words take a while."""
 
+            peer = data_hello(1)
+
             async def close(self) -> None:
                 closing.set()
                 await may_close.wait()

@@ -220,3 +220,30 @@ def test_connections_that_come_up_while_their_node_leaves_are_closed(
             link.abort("the test is over")
 
     HARNESSES["tcp-uvloop"].run(main)
+
+
+def test_nobody_waits_for_last_words_about_parts() -> None:
+    """Whoever has not taken the connection yet, or is frozen, says none."""
+
+    async def main() -> None:
+        own, other = (replace(hello(end(shard)), purpose=Purpose.PARTS) for shard in (0, 1))
+        near, far = await memory_pair(own, other, options=changed(OPTIONS, close_s=3600))
+        member = ring_membership.RingMembership(
+            ring="r",
+            epoch=Epoch(2),
+            rank=1,
+            addresses=ADDRESSES,
+            model="m",
+            owner="h",
+            owner_name="head",
+            dial=_no_dial,
+            on_broken=lambda error, silent: None,
+            span=spans(2)[0],
+        )
+        member.accept(near)
+        async with asyncio.timeout(30):
+            await member.leave()
+        assert near.closed
+        far.abort("the test is over")
+
+    asyncio.run(main())
