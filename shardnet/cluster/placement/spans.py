@@ -439,11 +439,10 @@ def _gather_words(
     sizes = gathers.of(layers, n_shards)
     total_s = sum(gather_s(link, n_shards, n_bytes) for n_bytes in sizes)
     words = f"its {len(sizes)} gathers take {ms_words(total_s)} per token"
-    if link.gather_s is None or link.gather_bytes_per_s is None:
-        how = f"{link.round_trip_s * 1e3:.2g} ms there and back, {link.bytes_per_s / 1e6:.3g} MB/s"
-    else:
-        how = f"{link.gather_s * 1e6:.2g} us each, {link.gather_bytes_per_s / 1e6:.3g} MB/s"
-    return f"{words} ({how})"
+    each, rate = f"{ms_words(link.round_trip_s)} there and back", link.bytes_per_s
+    if link.gather_s is not None and link.gather_bytes_per_s is not None:
+        each, rate = f"{ms_words(link.gather_s)} each", link.gather_bytes_per_s
+    return f"{words} ({each}, {rate / 1e6:.6g} MB/s)"
 
 
 def _names(nodes: Sequence[CandidateNode]) -> str:

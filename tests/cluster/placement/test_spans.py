@@ -261,7 +261,7 @@ def test_measured_gathers_count_before_round_trips() -> None:
     assert fast is not None
     assert slow.layer_s - fast.layer_s == pytest.approx(4 * 340e-6, rel=0.02)
     assert weighed([first, second], PART).stages[0].shards == ("id-n1",)
-    assert "(60 us each, 110 MB/s)" in weighed([first, second], PART).why
+    assert "(0.06 ms each, 110 MB/s)" in weighed([first, second], PART).why
 
 
 def replace_gather(link: LinkSpeed) -> LinkSpeed:
@@ -300,7 +300,7 @@ def test_the_bundled_model_stays_on_one_node_and_the_plan_says_why() -> None:
     assert placement.stages[0].shards == ()
     assert placement.why.startswith("alone on n0: 1351 tok/s; split n0+n1: about 1")
     assert "; each layer over n0+n1 863.9 tokens/s: " in placement.why
-    assert "its 32 gathers take 0.66 ms per token (20 us each, " in placement.why
+    assert "its 32 gathers take 0.66 ms per token (0.02 ms each, 1000 MB/s)" in placement.why
     assert placement.why.endswith("one node alone takes 0.74 ms")
 
 
