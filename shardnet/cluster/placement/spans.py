@@ -234,10 +234,11 @@ def weigh_spans(
     words = _gather_words(shape, members, links, layers)
     if alone is not None and alone.predicted_tok_s is not None:
         words += f", one node alone takes {ms_words(1 / alone.predicted_tok_s)}"
-    is_guess = not all(node.speed and node.speed.is_steady for node in members)
-    if is_guess:
+    gains = rate >= best.predicted_tok_s * (1 + SPAN_GAIN)
+    is_steady = all(node.speed and node.speed.is_steady for node in members)
+    if gains and not is_steady:
         words += "; some of them were busy when they were measured, which makes gathers look cheap"
-    if is_guess or rate < best.predicted_tok_s * (1 + SPAN_GAIN):
+    if not (gains and is_steady):
         others = [] if len(best.stages) == 1 else told  # which what is said of `best` has
         return replace(best, why=f"{best.why}; {', '.join([*others, figure])}: {words}")
     if len(span.stages) == 1:
