@@ -151,16 +151,14 @@ async def at_once(asked: argparse.Namespace, model: str) -> tuple[float, float]:
                 )
                 async with connect(node.address) as client:
                     await generated(client, choice, range(4), 4)
-                    await loaded.wait()
-                    prompts = [
-                        [(number + 7 * place) % N_IDS for place in range(asked.prompt)]
-                        for number in range(asked.rounds)
-                    ]
-                    return [
-                        await generated(client, choice, prompt, asked.tokens) for prompt in prompts
-                    ]
+                    runs = []
+                    for number in range(asked.rounds):
+                        await together.wait()
+                        prompt = [(number + 7 * place) % N_IDS for place in range(asked.prompt)]
+                        runs.append(await generated(client, choice, prompt, asked.tokens))
+                    return runs
 
-            loaded = asyncio.Barrier(len(nodes))
+            together = asyncio.Barrier(len(nodes))
             runs = await asyncio.gather(*map(alone, nodes))
     each = [[*round_] for round_ in zip(*runs, strict=True)]
     return (
