@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from typing import Final, cast
 
+from msgspec import structs
 from support.hostile.mutate_frames import mutated, noise
 from support.hostile.receive_frames import Figures, Finding
 
@@ -125,11 +126,4 @@ def _check(
 
 
 def _with(part: ShardPart, payload: bytes) -> ShardPart:
-    return ShardPart(
-        number=part.number,
-        shard=part.shard,
-        dtype=part.dtype,
-        n_rows=part.n_rows,
-        width=part.width,
-        payload=payload or bytes(part.n_bytes),
-    )
+    return structs.replace(part, payload=payload or bytes(part.n_bytes))
