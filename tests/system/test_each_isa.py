@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,7 +105,9 @@ def test_nodes_of_the_class_keep_their_promises(
     if not is_soak():
         monkeypatch.setattr(test_recovery, "N_TOKENS", SHORT_TEXT)
     with test_recovery.open_survivor(tmp_path / "surviving") as anna:
-        test_recovery.test_a_stage_that_spans_two_nodes_says_the_same_and_outlives_one_of_them(anna)
+        test_recovery.test_a_stage_that_spans_two_nodes_says_the_same_and_outlives_one_of_them(
+            anna, signal.SIGKILL
+        )
         if not is_soak():
             return
         test_recovery.test_a_ring_that_loses_its_middle_and_its_tail_says_the_same(anna)

@@ -42,6 +42,7 @@ TYPES = {
     "float": ctypes.c_float,
     "parallel_function": ctypes.c_void_p,
     "join_function": ctypes.c_void_p,
+    "await_function": ctypes.c_void_p,
 }
 MIRRORS: dict[str, type[ctypes.Structure]] = {
     "team": library.Team,

@@ -12,6 +12,9 @@ struct gather;
 typedef void (*join_function)(const struct gather *self, const void *part, void *whole, int64_t n_rows,
                               const int64_t *ends, int64_t item);
 
+/* Waits until all but the last `n_left` joins that have begun are over. */
+typedef void (*await_function)(const struct gather *self, int64_t n_left);
+
 struct gather {
     join_function join;
     void *memory;        /* of the shards of one machine, else whatever `join` needs */
@@ -19,7 +22,7 @@ struct gather {
     int64_t spin_ns;     /* and how much of that without sleeping */
     int32_t index, size;
     join_function post; /* begins a join: `part` stays as it is until it is over. NULL: `join` is all there is */
-    void (*await)(const struct gather *self, int64_t n_left); /* until all but the last `n_left` that began are over */
+    await_function await;
 };
 
 /* A linear whose inputs, outputs or both are cut over shards: they are joined around it. */
