@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -81,7 +81,8 @@ class LinkGroup:
         self._wire = wire
         self._exchange: PartExchange | None = None
         self._native = PythonGather(self)
-        self._open: deque[_Join] = deque()
+        self._open: deque[_Gather] = deque()
+        self._buffers = _Buffers()
 
     @property
     def error(self) -> ShardnetError | None:
@@ -124,14 +125,16 @@ class LinkGroup:
 
     def joining(self, part: Tensor, whole: Tensor, ends: Sequence[int]) -> Callable[[], None]:
         """See PythonGroup."""
-        join = _Join(part, whole, ends, self.index, self._wire)
+        gather = _Gather(part, whole, ends, self.index, self._wire)
 
         def begin() -> None:
             if self._exchange is None:
                 raise _not_connected()
-            payload = join.own_payload()
-            self._exchange.send_part(join.wire, join.n_rows, join.widths, payload, join.received)
-            self._open.append(join)
+            payload = gather.begin(self._buffers)
+            self._exchange.send_part(
+                gather.wire, gather.n_rows, gather.widths, payload, gather.received
+            )
+            self._open.append(gather)
 
         return begin
 
@@ -141,10 +144,38 @@ class LinkGroup:
             raise _not_connected()
         self._exchange.await_parts(n_left)
         while len(self._open) > n_left:
-            self._open.popleft().end()
+            self._open.popleft().end(self._buffers)
 
 
-class _Join:
+class _Buffers:
+    """Memory into which parts are received that do not go straight to their place."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[memoryview]] = {}
+        self._n_bytes = 0
+
+    def take(self, n_bytes: int) -> memoryview:
+        """Return memory of that size, which nobody has."""
+        free = self._free.get(n_bytes)
+        if not free:
+            return memoryview(bytearray(n_bytes))
+        self._n_bytes -= n_bytes
+        return free.pop()
+
+    def give(self, buffer: memoryview) -> None:
+        """Keep memory for later; of too much, nothing."""
+        if self._n_bytes + len(buffer) > _MOST_FREE_BYTES:
+            self._free.clear()
+            self._n_bytes = 0
+        self._free.setdefault(len(buffer), []).append(buffer)
+        self._n_bytes += len(buffer)
+
+
+_MOST_FREE_BYTES: Final = 1 << 25
+"""Of buffers that wait for the next gather."""
+
+
+class _Gather:
     """One gather at some place in memory: of `part` [T, own columns] to `whole` [T, all columns].
 
     Parts travel in `wire`, None for their own dtype: a single row then goes straight from memory
@@ -167,33 +198,36 @@ class _Join:
         self._columns = [whole[:, begin:end] for begin, end in pairwise(ends)]
         self._is_rounded = wire is not None
         self._is_direct = wire is None and self.n_rows == 1 and part.device.type == "cpu"
+        self._others = [shard for shard in range(len(self.widths)) if shard != index]
         self.received: dict[int, memoryview] = {}
         """Where the parts of the others belong."""
-        for shard, width in enumerate(self.widths):
-            if shard != index:
-                n_bytes = self.n_rows * self.wire.row_bytes(width)
-                into = to_bytes(self._columns[shard]) if self._is_direct else None
-                self.received[shard] = memoryview(bytearray(n_bytes)) if into is None else into
         if self._is_direct:
             self._payload, self._own = to_bytes(part), to_bytes(self._columns[index])
+            self.received = {shard: to_bytes(self._columns[shard]) for shard in self._others}
 
-    def own_payload(self) -> Buffer:
-        """Return this shard's part as it travels."""
+    def begin(self, buffers: _Buffers) -> Buffer:
+        """Return this shard's part as it travels, and make room for the others'."""
         if not self._is_direct:
             self._payload = pack_rows(self._part, self.wire)
+            for shard in self._others:
+                n_bytes = self.n_rows * self.wire.row_bytes(self.widths[shard])
+                self.received[shard] = buffers.take(n_bytes)
         return self._payload
 
-    def end(self) -> None:
+    def end(self, buffers: _Buffers) -> None:
         """Put all parts in their place, which have come."""
         if self._is_direct:
             self._own[:] = self._payload
             return
         for shard, payload in self.received.items():
             self._put(shard, payload)
+            buffers.give(payload)
         if self._is_rounded:
             self._put(self._index, self._payload)
         else:
             self._columns[self._index].copy_(self._part)
+        self.received = {}
+        self._payload = memoryview(b"")
 
     def _put(self, shard: int, payload: Buffer) -> None:
         columns = self._columns[shard]

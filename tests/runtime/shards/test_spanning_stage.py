@@ -23,7 +23,11 @@ from shardnet.model.kernels.codec import pack_rows, torch_dtype, unpack_rows
 from shardnet.model.kernels.linear import Kernel
 from shardnet.model.shards import cut
 from shardnet.model.shards.group import _Join
-from shardnet.runtime.shards.spanning_stage import LinkGroup, SpanningCompute
+from shardnet.runtime.shards.spanning_stage import (
+    _MOST_FREE_BYTES,
+    LinkGroup,
+    SpanningCompute,
+)
 from shardnet.runtime.stage.compute import Activations, Samples
 from shardnet.slot_operations import FreeSlot, SlotOperation
 from shardnet.types import (
@@ -160,6 +164,30 @@ def test_on_a_narrower_wire_all_shards_have_the_same_bits(wire: WireDType) -> No
             bytes(pack_rows(part, wire)), wire, 3, end - begin, torch.device("cpu")
         )
         assert torch.equal(first[:, begin:end], there_and_back.float())
+
+
+def test_prompts_of_many_lengths_leave_little_memory_behind() -> None:
+    """The library's places in memory are remembered, what was received there is not."""
+    town = Town(2)
+
+    def job(index: int) -> tuple[int, int]:
+        group, width = LinkGroup(index, 2), 4096
+        group.connect(town.exchange(index))
+        ends = (ctypes.c_int64 * 3)(0, width, 2 * width)
+        for n_rows in range(2, 300):
+            part, whole = torch.ones(n_rows, width), torch.zeros(n_rows, 2 * width)
+            _Join(group.struct.join)(
+                *(None, part.data_ptr(), whole.data_ptr(), n_rows, ctypes.addressof(ends), 4)
+            )
+            assert bool(whole.all())
+        group.check()
+        free = sum(len(each) for some in group._buffers._free.values() for each in some)
+        held = sum(len(each) for join in group._open for each in join.received.values())
+        return free, held
+
+    for free, held in on_all(2, job):
+        assert 0 < free <= _MOST_FREE_BYTES
+        assert held == 0
 
 
 class _Compute:
