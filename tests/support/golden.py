@@ -50,6 +50,31 @@ def check_shrinking(name: str, found: set[str]) -> None:
     assert sorted({*listed} - found) == [], f"these are gone: run {ANEW}"
 
 
+def check_counts(name: str, counts: dict[str, int]) -> None:
+    """Fail for counts that the golden table does not allow; write it anew if that is wanted."""
+    path = FOLDER / name
+    if "WRITE_GOLDEN" in os.environ:
+        written = "".join(f"{counts[key]:6} {key}\n" for key in sorted(counts))
+        path.write_text(written, encoding="utf-8")
+    rows = (line.split(maxsplit=1) for line in path.read_text(encoding="utf-8").splitlines())
+    faults = miscounts({key: int(number) for number, key in rows}, counts)
+    assert faults == [], (
+        f"make it shorter, or change the number in tests/golden/{name} in the same commit, "
+        f"where reviewers see it (or run {ANEW})"
+    )
+
+
+def miscounts(allowed: dict[str, int], counts: dict[str, int]) -> list[str]:
+    """Name what counts more than it may, or so little that the table is 1 % above it."""
+    names = sorted(allowed.keys() | counts.keys())
+    pairs = ((name, allowed.get(name, 0), counts.get(name, 0)) for name in names)
+    return [
+        f"{name}: {n}, the table says {most}"
+        for name, most, n in pairs
+        if not n <= most <= 1.01 * n
+    ]
+
+
 def filled(annotation: Any) -> Any:
     """Make a value of a msgspec type without any default in it, the same one every time.
 

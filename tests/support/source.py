@@ -72,6 +72,13 @@ ROOMS: dict[str, list[str]] = {
 
 UNLIMITED = {"shardnet/model/families"}
 """Rooms that grow by one file for each model family: nobody reads them from end to end."""
+TEXTS = {
+    "csrc": "shardnet/model/kernels/csrc/*.[ch]",
+    "kernel text": "shardnet/model/devices/text/*.h",
+    "page": "shardnet/api/dashboard/page/*.*s",
+}
+"""What is installed beside Python: the compiled library, the kernels of GPUs, the dashboard."""
+_COMMENT = re.compile(r"^\s*(?:/\*.*?\*/|//[^\n]*)[ \t]*$", re.DOTALL | re.MULTILINE)
 TABLE_HEAD = "| module | what it does |\n|---|---|\n"
 
 
@@ -189,12 +196,27 @@ def structure_table() -> str:
     return TABLE_HEAD + "".join(rows)
 
 
+def lines_by_package() -> dict[str, int]:
+    """How many lines of code each package has, and each kind of text beside Python."""
+    sums: dict[str, int] = {}
+    for path, source in sources().items():
+        sums[_package(path)] = sums.get(_package(path), 0) + code_lines(source)
+    for name, pattern in TEXTS.items():
+        texts = (_COMMENT.sub("", file.read_text(encoding="utf-8")) for file in ROOT.glob(pattern))
+        sums[name] = sum(bool(line.strip()) for text in texts for line in text.splitlines())
+    return sums
+
+
+def _package(path: str) -> str:
+    parts = path.removeprefix("shardnet/").split("/")
+    return parts[0] if len(parts) > 1 else "root"
+
+
 def size_table() -> str:
     """How many files, lines and lines of code each package has."""
     sizes: dict[str, list[int]] = {}
     for path, source in sources().items():
-        parts = path.removeprefix("shardnet/").split("/")
-        sums = sizes.setdefault(parts[0] if len(parts) > 1 else "root", [0, 0, 0])
+        sums = sizes.setdefault(_package(path), [0, 0, 0])
         for place, n in enumerate((1, source.count("\n"), code_lines(source))):
             sums[place] += n
     rows = sorted(sizes.items(), key=lambda one: -one[1][2])
