@@ -160,13 +160,11 @@ class Arith(enum.Enum):
     """How the CPUs of a ring compute. The value is the name used in flags and JSON.
 
     PORTABLE is in float32 by the compiled library, whose bits are the same on every CPU. FAST may
-    use bfloat16 instructions where a CPU has them. ONEDNN leaves linears that are not quantised to
-    torch's oneDNN, whose bits depend on the batch.
+    use bfloat16 instructions where a CPU has them.
     """
 
     PORTABLE = "portable"
     FAST = "fast"
-    ONEDNN = "onednn"
 
     @classmethod
     def named(cls, name: str) -> Arith:

@@ -125,10 +125,9 @@ class RingOptions:
     )
     arith: str = flag(
         "auto",
-        "--arith auto|portable|fast|onednn",
+        "--arith auto|portable|fast",
         "How CPUs compute: portable gives the same bits on all, fast uses bfloat16 "
-        "instructions, onednn torch's kernels. Default: portable where the ring's CPUs are "
-        "unlike.",
+        "instructions. Default: portable where the ring's CPUs are unlike.",
         env=True,
     )
     quant: str = flag(
@@ -226,7 +225,7 @@ class RingOptions:
         check_choice("--optimise", self.optimise, ("", "latency", "throughput"))
         check_choice("--dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
         _check_wires(self.wire_dtype)
-        check_choice("--arith", self.arith, ("auto", "portable", "fast", "onednn"))
+        check_choice("--arith", self.arith, ("auto", "portable", "fast"))
         check_choice("--quant", self.quant, ("none", "int8", "int4"))
         check_choice("--kv-dtype", self.kv_dtype, ("auto", "int8"))
         check_choice("--standby", self.standby, ("kv", "auto", "off"))

@@ -45,10 +45,6 @@ def test_a_model_larger_than_the_memory_of_its_node_runs(tmp_path: Path) -> None
         assert small.stdout == "bcab\n", small.stderr
         (model / "model.safetensors").touch()
         assert machine.run(*ask, "auto").stdout == "bcab\n"
-        others = ["--dtype", "float32", "--arith", "onednn"]  # which has a layout of its own
-        wide = machine.run("plan", *where, *others, "--stream-layers", "auto")
-        assert wide.code == 1
-        assert "use --dtype bfloat16 or --quant int8" in wide.error_line
         assert machine.run("plan", *where, "--stream-layers", "many").code == 2
     finally:
         machine.close()

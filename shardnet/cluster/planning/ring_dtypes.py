@@ -123,10 +123,6 @@ def node_form(
     has_vectors = is_cpu and node.isa in (*kernels.VECTORS, kernels.TEXT)
     has_library = has_vectors or (is_cpu and is_portable and node.isa == kernels.PLAIN_C)
     arithmetic = node.arithmetic
-    if (
-        has_vectors and arith is Arith.ONEDNN and node.isa != kernels.TEXT
-    ):  # no two are known to give equal bits
-        has_library, arithmetic = False, f"oneDNN of {node.name}"
     own = config.checkpoint_dtype
     has_pairs = has_library and arithmetic in (PAIRS_ARITHMETIC, TILES_ARITHMETIC)
     holds_half = is_packed and has_pairs and not is_portable and dtype is DType.BFLOAT16

@@ -358,8 +358,8 @@ def probe(
     every device computes with quantised weights. The library computes with weights of float16 in
     float32: bfloat16 would take 3 bits from them. If `is_packed`, all linear weights are quantised
     in the file: then it computes in float32 too, where bfloat16 would only add an error, and holds
-    keys and values in bfloat16. Where the library was built, oneDNN computes only if asked to: its
-    bits depend on the batch.
+    keys and values in bfloat16. oneDNN, whose bits depend on the batch, computes only where the
+    library was not built or has no vector instructions.
     """
     choice = _probe_dtype(device, requested, checkpoint_dtype, arith)
     if is_packed and choice.kernel is Kernel.NATIVE and choice.dtype is DType.BFLOAT16:
@@ -386,15 +386,13 @@ def _probe_dtype(
         wanted = DType.BFLOAT16
     is_portable, native = arith is Arith.PORTABLE, native_kernels()
     has_vectors = native is not None and native.isa is not Isa.PORTABLE
-    has_pairs = native is not None and native.has_pairs
-    if native is not None and (is_portable or (has_vectors and arith is Arith.FAST)):
+    if native is not None and (is_portable or has_vectors):
         is_half = wanted is DType.BFLOAT16 and checkpoint_dtype is not DType.FLOAT16
-        if is_half and has_pairs and not is_portable:
+        if is_half and native.has_pairs and not is_portable:
             return _native(DType.BFLOAT16)
         stored = checkpoint_dtype if checkpoint_dtype in _HALVES else DType.FLOAT32
         return _native(DType.FLOAT32, stored)
-    is_left_to_torch = has_pairs or not has_vectors
-    if wanted is DType.BFLOAT16 and is_left_to_torch and not is_portable and _packs(wanted):
+    if wanted is DType.BFLOAT16 and not is_portable and _packs(wanted):
         return _measure(device, wanted, Kernel.PACKED)
     kernel = Kernel.PACKED if _packs(DType.FLOAT32) else Kernel.PLAIN
     return _measure(device, DType.FLOAT32, kernel)

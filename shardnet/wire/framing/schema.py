@@ -54,7 +54,7 @@ MAX_NAME: Final = 256
 Name = Annotated[str, Meta(max_length=MAX_NAME, pattern=NO_NUL)]
 RequestKey = Annotated[str, Meta(max_length=128, pattern=_PRINTABLE)]
 """By which a request is found again, "" for none."""
-ArithName = Literal["portable", "fast", "onednn"]
+ArithName = Literal["portable", "fast"]
 StreamLayers = LayerNumber | Literal["auto"]
 """How many layers of a stage stay on disk."""
 Address = Annotated[str, Meta(max_length=300, pattern=_PRINTABLE)]

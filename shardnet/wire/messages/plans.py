@@ -87,7 +87,7 @@ class ModelChoice(StageOptions, frozen=True, kw_only=True):
     wire_dtype: Name = ""
     optimise: Literal["", "latency", "throughput"] = ""
     stream_layers: StreamLayers = 0
-    arith: Literal["auto", "portable", "fast", "onednn"] = "auto"
+    arith: Literal["auto", "portable", "fast"] = "auto"
     standby: Literal["", "kv", "auto"] = ""
     nodes_per_stage: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
     adapters: Annotated[list[NamedAdapter], Meta(max_length=MAX_ADAPTERS)] = []

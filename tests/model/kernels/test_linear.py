@@ -98,14 +98,14 @@ class TestProbe:
         assert choice.kernel is not Kernel.PLAIN or choice.dtype is DType.FLOAT32
 
     @pytest.mark.parametrize(
-        ("isa", "pairs", "packs", "fast", "onednn", "arithmetic"),
+        ("isa", "pairs", "packs", "fast", "arithmetic"),
         [
-            (Isa.AVX512, True, True, BY_LIBRARY, HALF_BY_ONEDNN, PAIRS_ARITHMETIC),
-            (Isa.AVX512, False, True, WIDE_BY_LIBRARY, WIDE_BY_ONEDNN, PORTABLE_ARITHMETIC),
-            (Isa.AVX2, False, False, WIDE_BY_LIBRARY, WIDE_BY_ONEDNN, PORTABLE_ARITHMETIC),
-            (Isa.NEON, False, True, WIDE_BY_LIBRARY, WIDE_BY_ONEDNN, PORTABLE_ARITHMETIC),
-            (Isa.PORTABLE, False, True, HALF_BY_ONEDNN, HALF_BY_ONEDNN, "oneDNN of torch"),
-            (Isa.PORTABLE, False, False, WIDE_BY_ONEDNN, WIDE_BY_ONEDNN, "torch"),
+            (Isa.AVX512, True, True, BY_LIBRARY, PAIRS_ARITHMETIC),
+            (Isa.AVX512, False, True, WIDE_BY_LIBRARY, PORTABLE_ARITHMETIC),
+            (Isa.AVX2, False, False, WIDE_BY_LIBRARY, PORTABLE_ARITHMETIC),
+            (Isa.NEON, False, True, WIDE_BY_LIBRARY, PORTABLE_ARITHMETIC),
+            (Isa.PORTABLE, False, True, HALF_BY_ONEDNN, "oneDNN of torch"),
+            (Isa.PORTABLE, False, False, WIDE_BY_ONEDNN, "torch"),
         ],
     )
     @pytest.mark.parametrize("has_tiles", [False, True])
@@ -115,12 +115,11 @@ class TestProbe:
         pairs: bool,
         packs: bool,
         fast: tuple[DType, Kernel],
-        onednn: tuple[DType, Kernel],
         arithmetic: str,
         has_tiles: bool,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """On CPUs of each class, also on those with tiles; by oneDNN where it is asked to."""
+        """On CPUs of each class, also on those with tiles; elsewhere by oneDNN."""
         found, half = find_kernels({}), DType.BFLOAT16
         if found is None:
             pytest.skip("no compiled products were built here")
@@ -129,7 +128,6 @@ class TestProbe:
         monkeypatch.setattr(linear_module, "_packs", lambda dtype: packs or dtype is not half)
         monkeypatch.setattr(linear_module, "_is_exact", lambda *_: True)  # not of this CPU
         portable, chosen = probe(CPU, half, half, arith=Arith.PORTABLE), probe(CPU, half, half)
-        by_torch = probe(CPU, half, half, arith=Arith.ONEDNN)
         assert (portable.dtype, portable.kernel) == (DType.FLOAT32, Kernel.NATIVE)
         assert (portable.hidden_dtype, portable.stored_dtype) == (half, half)
         assert (chosen.dtype, chosen.kernel) == fast
@@ -138,8 +136,7 @@ class TestProbe:
             chosen = replace(chosen, dtype=DType.FLOAT32, hidden_dtype=half, held_dtype=half)
         assert packed == chosen
         assert packed.kv_dtype is (packed.held_dtype or packed.dtype)
-        assert (by_torch.dtype, by_torch.kernel) == onednn
-        assert by_torch.min_rows == (4 if onednn == HALF_BY_ONEDNN else 1)
+        assert chosen.min_rows == (4 if fast == HALF_BY_ONEDNN else 1)
         by_tiles = has_tiles and arithmetic == PAIRS_ARITHMETIC
         assert cpu_arithmetic().startswith(TILES_ARITHMETIC if by_tiles else arithmetic)
 
