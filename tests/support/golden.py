@@ -59,8 +59,8 @@ def check_counts(name: str, counts: dict[str, int]) -> None:
     rows = (line.split(maxsplit=1) for line in path.read_text(encoding="utf-8").splitlines())
     faults = miscounts({key: int(number) for number, key in rows}, counts)
     assert faults == [], (
-        f"make it shorter, or change the number in tests/golden/{name} in the same commit, "
-        f"where reviewers see it (or run {ANEW})"
+        f"{faults}: make it shorter, or change the number in tests/golden/{name} in the same "
+        f"commit, where reviewers see it ({ANEW} writes it)"
     )
 
 
