@@ -1,7 +1,7 @@
-"""Texts as vectors: by an encoder, or of hidden states behind a model's final norm.
+"""Embed texts: by an encoder, or from the hidden states after a model's final norm.
 
-Knows how vectors are pooled, cut and scaled, and how much one message to an encoder takes. Must not
-know HTTP.
+Knows how vectors are pooled, cut and normalised, and how much one message to an encoder holds. Must
+not know HTTP.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Pooling: TypeAlias = Literal["last", "mean", "cls"]
 
 MAX_VALUES: Final = 1 << 23
-"""Numbers that all vectors of one request may have: as JSON they take 170 MB."""
+"""Most numbers in all vectors of one request together, 170 MB as JSON."""
 
 _OUTPUTS: Final[dict[str, OutputParams]] = {
     "last": OutputParams(hidden_rows=1),
@@ -45,20 +45,20 @@ _OUTPUTS: Final[dict[str, OutputParams]] = {
 
 
 PIECE_LENGTH: Final = 1 << 18
-"""Characters, or token ids, of one message, unless one text alone has more."""
+"""Most characters, or token ids, in one message; a longer text has a message of its own."""
 GivenText = str | Sequence[int]
 Text = TypeVar("Text", bound=GivenText)
 
 
 class EncoderClient(Protocol):
-    """What asks encoders: a client, or what stands before one."""
+    """A client of encoders, or a wrapper of one."""
 
     async def encode(self, message: Encode) -> Encoded:
         """Return vectors or scores as `shardnet.api.Client.encode` does."""
 
 
 class EmbeddingGenerator(Generator, EncoderClient, Protocol):
-    """What generates and tokenises, and asks encoders."""
+    """A client that generates, tokenises, and asks encoders."""
 
     async def tokenize(
         self, prompt: str, *, model: ModelChoice, **options: Unpack[GenerationOptions]
@@ -68,12 +68,13 @@ class EmbeddingGenerator(Generator, EncoderClient, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How vectors are made of hidden states.
+    """How hidden states become vectors.
 
-    `pooling` takes that of the last token, of the first one (encoders only), or the mean of all;
-    None is an encoder's own, else the last. Only the first `dimensions` numbers are kept, None for
-    all; more than there are may be asked for if `dimensions` are `at_most`. What is kept has length
-    1 if it is `normalized`, None for unless an encoder's files say no and nothing is left out.
+    `pooling`: the hidden state of the last token, of the first ("cls", encoders only), or the mean
+    of all; None for the encoder's own pooling, else the last. `dimensions`: how many of the first
+    numbers are kept, None for all; with `at_most` it may exceed the model's width. `normalized`:
+    whether vectors are scaled to length 1; with None they are, unless an encoder's files say no and
+    no number is cut off.
     """
 
     pooling: Pooling | None = None
@@ -102,7 +103,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedding:
-    """The vector of text number `index`, float32 [dimensions], and how many tokens that had."""
+    """The vector of text number `index`, float32 [dimensions], and the text's number of tokens."""
 
     index: int
     vector: NDArray[np.float32]
@@ -122,11 +123,11 @@ async def embed(
     truncate: bool = False,
     **options: Unpack[GenerationOptions],
 ) -> AsyncGenerator[Embedding, None]:
-    """Yield the vector of each text, or list of token ids, as it comes: in any order.
+    """Yield the vector of each text, or list of token ids, in the order of completion.
 
-    With `truncate` texts that are too long are cut, and keep what ends them. Closing the iterator
-    cancels the others. Raises the first error of any text, what `Shape.n_kept` raises,
-    NumericalError for a model that overflows.
+    With `truncate` texts that are too long are cut, and keep the special tokens at their end.
+    Closing the iterator cancels the texts not done. Raises the first error of any text, what
+    `Shape.n_kept` raises, NumericalError for a model that overflows.
     """
     encoder = await generator.encode(Encode(request=0, model=model.model))
     if encoder.kind:
@@ -161,7 +162,7 @@ async def embed(
 async def _cut(
     generator: EmbeddingGenerator, texts: Sequence[GivenText], model: ModelChoice, bos: Bos
 ) -> list[GivenText]:
-    """Tokenise texts and cut them at the end of the context; tokens that end each text stay."""
+    """Tokenise texts and cut those longer than the context; special tokens at their end stay."""
     cut: list[GivenText] = []
     n_end = None
     for text in texts:
@@ -185,13 +186,13 @@ async def _tokenized(
     except ContextExceededError as error:
         if not error.n_prompt:
             raise
-        # More of it than the model could take was left before it was tokenized.
+        # Refused by its length alone: `n_prompt` is a lower bound, so no longer text can fit.
         most = len(text) * error.n_context // error.n_prompt
         return await generator.tokenize(text[:most], model=model, bos=bos)
 
 
 async def _n_end(generator: EmbeddingGenerator, model: ModelChoice, bos: Bos) -> int:
-    """Count the tokens that end each text."""
+    """Count the special tokens that the tokenizer appends to each text."""
     whole = (await generator.tokenize("a", model=model, bos=bos)).token_ids
     bare = (await generator.tokenize("a", model=model, bos="off")).token_ids
     n_begin = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), 0)
@@ -201,8 +202,9 @@ async def _n_end(generator: EmbeddingGenerator, model: ModelChoice, bos: Bos) ->
 async def results_of(
     events: AsyncGenerator[GenerationEvent, None], what: str, n: int
 ) -> AsyncGenerator[GenerationResult, None]:
-    """Yield the result of each of `n` prompts as it comes. Raises the first error, which names the
-    prompt as `what` and its number where there are several.
+    """Yield the result of each of `n` prompts in the order of completion.
+
+    Raises the first error; of several prompts it names the failed one by `what` and its number.
     """
     async with aclosing(events):
         async for event in events:
@@ -239,7 +241,7 @@ def _embedding(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedText:
-    """What an encoder made of text number `index`: float32 values, and how many tokens it had."""
+    """An encoder's output for text number `index`, float32, and the text's number of tokens."""
 
     index: int
     values: NDArray[np.float32]
@@ -249,7 +251,7 @@ class EncodedText:
 async def encode(
     client: EncoderClient, message: Encode, texts: Sequence[GivenText]
 ) -> AsyncGenerator[EncodedText, None]:
-    """Yield what an encoder makes of each text, in their order; the message says which and how.
+    """Yield an encoder's output for each text, in order; `message` has the encoder and the options.
 
     Raises the error of the first text that fails.
     """

@@ -1,6 +1,6 @@
-"""Names of the models that were found in the stores of a machine, and what people type for them.
+"""Match what people type to the names of the models in a machine's stores.
 
-Knows how names of every store are put together. Pure. Must not know where stores are.
+Knows how names of each store are composed. Pure. Must not know where stores are.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FoundModel:
 
 
 def short_name(model: str) -> str:
-    """Return what programs call a model: of a path its last part."""
+    """Return the name that client programs are shown: of a path its last part."""
     if model.startswith("/"):
         return PurePosixPath(model).name
     return PureWindowsPath(model).name if is_path(model) else model
@@ -58,7 +58,7 @@ def is_path(model: str) -> bool:
 
 
 def has_prefix(model: str) -> bool:
-    """Say whether a name says itself in which program's store it is looked for."""
+    """Return whether a name begins with a program's store, `ollama:` or `lmstudio:`."""
     return model.startswith((OLLAMA, LM_STUDIO))
 
 
@@ -70,9 +70,9 @@ def may_be_name(model: str) -> bool:
 def match(model: str, names: Collection[str]) -> str | None:
     """Return the one of `names` that `model` means; None if it means none.
 
-    That is the name itself, else the only one that it spells: by the last part, by the repository
-    or file without what all of them end with, with or without the form (NAME:Q4_K_M), in upper or
-    lower case. Raises UsageError, which lists them, if it spells several.
+    An exact name wins, else the only name with that spelling: its last part, its repository or file
+    without the usual ending, with or without the form (NAME:Q4_K_M), in upper or lower case. Raises
+    UsageError, which lists them, if several names have it.
     """
     if model in names:
         return model
@@ -94,7 +94,7 @@ def match(model: str, names: Collection[str]) -> str | None:
 
 
 def nearest_name(model: str, names: Collection[str]) -> str:
-    """Return the name that `model` is most like, "" if it is like none."""
+    """Return the name most similar to `model`, "" if none is similar."""
     spelled = {spelling: name for name in names for spelling in sorted(spellings(name))}
     near = difflib.get_close_matches(model.casefold(), spelled, n=1)
     return spelled[near[0]] if near else ""
@@ -122,7 +122,7 @@ def spellings(name: str) -> set[str]:
 
 
 def _tails(path: str) -> list[str]:
-    """List a path without its first parts: of at most three, and its last part."""
+    """List the last part of a path, its last two and its last three."""
     parts = [part for part in path.split("/") if part]
     return ["/".join(parts[-n:]) for n in range(1, min(3, len(parts)) + 1)]
 

@@ -1,6 +1,6 @@
-"""Which event loop shardnet runs on: uvloop where it exists, else asyncio's own.
+"""Choose the event loop: uvloop where it exists, else asyncio's own.
 
-On Windows that is the one over completion ports, which alone has processes.
+On Windows that is the proactor loop, the only one there that can start processes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 def windows_loop(base: type[asyncio.AbstractEventLoop]) -> type[asyncio.AbstractEventLoop]:
-    """Return `base` whose datagram endpoints go on receiving after a peer's port was unreachable.
+    """Return `base` with datagram endpoints that keep receiving after a port was unreachable.
 
-    Windows tells that where something is received, and the loop then stops for that socket.
+    Windows reports that as an error of the next receive, and the loop would stop reading the
+    socket.
     """
 
     class WindowsLoop(base):  # type: ignore[misc, valid-type]  # chosen by the caller
@@ -44,7 +45,7 @@ def windows_loop(base: type[asyncio.AbstractEventLoop]) -> type[asyncio.Abstract
 
 
 def _ignore_unreachable(descriptor: int) -> None:
-    """Have Windows tell nothing of datagrams that reached no port. What cannot be set stays."""
+    """Turn off Windows' errors for datagrams that reached no port, if that is possible."""
     off, size = ctypes.c_uint32(0), ctypes.c_uint32()
     socket, code = Handle(descriptor), ctypes.c_uint32(_SIO_UDP_CONNRESET)
     ioctl, told = library("ws2_32").WSAIoctl, ctypes.byref(size)
@@ -61,11 +62,11 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def finish(work: Coroutine[Any, Any, T]) -> T:
-    """Wait for work that may not be cancelled in the middle; a cancellation comes when it is done.
+    """Run `work` to its end even if the caller is cancelled, and raise the cancellation afterwards.
 
-    However often it comes: who asked may give up, and then hang up. For work that ends by itself,
-    like taking back what was begun, or making a datagram endpoint: uvloop leaves one open whose
-    making was cancelled, and then never closes itself.
+    Repeated cancellations do not end it either. For work that always ends, like an undo or the
+    making of a datagram endpoint: uvloop leaks an endpoint whose making is cancelled, and can then
+    never close itself.
     """
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None

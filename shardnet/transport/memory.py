@@ -1,7 +1,7 @@
-"""The in-memory twin: the same link over a transport that is two byte queues in one process.
+"""Links within one process, over a pair of byte queues in place of sockets.
 
-Knows how an asyncio transport behaves (flow control, half-close, reset) and imitates it without
-sockets. It exists for tests and for rings whose stages share a process.
+Imitates an asyncio transport: flow control, half-close and reset. For tests, and for rings whose
+stages share a process.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from shardnet.wire.framing.frames import KIB, Buffer
 from shardnet.wire.messages.handshake import Hello
 
 MEMORY_HOSTS: Final = ("memory-a", "memory-b")
-"""The hosts in the addresses of both ends: no link from outside of this process has such a one."""
+"""Host names in the addresses of both ends. No link from outside this process has them."""
 _DEFAULT_BUFFER_BYTES: Final = 64 * KIB
 
 
 async def memory_pair(
     hello_a: Hello, hello_b: Hello | HelloAnswer, *, options: LinkOptions | None = None
 ) -> tuple[Link, Link]:
-    """Make two ends of one link that are up; the first is the initiator's.
+    """Connect a link and return both of its ends; the first is the initiator's.
 
-    `socket_buffer_bytes` bounds how much waits between them. Raises as `tcp.connect` does when the
-    hellos do not agree.
+    `socket_buffer_bytes` bounds the undelivered bytes of each end. Raises as `tcp.connect` does
+    when the hellos do not agree.
     """
     options = options or LinkOptions()
     a = AsyncioLink(hello_a, initiator=True, options=options)
@@ -42,8 +42,9 @@ async def memory_pair(
 def join(
     a: asyncio.BufferedProtocol, b: asyncio.BufferedProtocol, *, buffer_bytes: int | None = None
 ) -> None:
-    """Connect two protocols by a pair of memory transports; more than `buffer_bytes` that wait
-    make a protocol pause writing.
+    """Connect two protocols by a pair of memory transports.
+
+    A protocol with more than `buffer_bytes` undelivered bytes is told to pause writing.
     """
     high_water = _DEFAULT_BUFFER_BYTES if buffer_bytes is None else buffer_bytes
     host_a, host_b = MEMORY_HOSTS
@@ -55,8 +56,10 @@ def join(
 
 
 class _MemoryTransport(asyncio.Transport):
-    """One end. Bytes wait at their sender and are copied into the other protocol's buffer, one
-    buffer to one turn of the loop.
+    """One end of the pair.
+
+    Keeps written bytes until they are copied into the other protocol's buffer, one buffer in each
+    iteration of the event loop.
     """
 
     other: _MemoryTransport
@@ -75,14 +78,14 @@ class _MemoryTransport(asyncio.Transport):
         self._closing = False
         self._lost = False
 
-    # --- what a protocol may ask of its transport
+    # --- asyncio.Transport
 
     def write(self, data: Buffer) -> None:
-        """Take bytes to deliver; they are copied only when they are delivered."""
+        """Queue bytes; they are not copied before they are delivered."""
         self.writelines([data])
 
     def writelines(self, list_of_data: Iterable[Buffer]) -> None:
-        """Take several buffers to deliver."""
+        """Queue several buffers."""
         if self._closing:
             return
         for data in list_of_data:
@@ -94,12 +97,12 @@ class _MemoryTransport(asyncio.Transport):
         self._loop.call_soon(self._deliver)
 
     def write_eof(self) -> None:
-        """Promise that nothing more will be written."""
+        """Close the writing side once everything queued is delivered."""
         self._eof_written = True
         self._loop.call_soon(self._deliver)
 
     def can_write_eof(self) -> bool:
-        """Say that half-close works."""
+        """Return True: half-close works."""
         return True
 
     def get_write_buffer_size(self) -> int:
@@ -107,11 +110,11 @@ class _MemoryTransport(asyncio.Transport):
         return self._unsent_bytes
 
     def pause_reading(self) -> None:
-        """Let the other end's bytes wait."""
+        """Stop delivering the other end's bytes."""
         self._reading = False
 
     def resume_reading(self) -> None:
-        """Take the other end's bytes again."""
+        """Deliver the other end's bytes again."""
         self._reading = True
         self._loop.call_soon(self.other._deliver)
 
@@ -120,20 +123,20 @@ class _MemoryTransport(asyncio.Transport):
         return self._closing
 
     def close(self) -> None:
-        """Deliver what waits, then end; the other end sees the end of the bytes."""
+        """Deliver what is queued, then close; the other end receives end-of-file."""
         self._closing = self._eof_written = True
         self._loop.call_soon(self._deliver)
 
     def abort(self) -> None:
-        """End at once; the other end sees a reset connection."""
+        """Close at once; the other end's connection is reset."""
         self._loop.call_soon(self._lose, None)
         self._loop.call_soon(self.other._lose, ConnectionResetError("reset in memory"))
         self._closing = self.other._closing = True
 
-    # --- the way across
+    # --- delivery
 
     def _deliver(self) -> None:
-        """Copy what fits into one buffer of the other protocol; come again for the rest."""
+        """Copy what fits into one buffer of the other protocol, and schedule the rest."""
         if self._lost:
             return
         if self._unsent and (self.other._closing or self.other._lost):

@@ -1,4 +1,4 @@
-"""Runs a chat request and yields what the model writes as deltas, sample by sample.
+"""Run a chat request, and yield the output of each sample as deltas.
 
 Knows the client's events, and how a parser is chosen and fed. Must not know any dialect, nor HTTP.
 """
@@ -40,11 +40,11 @@ from shardnet.wire.messages.generation import Detokenized, Tokenized
 from shardnet.wire.messages.plans import ModelChoice
 
 TAIL_TOKENS: Final = 32
-"""Of a prompt, in whose text reasoning may begin."""
+"""Tokens at the end of a prompt that are searched for the beginning of reasoning."""
 
 
 class ChatGenerator(Generator, Protocol):
-    """What also knows tokenizers and chat templates."""
+    """A generator that also describes tokenizers, tokenises and detokenises."""
 
     async def describe_tokenizer(
         self, *, model: str | ModelChoice | None = None
@@ -72,14 +72,14 @@ class ChatGenerator(Generator, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The ring has taken the request: no error of its prompt or its parameters comes any more."""
+    """The ring has accepted the request: its prompt and parameters cause no more errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """More of one sample: deltas, and the logprobs of the tokens that came with them.
+    """The next output of one sample: deltas, and the logprobs of the tokens in them.
 
-    Every call has an id.
+    Every tool call in them has an id.
     """
 
     sample: int
@@ -91,8 +91,8 @@ class Piece:
 class Ended:
     """The end of one sample: `finish_reason` is stop, length or tool_calls.
 
-    It is that of the text if a call of which a part was given is none, by a ToolCallCut.
-    The last of its reasoning came with token number `n_thought`, counted from 1.
+    After a ToolCallCut, which ends a call that was begun but is none, it is never tool_calls.
+    `n_thought` counts the tokens up to the last one of the reasoning.
     """
 
     sample: int
@@ -113,12 +113,12 @@ async def run_chat(
 ) -> AsyncGenerator[ChatEvent, None]:
     """Run a request and yield its events: Accepted first, then for each sample pieces and its end.
 
-    A call that must come, and the options' `constraint` where calls or reasoning may stand before
-    the answer, are kept by a grammar of the model's format.
+    A grammar of the model's format enforces a tool call that is required, and the options'
+    `constraint` where tool calls or reasoning may precede the answer.
 
-    Unless it `is_streamed`, a call comes when it is whole. Of equal calls in a row only the first
-    `most_equal_calls` come, with 0 all. Closing the iterator cancels the request. Raises the first
-    error of any sample.
+    Unless it `is_streamed`, a tool call is yielded when it is complete. Of equal calls in a row
+    only the first `most_equal_calls` are yielded, with 0 all. Closing the iterator cancels the
+    request. Raises the first error of any sample.
     """
     reader = await _reader(generator, request, hold=HOLD if is_streamed else None)
     messages, options = chat_prompt(request)
@@ -157,7 +157,7 @@ def chat_prompt(request: ChatRequest) -> tuple[list[Message], GenerationOptions]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """What makes the parsers of a request."""
+    """Makes the parsers of a request's output."""
 
     template: str
     format: ChatFormat
@@ -197,7 +197,7 @@ async def _constraint(
     messages: Sequence[Message],
     options: GenerationOptions,
 ) -> Constraint | None:
-    """Return what the output must match. Raises what telling a prompt's tokens raises."""
+    """Return the constraint on the output, if any. Raises what tokenising the prompt raises."""
     answer = request.options.get("constraint")
     if answer is None and not reader.choice.must_call:
         return None
@@ -238,7 +238,7 @@ class _Sample:
         self._n_tokens = self._n_thought = 0
 
     def take(self, event: GenerationEvent) -> list[ChatEvent]:
-        """Turn an event of this sample into deltas and, at its end, into the end."""
+        """Return an event's Piece, if it has output, and an Ended if it is the sample's last."""
         deltas = self._calls.feed(self._parser.feed(event.token_ids, event.text))
         if event.result is not None:
             deltas += [*self._calls.feed(self._parser.finish()), *self._calls.finish()]
@@ -285,8 +285,9 @@ def _tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def _relaxed(tools: Sequence[Tool]) -> tuple[list[Tool], list[str]]:
-    """Return the tools, those that are not strict without what no grammar keeps of their schemas,
-    and what that is.
+    """Drop what a grammar cannot enforce from the schemas of tools that are not strict.
+
+    Returns the tools, and the names of what was dropped.
     """
     relaxed: list[Tool] = []
     left_out: list[str] = []

@@ -1,6 +1,6 @@
 """Handles the requests of one endpoint: key, limits, body, answer, errors, counters, log line.
 
-Knows the order of these, and that a request ends when its client goes away. Must not know what an
+Knows their order, and that a request ends when its client disconnects. Must not know what an
 endpoint does.
 """
 
@@ -46,13 +46,13 @@ _log = logging.getLogger(__name__)
 
 TOO_MANY: Final = 429
 CLIENT_LEFT: Final = 499
-"""The status in logs and counters of a request whose client went away."""
+"""The status, in logs and counters, of a request whose client disconnected."""
 
 TRACE_HEADER: Final = b"x-shardnet-trace"
 """With it a request is traced; `GET /traces/REQUEST-ID` gives the trace."""
 
 RESUME_HEADER: Final = b"x-shardnet-resume"
-"""With it the answer to an earlier request of the same id is sent again, without so many events."""
+"""Resumes the answer to an earlier request of the same id; its value is how many events to skip."""
 
 MOST_RECEIVED: Final = 1 << 32
 
@@ -106,9 +106,9 @@ class Handler:
             service.metrics.active.set(service.n_active)
 
     def _check_page(self, method: str, headers: dict[bytes, bytes]) -> None:
-        """Check which page asks, if one does. Raises HttpError 403."""
+        """Check the origin of a request by a web page. Raises HttpError 403."""
         settings = self._service.settings
-        if not settings.keys:  # which no page of a stranger knows
+        if not settings.keys:  # a stranger's page does not know them
             check_web_page(method, headers, settings.allowed_hosts, settings.cors_origins)
 
     async def _checked(
@@ -141,7 +141,7 @@ class Handler:
             if exchange.resumes:
                 exchange.n_received = _n_received(headers[RESUME_HEADER])
             body = None
-            if endpoint.body is not None:  # else the server drops what comes, from strangers too
+            if endpoint.body is not None:  # else the server discards the body, from strangers too
                 raw = await read_body(receive, headers, settings.most_body_bytes)
                 if endpoint.body_type == FORM:
                     kind = headers.get(b"content-type", b"").decode("latin-1")
@@ -151,7 +151,7 @@ class Handler:
             await self._unless_left(receive, self._answer(exchange, body, writer))
 
     def _check_tokens(self, key: ApiKey | None) -> None:
-        """Check that a key may have tokens now. Raises HttpError 429."""
+        """Check a key's limit of tokens a minute. Raises HttpError 429."""
         wait_s = self._service.settings.keys.wait_s(key, time.monotonic()) if key else 0.0
         if key and wait_s:
             raise too_many(
@@ -184,7 +184,7 @@ class Handler:
         await writer.end()
 
     async def _unless_left(self, receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work; cancel it when the client goes away or the server stops.
+        """Run `work`; cancel it when the client disconnects or the server stops.
 
         Raises Disconnected then, or HttpError 503.
         """
@@ -200,7 +200,7 @@ class Handler:
             await _cancel(working, leaving, stopping)
 
     async def _fail(self, exchange: Exchange, error: Exception, writer: AnswerWriter) -> None:
-        """Answer with an error, or end a stream with it that has begun."""
+        """Answer with an error, or end a stream that has begun with it."""
         fault, dialect = self._fault_of(error), self._endpoint.dialect
         if writer.status:
             await writer.piece(dialect.fault_in_stream(fault))
@@ -258,13 +258,13 @@ class Handler:
 
 
 def _request_id(headers: dict[bytes, bytes]) -> str:
-    """Return the id that the client gave, if it is a sound one, or make one."""
+    """Return the client's request id if it is valid, else a new one."""
     given = headers.get(b"x-request-id", b"").decode("latin-1")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def _n_received(value: bytes) -> int:
-    """Read how many events a client has. Raises HttpError 400 for what is no number."""
+    """Parse how many events a client has received. Raises HttpError 400 if it is no such number."""
     text = value.decode("latin-1").strip()
     n_received = whole_number(text)
     if n_received is None or n_received > MOST_RECEIVED:
@@ -282,7 +282,10 @@ def _n_received(value: bytes) -> int:
 
 
 def _key_of(headers: dict[bytes, bytes], service: Service, host: str) -> ApiKey:
-    """Return the key that came with a host's request. Raises HttpError 401, 429 for a guesser."""
+    """Return the API key of a request from `host`.
+
+    Raises HttpError 401 without a valid one, 429 after too many wrong ones.
+    """
     scheme, _, secret = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
     if scheme.lower() != "bearer":
         secret = headers.get(b"x-api-key", b"").decode("latin-1")
@@ -330,7 +333,7 @@ async def _until_left(receive: Receive) -> None:
 
 @asynccontextmanager
 async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Do the work beside the context, and cancel it at its end."""
+    """Run `work` in a task during the context, and cancel it at the end."""
     task = asyncio.create_task(work)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Report this node, its view of every peer, and what the ring of this node does now.
+"""Report this node's state, its view of every peer, and the activity of its ring.
 
 Reports to members of the cluster and to processes of this machine only.
 """
@@ -71,14 +71,14 @@ from shardnet.wire.messages.membership import ReportReply, ReportRequest
 PEER_REPORT_S: Final = 4.0
 """How long a peer may take for its report, its probes included."""
 PROBES_AT_ONCE: Final = 32
-"""Addresses that are probed at once: more would use up the peer's slots for handshakes."""
+"""Addresses probed at once; more would use up the peer's slots for handshakes."""
 IDENTIFY_S: Final = 3.0
 """How long identifying a checkpoint may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Model:
-    """The model that was asked about, as NodeReport has it."""
+    """What NodeReport says of the model that was asked about."""
 
     model_id: str = ""
     failure: str = ""
@@ -116,7 +116,7 @@ class NodeReporter:
     async def answer(self, control: ControlLink, message: ReportRequest) -> None:
         """Send this node's report and, if wanted, those of its peers as they come.
 
-        Raises AuthenticationError for one who is no member and on another machine.
+        Raises AuthenticationError if the asker is on another machine and no member.
         """
         received_at = time.time()
         self._check_member(control)
@@ -158,7 +158,7 @@ class NodeReporter:
     async def _ask(self, message: ReportRequest, peer: ControlLink) -> ReportReply:
         """Ask a peer for its own report, and compare its clock with ours."""
         hello = peer.link.peer
-        if hello.version != __version__:  # it would end the link over a message it does not know
+        if hello.version != __version__:  # an unknown message would end the link
             raise ShardnetError(
                 f"it runs shardnet {hello.version} and this node {__version__}; only nodes of one "
                 "version understand each other's reports"
@@ -335,8 +335,8 @@ def _remembered(known: KnownNode, address: str) -> AddressView:
 
 @dataclass(eq=False, repr=False)
 class RingWatch:
-    """Answers for the ring that `head` leads, for those that were lost before it, and for the
-    `rings` that are behind it.
+    """Answers requests about the ring that `head` leads, its `recoveries` so far, and the further
+    `rings` behind this head.
     """
 
     head: Head
@@ -344,7 +344,7 @@ class RingWatch:
     rings: Callable[[], list[RingBehind]]
 
     def register(self, handlers: MessageHandlers) -> None:
-        """Register the messages of those who watch."""
+        """Register the messages that ask for activity and cancel requests."""
         handlers.register(GetActivity, self._activity)
         handlers.register(CancelSequence, self._cancel)
 
@@ -375,7 +375,7 @@ class RingWatch:
 
 
 def _opening(opening: Opening | None) -> RingOpening | None:
-    """Return what is done to have a ring, None while there is nothing to tell of it."""
+    """Return the progress of loading a ring, None while there is none to report."""
     if opening is None or not opening.progress:
         return None
     return RingOpening(

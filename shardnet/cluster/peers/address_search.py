@@ -1,4 +1,4 @@
-"""Look for nodes where no multicast passes: on machines of the tailnet, and where they were before.
+"""Find nodes that multicast does not reach: on machines of the tailnet, at remembered addresses.
 
 Knows which addresses are tried, and when. A node counts only once it has proved in a handshake that
 it is a member. Must not know how links are kept.
@@ -32,14 +32,15 @@ T = TypeVar("T")
 
 FIRST_S: Final = 10.0
 LONGEST_S: Final = 300.0
-"""The pauses between two searches: each is twice the last. A node that starts later looks itself,
-so that these only mend what was cut."""
+"""First and longest pause between searches; each is twice the last. A node that starts later
+searches itself, so later searches only restore links that were cut."""
 PROBES_AT_ONCE: Final = 16
 SEARCH_S: Final = 30.0
-"""Deadline for all addresses together: most that do not answer take as long as a handshake may."""
+"""Deadline of one search over all addresses. Most that do not answer take a whole handshake
+timeout."""
 
 MAX_REMEMBERED: Final = 32
-"""Addresses that are remembered, per cluster; the one that answered longest ago goes first."""
+"""Addresses remembered per cluster; the one that answered longest ago is dropped first."""
 REMEMBERED_S: Final = 90 * 86400.0
 
 
@@ -74,8 +75,8 @@ async def probe_all(
 class RememberedPeers:
     """Addresses named with --peer at which a node of this cluster has answered, in a file.
 
-    `cluster` is the fingerprint of the key. Reads and writes on the caller's thread; a file that
-    cannot be used costs what it remembers, no more.
+    `cluster` is the fingerprint of the key. Reads and writes on the caller's thread. An unusable
+    file counts as empty, and failed writes are ignored.
     """
 
     def __init__(self, folder: Path, cluster: str) -> None:
@@ -109,7 +110,7 @@ class RememberedPeers:
 
 
 class OnDisk(Protocol):
-    """Runs a job on a thread for a place on disk."""
+    """Runs jobs that use the disk, on a thread for each place."""
 
     def __call__(self, place: object, job: Callable[[], T]) -> asyncio.Future[T]:
         """Queue the job; the future has its result, or what it raised."""
@@ -117,11 +118,11 @@ class OnDisk(Protocol):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class AddressSearch:
-    """Tries addresses every so often, and proposes the nodes that answer to `peers`.
+    """Probes addresses periodically, and proposes the nodes that answer to `peers`.
 
-    These are those in `remembered`, None for none, and with `tailnet` the machines of the user's
-    tailnet. `named` are the addresses to which `peers` keep a link anyway. `probe` dials as a
-    client, `on_disk` runs jobs on files, `log` takes lines for people.
+    It probes the addresses in `remembered` (None for no file) and, with `tailnet`, the machines of
+    the user's tailnet. Remembered addresses in `named` are skipped: `peers` keeps links to those.
+    `probe` dials as a client, `on_disk` runs jobs on files, `log` takes lines for people.
     """
 
     peers: Peers
@@ -147,7 +148,7 @@ class AddressSearch:
             pause_s = min(2 * pause_s, LONGEST_S)
 
     def remember(self, address: str) -> None:
-        """Remember that a node answers at an address that was named; not on this machine."""
+        """Remember a named address at which a node has answered, unless it is on this machine."""
         if self.remembered is not None and not is_loopback(host_of(address)):
             self.on_disk(self.remembered.path, partial(self.remembered.add, address))
 
@@ -178,7 +179,7 @@ class AddressSearch:
         return tailnet_addresses(tailnet)
 
     async def _try(self, addresses: Sequence[str], *, source: str) -> None:
-        """Probe the addresses at which no linked node is, and report all that are there now."""
+        """Probe the addresses of no linked node; propose nodes found, withdraw those gone."""
         used = {at for known in self._linked() for at in (known.address, *known.addresses)}
         fresh = [address for address in addresses if address not in used]
         answers = await probe_all(fresh, self.probe, longest_s=SEARCH_S)

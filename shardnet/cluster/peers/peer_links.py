@@ -64,9 +64,9 @@ class _Peer:
 class PeerLinks:
     """The links of every peer. Runs their readers in `tasks`, a group that outlives them.
 
-    `retire_s`: how long (s) a link that is not needed stays open at least. `ping_s`: interval (s)
-    between measurements of the round trip. `on_gone` is called with a node whose last link has
-    ended. `dial_again` opens a link to a node and calls `up` for it.
+    `retire_s`: how long (s) a replaced link stays open at least. `ping_s`: interval (s) between
+    measurements of the round trip. `on_gone` is called with a node whose last link has ended.
+    `dial_again` opens a link to a node and calls `up` for it.
     """
 
     node: NodeId
@@ -81,7 +81,7 @@ class PeerLinks:
     def __post_init__(self) -> None:
         self._peers: dict[NodeId, _Peer] = {}
         self._broken: dict[NodeId, _Peer] = {}
-        """Those whose last link broke just now, and which are dialled again."""
+        """Peers whose last link just broke, and which are being dialled again."""
         self._closing = False
         self.on_up: Callable[[ControlLink], None] = lambda control: None
         """Called with each link that comes up."""
@@ -123,7 +123,8 @@ class PeerLinks:
         return self.link_of(NodeId(control.link.peer.node)) or control
 
     def up(self, link: Link, *, dialled_at: str) -> ControlLink:
-        """Begin to serve a link, which this node dialled at `dialled_at`, or the peer opened ("").
+        """Begin to serve a link that this node dialled at `dialled_at`, or that the peer opened
+        ("").
 
         Returns the link to use for the peer. Raises LinkError, and drops the link, if there are
         MAX_PEERS peers already, or this node is leaving.
@@ -163,8 +164,8 @@ class PeerLinks:
     ) -> Callable[[], None]:
         """Call `on_lost` once when the last link to the node of `control` ends, with its error.
 
-        One that broke is dialled again before that. Calls it at once if that has happened. Returns
-        a function that ends the watch.
+        A node whose link broke is dialled once more before that. If the node is lost already,
+        `on_lost` is called at once. Returns a function that ends the watch.
         """
         node = NodeId(control.link.peer.node)
         peer = self._peers.get(node) or self._broken.get(node)
@@ -194,7 +195,7 @@ class PeerLinks:
     async def _retire(self, peer: _Peer, peer_link: PeerLink) -> None:
         """Close a link that another one has replaced, once it is idle.
 
-        If the other one has ended meanwhile, this one is needed again.
+        Keep it if the other one has ended meanwhile.
         """
         while not peer_link.ended.is_set():
             with contextlib.suppress(TimeoutError):
@@ -219,7 +220,7 @@ class PeerLinks:
         await peer_link.control.link.close()  # the peer is gone; TCP takes a moment more
 
     def _ended(self, node: NodeId, peer_link: PeerLink, error: ShardnetError) -> None:
-        """Take a link that has ended out, once."""
+        """Remove a link that has ended; do nothing if it is removed already."""
         if peer_link.ended.is_set():
             return
         peer = self._peers[node]
@@ -236,7 +237,7 @@ class PeerLinks:
             self._lose(node, name, peer, error)
 
     async def _try_again(self, node: NodeId, name: str, peer: _Peer, error: ShardnetError) -> None:
-        """Dial a node whose last link broke, once; it is lost if no link comes up of that."""
+        """Dial a node whose last link broke once more; declare it lost if no link comes up."""
         with contextlib.suppress(ShardnetError, TimeoutError):
             async with asyncio.timeout(AGAIN_S):
                 await self.dial_again(node)
@@ -263,17 +264,20 @@ class PeerLinks:
 
 
 def _took_long(error: ShardnetError) -> bool:
-    """Whether there is no time left to dial again: nothing has come for long."""
+    """Return whether the peer was silent up to the deadline, so that dialling again is too late."""
     return isinstance(error, PeerSilentError)
 
 
 N_READINGS: Final = 5
-"""The quickest of so many counts: what made the others slow took time one way only."""
+"""Readings of one comparison. The quickest is used: delays in one direction distort the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockOffset:
-    """At `at_us` of our clock another one was `ahead_us` ahead, or at most `within_us` off that."""
+    """How far (us) a peer's clock is ahead of ours, at `at_us` of our clock.
+
+    `within_us` is the largest possible error of `ahead_us`.
+    """
 
     at_us: int
     ahead_us: float
@@ -281,7 +285,9 @@ class ClockOffset:
 
 
 async def compare_clock(control: ControlLink) -> ClockOffset:
-    """Compare the clock of a peer's stage with that of ours. Raises what ControlLink.ask raises."""
+    """Measure the offset of the clock that times a peer's stage. Raises what ControlLink.ask
+    raises.
+    """
     readings = [await _read(control) for _ in range(N_READINGS)]
     return min(readings, key=lambda reading: reading.within_us)
 
@@ -311,16 +317,16 @@ def now_us() -> int:
 def clock_ahead(asked: float, received: float, sent: float, answered: float) -> float:
     """Return how far the clock of a peer is ahead of ours, as NTP finds it (RFC 5905, section 8).
 
-    `asked` and `answered` are read from our clock, `received` and `sent` from the peer's. However
-    long the peer takes for its answer, the error is half the difference of both ways.
+    `asked` and `answered` are read from our clock, `received` and `sent` from the peer's. The
+    peer's processing time cancels out: the error is half the difference of the two one-way delays.
     """
     return ((received - asked) + (sent - answered)) / 2
 
 
 def ahead_at(moment_us: float, before: ClockOffset, after: ClockOffset) -> float:
-    """Return how far a clock was ahead at a moment of our clock, between two comparisons.
+    """Interpolate how far (us) a clock was ahead at `moment_us` of our clock.
 
-    The crystals of two machines part by up to 100 us in a second; they do so evenly.
+    The clocks of two machines drift apart at a constant rate, by up to 100 us in a second.
     """
     span_us = after.at_us - before.at_us
     if span_us <= 0:

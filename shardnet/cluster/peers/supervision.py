@@ -1,7 +1,7 @@
-"""Owners for a node's tasks: one that fails is named in one line, and ends alone.
+"""Run a node's tasks so that one that fails is logged in one line, and ends alone.
 
-A task group ends with its first failure, and the node with its group. Must not know what the tasks
-do.
+In a bare task group the first failure would end the group, and so the node. Must not know what the
+tasks do.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _log = logging.getLogger(__name__)
 async def supervised(
     start: Callable[[], Coroutine[Any, Any, object]], what: str, log: Callable[[str], None]
 ) -> bool:
-    """Run what `start` begins to its end. Returns whether it ended by itself.
+    """Run the coroutine that `start` makes. Return whether it ended without a failure.
 
-    A failure is said in one line that names `what`, and is no error here. What is no
-    Exception, like a panic of a library, is a failure as well.
+    A failure is logged in one line that names `what`, and not raised. A BaseException, like a panic
+    of a library, counts as a failure too, unless it is a cancellation or an exit.
     """
     try:
         await start()
@@ -40,7 +40,7 @@ async def supervised(
 
 
 class SupervisedJobs:
-    """Jobs that one part of the node has begun in `tasks`, a group that outlives the part."""
+    """The jobs of one part of the node, run in `tasks`, a group that outlives the part."""
 
     def __init__(self, tasks: asyncio.TaskGroup, log: Callable[[str], None]) -> None:
         self._tasks = tasks
@@ -72,7 +72,7 @@ async def kept_running(
     *,
     restart_s: float = RESTART_S,
 ) -> None:
-    """Run a part of the node until it ends by itself; start it again when it has failed."""
+    """Run a part of the node, and restart it `restart_s` seconds after each failure."""
     while True:
         if await supervised(start, what, log):
             return

@@ -6,10 +6,10 @@ unfinished ones for each of the two objectives. Pure. Must not know models, name
 Rings grow stage by stage from every head at once. Of all the paths from one head over one set of
 nodes to one last node only the best can be part of the best ring (Held and Karp 1962, "A dynamic
 programming approach to sequencing problems"), and a path that even at best cannot beat the best
-ring so far is dropped. Up to 8 nodes nothing else is dropped, and the result is exact.
-Above that at most `width_for` paths of each length are kept, those that promise most: a beam. It is
-exact too whenever fewer are left. It starts from the best single node, the best pair and the
-shortest ring, each grown while another node helps, and so is never worse than these.
+ring so far is dropped. Up to 8 nodes nothing else is dropped, and the result is exact. Above that
+the `width_for` most promising paths of each length are kept: a beam, which is exact too if there
+are never more. It starts from the best single node, the best pair and the shortest ring, each grown
+while another node helps, and so is never worse than these.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EXACT_WIDTH = 1120
 """The most paths of one length over 8 nodes: 8 heads, 4 of 7 nodes on the way, 4 last ones."""
 
 SAME = 1e-9
-"""Rings whose costs differ by less than this share are equals: the one found first stays."""
+"""Rings whose costs differ by a smaller share count as equal: the one found first stays."""
 
 _Key = tuple[int, int, int]
 """Head, the set of nodes as a mask, last node."""
@@ -50,8 +50,7 @@ def width_for(n_nodes: int) -> int:
 def find_ring(problem: Problem, width: int | None = None) -> RingSplit | None:
     """Return the best ring found, None only when the model fits none.
 
-    `width` is how many paths of one length are kept. The order of the nodes is an order of
-    preference among equals.
+    `width` is how many paths of one length are kept. Among equal rings earlier nodes are preferred.
     """
     best = _good_ring(problem)
     if best is None:
@@ -106,7 +105,7 @@ def _good_ring(problem: Problem) -> RingSplit | None:
 
 
 def _grown(problem: Problem, ring: RingSplit) -> RingSplit:
-    """Take in one more node, or one for another, while that makes the ring better."""
+    """Add a node, or replace one, as long as that makes the ring better."""
     while True:
         outside = [node for node in range(problem.n_nodes) if node not in ring.nodes]
         rings = (nodes for node in outside for nodes in rings_with(node, ring.nodes))
@@ -117,7 +116,7 @@ def _grown(problem: Problem, ring: RingSplit) -> RingSplit:
 
 
 def _sweep(problem: Problem, best: RingSplit, width: int) -> RingSplit | None:
-    """Look for a ring better than the best, keeping so many paths; None if none was found."""
+    """Search for a ring better than `best`, with a beam of `width` paths; None if none is found."""
     rules = rules_for(problem, best.cost_s * (1 - SAME))
     nodes = range(problem.n_nodes)
     paths: _Paths = {(head, 1 << head, head): (rules.start(head), (head,)) for head in nodes}
@@ -159,10 +158,9 @@ def _longer(paths: _Paths, rules: Rules, n_nodes: int) -> _Paths:
 
 
 class Rules(Protocol):
-    """How an objective rates paths: by a number, the worth, of which the least is the best.
+    """How an objective rates paths: by a cost, called worth, that is to be minimised.
 
-    A path is dropped unless worth and floor together stay below `limit`, and so is a ring unless
-    it does.
+    A path is dropped unless its worth plus its floor is below `limit`, a ring unless its worth is.
     """
 
     limit: float
@@ -171,10 +169,10 @@ class Rules(Protocol):
         """Return the worth of a path that is only its head."""
 
     def steps(self, head: int, last: int) -> Sequence[float]:
-        """Return by node what a path becomes worth more by stepping there."""
+        """Return what each node, as the next one, adds to a path's worth."""
 
     def floor(self, mask: int, last: int) -> float:
-        """Return the least that a ring can be worth more than its path so far."""
+        """Return a lower bound of what completing the ring adds to the worth of its path."""
 
     def closed(self, worth: float, path: tuple[int, ...]) -> float:
         """Return the worth of the path closed to a ring."""
@@ -188,7 +186,7 @@ def rules_for(problem: Problem, limit_s: float) -> Rules:
 
 
 class _SumRules:
-    """Least sum over stages and hops: the worth of a path is its seconds without its layers."""
+    """Minimises the sum over stages and hops: a path's worth is its seconds, without its layers."""
 
     def __init__(self, problem: Problem, limit_s: float) -> None:
         self._problem = problem
@@ -211,7 +209,7 @@ class _SumRules:
         return self._layers_s(mask, self._everything)
 
     def _layers_s(self, mask: int, others: int) -> float:
-        """Return the least seconds for all layers, every node of a set taking at least one.
+        """Return the least seconds for all layers, with at least one on every node of `mask`.
 
         Nodes of `others` may take layers too, as if hops to them were free.
         """
@@ -242,7 +240,7 @@ class _SumRules:
 
 
 class _SlowestRules:
-    """Least slowest stage: the worth is minus the layers that fit below the limit of time."""
+    """Minimises the slowest stage: a path's worth is minus the layers that fit the time limit."""
 
     def __init__(self, problem: Problem, limit_s: float) -> None:
         self._problem, self._limit_s = problem, limit_s

@@ -1,11 +1,8 @@
-"""Find the models on this machine, in any store, and identify those with large headers apart.
+"""Find the models on this machine, in any store, and identify them by their headers.
 
-Blocks on the disk: to be called on one thread for that.
-
-Opens no model.
-
-Reading a hundred thousand headers takes seconds of Python, for which the streams of this process
-would stand still again and again. Blocks: for threads that may wait.
+Large headers are read in a helper process: a hundred thousand of them take seconds of Python, which
+would stall the streams of this process. All but `find_models` block on the disk: call them on one
+thread for that.
 """
 
 from __future__ import annotations
@@ -55,14 +52,16 @@ from shardnet.types import DType
 OWN_STORE: Final = "shardnet"
 REPLICA_STORE: Final = "other nodes"
 MAX_FOUND: Final = 8192
-"""Models that are listed of one machine."""
+"""Most models listed of one machine."""
 
 Scan = Callable[[Path], Iterable[FoundModel]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldModel:
-    """A model of this machine. `held_bytes` is what of a replica is here, None for a whole one."""
+    """A model of this machine. `held_bytes` is how much of a replica is here, None for a complete
+    checkpoint.
+    """
 
     found: FoundModel
     held_bytes: int | None = None
@@ -117,7 +116,7 @@ async def _scan(
 
 
 def dated(model: FoundModel) -> FoundModel:
-    """Add when a model's folder or file last changed, if it is there. Blocks."""
+    """Set when a model's folder or file was last changed, if it exists. Blocks."""
     try:
         return replace(model, modified_s=max(0, int(os.stat(model.path).st_mtime)))
     except OSError:
@@ -125,7 +124,7 @@ def dated(model: FoundModel) -> FoundModel:
 
 
 async def _replicas(disk: DiskJobs, cache: ModelCache) -> list[HeldModel]:
-    """List what came from other nodes under some name."""
+    """List the replicas of models of other nodes that have a name."""
 
     def job() -> list[HeldModel]:
         return [
@@ -145,16 +144,16 @@ async def _replicas(disk: DiskJobs, cache: ModelCache) -> list[HeldModel]:
 
 
 LARGE_BYTES: Final = 1 << 20
-"""Headers of more bytes than this are read in another process."""
+"""Larger headers are read in a helper process."""
 LIMITS: Final = JobLimits(cpu_s=60, wall_s=300.0, memory_bytes=2 << 30, reply_bytes=64 << 20)
 
 _MODULE = "shardnet.cluster.store.identify_program"
 _POLL_S = 0.5
-"""A thread that wakes up so often is not taken for one that hangs on a disk (disk_jobs.py)."""
+"""Seconds between polls: few, so that disk_jobs.py does not take the thread for a stuck one."""
 
 
 def identify_guarded(path: Path) -> ModelFacts:
-    """Identify a checkpoint here, or in another process where its headers are large.
+    """Identify a checkpoint here, or in a helper process if its headers are large.
 
     Raises what `identify` raises, CheckpointError too for headers that take too long or too much
     memory.
@@ -163,7 +162,7 @@ def identify_guarded(path: Path) -> ModelFacts:
 
 
 def identify_apart(path: Path) -> ModelFacts:
-    """Identify a checkpoint in another process; raises as `identify_guarded`."""
+    """Identify a checkpoint in a helper process; raises as `identify_guarded`."""
     process, threads = HelperProcess(_MODULE), DaemonThreads(1, "shardnet-identify")
     try:
         asked = threads.submit(process.call, "identify", {"path": str(path)}, LIMITS)
@@ -291,7 +290,7 @@ class LocalModels:
     def __init__(self, cache: ModelCache) -> None:
         self._cache = cache
         self._facts: dict[Path, tuple[Stamp, ModelFacts]] = {}
-        """What was found, and `_state` of its folder before."""
+        """By folder: its facts, and its `_state` from before they were read."""
 
     def at(self, model: str) -> ModelFacts | None:
         """Inspect the checkpoint at the path `model`, else the replica last used for that path.
@@ -316,8 +315,8 @@ class LocalModels:
     def replica(self, model_id: str) -> ModelFacts | None:
         """Inspect the replica of a model; None if there is none that can be used.
 
-        A power cut may have left one without its headers, and one of an earlier release lacks bytes
-        that the id covers today.
+        Unusable are those without headers, after a power cut, and those of earlier releases, which
+        lack bytes that the id covers today.
         """
         folder = self._cache.find(model_id)
         if folder is None:
@@ -330,14 +329,14 @@ class LocalModels:
             cause = error.__cause__
             is_lost = isinstance(cause, FileNotFoundError)
             if isinstance(cause, OSError | JobFailedError) and not is_lost:
-                raise  # it may be read another time
+                raise  # a later attempt may succeed
             return None
         return facts if facts.model_id == model_id else None
 
     def install(self, staged: Path, model_id: str) -> Path:
         """Move a staged replica to its place, as ModelCache.install.
 
-        One that cannot be used makes way for it.
+        An unusable replica in that place is deleted first.
         """
         if self.replica(model_id) is None:
             self._cache.discard(model_id)
@@ -369,7 +368,7 @@ class LocalModels:
 
 
 def _state(folder: Path) -> Stamp:
-    """Return what changes with anything that ModelFacts tell: of a replica, also with a new part.
+    """Return a stamp that changes whenever ModelFacts may; for a replica, also with each new part.
 
     Raises CheckpointError as `stamp`.
     """

@@ -1,6 +1,6 @@
-"""Reading the metadata of a GGUF that most architectures share, as config.json would say it.
+"""Translate the GGUF metadata that most architectures share to the keys of config.json.
 
-Knows the keys (the `gguf` package's constants.py), without the architecture in front of them. Must
+Knows the keys of GGUF (the `gguf` package's constants.py), without the architecture's prefix. Must
 not know files, nor which architectures there are.
 """
 
@@ -31,13 +31,13 @@ def read_gguf_decoder(
     norm: tuple[str, str] = RMS_NORM,
     may_be_partial: bool = False,
 ) -> dict[str, Any]:
-    """Read what all architectures but GPT-2's say in the same words, as config.json would.
+    """Read the metadata that all architectures but GPT-2 share, as config.json has it.
 
-    `tensors` are the names in the file, `intermediate_size` is a default, None for none, `norm` the
-    keys of what is added in norms, in the file and in config.json. With `may_be_partial` the family
-    takes a part of each head to turn where config.json is silent: a whole one is said too. Raises
-    CheckpointError for a missing or malformed key, UnsupportedModelError for a value that is not
-    implemented.
+    `tensors` are the names in the file, `intermediate_size` is a default (None: it must be there),
+    `norm` the keys of the norms' epsilon, in the file and in config.json. With `may_be_partial` a
+    rotary factor of 1 is written out too, for families whose default rotates a part of each head.
+    Raises CheckpointError for a missing or malformed key, UnsupportedModelError for a value that is
+    not implemented.
     """
     config = read_gguf_sizes(fields, factors, intermediate_size=intermediate_size, norm=norm)
     n_heads = config["num_attention_heads"]
@@ -60,7 +60,7 @@ def read_gguf_sizes(
     intermediate_size: int | None = None,
     norm: tuple[str, str] = RMS_NORM,
 ) -> dict[str, Any]:
-    """Read what does not depend on how heads are laid out. Raises as `read_gguf_decoder`."""
+    """Read the sizes that do not depend on the heads' layout. Raises as `read_gguf_decoder`."""
     return {
         "num_hidden_layers": fields.positive("block_count"),
         "max_position_embeddings": fields.positive("context_length"),
@@ -76,7 +76,7 @@ def read_gguf_sizes(
 
 
 def _read_even_kv_heads(fields: Fields, n_layers: int, default: int) -> int:
-    """Read the heads of keys, which may be said of each layer, and are as many in all of them."""
+    """Read the number of KV heads, stored once or per layer, which must be equal in all layers."""
     key = "attention.head_count_kv"
     each: int | list[int] = fields.take(key, (int, list), default)
     if isinstance(each, int):
@@ -88,7 +88,7 @@ def _read_even_kv_heads(fields: Fields, n_layers: int, default: int) -> int:
 
 
 def read_gguf_kv_heads(fields: Fields, n_layers: int) -> tuple[int, list[bool]]:
-    """Read the heads of keys of a hybrid: how many there are, and which layers have them."""
+    """Read a hybrid's number of KV heads, and which layers have attention."""
     each = fields.take("attention.head_count_kv", list)
     of_attention = {count for count in each if count}
     if len(each) != n_layers or len(of_attention) != 1 or type(each[0]) is not int:
@@ -105,9 +105,9 @@ def has_gguf_experts(fields: Fields) -> bool:
 
 
 def read_gguf_experts(fields: Fields) -> dict[str, Any]:
-    """Read how many experts there are and how many a token uses, as config.json would say it.
+    """Read how many experts there are and how many a token uses, as config.json has it.
 
-    Raises UnsupportedModelError unless they are chosen by softmax.
+    Raises UnsupportedModelError unless the router uses softmax.
     """
     fields.require("expert_gating_func", 1)  # softmax
     return {
@@ -118,7 +118,7 @@ def read_gguf_experts(fields: Fields) -> dict[str, Any]:
 
 
 def read_gguf_delta_net(fields: Fields, *, takes_turns: bool = False) -> dict[str, Any]:
-    """Read the sizes of gated DeltaNets, as config.json would say them.
+    """Read the sizes of gated DeltaNets, as config.json has them.
 
     With `takes_turns` value heads take turns over the key heads, where transformers has those of
     one key head side by side. The gate is a linear of its own.
@@ -139,7 +139,7 @@ def read_gguf_delta_net(fields: Fields, *, takes_turns: bool = False) -> dict[st
 
 
 def gguf_biases(tensors: Container[str]) -> dict[str, bool]:
-    """Say which biases the model has, as config.json would: no key does, the tensors do."""
+    """Derive from the tensors' names which biases the model has: no key of the metadata says it."""
     return {
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
@@ -147,7 +147,7 @@ def gguf_biases(tensors: Container[str]) -> dict[str, bool]:
 
 
 def _read_scaling(fields: Fields, factors: Factors) -> dict[str, Any] | None:
-    """Read how rotary positions are scaled, as `rope_scaling` would say it.
+    """Read how rotary positions are scaled, as config.json has it in `rope_scaling`.
 
     Stored factors divide the frequencies, as longrope's do. Those of Llama 3, in `rope_freqs`, are
     the same for every length.

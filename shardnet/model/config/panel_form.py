@@ -1,7 +1,7 @@
-"""The types and forms in which linear weights are kept and multiplied, and their bytes.
+"""The forms of packed linear weights: codes, scales, layout, and sizes in bytes.
 
-Knows sizes and numbers. Must not know torch or files: the planner asks here. kernels/panels.py
-packs and unpacks, csrc/ multiplies.
+Knows sizes and numbers. Must not know torch or files: the planner uses it. kernels/panels.py packs
+and unpacks, csrc/ multiplies.
 
 A weight is `scale * code + minimum`, where the code is an integer of a few bits (minus `offset`, or
 looked up in `book`) or a narrow float. Scales and minimums belong to a group of consecutive inputs
@@ -18,11 +18,11 @@ from typing import Final
 from shardnet.errors import UsageError
 
 PANEL: Final = 16
-"""Outputs whose weights are interleaved."""
+"""Outputs whose weights are interleaved in one panel."""
 UNIT: Final = 32
 """Inputs whose codes are packed together."""
 _LEVELS_GROUP: Final = 128
-"""Inputs of a token that share a scale where a block's scales are integers."""
+"""Inputs that share a token's int8 scale, in forms whose scales are integers."""
 
 
 UNPACKED_PANELS: Final = 64
@@ -52,7 +52,7 @@ class Quantization(enum.Enum):
 
     @property
     def bits(self) -> int:
-        """Bits of one weight, without its part of the scale."""
+        """Bits of one weight; scales are not counted."""
         return self.form.bits
 
     @property
@@ -62,7 +62,7 @@ class Quantization(enum.Enum):
 
     @property
     def of_head(self) -> Quantization:
-        """The LM head's type: its errors go straight into the logits."""
+        """The LM head's type: always int8, since its errors go straight into the logits."""
         return Quantization.INT8
 
 
@@ -72,13 +72,13 @@ class Code(enum.IntEnum):
     LINEAR = 0
     """An unsigned integer, minus the form's offset."""
     BOOK = 1
-    """The place of an int8 in the form's book of 16."""
+    """An index into the form's book of 16 int8."""
     E4M3 = 2
     """An 8-bit float with 4 bits of exponent, no infinities (OCP FP8)."""
     E5M2 = 3
     """An 8-bit float with 5 bits of exponent: the upper half of a float16."""
     FLOAT_BOOK = 4
-    """The place of a float32 in the form's book of 16."""
+    """An index into the form's book of 16 float32."""
     BFLOAT16 = 5
     FLOAT16 = 6
     FLOAT32 = 7
@@ -167,7 +167,7 @@ class PanelForm:
 
     @property
     def is_float(self) -> bool:
-        """Whether codes are floats, which tokens are multiplied with as they are."""
+        """Whether codes are floats; tokens are then not quantised to int8."""
         return self.code not in (Code.LINEAR, Code.BOOK)
 
     @property
@@ -184,7 +184,7 @@ class PanelForm:
 
     @property
     def block_scales(self) -> int:
-        """float16 that each output of a block has: d, and dmin where there are minimums."""
+        """Number of float16 scales of each output in a block: d, and dmin if it has minimums."""
         return 0 if not self.block else 2 if self.has_minimum else 1
 
     @property
@@ -202,9 +202,10 @@ class PanelForm:
 
     @property
     def has_levels(self) -> bool:
-        """Whether products of a block's groups are scaled as integers, before they become floats.
+        """Whether the sums of a block's groups are scaled as integers, before they become floats.
 
-        What makes codes unsigned must not meet minimums then: one sum of inputs serves either.
+        Impossible with both minimums and an offset or a book: kernels keep one sum of inputs, which
+        corrects for either.
         """
         is_biased = self.offset != 0 or self.code is Code.BOOK
         return (
@@ -220,7 +221,9 @@ class PanelForm:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether kernels multiply groups of this size: units, or for some codes halves of one."""
+        """Whether kernels support this group size: multiples of a unit, or half of one for some
+        codes.
+        """
         if self.group % UNIT == 0:
             return True
         takes_halves = self.code is Code.BOOK or (
@@ -284,7 +287,7 @@ GGUF_FORMS: Final = {
         ),
     )
 }
-"""By the name of a GGUF type: the form that its blocks are packed to, and that loses nothing."""
+"""By GGUF type: the form that its blocks are repacked to, without loss."""
 
 NVFP4: Final = PanelForm(
     name="NVFP4",
@@ -311,7 +314,7 @@ GGUF_BLOCK_BYTES: Final = {
     "IQ4_XS": 136,
     "MXFP4": 17,
 }
-"""By the name of a GGUF type: the bytes of a block as it is stored."""
+"""By GGUF type: the bytes of a stored block."""
 
 
 _FORMS: Final = {

@@ -1,6 +1,6 @@
-"""OLMo-3 (transformers, modeling_olmo3.py): OLMo-2 with windows in three of four layers.
+"""OLMo-3 (transformers, modeling_olmo3.py): OLMo-2 with sliding windows in three of four layers.
 
-Only the layers without a window have scaled rotary positions.
+Only the layers with full attention have scaled rotary positions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read_config(fields: Fields) -> ModelConfig:
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
-    """Read the metadata of a file that has windows; the layers are those of llama.cpp."""
+    """Read the metadata of a file with sliding windows; llama.cpp fixes which layers have them."""
     fields.ignore("attention.sliding_window_pattern")
     window = fields.positive("attention.sliding_window")
     config = read_gguf_decoder(fields, tensors, factors)

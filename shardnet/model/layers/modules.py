@@ -49,11 +49,11 @@ class Heads:
 class SelfAttention:
     """One linear for queries, keys and values, rotary positions, attention, output linear.
 
-    `qk_norm`, if any, is applied before the rotation, or after it with `norms_rotated`; with
-    `norms_values` it is one of values too. With `is_value_key` the linear has no values: they are
-    the keys before norm and rotation. With `has_pairs` columns that are rotated together are
-    adjacent, with `is_joined` query, key and value of each head stand side by side. Values have
-    `value_size` columns, None for those of a key.
+    `qk_norm`, if any, is applied before the rotation, with `norms_rotated` after it; with
+    `norms_values` it normalizes values too. With `is_value_key` the linear computes no values: the
+    keys before norm and rotation are used. With `has_pairs` columns that are rotated together are
+    adjacent; with `is_joined` the outputs of the linear are each head's query, key and value in
+    turn. A value has `value_size` columns, None for as many as a key.
     """
 
     n_heads: int
@@ -83,8 +83,7 @@ class SelfAttention:
     ) -> SelfAttention:
         """Load the parameters of the absolute `layer` by Llama's names.
 
-        `norm_names` are those of the norms over heads of queries and keys, `output` is that of the
-        last linear.
+        `norm_names` name the per-head norms of queries and keys, `output` names the output linear.
         """
         attn = f"model.layers.{layer}.self_attn"
         qkv_proj = weights.linear(
@@ -130,7 +129,7 @@ class SelfAttention:
 
     @property
     def is_fusible(self) -> bool:
-        """Whether its rotation is as most families have it."""
+        """Whether fused kernels compute it: `qk_norm` before the rotation is its only variant."""
         is_other = self.has_pairs or self.is_joined or self.norms_rotated or self.norms_values
         return not (is_other or self.is_value_key or self.value_size is not None)
 
@@ -162,7 +161,9 @@ class SelfAttention:
         )
 
     def attend(self, heads: Heads, index: int, step: ForwardStep) -> Tensor:
-        """Attend in layer `index` within the stage: [T, H x value columns], before the output."""
+        """Attend in layer `index` within the stage: the output linear's input [T, H x value
+        columns].
+        """
         return attention(heads.queries, heads.keys, heads.values, index, step, self.kind)
 
 
@@ -175,7 +176,7 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BothMixers:
-    """Attention and a recurrence beside it, which see the same and whose outputs are added."""
+    """Attention and a recurrence over the same hidden states, whose outputs are added."""
 
     self_attn: Attention
     recurrence: Attention
@@ -201,15 +202,15 @@ class TwoLayerMlp(Mlp, Protocol):
         """The last linear."""
 
     def inner(self, hidden: Tensor) -> Tensor:
-        """Compute what goes into it: [T, intermediate] from [T, E], each row for itself."""
+        """Compute the last linear's input: [T, intermediate] from [T, E], row by row."""
 
 
 class HasActivation(Protocol):
-    """A config of a model or of a tower."""
+    """The config of a model or of a vision tower."""
 
     @property
     def activation(self) -> Activation:
-        """That of its MLPs."""
+        """The activation of its MLPs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

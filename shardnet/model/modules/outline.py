@@ -1,7 +1,7 @@
-"""Reads from a model on the meta device what a stage needs to know: names, shapes, cache sizes.
+"""Outline a model of transformers for stages: parameter names, shapes, cache sizes.
 
-One forward pass without memory shows which modules are used before the layers and which after
-them, what a layer returns, and what the cache holds.
+One forward pass on the meta device, without memory, shows which modules are used before the layers
+and which after them, what a layer returns, and what the cache holds.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _TRIAL_ROWS = 5
 
 @dataclass(slots=True)
 class _Trial:
-    """What a forward pass has shown: modules by name, layers by number.
+    """What the forward pass showed: modules by name, layers by number.
 
-    Layers may look at the embedding again (`rereads`), behind the first one.
+    `rereads`: whether layers after the first one use the embedding again.
     """
 
     before: list[str] = field(default_factory=list)
@@ -106,8 +106,8 @@ def _try(
     model: PreTrainedModel, layers: nn.ModuleList, config: PreTrainedConfig
 ) -> tuple[_Trial, DynamicCache]:
     """Run a few rows through a model on the meta device."""
-    config._experts_implementation = "batched_mm"  # the others look at what the router chose
-    config._attn_implementation = "eager"  # others look into the mask
+    config._experts_implementation = "batched_mm"  # others read which experts are chosen
+    config._attn_implementation = "eager"  # others read the mask's values
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         raise UnsupportedModelError(
             f"{config.model_type} counts positions from its token for padding: not implemented"
@@ -133,12 +133,12 @@ def _try(
 
 
 class _Lineage(TorchDispatchMode):
-    """Knows which tensors a layer made, and sees where another one uses them."""
+    """Tracks which layer made each tensor, and refuses what a later stage would lack."""
 
     def __init__(self, family: str) -> None:
         super().__init__()
         self._family = family
-        self._made: dict[int, Tensor] = {}  # kept, so that no other one gets its id
+        self._made: dict[int, Tensor] = {}  # kept alive, so that no other tensor gets its id
         self._layer_of: dict[int, int] = {}
         self._first_allowed = 0
         self._hidden: Tensor | None = None
@@ -148,27 +148,29 @@ class _Lineage(TorchDispatchMode):
         self.rereads = False
 
     def embedded(self, output: Tensor) -> None:
-        """Take `output`, and what is computed from it before the layers, for the embedding."""
+        """Record `output`, and what is computed from it before the layers, as the embedding."""
         self._embedded.add(id(output))
 
     def layers_begin(self) -> None:
-        """Take what is computed from now on for no embedding."""
+        """Record no more tensors as the embedding."""
         self._is_before_layers = False
 
     def layer_returned(self, number: int, output: object) -> None:
-        """Take the tensors in `output`, and what will be computed from them, for a layer's."""
+        """Record the tensors in `output`, and what is computed from them, as made by a layer."""
         self._layer_of.update((id(each), number) for each in _tensors(output))
 
     def layer_begins(self, number: int, hidden: Tensor) -> None:
-        """Bar what earlier layers made but `hidden`: a stage that begins here lacks it."""
+        """Forbid tensors of earlier layers but `hidden`: a stage that begins here lacks them."""
         self._first_allowed, self._hidden = number, hidden
 
     def layers_ended(self, hidden: Tensor) -> None:
-        """Bar what was made before but `hidden`: what follows is computed without it."""
+        """Forbid all tensors made so far, except `hidden`: the last norm and the head get nothing
+        else.
+        """
         self._barred = self._made.keys() - {id(hidden)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Compute, and note what comes of it."""
+        """Run an operator; check its inputs, and record its outputs."""
         number, reads_embedding = -1, False
         for each in _tensors((args, [*(kwargs or {}).values()])):
             reads_embedding |= id(each) in self._embedded
@@ -204,7 +206,7 @@ def _tensors(values: object) -> Iterator[Tensor]:
 def _watched(
     model: PreTrainedModel, layers: nn.ModuleList, trial: _Trial, config: PreTrainedConfig
 ) -> Iterator[None]:
-    """Note which modules with parameters run, and what layers are given and return."""
+    """Record which modules with parameters run, and the inputs and outputs of layers."""
     inside = {id(module) for module in layers.modules()}
     hooks, family = [], model.config.model_type
     lineage, hidden = _Lineage(family), list[Tensor]()
@@ -260,7 +262,7 @@ def _watched(
 
 
 class _Names:
-    """The parameters of a model by module; those that are tied have the first one's name."""
+    """The parameters of a model by module; tied ones have the name of the first."""
 
     def __init__(self, model: PreTrainedModel, path: str) -> None:
         self._prefix = f"{path}."
@@ -274,7 +276,7 @@ class _Names:
 
     @property
     def outside(self) -> Shapes:
-        """The parameters of no layer."""
+        """The shapes of the parameters outside the layers."""
         return {
             name: tuple(tensor.shape)
             for name, tensor in self._state.items()
@@ -282,13 +284,13 @@ class _Names:
         }
 
     def of_layer(self, number: int) -> Shapes:
-        """The parameters of a layer; what it shares with an earlier one has that one's names."""
+        """The shapes of a layer's parameters; those shared with an earlier layer have its names."""
         prefix = f"{self._prefix}{number}."
         own = {name: tensor for name, tensor in self._state.items() if name.startswith(prefix)}
         return {self._first[id(tensor)]: tuple(tensor.shape) for tensor in own.values()}
 
     def of_modules(self, modules: list[str]) -> dict[str, tuple[int, ...]]:
-        """The parameters of modules outside the layers."""
+        """The shapes of the parameters of modules outside the layers."""
         return {
             self._first[id(tensor)]: tuple(tensor.shape)
             for module in modules

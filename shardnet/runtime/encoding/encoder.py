@@ -1,7 +1,7 @@
-"""An encoder in memory, computed by transformers' own class of its family, in float32.
+"""Load and run an encoder, by transformers' own class of its family, in float32.
 
-Knows how transformers is given a config and tensors that were read here: it opens no file, looks
-nothing up and runs no code of a checkpoint. Must not know threads, nor who asks.
+Passes a config and tensors that were read here to transformers, which opens no file, downloads
+nothing and runs no code of a checkpoint. Must not know threads, nor who asks.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _BUFFERS: Final = ("position_ids", "token_type_ids", "rotary_emb.inv_freq")
-"""What older checkpoints store, and can be computed."""
+"""Buffers that older checkpoints store although they can be computed."""
 
 
 Step = Callable[[], None]
-"""Called before each step of what may take long; what it raises ends that."""
+"""Called before each step of long work; an exception that it raises ends the work."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
-    """The tokens of one text, or of a query and a document, and which of the two each is of."""
+    """The token ids of one text, or of a query and a document, and each token's type id."""
 
     token_ids: Sequence[int]
     type_ids: Sequence[int]
@@ -59,9 +59,9 @@ class Encoder:
     ) -> NDArray[np.float32]:
         """Compute a batch: float32 [inputs, hidden size] of vectors, or [inputs, 1] of scores.
 
-        Vectors are pooled and not scaled. `step` is called first. Raises UsageError for a token
-        that the model has not, NumericalError if it computes what is no number, CapacityError
-        if memory runs out.
+        Vectors are pooled but not normalised. `step` is called first. Raises UsageError for a token
+        id outside the vocabulary, NumericalError for NaN or infinite outputs, CapacityError if
+        memory runs out.
         """
         step()
         n_tokens = self.module.config.vocab_size
@@ -92,7 +92,7 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """A linear behind the pooling, in float32: weight [outputs, inputs], perhaps a bias."""
+    """A linear after pooling, in float32: weight [outputs, inputs], bias [outputs] or None."""
 
     layer: DenseLayer
     weight: torch.Tensor
@@ -111,7 +111,7 @@ class Dense:
         return cls(layer=layer, weight=weight, bias=bias[0] if bias else None)
 
     def __call__(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Multiply vectors [B, inputs] to [B, outputs]."""
+        """Apply the linear and its activation: vectors [B, inputs] to [B, outputs]."""
         made = torch.nn.functional.linear(vectors, self.weight, self.bias)
         return made.tanh() if self.layer.activation == "Tanh" else made
 
@@ -120,9 +120,9 @@ class Dense:
 def finished(
     facts: EncoderFacts, values: torch.Tensor, dense: Sequence[Dense]
 ) -> NDArray[np.float32]:
-    """Bring pooled vectors, or scores, [B, E] through the linears behind the pooling.
+    """Apply the linears after pooling to vectors, or scores, [B, E].
 
-    Raises NumericalError for what is no number.
+    Raises NumericalError for NaN or infinite values.
     """
     values = values.float()
     for layer in dense:
@@ -134,7 +134,7 @@ def finished(
 
 
 def pooled(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.Tensor:
-    """Make vectors [B, E] of hidden states [B, T, E], where `mask` [B, T] is 1."""
+    """Pool hidden states [B, T, E] to vectors [B, E], over the tokens where `mask` [B, T] is 1."""
     match pooling:
         case "cls":
             return states[:, 0]
@@ -146,9 +146,9 @@ def pooled(states: torch.Tensor, mask: torch.Tensor, pooling: Pooling) -> torch.
 
 
 def batches(lengths: Sequence[int], positions: int = BATCH_POSITIONS) -> Iterator[list[int]]:
-    """Divide inputs of these lengths into batches, the shortest first; yield their places.
+    """Divide inputs of these lengths into batches, the shortest first; yield the inputs' indices.
 
-    Each has at most so many `positions` with padding, unless it is one input.
+    A batch has at most `positions` positions, padding included, unless it is a single input.
     """
     batch: list[int] = []
     for place in sorted(range(len(lengths)), key=lengths.__getitem__):
@@ -204,7 +204,7 @@ def memory_for(facts: EncoderFacts) -> AbstractContextManager[None]:
 
 @contextmanager
 def _named(facts: EncoderFacts) -> Iterator[None]:
-    """Raise CheckpointError for what transformers raises inside, ShortageError for a shortage."""
+    """Turn transformers' errors inside into CheckpointError, or ShortageError for a shortage."""
     try:
         yield
     except Exception as error:  # strangers' values make it raise anything
@@ -228,7 +228,7 @@ def _read(facts: EncoderFacts, tensor: ModelTensor, step: Step) -> torch.Tensor:
 
 
 def _class_of(facts: EncoderFacts) -> Any:
-    """Return transformers' class, which writes no bars and reports from now on."""
+    """Return the encoder's class; turn off transformers' progress bars and load reports."""
     try:
         import transformers
 
@@ -246,9 +246,10 @@ def _class_of(facts: EncoderFacts) -> Any:
 
 
 def _check_claimed(facts: EncoderFacts, claimed: Mapping[str, torch.Tensor]) -> None:
-    """Raise CheckpointError if the config has more weights than the files, before any is made.
+    """Raise CheckpointError if the config implies more weights than the files have.
 
-    Makers' own names of tensors differ from those of transformers, their number does not.
+    Runs before memory is allocated. Compares numbers of weights, since makers' names of tensors may
+    differ from those of transformers.
     """
     claimed = {name: one for name, one in claimed.items() if not _is_unused(facts, name)}
     n_weights = sum(one.numel() for one in claimed.values())
@@ -262,7 +263,7 @@ def _check_claimed(facts: EncoderFacts, claimed: Mapping[str, torch.Tensor]) -> 
 
 
 def _check_complete(facts: EncoderFacts, said: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if tensors are missing, or are there that the model does not use."""
+    """Raise CheckpointError for missing tensors, and for tensors that the model does not use."""
     missing = [name for name in said["missing_keys"] if not _is_unused(facts, name)]
     strange = [name for name in said["unexpected_keys"] if not _is_unused(facts, name)]
     strange = [name for name in strange if not name.endswith(_BUFFERS)]
@@ -278,6 +279,6 @@ def _refuse(facts: EncoderFacts, what: str, names: Sequence[str]) -> None:
 
 
 def _is_unused(facts: EncoderFacts, name: str) -> bool:
-    """Whether vectors are made without a tensor: those of heads, and what is before these."""
+    """Return whether embeddings need no such tensor: it belongs to a head, or to the pooler."""
     is_before = bare_name(name).startswith("pooler.")
     return facts.config.kind == "embedding" and (is_before or is_of_head(name))

@@ -1,4 +1,4 @@
-"""What is known of a checkpoint on this machine: its place, its model, what takes its pictures."""
+"""Identify a checkpoint on this machine: its folder, its model, its vision tower."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from shardnet.types import PREFILL_CHUNK_ROWS, DType
 
 
 def processor_at(path: Path, mmproj: Path | None, token_id: TokenId) -> PictureProcessor:
-    """Return what prepares pictures for the checkpoint at `path`; for `mmproj` see open_pictures.
+    """Return the picture processor of the checkpoint at `path`; for `mmproj` see open_pictures.
 
     Raises UnsupportedModelError, which says what is missing, for a model that takes none, and
     CheckpointError for damaged files.
@@ -41,10 +41,10 @@ def processor_at(path: Path, mmproj: Path | None, token_id: TokenId) -> PictureP
 
 
 def tower_of(checkpoint: Checkpoint, mmproj: Path | None = None) -> Pictures | None:
-    """Return the tower that a first stage loads, None where it is not whole or not known.
+    """Return the vision tower that a first stage loads, None if it is incomplete or unsupported.
 
-    Why it is not is said when a picture comes; of a GGUF that was named, `mmproj`, at once, by the
-    errors of `open_pictures`.
+    The reason is raised when a request has a picture. Of a GGUF that was named, `mmproj`, it is
+    raised at once, as `open_pictures` does.
     """
     try:
         found = open_pictures(checkpoint, lambda text: 0, mmproj)
@@ -58,9 +58,9 @@ def tower_of(checkpoint: Checkpoint, mmproj: Path | None = None) -> Pictures | N
 
 
 PICTURE_SIDE = 512
-"""Pixels on a side of the picture whose time a plan predicts."""
+"""Side, in pixels, of the picture for which a plan predicts the time."""
 MAX_CONFIG_TEXT = 1 << 20
-"""Characters of a config.json that one node sends another."""
+"""Most characters of a config.json that one node sends another."""
 
 
 Stamp = tuple[tuple[str, int, int], ...]
@@ -71,15 +71,15 @@ Stamp = tuple[tuple[str, int, int], ...]
 class ModelFacts:
     """What is known of a checkpoint from its headers.
 
-    `path` is its folder, or its file. `config_text` is its config in the words of config.json.
+    `path` is its folder, or its file. `config_text` is its config as the text of a config.json.
     `stamp` changes when a file of it does. `is_complete`: it holds every tensor, and is not a
-    replica. `packed` are the weights that stay as they are stored. `stored_dtype` is that of all
-    other linear weights of layers in the files, None where they have to be converted;
-    `linear_dtype` that of the LM head's too. `form` names how they are stored, for people, and
+    replica. `packed` has the sizes of the weights that stay as they are stored. `stored_dtype` is
+    the dtype of all other linear weights of layers in the files, None if they have to be converted;
+    `linear_dtype` the same with the LM head. `form` names how they are stored, for people, and
     `size_bytes` is the size of the tensor files. `unknown_keys` of its config may change what is
-    computed: a ring is made of it only where they are to be ignored. `recommended` is the sampling
-    that its makers recommend, by the names of SamplingParams. `layers` are the stored sizes of
-    layers, and which of them are here.
+    computed: rings refuse it unless they are to be ignored. `recommended` is the sampling that its
+    makers recommend, by the names of SamplingParams. `layers` are the stored sizes of layers, and
+    which of them are here.
     """
 
     model_id: str
@@ -97,27 +97,31 @@ class ModelFacts:
     layers: StoredLayers = NO_LAYERS
     recommended: Mapping[str, float] = field(default_factory=dict)
     has_mtp: bool = False
-    """Whether it has a layer that predicts further tokens."""
+    """Whether it has a layer for multi-token prediction."""
     adapters: tuple[AdapterFacts, ...] = ()
-    """Those that a ring with it has."""
+    """The adapters that a ring with this model loads."""
     tower_bytes: Mapping[DType, int] = field(default_factory=dict)
-    """What its tower for pictures takes, by the dtype that computes; {} without one."""
+    """Bytes of its vision tower, by the dtype that computes; {} without one."""
     picture_layers: float = 0.0
-    """For how many layers' time of 256 rows it computes a picture of 512 x 512; 0 if unknown."""
+    """The tower's time for a picture of 512 x 512, in layers' times for 256 rows; 0 if unknown."""
 
     def with_adapters(self, adapters: Sequence[AdapterFacts]) -> ModelFacts:
-        """Count what these adapters take to the model's layers."""
+        """Return the facts with the weights of these adapters in the model's layers."""
         config = with_adapters(self.config, adapters)
         return replace(self, config=config, adapters=tuple(adapters))
 
     def with_mtp(self) -> ModelFacts:
-        """Count that layer to the model. Raises UsageError where there is none."""
+        """Return the facts with the layer for multi-token prediction in the model. Raises
+        UsageError where there is none.
+        """
         if not self.has_mtp:
             raise no_mtp()
         return replace(self, config=replace(self.config, has_mtp=True))
 
     def with_tower(self, mmproj: Path) -> ModelFacts:
-        """Count the tower in the GGUF `mmproj` in place of its own. Blocks; raises as tower_of."""
+        """Return the facts with the tower of the GGUF `mmproj` in place of its own. Blocks; raises
+        as tower_of.
+        """
         checkpoint = Checkpoint.open(self.path, ignore_unknown_config=True)
         return replace(self, **_tower_sizes(checkpoint, mmproj))
 
@@ -172,7 +176,7 @@ def identify(path: Path) -> ModelFacts:
 
 
 def _tower_sizes(checkpoint: Checkpoint, mmproj: Path | None = None) -> dict[str, Any]:
-    """Return the fields of ModelFacts that tell of the tower."""
+    """Return the fields of ModelFacts about the vision tower."""
     tower = tower_of(checkpoint, mmproj)
     if tower is None:
         return {"tower_bytes": {}, "picture_layers": 0.0}

@@ -1,4 +1,4 @@
-"""Shards of a stage loaded: the first one here, each other one in the process that it has."""
+"""Load the shards of a stage: the first one here, each other one in a process of its own."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class ArrivingSlot:
         self._states: dict[int, Tensor] = {}
 
     def clear(self) -> None:
-        """Forget what has come."""
+        """Drop the rows collected so far."""
         self._contents = None
         self._states.clear()
 
     def take(self, call: AdoptRows, data: Tensor) -> None:
-        """Take some rows of a layer, as plain bytes, of all heads."""
+        """Add rows of all KV heads of a layer, or a piece of its state, as plain bytes."""
         if self._contents is None:
             self._contents = self._kv.new_contents(0)
         contents, layer = self._contents, call.layer
@@ -83,7 +83,7 @@ class ArrivingSlot:
                 contents.states[layer].end = call.end
             return
         if call.part == "keys" and call.begin == 0:
-            for held in (contents.keys, contents.values):  # which may have no columns, and not come
+            for held in (contents.keys, contents.values):  # one without columns is not sent
                 n_heads, _, width = held[layer].shape
                 held[layer] = held[layer].new_empty(n_heads, call.n_rows, width)
         own = (contents.keys if call.part == "keys" else contents.values)[layer]
@@ -92,7 +92,7 @@ class ArrivingSlot:
         own[:, call.begin : call.begin + call.n] = own_rows
 
     def adopt(self, slot: SlotId, firsts: Sequence[int], n_blocks: int) -> None:
-        """Let the slot hold what has come."""
+        """Move the collected rows and states into the slot."""
         contents = self._contents or self._kv.new_contents(0)
         self.clear()
         contents.firsts[:] = firsts
@@ -105,9 +105,9 @@ class ArrivingSlot:
 
 
 _MOST_ROWS: Final = 1024
-"""Rows of the largest frame and more."""
+"""Rows that a call has room for, more than the largest frame has."""
 _MESSAGE_BYTES: Final = 1 << 20
-"""Of the token ids and masks of a call."""
+"""Room for the token ids and masks of a call."""
 
 
 def load_leading(
@@ -123,9 +123,9 @@ def load_leading(
 ) -> StageModel:
     """Load the first shard of a stage, while processes load the others that `order` names.
 
-    `packs` is the folder of quantised weights, `files` what identifies the checkpoint's files
-    there. `launch` starts a process. Raises what loading raises in any of them, ConfigurationError
-    where a process cannot be given what it needs.
+    `packs` is the folder of quantised weights, `files` identifies the checkpoint's files in it.
+    `launch` starts a process. Raises what loading raises in any of them, ConfigurationError where a
+    process cannot be given what it needs.
     """
     _check(order)
     n_shards, config = len(order.devices), checkpoint.config
