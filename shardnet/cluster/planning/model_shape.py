@@ -183,7 +183,9 @@ def _quantized_sizes(
         tied_bytes=shared_weight_bytes(config, form),
         kv_block_bytes=max(kv_block_bytes(plain, n, form.kv, kv_dtype) for n in each_layer),
         state_bytes=max(least_state_bytes(config, n, dtype) for n in each_layer),
-        divisions=tuple(layer_division(config, layer, form) for layer in range(config.n_layers)),
+        divisions=tuple(
+            layer_division(config, layer, form, size) for layer, size in enumerate(layers)
+        ),
         head_division=tail_division(config, form),
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),

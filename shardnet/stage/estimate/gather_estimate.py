@@ -135,11 +135,11 @@ def _expert_gathers(experts: Experts, width: int) -> Columns:
     return visits, shared, width
 
 
-def layer_division(config: ModelConfig, layer: int, form: WeightForm) -> Division:
-    """Return how the weights of the absolute `layer` are divided over shards."""
+def layer_division(config: ModelConfig, layer: int, form: WeightForm, n_bytes: int) -> Division:
+    """Return how the weights of the absolute `layer`, of `n_bytes`, are divided over shards."""
     is_mtp = layer == config.n_layers
     tensors = mtp_tensors(config) if is_mtp else layer_tensors(config, layer)
-    return _division(config, tensors, one_layer_bytes(config, layer, form), form)
+    return _division(config, tensors, n_bytes, form)
 
 
 def embedding_division(config: ModelConfig, form: WeightForm, tower_bytes: int = 0) -> Division:
@@ -154,9 +154,8 @@ def tail_division(config: ModelConfig, form: WeightForm) -> Division:
     n_bytes = head_weight_bytes(config, form)
     parts = [(n_bytes, _division(config, head_tensors(config), n_bytes, form))]
     if config.has_mtp:
-        parts.append(
-            (mtp_weight_bytes(config, form), layer_division(config, config.n_layers, form))
-        )
+        n_bytes = mtp_weight_bytes(config, form)
+        parts.append((n_bytes, layer_division(config, config.n_layers, form, n_bytes)))
         embedding_bytes = embedding_weight_bytes(config, form) - tied_weight_bytes(form)
         parts.append((embedding_bytes, embedding_division(config, form)))
     return Division.of_all(parts)
@@ -164,10 +163,8 @@ def tail_division(config: ModelConfig, form: WeightForm) -> Division:
 
 def stage_division(config: ModelConfig, layers: LayerRange, form: WeightForm) -> Division:
     """Return how the weights of a stage are divided over its shards."""
-    parts = [
-        (one_layer_bytes(config, layer, form), layer_division(config, layer, form))
-        for layer in layers
-    ]
+    sizes = [(layer, one_layer_bytes(config, layer, form)) for layer in layers]
+    parts = [(size, layer_division(config, layer, form, size)) for layer, size in sizes]
     parts.append((every_stage_bytes(config, form), WHOLE))
     is_first, is_last = layers.start == 0, layers.end == config.n_layers
     if is_last:
