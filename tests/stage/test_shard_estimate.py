@@ -26,9 +26,9 @@ from shardnet.stage.estimate.memory_estimate import WeightForm, stage_weight_byt
 from shardnet.stage.load import ShardWeights
 from shardnet.types import Arith, DType, LayerRange
 
-HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-WIDE = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 512}
-EXPERTS = {"moe_intermediate_size": 128}
+HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
+WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 256, "vocab_size": 512}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 128}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": HEADS | {"num_key_value_heads": 2},
     "lfm2": HEADS | {"layer_types": ["conv", "full_attention", "conv", "conv"]},
