@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
-from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 from msgspec import structs
 
 from shardnet.errors import UsageError
-from shardnet.model.shards.cut import EVEN, Cut, Division, head_ends
+from shardnet.model.shards.cut import Cut, head_ends
 from shardnet.stage.estimate.memory_estimate import N_BUFFERS, streamed_layers
 from shardnet.types import BLOCK_POSITIONS, LayerRange, NodeId, blocks_for
 from shardnet.wire.framing.schema import LinkFigures
@@ -61,8 +60,6 @@ class Sizes:
     state_bytes: int = 0
     spared_bytes: tuple[int, ...] = ()
     tied_bytes: int = 0
-    divisions: tuple[Division, ...] = ()
-    head_division: Division = EVEN
 
     @property
     def each(self) -> dict[str, Any]:
@@ -98,13 +95,15 @@ class Gathers:
     `layers` has the bytes of each gather in each layer. `head_bytes` are those of the gather behind
     the LM head, `embedding_bytes` those of each node's part behind the embedding; 0 where there is
     none. Attention is cut by `heads`, those of queries and of keys
-    and values; (1, 1) where it is whole in every shard.
+    and values; (1, 1) where it is whole in every shard. Of a layer's weights `head_weights` are
+    those of queries, keys and values.
     """
 
     layers: tuple[tuple[int, ...], ...]
     embedding_bytes: int
     head_bytes: int
     heads: tuple[int, int] = (1, 1)
+    head_weights: Fraction = Fraction(0)
 
     def of(self, layers: LayerRange, n_shards: int) -> list[int]:
         """Return the bytes of each gather in a stage with these layers."""
@@ -179,8 +178,7 @@ class ModelShape(Sizes):
     `head_bytes`. `streaming` is None if weights have to be converted on loading, so cannot be
     streamed.
     `narrow_hops` are the `hop_bytes` from one node to another where that link has its own dtype.
-    `gathers` is None where a stage cannot span several nodes. Where it does, `divisions` say how
-    they divide the weights of each layer, () for evenly.
+    `gathers` is None where a stage cannot span several nodes.
     """
 
     n_layers: int
@@ -193,7 +191,6 @@ class ModelShape(Sizes):
     n_tail_layers: int = 0
     narrow_hops: Mapping[tuple[NodeId, NodeId], int] = field(default_factory=dict)
     gathers: Gathers | None = None
-    embedding_division: Division = EVEN
 
     @property
     def n_blocks(self) -> int:
@@ -224,39 +221,11 @@ class ModelShape(Sizes):
         """Return the shape with more of it quantised: with `sizes`."""
         return replace(self, **sizes.each, quantized_sizes=())
 
-    @property
-    def division(self) -> Division:
-        """How all weights are divided by nodes that share a stage."""
-        spared = self.spared_bytes or (0,) * self.n_layers
-        each = self.divisions or (EVEN,) * self.n_layers
-        parts = [(self.layer_bytes - saved, own) for saved, own in zip(spared, each, strict=True)]
-        parts.append((self.embedding_bytes, self.embedding_division))
-        return Division.of_all([*parts, (self.head_bytes - self.tied_bytes, self.head_division)])
-
-    def enlarged(
-        self,
-        kv: Fraction,
-        activations: Fraction,
-        states: Fraction,
-        weights: Callable[[Division], Fraction],
-    ) -> ModelShape:
-        """Return the sizes with more keys and values, activations and states, by such factors, and
-        more `weights` by one for each division."""
-        embedding = weights(self.embedding_division)
+    def enlarged(self, kv: Fraction, activations: Fraction, states: Fraction) -> ModelShape:
+        """Return the sizes with more keys and values, activations and states, by such factors."""
 
         def several(sizes: Sizes) -> dict[str, Any]:
-            spared = sizes.spared_bytes or (0,) * self.n_layers
-            each = sizes.divisions or (EVEN,) * self.n_layers
-            layers = [
-                math.ceil((sizes.layer_bytes - saved) * weights(own))
-                for saved, own in zip(spared, each, strict=True)
-            ]
-            head = weights(sizes.head_division)
             return {
-                "layer_bytes": max(layers),
-                "spared_bytes": spared_bytes(layers),
-                "head_bytes": math.ceil(sizes.head_bytes * head),
-                "tied_bytes": int(sizes.tied_bytes * min(embedding, head)),
                 "kv_block_bytes": math.ceil(sizes.kv_block_bytes * kv),
                 "activation_bytes": math.ceil(sizes.activation_bytes * activations),
                 "activation_position_bytes": int(sizes.activation_position_bytes * activations),
@@ -264,10 +233,7 @@ class ModelShape(Sizes):
             }
 
         quantized = tuple(replace(sizes, **several(sizes)) for sizes in self.quantized_sizes)
-        embedding_bytes = math.ceil(self.embedding_bytes * embedding)
-        return replace(
-            self, **several(self), embedding_bytes=embedding_bytes, quantized_sizes=quantized
-        )
+        return replace(self, **several(self), quantized_sizes=quantized)
 
     def weight_bytes(self, layers: LayerRange, n_streamed: int = 0) -> int:
         """Weights of a stage: its layers, the embedding if first, norm and LM head if last.
@@ -310,12 +276,6 @@ class ModelShape(Sizes):
         return int(used * (1 + MARGIN))
 
 
-def spared_bytes(layers: Sequence[int]) -> tuple[int, ...]:
-    """Return how many bytes less than the largest layer each one takes; () if all are equal."""
-    most = max(layers)
-    return tuple(most - n_bytes for n_bytes in layers) if min(layers) < most else ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldModel:
     """A model as one node would hold it, and the memory that the node has for a stage."""
@@ -330,11 +290,11 @@ class HeldModel:
 
     def parts(self, weights: Sequence[int]) -> list[tuple[Fraction, Fraction]]:
         """Return what each shard has by its weight: of the model's weights, of keys and values."""
-        cuts, whole = self._cuts(weights), self.shape.division
-        return [(cut.share(whole), Fraction(cut.n_own_kv_heads, cut.n_kv_heads)) for cut in cuts]
-
-    def _cuts(self, weights: Sequence[int]) -> list[Cut]:
-        return (self.shape.gathers or NO_GATHERS).cuts(weights)
+        gathers = self.shape.gathers or NO_GATHERS
+        return [
+            (cut.share(gathers.head_weights), Fraction(cut.n_own_kv_heads, cut.n_kv_heads))
+            for cut in gathers.cuts(weights)
+        ]
 
     def shared_by(self, weights: Sequence[int], memory_bytes: Sequence[int]) -> HeldModel:
         """Return it in shards, each with a share by its weight and so much memory.
@@ -345,18 +305,10 @@ class HeldModel:
         parts = self.parts(weights)
         shares, working = [share for share, _ in parts], self.working_bytes
         rooms = [(own - working) / share for own, share in zip(memory_bytes, shares, strict=True)]
-        most, both = 1 / max(shares), [*zip(self._cuts(weights), shares, strict=True)]
-
-        @cache
-        def unevenness(division: Division) -> Fraction:
-            return max(cut.share(division) / share for cut, share in both)
-
+        most = 1 / max(shares)
         return HeldModel(
             shape=self.shape.enlarged(
-                kv=max(kv / share for share, kv in parts),
-                activations=most,
-                states=1 / min(shares),
-                weights=unevenness,
+                max(kv / share for share, kv in parts), most, 1 / min(shares)
             ),
             memory_bytes=max(0, int(min(rooms) + most * working)),
         )

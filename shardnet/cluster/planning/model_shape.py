@@ -8,27 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shardnet.cluster.placement.figures import (
-    Gathers,
-    ModelShape,
-    QuantizedSizes,
-    Streaming,
-    spared_bytes,
-)
+from shardnet.cluster.placement.figures import Gathers, ModelShape, QuantizedSizes, Streaming
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import family_of
 from shardnet.stage.estimate.gather_estimate import (
-    embedding_division,
     embedding_gathers,
     head_gathers,
-    layer_division,
     layer_gathers,
-    tail_division,
 )
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,
+    attention_weights,
     embedding_weight_bytes,
     every_stage_bytes,
     kv_block_bytes,
@@ -136,7 +128,6 @@ def model_shape(
         ),
         n_tail_layers=int(config.has_mtp),
         gathers=_gathers(config, gather_dtype or WireDType.own(dtype)),
-        embedding_division=embedding_division(config, form, tower_bytes),
     )
 
 
@@ -151,6 +142,7 @@ def _gathers(config: ModelConfig, wire: WireDType) -> Gathers:
         embedding_bytes=sum(sizes(embedding_gathers(config))),
         head_bytes=sum(sizes(head_gathers(config))),
         heads=(1, 1) if family_of(config).has_whole_heads else (config.n_heads, config.n_kv_heads),
+        head_weights=attention_weights(config),
     )
 
 
@@ -178,15 +170,17 @@ def _quantized_sizes(
     return QuantizedSizes(
         flags=flags,
         layer_bytes=max(layers),
-        spared_bytes=spared_bytes(layers),
+        spared_bytes=_spared(layers),
         head_bytes=tail_weight_bytes(config, form),
         tied_bytes=shared_weight_bytes(config, form),
         kv_block_bytes=max(kv_block_bytes(plain, n, form.kv, kv_dtype) for n in each_layer),
         state_bytes=max(least_state_bytes(config, n, dtype) for n in each_layer),
-        divisions=tuple(
-            layer_division(config, layer, form, size) for layer, size in enumerate(layers)
-        ),
-        head_division=tail_division(config, form),
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),
     )
+
+
+def _spared(layers: Sequence[int]) -> tuple[int, ...]:
+    """Return how many bytes less than the largest layer each one takes; () if all are equal."""
+    most = max(layers)
+    return tuple(most - n_bytes for n_bytes in layers) if min(layers) < most else ()

@@ -10,8 +10,8 @@ decision 4). Quantised weights share scales along their inputs, which stay whole
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
@@ -119,34 +119,6 @@ def head_ends(n_heads: int, n_kv_heads: int, weights: Sequence[int]) -> tuple[in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Division:
-    """What of some weights is not divided evenly over shards, as shares of all of them.
-
-    `whole` are in every shard; where attention is not cut by heads `uncut_whole` are, too. Where it
-    is, `heads` go with query heads, `kv_heads` with those of keys and values.
-    """
-
-    whole: Fraction = Fraction()
-    uncut_whole: Fraction = Fraction()
-    heads: Fraction = Fraction()
-    kv_heads: Fraction = Fraction()
-
-    @classmethod
-    def of_all(cls, parts: Iterable[tuple[int, Division]]) -> Division:
-        """Join the divisions of several weights, each with its bytes."""
-        own = [*parts]
-        total = max(1, sum(n_bytes for n_bytes, _ in own))
-        names = [each.name for each in fields(cls)]
-        sums = (sum(n * Fraction(getattr(part, name)) for n, part in own) for name in names)
-        return cls(**{name: Fraction(one) / total for name, one in zip(names, sums, strict=True)})
-
-
-EVEN = Division()
-WHOLE = Division(whole=Fraction(1))
-"""Of weights that every shard has."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
     """Shard `index` of a stage, of which each has a share by its weight; `n_heads` and `n_kv_heads`
     are the whole model's.
@@ -200,19 +172,13 @@ class Cut:
         ends = self.head_ends
         return (ends[self.index], ends[self.index + 1]) if ends else (0, self.n_heads)
 
-    def share(self, division: Division) -> Fraction:
-        """Return what this shard has of weights that are divided so, at most: heads may be cut less
-        evenly than what has more columns.
+    def share(self, of_heads: Fraction) -> Fraction:
+        """Return what this shard has of a layer's weights at most, of which `of_heads` are those of
+        queries, keys and values: heads may be cut less evenly than what has more columns.
         """
-        share = Fraction(self.weights[self.index], sum(self.weights))
-        if not self.cuts_heads:
-            return share + (division.whole + division.uncut_whole) * (1 - share)
         begin, end = self.heads
-        of_heads = Fraction(end - begin, self.n_heads)
-        of_kv_heads = Fraction(self.n_own_kv_heads, self.n_kv_heads)
-        more = division.heads * max(Fraction(), of_heads - share)
-        more += division.kv_heads * max(Fraction(), of_kv_heads - share)
-        return share + division.whole * (1 - share) + more
+        share = Fraction(self.weights[self.index], sum(self.weights))
+        return share + of_heads * max(Fraction(), Fraction(end - begin, self.n_heads) - share)
 
     def own_config(self, config: ModelConfig) -> ModelConfig:
         """Return the config of a model with the heads of this shard only."""

@@ -26,10 +26,10 @@ from shardnet.runtime.loading.loaded_stage import KeptWeights, LoadedStage
 from shardnet.runtime.loading.model_facts import Stamp, check_model_id, stamp, tower_of
 from shardnet.runtime.stage.compute import ComputePlugin, PluggedStage, StageJob
 from shardnet.runtime.stage.stage_order import StageOrder
-from shardnet.stage.estimate.gather_estimate import stage_division
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,
+    attention_weights,
     graph_bytes,
     kv_block_bytes,
     least_state_bytes,
@@ -245,9 +245,7 @@ def _load_with_torch(
     weight_bytes = model.weight_bytes
     if group is not None:  # what of them is on this node
         cut = cut_of(model.config, order.shard, order.n_nodes, order.shares)
-        form = weight_form(job.checkpoint, model.choice)
-        division = stage_division(model.config, order.layers, form)
-        weight_bytes = math.ceil(weight_bytes * cut.share(division))
+        weight_bytes = math.ceil(weight_bytes * cut.share(attention_weights(model.config)))
     compute = make_compute(model, job.sampler, WireDType.own(order.form.dtype), kept)
     plugged = PluggedStage(
         compute=compute
@@ -440,7 +438,7 @@ def kv_room(
     """
     weights = stage_weight_bytes(config, layers, form, n_streamed)
     if cut is not None:
-        weights = math.ceil(weights * cut.share(stage_division(config, layers, form)))
+        weights = math.ceil(weights * cut.share(attention_weights(config)))
         config = cut.own_config(config)
     rows, dtype = PREFILL_CHUNK_ROWS, form.dtype
     activations = activation_peak_bytes(config, layers, rows, dtype, context, kv_dtype)

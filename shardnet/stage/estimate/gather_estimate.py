@@ -1,5 +1,4 @@
-"""What shards of a stage gather of each row, and what of its weights each has: from a config, as
-stage/load.py cuts linears.
+"""What shards of a stage gather of each row: from a config, as stage/load.py cuts linears.
 
 Knows which linears are cut by what, and which are too small for it. Pure. Must not know how long a
 gather takes.
@@ -7,51 +6,13 @@ gather takes.
 
 from __future__ import annotations
 
-import math
-import re
-from collections import defaultdict
-from collections.abc import Iterator
-from fractions import Fraction
-
 from shardnet.model.config.model_config import Experts, ModelConfig
 from shardnet.model.families.registry import family_of
-from shardnet.model.families.stage_tensors import (
-    Table,
-    embedding_tensors,
-    head_tensors,
-    is_quantizable,
-    layer_tensors,
-    mtp_tensors,
-)
-from shardnet.model.shards.cut import WHOLE, Division, stays_whole
-from shardnet.stage.estimate.memory_estimate import (
-    WeightForm,
-    embedding_weight_bytes,
-    every_stage_bytes,
-    head_weight_bytes,
-    mtp_weight_bytes,
-    one_layer_bytes,
-    shared_weight_bytes,
-    tail_weight_bytes,
-    tied_weight_bytes,
-)
-from shardnet.types import LayerRange
+from shardnet.model.families.stage_tensors import layer_tensors
+from shardnet.model.shards.cut import stays_whole
 
 Columns = tuple[int, ...]
 """The columns of each gather, of all shards together."""
-
-_INNER = re.compile(
-    r"\.(mlp|feed_forward|block_sparse_moe|shared_mlp|moe|mixer\.shared_experts)\."
-    r"|\.mixer\.(up|down)_proj\."
-)
-"""Linears of MLPs, which are always cut, as those of experts are."""
-_ATTENTION = re.compile(r"\b(self_attn|attn|mixer)\.(?!q_a_|kv_a_|in_|out_proj)|\bself_attn\.out_")
-"""Linears of attention, which are cut where its heads are."""
-_OUTPUT = re.compile(r"\.(o_proj|out_proj|dense|c_proj)\.weight$")
-_KV = re.compile(r"\.[kv]_proj\.weight$")
-_QKV = re.compile(r"\.(qkv_proj|c_attn)\.weight$")
-_JOINED = re.compile(r"\.(([qkvg]|gate|g_a)_proj|in_proj_(qkv|z))\.weight$")
-"""Linears that a mixer asks for as one."""
 
 
 def layer_gathers(config: ModelConfig, layer: int) -> Columns:
@@ -133,84 +94,3 @@ def _expert_gathers(experts: Experts, width: int) -> Columns:
     if shared in (0, experts.intermediate_size):
         return visits + shared, width
     return visits, shared, width
-
-
-def layer_division(config: ModelConfig, layer: int, form: WeightForm, n_bytes: int) -> Division:
-    """Return how the weights of the absolute `layer`, of `n_bytes`, are divided over shards."""
-    is_mtp = layer == config.n_layers
-    tensors = mtp_tensors(config) if is_mtp else layer_tensors(config, layer)
-    return _division(config, tensors, n_bytes, form)
-
-
-def embedding_division(config: ModelConfig, form: WeightForm, tower_bytes: int = 0) -> Division:
-    """Return how those of the embedding are, and of a tower for pictures."""
-    n_bytes = embedding_weight_bytes(config, form)
-    tables = _division(config, embedding_tensors(config), n_bytes, form)
-    return Division.of_all([(n_bytes, tables), (tower_bytes, WHOLE)])
-
-
-def tail_division(config: ModelConfig, form: WeightForm) -> Division:
-    """Return how those are that a stage holds beside its layers because it is the last."""
-    n_bytes = head_weight_bytes(config, form)
-    parts = [(n_bytes, _division(config, head_tensors(config), n_bytes, form))]
-    if config.has_mtp:
-        n_bytes = mtp_weight_bytes(config, form)
-        parts.append((n_bytes, layer_division(config, config.n_layers, form, n_bytes)))
-        embedding_bytes = embedding_weight_bytes(config, form) - tied_weight_bytes(form)
-        parts.append((embedding_bytes, embedding_division(config, form)))
-    return Division.of_all(parts)
-
-
-def stage_division(config: ModelConfig, layers: LayerRange, form: WeightForm) -> Division:
-    """Return how the weights of a stage are divided over its shards."""
-    sizes = [(layer, one_layer_bytes(config, layer, form)) for layer in layers]
-    parts = [(size, layer_division(config, layer, form, size)) for layer, size in sizes]
-    parts.append((every_stage_bytes(config, form), WHOLE))
-    is_first, is_last = layers.start == 0, layers.end == config.n_layers
-    if is_last:
-        parts.append((tail_weight_bytes(config, form), tail_division(config, form)))
-    if is_first:
-        n_bytes = embedding_weight_bytes(config, form)
-        n_bytes -= shared_weight_bytes(config, form) if is_last else 0
-        parts.append((n_bytes, embedding_division(config, form)))
-    return Division.of_all(parts)
-
-
-def _division(config: ModelConfig, tensors: Table, n_bytes: int, form: WeightForm) -> Division:
-    """Return how tensors of `n_bytes` are divided: ShardWeights decides the same for each.
-
-    The bytes of linears are taken to be alike for each weight.
-    """
-    linears = {name: shape for name, shape in tensors.items() if is_quantizable(name, shape)}
-    n_weights = sum(map(math.prod, linears.values()))
-    rest = {name: math.prod(tensors[name]) for name in tensors.keys() - linears.keys()}
-    rest_bytes = sum(rest.values()) * form.dtype.size_bytes
-    of_linears = Fraction(max(0, n_bytes - rest_bytes), max(1, n_bytes * n_weights))
-    of_rest = Fraction(form.dtype.size_bytes, max(1, n_bytes))
-    found: defaultdict[str, Fraction] = defaultdict(Fraction)
-    for name, n in rest.items():
-        by_heads = name.endswith(".kv_b_proj.weight")
-        for kind in ("heads", "uncut_whole") if by_heads else ("whole",):
-            found[kind] += n * of_rest
-    for kind, part in _uneven(config, linears):
-        found[kind] += part * of_linears
-    return Division(**found)
-
-
-def _uneven(config: ModelConfig, linears: Table) -> Iterator[tuple[str, Fraction]]:
-    """List weights of linears that are not divided evenly, by the fields of Division."""
-    joined: defaultdict[str, int] = defaultdict(int)
-    of_kv = Fraction(2 * config.n_kv_heads, config.n_heads + 2 * config.n_kv_heads)
-    for name, shape in linears.items():
-        if ".experts." in name or _INNER.search(name):
-            continue
-        n, is_attention = math.prod(shape), bool(_ATTENTION.search(name))
-        joined[_JOINED.sub(".", name)] += n
-        if is_attention and not _OUTPUT.search(name):
-            part = of_kv if _QKV.search(name) else Fraction(bool(_KV.search(name)))
-            yield "kv_heads", n * part
-            yield "heads", n * (1 - part)
-    for name, n_joined in joined.items():
-        if stays_whole(n_joined, 1):
-            kind = "uncut_whole" if _ATTENTION.search(f"{name}_") else "whole"
-            yield kind, Fraction(n_joined)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from shardnet.model.config.limits import GRAPH_BUCKETS
 from shardnet.model.config.model_config import HeadShape, ModelConfig
@@ -92,7 +93,16 @@ def layer_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
 
 def layers_weight_bytes(config: ModelConfig, form: WeightForm) -> tuple[int, ...]:
     """Return the bytes of each layer's weights; layers with experts are the largest by far."""
-    return tuple(one_layer_bytes(config, layer, form) for layer in range(config.n_layers))
+    return tuple(_layer_bytes(config, layer, form) for layer in range(config.n_layers))
+
+
+def attention_weights(config: ModelConfig) -> Fraction:
+    """Return about what of a layer's weights those of queries, keys and values are."""
+    own = (config.n_heads + 2 * config.n_kv_heads) * config.head_size
+    inner = config.intermediate_size
+    if config.experts is not None:
+        inner = config.experts.n_experts * config.experts.intermediate_size
+    return Fraction(own, own + config.n_heads * config.head_size + 3 * inner)
 
 
 def head_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
@@ -103,7 +113,7 @@ def head_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
 
 def mtp_weight_bytes(config: ModelConfig, form: WeightForm) -> int:
     """Return the bytes of what predicts further tokens, beside embedding and LM head."""
-    return one_layer_bytes(config, config.n_layers, form) if config.has_mtp else 0
+    return _layer_bytes(config, config.n_layers, form) if config.has_mtp else 0
 
 
 def mtp_read_bytes(config: ModelConfig, form: WeightForm) -> int:
@@ -165,7 +175,7 @@ def stage_weight_bytes(
     on_disk = [_linear_bytes(config, layer, form) for layer in streamed]
     scratch_bytes = max((_scratch_bytes(config, layer, form) for layer in streamed), default=0)
     buffers = min(N_BUFFERS, len(streamed)) * max(on_disk, default=0) + scratch_bytes
-    layer_bytes = sum(one_layer_bytes(config, layer, form) for layer in layers)
+    layer_bytes = sum(_layer_bytes(config, layer, form) for layer in layers)
     return ends_bytes + layer_bytes - sum(on_disk) + buffers
 
 
@@ -217,7 +227,7 @@ def layer_read_bytes(config: ModelConfig, form: WeightForm) -> int:
 
 
 def _read_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
-    return one_layer_bytes(config, layer, form) - _unread_bytes(config, layer, form)
+    return _layer_bytes(config, layer, form) - _unread_bytes(config, layer, form)
 
 
 def _unread_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
@@ -412,8 +422,7 @@ def _tensors(config: ModelConfig, layer: int) -> Table:
     return mtp_tensors(config) if layer == config.n_layers else layer_tensors(config, layer)
 
 
-def one_layer_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
-    """Return the bytes of the absolute layer's weights, of that behind the last one too."""
+def _layer_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
     n_bytes, packed = _table_bytes(_tensors(config, layer), form), form.packed_linears
     if layer < len(config.adapter_bytes):
         n_bytes += config.adapter_bytes[layer]

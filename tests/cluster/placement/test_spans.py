@@ -24,7 +24,7 @@ from shardnet.cluster.placement.placement import place, place_exactly
 from shardnet.cluster.placement.spans import gather_s, grouped, spanning, weigh_spans
 from shardnet.cluster.planning.model_shape import model_shape
 from shardnet.errors import PlanError
-from shardnet.model.shards.cut import MAX_SHARDS, Division
+from shardnet.model.shards.cut import MAX_SHARDS
 from shardnet.runtime.loading.model_facts import identify
 from shardnet.types import DType, NodeId
 
@@ -45,9 +45,9 @@ def model() -> ModelShape:
         embedding_bytes=4096,
         head_bytes=64000,
         heads=(32, 4),
+        head_weights=Fraction(1, 8),
     )
-    of_layer = Division(heads=Fraction(1, 9), kv_heads=Fraction(1, 72))
-    return replace(made, gathers=gathers, divisions=(of_layer,) * LAYERS)
+    return replace(made, gathers=gathers)
 
 
 def nodes(n: int, gb_per_s: float, memory_mib: int = 8192) -> list[CandidateNode]:

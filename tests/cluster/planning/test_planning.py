@@ -36,12 +36,11 @@ from shardnet.errors import (
 from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import parse_config
-from shardnet.model.shards.cut import EVEN
 from shardnet.runtime.loading.loading import cut_of, kv_room
 from shardnet.runtime.loading.model_facts import ModelFacts
-from shardnet.stage.estimate.gather_estimate import stage_division
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
+    attention_weights,
     graph_bytes,
     stage_weight_bytes,
 )
@@ -373,15 +372,13 @@ def test_what_fits_the_shards_of_a_plan_fits_each_of_them(shares: tuple[int, ...
     least = next(kib << 10 for kib in range(1, 1 << 14) if plans(kib << 10))
     for cut in cuts:
         assert kv_room(config, shape.whole, form, 512, least, cut=cut).blocks >= 2
-    division = stage_division(config, shape.whole, form)
-    fullest = max(cuts, key=lambda cut: cut.share(division))
+    fullest = max(cuts, key=lambda cut: cut.share(attention_weights(config)))
     with pytest.raises(CapacityError):  # each shard has activations of its own
         kv_room(config, shape.whole, form, 512, least - held.working_bytes, cut=fullest)
 
 
 def test_equal_shards_have_room_for_as_much_as_their_memory_holds() -> None:
-    made = model_shape(facts().config, DType.BFLOAT16, 512)
-    shape = replace(made, divisions=(), embedding_division=EVEN, head_division=EVEN)
+    shape = model_shape(facts().config, DType.BFLOAT16, 512)
     held = HeldModel(shape=shape, memory_bytes=0).shared_by((1, 1), [1 << 30, 1 << 31])
     assert held.memory_bytes == 2 << 30
     assert held.shape.activation_bytes == 2 * shape.activation_bytes
