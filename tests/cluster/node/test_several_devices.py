@@ -54,6 +54,7 @@ async def said(
     client: Client, choice: ModelChoice, lose: AsyncExitStack | None = None
 ) -> list[int]:
     """Generate; after some tokens the node of `lose` goes without a word."""
+    ending: asyncio.Task[None] | None = None
     token_ids: list[int] = []
     async for event in client.generate(
         [PROMPT], SAMPLED, model=choice, max_tokens=N_TOKENS, ignore_eos=True
@@ -62,7 +63,9 @@ async def said(
         token_ids += event.token_ids
         if lose is not None and len(token_ids) > 5:
             closing, lose = lose.pop_all(), None
-            asyncio.get_running_loop().create_task(closing.aclose())
+            ending = asyncio.get_running_loop().create_task(closing.aclose())
+    if ending is not None:  # the text may end first where much else runs
+        await ending
     return token_ids
 
 
