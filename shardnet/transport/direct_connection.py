@@ -18,6 +18,8 @@ from shardnet.transport.tls import TlsEngine, stream_error
 from shardnet.transport.traffic import Meter
 from shardnet.wire.framing.frames import KIB, Buffer
 
+_SO_BUSY_POLL: Final = 46
+"""Of Linux; Python does not name it."""
 _BUSY_POLL_US: Final = 50
 """How long the kernel looks at the network card itself, where it does."""
 _SMALL_BYTES: Final = 16 * KIB
@@ -44,10 +46,9 @@ class DirectConnection:
         on_close: Callable[[bool], None],
     ) -> None:
         sock.setblocking(False)
-        busy_poll = getattr(socket, "SO_BUSY_POLL", 46) if sys.platform == "linux" else None
-        if busy_poll is not None:
+        if sys.platform == "linux":
             with contextlib.suppress(OSError):  # only root may have more than the system's own
-                sock.setsockopt(socket.SOL_SOCKET, busy_poll, _BUSY_POLL_US)
+                sock.setsockopt(socket.SOL_SOCKET, _SO_BUSY_POLL, _BUSY_POLL_US)
         self.peer = peer
         self.is_encrypted = tls is not None
         self._socket = sock

@@ -69,10 +69,7 @@ class TcpLink(AsyncioLink):
             self.abort("nothing listens there; the connection met itself")
 
     async def detach(self) -> DirectConnection:
-        """Hand the connection of a PARTS link, which is up, to whoever moves its bytes from now on.
-
-        The link is over then. Raises the error that ended it before.
-        """
+        """See `Link`."""
         self._raise_if_ended()
         transport = self._transport
         assert transport is not None
@@ -171,10 +168,7 @@ def _taken(sock: Any) -> socket.socket:
 
 
 def _duplicate(sock: socket.socket) -> socket.socket:
-    if sys.platform == "win32":
-        copy = sock.dup()
-    else:
-        copy = socket.socket(fileno=os.dup(sock.fileno()))  # what uvloop gives has no dup
+    copy = socket.socket(fileno=os.dup(sock.fileno()))  # what uvloop gives has no dup
     copy.setblocking(False)
     return copy
 

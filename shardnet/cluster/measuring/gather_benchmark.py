@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
+import msgspec
+
 from shardnet.errors import (
     BusyError,
     LostShardError,
@@ -52,8 +54,7 @@ GIVE_UP_S: Final = 3.0
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatherFigures:
+class GatherFigures(msgspec.Struct, frozen=True, kw_only=True):
     """What an exchange of parts takes that have no bytes, and how fast their bytes travel."""
 
     gather_s: float

@@ -11,7 +11,6 @@ import os
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict as fields_of
 from dataclasses import dataclass
 from typing import Final
 
@@ -130,7 +129,7 @@ class LinkBenchmark:
             return known.speed if known is not None else None
         figures = await self.measure_gathers(node)
         if figures is not None:
-            speed = replace(speed, **fields_of(figures))
+            speed = replace(speed, **asdict(figures))
         self._known[node] = _Known(speed=speed, payload_bytes=payload_bytes, at_s=self.now_s())
         return speed
 

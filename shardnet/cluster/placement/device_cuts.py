@@ -143,11 +143,8 @@ def _seat(devices: NodeDevices, places: Sequence[int]) -> Seat:
     if n_shards == 1:
         return Seat(devices=tuple(places), held=own[0].held, speed=speeds[0])
     share = _share(devices, n_shards)
-    link, gathers = (
-        devices.gather or LinkSpeed(round_trip_s=0, bytes_per_s=1e9),
-        shape.gathers or NO_GATHERS,
-    )
-
+    link = devices.gather or LinkSpeed(round_trip_s=0, bytes_per_s=1e9)
+    gathers = shape.gathers or NO_GATHERS
     computing = StageSpeed(
         layer_s=max(s.layer_s for s in speeds) * share,
         layer_256_s=max(s.layer_256_s for s in speeds) * share,

@@ -147,13 +147,13 @@ class Cut:
 
         With `has_whole_heads` its attention cannot be computed head by head.
         """
-        heads = (1, 1) if has_whole_heads else (config.n_heads, config.n_kv_heads)
+        heads, own = (config.n_heads, config.n_kv_heads), tuple(weights) or (1,) * size
         return cls(
             index=index,
-            weights=tuple(weights) or (1,) * size,
+            weights=own,
             n_heads=config.n_heads,
             n_kv_heads=config.n_kv_heads,
-            head_ends=head_ends(*heads, tuple(weights) or (1,) * size),
+            head_ends=() if has_whole_heads else head_ends(*heads, own),
         )
 
     @property

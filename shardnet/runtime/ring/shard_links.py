@@ -193,16 +193,14 @@ class ShardLinks:
         Raises what a shard says the step has failed with, LostShardError where a shard is lost,
         sends none in time, or one that is not the part of this gather.
         """
-        is_through = False
         try:
             self._await_parts(n_left)
-            is_through = True
-        except LinkError as error:
-            raise self._break(error) from None
-        finally:
-            if not is_through:
-                for stream in self._streams.values():
-                    stream.rest()
+        except BaseException as error:
+            for stream in self._streams.values():
+                stream.rest()
+            if isinstance(error, LinkError):
+                raise self._break(error) from None
+            raise
 
     def fail_step(self, error: ShardnetError) -> None:
         """Tell the other shards that the step that began last has failed here."""
@@ -274,7 +272,7 @@ class ShardLinks:
 
 
 class ShardSource(LinkSource):
-    """What shard 0 sends to another shard of its stage: steps, slot operations and parts."""
+    """What shard 0 sends to another shard of its stage: steps, and slot operations."""
 
     def __init__(
         self, link: Link, epoch: Epoch, on_arrival: Callable[[], None], parts: ShardLinks
@@ -291,7 +289,9 @@ class ShardSource(LinkSource):
             raise
 
     def _read(self, frame: Frame) -> StageInput | None:
-        """Read a frame; None for a part. Steps that failed before this stage are left out."""
+        """Read a frame; None for why a step has failed. Steps that failed before this stage are
+        left out.
+        """
         if frame.kind is FrameKind.ERROR and frame.step:
             self._parts.take(0, frame)
             return None

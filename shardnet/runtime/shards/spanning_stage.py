@@ -120,8 +120,7 @@ class LinkGroup:
 
     def check(self) -> None:
         """Raise what the step has failed with here or on another shard."""
-        if self.error is not None:
-            raise self.error
+        self._native.raise_error()
 
     def joining(self, part: Tensor, whole: Tensor, ends: Sequence[int]) -> Callable[[], None]:
         """See PythonGroup."""

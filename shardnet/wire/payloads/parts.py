@@ -150,19 +150,6 @@ class PartHeads:
             check_body(head[HEADER.size + CHECKSUMS.size :], payload, of_body, header)
 
 
-def read_part(frame: Frame) -> ShardPart:
-    """Read a PART frame. The payload is the frame's own.
-
-    Raises RemoteProtocolError when a number is not allowed, or when rows x width x dtype is not the
-    payload's length.
-    """
-    if len(frame.meta) != _META.size:
-        fault = f"its meta has {len(frame.meta)} bytes, not {_META.size}"
-        raise _malformed(frame.step, fault)
-    part = _read(frame.meta, len(frame.payload), frame.step)
-    return msgspec.structs.replace(part, payload=frame.payload)
-
-
 def _read(meta: Buffer, n_bytes: int, step: int) -> ShardPart:
     number, shard, code, n_rows, width = _META.unpack(meta)
     if meta[_RESERVED]:

@@ -13,7 +13,12 @@ from msgspec.structs import replace
 from support.transport_harness import HARNESSES, OPTIONS, Harness
 
 from shardnet.cluster.member import ring_membership
-from shardnet.cluster.member.ring_membership import DataEnd, StageSpan
+from shardnet.cluster.member.ring_membership import (
+    DataEnd,
+    DialData,
+    RingMembership,
+    StageSpan,
+)
 from shardnet.errors import PeerFailedError, UsageError
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
@@ -45,6 +50,21 @@ def hello(own: DataEnd) -> Hello:
 
 def spans(n: int = 3) -> list[StageSpan]:
     return [StageSpan(shard=i, addresses=ADDRESSES[:n], end=end(i)) for i in range(n)]
+
+
+def member_of(span: StageSpan, dial: DialData) -> RingMembership:
+    return RingMembership(
+        ring="r",
+        epoch=Epoch(2),
+        rank=1,
+        addresses=ADDRESSES,
+        model="m",
+        owner="h",
+        owner_name="head",
+        dial=dial,
+        on_broken=lambda error, silent: None,
+        span=span,
+    )
 
 
 @pytest.mark.parametrize("name", ["tcp-uvloop", "tls-uvloop"])
@@ -148,18 +168,7 @@ def test_a_link_that_opens_while_its_node_leaves_is_closed(monkeypatch: pytest.M
             await goes_on.wait()
             return near
 
-        member = ring_membership.RingMembership(
-            ring="r",
-            epoch=Epoch(2),
-            rank=1,
-            addresses=ADDRESSES,
-            model="m",
-            owner="h",
-            owner_name="head",
-            dial=dial,
-            on_broken=lambda error, silent: None,
-            span=StageSpan(shard=1, addresses=ADDRESSES, end=end(1)),
-        )
+        member = member_of(StageSpan(shard=1, addresses=ADDRESSES, end=end(1)), dial)
         lane = SimpleNamespace(compute=object())
         joining = asyncio.create_task(member._connect_shards(cast(Any, lane)))
         await dialled.wait()
@@ -195,18 +204,7 @@ def test_connections_that_come_up_while_their_node_leaves_are_closed(
             options = changed(OPTIONS, traffic=traffic)
             return await connect("127.0.0.1", listener.port, hello(own), options=options)
 
-        member = ring_membership.RingMembership(
-            ring="r",
-            epoch=Epoch(2),
-            rank=1,
-            addresses=ADDRESSES,
-            model="m",
-            owner="h",
-            owner_name="head",
-            dial=dial,
-            on_broken=lambda error, silent: None,
-            span=spans(2)[1],
-        )
+        member = member_of(spans(2)[1], dial)
         joining = asyncio.create_task(
             member._connect_shards(cast(Any, SimpleNamespace(compute=object())))
         )
@@ -228,18 +226,7 @@ def test_nobody_waits_for_last_words_about_parts() -> None:
     async def main() -> None:
         own, other = (replace(hello(end(shard)), purpose=Purpose.PARTS) for shard in (0, 1))
         near, far = await memory_pair(own, other, options=changed(OPTIONS, close_s=3600))
-        member = ring_membership.RingMembership(
-            ring="r",
-            epoch=Epoch(2),
-            rank=1,
-            addresses=ADDRESSES,
-            model="m",
-            owner="h",
-            owner_name="head",
-            dial=_no_dial,
-            on_broken=lambda error, silent: None,
-            span=spans(2)[0],
-        )
+        member = member_of(spans(2)[0], _no_dial)
         member.accept(near)
         async with asyncio.timeout(30):
             await member.leave()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from support.hostile.mutate_frames import good_frames, mutated, noise, sealed
+from support.strategies.part_frames import read_part
 from support.strategies.wire_strategies import feed, hello
 
 from shardnet.errors import RemoteProtocolError, ShardnetError
@@ -30,7 +31,6 @@ from shardnet.wire.messages.control import read_control
 from shardnet.wire.messages.extras import read_extras, read_sequence
 from shardnet.wire.messages.handshake import Purpose, hello_frame, read_error, read_hello
 from shardnet.wire.payloads.data import read_data, read_tokens
-from shardnet.wire.payloads.parts import read_part
 from shardnet.wire.payloads.rows import read_rows
 
 SLOW_S: Final = 0.5

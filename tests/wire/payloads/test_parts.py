@@ -7,11 +7,12 @@ import struct
 import pytest
 from hypothesis import given
 from msgspec import structs
+from support.strategies.part_frames import read_part
 from support.strategies.wire_strategies import shard_parts
 
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
 from shardnet.types import WireDType
-from shardnet.wire.payloads.parts import ShardPart, part_frame, read_part
+from shardnet.wire.payloads.parts import ShardPart, part_frame
 
 PART = ShardPart(
     number=2,
