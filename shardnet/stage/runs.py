@@ -27,7 +27,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     `states` collects hidden states [T, E] by how many of the model's layers have computed them, for
     the numbers `kept_states` that this stage passes. Its keys and values are kept in `kv`, None for
     the stage's own. `adapters` are those of each row group, () for none of any. `pictures` are
-    those of its rows, None for none.
+    those of its rows, None for none. `choices` are the positions that layers have chosen, from the
+    last one before the stage on: see Choose.
     """
 
     batch: MicroBatch
@@ -38,6 +39,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     states: dict[int, Tensor] = msgspec.field(default_factory=dict)
     adapters: tuple[tuple[AdapterUse, ...], ...] = ()
     pictures: PictureRows | None = None
+    choices: list[Tensor | None] = msgspec.field(default_factory=list)
 
     @property
     def is_adapted(self) -> bool:
@@ -67,6 +69,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             kept_states=self.kept_states,
             adapters=tuple(self.adapters[place] for place in places),
             pictures=None if self.pictures is None else self.pictures.take(rows),
+            choices=[None if each is None else each[rows] for each in self.choices],
         )
 
     def _rows(self, kinds: Sequence[bool], kind: bool) -> list[int]:
@@ -93,9 +96,23 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             for layer in parts[0].experts or {}:
                 found = [part.experts[layer] for part in parts if part.experts is not None]
                 self.experts[layer] = torch.cat(found)[places]
+        if parts[0].choices:
+            chosen = [part.choices[-1] for part in parts]
+            width = max((len(each[0]) for each in chosen if each is not None), default=0)
+            rows = [
+                part.all_positions(width) if each is None else each
+                for part, each in zip(parts, chosen, strict=True)
+            ]
+            self.choices.append(torch.cat(rows)[places] if width else None)
         for number in parts[0].states:
             self.states[number] = torch.cat([part.states[number] for part in parts])[places]
         return torch.cat([*outputs])[places]
+
+    def all_positions(self, width: int) -> Tensor:
+        """Return all that rows see, at most `width` positions, as a choice: int32 [T, width]."""
+        own = [g.position + row for g in self.batch.groups for row in range(g.n_rows)]
+        every, ends = torch.arange(width, dtype=torch.int32), torch.tensor(own)[:, None]
+        return torch.where(every <= ends, every, -1)
 
     def rows_of_adapters(
         self, known: frozenset[str], device: torch.device

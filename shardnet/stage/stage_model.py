@@ -377,6 +377,7 @@ class StageModel:
                 layer_by_layer=bool(run.kept_states),
                 is_adapted=run.is_adapted,
                 pictures=run.pictures,
+                choices=run.choices,
             )
         except CapacityError as error:
             if self.followers is not None and error.__cause__ is not None:

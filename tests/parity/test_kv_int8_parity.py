@@ -72,7 +72,7 @@ class GivenCache(DynamicCache):
     """Answers with the keys and values of a stage's cache, and holds them against what comes."""
 
     def __init__(self, chain: StageChain, config: ModelConfig, theirs: Any) -> None:
-        has_layers = config.has_state or config.n_chosen
+        has_layers = config.has_state or config.indexer
         super().__init__(config=theirs if has_layers else None)
         self.kv = chain.stages[0].kv
         self.config = config
@@ -100,6 +100,14 @@ class GivenCache(DynamicCache):
             return self._pairs(kept[0]) if is_paired else kept[0], kept[1]
         rank = self.config.latent.rank
         return kept[0][..., :rank], self._pairs(kept[0][..., rank:])
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        """[1, T, D]: what positions are chosen by, which stands in the place of values."""
+        super().update_indexer(keys, layer)
+        packed = self.kv.layer(SlotId(0), layer)[1]
+        ours = plain_restored(packed[:, : keys.shape[1]], keys.shape[2])
+        _check_near(keys, ours)
+        return ours
 
     def _halves(self, heads: Tensor) -> Tensor:
         """transformers leaves the two numbers that turn together side by side in some families."""

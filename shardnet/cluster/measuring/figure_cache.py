@@ -48,7 +48,7 @@ _SHAPE_FIELDS = (
     "delta_net",
     "short_conv",
     "mixerless_layers",
-    "n_chosen",
+    "indexer",
 )
 """Fields of a config that the time of a step depends on. In which dtype weights are stored decides
 how they are held, and computed, in a ring of another one."""

@@ -148,6 +148,26 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Indexer:
+    """What chooses the positions that a token attends to (arXiv 2512.02556).
+
+    A token attends to the `n_chosen` positions that score highest: the sum over `n_heads` of a
+    weight times what is above 0 of a query times the position's key, of `head_size` columns, which
+    is cached. Their first columns are rotated, or with `rotates_last` the last ones; `interleaved`
+    as in Latent. `layers` are the absolute numbers of the layers that choose; others take the
+    choice of the last one before them.
+    """
+
+    n_heads: int
+    head_size: int
+    n_chosen: int
+    interleaved: bool
+    rotates_last: bool = False
+    norm_eps: float = 1e-6
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Temperature:
     """How queries grow with their position p.
 
@@ -319,7 +339,7 @@ class ModelConfig:
     queries and keys are divided by their root mean square after the rotation.
 
     `chunk` is how many positions a chunk of attention has that layers do not look out of; contexts
-    end with the first one. Where tokens attend to `n_chosen` positions, contexts end with so many.
+    end with the first one. With an `indexer` tokens attend to the positions that it chooses.
 
     Values have `value_size` columns, None for as many as keys, and are multiplied by
     `value_multiplier`.
@@ -388,7 +408,7 @@ class ModelConfig:
     temperature: Temperature | None = None
     has_unit_heads: bool = False
     chunk: int | None = None
-    n_chosen: int | None = None
+    indexer: Indexer | None = None
     full_heads: HeadShape | None = None
     value_size: int | None = None
     value_multiplier: float = 1.0
@@ -417,11 +437,6 @@ class ModelConfig:
             return (
                 f"the model attends in chunks of {self.chunk} positions, of which only the first "
                 "is implemented"
-            )
-        if self.n_chosen == self.max_positions:
-            return (
-                f"behind {self.n_chosen} positions the model chooses those that it attends to "
-                "(index_topk), which is not implemented"
             )
         return f"the model has {self.max_positions} positions at most"
 
@@ -455,14 +470,20 @@ class ModelConfig:
         return HeadShape(n_kv_heads=self.n_kv_heads, key_size=size, value_size=of_values)
 
     def heads(self, layer: int) -> HeadShape:
-        """The heads of keys and values that the absolute `layer` caches."""
+        """The heads of keys and values that the absolute `layer` caches.
+
+        Values beside a latent are the keys that positions are chosen by.
+        """
         if self.full_heads is not None and self.window(layer) is None:
             return self.full_heads
+        if self.indexer is not None and layer in self.indexer.layers:
+            return replace(self.usual_heads, value_size=self.indexer.head_size)
         return self.usual_heads
 
     def uneven_heads(self, layers: Iterable[int]) -> tuple[HeadShape, ...]:
         """The heads of each of the absolute `layers`, none at all where all are alike."""
-        return () if self.full_heads is None else tuple(self.heads(layer) for layer in layers)
+        found = tuple(self.heads(layer) for layer in layers)
+        return () if set(found) <= {self.usual_heads} else found
 
     @property
     def has_state(self) -> bool:

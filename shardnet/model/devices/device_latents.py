@@ -30,6 +30,8 @@ def why_no_latents(own: LatentAttention) -> str:
     """Say what the text does not compute of it but for its linears, "" for nothing."""
     if own.gate_proj is not None or not (own.keys.is_native and own.values.is_native):
         return "this attention"
+    if own.indexer is not None:
+        return "a choice of positions"
     if own.latent.width > MAX_HEAD or own.latent.rope_size % 2:
         return f"latents of {own.latent.width} columns"
     rank = 0 if own.queries.q_b_proj is None else own.queries.first.shape[0]

@@ -211,7 +211,16 @@ def latent_attention(config: ModelConfig, layer: int) -> Table:
     keys_values = config.n_heads * (latent.nope_size + latent.value_size)
     tensors[f"{attn}.kv_b_proj.weight"] = (keys_values, latent.rank)
     outputs = {"o_proj": (hidden, config.n_heads * latent.value_size)}
-    return tensors | linears(attn, outputs, with_bias=bias)
+    tensors |= linears(attn, outputs, with_bias=bias)
+    own = config.indexer
+    if own is not None and layer in own.layers:
+        assert latent.query_rank is not None
+        index = f"{attn}.indexer"
+        shapes = {"wq_b": (own.n_heads * own.head_size, latent.query_rank)}
+        shapes |= {"wk": (own.head_size, hidden), "weights_proj": (own.n_heads, hidden)}
+        norm = {f"{index}.k_norm.{part}": (own.head_size,) for part in ("weight", "bias")}
+        tensors |= linears(index, shapes) | norm
+    return tensors
 
 
 def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:

@@ -9,7 +9,7 @@ heads per KV head.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import torch
@@ -24,6 +24,11 @@ from shardnet.model.layers.native_attention import AttentionKind, NativeSpans, n
 from shardnet.types import MicroBatch, RowGroup, SlotId
 
 PLAIN = AttentionKind()
+
+Choose = Callable[[int, "ForwardStep"], Tensor | None]
+"""Says which positions rows attend to in a layer, given by its index within the stage.
+
+int32 [T, n], ascending, -1 behind the last; None is all that they see."""
 
 
 class ChunkMasks:
@@ -79,7 +84,7 @@ class ForwardStep(msgspec.Struct, frozen=True, kw_only=True):
     devices other than the CPU. `hidden_dtype` is that of the ring where the device computes in a
     wider one. With `layer_by_layer` what each layer returns is looked at. With `is_adapted` linears
     add adapters to rows, which calls that join several linears do not. `pictures` are those of the
-    rows, None for none.
+    rows, None for none. `choices` are the positions that layers so far have chosen: see Choose.
     """
 
     token_ids: Tensor  # [T], int64
@@ -92,6 +97,7 @@ class ForwardStep(msgspec.Struct, frozen=True, kw_only=True):
     layer_by_layer: bool = False
     is_adapted: bool = False
     pictures: PictureRows | None = None
+    choices: list[Tensor | None] = msgspec.field(default_factory=list)
 
     @property
     def rotary_positions(self) -> Tensor:
@@ -125,6 +131,7 @@ def plan_step(
     layer_by_layer: bool = False,
     is_adapted: bool = False,
     pictures: PictureRows | None = None,
+    choices: list[Tensor | None] | None = None,
 ) -> ForwardStep:
     """Grow the slots of `batch` and prepare the inputs that its layers share.
 
@@ -150,6 +157,7 @@ def plan_step(
         layer_by_layer=layer_by_layer,
         is_adapted=is_adapted,
         pictures=pictures,
+        choices=choices,
     )
 
 
@@ -164,6 +172,7 @@ def step_over(
     layer_by_layer: bool = False,
     is_adapted: bool = False,
     pictures: PictureRows | None = None,
+    choices: list[Tensor | None] | None = None,
 ) -> ForwardStep:
     """Prepare a step over rows for which there is room in their slots; arguments as `plan_step`."""
     spans = []
@@ -200,6 +209,7 @@ def step_over(
         layer_by_layer=layer_by_layer,
         is_adapted=is_adapted,
         pictures=pictures,
+        choices=[] if choices is None else choices,
     )
 
 
@@ -252,31 +262,34 @@ def attention(
     layer: int,
     step: ForwardStep,
     kind: AttentionKind = PLAIN,
+    choose: Choose | None = None,
 ) -> Tensor:
     """Store new keys and values in the slots, then attend over each row's slot.
 
     `queries` is [T, H, D], `keys` and `values` [T, KV heads, D], in the KV cache's dtype and on its
     device; `layer` counts from 0 within the stage. Values may have fewer columns; those of 0 are
-    read from the keys. Returns [T, H x value columns].
+    read from the keys. Rows attend to the positions that `choose` says, once keys and values are
+    stored. Returns [T, H x value columns].
 
     The compiled library gives a row the same bits in any batch and chunk. Torch attends groups of
     at most 32 rows row by row, so that a row's bits are those of a decode step; longer groups are
     prompt chunks.
     """
     n_rows, n_heads, head_size = queries.shape
-    kv, widths = step.kv, (keys.shape[-1], values.shape[-1])
+    kv, widths = step.kv, (keys.shape[-1], 0 if kind.has_index else values.shape[-1])
     slots = [kv.own(span.slot, layer) for span in step.spans]  # [KV heads, P, W] each
     _store(kv.quantize(keys), kv.quantize(values), slots, step.spans)
+    chosen = None if choose is None else choose(layer, step)
     if step.native_spans is not None:
         native = native_attend(
-            queries, keys.shape[1], widths[1], layer, step.native_spans, kv, kind
+            queries, keys.shape[1], widths[1], layer, step.native_spans, kv, kind, chosen
         )
         if native is not None:
             return native
     grouped = queries.view(n_rows, 1, keys.shape[1], -1, head_size).unbind(0)  # [1, KV heads, G, D]
     parts: list[Tensor] = []
     for span in step.spans:
-        parts += _attend_span(grouped, span, _seen(step, span, layer, kind, widths), kind)
+        parts += _attend_span(grouped, span, _seen(step, span, layer, kind, widths), kind, chosen)
     whole = torch.cat(parts) if len(parts) > 1 else parts[0]  # [T, KV heads, G, D]
     return whole.reshape(n_rows, n_heads * (widths[1] or head_size))
 
@@ -325,13 +338,25 @@ def _store(
 
 
 def _attend_span(
-    grouped: Sequence[Tensor], span: Span, seen: tuple[Tensor, Tensor], kind: AttentionKind
+    grouped: Sequence[Tensor],
+    span: Span,
+    seen: tuple[Tensor, Tensor],
+    kind: AttentionKind,
+    chosen: Tensor | None,
 ) -> list[Tensor]:
     """Attend the rows of a span, together or one by one.
 
     `grouped` are queries [1, KV heads, G, D] of all rows, `seen` keys and values [KV heads, P, D];
-    the last key seen is the last row's own. Returns [rows, KV heads, G, D] tensors.
+    the last key seen is the last row's own. With `chosen` rows attend to those positions, which are
+    counted from the first that is seen. Returns [rows, KV heads, G, D] tensors.
     """
+    if chosen is not None:
+        parts = []
+        for row in range(span.start, span.end):
+            own = chosen[row][chosen[row] >= 0]
+            own_keys, own_values = (part.index_select(1, own)[None] for part in seen)
+            parts.append(_attend_row(grouped[row], own_keys, own_values, kind))
+        return parts
     if span.masks is not None:
         own = torch.cat(list(grouped[span.start : span.end]))
         return [_attend_chunk(own, *seen, span.masks.of(kind), kind)]

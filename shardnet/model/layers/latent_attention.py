@@ -9,17 +9,18 @@ reads one latent per position, whatever the number of heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from shardnet.model.arithmetic.row_functions import HeadMatmuls
-from shardnet.model.config.model_config import Latent, ModelConfig, Temperature
+from shardnet.model.config.model_config import Indexer, Latent, ModelConfig, Temperature
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.attention import ForwardStep, attention
+from shardnet.model.layers.attention import Choose, ForwardStep, attention
 from shardnet.model.layers.mixed_attention import tempered
-from shardnet.model.layers.native_attention import AttentionKind
+from shardnet.model.layers.native_attention import AttentionKind, native_choose
 from shardnet.model.layers.norms import Norm, row_sigmoid
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
@@ -33,7 +34,8 @@ LATENT_EPS = 1e-6
 class LatentAttention:
     """Queries, full or of low rank, over latents that all heads share.
 
-    With a `gate_proj` what a head gives is multiplied by the sigmoid of its gate (Ling 3).
+    With a `gate_proj` what a head gives is multiplied by the sigmoid of its gate (Ling 3), with an
+    `indexer` rows attend to the positions that it chooses.
     Axes: N columns of a head's own keys, R of the rotated part, L of a latent, V of a value.
     """
 
@@ -47,6 +49,7 @@ class LatentAttention:
     o_proj: Linear
     temperature: Temperature | None = None
     gate_proj: Linear | None = None
+    indexer: PositionIndexer | None = None
 
     @classmethod
     def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> LatentAttention:
@@ -55,9 +58,10 @@ class LatentAttention:
         assert latent is not None
         of_heads = weights.matrix(f"{attn}.kv_b_proj", rows=Axis.HEADS)
         of_heads = of_heads.view(config.n_heads, -1, latent.rank)
+        indexer = None if config.indexer is None else PositionIndexer.load(config, weights, layer)
         return cls(
             latent=latent,
-            kind=AttentionKind.of(config, layer),
+            kind=replace(AttentionKind.of(config, layer), has_index=indexer is not None),
             queries=LatentQueries.load(latent, weights, attn),
             kv_a_proj=weights.linear(f"{attn}.kv_a_proj_with_mqa"),
             kv_a_layernorm=weights.norm(f"{attn}.kv_a_layernorm", LATENT_EPS),
@@ -65,12 +69,15 @@ class LatentAttention:
             values=HeadMatmuls.of(of_heads[:, latent.nope_size :].transpose(1, 2)),
             o_proj=weights.linear(f"{attn}.o_proj", inputs=Axis.HEADS),
             temperature=config.temperature,
+            indexer=indexer,
         )
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Attend, in the layer `index` within the stage: [T, E] in and out."""
         n_rows, latent = hidden.shape[0], self.latent
-        queries = self.queries(hidden).view(n_rows, -1, latent.nope_size + latent.rope_size)
+        low_rank = self.queries.low_rank(hidden)
+        queries = self.queries.of_heads(low_rank)
+        queries = queries.view(n_rows, -1, latent.nope_size + latent.rope_size)
         if self.temperature is not None:
             queries = tempered(queries, self.temperature, step.positions)
         cached = self.kv_a_proj(hidden)  # [T, L + R]
@@ -79,13 +86,17 @@ class LatentAttention:
         )  # [T, H + 1, R]
         turned = rotary.rotate_pairs(turning) if latent.interleaved else rotary.rotate(turning)
         own = _by_head(queries[..., : latent.nope_size], self.keys, step)  # [T, H, L]
+        beside, choose = hidden.new_empty(n_rows, 1, 0), None
+        if self.indexer is not None:
+            beside, choose = self.indexer(hidden, low_rank, rotary)
         attended = attention(
             torch.cat((own, turned[:, :-1]), -1),
             torch.cat((self.kv_a_layernorm(cached[:, : latent.rank]), turned[:, -1]), -1)[:, None],
-            hidden.new_empty(n_rows, 1, 0),
+            beside,
             index,
             step,
             self.kind,
+            choose,
         )
         latents = attended.view(n_rows, -1, latent.width)[..., : latent.rank]  # [T, H, L]
         values = _by_head(latents, self.values, step)  # [T, H, V]
@@ -114,12 +125,108 @@ class LatentQueries:
             q_b_proj=weights.linear(f"{attn}.q_b_proj", outputs=(Axis.HEADS,)),
         )
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """Project hidden states [T, E] to queries [T, H x (N + R)]."""
-        queries = self.first(hidden)
-        if self.q_a_layernorm is None or self.q_b_proj is None:
-            return queries
-        return self.q_b_proj(self.q_a_layernorm(queries))
+    def low_rank(self, hidden: Tensor) -> Tensor:
+        """Project hidden states [T, E] to what the queries of all heads come of."""
+        rows = self.first(hidden)
+        return rows if self.q_a_layernorm is None else self.q_a_layernorm(rows)
+
+    def of_heads(self, low_rank: Tensor) -> Tensor:
+        """Make the queries of all heads: [T, H x (N + R)]."""
+        return low_rank if self.q_b_proj is None else self.q_b_proj(low_rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionIndexer:
+    """What chooses the positions that rows attend to, or takes an earlier layer's choice.
+
+    Axes: I heads, D columns of each. Without `projections` the choice is that of the layer before.
+    """
+
+    config: Indexer
+    rope_size: int
+    projections: IndexProjections | None
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> PositionIndexer:
+        """Take the parameters of the absolute `layer`."""
+        own, latent = config.indexer, config.latent
+        assert own is not None
+        assert latent is not None
+        has_own = layer in own.layers
+        name = f"model.layers.{layer}.self_attn.indexer"
+        return cls(
+            config=own,
+            rope_size=latent.rope_size,
+            projections=IndexProjections.load(own, weights, name) if has_own else None,
+        )
+
+    def __call__(self, hidden: Tensor, low_rank: Tensor, rotary: Rotary) -> tuple[Tensor, Choose]:
+        """Return the rows' keys [T, 1, D or 0] to be stored, and what chooses among positions."""
+        own, config = self.projections, self.config
+        if own is None:
+            return hidden.new_empty(len(hidden), 1, 0), _choose_again
+        queries = own.wq_b(low_rank).view(len(hidden), config.n_heads, config.head_size)
+        heads = torch.cat((queries, own.k_norm(own.wk(hidden))[:, None]), 1)  # [T, I + 1, D]
+        turning = heads[..., -self.rope_size :] if config.rotates_last else heads
+        turned = rotary.rotate_pairs(turning) if config.interleaved else rotary.rotate(turning)
+        if config.rotates_last:
+            turned = torch.cat((heads[..., : -self.rope_size], turned), -1)
+        factor = (config.n_heads * config.head_size) ** -0.5
+        weights = (own.weights_proj(hidden.float()) * factor).contiguous()  # [T, I]
+        return turned[:, -1:], partial(_choose, turned[:, :-1], weights, config.n_chosen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexProjections:
+    """The parameters of an indexer: queries of low rank, a key, and the weights of its heads."""
+
+    wq_b: Linear
+    wk: Linear
+    k_norm: Norm
+    weights_proj: Linear
+
+    @classmethod
+    def load(cls, config: Indexer, weights: WeightSource, name: str) -> IndexProjections:
+        """Take the parameters of the indexer `name`."""
+        return cls(
+            wq_b=weights.linear(f"{name}.wq_b"),
+            wk=weights.linear(f"{name}.wk"),
+            k_norm=weights.norm(f"{name}.k_norm", config.norm_eps),
+            weights_proj=weights.linear(f"{name}.weights_proj", precise=True, wide=True),
+        )
+
+
+def _choose(
+    queries: Tensor, weights: Tensor, n_chosen: int, layer: int, step: ForwardStep
+) -> Tensor | None:
+    """Choose positions by the keys that the slots have as values: None where rows see no more."""
+    chosen = None
+    if any(span.position + span.end - span.start > n_chosen for span in step.spans):
+        if step.native_spans is not None:
+            chosen = native_choose(queries, weights, n_chosen, layer, step.native_spans, step.kv)
+        if chosen is None:
+            chosen = _chosen_in_torch(queries, weights, n_chosen, layer, step)
+    step.choices.append(chosen)
+    return chosen
+
+
+def _choose_again(layer: int, step: ForwardStep) -> Tensor | None:
+    """Take what the last layer before has chosen that chooses."""
+    return step.choices[-1]
+
+
+def _chosen_in_torch(
+    queries: Tensor, weights: Tensor, n_chosen: int, layer: int, step: ForwardStep
+) -> Tensor:
+    chosen = queries.new_full((len(queries), n_chosen), -1, dtype=torch.int32)
+    for span in step.spans:
+        keys = step.kv.dequantize(step.kv.layer(span.slot, layer)[1][0], queries.shape[-1]).float()
+        for row in range(span.start, span.end):
+            n_seen = span.position + row - span.start + 1
+            above = (keys[:n_seen] @ queries[row].float().T).relu_()  # [P, I]
+            best = (above @ weights[row]).sort(descending=True, stable=True).indices[:n_chosen]
+            chosen[row, : len(best)] = best.sort().values
+    return chosen
 
 
 def _by_head(rows: Tensor, weights: HeadMatmuls, step: ForwardStep) -> Tensor:

@@ -25,6 +25,9 @@ from shardnet.types import SlotId, kv_groups
 
 MAX_HEAD: Final = 576
 """The most columns of a query that the library attends with: DeepSeek's latents."""
+CHUNK: Final = 1024
+CHOSEN_ROWS: Final = 16
+"""As in csrc/sublayers.h."""
 
 
 class AttendStruct(ctypes.Structure):
@@ -58,6 +61,25 @@ class AttendStruct(ctypes.Structure):
     )
 
 
+class ChoiceStruct(ctypes.Structure):
+    """`struct choice` of csrc/sublayers.h."""
+
+    _fields_ = (
+        ("index", AttendStruct),
+        ("attend", AttendStruct),
+        ("weights", ctypes.c_void_p),
+        ("chosen", ctypes.c_void_p),
+        ("scores", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("n_rows", ctypes.c_int64),
+        ("n_chosen", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("first_row", ctypes.c_int64),
+        ("end_row", ctypes.c_int64),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKind:
     """The variant of attention of one layer.
@@ -65,7 +87,8 @@ class AttentionKind:
     `window`: how many positions a row attends to, itself included; None is all. `scale` multiplies
     the scores, None is 1 / sqrt(D). `soft_cap` c turns a score x into c * tanh(x / c). `sinks` are
     extra scores without a value, one for each head: they take part in the softmax only. Where it
-    `is_causal` rows of a picture do not see each other, whatever the model's other layers do.
+    `is_causal` rows of a picture do not see each other, whatever the model's other layers do. With
+    `has_index` values are read from the keys, and those in the slots are what an index has.
     """
 
     window: int | None = None
@@ -73,6 +96,7 @@ class AttentionKind:
     soft_cap: float | None = None
     sinks: Tensor | None = None  # [KV heads, G, 1], float32
     is_causal: bool = False
+    has_index: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -178,28 +202,82 @@ def native_attend(
     spans: NativeSpans,
     kv: KvCache,
     kind: AttentionKind,
+    chosen: Tensor | None = None,
 ) -> Tensor | None:
     """Attend with queries [T, H, D] over slots that hold the keys and values of all T rows.
 
     Each slot has `n_kv_heads` in the layer. Values of `value_size` 0 are read from the keys.
+    Rows attend to the `chosen` positions, int32 [T, n], as native_choose gives them, None for all.
     Returns [T, H x value columns], or None if the library is not there or cannot: other devices and
     dtypes, larger heads.
     """
+    kernels, rows = native_kernels(), queries.contiguous()
+    struct = _bound(rows, n_kv_heads, value_size, layer, spans, kv, kind)
+    if kernels is None or struct is None:
+        return None
+    attended = rows.new_empty(len(rows), rows.shape[1] * struct.value_size)
+    struct.attended = attended.data_ptr()
+    if chosen is None:
+        kernels.function("shardnet_attend", ctypes.POINTER(AttendStruct))(struct)
+        return attended
+    n_chosen = chosen.shape[1]
+    n_copied = min(len(rows), CHOSEN_ROWS) * n_kv_heads * n_chosen
+    keys = torch.empty(n_copied * struct.row_bytes, dtype=torch.uint8)
+    values = keys.new_empty(0 if struct.values_are_keys else n_copied * struct.value_bytes)
+    choice = ChoiceStruct(attend=struct, n_rows=len(rows), n_chosen=n_chosen)
+    choice.chosen, choice.keys = chosen.data_ptr(), keys.data_ptr()
+    choice.values = keys.data_ptr() if struct.values_are_keys else values.data_ptr()
+    kernels.function("shardnet_attend_chosen", ctypes.POINTER(ChoiceStruct))(choice)
+    return attended
+
+
+def native_choose(
+    queries: Tensor, weights: Tensor, n_chosen: int, layer: int, spans: NativeSpans, kv: KvCache
+) -> Tensor | None:
+    """Choose the positions that score highest: int32 [T, n_chosen], ascending, -1 behind the last.
+
+    A score is the sum over heads of `weights`, float32 [T, H], times what is above 0 of `queries`
+    [T, H, D] times the key that the slot has of a position among its values. Of equal scores the
+    first positions are chosen. None as `native_attend`.
+    """
+    kernels, rows, kind = native_kernels(), queries.contiguous(), AttentionKind(scale=1.0)
+    struct = _bound(rows, 1, 0, layer, spans, kv, kind)
+    if kernels is None or struct is None:
+        return None
+    check_memory("the weights of an index", weights, 4 * len(rows) * rows.shape[1], torch.float32)
+    chosen = torch.empty(len(rows), n_chosen, dtype=torch.int32)
+    most = max(position + end - start for _, start, end, position, _ in spans.spans)
+    stride = -(-int(most) // CHUNK) * CHUNK
+    scores = torch.empty(min(len(rows), CHOSEN_ROWS), stride)
+    choice = ChoiceStruct(index=struct, attend=struct, n_rows=len(rows), n_chosen=n_chosen)
+    choice.weights, choice.chosen = weights.data_ptr(), chosen.data_ptr()
+    choice.scores, choice.stride = scores.data_ptr(), stride
+    kernels.function("shardnet_choose", ctypes.POINTER(ChoiceStruct))(choice)
+    return chosen
+
+
+def _bound(
+    rows: Tensor,
+    n_kv_heads: int,
+    value_size: int,
+    layer: int,
+    spans: NativeSpans,
+    kv: KvCache,
+    kind: AttentionKind,
+) -> AttendStruct | None:
+    """Make the struct of a call with queries [T, H, D], None where the library cannot."""
     kernels = native_kernels()
-    n_rows, n_heads, head_size = queries.shape
-    if kernels is None or not can_attend(head_size, kv) or kv.dtype is not queries.dtype:
+    n_rows, n_heads, head_size = rows.shape
+    if kernels is None or not can_attend(head_size, kv) or kv.dtype is not rows.dtype:
         return None
     struct = attend_struct(kind, n_heads, n_kv_heads, head_size, value_size)
     if n_rows != spans.n_rows or not bind_slots(struct, spans, layer, kv):
         return None
-    rows = queries.contiguous()
-    attended = rows.new_empty(n_rows, n_heads * struct.value_size)
-    struct.queries, struct.attended = rows.data_ptr(), attended.data_ptr()
+    struct.queries = rows.data_ptr()
     struct.is_bf16 = is_bf16(rows)
     struct.team = kernels.team
     struct.team.n_threads = torch.get_num_threads()
-    kernels.function("shardnet_attend", ctypes.POINTER(AttendStruct))(struct)
-    return attended
+    return struct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

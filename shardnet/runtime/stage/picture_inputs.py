@@ -84,6 +84,8 @@ def rows_of_blocks(
     index: dict[int | None, list[int]] = defaultdict(list)
     added: dict[int | None, list[Tensor]] = defaultdict(list)
     for block in deep:
+        if block.is_choice:
+            continue
         start, at = starts.get(block.sequence_id, (0, None))
         is_inside = at is not None and at.position <= block.position and block.width == width
         is_inside = is_inside and (embeds or block.layer is not None)

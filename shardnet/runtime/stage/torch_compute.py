@@ -22,6 +22,7 @@ from shardnet.errors import (
     without_frames,
 )
 from shardnet.model.cache.picture_rows import PictureRows
+from shardnet.model.config.model_config import Indexer
 from shardnet.model.kernels.codec import pack_rows, torch_dtype, unpack_rows
 from shardnet.model.kernels.devices import is_out_of_memory
 from shardnet.model.sampling.sampler import Sampler
@@ -33,6 +34,7 @@ from shardnet.runtime.stage.picture_inputs import (
     rows_of_store,
 )
 from shardnet.runtime.stage.picture_store import PictureStore
+from shardnet.runtime.stage.position_choices import blocks_of_choice, choice_of_blocks
 from shardnet.runtime.stage.routing import routing_table
 from shardnet.runtime.stage.row_outputs import SamplingStage, layer_blocks
 from shardnet.slot_operations import (
@@ -230,7 +232,22 @@ class TorchCompute:
             kept_states=frozenset(chain.from_iterable(each.hidden_layers for each in asked)),
             adapters=tuple(self._owners[group.slot].adapters for group in batch.groups),
             pictures=self._picture_rows(batch, activations),
+            choices=self._choices(batch, activations),
         )
+
+    def _choices(
+        self, batch: MicroBatch, activations: Activations | None
+    ) -> list[torch.Tensor | None]:
+        """Return the positions that the layer before this stage has chosen, if it needs them."""
+        own = self._indexer_for(self._model.layers.start)
+        if activations is None or own is None:
+            return []
+        return [choice_of_blocks(batch, activations.deep, own.n_chosen, self._model.device)]
+
+    def _indexer_for(self, layer: int) -> Indexer | None:
+        """Return the indexer of the model where `layer` takes the choice of one before it."""
+        own = self._model.config.indexer if isinstance(self._model, StageModel) else None
+        return None if own is None or layer in own.layers else own
 
     def _picture_rows(
         self, batch: MicroBatch, activations: Activations | None
@@ -273,6 +290,8 @@ class TorchCompute:
         deep: Sequence[RowBlock] = ()
         if run.pictures is not None:
             deep = blocks_for_later(batch, run.pictures, self._model.layers.end)
+        if self._tail is None and self._indexer_for(self._model.layers.end) is not None:
+            deep = [*deep, *blocks_of_choice(batch, run.choices[-1])]
         if self._tail is not None:
             try:
                 answer = self._tail.answer(batch, output)

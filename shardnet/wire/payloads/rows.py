@@ -28,10 +28,13 @@ _DEEP_CODE: Final = 4
 """What is added to hidden states after a layer: features of pictures (DeepStack)."""
 _PICTURE_CODE: Final = 5
 """What pictures have in the place of embedded token ids, between the shards of a first stage."""
+_CHOICE_CODE: Final = 6
+"""Positions that rows attend to, which layers of the next stage take from one before."""
 _KIND_OF_CODE: Final = {code: kind for kind, code in _CODE_OF_KIND.items()} | {
     _LAYER_CODE: OutputKind.HIDDEN,
     _DEEP_CODE: OutputKind.HIDDEN,
     _PICTURE_CODE: OutputKind.HIDDEN,
+    _CHOICE_CODE: OutputKind.HIDDEN,
 }
 
 
@@ -41,7 +44,8 @@ class RowBlock:
 
     `payload` is little-endian, row after row of `width` elements, float32 or, of routing, int16.
     Hidden states are the last ones, or those after so many layers as `layer` says; with `is_deep`
-    they are added to what layer `layer` returns, without a layer in the place of embedded ids.
+    they are added to what layer `layer` returns, without a layer in the place of embedded ids. With
+    `is_choice` too they are no hidden states but positions, -1 behind the last.
     """
 
     sequence_id: SequenceId
@@ -51,6 +55,7 @@ class RowBlock:
     payload: Buffer
     layer: int | None = None
     is_deep: bool = False
+    is_choice: bool = False
 
     @property
     def n_rows(self) -> int:
@@ -116,7 +121,8 @@ def read_rows(frame: Frame) -> RowBlock:
         width=width,
         payload=frame.payload,
         layer=layer if code in (_LAYER_CODE, _DEEP_CODE) else None,
-        is_deep=code in (_DEEP_CODE, _PICTURE_CODE),
+        is_deep=code in (_DEEP_CODE, _PICTURE_CODE, _CHOICE_CODE),
+        is_choice=code == _CHOICE_CODE,
     )
 
 
@@ -136,6 +142,8 @@ def _frame(block: RowBlock, epoch: int, step: int) -> Frame:
 
 
 def _code(block: RowBlock) -> int:
+    if block.is_choice:
+        return _CHOICE_CODE
     if block.is_deep:
         return _PICTURE_CODE if block.layer is None else _DEEP_CODE
     return _CODE_OF_KIND[block.kind] if block.layer is None else _LAYER_CODE

@@ -17,11 +17,12 @@ from shardnet.cluster.measuring.figure_cache import (
     FigureKey,
     shape_of,
 )
-from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.model_config import Indexer, ModelConfig
 from shardnet.model.families.registry import parse_config
 from shardnet.runtime.loading.measuring import StageFigures
 from shardnet.types import DType, KvDType
 
+INDEXER = Indexer(n_heads=2, head_size=8, n_chosen=4, interleaved=False, layers=(0,))
 FIGURE = Figure(
     stage=StageFigures(layer_s=0.001, layer_256_s=0.02, embed_s=1e-5, head_s=0.003, kernel="k"),
     measured_at_s=1.5e9,
@@ -102,7 +103,8 @@ def test_a_figure_speaks_of_nothing_else(tmp_path: Path, other: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    "change", [{"value_size": 8}, {"has_gates": True}, {"mixerless_layers": (1,)}, {"n_chosen": 4}]
+    "change",
+    [{"value_size": 8}, {"has_gates": True}, {"mixerless_layers": (1,)}, {"indexer": INDEXER}],
 )
 def test_layers_of_another_kind_have_figures_of_their_own(change: dict[str, Any]) -> None:
     assert shape_of(dataclasses.replace(config(), **change)) != shape_of(config())

@@ -318,7 +318,6 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     theirs.allow_global_per_layer_attribute_access = True
     ours = parse_config(sizes | {"model_type": family}, "config.json")
     chunk = getattr(theirs, "attention_chunk_size", theirs.max_position_embeddings)
-    chunk = getattr(theirs, "index_topk", chunk)
     assert ours.max_positions == min(theirs.max_position_embeddings, chunk)
     kv_heads = getattr(theirs, "num_key_value_heads", None) or theirs.num_attention_heads
     if family == "mimo_v2_flash":
@@ -569,14 +568,34 @@ def test_what_predicts_tokens_ahead_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
-def test_contexts_end_where_positions_are_chosen(family: str) -> None:
-    config = parse_config(SIZES | {"model_type": family, "num_key_value_heads": 4}, "config.json")
-    assert config.max_positions == config.default_context == 2048
-    assert config.limit_words.startswith("behind 2048 positions the model chooses those that it")
-    few = SIZES | {"model_type": family, "num_key_value_heads": 4, "max_position_embeddings": 512}
-    assert parse_config(few, "config.json").limit_words == "the model has 512 positions at most"
+def test_positions_are_chosen_as_the_config_says(family: str) -> None:
+    raw = SIZES | {"model_type": family, "num_key_value_heads": 4, "index_topk": 100}
+    config = parse_config(raw, "config.json")
+    assert config.indexer is not None
+    assert (config.indexer.n_chosen, config.indexer.head_size) == (100, 128)
+    assert config.indexer.layers == tuple(range(config.n_layers + 1))
+    assert [config.heads(layer).value_size for layer in range(config.n_layers)] == [128] * 7
     with pytest.raises(UnsupportedModelError, match="rope_interleave = False is not supported"):
-        parse_config(few | {"rope_interleave": False}, "config.json")
+        parse_config(raw | {"rope_interleave": False}, "config.json")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"index_topk_freq": 3, "index_skip_topk_offset": 2},
+        {"index_topk_pattern": "FFSSFSS"},
+        {"indexer_types": ["full", "full", "shared", "shared", "full", "shared", "shared"]},
+    ],
+)
+def test_layers_may_take_the_choice_of_one_before(said: dict[str, Any]) -> None:
+    raw = SIZES | {"model_type": "glm_moe_dsa", "num_key_value_heads": 4}
+    config = parse_config(raw | said, "config.json")
+    assert config.indexer is not None
+    assert config.indexer.layers == (0, 1, 4, config.n_layers)
+    assert [each.value_size for each in config.uneven_heads(range(3))] == [128, 128, 0]
+    for wrong in ("SFFFFFF", "FFF", "FFSSFSX"):
+        with pytest.raises(CheckpointError, match="are not full or shared for each layer"):
+            parse_config(raw | {"index_topk_pattern": wrong}, "config.json")
 
 
 def test_kinds_of_layers_may_have_no_positions() -> None:

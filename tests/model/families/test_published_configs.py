@@ -20,6 +20,7 @@ from shardnet.model.config.model_config import (
     Activation,
     DeltaNet,
     HeadShape,
+    Indexer,
     NormKind,
     Rope,
     RopeKind,
@@ -117,8 +118,10 @@ READ: dict[str, dict[str, Any]] = {
     "glm-4-9b-chat": {"rope": Rope(share=0.5), "norm_eps": 1.5625e-07, "attention_bias": True},
     "helium-1-2b": {"head_size": 128, "norm_eps": 1e-8, "rope": Rope(theta=1e5)},
     "deepseek-v3.2": {
-        "max_positions": 2048,
-        "n_chosen": 2048,
+        "max_positions": 163840,
+        "indexer": Indexer(
+            n_heads=64, head_size=128, n_chosen=2048, interleaved=False, layers=tuple(range(62))
+        ),
         "sparse_layers": tuple(range(3, 61)),
     },
     "falcon-h1-0.5b": {

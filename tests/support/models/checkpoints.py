@@ -118,7 +118,7 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
         ("deepseek_v32", "glm_moe_dsa"),
         LATENT
         | {"n_routed_experts": 8, "num_experts_per_tok": 3, "q_lora_rank": 14}
-        | {"index_head_dim": 16, "index_n_heads": 2, "n_group": 4, "topk_group": 2},
+        | {"index_head_dim": 16, "index_n_heads": 6, "n_group": 4, "topk_group": 2},
     ),
     "glm4_moe_lite": LATENT
     | {"n_routed_experts": 6, "num_experts_per_tok": 2, "q_lora_rank": 14}

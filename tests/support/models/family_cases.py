@@ -205,6 +205,7 @@ CASES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "n_group": 4,
         "topk_group": 2,
+        "index_topk": 24,
     },
     "glm_moe_dsa": {
         "num_hidden_layers": 4,
@@ -213,6 +214,7 @@ CASES: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 14,
         "n_group": 1,
         "topk_group": 1,
+        "index_topk": 40,
     },
     "glm4_moe": {"num_hidden_layers": 3, "use_qk_norm": True, "attention_bias": True},
     "glm4_moe-groups": {

@@ -129,10 +129,12 @@ class StageChain:
         last returns it.
         """
         batch = batch_of(groups)
+        choices: list[Tensor | None] = []
         for stage in self.stages:
             if hidden is not None:  # as the wire does
                 hidden = hidden.to(torch_dtype(stage.choice.hidden_dtype or stage.choice.dtype))
-            hidden = stage.run_alone(Run(batch=batch, hidden=hidden, pictures=pictures))
+            run = Run(batch=batch, hidden=hidden, pictures=pictures, choices=choices[-1:])
+            hidden, choices = stage.run_alone(run), run.choices
             if stage.last:
                 hidden = stage.logits(sampled_rows(hidden, batch))
         assert hidden is not None

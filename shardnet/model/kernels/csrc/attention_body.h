@@ -445,34 +445,44 @@ static NOINLINE TARGET void NAME(attend_block)(struct NAME(tile) *tile, const ch
     NAME(weigh_block)(tile, values, block, low, high);
 }
 
+/* Takes the queries of `n_rows` rows of a span from `row` on, `n_heads` from `head` on, times the scale. */
+static NOINLINE TARGET void NAME(take_queries)(struct NAME(tile) *tile, const struct attend *call,
+                                               const struct span *span, int64_t row, int n_rows, int64_t head,
+                                               int n_heads) {
+    const int is_bf16 = call->is_bf16;
+    const int64_t size = call->head_size, n_columns = query_columns(call);
+    const float scale = call->soft_cap > 0 ? call->scale / call->soft_cap : call->scale;
+    tile->call = call;
+    tile->first_position = span->position + row - span->start;
+    tile->all_see = tile->first_position;
+    if (span->see_each_other && !call->is_causal) tile->all_see = span->position + span->end - span->start - 1;
+    tile->n_rows = n_rows;
+    tile->n_heads = n_heads;
+    tile->n = n_rows * n_heads;
+    for (int i = 0; i < tile->n; i++) {
+        const int of_chunk = tile->n - i / QUERIES * QUERIES;
+        const int n_queries = NAME(padded)(of_chunk < QUERIES ? of_chunk : QUERIES);
+        const int64_t own = head + i % n_heads;
+        const char *query = at(call->queries, (row + i / n_heads) * call->row_stride + own * size, is_bf16);
+        float *to = tile->queries + i / QUERIES * QUERIES * n_columns + i % QUERIES;
+        for (int64_t c = 0; c < n_columns; c++) {
+            to[c * n_queries] = c < size ? number(query, c, is_bf16) * scale : 0;
+            if (i == tile->n - 1)
+                for (int pad = i % QUERIES + 1; pad < n_queries; pad++) to[c * n_queries + pad - i % QUERIES] = 0;
+        }
+    }
+}
+
 /* Attends `n_rows` rows of a span from `row` on, with `n_heads` query heads from `head` on. */
 static NOINLINE TARGET void NAME(attend_tile)(const struct attend *call, const struct span *span, int64_t row,
                                               int n_rows, int64_t kv_head, int64_t head, int n_heads) {
     const int is_bf16 = call->is_bf16;
-    const int64_t size = call->head_size, n_columns = query_columns(call);
     const struct slot_layer *stored = &span->layers[call->layer];
-    const float scale = call->soft_cap > 0 ? call->scale / call->soft_cap : call->scale;
     struct NAME(tile) tile;
     for (int i = 0; i < TILE; i++) tile.best[i] = -INFINITY;
-    tile.call = call;
-    tile.first_position = span->position + row - span->start;
-    tile.all_see = tile.first_position;
-    if (span->see_each_other && !call->is_causal) tile.all_see = span->position + span->end - span->start - 1;
-    tile.n_rows = n_rows;
-    tile.n_heads = n_heads;
-    tile.n = n_rows * n_heads;
+    NAME(take_queries)(&tile, call, span, row, n_rows, head, n_heads);
     for (int i = 0; i < tile.n; i++) {
-        const int of_chunk = tile.n - i / QUERIES * QUERIES;
-        const int n_queries = NAME(padded)(of_chunk < QUERIES ? of_chunk : QUERIES);
-        const int64_t own = head + i % n_heads;
-        const char *query = at(call->queries, (row + i / n_heads) * call->row_stride + own * size, is_bf16);
-        float *to = tile.queries + i / QUERIES * QUERIES * n_columns + i % QUERIES;
-        for (int64_t c = 0; c < n_columns; c++) {
-            to[c * n_queries] = c < size ? number(query, c, is_bf16) * scale : 0;
-            if (i == tile.n - 1)
-                for (int pad = i % QUERIES + 1; pad < n_queries; pad++) to[c * n_queries + pad - i % QUERIES] = 0;
-        }
-        if (call->sinks) tile.best[i] = call->sinks[own];
+        if (call->sinks) tile.best[i] = call->sinks[head + i % n_heads];
         for (int r = 0; r < REGISTERS; r++) tile.sums[i][r] = (lanes){0};
         if (call->sinks) tile.sums[i][0][0] = 1;
         for (int64_t c = 0; c < call->value_size; c += LANES) memset(&tile.totals[i][c], 0, sizeof(lanes));
@@ -482,14 +492,10 @@ static NOINLINE TARGET void NAME(attend_tile)(const struct attend *call, const s
     const int64_t first =
         call->window && tile.first_position >= call->window ? tile.first_position - call->window + 1 : 0;
     for (int64_t block = first / KEYS * KEYS; block <= last; block += KEYS) {
-        const struct kv_block own = {stored->keys, stored->values};
-        const int is_shared = stored->shared && block < stored->first;
-        const struct kv_block *held = is_shared ? &stored->shared[block / BLOCK] : &own;
-        const int64_t place = is_shared ? kv_head * BLOCK + block % BLOCK
-                                        : kv_head * stored->capacity + block - stored->first;
-        const char *values = call->values_are_keys ? held->keys : held->values;
+        const struct place held = place_of(stored, kv_head, block);
+        const char *values = call->values_are_keys ? held.keys : held.values;
         NAME(attend_block)
-        (&tile, (char *)held->keys + place * call->row_bytes, values + place * call->value_bytes, block);
+        (&tile, held.keys + held.row * call->row_bytes, values + held.row * call->value_bytes, block);
     }
     for (int i = 0; i < tile.n; i++) {
         const float part = 1.0f / NAME(sum)(tile.sums[i]);
@@ -520,6 +526,58 @@ static TARGET void NAME(attend)(const void *argument, int64_t begin, int64_t end
         for (int64_t query = 0; query < n_group; query += TILE) {
             const int n = n_group - query < TILE ? (int)(n_group - query) : TILE;
             NAME(attend_tile)(call, span, row, n_rows, kv_head, kv_head * n_group + query, n);
+        }
+    }
+}
+
+/* Scores the positions of a chunk for some rows of a span that see so many: the sum over heads of a weight times what
+ * is above 0 of a query times the position's key for the index. */
+static NOINLINE TARGET void NAME(score_rows)(const struct choice *choice, const struct span *span, int64_t row,
+                                             int n_rows, int64_t chunk) {
+    const struct attend *call = &choice->index;
+    const struct slot_layer *stored = &span->layers[call->layer];
+    const int64_t seen = span->position + row + n_rows - span->start; /* by the last row */
+    const int64_t end = chunk + CHUNK < seen ? chunk + CHUNK : seen;
+    if (seen <= choice->n_chosen) return;
+    struct NAME(tile) tile;
+    for (int64_t head = 0; head < call->n_heads; head += TILE / n_rows) {
+        const int n = call->n_heads - head < TILE / n_rows ? (int)(call->n_heads - head) : TILE / n_rows;
+        NAME(take_queries)(&tile, call, span, row, n_rows, head, n);
+        tile.all_see = seen;
+        for (int64_t block = chunk; block < end; block += KEYS) {
+            const struct place held = place_of(stored, 0, block);
+            const int high = end - block < KEYS ? (int)(end - block) : KEYS;
+            NAME(score_block)(&tile, held.values + held.row * call->row_bytes, block, 0, high);
+            for (int query = 0; query < tile.n; query += n) {
+                const int64_t own = row + query / n;
+                const float *weights = choice->weights + own * call->n_heads + head;
+                float *to = choice->scores + (own - choice->first_row) * choice->stride + block;
+                for (int i = 0; i < high; i += LANES) {
+                    lanes sum = {0}, score;
+                    if (head) memcpy(&sum, to + i, sizeof sum);
+                    for (int h = 0; h < n; h++) {
+                        memcpy(&score, &tile.scores[query + h][i], sizeof score);
+                        sum = NAME(fused)(NAME(broadcast)(weights[h]), NAME(more)(score, (lanes){0}), sum);
+                    }
+                    memcpy(to + i, &sum, sizeof sum);
+                }
+            }
+        }
+    }
+}
+
+/* An item is some rows, of one span or several, and a chunk of positions. */
+static TARGET void NAME(score_positions)(const void *argument, int64_t begin, int64_t end) {
+    const struct choice *choice = argument;
+    const int64_t n_chunks = choice->stride / CHUNK, rows = tile_rows(&choice->index);
+    for (int64_t item = begin; item < end; item++) {
+        int64_t row = choice->first_row + item / n_chunks * rows;
+        const int64_t last = row + rows < choice->end_row ? row + rows : choice->end_row;
+        while (row < last) {
+            const struct span *span = span_of(&choice->index, row);
+            const int64_t own = span->end < last ? span->end : last;
+            NAME(score_rows)(choice, span, row, (int)(own - row), item % n_chunks * CHUNK);
+            row = own;
         }
     }
 }

@@ -40,6 +40,82 @@ static void attend(const struct attend *call) {
                           piece > 0 ? piece : 1);
 }
 
+/* A number that is larger where a score is: of 0 there is one. */
+static uint32_t ordered(float score) {
+    uint32_t bits;
+    score += 0.0f;
+    memcpy(&bits, &score, sizeof bits);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+/* Takes the positions of the `n_taken` largest of `n` scores, of equal ones the first, in ascending order. */
+static void take_largest(const float *scores, int64_t n, int64_t n_taken, int32_t *taken) {
+    uint32_t least = 0, known = 0; /* the smallest score that is taken, as far as its bits are known */
+    int64_t n_equal = n_taken;     /* that are taken of those equal to it */
+    for (int shift = 21; shift >= 0; shift = shift == 21 ? 10 : shift == 10 ? 0 : -1) {
+        const uint32_t mask = shift ? 2047 : 1023;
+        int64_t counts[2048] = {0};
+        for (int64_t i = 0; i < n; i++) {
+            const uint32_t own = ordered(scores[i]);
+            counts[own >> shift & mask] += (own & known) == least;
+        }
+        uint32_t digit = mask;
+        for (; counts[digit] < n_equal; digit--) n_equal -= counts[digit];
+        least |= digit << shift;
+        known |= mask << shift;
+    }
+    for (int64_t i = 0; i < n && n_taken; i++) {
+        const uint32_t own = ordered(scores[i]);
+        if (own < least || (own == least && !n_equal)) continue;
+        n_equal -= own == least;
+        *taken++ = (int32_t)i;
+        n_taken--;
+    }
+}
+
+/* The positions that a row sees. */
+static int64_t seen_by(const struct attend *call, int64_t row) {
+    const struct span *span = span_of(call, row);
+    return span->position + row - span->start + 1;
+}
+
+static int64_t n_chosen_by(const struct choice *choice, int64_t row) {
+    const int64_t seen = seen_by(&choice->attend, row);
+    return seen < choice->n_chosen ? seen : choice->n_chosen;
+}
+
+/* An item is a row whose positions have been scored. */
+static void choose_rows(const void *argument, int64_t begin, int64_t end) {
+    const struct choice *choice = argument;
+    for (int64_t item = begin; item < end; item++) {
+        const int64_t row = choice->first_row + item, seen = seen_by(&choice->index, row);
+        int32_t *chosen = choice->chosen + row * choice->n_chosen;
+        if (seen > choice->n_chosen)
+            take_largest(choice->scores + item * choice->stride, seen, choice->n_chosen, chosen);
+        else
+            for (int64_t i = 0; i < choice->n_chosen; i++) chosen[i] = i < seen ? (int32_t)i : -1;
+    }
+}
+
+/* An item is a row and a KV head. */
+static void gather_chosen(const void *argument, int64_t begin, int64_t end) {
+    const struct choice *choice = argument;
+    const struct attend *call = &choice->attend;
+    for (int64_t item = begin; item < end; item++) {
+        const int64_t row = choice->first_row + item / call->n_kv_heads, kv_head = item % call->n_kv_heads;
+        const struct slot_layer *stored = &span_of(call, row)->layers[call->layer];
+        const int32_t *chosen = choice->chosen + row * choice->n_chosen;
+        for (int64_t i = 0, n = n_chosen_by(choice, row); i < n; i++) {
+            const struct place held = place_of(stored, kv_head, chosen[i]);
+            const int64_t to = item * choice->n_chosen + i;
+            memcpy(choice->keys + to * call->row_bytes, held.keys + held.row * call->row_bytes, call->row_bytes);
+            if (!call->values_are_keys)
+                memcpy(choice->values + to * call->value_bytes, held.values + held.row * call->value_bytes,
+                       call->value_bytes);
+        }
+    }
+}
+
 /* --- called from Python, which has checked everything in the structs. */
 
 void shardnet_attention(struct attention_call *call, int32_t parts) {
@@ -68,6 +144,43 @@ void shardnet_attention(struct attention_call *call, int32_t parts) {
 }
 
 void shardnet_attend(const struct attend *call) { attend(call); }
+
+/* Chooses positions for every row. */
+void shardnet_choose(struct choice *choice) {
+    const struct team *team = &choice->index.team;
+    const int64_t rows = tile_rows(&choice->index), n_chunks = choice->stride / CHUNK;
+    for (int64_t row = 0; row < choice->n_rows; row = choice->end_row) {
+        choice->first_row = row;
+        choice->end_row = row + CHOSEN_ROWS < choice->n_rows ? row + CHOSEN_ROWS : choice->n_rows;
+        const int64_t n = choice->end_row - row;
+        shardnet_parallel_for(team, shardnet_steps_for(team)->score_positions, choice, (n + rows - 1) / rows * n_chunks, 1);
+        shardnet_parallel_for(team, choose_rows, choice, n, 1);
+    }
+}
+
+/* Attends to the chosen positions, whose keys and values are copied to where they are a slot of their own. */
+void shardnet_attend_chosen(struct choice *choice) {
+    struct slot_layer layers[CHOSEN_ROWS];
+    struct span spans[CHOSEN_ROWS];
+    struct attend part = choice->attend;
+    const int64_t n_kv = part.n_kv_heads, size = n_kv * choice->n_chosen;
+    part.spans = spans;
+    part.layer = 0;
+    for (int64_t row = 0; row < choice->n_rows; row = choice->end_row) {
+        choice->first_row = row;
+        choice->end_row = row + CHOSEN_ROWS < choice->n_rows ? row + CHOSEN_ROWS : choice->n_rows;
+        part.n_spans = choice->end_row - row;
+        shardnet_parallel_for(&part.team, gather_chosen, choice, part.n_spans * n_kv, 1);
+        for (int64_t i = 0; i < part.n_spans; i++) {
+            layers[i] = (struct slot_layer){choice->keys + i * size * part.row_bytes,
+                                            choice->values + i * size * part.value_bytes, 0, choice->n_chosen, NULL};
+            spans[i] = (struct span){&layers[i], i, i + 1, n_chosen_by(choice, row + i) - 1, 0};
+        }
+        part.queries = at(choice->attend.queries, row * part.row_stride, part.is_bf16);
+        part.attended = at(choice->attend.attended, row * part.n_heads * part.value_size, part.is_bf16);
+        attend(&part);
+    }
+}
 
 /* Multiplies a piece of normalized rows by gate and up, and activates it. */
 static void open_piece(const struct mlp_call *call, const struct pieces *pieces, int64_t i, const void *rows) {

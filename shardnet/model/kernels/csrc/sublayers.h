@@ -90,6 +90,37 @@ struct attend {
     int32_t is_causal;       /* rows that see each other do not in this layer */
 };
 
+/* Rows of a slot's layer: keys and values from a block's or the slot's first one on, and the number of one of them. */
+struct place {
+    const char *keys, *values;
+    int64_t row;
+};
+
+INLINE struct place place_of(const struct slot_layer *stored, int64_t kv_head, int64_t position) {
+    if (stored->shared && position < stored->first) {
+        const struct kv_block *held = &stored->shared[position / BLOCK];
+        return (struct place){held->keys, held->values, kv_head * BLOCK + position % BLOCK};
+    }
+    return (struct place){stored->keys, stored->values, kv_head * stored->capacity + position - stored->first};
+}
+
+#define CHUNK 1024     /* positions that are scored by one thread: whole blocks of KEYS */
+#define CHOSEN_ROWS 16 /* whose chosen keys are together in one place at a time */
+
+/* The positions that rows attend to, where they choose some: those with the `n_chosen` largest scores, of equal ones
+ * the first, and all where there are no more. */
+struct choice {
+    struct attend index; /* scores positions by the slots' values, with one KV head; attends to nothing */
+    struct attend attend;
+    const float *weights; /* [n_rows, heads of the index] */
+    int32_t *chosen;      /* [n_rows, n_chosen]: ascending, -1 behind the last */
+    float *scores;        /* scratch [CHOSEN_ROWS, stride] */
+    char *keys, *values;  /* scratch [CHOSEN_ROWS, n_kv_heads, n_chosen], rows of the slots */
+    int64_t n_rows, n_chosen;
+    int64_t stride; /* as many positions as any row sees, in whole chunks */
+    int64_t first_row, end_row; /* of those that are scored or gathered together */
+};
+
 /* Outputs of some queries: of a block so far, and of all blocks before, with the factors by which they are joined.
  * What is added may be the first of the block, and the last. */
 struct outputs {
@@ -167,7 +198,7 @@ struct row_call {
 struct steps {
     work_function normalize, add, rotate, attend, activate, compute;
     work_function widen, route, gather, combine; /* of experts */
-    work_function part_gates, open_gates;        /* of attention */
+    work_function part_gates, open_gates, score_positions; /* of attention */
 };
 
 const struct steps *shardnet_steps_for(const struct team *team);

@@ -299,7 +299,8 @@ static TARGET void NAME(activate)(const void *argument, int64_t begin, int64_t e
 
 static const struct steps NAME(steps) = {NAME(normalize), NAME(add),          NAME(rotate_rows), NAME(attend),
                                          NAME(activate),  NAME(compute_rows), NAME(widen),       NAME(route),
-                                         NAME(gather),    NAME(combine),      NAME(part_gates),  NAME(open_gates)};
+                                         NAME(gather),    NAME(combine),      NAME(part_gates),  NAME(open_gates),
+                                         NAME(score_positions)};
 
 #undef bytes
 #include "vectors_end.h"

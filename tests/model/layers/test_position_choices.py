@@ -1,0 +1,144 @@
+"""Which positions rows attend to where they choose, and what they attend to then."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from support.rings.stage_chain import Rows, batch_of
+from torch import Tensor
+
+from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.config.model_config import HeadShape
+from shardnet.model.kernels.library import ISA_VARIABLE, find_kernels
+from shardnet.model.layers import native_attention
+from shardnet.model.layers.attention import ForwardStep, attention, plan_step
+from shardnet.model.layers.latent_attention import _choose
+from shardnet.model.layers.native_attention import AttentionKind
+from shardnet.types import KvDType, SlotId
+
+LATENT, INDEX = 24, 16
+KIND = AttentionKind(has_index=True)
+HEADS = {"few heads": 3, "one tile": 48, "several tiles": 70}
+
+
+def cache(dtype: torch.dtype = torch.float32, kv_dtype: KvDType = KvDType.AUTO) -> KvCache:
+    """One layer of latents with keys of an index beside them."""
+    shape = HeadShape(n_kv_heads=1, key_size=LATENT, value_size=INDEX)
+    made = (1, 1, LATENT, dtype, torch.device("cpu"), 64)
+    return KvCache(*made, value_size=0, kv_dtype=kv_dtype, heads=[shape])
+
+
+class Sequence:
+    """Rows of one sequence in numbers, which may come in any steps."""
+
+    def __init__(
+        self, n_rows: int, n_heads: int, seed: int = 0, dtype: torch.dtype = torch.float32
+    ):
+        made = partial(torch.randn, generator=torch.Generator().manual_seed(seed))
+        self.index = made(n_rows, n_heads, INDEX).to(dtype)
+        self.weights = made(n_rows, n_heads)
+        self.index_keys = made(n_rows, 1, INDEX).to(dtype)
+        self.queries, self.keys = (
+            made(n_rows, 5, LATENT).to(dtype),
+            made(n_rows, 1, LATENT).to(dtype),
+        )
+
+    def run(self, kv: KvCache, steps: list[int], n_chosen: int) -> tuple[list[Tensor], Tensor]:
+        """Send the rows in so many steps: what was chosen in each, and all that was attended."""
+        chosen: list[Tensor] = []
+        parts, start = [], 0
+        for n in steps:
+            rows = slice(start, start + n)
+            group = Rows(slot=0, position=start, ids=[0] * n, n_sampled=0)
+            step = plan_step(batch_of([group]), kv, 100_000, self.keys.dtype)
+            choose = partial(_choose, self.index[rows], self.weights[rows].contiguous(), n_chosen)
+            more = (
+                self.queries[rows],
+                self.keys[rows],
+                self.index_keys[rows],
+                0,
+                step,
+                KIND,
+                choose,
+            )
+            parts.append(attention(*more))
+            chosen += [each for each in step.choices if each is not None]
+            start += n
+        return chosen, torch.cat(parts)
+
+    def wanted(self, row: int, n_chosen: int) -> Tensor:
+        """The positions by definition, in float64: of equal scores the first."""
+        keys = self.index_keys[: row + 1, 0].double()
+        scores = (self.index[row].double() @ keys.T).relu().T @ self.weights[row].double()
+        return scores.sort(descending=True, stable=True).indices[:n_chosen].sort().values
+
+
+@pytest.mark.parametrize("n_heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("steps", [[700], [256, 256, 188], [690, *[1] * 10]], ids=str)
+def test_the_best_positions_are_chosen_and_attended(n_heads: int, steps: list[int]) -> None:
+    own, n_chosen = Sequence(700, n_heads), 40
+    _, attended = own.run(cache(), steps, n_chosen)
+    for row in (0, 39, 40, 41, 300, 511, 699):
+        keys = own.keys[own.wanted(row, n_chosen), 0].double()
+        scores = own.queries[row].double() @ keys.T * LATENT**-0.5
+        expected = (scores.softmax(-1) @ keys).flatten().float()
+        torch.testing.assert_close(attended[row], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [KvDType.AUTO, KvDType.INT8])
+def test_bits_depend_on_no_step_block_thread_or_instruction_set(
+    dtype: torch.dtype, kv_dtype: KvDType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Sequence(700, 6, dtype=dtype)
+    _, expected = own.run(cache(dtype, kv_dtype), [700], 100)
+    for isa in ("portable", "avx2"):
+        kernels = find_kernels({ISA_VARIABLE: isa})
+        monkeypatch.setattr(native_attention, "native_kernels", lambda found=kernels: found)
+        _, others = own.run(cache(dtype, kv_dtype), [311, 300, 88, 1], 100)
+        assert torch.equal(others, expected), isa
+        monkeypatch.undo()
+    torch.set_num_threads(2)
+    kv = cache(dtype, kv_dtype)
+    own.run(kv, [600], 100)
+    kv.copy(SlotId(0), SlotId(1), 600)  # shares blocks with slot 0
+    step = plan_step(
+        batch_of([Rows(slot=1, position=600, ids=[0] * 100, n_sampled=0)]), kv, 9999, dtype
+    )
+    choose = partial(_choose, own.index[600:], own.weights[600:].contiguous(), 100)
+    rows = slice(600, 700)
+    given = (own.queries[rows], own.keys[rows], own.index_keys[rows], 0, step, KIND, choose)
+    assert torch.equal(attention(*given), expected[rows])
+
+
+def test_torch_chooses_the_same_where_the_library_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Sequence(300, 4)
+    [native], expected = own.run(cache(), [300], 33)
+    monkeypatch.setattr(native_attention, "native_kernels", lambda: None)
+    [chosen], attended = own.run(cache(), [300], 33)
+    assert torch.equal(chosen, native)
+    torch.testing.assert_close(attended, expected, rtol=0, atol=1e-5)
+
+
+def test_of_equal_scores_the_first_are_chosen() -> None:
+    own = Sequence(200, 2)
+    own.weights[:] = -own.weights.abs()  # no score is above 0, many are 0: all heads below it
+    own.weights[150:] = 0.0
+    [chosen], _ = own.run(cache(), [200], 30)
+    for row in (29, 30, 100, 149, 150, 199):
+        assert chosen[row].tolist() == own.wanted(row, 30).tolist()
+    assert chosen[199].tolist() == list(range(30))
+    assert chosen[4].tolist() == [*range(5), *[-1] * 25]
+
+
+def test_rows_that_see_few_positions_choose_nothing() -> None:
+    own = Sequence(40, 2)
+    step_choices, attended = own.run(cache(), [39, 1], 40)
+    assert step_choices == []
+    plain = cache()
+    rows = Rows(slot=0, position=0, ids=[0] * 40, n_sampled=0)
+    step: ForwardStep = plan_step(batch_of([rows]), plain, 9999, torch.float32)
+    expected = attention(own.queries, own.keys, own.index_keys, 0, step, KIND)
+    assert torch.equal(attended, expected)

@@ -1,0 +1,87 @@
+"""Positions that a stage's rows attend to by the choice of a layer on the stage before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.models.checkpoints import make_decoder
+from support.models.family_cases import CASES
+from support.rings.stage_chain import Rows, batch_of, random_prompt
+from support.rings.torch_rings import TorchStages
+
+from shardnet.errors import WrongValuesError
+from shardnet.runtime.stage.position_choices import blocks_of_choice, choice_of_blocks
+from shardnet.sampling_params import SamplingParams
+from shardnet.types import LayerRange
+from shardnet.wire.payloads.rows import read_rows, rows_frames
+
+BATCH = batch_of(
+    [
+        Rows(slot=1, position=5, ids=[1, 2], n_sampled=0),
+        Rows(slot=2, position=0, ids=[3], n_sampled=0),
+    ]
+)
+CHOSEN = torch.tensor([[0, 2, 5], [1, 5, 6], [0, -1, -1]], dtype=torch.int32)
+CPU = torch.device("cpu")
+
+
+def test_choices_travel_as_blocks_of_rows() -> None:
+    frames = [
+        frame
+        for block in blocks_of_choice(BATCH, CHOSEN)
+        for frame in rows_frames(block, epoch=1, step=1)
+    ]
+    assert torch.equal(came := choice_of_blocks(BATCH, [*map(read_rows, frames)], 3, CPU), CHOSEN)
+    assert came.dtype is torch.int32
+    few = batch_of([Rows(slot=1, position=1, ids=[1, 2], n_sampled=0)])
+    assert blocks_of_choice(few, None) == []
+    assert choice_of_blocks(few, [], 3, CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "wrong"),
+    [
+        (0, [0, 2, 6]),  # what comes behind the row
+        (0, [-1, 2, 5]),
+        (0, [2, 2, 5]),
+        (0, [2, 0, 5]),
+        (0, [0, 2, -1]),
+        (2, [0, 0, -1]),
+        (2, [-1, -1, -1]),
+        (1, [1, 5, float("nan")]),
+        (1, [1, 5, 1e9]),
+    ],
+)
+def test_positions_that_are_none_are_refused(row: int, wrong: list[float]) -> None:
+    rows = CHOSEN.float()
+    rows[row] = torch.tensor(wrong)
+    with pytest.raises(WrongValuesError, match="step 1 came with positions that are none"):
+        choice_of_blocks(BATCH, blocks_of_choice(BATCH, rows), 3, CPU)
+
+
+def test_rows_without_their_positions_are_refused() -> None:
+    first, second = blocks_of_choice(BATCH, CHOSEN)
+    wide = blocks_of_choice(BATCH, torch.zeros(3, 4, dtype=torch.int32))
+    unlike: list[list[Any]] = [[], [first], [second, first], [first, second, second], wide]
+    unlike.append([replace(first, position=4), second])
+    for blocks in unlike:
+        with pytest.raises(WrongValuesError, match="came without the positions of its rows"):
+            choice_of_blocks(BATCH, blocks, 3, CPU)
+
+
+def test_a_stage_takes_the_choice_of_the_one_before(tmp_path: Path) -> None:
+    """Of GLM-5 layer 2 does; prompts in chunks, and two sequences in one step."""
+    folder = make_decoder(tmp_path, "glm_moe_dsa", **CASES["glm_moe_dsa"])
+    prompt = random_prompt(90, 300)
+    answers = []
+    for ranges in ([LayerRange(0, 4)], [LayerRange(0, 2), LayerRange(2, 4)]):
+        stages = TorchStages(folder, ranges)
+        stages.open(SamplingParams())
+        stages.step(0, prompt[:30], 0)
+        stages.step(30, prompt[30:89], 0)
+        answers.append(stages.step(89, prompt[89:], 1).token_ids)
+    assert answers[0] == answers[1]
