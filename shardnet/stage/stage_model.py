@@ -108,8 +108,8 @@ class StageModel:
 
     @property
     def width(self) -> int:
-        """Hidden size E, the width of input and output rows."""
-        return self.config.hidden_size
+        """The width of input and output rows: that of all streams."""
+        return self.config.row_width
 
     @property
     def vocab_size(self) -> int:

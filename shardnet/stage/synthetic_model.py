@@ -109,7 +109,7 @@ def synthetic_config(
     Of `least_layers` each is a small part of what a step costs besides them.
     """
     n_layers = max(least_layers, -(-UNCACHED_BYTES // layer_weight_bytes(config, form)))
-    row_bytes = config.hidden_size * form.dtype.size_bytes
+    row_bytes = config.row_width * form.dtype.size_bytes
     sample = replace(
         config.thinned(min(config.n_layers, n_layers)),
         vocab_size=min(config.vocab_size, max(1, MAX_HEAD_BYTES // row_bytes)),

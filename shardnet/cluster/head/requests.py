@@ -362,8 +362,14 @@ def reserved_bytes(request: GenerationRequest, lead: Lead) -> int:
         )
     if request.outputs.routing:
         _check_routing(lead)
-    if request.outputs.hidden_layers:
-        _check_states(request.outputs, config.hidden_size)
+    outputs = request.outputs
+    if config.streams is not None and (outputs.hidden_layers or outputs.before_norm):
+        raise UsageError(
+            f"rows of this model have {config.streams.count} residual streams between its layers: "
+            "of hidden states only those behind the last norm can be asked for"
+        )
+    if outputs.hidden_layers:
+        _check_states(outputs, config.hidden_size)
     n_positions = min(len(request.prompt) + request.max_tokens, lead.ring.spec.form.context)
     return output_bytes(
         request.outputs,

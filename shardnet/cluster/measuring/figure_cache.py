@@ -49,6 +49,7 @@ _SHAPE_FIELDS = (
     "short_conv",
     "mixerless_layers",
     "indexer",
+    "streams",
 )
 """Fields of a config that the time of a step depends on. In which dtype weights are stored decides
 how they are held, and computed, in a ring of another one."""

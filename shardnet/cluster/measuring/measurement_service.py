@@ -65,7 +65,7 @@ class MeasurementService:
         With `again` known figures are measured too. `ariths` and `on_measured` as for `gather`.
         """
         ask = await self._ask(choice, facts, dtype, again=again)
-        largest = PREFILL_CHUNK_ROWS * facts.config.hidden_size * dtype.size_bytes
+        largest = PREFILL_CHUNK_ROWS * facts.config.row_width * dtype.size_bytes
         payload_bytes = min(largest, MAX_PAYLOAD_BYTES)
         instruments = self if facts.config.outline is None else _LinksOnly(self)
         return await gather(nodes, ask, payload_bytes, instruments, on_measured, ariths)

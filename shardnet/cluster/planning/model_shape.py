@@ -109,7 +109,7 @@ def model_shape(
         **weights.each,
         n_layers=config.n_layers,
         embedding_bytes=embedding_weight_bytes(config, form) + tower_bytes,
-        hop_bytes=(wire_dtype or WireDType.own(dtype)).row_bytes(config.hidden_size),
+        hop_bytes=(wire_dtype or WireDType.own(dtype)).row_bytes(config.row_width),
         context=context,
         layer_read_bytes=layer_read_bytes(config, form),
         streaming=Streaming(

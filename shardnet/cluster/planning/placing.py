@@ -164,7 +164,7 @@ def _inputs(
     context = _context(choice, facts.config)
     dtype = settle_dtype(choice.dtype, facts.config, nodes)
     arith = arith or settle_arith(choice.arith, nodes)
-    wires, width = parse_wires(choice.wire_dtype), facts.config.hidden_size
+    wires, width = parse_wires(choice.wire_dtype), facts.config.row_width
     forms = forms_of(facts, nodes, dtype, choice.arith, arith)
     in_order = bool(choice.nodes)
     shapes = Shapes(
@@ -217,7 +217,7 @@ def _planned(inputs: _Inputs, placement: Placement) -> Plan:
         arith=inputs.arith,
         forms=tuple(inputs.forms[stage.node] for stage in placement.stages),
         wires=on_ring,
-        wire_saved_s=_saved_s(placement, measured.links, dtype, on_ring, facts.config.hidden_size),
+        wire_saved_s=_saved_s(placement, measured.links, dtype, on_ring, facts.config.row_width),
         context=inputs.context,
         nodes=ring,
         placement=placement,

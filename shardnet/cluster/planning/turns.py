@@ -193,7 +193,7 @@ class Conversations:
                 link = way_between(measured.links, node, self.stages[rank + 1].plan.node)
                 if link is None:
                     return None
-                row_bytes = stage.wire.row_bytes(self.config.hidden_size)
+                row_bytes = stage.wire.row_bytes(self.config.row_width)
                 hop_s = link.hop_s(PREFILL_CHUNK_ROWS * row_bytes)
             paces.append(
                 StagePace(

@@ -85,8 +85,8 @@ class WireLoss:
             except ShardnetError as failure:
                 why = explanation(failure)
         return NarrowWire(
-            row_bytes=sum(wire.row_bytes(config.hidden_size) for wire in wires) // len(wires),
-            exact_row_bytes=own.row_bytes(config.hidden_size),
+            row_bytes=sum(wire.row_bytes(config.row_width) for wire in wires) // len(wires),
+            exact_row_bytes=own.row_bytes(config.row_width),
             saves_ms=saves_ms,
             error=error,
             why=why,
@@ -100,7 +100,7 @@ class WireLoss:
         """Return the milliseconds per token that links save, less the conversion on every hop."""
         if plan.wire_saved_s is None:
             return None
-        width, wires = plan.facts.config.hidden_size, list(plan.narrowed.values())
+        width, wires = plan.facts.config.row_width, list(plan.narrowed.values())
         rounding_s = await self._thread.run(
             plan.facts.path,
             lambda: {wire: measure_rounding_s(width, plan.dtype, wire) for wire in set(wires)},

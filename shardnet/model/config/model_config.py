@@ -167,6 +167,32 @@ class Indexer:
     layers: tuple[int, ...]
 
 
+class StreamKind(enum.Enum):
+    """How several residual streams are mixed."""
+
+    BALANCED = "balanced"
+    """Into each other too, by matrices whose rows and columns add up to 1 (DeepSeek-V4)."""
+    APART = "apart"
+    """Each goes on as it is, with its share of what a sub-layer gives (Hunyuan 4)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streams:
+    """Several residual streams, of which a sub-layer has a mix, and to all of which it gives.
+
+    What it gives is multiplied by up to `magnitude`. `eps` is added to factors and to what they are
+    divided by, in `n_rounds` of the balance. Without `has_head` the streams' mean goes on behind
+    the last layer.
+    """
+
+    count: int
+    kind: StreamKind
+    eps: float
+    magnitude: float = 2.0
+    n_rounds: int = 1
+    has_head: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Temperature:
     """How queries grow with their position p.
@@ -339,7 +365,8 @@ class ModelConfig:
     queries and keys are divided by their root mean square after the rotation.
 
     `chunk` is how many positions a chunk of attention has that layers do not look out of; contexts
-    end with the first one. With an `indexer` tokens attend to the positions that it chooses.
+    end with the first one. With an `indexer` tokens attend to the positions that it chooses. With
+    `streams` a row has as many residual streams between layers, one behind the other.
 
     Values have `value_size` columns, None for as many as keys, and are multiplied by
     `value_multiplier`.
@@ -409,6 +436,7 @@ class ModelConfig:
     has_unit_heads: bool = False
     chunk: int | None = None
     indexer: Indexer | None = None
+    streams: Streams | None = None
     full_heads: HeadShape | None = None
     value_size: int | None = None
     value_multiplier: float = 1.0
@@ -439,6 +467,11 @@ class ModelConfig:
                 "is implemented"
             )
         return f"the model has {self.max_positions} positions at most"
+
+    @property
+    def row_width(self) -> int:
+        """Columns of a row between layers, and between stages."""
+        return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     def window(self, layer: int) -> int | None:
         """Positions that a token attends to in the absolute `layer`, None for all."""

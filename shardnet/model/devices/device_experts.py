@@ -73,7 +73,7 @@ def gating_of(mlp: Mlp) -> Gating | None:
     if isinstance(mlp, PlainMlp):
         number = _ALONE.get(mlp.activation) if isinstance(mlp.activation, Activation) else None
         return None if number is None else Gating(activation=NO_ACTIVATION + 1 + number)
-    if isinstance(mlp, ClampedMlp):
+    if isinstance(mlp, ClampedMlp) and mlp.added == 1:
         return Gating(activation=_CLAMPED, limit=mlp.limit, alpha=mlp.alpha)
     if isinstance(mlp, GatedMlp) and mlp.activation in ACTIVATIONS:
         return Gating(activation=ACTIVATIONS[mlp.activation])

@@ -5,7 +5,7 @@ What V3 says in the same words is here too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from shardnet.model.families.tensor_shapes import (
 
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.experts import Router, SparseMlp
+    from shardnet.model.layers.experts import ClampedMlp, Router, SparseMlp
     from shardnet.model.layers.modules import GatedMlp
     from shardnet.model.layers.weight_source import WeightSource
 
@@ -79,13 +79,14 @@ def read_latent_attention(
     has_whole_heads: bool = False,
     scaling: Mapping[str, Any] = MappingProxyType({}),
     is_tied: bool = False,
+    has_kv_heads: bool = True,
 ) -> ModelConfig:
     """Read what V2 and V3 say alike, but for the experts.
 
     `interleaved`: pairs that are rotated together stand side by side. `max_positions`, `norm_eps`,
     `is_tied` and `defaults` are defaults, `rope` is that of `read_decoder`. With `has_whole_heads`
     a `head_dim` counts all of a key's columns, else the rotated ones. `scaling` is as in
-    `read_rope`.
+    `read_rope`. Without `has_kv_heads` the number of KV heads says nothing.
     """
     fields.require("moe_layer_freq", 1)
     query_rank = fields.optional("q_lora_rank")
@@ -109,7 +110,8 @@ def read_latent_attention(
     )
     sizes = {"head_dim": (config.head_size, head_size)}
     sizes["qk_head_dim"] = (fields.positive("qk_head_dim", whole), whole)
-    sizes["num_key_value_heads"] = (config.n_kv_heads, config.n_heads)
+    if has_kv_heads:
+        sizes["num_key_value_heads"] = (config.n_kv_heads, config.n_heads)
     for key, (found, only) in sizes.items():
         if found != only:
             raise fields.unsupported(key, found, str(only))
@@ -246,15 +248,24 @@ def load_mlp(
 
     `make_router` makes the router from the experts and the name of its linear.
     """
-    from shardnet.model.layers.experts import SparseMlp
+    from shardnet.model.layers.experts import ClampedMlp, SparseMlp
     from shardnet.model.layers.modules import GatedMlp
 
     prefix, experts = f"model.layers.{layer}.mlp", config.layer_experts(layer)
     if experts is None:
         return GatedMlp.load(config, weights, prefix)
+    each: Sequence[GatedMlp | ClampedMlp] = load_experts(
+        config, weights, f"{prefix}.experts", experts.n_experts
+    )
+    limit = experts.swiglu_limit
+    if limit is not None:
+        each = [
+            ClampedMlp(limit=limit, gate_up_proj=one.gate_up_proj, down_proj=one.down_proj)
+            for one in each
+        ]
     return SparseMlp(
         router=make_router(experts, f"{prefix}.gate"),
-        experts=load_experts(config, weights, f"{prefix}.experts", experts.n_experts),
+        experts=each,
         shared=GatedMlp.load(config, weights, f"{prefix}.shared_experts")
         if experts.shared_intermediate_size
         else None,

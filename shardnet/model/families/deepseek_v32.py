@@ -36,7 +36,7 @@ def _read_config(fields: Fields) -> ModelConfig:
     config = deepseek_v2.read_latent_attention(fields, interleaved=True, max_positions=163840)
     fields.ignore("indexer_types")  # all are alike
     config = _read_rest(fields, config, _EXPERTS)
-    return replace(config, indexer=_read_indexer(fields, range(config.n_layers + 1), 64))
+    return replace(config, indexer=read_indexer(fields, range(config.n_layers + 1), 64))
 
 
 def _read_glm(fields: Fields) -> ModelConfig:
@@ -45,25 +45,28 @@ def _read_glm(fields: Fields) -> ModelConfig:
         fields, interleaved=True, max_positions=202752, norm_eps=1e-5, defaults=_GLM
     )
     config = _read_rest(fields, config, replace(_EXPERTS, n_groups=1, top_groups=1))
-    indexer = _read_indexer(fields, _choosing(fields, config), 32)
+    indexer = read_indexer(fields, choosing_layers(fields, config.n_layers, (1, 2)), 32)
     fields.require("indexer_rope_interleave", True)
     return replace(config, indexer=replace(indexer, interleaved=True))
 
 
-def _choosing(fields: Fields, config: ModelConfig) -> list[int]:
-    """Read which layers choose, and that for MTP; the others take the choice of one before."""
-    step = fields.positive("index_topk_freq", 1)
-    offset = fields.take("index_skip_topk_offset", int, 2)
-    found: Any = ["FS"[max(n - offset + 1, 0) % step != 0] for n in range(config.n_layers)]
+def choosing_layers(fields: Fields, n_layers: int, regular: tuple[int, int]) -> list[int]:
+    """Read which layers choose, and that for MTP; the others take the choice of one before.
+
+    By default it is every so many-th, from another on, and those before.
+    """
+    step = fields.positive("index_topk_freq", regular[0])
+    offset = fields.take("index_skip_topk_offset", int, regular[1])
+    found: Any = ["FS"[max(n - offset + 1, 0) % step != 0] for n in range(n_layers)]
     for key in ("index_topk_pattern", "indexer_types"):
         found = fields.take(key, object, None) or found
     kinds = [str(each)[:1].upper() for each in found]
-    if len(kinds) != config.n_layers or not set(kinds) <= {"F", "S"} or kinds[0] != "F":
+    if len(kinds) != n_layers or not set(kinds) <= {"F", "S"} or kinds[0] != "F":
         raise fields.damaged(f"indexer_types {found} are not full or shared for each layer")
     return [n for n, kind in enumerate([*kinds, "F"]) if kind == "F"]
 
 
-def _read_indexer(fields: Fields, layers: Iterable[int], n_heads: int) -> Indexer:
+def read_indexer(fields: Fields, layers: Iterable[int], n_heads: int) -> Indexer:
     """Read what chooses positions in `layers`; with `n_heads` by default."""
     return Indexer(
         n_heads=fields.positive("index_n_heads", n_heads),

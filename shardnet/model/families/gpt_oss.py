@@ -123,6 +123,7 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
             ClampedMlp(
                 limit=experts.swiglu_limit,
                 alpha=experts.swiglu_alpha,
+                added=1.0,
                 gate_up_proj=weights.linear(f"{expert}.{EXPERTS.gate}", outputs=INNER_EACH),
                 down_proj=weights.linear(f"{expert}.{EXPERTS.down}", inputs=Axis.INNER),
             )

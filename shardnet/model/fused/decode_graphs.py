@@ -27,7 +27,13 @@ from torch import Tensor
 
 from shardnet.model.config.limits import GRAPH_BUCKETS
 from shardnet.model.layers.attention import ForwardStep
-from shardnet.model.layers.decoder_layer import AttentionSublayer, Layer, MlpSublayer, Residual
+from shardnet.model.layers.decoder_layer import (
+    AttentionSublayer,
+    Layer,
+    MlpSublayer,
+    Residual,
+    StreamResidual,
+)
 from shardnet.model.layers.modules import GatedMlp, Heads, SelfAttention
 from shardnet.model.layers.rotary import Rotary
 
@@ -120,7 +126,7 @@ class SplitLayer:
         attn, mlp = first.self_attn, second.mlp
         if not isinstance(attn, SelfAttention) or not attn.is_fusible:
             return None
-        if not isinstance(mlp, GatedMlp):
+        if not isinstance(mlp, GatedMlp) or isinstance(first.residual, StreamResidual):
             return None
         linears = (attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj)
         if not all(linear.weights_stay for linear in linears):

@@ -29,6 +29,7 @@ from shardnet.model.layers.mtp import MtpLayer
 from shardnet.model.layers.native_attention import can_attend
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary, rotary_tables
+from shardnet.model.layers.streams import StreamHead
 from shardnet.model.layers.tables import Table
 from shardnet.model.layers.weight_source import WeightSource, load_norm
 from shardnet.types import LayerRange
@@ -52,7 +53,7 @@ class DecoderStage:
         capture: Capture | None = None,
         final_norm: str = "model.norm",
     ) -> None:
-        self._numbers = layers
+        self._numbers, self._streams = layers, config.streams
         self._embedding: _Embedding | None = None
         self._head: _Head | None = None
         if layers.start == 0:
@@ -115,9 +116,10 @@ class DecoderStage:
         return why
 
     def embed(self, step: ForwardStep) -> Tensor:
-        """Embed the step's token ids: [T, E] in the compute dtype."""
+        """Embed the step's token ids: [T, E] in the compute dtype, once for each stream."""
         assert self._embedding is not None
-        return self._embedding(step.token_ids)
+        embedded = self._embedding(step.token_ids)
+        return embedded if self._streams is None else embedded.repeat(1, self._streams.count)
 
     def walk(self, hidden: Tensor, step: ForwardStep) -> Iterator[Tensor]:
         """Run hidden states [T, E] through the stage's layers: yields [T, E] after each, lazily."""
@@ -173,9 +175,9 @@ class DecoderStage:
         return self._is_native and all(can_attend(h.key_size, kv, h.value_size) for h in own)
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Apply the final norm: [R, E] in and out."""
+        """Apply the final norm: [R, E] in and out, from all streams."""
         assert self._head is not None
-        return self._head.norm(hidden)
+        return self._head.normed(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply norm and LM head: [R, E] to [R, V], in the compute dtype or float32."""
@@ -219,6 +221,7 @@ class _Embedding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Head:
+    join: StreamHead | None
     norm: Norm | BareNorm
     lm_head: Linear
     divisor: float
@@ -228,6 +231,7 @@ class _Head:
     def load(cls, config: ModelConfig, weights: WeightSource, final_norm: str) -> _Head:
         table = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         return cls(
+            join=None if config.streams is None else StreamHead.load(config, weights),
             norm=load_norm(config, weights, final_norm),
             lm_head=weights.linear(table),
             divisor=config.logit_divisor,
@@ -235,7 +239,11 @@ class _Head:
         )
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return self.project(self.norm(hidden))
+        return self.project(self.normed(hidden))
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """Join the streams, if there are several, and apply the norm: [R, E]."""
+        return self.norm(hidden if self.join is None else self.join(hidden))
 
     def project(self, normed: Tensor) -> Tensor:
         """Apply the LM head to what a norm has given: [R, E] to [R, V]."""

@@ -298,7 +298,12 @@ def _group(struct: RouterStruct, experts: Experts) -> None:
 def _activation(mlp: Mlp) -> dict[str, float]:
     """Return the fields of a MlpStruct for an expert's activation; none if it has no number."""
     if isinstance(mlp, ClampedMlp):
-        return {"activation": CLAMPED, "limit": mlp.limit, "alpha": mlp.alpha}
+        return {
+            "activation": CLAMPED,
+            "limit": mlp.limit,
+            "alpha": mlp.alpha,
+            "added": mlp.added,
+        }
     if isinstance(mlp, GatedMlp) and mlp.activation in ACTIVATIONS:
         return {"activation": ACTIVATIONS[mlp.activation]}
     return {}

@@ -131,6 +131,7 @@ class MlpStruct(ctypes.Structure):
         ("activation", ctypes.c_int32),
         ("limit", ctypes.c_float),
         ("alpha", ctypes.c_float),
+        ("added", ctypes.c_float),
     )
 
 

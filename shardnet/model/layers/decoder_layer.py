@@ -6,6 +6,7 @@ parameters, wire or scheduling.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,11 +14,14 @@ import torch
 from torch import Tensor
 
 from shardnet.model.cache.slot_blocks import SlotState
+from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.experts import SparseMlp
 from shardnet.model.layers.modules import Attention, GatedMlp, PlainMlp
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary
+from shardnet.model.layers.streams import StreamMixer
+from shardnet.model.layers.weight_source import WeightSource
 
 
 class Sublayer(Protocol):
@@ -43,6 +47,10 @@ class Residual:
             for norm in (self.before, self.after)
         )
 
+    def around(self, hidden: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Run hidden states [T, E] through a sub-layer and what is around it: [T, E]."""
+        return self.add(hidden, sublayer(self.normalize(hidden)))
+
     def normalize(self, hidden: Tensor) -> Tensor:
         """Apply the norm before the sub-layer to hidden states [T, E]."""
         return hidden if self.before is None else self.before(hidden)
@@ -58,6 +66,22 @@ class Residual:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamResidual(Residual):
+    """The mixer of several residual streams around a sub-layer, and the norm before it."""
+
+    mixer: StreamMixer
+
+    @property
+    def is_rms(self) -> bool:
+        """False: the library's joined sub-layers have one stream."""
+        return False
+
+    def around(self, hidden: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Run rows [T, N x E], of N streams, through a sub-layer of [T, E]: [T, N x E]."""
+        return self.mixer.around(hidden, lambda joined: sublayer(self.normalize(joined)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSublayer:
     """Attention with its norms and residual."""
 
@@ -66,8 +90,9 @@ class AttentionSublayer:
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
-        attended = self.self_attn(self.residual.normalize(hidden), index, rotary, step)
-        return self.residual.add(hidden, attended)
+        return self.residual.around(
+            hidden, lambda normed: self.self_attn(normed, index, rotary, step)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +104,7 @@ class MlpSublayer:
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
-        return self.residual.add(hidden, self.mlp(self.residual.normalize(hidden)))
+        return self.residual.around(hidden, self.mlp)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +116,13 @@ class ExpertsSublayer:
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
-        inner, experts = self.mlp(self.residual.normalize(hidden))
-        step.record_experts(index, experts)
-        return self.residual.add(hidden, inner)
+
+        def recorded(normed: Tensor) -> Tensor:
+            inner, experts = self.mlp(normed)
+            step.record_experts(index, experts)
+            return inner
+
+        return self.residual.around(hidden, recorded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,3 +223,23 @@ class Layer:
         """Run the layer, `index` within the stage: [T, E] in and out."""
         out = self.mlp(self.attention(hidden, index, rotary, step), index, rotary, step)
         return out if self.scale == 1 else out * self.scale
+
+
+def stream_layer(
+    config: ModelConfig,
+    weights: WeightSource,
+    layer: int,
+    self_attn: Attention,
+    mlp: GatedMlp | PlainMlp | SparseMlp,
+) -> Layer:
+    """Put mixers and norms around the sub-layers of the absolute `layer`."""
+    prefix = f"model.layers.{layer}"
+    names = (("attn_hc", "input_layernorm"), ("ffn_hc", "post_attention_layernorm"))
+    first, second = (
+        StreamResidual(
+            mixer=StreamMixer.load(config, weights, f"{prefix}.{mixer}", ""),
+            before=weights.norm(f"{prefix}.{norm}", config.norm_eps),
+        )
+        for mixer, norm in names
+    )
+    return Layer.of(first, self_attn, second, mlp)

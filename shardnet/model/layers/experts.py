@@ -180,13 +180,14 @@ class ClampedMlp:
     """Gate and up, both clamped, the gate times its own sigmoid, up plus 1 (gpt-oss).
 
     The gate is at most `limit`, up within -`limit` and `limit`; `alpha` multiplies the gate within
-    the sigmoid.
+    the sigmoid, and `added` is what is added to up.
     """
 
     limit: float
-    alpha: float
     gate_up_proj: Linear
     down_proj: Linear
+    alpha: float = 1.0
+    added: float = 0.0
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Compute [T, E] from [T, E], each row for itself."""
@@ -197,7 +198,7 @@ class ClampedMlp:
         gate, up = self.gate_up_proj(hidden).chunk(2, -1)  # [T, intermediate] each
         gate = gate.clamp(max=self.limit)
         up = up.clamp(-self.limit, self.limit)
-        return row_sigmoid(gate * self.alpha).mul_(gate) * up.add_(1)
+        return row_sigmoid(gate * self.alpha).mul_(gate) * up.add_(self.added)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,8 +34,8 @@ LATENT_EPS = 1e-6
 class LatentAttention:
     """Queries, full or of low rank, over latents that all heads share.
 
-    With a `gate_proj` what a head gives is multiplied by the sigmoid of its gate (Ling 3), with an
-    `indexer` rows attend to the positions that it chooses.
+    With a `gate_proj` what a head gives is multiplied by the sigmoid of its gate (Ling 3), or of
+    those of its columns; with an `indexer` rows attend to the positions that it chooses.
     Axes: N columns of a head's own keys, R of the rotated part, L of a latent, V of a value.
     """
 
@@ -101,7 +101,7 @@ class LatentAttention:
         latents = attended.view(n_rows, -1, latent.width)[..., : latent.rank]  # [T, H, L]
         values = _by_head(latents, self.values, step)  # [T, H, V]
         if self.gate_proj is not None:
-            values = values * row_sigmoid(self.gate_proj(hidden))[..., None]
+            values = values * row_sigmoid(self.gate_proj(hidden)).view(*values.shape[:2], -1)
         return self.o_proj(values.flatten(1))
 
 

@@ -129,7 +129,7 @@ def load_leading(
     """
     _check(order)
     n_shards, config = len(order.devices), checkpoint.config
-    mailbox_bytes = _MESSAGE_BYTES + _MOST_ROWS * 4 * config.hidden_size
+    mailbox_bytes = _MESSAGE_BYTES + _MOST_ROWS * 4 * config.row_width
     processes = ShardProcesses(n_shards, mailbox_bytes, launch)
 
     def job(index: int, memory: int, mailbox: int, n_bytes: int) -> ShardJob:

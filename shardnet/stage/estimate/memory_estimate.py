@@ -309,7 +309,7 @@ def activation_peak_bytes(
     Quantised keys and values of one layer of a sequence are dequantised while attending. A layer
     with a recurrence has float32 columns instead.
     """
-    hidden = rows * config.hidden_size * dtype.size_bytes
+    hidden = rows * config.row_width * dtype.size_bytes
     queries = rows * config.n_heads * config.key_size * dtype.size_bytes
     keys = rows * _key_columns(config) * dtype.size_bytes
     attention = 3 * (queries + 2 * keys) + 2 * queries + _score_bytes(config, rows, dtype, context)
@@ -333,7 +333,7 @@ def waiting_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) ->
 
     `context` bounds the positions of one sequence.
     """
-    hidden = rows * config.hidden_size * dtype.size_bytes
+    hidden = rows * config.row_width * dtype.size_bytes
     n_masks = len(set(config.windows)) or 1
     return 2 * hidden + n_masks * rows * context * dtype.size_bytes
 

@@ -72,6 +72,9 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     | {"head_dim": 16, "shared_expert_intermediate_size": 24},
     "mellum": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     | {"head_dim": 12},
+    "hy_v4": LATENT
+    | {"n_routed_experts": 8, "num_experts_per_tok": 3, "q_lora_rank": 14}
+    | {"index_head_dim": 16, "index_n_heads": 6},
     "hy_v3": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     | {"head_dim": 8, "mlp_layer_types": ["sparse"] * 4},
     "cohere2_moe": {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": 10}

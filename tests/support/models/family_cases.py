@@ -404,6 +404,14 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "seed": 1,
     },
+    "hy_v4": {
+        "num_hidden_layers": 4,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "indexer_types": ["full", "full", "shared", "full"],
+        "index_topk": 40,
+        "swiglu_limit": 0.02,
+        "hc_mult": 3,
+    },
     "hy_v3": ODD
     | {
         "num_hidden_layers": 4,

@@ -159,7 +159,8 @@ struct mlp_call {
     int64_t n_inner;
     struct joined joined; /* around `down` */
     int32_t activation;
-    float limit, alpha; /* of CLAMPED: gates are at most `limit`, the others within it; `alpha` is within the sigmoid */
+    float limit, alpha, added; /* of CLAMPED: gates are at most `limit`, the others within it; `alpha` is within the
+                                * sigmoid, and `added` to the others */
 };
 
 struct layer {

@@ -262,14 +262,14 @@ INLINE TARGET lanes NAME(activated)(lanes x, int activation) {
     return (lanes)((ints)x & ~(x < 0));
 }
 
-/* A gate times its own sigmoid, times the other and 1: gpt-oss. Rounded as torch does, whose clamps keep NaN. */
+/* A gate times its own sigmoid, times the other and 1 or nothing: gpt-oss. Rounded as torch does, whose clamps keep NaN. */
 INLINE TARGET lanes NAME(clamped)(const struct mlp_call *call, lanes gate, lanes up, const int is_bf16) {
     const lanes limit = NAME(kept)(NAME(broadcast)(call->limit), is_bf16);
     gate = NAME(select)(gate > limit, limit, gate);
     up = NAME(select)(up > limit, limit, NAME(select)(up < -limit, -limit, up));
     const lanes sharp = NAME(kept)(gate * call->alpha, is_bf16);
     const lanes opened = NAME(kept)(1.0f / (1.0f + NAME(exponential)(-sharp)), is_bf16);
-    return NAME(kept)(opened * gate, is_bf16) * NAME(kept)(up + 1.0f, is_bf16);
+    return NAME(kept)(opened * gate, is_bf16) * NAME(kept)(up + call->added, is_bf16);
 }
 
 INLINE TARGET void NAME(activate_rows)(const struct mlp_call *call, int64_t begin, int64_t end, const int is_bf16) {

@@ -1,0 +1,150 @@
+"""Several residual streams, mixed before and behind each sub-layer (hyper-connections).
+
+Knows the parameters of mixers by transformers' names. Must not know which family has them.
+
+Axes in shape comments: T rows of the micro-batch, N streams, E hidden size. Rows [T, N x E] have
+one stream behind the other. Mixing is in float32, stream by stream, so that a row's bits depend on
+no other row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardnet.model.config.model_config import ModelConfig, StreamKind, Streams
+from shardnet.model.kernels.float_linear import float_linear
+from shardnet.model.kernels.library import native_kernels
+from shardnet.model.layers.norms import BareNorm, row_sigmoid, row_softmax
+from shardnet.model.layers.weight_source import WeightSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixes:
+    """How much each stream is of a sub-layer's input, gets of its output, and of each stream.
+
+    [T, N] each, and [T, N, N] from streams to streams, None where each goes on as it is.
+    """
+
+    before: Tensor
+    behind: Tensor
+    across: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamMixer:
+    """What makes the factors of streams from all of them (arXiv 2512.24880)."""
+
+    config: Streams
+    project: Callable[[Tensor], Tensor]
+    base: Tensor  # [outputs]
+    scale: Tensor  # one for each kind of factor
+    norm: BareNorm
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: WeightSource, name: str, begin: str) -> StreamMixer:
+        """Take the parameters of the mixer `name`, whose own names begin with `begin`."""
+        assert config.streams is not None
+        own = f"{name}.{begin}"
+        return cls(
+            config=config.streams,
+            project=_exact_linear(weights.parameter(f"{own}fn")),
+            base=weights.parameter(f"{own}base"),
+            scale=weights.parameter(f"{own}scale"),
+            norm=BareNorm(eps=config.norm_eps),
+        )
+
+    def factors(self, streams: Tensor) -> tuple[Tensor, ...]:
+        """Return what all kinds of factors are made of, [T, outputs] each, of rows [T, N x E]."""
+        config, kinds = self.config, len(self.scale)
+        widths = [config.count, config.count, config.count**2][:kinds]
+        raw = torch.split(self.project(self.norm(streams.float())), widths, -1)
+        bases = torch.split(self.base, widths)
+        return tuple(raw[kind] * self.scale[kind] + bases[kind] for kind in range(kinds))
+
+    def __call__(self, streams: Tensor) -> Mixes:
+        """Make the factors around a sub-layer for rows [T, N x E]."""
+        config = self.config
+        before, behind, *across = self.factors(streams)
+        shares = config.magnitude * row_sigmoid(behind.contiguous())
+        is_balanced = config.kind is StreamKind.BALANCED
+        return Mixes(
+            before=row_sigmoid(before.contiguous()) + config.eps,
+            behind=shares if is_balanced else shares + config.eps,
+            across=self._balanced(across[0]) if is_balanced else None,
+        )
+
+    def _balanced(self, logits: Tensor) -> Tensor:
+        """Make rows and columns of [T, N x N] add up to 1, by Sinkhorn: [T, N, N]."""
+        count, eps = self.config.count, self.config.eps
+        square = row_softmax(logits.reshape(-1, count)) + eps
+        square = square.view(-1, count, count)
+        square = square / (_sum(square.unbind(1)) + eps)[:, None]
+        for _ in range(self.config.n_rounds - 1):
+            square = square / (_sum(square.unbind(2)) + eps)[:, :, None]
+            square = square / (_sum(square.unbind(1)) + eps)[:, None]
+        return square
+
+    def around(self, streams: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Join rows [T, N x E] for a sub-layer of [T, E], and share out what it gives."""
+        mixes, count = self(streams), self.config.count
+        wide = streams.float().view(len(streams), count, -1)
+        inner = sublayer(weighted(wide, mixes.before).to(streams.dtype)).float()
+        parts = []
+        for stream in range(count):
+            kept = wide[:, stream]
+            if mixes.across is not None:
+                kept = weighted(wide, mixes.across[:, :, stream])
+            parts.append(inner * mixes.behind[:, stream, None] + kept)
+        return torch.cat(parts, -1).to(streams.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamHead:
+    """Joins the streams behind the last layer: weighted, or without a mixer their mean."""
+
+    count: int
+    mixer: StreamMixer | None
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: WeightSource) -> StreamHead:
+        """Take the parameters, if there are any."""
+        assert config.streams is not None
+        mixer = None
+        if config.streams.has_head:
+            mixer = StreamMixer.load(config, weights, "model.hc_head", "hc_")
+        return cls(count=config.streams.count, mixer=mixer)
+
+    def __call__(self, streams: Tensor) -> Tensor:
+        """Join rows [T, N x E] to [T, E]."""
+        wide = streams.float().view(len(streams), self.count, -1)
+        if self.mixer is None:
+            return (_sum(wide.unbind(1)) / self.count).to(streams.dtype)
+        [raw] = self.mixer.factors(streams)
+        shares = row_sigmoid(raw.contiguous()) + self.mixer.config.eps
+        return weighted(wide, shares).to(streams.dtype)
+
+
+def weighted(streams: Tensor, shares: Tensor) -> Tensor:
+    """Add up streams [T, N, E] times their shares [T, N]: [T, E]."""
+    return _sum([streams[:, n] * shares[:, n, None] for n in range(streams.shape[1])])
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """Add up one after the other, so that the order depends on no shape."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _exact_linear(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """Make the product with a weight [N, K], float32, by the library where it is there."""
+    native = native_kernels()
+    if native is None or weight.device.type != "cpu":
+        return lambda rows: F.linear(rows, weight)
+    return float_linear([weight], None, native)
