@@ -80,6 +80,8 @@ class StageModel:
         self._windows = self.config.distinct_windows(self.layers)
         self.first = self.layers.start == 0
         self.last = self.layers.end == self.config.n_layers
+        self.streams = self.stream.n_layers > 0
+        """Whether layers are read from disk for every pass, which should serve many rows then."""
         self.encoder: PictureEncoder | None = None
         """What encodes pictures for the first stage, None without one."""
 
@@ -96,11 +98,6 @@ class StageModel:
     def n_fetched(self) -> int:
         """Streamed layers that were read from disk so far."""
         return self.stream.n_fetched
-
-    @property
-    def streams(self) -> bool:
-        """Whether layers are read from disk for every pass, which should serve many rows then."""
-        return self.stream.n_layers > 0
 
     def finish_packs(self) -> None:
         """Wait until quantised weights are cached on disk; the stage can compute meanwhile."""
@@ -340,15 +337,19 @@ class StageModel:
             return results
         try:
             for layer in range(len(self.layers)):
-                self.stream.need(layer)
+                if self.streams:
+                    self.stream.need(layer)
                 for place, walk in walks.items():
-                    with self.adapters.of(adapters[place]):
-                        results[place] = hidden = next(walk)
+                    self.adapters.rows = adapters[place]
+                    results[place] = hidden = next(walk)
                     keep_state(runs[place], self.layers.start + layer + 1, hidden)
-                self.stream.done(layer)
+                if self.streams:
+                    self.stream.done(layer)
         except ShardnetError as error:  # concerns all micro-batches: the layer cannot be read
             failed = error.with_traceback(None)
             return [failed if place in walks else result for place, result in enumerate(results)]
+        finally:
+            self.adapters.rows = ()
         self._check_group()
         return results
 

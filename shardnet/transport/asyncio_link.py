@@ -232,7 +232,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         """Pass on what `nbytes` received bytes completed; after the end they are discarded."""
         if self._lingering:
             return
-        self._idle.broken(self._loop.time())
+        self._idle.since = self._loop.time()
         self._meter.received_bytes += nbytes
         for event in self._connection.received(nbytes):
             self._handle(event)
@@ -494,7 +494,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
     def _resume_reading(self) -> None:
         if self._reading_paused and self._transport is not None:
             self._reading_paused = False
-            self._idle.broken(self._loop.time())
+            self._idle.since = self._loop.time()
             if not self._transport.is_closing():
                 self._transport.resume_reading()
 

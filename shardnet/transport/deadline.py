@@ -55,13 +55,10 @@ class IdleTimeout:
     def __init__(self, allowed_s: float, now: float) -> None:
         """Allow `allowed_s` seconds of silence, from `now` on. All times are of one clock."""
         self._allowed_s = allowed_s
-        self._since = now
+        self.since = now
+        """When something came last, or we began to listen again."""
         self._looked_at = now
         self._unsent_bytes = 0
-
-    def broken(self, now: float) -> None:
-        """Start again: something came, or we begin to listen again."""
-        self._since = now
 
     def is_over(self, now: float, *, reading: bool, unsent_bytes: int) -> bool:
         """Return whether the silence has lasted too long at `now`.
@@ -74,8 +71,8 @@ class IdleTimeout:
         self._looked_at = now
         self._unsent_bytes = unsent_bytes
         if stood_still or moving:
-            self._since = now
-        return now - self._since >= self._allowed_s
+            self.since = now
+        return now - self.since >= self._allowed_s
 
 
 class SendTimeout:

@@ -98,7 +98,7 @@ def test_it_is_over_when_nothing_comes_for_the_allowed_time() -> None:
 def test_every_byte_starts_it_again() -> None:
     silence = IdleTimeout(ALLOWED_S, 0.0)
     looks(silence, 4, 8, 9)
-    silence.broken(9.0)
+    silence.since = 9.0
     assert looks(silence, 12, 16, 18.9, 19) == [False, False, False, True]
 
 
@@ -106,14 +106,14 @@ def test_a_process_that_stood_still_itself_does_not_blame_the_peer() -> None:
     """After a suspend the timer may run before the bytes that have come are read."""
     silence = IdleTimeout(ALLOWED_S, 0.0)
     assert looks(silence, 2, 60, 65, 69.9, 70) == [False, False, False, False, True]
-    silence.broken(70)
+    silence.since = 70
     assert looks(silence, 72.5, 79, 84, 88.9, 89) == [False, False, False, False, True]
 
 
 def test_while_we_do_not_read_nothing_can_come() -> None:
     silence = IdleTimeout(ALLOWED_S, 0.0)
     assert not any(looks(silence, *range(2, 60, 2), reading=False))
-    silence.broken(60.0)  # we read again
+    silence.since = 60.0  # we read again
     assert looks(silence, 62, 66, 70) == [False, False, True]
 
 

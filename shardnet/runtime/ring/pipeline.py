@@ -26,8 +26,8 @@ from shardnet.runtime.stage.compute import (
     StepComputed,
     StepFailed,
 )
-from shardnet.runtime.stage.handover import StageInputs
 from shardnet.runtime.stage.routing import join_routing
+from shardnet.runtime.stage.worker import StageInputs
 from shardnet.sampling_params import TokenLogprobs
 from shardnet.slot_operations import SlotOperation
 from shardnet.types import Epoch, MicroBatch, StepId

@@ -17,43 +17,13 @@ from shardnet.runtime.processors.alertness import Alertness
 from shardnet.runtime.stage.compute import (
     Activations,
     StageCompute,
-    StageInput,
     StageOutput,
     StepArrived,
     StepComputed,
 )
 from shardnet.runtime.stage.executor import Executor
-from shardnet.runtime.stage.worker import StageSink, StageSource, StageWorker
+from shardnet.runtime.stage.worker import StageInputs, StageSink, StageSource, StageWorker
 from shardnet.types import SequenceId, StepId
-
-
-class StageInputs:
-    """Inputs on their way to a stage of the same process (StageSource). Of the loop's thread."""
-
-    def __init__(self) -> None:
-        self._waiting: asyncio.Queue[StageInput] = asyncio.Queue()
-        self._is_receiving = False
-        self._has_room: Callable[[], bool] = lambda: False
-        self._take: Callable[[StageInput], None] = self._waiting.put_nowait
-
-    def put(self, made: StageInput) -> None:
-        """Hand an input over: at once where the stage waits for one and has room."""
-        if self._is_receiving and self._waiting.empty() and self._has_room():
-            self._take(made)
-        else:
-            self._waiting.put_nowait(made)
-
-    async def receive(self) -> StageInput:
-        """See StageSource."""
-        self._is_receiving = True
-        try:
-            return await self._waiting.get()
-        finally:
-            self._is_receiving = False
-
-    def offer(self, has_room: Callable[[], bool], take: Callable[[StageInput], None]) -> None:
-        """See StageSource."""
-        self._has_room, self._take = has_room, take
 
 
 class Handover(StageInputs):

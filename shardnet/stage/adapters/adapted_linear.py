@@ -6,8 +6,7 @@ Axes in shape comments: T rows of the micro-batch, R rank, K inputs, N outputs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -51,19 +50,10 @@ class RowsOfAdapter:
 
 
 class ActiveAdapters:
-    """Which rows of the step that is being computed have which adapters. Not thread-safe."""
+    """The adapters that linears add now, to the rows that have them. Not thread-safe."""
 
     def __init__(self) -> None:
         self.rows: Sequence[RowsOfAdapter] = ()
-
-    @contextmanager
-    def of(self, rows: Sequence[RowsOfAdapter]) -> Iterator[None]:
-        """Let linears add these adapters inside."""
-        before, self.rows = self.rows, rows
-        try:
-            yield
-        finally:
-            self.rows = before
 
 
 class LowRankProduct:

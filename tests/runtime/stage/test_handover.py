@@ -32,9 +32,10 @@ from shardnet.runtime.stage.compute import (
     StepFailed,
 )
 from shardnet.runtime.stage.executor import ComputeThreads, Executor
-from shardnet.runtime.stage.handover import Lane, LaneWorkers, StageInputs
+from shardnet.runtime.stage.handover import Lane, LaneWorkers
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder, StagePart
 from shardnet.runtime.stage.torch_compute import HeldActivations
+from shardnet.runtime.stage.worker import StageInputs
 from shardnet.sampling_params import SamplingParams
 from shardnet.slot_operations import FreeSlot
 from shardnet.types import (
