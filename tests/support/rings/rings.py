@@ -12,6 +12,7 @@ from shardnet.output_params import RoutingShape
 from shardnet.runtime.engine.encoding import FirstStage
 from shardnet.runtime.engine.engine import Engine, MakePipeline
 from shardnet.runtime.engine.prefixes import Prefixes
+from shardnet.runtime.processors.alertness import Alertness
 from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
 from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
 from shardnet.runtime.scheduling.scheduler import Scheduler
@@ -49,8 +50,12 @@ async def running_ring(
     options: LinkOptions = SMALLEST,
     prefixes: Prefixes | None = None,
     stage: FirstStage | None = None,
+    is_alert: bool = False,
 ) -> AsyncIterator[tuple[Engine, list[Link]]]:
-    """Run a ring over "memory" or "tcp" links, by default with the smallest queues and buffers."""
+    """Run a ring over "memory" or "tcp" links, by default with the smallest queues and buffers.
+
+    Stages are awake when steps are about to come if it `is_alert`.
+    """
     epoch = scheduler.ring.epoch
     engine = Engine(
         scheduler=scheduler,
@@ -60,7 +65,13 @@ async def running_ring(
         stage=stage,
     )
     async with running_stages(
-        computes, engine.pipeline, epoch, engine.fail, over=over, options=options
+        computes,
+        engine.pipeline,
+        epoch,
+        engine.fail,
+        over=over,
+        options=options,
+        is_alert=is_alert,
     ) as links:
         yield engine, links
 
@@ -88,6 +99,7 @@ async def running_stages(
     over: str = "memory",
     options: LinkOptions = SMALLEST,
     executors: list[Executor] | None = None,
+    is_alert: bool = False,
 ) -> AsyncIterator[list[Link]]:
     """Run stages that work for `pipeline`; yields the links between them.
 
@@ -96,6 +108,8 @@ async def running_stages(
     n_stages = len(computes)
     pairs = [await _pair(over, options) for _ in range(n_stages if n_stages > 1 else 0)]
     executors = [] if executors is None else executors
+    awake = [Alertness() for _ in computes if is_alert]
+    arrivals = [each.arrived for each in awake] or [lambda: None] * n_stages
     async with asyncio.TaskGroup() as tasks:
         running = []
         for rank, compute in enumerate(computes):
@@ -103,7 +117,7 @@ async def running_stages(
             sink: StageSink = LocalSink(pipeline)
             if n_stages > 1:
                 if rank:
-                    source = LinkSource(pairs[rank - 1][1], epoch)
+                    source = LinkSource(pairs[rank - 1][1], epoch, arrivals[rank])
                 is_tail = rank == n_stages - 1
                 sink = (TailSink if is_tail else LinkSink)(pairs[rank][0], epoch)
             parts = compute if isinstance(compute, Sequence) else [compute]
@@ -115,10 +129,12 @@ async def running_stages(
                 source=source,
                 sink=sink,
                 on_step_done=lambda step: None,
+                alertness=awake[rank] if awake else None,
             )
             running.append(tasks.create_task(_until_broken(worker, on_broken)))
         if n_stages > 1:
-            running.append(tasks.create_task(_answers(TailLink(pairs[-1][1], epoch), pipeline)))
+            tail = TailLink(pairs[-1][1], epoch, arrivals[0])
+            running.append(tasks.create_task(_answers(tail, pipeline)))
         links = [link for pair in pairs for link in pair]
         try:
             yield links
@@ -126,6 +142,8 @@ async def running_stages(
             for task in running:
                 task.cancel()
             await asyncio.wait(running)
+            for each in awake:
+                each.close()
             for link in links:
                 link.abort("the test is over")
             await asyncio.gather(*(link.close() for link in links))
