@@ -55,7 +55,6 @@ WIDER = {
     "shardnet/runtime/engine/engine.py Engine.generate": "a request from its begin to its end",
     "shardnet/runtime/loading/loading.py kv_room": "all that takes memory beside keys",
     "shardnet/runtime/loading/measuring.py measure_stage": "what a measurement stands for",
-    "shardnet/stage/load.py kv_cache": "all that a stage is made of meets here",
     "shardnet/stage/load.py load_stage": "all that a stage is made of meets here",
 }
 """Functions that are longer, or take more, and why. Who shortens one takes it out of here."""

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -160,15 +160,15 @@ class SmallModel:
 
     def _load(self, way: Way) -> StageModel:
         checkpoint, kind = Checkpoint.open(self._folder), way.quant
+        choice = probe(self._device, way.dtype, DType.BFLOAT16, kind)
         return load_stage(
             checkpoint,
             LayerRange(0, checkpoint.config.n_layers),
-            choice=probe(self._device, way.dtype, DType.BFLOAT16, kind),
+            choice=replace(choice, kv_form=way.kv_dtype),
             device=self._device,
             room_blocks=max(self._trial.row_counts),
             progress=lambda done, total: None,
             packs=PackCache(self._packs, str(self._folder), "check", kind) if kind else None,
-            kv_dtype=way.kv_dtype,
             n_streamed=way.n_streamed,
         )
 

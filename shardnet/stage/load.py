@@ -63,7 +63,7 @@ def choose_kernels(
 ) -> KernelChoice:
     """Choose the dtype and kernels of a ring's stage of a checkpoint on a device."""
     packed = packed_sizes(checkpoint)
-    return probe(
+    choice = probe(
         device,
         form.dtype,
         checkpoint.config.checkpoint_dtype,
@@ -71,6 +71,7 @@ def choose_kernels(
         arith,
         is_packed=packed is not None and packed.is_all,
     )
+    return replace(choice, kv_form=KvDType(form.kv_dtype))
 
 
 @torch.inference_mode()
@@ -84,7 +85,6 @@ def load_stage(
     progress: Progress,
     context: int | None = None,
     packs: PackCache | None = None,
-    kv_dtype: KvDType = KvDType.AUTO,
     n_streamed: int = 0,
     capture: Capture | None = None,
     kept: KeptLinears | None = None,
@@ -96,14 +96,14 @@ def load_stage(
 ) -> StageModel:
     """Load `layers` onto `device`, with the embedding in the first stage and the head in the last.
 
-    `room_blocks` is the capacity of the KV cache in blocks of 256 positions, `kv_dtype` its dtype,
-    `context` the limit of positions per sequence (None: the model's, at most 8192). `packs` caches
-    quantised weights, which may be written while the stage computes already. `n_streamed` layers
-    stay on disk. `capture` is that of load_family_stage. `kept` are linears of a stage of the same
-    model, loaded with the same choice: they are taken from there. With a `group` this is a shard of
-    the stage, with the heads of its own, by the `shares` of all of them, () for equal ones, and
-    with `followers` the first one, as which others do. With `on`, the kernel text computes there
-    what it can of a stage whose `device` is the CPU.
+    `room_blocks` is the capacity of the KV cache in blocks of 256 positions, `context` the limit of
+    positions per sequence (None: the model's, at most 8192). `packs` caches quantised weights,
+    which may be written while the stage computes already. `n_streamed` layers stay on disk.
+    `capture` is that of load_family_stage. `kept` are linears of a stage of the same model, loaded
+    with the same choice: they are taken from there. With a `group` this is a shard of the stage,
+    with the heads of its own, by the `shares` of all of them, () for equal ones, and with
+    `followers` the first one, as which others do. With `on`, the kernel text computes there what it
+    can of a stage whose `device` is the CPU.
     `progress` is called with (bytes done, bytes in total) after every part; an exception it raises
     aborts the loading and releases everything.
 
@@ -139,7 +139,7 @@ def load_stage(
             family = load_family_stage(own, layers, source, context, dtype, device, capture)
         if adapted is not None:
             adapted.check_all_used()
-    kv = kv_cache(own, layers, choice, device, room_blocks, kv_dtype, cut, followers, on)
+    kv = kv_cache(own, layers, choice, device, room_blocks, cut, followers, on)
     if on is not None:
         with capacity_error_for(f"{on.driver.description} has no memory for {layers.words}"):
             choice = replace(choice, by_text=_compute_on(on, family, kv, layers))
@@ -217,7 +217,6 @@ def kv_cache(
     choice: KernelChoice,
     device: torch.device,
     room_blocks: int,
-    kv_dtype: KvDType,
     cut: Cut | None = None,
     followers: Followers | None = None,
     on: Device | None = None,
@@ -235,7 +234,7 @@ def kv_cache(
         room_blocks,
         [config.window(layer) for layer in numbers],
         usual.value_size,
-        kv_dtype,
+        choice.kv_form,
         [config.state(layer) for layer in numbers],
         config.uneven_heads(numbers),
         torch_dtype(choice.kv_dtype),

@@ -155,7 +155,6 @@ class SyntheticModel:
         choice: KernelChoice,
         device: torch.device,
         tick: Callable[[], None],
-        kv_dtype: KvDType = KvDType.AUTO,
         on: Device | None = None,
     ) -> None:
         dtype, layers = torch_dtype(choice.dtype), LayerRange(0, sample.n_layers)
@@ -170,7 +169,7 @@ class SyntheticModel:
             device,
             CONTEXT // BLOCK_POSITIONS,
             value_size=sample.usual_heads.value_size,
-            kv_dtype=kv_dtype,
+            kv_dtype=choice.kv_form,
             states=[sample.state(layer) for layer in layers],
             heads=sample.uneven_heads(layers),
         )

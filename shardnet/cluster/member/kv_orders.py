@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.sharing.bulk_client import KvClient, ReadRows, SourceRefused
@@ -20,7 +19,7 @@ from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.transport.link import Link
-from shardnet.types import HeldRows, KvDType, LayerRange, SequenceId, SlotId, StateId, block_spans
+from shardnet.types import HeldRows, LayerRange, SequenceId, SlotId, StateId, block_spans
 from shardnet.wire.messages.bulk import FetchKv, KvRows
 from shardnet.wire.messages.stages import (
     AuditStage,
@@ -467,7 +466,7 @@ def compute_layer(order: StageOrder, layer: int, before: bytes) -> bytes:
     from shardnet.stage.stage_audit import rows_after
 
     form = order.form
-    checkpoint = Checkpoint.open(order.folder, ignore_unknown_config=form.ignore_unknown_config)
+    checkpoint = order.opened()
     check_model_id(order.folder, checkpoint.model_id, form.model_id)
     config, device, layers = checkpoint.config, torch.device("cpu"), LayerRange(layer, layer + 1)
     check_layers(config, layers)
@@ -486,7 +485,6 @@ def compute_layer(order: StageOrder, layer: int, before: bytes) -> bytes:
             room_blocks=1,
             context=form.context,
             progress=lambda done, total: None,
-            kv_dtype=KvDType(form.kv_dtype),
         )
         return rows_after(model, before, form.dtype)
     finally:

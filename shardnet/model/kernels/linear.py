@@ -31,6 +31,7 @@ from shardnet.types import (
     TILES_ARITHMETIC,
     Arith,
     DType,
+    KvDType,
 )
 
 MAX_EXACT_ROWS = 32
@@ -87,6 +88,8 @@ class KernelChoice:
     ring, where this device computes in a wider one."""
     held_dtype: DType | None = None
     """What keys and values are rounded to, if that is not `dtype`."""
+    kv_form: KvDType = KvDType.AUTO
+    """How the KV cache holds keys and values."""
 
     @property
     def unpacks(self) -> bool:

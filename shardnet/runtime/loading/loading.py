@@ -190,17 +190,15 @@ def follow(order: StageOrder, room_blocks: int) -> SlotMoves:
 
     checkpoint, device = _opened(order), torch.device(order.device.torch)
     choice = choose_kernels(checkpoint, order.form, order.arith, device)
-    kv_dtype = KvDType(order.form.kv_dtype)
-    kv = kv_cache(checkpoint.config, order.layers, choice, device, room_blocks, kv_dtype)
+    kv = kv_cache(checkpoint.config, order.layers, choice, device, room_blocks)
     return SlotMoves(kv, order.caching, {})
 
 
 def _opened(order: StageOrder) -> Checkpoint:
     """Open the checkpoint of an order. Raises CheckpointError if it is not the one in the plan."""
-    form = order.form
-    checkpoint = Checkpoint.open(order.folder, ignore_unknown_config=form.ignore_unknown_config)
-    check_model_id(order.folder, checkpoint.model_id, form.model_id)
-    if form.mtp:
+    checkpoint = order.opened()
+    check_model_id(order.folder, checkpoint.model_id, order.form.model_id)
+    if order.form.mtp:
         checkpoint.use_mtp()
     return checkpoint
 
@@ -301,7 +299,6 @@ def _load_model(
     tower = tower_of(checkpoint, mmproj) if has_tower else None
     adapters = [LoadedAdapter.read(each.adapter_id, each.files) for each in order.adapters]
     config, device = with_adapters(checkpoint.config, adapters), torch.device(order.device.torch)
-    kv_dtype = KvDType(form.kv_dtype)
     choice = choose_kernels(checkpoint, form, order.arith, device)
     tower_bytes = tower.weight_bytes(choice.dtype) if tower is not None else 0
     n_here, n_shards = len(order.shards) or 1, len(order.shards) or order.n_nodes
@@ -312,7 +309,7 @@ def _load_model(
         form.context,
         # each shard has room for what is whole in all of them
         (job.memory_bytes - tower_bytes) // n_here,
-        kv_dtype,
+        choice.kv_form,
         order.n_streamed,
         device=device.type,
         held_bytes=job.held_bytes,
@@ -336,7 +333,6 @@ def _load_model(
             context=form.context,
             progress=job.progress,
             packs=PackCache.used(folder, json.dumps(files), form),
-            kv_dtype=kv_dtype,
             n_streamed=order.n_streamed,
             kept=had,
             group=group,

@@ -144,6 +144,7 @@ def measure_stage(
 
     with _threads(threads):
         choice = probe(torch.device(device), dtype, config.checkpoint_dtype, quant, arith)
+        choice = dataclasses.replace(choice, kv_form=kv_dtype)
         if device == "cuda":
             memory_bytes -= graph_bytes(config, choice.dtype)
         form = WeightForm(
@@ -161,7 +162,7 @@ def measure_stage(
             )
         with capacity_error_for(f"{device} has no memory left to measure in"):
             on = open_device(driver) if driver else None
-            model = SyntheticModel(sample, choice, torch.device(device), tick, kv_dtype, on)
+            model = SyntheticModel(sample, choice, torch.device(device), tick, on)
             if on is not None:
                 choice = dataclasses.replace(choice, by_text=on.driver.description)
             model.step(1)  # the first one only warms up

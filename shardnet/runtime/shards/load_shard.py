@@ -27,7 +27,7 @@ from shardnet.stage.load import choose_kernels, load_stage
 from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.tensor_reader import Progress
-from shardnet.types import KvDType, SlotId
+from shardnet.types import SlotId
 
 
 def load_shard(
@@ -35,7 +35,7 @@ def load_shard(
 ) -> StageModel:
     """Load a shard. Raises what loading a stage raises."""
     order, form = job.order, job.order.form
-    checkpoint = Checkpoint.open(order.folder, ignore_unknown_config=form.ignore_unknown_config)
+    checkpoint = order.opened()
     if checkpoint.model_id != form.model_id:
         raise CheckpointError(
             f"{order.folder}: it has changed while its shards were loaded", remedy="ask again"
@@ -50,7 +50,6 @@ def load_shard(
         progress=progress,
         context=form.context,
         packs=PackCache.used(job.packs, job.pack_identity, form),
-        kv_dtype=KvDType(form.kv_dtype),
         group=MemoryGroup(memory, job.index, job.size),
     )
 
@@ -158,7 +157,6 @@ def load_leading(
         context=order.form.context,
         progress=progress,
         packs=PackCache.used(own.packs, own.pack_identity, order.form),
-        kv_dtype=KvDType(order.form.kv_dtype),
         group=processes.group,
         followers=processes,
     )

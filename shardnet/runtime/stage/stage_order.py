@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.stage_form import StageForm
 from shardnet.types import Arith, LayerRange
 
@@ -77,6 +78,11 @@ class StageOrder:
     parts: tuple[StagePart, ...] = ()
     """Which layers are on which device, where they are not all on one."""
     adapters: tuple[StageAdapter, ...] = ()
+
+    def opened(self) -> Checkpoint:
+        """Open its checkpoint. Raises CheckpointError, UnsupportedModelError for unknown keys."""
+        ignored = self.form.ignore_unknown_config
+        return Checkpoint.open(self.folder, ignore_unknown_config=ignored)
 
     def on(self, part: StagePart) -> StageOrder:
         """Return the order of the layers of this stage that are on one device, or its shards."""

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from support.rings.stage_chain import CPU, ROOM_BLOCKS, probed
@@ -65,7 +66,7 @@ def load_sharded(
     return load_shard.load_leading(
         order,
         checkpoint,
-        probed(CPU, DType.FLOAT32, None),
+        replace(probed(CPU, DType.FLOAT32, None), kv_form=kv_dtype),
         ROOM_BLOCKS,
         packs=None,
         files=(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -100,7 +100,7 @@ class StageChain:
         checkpoint = Checkpoint.open(folder)
         if has_mtp:
             checkpoint.use_mtp()
-        choice = choice or probed(CPU, DType.FLOAT32, None)
+        choice = replace(choice or probed(CPU, DType.FLOAT32, None), kv_form=kv_dtype)
         return cls(
             [
                 load_stage(
@@ -111,7 +111,6 @@ class StageChain:
                     room_blocks=ROOM_BLOCKS,
                     progress=lambda done, total: None,
                     context=context,
-                    kv_dtype=kv_dtype,
                     capture=capture,
                     group=group,
                     shares=shares,
