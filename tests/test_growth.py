@@ -27,6 +27,8 @@ from support.source import (
     sources,
 )
 
+from shardnet.stage_form import StageForm
+
 SMALL = 50
 """A module with fewer lines of code and one importer is better a part of it."""
 FEW_FIELDS = 5
@@ -59,9 +61,16 @@ WIDER = {
 }
 """Functions that are longer, or take more, and why. Who shortens one takes it out of here."""
 
+OPTIONS = frozenset(StageForm.__struct_fields__) - {"model", "model_id", "dtype", "context"} | {
+    *("arith", "nodes_per_stage", "stream_layers", "wire_dtype"),
+}
+"""What a ring is asked to compute with, but for words that mean more than that."""
+
 AT_THE_ORDER = """
+import sys
 from pathlib import Path
 from unittest.mock import Mock
+from typer.main import get_command
 from shardnet.cluster.head.ring_builder import ring_spec
 from shardnet.cluster.machine.profile import Device
 from shardnet.cluster.member.stage_orders import StageOrders
@@ -70,18 +79,40 @@ from shardnet.types import Epoch
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import encode
 from shardnet.wire.messages.control import read_control
-from shardnet.wire.messages.plans import ModelChoice
+from shardnet_cli.flags.ring_options import RingOptions
+from shardnet_cli.main import app
 from tests.cluster.planning.test_planning import facts, node
 
-choice = ModelChoice(model="/m", nodes=["a:1", "b:1"], added="as asked")
-spec = ring_spec(make_plan(choice, facts(), [node("a"), node("b")]))
-sent = spec.order(1, ring="r", epoch=Epoch(1), sources=["a:1"], instead_of="")
-read = read_control(Frame(kind=FrameKind.CONTROL, meta=encode(sent)))
-cpu = Device(kind="cpu", description="cpu", dtypes=())
-parts = {name: Mock() for name in ("host", "sharing", "local_nodes", "watch", "latest", "log")}
-orders = StageOrders(**parts, budget=Mock(device=cpu, devices=[cpu]), asked_threads=1)
-print(orders._order(read, Path("/m"), ()).form.added)
+chosen, choose = [], RingOptions.choice
+RingOptions.choice = lambda options: chosen.append(choose(options)) or sys.exit()
+for command in (["plan"], ["generate", "a"], ["chat"], ["serve"], ["bench"]):
+    flags = ["--model", sys.argv[1], "--nodes", "a:1,b:1", "--added", "as asked"]
+    try:
+        get_command(app)([*command, *flags])
+    except SystemExit:
+        pass
+for choice in chosen:
+    spec = ring_spec(make_plan(choice, facts(), [node("a"), node("b")]))
+    sent = spec.order(1, ring="r", epoch=Epoch(1), sources=["a:1"], instead_of="")
+    read = read_control(Frame(kind=FrameKind.CONTROL, meta=encode(sent)))
+    cpu = Device(kind="cpu", description="cpu", dtypes=())
+    parts = {name: Mock() for name in ("host", "sharing", "local_nodes", "watch", "latest", "log")}
+    orders = StageOrders(**parts, budget=Mock(device=cpu, devices=[cpu]), asked_threads=1)
+    print(orders._order(read, Path("/m"), ()).form.added)
 """
+
+AN_OPTION = {
+    "shardnet/stage_form.py": [("    mtp: bool = False\n", '    added: PathText = ""\n')],
+    "cli/flags/ring_options.py": [
+        (
+            "    ignore_unknown_config: IgnoreUnknownConfig = False\n",
+            '    added: str = flag("", "--added X", "Added.")\n',
+        ),
+        ("            mtp=self.mtp,\n", "            added=self.added,\n"),
+    ],
+}
+"""All that an option of every stage takes, but for the place that uses it: what stands behind which
+line of which file."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,6 +122,7 @@ def _look_once() -> None:
         imported_modules(path, source)
         code_lines(source)
         structs_of(source)
+        handed_on(source)
         wide_of(source)
 
 
@@ -149,6 +181,43 @@ def wide(modules: dict[str, str]) -> set[str]:
 
 
 @cache
+def handed_on(source: str) -> set[str]:
+    """Return the options that a module names only to hand them on.
+
+    It passes or keeps one by its name, converted at most, or passes its own parameter. Who takes an
+    option out of a form and gives it to what computes with it has a use for it.
+    """
+    named: set[str] = set()
+    read: list[tuple[str, ast.AST]] = []
+    handed: set[ast.AST] = set()
+    for node in nodes(source):
+        named.add(name := _name(node))
+        if isinstance(node, ast.keyword) and name in OPTIONS:
+            handed |= _reads(node.value, name)
+            if not _reads(node.value, name):
+                read.append((name, node))
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            to = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            handed |= _reads(node.value, _name(to))
+        elif isinstance(node, ast.Call):
+            handed |= {each for each in node.args if isinstance(each, ast.Name)}
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+            read.append((name, node))
+    return (named & OPTIONS) - {name for name, node in read if node not in handed}
+
+
+def _reads(value: ast.AST | None, name: str) -> set[ast.AST]:
+    """Return where `value` reads what has that name, if it is that or a call with it."""
+    parts = [*value.args, value] if isinstance(value, ast.Call) else [value]
+    return {each for each in parts if each is not None and _name(each) == name}
+
+
+def _name(node: ast.AST) -> str:
+    """Return the name that a node reads, sets or takes, "" for none."""
+    return next((getattr(node, key) for key in ("id", "attr", "arg") if hasattr(node, key)), "")
+
+
+@cache
 def wide_of(source: str) -> set[str]:
     """The same of one module."""
     found = set()
@@ -196,6 +265,28 @@ def test_no_new_struct_copies_another() -> None:
     check_shrinking("alike_structs.txt", alike(fields_of_structs(sources())))
 
 
+def test_no_new_module_only_hands_an_option_on() -> None:
+    at_both_ends = {"cli/flags/ring_options.py", "shardnet/stage_form.py"}
+    found = {f"{name} {path}" for path, each in sources().items() for name in handed_on(each)}
+    ends = {f"{name} {path}" for path in at_both_ends for name in OPTIONS}
+    check_shrinking("options_handed_on.txt", found - ends)
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def f(mtp):\n    g(mtp, mtp=mtp)\n    h(mtp=bool(x.mtp))\n", {"mtp"}),
+        ("class C:\n    mtp: bool = False\n", {"mtp"}),
+        ("f(mtp=True)", set()),
+        ("def f(mtp):\n    g(mtp)\n    return a if mtp else b\n", set()),
+        ("f(mtp=x.mtp or y)", set()),
+        ("f(x.mtp)", set()),
+    ],
+)
+def test_options_that_are_only_handed_on_are_found(source: str, found: set[str]) -> None:
+    assert handed_on(source) == found
+
+
 def test_what_should_be_found_is_found() -> None:
     source = "@dataclass\nclass {}:\n" + "".join(f"    f{n}: int\n" for n in range(10))
     modules = {"shardnet/wire/a.py": source.format("A"), "shardnet/wire/b.py": source.format("B")}
@@ -209,21 +300,14 @@ def test_what_should_be_found_is_found() -> None:
     assert small_modules(modules) == set()
 
 
-def test_an_option_of_all_stages_is_one_field(tmp_path: Path) -> None:
-    """One that is added to the form, and nowhere else, arrives at the order of a stage."""
-    package = tmp_path / "shardnet"
-    package.mkdir()
-    for each in (ROOT / "shardnet").iterdir():
-        (package / each.name).symlink_to(each)
-    form = package / "stage_form.py"
-    source = form.read_text(encoding="utf-8")
-    form.unlink()
-    field = "    mtp: bool = False\n"
-    assert field in source
-    form.write_text(source.replace(field, f'{field}    added: PathText = ""\n'), encoding="utf-8")
+def test_an_option_of_all_stages_is_a_flag_and_a_field(tmp_path: Path) -> None:
+    """One that is added to these, and nowhere else, arrives at the order of a stage."""
+    for name, package in (("shardnet", "shardnet"), ("cli", "shardnet_cli")):
+        changed = {ROOT / path: lines for path, lines in AN_OPTION.items() if path.startswith(name)}
+        copy_with(changed, ROOT / name, tmp_path / package)
     path = os.pathsep.join(map(str, (tmp_path, ROOT, ROOT / "tests")))
     told = subprocess.run(
-        [sys.executable, "-c", AT_THE_ORDER],
+        [sys.executable, "-c", AT_THE_ORDER, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": path},
         cwd=tmp_path,
         capture_output=True,
@@ -231,4 +315,20 @@ def test_an_option_of_all_stages_is_one_field(tmp_path: Path) -> None:
         timeout=120,
         check=False,
     )
-    assert (told.stdout, told.stderr) == ("as asked\n", "")
+    assert (told.stdout, told.stderr) == ("as asked\n" * 5, "")
+
+
+def copy_with(changed: dict[Path, list[tuple[str, str]]], folder: Path, to: Path) -> None:
+    """Link what `folder` has, and write copies of the files in it that are `changed`."""
+    to.mkdir()
+    for each in folder.iterdir():
+        if each in changed:
+            source = each.read_text(encoding="utf-8")
+            for line, added in changed[each]:
+                assert source.count(line) == 1, line
+                source = source.replace(line, line + added)
+            (to / each.name).write_text(source, encoding="utf-8")
+        elif any(each in path.parents for path in changed):
+            copy_with(changed, each, to / each.name)
+        else:
+            (to / each.name).symlink_to(each)
