@@ -91,6 +91,7 @@ class AdaptedChain(StageChain):
         uses = tuple(self.uses.get(rows.slot, ()) for rows in groups)
         for stage in self.stages:
             hidden = stage.run_alone(Run(batch=batch, hidden=hidden, adapters=uses))
+            assert stage.adapters.rows == ()  # what is computed without a step has none
         assert hidden is not None
         return self.stages[-1].logits(sampled_rows(hidden, batch))
 
