@@ -46,16 +46,18 @@ def read_decoder(
     activation_key: str | None = "hidden_act",
     activation: str = "silu",
     is_tied: bool = False,
+    attention_bias: bool | None = None,
+    mlp_bias: bool | None = None,
     rope: Callable[[Fields, int, int], Rope] = read_rope,
 ) -> ModelConfig:
-    """Read a config with Llama's keys, without biases, windows or experts.
+    """Read a config with Llama's keys, without windows or experts.
 
     The arguments are names of keys, and what transformers takes where one is missing. `n_kv_heads`
     None stands for as many as heads, `head_size` None for the hidden size divided by the heads,
-    `n_layers` and `intermediate_size` None for no default, `activation_key` None where no key
-    counts. `rope` reads the rotary positions, given `fields`, the number of positions and the head
-    size. Raises CheckpointError for a missing or malformed key, UnsupportedModelError for a value
-    that is not implemented.
+    `n_layers` and `intermediate_size` None for no default, `activation_key`, `attention_bias` and
+    `mlp_bias` None where no such key counts. `rope` reads the rotary positions, given `fields`, the
+    number of positions and the head size. Raises CheckpointError for a missing or malformed key,
+    UnsupportedModelError for a value that is not implemented.
     """
     hidden_size = fields.positive("hidden_size")
     n_heads = fields.positive("num_attention_heads")
@@ -85,14 +87,18 @@ def read_decoder(
         activation=read_activation(fields, activation_key, activation)
         if activation_key
         else Activation(activation),
-        attention_bias=False,
-        mlp_bias=False,
+        attention_bias=_read_bias(fields, "attention_bias", attention_bias),
+        mlp_bias=_read_bias(fields, "mlp_bias", mlp_bias),
         rope=rotary,
         tie_word_embeddings=fields.take("tie_word_embeddings", bool, is_tied),
         checkpoint_dtype=read_dtype(fields),
         bos_token_id=fields.take("bos_token_id", int, None),
         eos_token_ids=read_eos(fields),
     )
+
+
+def _read_bias(fields: Fields, key: str, default: bool | None) -> bool:
+    return default is not None and fields.take(key, bool, default)
 
 
 def read_layer_kinds(fields: Fields, n_layers: int, *kinds: str) -> list[str] | None:

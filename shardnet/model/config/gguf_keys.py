@@ -30,12 +30,14 @@ def read_gguf_decoder(
     intermediate_size: int | None = None,
     norm: tuple[str, str] = RMS_NORM,
     may_be_partial: bool = False,
+    has_biases: bool = False,
 ) -> dict[str, Any]:
     """Read the metadata that all architectures but GPT-2 share, as config.json has it.
 
     `tensors` are the names in the file, `intermediate_size` is a default (None: it must be there),
     `norm` the keys of the norms' epsilon, in the file and in config.json. With `may_be_partial` a
-    rotary factor of 1 is written out too, for families whose default rotates a part of each head.
+    rotary factor of 1 is written out too, for families whose default rotates a part of each head;
+    with `has_biases` it says too which biases there are, for families that may have some.
     Raises CheckpointError for a missing or malformed key, UnsupportedModelError for a value that is
     not implemented.
     """
@@ -50,7 +52,8 @@ def read_gguf_decoder(
     is_silent = rotated == head_size and not may_be_partial
     share = {} if is_silent else {"partial_rotary_factor": rotated / head_size}
     n_kv_heads = _read_even_kv_heads(fields, config["num_hidden_layers"], n_heads)
-    return config | share | {"num_key_value_heads": n_kv_heads, "head_dim": head_size}
+    biases = gguf_biases(tensors) if has_biases else {}
+    return config | share | biases | {"num_key_value_heads": n_kv_heads, "head_dim": head_size}
 
 
 def read_gguf_sizes(

@@ -18,8 +18,9 @@ from shardnet.model.config.decoder_config import (
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
 from shardnet.model.config.model_config import Experts, ModelConfig
-from shardnet.model.families import deepseek_v2, deepseek_v3
-from shardnet.model.families.family import GgufFormat, Stacking
+from shardnet.model.families import deepseek_v2
+from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
+from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
 from shardnet.model.families.tensor_shapes import Table, attention, head_norms, linears
@@ -129,15 +130,14 @@ FAMILY = record(
     _read_config,
     Layout(
         attention=Part(tensors=_attention, load=_load_attention),
-        mlp=Part(tensors=deepseek_v3.mlp_tensors, load=deepseek_v3.load_mlp),
+        mlp=DEEPSEEK_EXPERTS,
         norms=(
             *("input_layernorm", "post_attention_layernorm"),
             *("pre_mlp_layernorm", "post_mlp_layernorm"),
         ),
     ),
     renamed_tensors=ROUTER_NAMES,
-    experts=deepseek_v2.EXPERTS,
-    stacking=Stacking.CONCATENATED,
+    **STACKED,
     gguf=GgufFormat(
         architecture="afmoe",
         read=_read_gguf,

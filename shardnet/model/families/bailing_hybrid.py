@@ -15,13 +15,13 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import Range
 from shardnet.model.config.model_config import DeltaNet, Experts, ModelConfig
 from shardnet.model.config.rope import read_rope
-from shardnet.model.families import deepseek_v2, deepseek_v3, kimi_linear
-from shardnet.model.families.family import Family, Stacking, decoder_stage
-from shardnet.model.families.llama import pre_norm_layer
-from shardnet.model.families.tensor_shapes import Table, linears, pre_norms
+from shardnet.model.families import deepseek_v2, kimi_linear
+from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import LATENT_HEADS, Part
+from shardnet.model.families.tensor_shapes import Table, linears
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
     from shardnet.model.layers.modules import Attention
     from shardnet.model.layers.weight_source import WeightSource
 
@@ -85,25 +85,21 @@ def _read_delta_net(fields: Fields, config: ModelConfig, size: int) -> DeltaNet 
     return read if read.layers else None
 
 
-def _layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name KDA or latent attention with its gates, DeepSeek-V3's MLP or experts, and the norms."""
+def _mixer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name KDA or latent attention with its gates."""
     own, attn = config.delta_net, f"model.layers.{layer}.self_attn"
     if own is None or layer not in own.layers:
         gate = linears(attn, {"g_proj": (config.n_heads, config.hidden_size)})
-        mixer = deepseek_v2.latent_attention(config, layer) | gate
-    else:
-        gates = {f"{name}_proj": (own.key_width, config.hidden_size) for name in "fg"}
-        mixer = kimi_linear.delta_tensors(config, own, attn, gates, (own.n_value_heads,))
-    return mixer | deepseek_v3.mlp_tensors(config, layer) | pre_norms(config, layer)
+        return LATENT_HEADS.tensors(config, layer) | gate
+    gates = {f"{name}_proj": (own.key_width, config.hidden_size) for name in "fg"}
+    return kimi_linear.delta_tensors(config, own, attn, gates, (own.n_value_heads,))
 
 
-def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
+def _load_mixer(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
     from shardnet.model.layers.gated_delta import Projections
     from shardnet.model.layers.latent_attention import LatentAttention
 
     own, attn = config.delta_net, f"model.layers.{layer}.self_attn"
-    mixer: Attention
     if own is not None and layer in own.layers:
         project = Projections(
             config=own,
@@ -112,27 +108,22 @@ def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer
             groups_qkvz=False,
             groups_ba=False,
         )
-        mixer = kimi_linear.load_delta_net(config, weights, layer, project)
-    else:
-        plain = LatentAttention.load(config, weights, layer)
-        mixer = replace(plain, gate_proj=weights.linear(f"{attn}.g_proj"))
-    mlp = deepseek_v3.load_mlp(config, weights, layer)
-    return pre_norm_layer(config, weights, layer, mixer, mlp)
+        return kimi_linear.load_delta_net(config, weights, layer, project)
+    plain = LatentAttention.load(config, weights, layer)
+    return replace(plain, gate_proj=weights.linear(f"{attn}.g_proj"))
 
 
-FAMILY = Family(
-    model_type="bailing_hybrid",
-    architecture="BailingHybridForCausalLM",
-    read_config=_read_config,
-    layer_tensors=_layer_tensors,
-    load_stage=decoder_stage(_load_layer),
+FAMILY = record(
+    "bailing_hybrid",
+    "BailingHybridForCausalLM",
+    _read_config,
+    Layout(attention=Part(tensors=_mixer_tensors, load=_load_mixer), mlp=DEEPSEEK_EXPERTS),
     renamed_tensors=(
         ("model.word_embeddings.", "model.embed_tokens."),
         (".attention.", ".self_attn."),
         (".self_attn.dense.", ".self_attn.o_proj."),
         (".gate.expert_bias", ".gate.e_score_correction_bias"),
     ),
-    experts=deepseek_v2.EXPERTS,
-    stacking=Stacking.CONCATENATED,
+    **STACKED,
     has_whole_heads=True,
 )

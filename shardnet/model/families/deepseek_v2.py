@@ -5,36 +5,21 @@ What V3 says in the same words is here too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardnet.model.config.decoder_config import read_decoder, read_expert_counts, read_mlp_kinds
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_sizes
 from shardnet.model.config.model_config import Experts, Latent, ModelConfig, Rope
 from shardnet.model.config.rope import read_rope, rope_object, yarn_magnitude
-from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
-from shardnet.model.families.llama import pre_norm_layer
-from shardnet.model.families.qwen3_moe import load_experts
-from shardnet.model.families.tensor_shapes import (
-    ExpertNames,
-    Table,
-    gated,
-    linears,
-    mlp,
-    pre_norms,
-    sparse_mlp,
-)
+from shardnet.model.families.expert_parts import GROUPED_EXPERTS, STACKED
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import LATENT_HEADS
 
-if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.experts import ClampedMlp, Router, SparseMlp
-    from shardnet.model.layers.modules import GatedMlp
-    from shardnet.model.layers.weight_source import WeightSource
-
-EXPERTS = ExpertNames()
 LATENT = Latent(
     rank=512, rope_size=64, nope_size=128, value_size=128, query_rank=1536, interleaved=True
 )
@@ -79,14 +64,13 @@ def read_latent_attention(
     has_whole_heads: bool = False,
     scaling: Mapping[str, Any] = MappingProxyType({}),
     is_tied: bool = False,
-    has_kv_heads: bool = True,
 ) -> ModelConfig:
     """Read what V2 and V3 say alike, but for the experts.
 
     `interleaved`: pairs that are rotated together stand side by side. `max_positions`, `norm_eps`,
     `is_tied` and `defaults` are defaults, `rope` is that of `read_decoder`. With `has_whole_heads`
     a `head_dim` counts all of a key's columns, else the rotated ones. `scaling` is as in
-    `read_rope`. Without `has_kv_heads` the number of KV heads says nothing.
+    `read_rope`.
     """
     fields.require("moe_layer_freq", 1)
     query_rank = fields.optional("q_lora_rank")
@@ -110,8 +94,7 @@ def read_latent_attention(
     )
     sizes = {"head_dim": (config.head_size, head_size)}
     sizes["qk_head_dim"] = (fields.positive("qk_head_dim", whole), whole)
-    if has_kv_heads:
-        sizes["num_key_value_heads"] = (config.n_kv_heads, config.n_heads)
+    sizes["num_key_value_heads"] = (config.n_kv_heads, config.n_heads)
     for key, (found, only) in sizes.items():
         if found != only:
             raise fields.unsupported(key, found, str(only))
@@ -181,97 +164,6 @@ def require_text(fields: Fields, key: str, only: str) -> None:
         raise fields.unsupported(key, value, only)
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name latent attention, the norms and the MLP."""
-    return latent_attention(config, layer) | pre_norms(config, layer) | mlp_tensors(config, layer)
-
-
-def mlp_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name an MLP or a router with its experts and the shared ones as one."""
-    experts = config.layer_experts(layer)
-    if experts is None:
-        return mlp(config, layer)
-    inner, shared = experts.shared_intermediate_size, f"model.layers.{layer}.mlp.shared_experts"
-    of_all = gated(config, shared, inner, with_bias=config.mlp_bias) if inner else {}
-    return sparse_mlp(config, layer, EXPERTS) | of_all
-
-
-def latent_attention(config: ModelConfig, layer: int) -> Table:
-    """Name the projections to queries and to latents, and those of the heads."""
-    assert config.latent is not None
-    latent, attn = config.latent, f"model.layers.{layer}.self_attn"
-    hidden, bias = config.hidden_size, config.attention_bias
-    queries = config.n_heads * (latent.nope_size + latent.rope_size)
-    tensors = linears(attn, {"kv_a_proj_with_mqa": (latent.width, hidden)}, with_bias=bias)
-    if latent.query_rank is None:
-        tensors |= linears(attn, {"q_proj": (queries, hidden)})
-    else:
-        tensors |= linears(attn, {"q_a_proj": (latent.query_rank, hidden)}, with_bias=bias)
-        tensors |= linears(attn, {"q_b_proj": (queries, latent.query_rank)})
-        tensors[f"{attn}.q_a_layernorm.weight"] = (latent.query_rank,)
-    tensors[f"{attn}.kv_a_layernorm.weight"] = (latent.rank,)
-    keys_values = config.n_heads * (latent.nope_size + latent.value_size)
-    tensors[f"{attn}.kv_b_proj.weight"] = (keys_values, latent.rank)
-    outputs = {"o_proj": (hidden, config.n_heads * latent.value_size)}
-    tensors |= linears(attn, outputs, with_bias=bias)
-    own = config.indexer
-    if own is not None and layer in own.layers:
-        assert latent.query_rank is not None
-        index = f"{attn}.indexer"
-        shapes = {"wq_b": (own.n_heads * own.head_size, latent.query_rank)}
-        shapes |= {"wk": (own.head_size, hidden), "weights_proj": (own.n_heads, hidden)}
-        norm = {f"{index}.k_norm.{part}": (own.head_size,) for part in ("weight", "bias")}
-        tensors |= linears(index, shapes) | norm
-    return tensors
-
-
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.group_routers import SoftmaxGroupRouter
-    from shardnet.model.layers.latent_attention import LatentAttention
-
-    def router(experts: Experts, gate: str) -> Router:
-        return SoftmaxGroupRouter(experts=experts, gate=weights.linear(gate, wide=True))
-
-    self_attn = LatentAttention.load(config, weights, layer)
-    mlp = load_mlp(config, weights, layer, router)
-    return pre_norm_layer(config, weights, layer, self_attn, mlp)
-
-
-def load_mlp(
-    config: ModelConfig,
-    weights: WeightSource,
-    layer: int,
-    make_router: Callable[[Experts, str], Router],
-) -> GatedMlp | SparseMlp:
-    """Take the parameters of the MLP or the experts of the absolute `layer`.
-
-    `make_router` makes the router from the experts and the name of its linear.
-    """
-    from shardnet.model.layers.experts import ClampedMlp, SparseMlp
-    from shardnet.model.layers.modules import GatedMlp
-
-    prefix, experts = f"model.layers.{layer}.mlp", config.layer_experts(layer)
-    if experts is None:
-        return GatedMlp.load(config, weights, prefix)
-    each: Sequence[GatedMlp | ClampedMlp] = load_experts(
-        config, weights, f"{prefix}.experts", experts.n_experts
-    )
-    limit = experts.swiglu_limit
-    if limit is not None:
-        each = [
-            ClampedMlp(limit=limit, gate_up_proj=one.gate_up_proj, down_proj=one.down_proj)
-            for one in each
-        ]
-    return SparseMlp(
-        router=make_router(experts, f"{prefix}.gate"),
-        experts=each,
-        shared=GatedMlp.load(config, weights, f"{prefix}.shared_experts")
-        if experts.shared_intermediate_size
-        else None,
-    )
-
-
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata of V2 and V3.
 
@@ -335,14 +227,12 @@ def has_sigmoid(fields: Fields) -> bool:
     return bool(fields.take("expert_gating_func", int, 0) == _SIGMOID)
 
 
-FAMILY = Family(
-    model_type="deepseek_v2",
-    architecture="DeepseekV2ForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer),
-    experts=EXPERTS,
-    stacking=Stacking.CONCATENATED,
+FAMILY = record(
+    "deepseek_v2",
+    "DeepseekV2ForCausalLM",
+    read_config,
+    Layout(attention=LATENT_HEADS, mlp=GROUPED_EXPERTS),
+    **STACKED,
     gguf=GgufFormat(
         architecture="deepseek2",
         claims=lambda fields: not has_sigmoid(fields),

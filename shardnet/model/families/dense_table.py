@@ -5,32 +5,39 @@ Knows their keys, defaults and parts (transformers, modeling_*.py). Must not kno
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from shardnet.model.config.decoder_config import read_decoder, read_window, read_windows
+from shardnet.model.config.decoder_config import (
+    FULL,
+    SLIDING,
+    even_head_size,
+    read_decoder,
+    read_window,
+    read_windows,
+)
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, gguf_biases, read_gguf_decoder
-from shardnet.model.config.limits import MAX_LAYERS
+from shardnet.model.config.gguf_keys import Factors, gguf_biases, read_gguf_decoder, read_gguf_sizes
+from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import (
-    Activation,
+    Latent,
     ModelConfig,
     NormKind,
     Rope,
     RopeKind,
 )
-from shardnet.model.config.rope import read_rope
-from shardnet.model.families import deepseek_v2, gemma2, granite
+from shardnet.model.config.rope import read_rope, read_scaling
+from shardnet.model.families import deepseek_v2
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import (
     BARE_HEADS,
     COHERE_HEADS,
     JOINED_ATTENTION,
-    JOINED_MLP,
-    LATENT,
+    LATENT_HEADS,
     STABLELM_HEADS,
     UP_DOWN,
     XIELU_MLP,
@@ -38,132 +45,12 @@ from shardnet.model.families.parts import (
     plain_part,
 )
 
-_LAYER_NORM_EPS: Final = ("attention.layer_norm_epsilon", "layer_norm_eps")
-
-
-def _read_biases(fields: Fields, config: ModelConfig, *, default: bool = False) -> ModelConfig:
-    return replace(
-        config,
-        attention_bias=fields.take("attention_bias", bool, default),
-        mlp_bias=fields.take("mlp_bias", bool, default),
-    )
-
-
-def _read_layer_norm_gguf(
-    fields: Fields, tensors: Container[str], factors: Factors
-) -> dict[str, Any]:
-    """Read the metadata of a family with LayerNorms; a part of each head turns in some."""
-    return read_gguf_decoder(fields, tensors, factors, norm=_LAYER_NORM_EPS, may_be_partial=True)
-
-
-# Llama with other defaults
-
-
-def _read_helium(fields: Fields) -> ModelConfig:
-    config = read_decoder(
-        fields,
-        max_positions=4096,
-        norm_eps=1e-8,
-        head_size=128,
-        rope=partial(read_rope, theta=1e5),
-    )
-    return replace(_read_biases(fields, config), has_pairs=True)
-
-
-def _read_iquestcoder(fields: Fields) -> ModelConfig:
-    fields.require("use_sliding_window", False)
-    config = read_decoder(fields, n_kv_heads=8, max_positions=131072, norm_eps=1e-5, head_size=128)
-    return _read_biases(fields, config)
-
-
-def _read_exaone(fields: Fields) -> ModelConfig:
-    """Read an ExaoneConfig, also with the keys of its makers."""
-    is_own = fields.given("num_layers")
-    fields.ignore("embed_dropout")
-    config = read_decoder(
-        fields,
-        n_layers=fields.positive("num_layers", at_most=MAX_LAYERS) if is_own else None,
-        n_kv_heads=8,
-        max_positions=4096,
-        norm_key="layer_norm_epsilon" if is_own else "rms_norm_eps",
-        norm_eps=1e-5,
-        activation_key="activation_function" if is_own else "hidden_act",
-        rope=partial(read_rope, theta=500000.0),
-    )
-    return _read_biases(fields, config)
-
-
-def _read_cwm(fields: Fields) -> ModelConfig:
-    scaling = {
-        "rope_type": "llama3",
-        "rope_theta": 1e6,
-        "factor": 16.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    config = read_decoder(
-        fields,
-        n_kv_heads=8,
-        max_positions=131072,
-        norm_eps=1e-5,
-        head_size=128,
-        rope=partial(read_rope, theta=1e6, scaling=scaling),
-    )
-    window = read_window(fields, 8192)
-    return replace(
-        config,
-        mlp_bias=fields.take("mlp_bias", bool, False),
-        windows=read_windows(fields, config.n_layers, window, lambda n: n % 4 != 0),
-    )
-
-
-def _read_ministral(fields: Fields) -> ModelConfig:
-    config = read_decoder(fields, n_kv_heads=8, max_positions=131072)
-    window = read_window(fields, 4096)
-    return replace(
-        config,
-        windows=read_windows(fields, config.n_layers, window, lambda n: window is not None),
-    )
-
-
-def _read_gemma(fields: Fields) -> ModelConfig:
-    """Read a GemmaConfig, in which `gelu` stands for its approximation."""
-    fields.ignore("hidden_activation")
-    fields.require("use_bidirectional_attention", False)
-    config = read_decoder(
-        fields,
-        n_kv_heads=16,
-        max_positions=8192,
-        head_size=256,
-        activation="gelu_pytorch_tanh",
-        is_tied=True,
-    )
-    is_gelu = config.activation is Activation.GELU
-    return replace(
-        config,
-        activation=Activation.GELU_TANH if is_gelu else config.activation,
-        attention_bias=fields.take("attention_bias", bool, False),
-        norm_offset=1.0,
-        embedding_multiplier=config.hidden_size**0.5,
-    )
-
-
-def _read_vaultgemma(fields: Fields) -> ModelConfig:
-    """Read a VaultGemmaConfig: Gemma 2's."""
-    return gemma2.read_config(fields)
-
-
-def _read_hyperclovax(fields: Fields) -> ModelConfig:
-    """Read a HyperCLOVAXConfig: Granite's, with norms behind sub-layers too."""
-    fields.require("use_post_norm", True)
-    scale = fields.optional_number("attention_multiplier")
-    config = granite.read_config(fields)
-    return replace(
-        config,
-        attention_scale=config.head_size**-0.5 if scale is None else scale,
-        logit_divisor=1 / config.logit_divisor,
-    )
+_COMPASS_ROPES: Final[dict[str, dict[str, Any]]] = {FULL: {}, SLIDING: {}}
+_read_layer_norm_gguf = partial(
+    read_gguf_decoder,
+    norm=("attention.layer_norm_epsilon", "layer_norm_eps"),
+    may_be_partial=True,  # a part of each head turns in some
+)
 
 
 # Other norms
@@ -182,18 +69,15 @@ def _read_olmo(fields: Fields) -> ModelConfig:
 
 
 def _read_jais2(fields: Fields) -> ModelConfig:
-    config = read_decoder(
+    return read_decoder(
         fields,
         max_positions=8192,
         norm_key="layer_norm_eps",
         norm_eps=1e-5,
         activation="relu2",
+        attention_bias=True,
+        mlp_bias=True,
     )
-    return _read_biases(fields, config, default=True)
-
-
-def _read_jais2_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
-    return _read_layer_norm_gguf(fields, tensors, factors) | gguf_biases(tensors)
 
 
 def _read_nanochat(fields: Fields) -> ModelConfig:
@@ -279,6 +163,46 @@ def _read_cohere_gguf(fields: Fields, tensors: Container[str], factors: Factors)
     }
 
 
+def _read_compass(fields: Fields) -> ModelConfig:
+    """Read a CohereCompassTextConfig: layers with a window and those without turn by objects of
+    their own, or not at all, and in halves.
+    """
+    config = read_decoder(
+        fields,
+        max_positions=8192,
+        norm_key="layer_norm_eps",
+        norm_eps=1e-5,
+        is_tied=True,
+        rope=partial(_read_compass_rope, FULL),
+    )
+    windows = read_windows(fields, config.n_layers, read_window(fields, 4096), lambda _: False)
+    ropes = fields.take("rope_parameters", dict, _COMPASS_ROPES)
+    unturned = [ropes.get(kind) is None for kind in (FULL, SLIDING)]
+    scale = fields.optional_number("logit_scale")
+    return replace(
+        config,
+        attention_bias=fields.take("attention_bias", bool, False),
+        norm_kind=NormKind.CENTRED,
+        has_parallel_mlp=True,
+        windows=windows,
+        local_rope=_read_compass_rope(SLIDING, fields, config.max_positions, config.head_size),
+        nope_layers=tuple(
+            layer for layer, window in enumerate(windows) if unturned[window is not None]
+        ),
+        logit_divisor=1.0 if scale is None else 1 / scale,
+    )
+
+
+def _read_compass_rope(kind: str, fields: Fields, max_positions: int, head_size: int) -> Rope:
+    """Read the rotary positions of one kind of layers, plain ones where these have none."""
+    both = fields.inner("rope_parameters", fields.take("rope_parameters", dict, _COMPASS_ROPES))
+    own = both.inner(kind, both.take(kind, dict, {}))
+    both.ignore(FULL, SLIDING, "rope_theta", "rope_type")  # those outside are of no layer
+    both.note_the_rest()
+    plain = Rope(theta=own.number("rope_theta", 10000.0, within=THETAS))
+    return read_scaling(own, plain, max_positions=max_positions, head_size=head_size)
+
+
 def _read_stablelm(fields: Fields) -> ModelConfig:
     config = read_decoder(
         fields,
@@ -356,18 +280,6 @@ def _read_neox_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:
 # Other parts
 
 
-def _read_glm(fields: Fields) -> ModelConfig:
-    config = read_decoder(
-        fields,
-        n_kv_heads=2,
-        max_positions=131072,
-        norm_eps=1.5625e-7,
-        head_size=128,
-        rope=partial(read_rope, may_be_partial=True, share=0.5),
-    )
-    return replace(config, attention_bias=fields.take("attention_bias", bool, True), has_pairs=True)
-
-
 def _read_youtu(fields: Fields) -> ModelConfig:
     """Read a YoutuConfig: DeepSeek-V3's latents, without experts."""
     interleaved = fields.take("rope_interleave", bool, True)
@@ -376,6 +288,57 @@ def _read_youtu(fields: Fields) -> ModelConfig:
     )
     fields.ignore("embedding_initializer_range")
     return config
+
+
+def _read_minicpm3(fields: Fields) -> ModelConfig:
+    """Read a MiniCPM3Config: DeepSeek's latents, and Granite's multipliers."""
+    hidden_size, n_heads = (fields.positive(key) for key in ("hidden_size", "num_attention_heads"))
+    config = deepseek_v2.read_latent_attention(
+        fields,
+        interleaved=False,
+        max_positions=32768,
+        norm_eps=1e-5,
+        is_tied=True,
+        defaults=Latent(
+            rank=256,
+            rope_size=32,
+            nope_size=64,
+            value_size=even_head_size(fields, hidden_size, n_heads),
+            query_rank=768,
+            interleaved=False,
+        ),
+    )
+    depth, base = _number(fields, "scale_depth", 1.4), _number(fields, "dim_model_base", 256)
+    return replace(
+        config,
+        mlp_bias=fields.take("mlp_bias", bool, False),
+        embedding_multiplier=fields.number("scale_emb", 12.0),
+        residual_multiplier=1.0 if depth is None else depth / math.sqrt(config.n_layers),
+        logit_divisor=1.0 if base is None else hidden_size / base,
+    )
+
+
+def _number(fields: Fields, key: str, default: float) -> float | None:
+    """Read a number, where null stands for none."""
+    return fields.optional_number(key) if fields.given(key) else default
+
+
+def _read_minicpm3_gguf(
+    fields: Fields, tensors: Container[str], factors: Factors
+) -> dict[str, Any]:
+    """Read the metadata, without multipliers and the columns of values: llama.cpp has our own."""
+    fields.ignore("attention.head_count_kv")
+    rope_size, whole = (
+        fields.positive(key) for key in ("rope.dimension_count", "attention.key_length")
+    )
+    if whole <= rope_size:
+        raise fields.damaged(f"attention.key_length is {whole}, expected over {rope_size}")
+    return read_gguf_sizes(fields, factors) | {
+        "kv_lora_rank": fields.positive("attention.kv_lora_rank"),
+        "q_lora_rank": fields.optional("attention.q_lora_rank"),
+        "qk_rope_head_dim": rope_size,
+        "qk_nope_head_dim": whole - rope_size,
+    }
 
 
 def _read_apertus(fields: Fields) -> ModelConfig:
@@ -396,64 +359,16 @@ def _read_apertus(fields: Fields) -> ModelConfig:
         max_positions=65536,
         norm_eps=1e-5,
         activation_key=None,
+        attention_bias=False,
         rope=partial(read_rope, theta=12e6, scaling=scaling),
     )
-    return replace(
-        config, attention_bias=fields.take("attention_bias", bool, False), has_head_norms=True
-    )
+    return replace(config, has_head_norms=True)
 
 
 COHERE: Final = Layout(attention=COHERE_HEADS, shares_norm=True)
 
 
 FAMILIES: Final = (
-    record(
-        "helium",
-        "HeliumForCausalLM",
-        _read_helium,
-        Layout(attention=attention_part(has_output_bias=False)),
-    ),
-    record(
-        "iquestcoder",
-        "IQuestCoderForCausalLM",
-        _read_iquestcoder,
-        same_architectures=("LlamaForCausalLM",),
-    ),
-    record(
-        "exaone",
-        "ExaoneForCausalLM",
-        _read_exaone,
-        same_architectures=("LlamaForCausalLM",),
-        ignored_tensors=r".*\.rotary\.inv_freq",
-        renamed_tensors=(
-            ("transformer.wte.", "model.embed_tokens."),
-            ("transformer.ln_f.", "model.norm."),
-            ("transformer.h.", "model.layers."),
-            (".attn.attention.out_proj.", ".self_attn.o_proj."),
-            (".attn.attention.", ".self_attn."),
-            (".ln_1.", ".input_layernorm."),
-            (".ln_2.", ".post_attention_layernorm."),
-            (".mlp.c_fc_0.", ".mlp.gate_proj."),
-            (".mlp.c_fc_1.", ".mlp.up_proj."),
-            (".mlp.c_proj.", ".mlp.down_proj."),
-        ),
-        gguf=GgufFormat(architecture="exaone"),
-    ),
-    record("cwm", "CwmForCausalLM", _read_cwm),
-    record(
-        "vaultgemma",
-        "VaultGemmaForCausalLM",
-        _read_vaultgemma,
-        Layout(norms=("input_layernorm", "", "pre_feedforward_layernorm", "")),
-    ),
-    record(
-        "hyperclovax",
-        "HyperCLOVAXForCausalLM",
-        _read_hyperclovax,
-        Layout(norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")),
-    ),
-    record("ministral", "MinistralForCausalLM", _read_ministral),
-    record("gemma", "GemmaForCausalLM", _read_gemma, gguf=GgufFormat(architecture="gemma")),
     record(
         "olmo",
         "OlmoForCausalLM",
@@ -465,7 +380,7 @@ FAMILIES: Final = (
         "Jais2ForCausalLM",
         _read_jais2,
         Layout(mlp=UP_DOWN, has_norm_bias=True),
-        gguf=GgufFormat(architecture="jais2", read=_read_jais2_gguf),
+        gguf=GgufFormat(architecture="jais2", read=partial(_read_layer_norm_gguf, has_biases=True)),
     ),
     record(
         "nanochat",
@@ -490,6 +405,13 @@ FAMILIES: Final = (
         read_cohere2,
         COHERE,
         gguf=GgufFormat(architecture="cohere2", read=_read_cohere_gguf),
+        has_whole_heads=True,
+    ),
+    record(
+        "cohere_compass_text",
+        "CohereCompassForCausalLM",
+        _read_compass,
+        COHERE,
         has_whole_heads=True,
     ),
     record(
@@ -539,16 +461,17 @@ FAMILIES: Final = (
         has_whole_heads=True,
     ),
     record(
-        "glm",
-        "GlmForCausalLM",
-        _read_glm,
-        Layout(attention=attention_part(has_output_bias=False), mlp=JOINED_MLP),
-    ),
-    record(
         "youtu",
         "YoutuForCausalLM",
         _read_youtu,
-        Layout(attention=LATENT),
+        Layout(attention=LATENT_HEADS),
+    ),
+    record(
+        "minicpm3",
+        "MiniCPM3ForCausalLM",
+        _read_minicpm3,
+        Layout(attention=LATENT_HEADS),
+        gguf=GgufFormat(architecture="minicpm3", read=_read_minicpm3_gguf),
     ),
     record(
         "apertus",

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors
 from shardnet.model.config.limits import MAX_EXPERTS
 from shardnet.model.config.model_config import Experts, ModelConfig
-from shardnet.model.families import ernie4_5, qwen3_moe
-from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
-from shardnet.model.families.llama import layer_tensors as dense_tensors
-from shardnet.model.families.llama import load_layer as load_dense
-from shardnet.model.families.llama import pre_norm_layer
-from shardnet.model.families.tensor_shapes import Table, attention, gated, pre_norms, sparse_mlp
-
-if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.families import llama_table
+from shardnet.model.families.expert_parts import ERNIE_EXPERTS, STACKED
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.layout import Layout, record
 
 BIAS = "moe_statics.e_score_correction_bias"
 
 
 def read_config(fields: Fields) -> ModelConfig:
     """Read an Ernie4_5_MoeConfig."""
-    config = ernie4_5.read_ernie(fields, n_kv_heads=4, head_size=None)
+    config = llama_table.read_ernie(fields, n_kv_heads=4, head_size=None)
     fields.ignore("moe_norm_min")  # what no sum of shares falls below
     fields.ignore("moe_capacity", "moe_gate", "moe_use_aux_free")  # of training
     n_experts = fields.positive("moe_num_experts", 64, at_most=MAX_EXPERTS)
@@ -49,51 +43,11 @@ def read_config(fields: Fields) -> ModelConfig:
     return replace(config, experts=experts if layers else None)
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name Llama's parameters, in layers with experts a router, its bias and these for the MLP."""
-    experts, mlp = config.layer_experts(layer), f"model.layers.{layer}.mlp"
-    if experts is None:
-        return dense_tensors(config, layer)
-    shared = experts.shared_intermediate_size
-    return (
-        attention(config, layer)
-        | sparse_mlp(config, layer, qwen3_moe.EXPERTS)
-        | {f"{mlp}.{BIAS}": (1, experts.n_experts)}
-        | (gated(config, f"{mlp}.shared_experts", shared) if shared else {})
-        | pre_norms(config, layer)
-    )
-
-
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.experts import SparseMlp
-    from shardnet.model.layers.group_routers import BestTwoRouter
-    from shardnet.model.layers.modules import GatedMlp, SelfAttention
-
-    experts, mlp = config.layer_experts(layer), f"model.layers.{layer}.mlp"
-    if experts is None:
-        return load_dense(config, weights, layer)
-    router = BestTwoRouter(
-        experts=experts,
-        gate=weights.linear(f"{mlp}.gate", wide=True),
-        bias=weights.parameter(f"{mlp}.{BIAS}"),
-        has_softmax=True,
-    )
-    shared = experts.shared_intermediate_size
-    sparse = SparseMlp(
-        router=router,
-        experts=qwen3_moe.load_experts(config, weights, f"{mlp}.experts", experts.n_experts),
-        shared=GatedMlp.load(config, weights, f"{mlp}.shared_experts") if shared else None,
-    )
-    self_attn = SelfAttention.load(config, weights, layer)
-    return pre_norm_layer(config, weights, layer, self_attn, sparse)
-
-
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata."""
     fields.ignore("expert_shared_feed_forward_length")  # follows from the others
     fields.require("expert_gating_func", 1)  # softmax
-    return ernie4_5.read_gguf(fields, tensors, factors) | {
+    return llama_table.read_ernie_gguf(fields, tensors, factors) | {
         "moe_num_experts": fields.positive("expert_count"),
         "moe_k": fields.positive("expert_used_count"),
         "moe_intermediate_size": fields.positive("expert_feed_forward_length"),
@@ -103,15 +57,13 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     }
 
 
-FAMILY = Family(
-    model_type="ernie4_5_moe",
-    architecture="Ernie4_5_MoeForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer),
+FAMILY = record(
+    "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM",
+    read_config,
+    Layout(mlp=ERNIE_EXPERTS),
     ignored_tensors=r"model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\..*",
-    experts=qwen3_moe.EXPERTS,
-    stacking=Stacking.CONCATENATED,
+    **STACKED,
     gguf=GgufFormat(
         architecture="ernie4_5-moe",
         read=read_gguf,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from shardnet.model.config.decoder_config import (
     read_decoder,
@@ -18,17 +18,8 @@ from shardnet.model.config.decoder_config import (
 )
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import Experts, ModelConfig
-from shardnet.model.families import deepseek_v2, deepseek_v3
-from shardnet.model.families.family import Stacking
+from shardnet.model.families.expert_parts import KOLIBRI_EXPERTS, STACKED, UNBIASED_EXPERTS
 from shardnet.model.families.layout import Layout, record
-from shardnet.model.families.parts import Part
-
-if TYPE_CHECKING:
-    from shardnet.model.layers.experts import Router, SparseMlp
-    from shardnet.model.layers.modules import GatedMlp
-    from shardnet.model.layers.weight_source import WeightSource
-
-_STACKED: Final = {"experts": deepseek_v2.EXPERTS, "stacking": Stacking.CONCATENATED}
 
 
 def _read_flint(fields: Fields) -> ModelConfig:
@@ -90,47 +81,30 @@ def _read_experts(
     return replace(config, experts=experts if layers else None)
 
 
-def _load_flint_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp | SparseMlp:
-    from shardnet.model.layers.group_routers import BestTwoRouter
-
-    def router(experts: Experts, gate: str) -> Router:
-        return BestTwoRouter(experts=experts, gate=weights.linear(gate, wide=True), bias=None)
-
-    return deepseek_v2.load_mlp(config, weights, layer, router)
-
-
-def _load_kolibri_mlp(
-    config: ModelConfig, weights: WeightSource, layer: int
-) -> GatedMlp | SparseMlp:
-    from shardnet.model.layers.group_routers import BiasedLogitsRouter
-
-    return deepseek_v3.load_mlp(config, weights, layer, BiasedLogitsRouter)
-
-
 FAMILIES: Final = (
     record(
         "flint",
         "FlintForCausalLM",
         _read_flint,
-        Layout(mlp=Part(tensors=deepseek_v2.mlp_tensors, load=_load_flint_mlp)),
+        Layout(mlp=UNBIASED_EXPERTS),
         renamed_tensors=(
             (".self_attn.softmax_offset", ".self_attn.sinks"),
             (".mlp.shared_expert.", ".mlp.shared_experts."),
         ),
-        **_STACKED,
+        **STACKED,
     ),
     record(
         "kolibri1",
         "Kolibri1ForCausalLM",
         _read_kolibri,
         Layout(
-            mlp=Part(tensors=deepseek_v3.mlp_tensors, load=_load_kolibri_mlp),
+            mlp=KOLIBRI_EXPERTS,
             norms=(
                 *("input_layernorm", "post_attn_norm"),
                 *("post_attention_layernorm", "post_ffn_norm"),
             ),
         ),
         renamed_tensors=((".moe.router.expert_bias", ".mlp.gate.e_score_correction_bias"),),
-        **_STACKED,
+        **STACKED,
     ),
 )

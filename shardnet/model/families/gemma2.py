@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from shardnet.model.config.decoder_config import read_decoder, read_windows
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
 from shardnet.model.config.model_config import ModelConfig, Rope
 from shardnet.model.config.rope import read_rope
-from shardnet.model.families import llama
-from shardnet.model.families.family import Family, GgufFormat, decoder_stage
-from shardnet.model.families.tensor_shapes import Table, norms
-
-if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer, Residual
-    from shardnet.model.layers.norms import Norm
-    from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.layout import Layout, record
 
 _LAYERS_27B: Final = 46
 """Of the model whose scores are scaled by another size than its heads'; llama.cpp goes by the
@@ -76,46 +70,6 @@ def read_soft_cap(fields: Fields, key: str, default: float | None) -> float | No
     return fields.optional_number(key) if fields.given(key) else default
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name Llama's parameters, and norms before and after both sub-layers."""
-    return llama.layer_tensors(config, layer) | norms(
-        config, layer, "pre_feedforward_layernorm", "post_feedforward_layernorm"
-    )
-
-
-def load_layer(
-    config: ModelConfig, weights: WeightSource, layer: int, *, with_head_norm: bool = False
-) -> Layer:
-    """Take the parameters of the absolute `layer`; `with_head_norm` also Gemma 3's norms."""
-    from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.modules import GatedMlp, SelfAttention
-
-    around_attention, around_mlp = load_residuals(config, weights, layer)
-    return Layer.of(
-        around_attention,
-        SelfAttention.load(config, weights, layer, with_head_norm=with_head_norm),
-        around_mlp,
-        GatedMlp.load(config, weights, f"model.layers.{layer}.mlp"),
-    )
-
-
-def load_residuals(
-    config: ModelConfig, weights: WeightSource, layer: int
-) -> tuple[Residual, Residual]:
-    """Take the norms before and after attention, and before and after the MLP."""
-    from shardnet.model.layers.decoder_layer import Residual
-
-    def norm(name: str) -> Norm:
-        return weights.norm(f"model.layers.{layer}.{name}", config.norm_eps, config.norm_offset)
-
-    return (
-        Residual(before=norm("input_layernorm"), after=norm("post_attention_layernorm")),
-        Residual(
-            before=norm("pre_feedforward_layernorm"), after=norm("post_feedforward_layernorm")
-        ),
-    )
-
-
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata; soft caps that it leaves out are the published ones."""
     return read_gguf_gemma(fields, tensors, factors, _LAYERS_27B) | {
@@ -142,11 +96,17 @@ def read_gguf_gemma(
     }
 
 
-FAMILY = Family(
-    model_type="gemma2",
-    architecture="Gemma2ForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer),
+LAYOUT: Final = Layout(
+    norms=(
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    )
+)
+
+FAMILY = record(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    read_config,
+    LAYOUT,
     gguf=GgufFormat(architecture="gemma2", read=read_gguf),
 )

@@ -16,8 +16,8 @@ from shardnet.model.config.gguf_keys import Factors
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families import gemma2
-from shardnet.model.families.family import Family, GgufFormat, decoder_stage
-from shardnet.model.families.tensor_shapes import Table, head_norms
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.layout import record
 
 GLOBAL_THETA = 1_000_000.0
 LOCAL_THETA = 10_000.0
@@ -35,17 +35,13 @@ def read_config(fields: Fields) -> ModelConfig:
     fields.ignore("_sliding_window_pattern")
     return replace(
         config,
+        has_head_norms=True,
         windows=gemma2.read_periodic_windows(fields, config.n_layers, period),
         local_rope=read_sliding_rope(
             fields, config, theta=fields.number("rope_local_base_freq", LOCAL_THETA, within=THETAS)
         ),
         logit_soft_cap=gemma2.read_soft_cap(fields, "final_logit_softcapping", None),
     )
-
-
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name Gemma 2's parameters and the norms over heads."""
-    return gemma2.layer_tensors(config, layer) | head_norms(config, layer)
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
@@ -57,11 +53,10 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     }
 
 
-FAMILY = Family(
-    model_type="gemma3_text",
-    architecture="Gemma3ForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(partial(gemma2.load_layer, with_head_norm=True)),
+FAMILY = record(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    read_config,
+    gemma2.LAYOUT,
     gguf=GgufFormat(architecture="gemma3", read=read_gguf),
 )

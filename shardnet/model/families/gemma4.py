@@ -26,8 +26,8 @@ from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import Experts, HeadShape, ModelConfig, Rope
 from shardnet.model.config.rope import read_scaling
 from shardnet.model.families import gemma2
+from shardnet.model.families.expert_parts import load_experts
 from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
-from shardnet.model.families.qwen3_moe import load_experts
 from shardnet.model.families.tensor_shapes import (
     ExpertNames,
     Table,
@@ -219,10 +219,15 @@ def _is_value_key(config: ModelConfig, layer: int) -> bool:
 
 def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.decoder_layer import AttentionSublayer, Layer, MlpSublayer
+    from shardnet.model.layers.decoder_layer import AttentionSublayer, Layer, MlpSublayer, Residual
     from shardnet.model.layers.modules import GatedMlp
 
-    around_attention, around_mlp = gemma2.load_residuals(config, weights, layer)
+    first, after, second, last = (
+        weights.norm(f"model.layers.{layer}.{name}", config.norm_eps, config.norm_offset)
+        for name in gemma2.LAYOUT.norms
+    )
+    around_attention = Residual(before=first, after=after)
+    around_mlp = Residual(before=second, after=last)
     self_attn = _load_attention(config, weights, layer)
     if config.experts is not None:
         inner = _load_experts(config, config.experts, weights, layer, around_mlp)

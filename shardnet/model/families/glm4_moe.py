@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardnet.model.config.decoder_config import read_decoder
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
 from shardnet.model.config.model_config import Experts, ModelConfig
 from shardnet.model.config.rope import read_rope
-from shardnet.model.families import deepseek_v2, deepseek_v3
-from shardnet.model.families.family import Family, GgufFormat, MtpNames, Stacking, decoder_stage
-from shardnet.model.families.llama import pre_norm_layer
-from shardnet.model.families.tensor_shapes import Table, attention, head_norms, pre_norms
-
-if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.families import deepseek_v2
+from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
+from shardnet.model.families.family import GgufFormat, MtpNames
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import attention_part
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -48,25 +45,6 @@ def read_config(fields: Fields) -> ModelConfig:
     return deepseek_v2.read_experts(fields, config, defaults, smallest_group=2)
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name attention, of which the output has no bias, and DeepSeek-V3's MLP or experts."""
-    return (
-        attention(config, layer, output_bias=False)
-        | (head_norms(config, layer) if config.has_head_norms else {})
-        | deepseek_v3.mlp_tensors(config, layer)
-        | pre_norms(config, layer)
-    )
-
-
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.modules import SelfAttention
-
-    self_attn = SelfAttention.load(config, weights, layer, with_head_norm=config.has_head_norms)
-    mlp = deepseek_v3.load_mlp(config, weights, layer)
-    return pre_norm_layer(config, weights, layer, self_attn, mlp)
-
-
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata. What no key says, the tensors do."""
     fields.require("expert_gating_func", 2)  # sigmoid
@@ -80,15 +58,13 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     )
 
 
-FAMILY = Family(
-    model_type="glm4_moe",
-    architecture="Glm4MoeForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer),
+FAMILY = record(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    read_config,
+    Layout(attention=attention_part(has_output_bias=False), mlp=DEEPSEEK_EXPERTS),
     mtp=MtpNames.LAYER,
-    experts=deepseek_v2.EXPERTS,
-    stacking=Stacking.CONCATENATED,
+    **STACKED,
     gguf=GgufFormat(
         architecture="glm4moe",
         read=read_gguf,

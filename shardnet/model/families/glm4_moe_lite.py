@@ -8,7 +8,9 @@ from __future__ import annotations
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import Experts, Latent, ModelConfig
 from shardnet.model.families import deepseek_v2, deepseek_v3
-from shardnet.model.families.family import Family, MtpNames, Stacking
+from shardnet.model.families.expert_parts import STACKED
+from shardnet.model.families.family import MtpNames
+from shardnet.model.families.layout import record
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -36,13 +38,11 @@ def read_config(fields: Fields) -> ModelConfig:
     return deepseek_v2.read_experts(fields, config, defaults, smallest_group=2)
 
 
-FAMILY = Family(
-    model_type="glm4_moe_lite",
-    architecture="Glm4MoeLiteForCausalLM",
-    read_config=read_config,
-    layer_tensors=deepseek_v3.layer_tensors,
-    load_stage=deepseek_v3.FAMILY.load_stage,
+FAMILY = record(
+    "glm4_moe_lite",
+    "Glm4MoeLiteForCausalLM",
+    read_config,
+    deepseek_v3.LAYOUT,
     mtp=MtpNames.LAYER,
-    experts=deepseek_v2.EXPERTS,
-    stacking=Stacking.CONCATENATED,
+    **STACKED,
 )

@@ -21,13 +21,13 @@ from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_ggu
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import Experts, ModelConfig, Rope
 from shardnet.model.config.rope import read_rope, read_scaling
-from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
-from shardnet.model.families.llama import pre_norm_layer
-from shardnet.model.families.parts import ATTENTION
-from shardnet.model.families.tensor_shapes import ExpertNames, Table, linears, pre_norms
+from shardnet.model.families.family import GgufFormat, Stacking
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import Part
+from shardnet.model.families.tensor_shapes import ExpertNames, Table, linears
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.experts import SparseMlp
     from shardnet.model.layers.weight_source import WeightSource
 
 THETA = 150000.0
@@ -87,38 +87,29 @@ def _read_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:
     return read_rope(fields, max_positions, head_size, theta=THETA)
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name Llama's attention with sinks, a router, and experts whose gate and up are one linear."""
+def _mlp_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name a router, and experts whose gate and up are one linear."""
     assert config.experts is not None
-    prefix, n_experts = f"model.layers.{layer}", config.experts.n_experts
+    prefix, n_experts = f"model.layers.{layer}.mlp", config.experts.n_experts
     hidden, inner = config.hidden_size, config.experts.intermediate_size
     shapes = {EXPERTS.gate: (2 * inner, hidden), EXPERTS.down: (hidden, inner)}
-    experts: Table = {}
+    made = linears(prefix, {"router": (n_experts, hidden)}, with_bias=True)
     for number in range(n_experts):
-        experts |= linears(f"{prefix}.mlp.experts.{number}", shapes, with_bias=True)
-    return (
-        ATTENTION.tensors(config, layer)
-        | {
-            f"{prefix}.mlp.router.weight": (n_experts, hidden),
-            f"{prefix}.mlp.router.bias": (n_experts,),
-        }
-        | experts
-        | pre_norms(config, layer)
-    )
+        made |= linears(f"{prefix}.experts.{number}", shapes, with_bias=True)
+    return made
 
 
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
+def _load_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> SparseMlp:
     from shardnet.model.layers.experts import ClampedMlp, SoftmaxRouter, SparseMlp
     from shardnet.model.shards.cut import INNER_EACH, Axis
 
     experts = config.experts
     assert experts is not None
     assert experts.swiglu_limit is not None
-    prefix = f"model.layers.{layer}"
-    names = [f"{prefix}.mlp.experts.{number}" for number in range(experts.n_experts)]
-    sparse = SparseMlp(
-        router=SoftmaxRouter.of(experts, weights.linear(f"{prefix}.mlp.router", precise=True)),
+    prefix = f"model.layers.{layer}.mlp"
+    names = [f"{prefix}.experts.{number}" for number in range(experts.n_experts)]
+    return SparseMlp(
+        router=SoftmaxRouter.of(experts, weights.linear(f"{prefix}.router", precise=True)),
         experts=[
             ClampedMlp(
                 limit=experts.swiglu_limit,
@@ -130,8 +121,6 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
             for expert in names
         ],
     )
-    self_attn = ATTENTION.load(config, weights, layer)
-    return pre_norm_layer(config, weights, layer, self_attn, sparse)
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
@@ -148,12 +137,11 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     }
 
 
-FAMILY = Family(
-    model_type="gpt_oss",
-    architecture="GptOssForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer),
+FAMILY = record(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    read_config,
+    Layout(mlp=Part(tensors=_mlp_tensors, load=_load_mlp)),
     experts=EXPERTS,
     stacking=Stacking.ALTERNATING,
     gguf=GgufFormat(architecture="gpt-oss", read=read_gguf),

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, gguf_biases, read_gguf_decoder
+from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families import llama
-from shardnet.model.families.family import Family, GgufFormat
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.layout import record
 
 _SSM: Final = ("conv_kernel", "group_count", "inner_size", "state_size", "time_step_rank")
 
@@ -34,7 +35,7 @@ def read_multipliers(fields: Fields, config: ModelConfig) -> ModelConfig:
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata, with experts or without."""
     fields.require("rope.scaling.finetuned", only=True)  # false where there are no positions
-    config = read_gguf_decoder(fields, tensors, factors) | gguf_biases(tensors)
+    config = read_gguf_decoder(fields, tensors, factors, has_biases=True)
     return config | read_gguf_multipliers(fields)
 
 
@@ -56,11 +57,9 @@ def read_gguf_multipliers(fields: Fields) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
-    model_type="granite",
-    architecture="GraniteForCausalLM",
-    read_config=read_config,
-    layer_tensors=llama.layer_tensors,
-    load_stage=llama.FAMILY.load_stage,
+FAMILY = record(
+    "granite",
+    "GraniteForCausalLM",
+    read_config,
     gguf=GgufFormat(architecture="granite", read=_read_dense_gguf, interleaved_rotary=True),
 )

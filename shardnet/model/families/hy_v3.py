@@ -12,11 +12,9 @@ from shardnet.model.config.decoder_config import (
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.rope import read_rope
-from shardnet.model.families import deepseek_v2, deepseek_v3
 from shardnet.model.families.afmoe import ROUTER_NAMES, read_experts
-from shardnet.model.families.family import Stacking
+from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
 from shardnet.model.families.layout import Layout, record
-from shardnet.model.families.parts import Part
 
 
 def _read_config(fields: Fields) -> ModelConfig:
@@ -58,9 +56,8 @@ FAMILY = record(
     "hy_v3",
     "HYV3ForCausalLM",
     _read_config,
-    Layout(mlp=Part(tensors=deepseek_v3.mlp_tensors, load=deepseek_v3.load_mlp)),
+    Layout(mlp=DEEPSEEK_EXPERTS),
     renamed_tensors=(*ROUTER_NAMES, (".mlp.shared_mlp.", ".mlp.shared_experts.")),
     ignored_tensors=r"model\.layers\.80\..*",  # predicts further tokens
-    experts=deepseek_v2.EXPERTS,
-    stacking=Stacking.CONCATENATED,
+    **STACKED,
 )

@@ -15,13 +15,14 @@ from shardnet.model.config.decoder_config import FULL, LINEAR, check_state_size,
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors
 from shardnet.model.config.model_config import DeltaNet, Experts, Latent, ModelConfig
-from shardnet.model.families import deepseek_v2, deepseek_v3, gemma4
-from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
-from shardnet.model.families.llama import pre_norm_layer
-from shardnet.model.families.tensor_shapes import Shape, Table, linears, pre_norms
+from shardnet.model.families import deepseek_v2, gemma4
+from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import LATENT_HEADS, Part
+from shardnet.model.families.tensor_shapes import Shape, Table, linears
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
     from shardnet.model.layers.gated_delta import Project
     from shardnet.model.layers.modules import Attention
     from shardnet.model.layers.weight_source import WeightSource
@@ -120,14 +121,12 @@ def _read_layers(fields: Fields, own: Fields, n_layers: int) -> tuple[int, ...]:
     return tuple(n for n in range(n_layers) if kinds[n] == LINEAR)
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name KDA or latent attention, DeepSeek-V3's MLP or experts, and the norms."""
+def _mixer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name KDA or latent attention."""
     own = config.delta_net
     if own is None or layer not in own.layers:
-        mixer = deepseek_v2.latent_attention(config, layer)
-    else:
-        mixer = _delta_tensors(config, own, f"model.layers.{layer}.self_attn")
-    return mixer | deepseek_v3.mlp_tensors(config, layer) | pre_norms(config, layer)
+        return LATENT_HEADS.tensors(config, layer)
+    return _delta_tensors(config, own, f"model.layers.{layer}.self_attn")
 
 
 def _delta_tensors(config: ModelConfig, own: DeltaNet, prefix: str) -> Table:
@@ -164,19 +163,13 @@ def delta_tensors(
     )
 
 
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.latent_attention import LatentAttention
-
+def _load_mixer(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
     own = config.delta_net
-    mixer: Attention
-    if own is not None and layer in own.layers:
-        project = _load_projections(own, weights, f"model.layers.{layer}.self_attn")
-        mixer = load_delta_net(config, weights, layer, project)
-    else:
-        mixer = LatentAttention.load(config, weights, layer)
-    mlp = deepseek_v3.load_mlp(config, weights, layer)
-    return pre_norm_layer(config, weights, layer, mixer, mlp)
+    if own is None or layer not in own.layers:
+        latent: Attention = LATENT_HEADS.load(config, weights, layer)
+        return latent
+    project = _load_projections(own, weights, f"model.layers.{layer}.self_attn")
+    return load_delta_net(config, weights, layer, project)
 
 
 def _load_projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:
@@ -233,20 +226,18 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     }
 
 
-FAMILY = Family(
-    model_type="kimi_linear",
-    architecture="KimiLinearForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer),
+FAMILY = record(
+    "kimi_linear",
+    "KimiLinearForCausalLM",
+    read_config,
+    Layout(attention=Part(tensors=_mixer_tensors, load=_load_mixer), mlp=DEEPSEEK_EXPERTS),
     renamed_tensors=(
         (".block_sparse_moe.", ".mlp."),
         (".w1.", ".gate_proj."),
         (".w2.", ".down_proj."),
         (".w3.", ".up_proj."),
     ),
-    experts=deepseek_v2.EXPERTS,
-    stacking=Stacking.CONCATENATED,
+    **STACKED,
     gguf=GgufFormat(
         architecture="kimi-linear",
         read=read_gguf,

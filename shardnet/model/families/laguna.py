@@ -20,8 +20,8 @@ from shardnet.model.config.decoder_config import (
 )
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import Experts, ModelConfig
-from shardnet.model.families import deepseek_v2, deepseek_v3, gemma4
-from shardnet.model.families.family import Stacking
+from shardnet.model.families import gemma4
+from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
 from shardnet.model.families.tensor_shapes import Table, attention, head_norms, linears
@@ -122,14 +122,13 @@ FAMILY = record(
     _read_config,
     Layout(
         attention=Part(tensors=_attention, load=_load_attention),
-        mlp=Part(tensors=deepseek_v3.mlp_tensors, load=deepseek_v3.load_mlp),
+        mlp=DEEPSEEK_EXPERTS,
     ),
     covers=_covers,
     renamed_tensors=(
         (".mlp.experts.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
         (".mlp.shared_expert.", ".mlp.shared_experts."),
     ),
-    experts=deepseek_v2.EXPERTS,
-    stacking=Stacking.CONCATENATED,
+    **STACKED,
     has_whole_heads=True,
 )

@@ -1,7 +1,7 @@
 """How a family's layers are put together from parts (parts.py), and its record.
 
 Knows the order of parts and norms. Must not know files, nor which parts there are. The families
-that need nothing else are records in dense_table.py, sparse_table.py and mamba2.py.
+that need nothing else are records in llama_table.py, dense_table.py, sparse_table.py and mamba2.py.
 """
 
 from __future__ import annotations

@@ -12,13 +12,14 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_kv_heads, read_gguf_sizes
 from shardnet.model.config.model_config import ModelConfig, ShortConv
 from shardnet.model.config.rope import read_rope
-from shardnet.model.families.family import Family, GgufFormat, decoder_stage
-from shardnet.model.families.tensor_shapes import Table, linears, norms
+from shardnet.model.families.expert_parts import LFM_EXPERTS
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import Part, attention_part
+from shardnet.model.families.tensor_shapes import Table, linears
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.experts import SparseMlp
-    from shardnet.model.layers.modules import Attention, GatedMlp
+    from shardnet.model.layers.modules import Attention
     from shardnet.model.layers.weight_source import WeightSource
 
 CONV: Final = "conv"
@@ -53,7 +54,7 @@ def read_hybrid(fields: Fields, *, intermediate_size: int) -> ModelConfig:
     )
     is_tied = fields.take("tie_embedding", bool, config.tie_word_embeddings)
     conv = read_conv(fields, config.hidden_size, _conv_layers(fields, config.n_layers))
-    return replace(config, tie_word_embeddings=is_tied, short_conv=conv)
+    return replace(config, tie_word_embeddings=is_tied, has_head_norms=True, short_conv=conv)
 
 
 def read_conv(
@@ -88,37 +89,7 @@ def _inner_size(fields: Fields, size: int) -> int:
     return -(-int(factor * int(2 * size / 3)) // multiple) * multiple
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name a convolution or attention, and an MLP."""
-    return mixer_tensors(config, layer) | mlp_tensors(config, layer)
-
-
-def mlp_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name the linears of a dense MLP."""
-    inner, hidden = config.intermediate_size, config.hidden_size
-    shapes = {"w1": (inner, hidden), "w3": (inner, hidden), "w2": (hidden, inner)}
-    return linears(f"model.layers.{layer}.feed_forward", shapes)
-
-
-def mixer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name a convolution or attention, and the norms of a layer."""
-    hidden = config.hidden_size
-    around = norms(config, layer, "operator_norm", "ffn_norm")
-    if conv := conv_tensors(config, layer):
-        return around | conv
-    attn = f"model.layers.{layer}.self_attn"
-    queries, keys = config.n_heads * config.head_size, config.n_kv_heads * config.head_size
-    shapes = {
-        "q_proj": (queries, hidden),
-        "k_proj": (keys, hidden),
-        "v_proj": (keys, hidden),
-        "out_proj": (hidden, queries),
-    }
-    of_heads: Table = {f"{attn}.{name}_layernorm.weight": (config.head_size,) for name in "qk"}
-    return around | linears(attn, shapes) | of_heads
-
-
-def conv_tensors(config: ModelConfig, layer: int) -> Table:
+def _conv_tensors(config: ModelConfig, layer: int) -> Table:
     """Name the convolution of a layer that has one, else nothing."""
     conv, hidden, prefix = config.short_conv, config.hidden_size, f"model.layers.{layer}.conv"
     if conv is None or layer not in conv.layers:
@@ -130,63 +101,7 @@ def conv_tensors(config: ModelConfig, layer: int) -> Table:
     return linears(prefix, shapes, with_bias=conv.has_bias) | taps
 
 
-def head_tensors(config: ModelConfig) -> Table:
-    """Name the final norm and the LM head, which is the embedding where they are tied."""
-    name = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    return {
-        f"{FINAL_NORM}.weight": (config.hidden_size,),
-        name: (config.vocab_size, config.hidden_size),
-    }
-
-
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    mlp = load_gated(config, weights, f"model.layers.{layer}.feed_forward")
-    return load_hybrid(config, weights, layer, mlp)
-
-
-def load_gated(config: ModelConfig, weights: WeightSource, prefix: str) -> GatedMlp:
-    """Take the linears of a gated MLP below `prefix`."""
-    from shardnet.model.layers.modules import GatedMlp
-    from shardnet.model.shards.cut import INNER_EACH, Axis
-
-    return GatedMlp(
-        activation=config.activation,
-        gate_up_proj=weights.linear(f"{prefix}.w1", f"{prefix}.w3", outputs=INNER_EACH),
-        down_proj=weights.linear(f"{prefix}.w2", inputs=Axis.INNER),
-    )
-
-
-def load_hybrid(
-    config: ModelConfig, weights: WeightSource, layer: int, mlp: GatedMlp | SparseMlp
-) -> Layer:
-    """Take the convolution or attention of the absolute `layer`, and its norms, around `mlp`."""
-    from shardnet.model.layers.decoder_layer import Layer, Residual
-
-    first, second = (
-        weights.norm(f"model.layers.{layer}.{name}", config.norm_eps)
-        for name in ("operator_norm", "ffn_norm")
-    )
-    mixer = _load_mixer(config, weights, layer)
-    return Layer.of(Residual(before=first), mixer, Residual(before=second), mlp)
-
-
-def _load_mixer(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
-    if conv := load_conv(config, weights, layer):
-        return conv
-    from shardnet.model.layers.modules import SelfAttention
-    from shardnet.model.layers.norms import HeadNorm
-    from shardnet.model.shards.cut import HEADS_EACH, Axis
-
-    attn = f"model.layers.{layer}.self_attn"
-    qkv_proj = weights.linear(*(f"{attn}.{name}_proj" for name in "qkv"), outputs=HEADS_EACH)
-    o_proj = weights.linear(f"{attn}.out_proj", inputs=Axis.HEADS)
-    queries, keys = (weights.norm(f"{attn}.{name}_layernorm", config.norm_eps) for name in "qk")
-    qk_norm = HeadNorm.join(queries, keys, config.n_heads, config.n_kv_heads)
-    return SelfAttention.of(config, layer, qkv_proj, o_proj, qk_norm)
-
-
-def load_conv(config: ModelConfig, weights: WeightSource, layer: int) -> Attention | None:
+def _load_conv(config: ModelConfig, weights: WeightSource, layer: int) -> Attention | None:
     """Take the convolution of a layer that has one, else None."""
     from shardnet.model.layers.short_conv import ShortConvolution
 
@@ -199,6 +114,18 @@ def load_conv(config: ModelConfig, weights: WeightSource, layer: int) -> Attenti
         taps=weights.parameter(f"{prefix}.conv.weight").squeeze(1).T.contiguous(),
         bias=weights.parameter(f"{prefix}.conv.bias") if conv.has_bias else None,
     )
+
+
+def conv_or(attention: Part) -> Part:
+    """Make the part of the layers that have a convolution, and of `attention` in the others."""
+
+    def tensors(config: ModelConfig, layer: int) -> Table:
+        return _conv_tensors(config, layer) or attention.tensors(config, layer)
+
+    def load(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
+        return _load_conv(config, weights, layer) or attention.load(config, weights, layer)
+
+    return Part(tensors=tensors, load=load)
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
@@ -214,12 +141,17 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     }
 
 
-FAMILY = Family(
-    model_type="lfm2",
-    architecture="Lfm2ForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer, FINAL_NORM),
-    head_tensors=head_tensors,
+LAYOUT: Final = Layout(
+    attention=conv_or(attention_part("out_proj", norms=("q_layernorm", "k_layernorm"))),
+    mlp=LFM_EXPERTS,
+    norms=("operator_norm", "", "ffn_norm", ""),
+    final_norm="model.embedding_norm",
+)
+
+FAMILY = record(
+    "lfm2",
+    "Lfm2ForCausalLM",
+    read_config,
+    LAYOUT,
     gguf=GgufFormat(architecture="lfm2", read=read_gguf),
 )

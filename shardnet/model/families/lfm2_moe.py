@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from shardnet.model.config.decoder_config import read_expert_counts
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors
 from shardnet.model.config.model_config import Experts, ModelConfig
 from shardnet.model.families import lfm2
-from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
-from shardnet.model.families.tensor_shapes import ExpertNames, Table, sparse_mlp
+from shardnet.model.families.expert_parts import LFM
+from shardnet.model.families.family import GgufFormat, Stacking
+from shardnet.model.families.layout import record
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.experts import SparseMlp
-    from shardnet.model.layers.weight_source import WeightSource
-
-EXPERTS: Final = ExpertNames(block="feed_forward", gate="w1", up="w3", down="w2")
+    pass
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -41,42 +38,6 @@ def read_config(fields: Fields) -> ModelConfig:
     )
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name LFM2's parameters, in most layers with experts in place of the MLP."""
-    experts = config.layer_experts(layer)
-    if experts is None:
-        return lfm2.layer_tensors(config, layer)
-    bias: Table = {f"model.layers.{layer}.feed_forward.expert_bias": (experts.n_experts,)}
-    return lfm2.mixer_tensors(config, layer) | sparse_mlp(config, layer, EXPERTS) | bias
-
-
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    experts = config.layer_experts(layer)
-    if experts is None:
-        return lfm2.load_layer(config, weights, layer)
-    return lfm2.load_hybrid(config, weights, layer, _load_experts(config, experts, weights, layer))
-
-
-def _load_experts(
-    config: ModelConfig, experts: Experts, weights: WeightSource, layer: int
-) -> SparseMlp:
-    from shardnet.model.layers.experts import SparseMlp
-    from shardnet.model.layers.group_routers import BestTwoRouter
-
-    prefix = f"model.layers.{layer}.feed_forward"
-    router = BestTwoRouter(
-        experts=experts,
-        gate=weights.linear(f"{prefix}.gate", wide=True),
-        bias=weights.parameter(f"{prefix}.expert_bias"),
-    )
-    each = [
-        lfm2.load_gated(config, weights, f"{prefix}.experts.{number}")
-        for number in range(experts.n_experts)
-    ]
-    return SparseMlp(router=router, experts=each)
-
-
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata."""
     fields.require("expert_gating_func", 2)  # sigmoid
@@ -88,14 +49,12 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     }
 
 
-FAMILY = Family(
-    model_type="lfm2_moe",
-    architecture="Lfm2MoeForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer, lfm2.FINAL_NORM),
-    head_tensors=lfm2.head_tensors,
-    experts=EXPERTS,
+FAMILY = record(
+    "lfm2_moe",
+    "Lfm2MoeForCausalLM",
+    read_config,
+    lfm2.LAYOUT,
+    experts=LFM,
     stacking=Stacking.CONCATENATED,
     gguf=GgufFormat(
         architecture="lfm2moe", read=read_gguf, renamed=(("expert_bias", "expert_bias.bias"),)

@@ -14,15 +14,15 @@ from shardnet.model.config.decoder_config import FULL, SLIDING, read_decoder, re
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families import gemma4, lfm2
-from shardnet.model.families.family import Family, decoder_stage
-from shardnet.model.families.tensor_shapes import Table, attention, head_norms, linears, norms
+from shardnet.model.families.layout import record
+from shardnet.model.families.parts import Part
+from shardnet.model.families.tensor_shapes import Table, attention, head_norms, linears
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.mixed_attention import GatedAttention
     from shardnet.model.layers.weight_source import WeightSource
 
 _PERIOD: Final = 4
-_NORMS: Final = ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")
 _ROPES: Final[dict[str, Any]] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
@@ -72,39 +72,27 @@ def _usual_kind(layer: int) -> str:
     return SLIDING if layer and layer % _PERIOD == 0 else lfm2.CONV
 
 
-def _layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name a convolution or attention with its gates, an MLP, and the norms."""
-    around = norms(config, layer, *_NORMS) | lfm2.mlp_tensors(config, layer)
-    if conv := lfm2.conv_tensors(config, layer):
-        return around | conv
+def _gated_heads(config: ModelConfig, layer: int) -> Table:
+    """Name attention with norms over heads and a gate for each."""
     gate = {"gate_proj": (config.n_heads, config.hidden_size)}
     own = linears(f"model.layers.{layer}.self_attn", gate)
-    return around | attention(config, layer) | head_norms(config, layer) | own
+    return attention(config, layer) | head_norms(config, layer) | own
 
 
-def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.decoder_layer import Layer, Residual
+def _load_gated_heads(config: ModelConfig, weights: WeightSource, layer: int) -> GatedAttention:
     from shardnet.model.layers.mixed_attention import GatedAttention
 
-    prefix = f"model.layers.{layer}"
-    first, after, second, last = (
-        weights.norm(f"{prefix}.{name}", config.norm_eps) for name in _NORMS
-    )
-    return Layer.of(
-        Residual(before=first, after=after),
-        lfm2.load_conv(config, weights, layer) or GatedAttention.load(config, weights, layer, 1),
-        Residual(before=second, after=last),
-        lfm2.load_gated(config, weights, f"{prefix}.feed_forward"),
-    )
+    return GatedAttention.load(config, weights, layer, 1)
 
 
-FAMILY = Family(
-    model_type="lfm3",
-    architecture="Lfm3ForCausalLM",
-    read_config=_read_config,
+FAMILY = record(
+    "lfm3",
+    "Lfm3ForCausalLM",
+    _read_config,
+    replace(
+        lfm2.LAYOUT,
+        attention=lfm2.conv_or(Part(tensors=_gated_heads, load=_load_gated_heads)),
+        norms=("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
+    ),
     covers=_covers,
-    layer_tensors=_layer_tensors,
-    load_stage=decoder_stage(_load_layer, lfm2.FINAL_NORM),
-    head_tensors=lfm2.head_tensors,
 )

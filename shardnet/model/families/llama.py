@@ -1,29 +1,21 @@
-"""Llama (transformers, modeling_llama.py), and the layer that most families build on."""
+"""Llama (transformers, modeling_llama.py): the keys of which most families have some."""
 
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardnet.model.config.decoder_config import read_decoder
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import (
     Factors,
-    gguf_biases,
     has_gguf_experts,
     read_gguf_decoder,
 )
 from shardnet.model.config.limits import STRETCHES, THETAS
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families.family import ConsolidatedFormat, Family, GgufFormat, decoder_stage
-from shardnet.model.families.tensor_shapes import Table, attention, mlp, pre_norms
-
-if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.experts import SparseMlp
-    from shardnet.model.layers.modules import Attention, GatedMlp, PlainMlp
-    from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.families.family import ConsolidatedFormat, GgufFormat
+from shardnet.model.families.layout import record
 
 _SCALED_POSITIONS, _LLAMA3_POSITIONS, _LLAMA2_POSITIONS = 131072, 8192, 4096
 _LLAMA3_THETA = 500000.0
@@ -33,54 +25,13 @@ _SMALLEST_DIM_OF_3_1 = 4096
 
 def read_config(fields: Fields) -> ModelConfig:
     """Read a LlamaConfig."""
-    return replace(
-        read_decoder(fields),
-        attention_bias=fields.take("attention_bias", bool, False),
-        mlp_bias=fields.take("mlp_bias", bool, False),
-    )
-
-
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name attention, MLP and the norms before them, with biases as the config says."""
-    return attention(config, layer) | mlp(config, layer) | pre_norms(config, layer)
-
-
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.modules import GatedMlp, SelfAttention
-
-    self_attn = SelfAttention.load(config, weights, layer)
-    dense = GatedMlp.load(config, weights, f"model.layers.{layer}.mlp")
-    return pre_norm_layer(config, weights, layer, self_attn, dense)
-
-
-def pre_norm_layer(
-    config: ModelConfig,
-    weights: WeightSource,
-    layer: int,
-    self_attn: Attention,
-    mlp: GatedMlp | PlainMlp | SparseMlp,
-) -> Layer:
-    """Put the norms of the absolute `layer` before its sub-layers, and the residuals around."""
-    from shardnet.model.layers.decoder_layer import Layer, Residual
-
-    prefix, multiplier = f"model.layers.{layer}", config.residual_multiplier
-    names = ("input_layernorm", "post_attention_layernorm")
-    first, second = (
-        weights.norm(f"{prefix}.{name}", config.norm_eps, config.norm_offset) for name in names
-    )
-    return Layer.of(
-        Residual(before=first, multiplier=multiplier),
-        self_attn,
-        Residual(before=second, multiplier=multiplier),
-        mlp,
-    )
+    return read_decoder(fields, attention_bias=False, mlp_bias=False)
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata of Llama and of Mistral, which the format does not distinguish."""
     fields.ignore("expert_used_count")
-    return read_gguf_decoder(fields, tensors, factors) | gguf_biases(tensors)
+    return read_gguf_decoder(fields, tensors, factors, has_biases=True)
 
 
 def read_params(fields: Fields) -> dict[str, Any]:
@@ -118,12 +69,10 @@ def _rope_scaling(fields: Fields) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
-    model_type="llama",
-    architecture="LlamaForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer),
+FAMILY = record(
+    "llama",
+    "LlamaForCausalLM",
+    read_config,
     gguf=GgufFormat(
         architecture="llama",
         claims=lambda fields: not has_gguf_experts(fields),

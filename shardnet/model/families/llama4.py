@@ -23,19 +23,21 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
 from shardnet.model.config.model_config import Experts, ModelConfig, Temperature
 from shardnet.model.config.rope import read_rope
-from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
-from shardnet.model.families.llama import pre_norm_layer
+from shardnet.model.families.family import GgufFormat, Stacking
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import Part
 from shardnet.model.families.tensor_shapes import (
     ExpertNames,
     Table,
     attention,
     gated,
     linears,
-    pre_norms,
 )
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.experts import SparseMlp
+    from shardnet.model.layers.mixed_attention import MixedAttention
+    from shardnet.model.layers.modules import GatedMlp
     from shardnet.model.layers.weight_source import WeightSource
 
 THETA = 500000.0
@@ -106,37 +108,36 @@ def _read_experts(fields: Fields, config: ModelConfig) -> Experts | None:
     )
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name Llama's attention and norms, and an MLP or a router, experts and the shared one."""
-    block = f"model.layers.{layer}.{EXPERTS.block}"
-    tensors = attention(config, layer) | pre_norms(config, layer)
-    experts = config.layer_experts(layer)
+def _mlp_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name an MLP or a router, experts and the shared one."""
+    block, experts = f"model.layers.{layer}.{EXPERTS.block}", config.layer_experts(layer)
     if experts is None:
-        return tensors | gated(config, block, config.intermediate_size)
+        return gated(config, block, config.intermediate_size)
     hidden, inner = config.hidden_size, experts.intermediate_size
-    tensors |= {f"{block}.router.weight": (experts.n_experts, hidden)}
+    tensors: Table = {f"{block}.router.weight": (experts.n_experts, hidden)}
     shapes = {EXPERTS.gate: (2 * inner, hidden), EXPERTS.down: (hidden, inner)}
     for number in range(experts.n_experts):
         tensors |= linears(f"{block}.experts.{number}", shapes)
     return tensors | gated(config, f"{block}.shared_expert", experts.shared_intermediate_size)
 
 
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.experts import SigmoidRouter, SparseMlp
+def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> MixedAttention:
     from shardnet.model.layers.mixed_attention import MixedAttention
+
+    return MixedAttention.load(config, weights, layer)
+
+
+def _load_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp | SparseMlp:
+    from shardnet.model.layers.experts import SigmoidRouter, SparseMlp
     from shardnet.model.layers.modules import GatedMlp
     from shardnet.model.shards.cut import INNER_EACH, Axis
 
-    self_attn = MixedAttention.load(config, weights, layer)
     block, experts = f"model.layers.{layer}.{EXPERTS.block}", config.layer_experts(layer)
     if experts is None:
-        return pre_norm_layer(
-            config, weights, layer, self_attn, GatedMlp.load(config, weights, block)
-        )
+        return GatedMlp.load(config, weights, block)
     gate = weights.linear(f"{block}.router", precise=True)
     names = [f"{block}.experts.{number}" for number in range(experts.n_experts)]
-    sparse = SparseMlp(
+    return SparseMlp(
         router=SigmoidRouter(gate=gate, top_k=experts.top_k),
         experts=[
             GatedMlp(
@@ -149,7 +150,6 @@ def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
         shared=GatedMlp.load(config, weights, f"{block}.shared_expert"),
         weighs_inputs=True,
     )
-    return pre_norm_layer(config, weights, layer, self_attn, sparse)
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
@@ -184,12 +184,14 @@ def _read_gguf_chunk(fields: Fields, n_layers: int) -> dict[str, Any]:
     return {"attention_chunk_size": fields.positive(key, 8192)}
 
 
-FAMILY = Family(
-    model_type="llama4_text",
-    architecture="Llama4ForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer),
+FAMILY = record(
+    "llama4_text",
+    "Llama4ForCausalLM",
+    read_config,
+    Layout(
+        attention=Part(tensors=attention, load=_load_attention),
+        mlp=Part(tensors=_mlp_tensors, load=_load_mlp),
+    ),
     experts=EXPERTS,
     stacking=Stacking.TRANSPOSED,
     gguf=GgufFormat(architecture="llama4", read=read_gguf),

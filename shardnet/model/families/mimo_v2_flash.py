@@ -23,13 +23,14 @@ from shardnet.model.config.gguf_keys import Factors, read_gguf_sizes
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import Experts, HeadShape, ModelConfig, Rope
 from shardnet.model.config.rope import read_scaling
-from shardnet.model.families import deepseek_v2, deepseek_v3, gemma4
-from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
-from shardnet.model.families.llama import pre_norm_layer
-from shardnet.model.families.tensor_shapes import Table, linears, pre_norms
+from shardnet.model.families import deepseek_v2, gemma4
+from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import Part
+from shardnet.model.families.tensor_shapes import Table, linears
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
     from shardnet.model.layers.modules import SelfAttention
     from shardnet.model.layers.weight_source import WeightSource
 
@@ -127,8 +128,8 @@ def _read_experts(fields: Fields, config: ModelConfig) -> ModelConfig:
     return replace(config, experts=replace(config.experts, layers=layers) if layers else None)
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name attention, in layers with a window with sinks, and DeepSeek-V3's MLP or experts."""
+def _attention(config: ModelConfig, layer: int) -> Table:
+    """Name attention, in layers with a window with sinks."""
     attn, heads, hidden = f"model.layers.{layer}.self_attn", config.heads(layer), config.hidden_size
     inputs = {
         "q_proj": (config.n_heads * heads.key_size, hidden),
@@ -140,16 +141,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
         linears(attn, inputs, with_bias=config.attention_bias)
         | linears(attn, {"o_proj": (hidden, config.n_heads * heads.value_size)})
         | sinks
-        | deepseek_v3.mlp_tensors(config, layer)
-        | pre_norms(config, layer)
     )
-
-
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    self_attn = _load_attention(config, weights, layer)
-    mlp = deepseek_v3.load_mlp(config, weights, layer)
-    return pre_norm_layer(config, weights, layer, self_attn, mlp)
 
 
 def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> SelfAttention:
@@ -200,16 +192,14 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     }
 
 
-FAMILY = Family(
-    model_type="mimo_v2_flash",
-    architecture="MiMoV2FlashForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer),
+FAMILY = record(
+    "mimo_v2_flash",
+    "MiMoV2FlashForCausalLM",
+    read_config,
+    Layout(attention=Part(tensors=_attention, load=_load_attention), mlp=DEEPSEEK_EXPERTS),
     renamed_tensors=(("attention_sink_bias", "sinks"),),
     ignored_tensors=r"model\.mtp\..*",
-    experts=deepseek_v2.EXPERTS,
-    stacking=Stacking.CONCATENATED,
+    **STACKED,
     gguf=GgufFormat(
         architecture="mimo2", read=read_gguf, renamed=(("correction_bias", "correction.bias"),)
     ),

@@ -8,19 +8,15 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardnet.model.config.decoder_config import read_decoder
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
 from shardnet.model.config.model_config import ModelConfig, Temperature
 from shardnet.model.config.rope import read_rope, rope_object
-from shardnet.model.families import llama
-from shardnet.model.families.family import Family, GgufFormat, decoder_stage
-
-if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.layout import record
 
 BETA = "llama_4_scaling_beta"
 SCALING = {
@@ -60,20 +56,6 @@ def read_temperature(
     return Temperature(scale=beta, floor=config.rope.original_max_positions)
 
 
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.mixed_attention import TemperedAttention
-    from shardnet.model.layers.modules import GatedMlp, SelfAttention
-
-    if config.temperature is None:
-        return llama.load_layer(config, weights, layer)
-    self_attn = TemperedAttention(
-        inner=SelfAttention.load(config, weights, layer), temperature=config.temperature
-    )
-    mlp = GatedMlp.load(config, weights, f"model.layers.{layer}.mlp")
-    return llama.pre_norm_layer(config, weights, layer, self_attn, mlp)
-
-
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata."""
     config = read_gguf_decoder(fields, tensors, factors)
@@ -85,11 +67,9 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     return config | {"rope_scaling": scaling | {BETA: scale}}
 
 
-FAMILY = Family(
-    model_type="ministral3",
-    architecture="Ministral3ForCausalLM",
-    read_config=read_config,
-    layer_tensors=llama.layer_tensors,
-    load_stage=decoder_stage(load_layer),
+FAMILY = record(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    read_config,
     gguf=GgufFormat(architecture="mistral3", read=read_gguf, interleaved_rotary=True),
 )

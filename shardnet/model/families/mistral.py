@@ -12,8 +12,8 @@ from typing import Any
 from shardnet.model.config.decoder_config import has_params_experts, read_decoder, read_window
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families import llama
-from shardnet.model.families.family import ConsolidatedFormat, Family
+from shardnet.model.families.family import ConsolidatedFormat
+from shardnet.model.families.layout import record
 
 PARAMS_POSITIONS = 32768
 """Positions where params.json does not say."""
@@ -47,12 +47,10 @@ def _check_quantization(fields: Fields) -> None:
     fields.note_the_rest()
 
 
-FAMILY = Family(
-    model_type="mistral",
-    architecture="MistralForCausalLM",
-    read_config=read_config,
-    layer_tensors=llama.layer_tensors,
-    load_stage=llama.FAMILY.load_stage,
+FAMILY = record(
+    "mistral",
+    "MistralForCausalLM",
+    read_config,
     consolidated=ConsolidatedFormat(
         claims=lambda fields: not fields.given("multiple_of") and not has_params_experts(fields),
         read=read_params,

@@ -6,19 +6,14 @@ Experts are chosen by softmax without a bias.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import Experts, Latent, ModelConfig, Rope
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families import deepseek_v2, ministral3
-from shardnet.model.families.family import Family, Stacking, decoder_stage
-from shardnet.model.families.llama import pre_norm_layer
-
-if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.experts import Router
-    from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.families.expert_parts import MISTRAL_EXPERTS, STACKED
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import LATENT_HEADS
 
 LATENT = Latent(
     rank=256, rope_size=64, nope_size=64, value_size=128, query_rank=1024, interleaved=True
@@ -70,26 +65,10 @@ def _read_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:
     return replace(rope, share=1.0)
 
 
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.group_routers import BestTwoRouter
-    from shardnet.model.layers.latent_attention import LatentAttention
-
-    def router(experts: Experts, gate: str) -> Router:
-        linear = weights.linear(gate, wide=True)
-        return BestTwoRouter(experts=experts, gate=linear, bias=None, has_softmax=True)
-
-    self_attn = LatentAttention.load(config, weights, layer)
-    mlp = deepseek_v2.load_mlp(config, weights, layer, router)
-    return pre_norm_layer(config, weights, layer, self_attn, mlp)
-
-
-FAMILY = Family(
-    model_type="mistral4",
-    architecture="Mistral4ForCausalLM",
-    read_config=read_config,
-    layer_tensors=deepseek_v2.layer_tensors,
-    load_stage=decoder_stage(load_layer),
-    experts=deepseek_v2.EXPERTS,
-    stacking=Stacking.CONCATENATED,
+FAMILY = record(
+    "mistral4",
+    "Mistral4ForCausalLM",
+    read_config,
+    Layout(attention=LATENT_HEADS, mlp=MISTRAL_EXPERTS),
+    **STACKED,
 )

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Final
 from shardnet.model.config.decoder_config import read_decoder, read_delta_net
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import Activation, ModelConfig
-from shardnet.model.families import llama, olmo2
+from shardnet.model.families import olmo2
 from shardnet.model.families.family import Family, decoder_stage
-from shardnet.model.families.tensor_shapes import Table, linears, mlp, pre_norms
+from shardnet.model.families.layout import Layout
+from shardnet.model.families.parts import Part
+from shardnet.model.families.tensor_shapes import Table, linears
 
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer
@@ -48,14 +50,7 @@ def _read_config(fields: Fields) -> ModelConfig:
     )
 
 
-def _has_delta_net(config: ModelConfig, layer: int) -> bool:
-    return config.delta_net is not None and layer in config.delta_net.layers
-
-
-def _layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name a DeltaNet or attention, an MLP and the norms."""
-    if not _has_delta_net(config, layer):
-        return olmo2.FAMILY.layer_tensors(config, layer)
+def _net_tensors(config: ModelConfig, layer: int) -> Table:
     own, hidden, prefix = config.delta_net, config.hidden_size, f"model.layers.{layer}.linear_attn"
     assert own is not None
     widths = {"q": own.key_width, "k": own.key_width, "v": own.value_width}
@@ -74,19 +69,7 @@ def _layer_tensors(config: ModelConfig, layer: int) -> Table:
             f"{prefix}.dt_bias": (own.n_value_heads,),
             f"{prefix}.o_norm.weight": (own.value_size,),
         }
-        | mlp(config, layer)
-        | pre_norms(config, layer)
     )
-
-
-def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.modules import GatedMlp
-
-    if not _has_delta_net(config, layer):
-        return olmo2.LAYOUT.load_layer(config, weights, layer)
-    dense = GatedMlp.load(config, weights, f"model.layers.{layer}.mlp")
-    return llama.pre_norm_layer(config, weights, layer, _load_net(config, weights, layer), dense)
 
 
 def _load_net(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
@@ -115,6 +98,23 @@ def _load_net(config: ModelConfig, weights: WeightSource, layer: int) -> Attenti
     )
     output = weights.linear(f"{prefix}.o_proj")
     return GatedDeltaNet.of(own, Activation.SILU, project, parameters, output)
+
+
+_NET: Final = Layout(attention=Part(tensors=_net_tensors, load=_load_net))
+
+
+def _layout(config: ModelConfig, layer: int) -> Layout:
+    own = config.delta_net
+    return olmo2.LAYOUT if own is None or layer not in own.layers else _NET
+
+
+def _layer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name a DeltaNet or attention, an MLP and the norms."""
+    return _layout(config, layer).layer_tensors(config, layer)
+
+
+def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
+    return _layout(config, layer).load_layer(config, weights, layer)
 
 
 FAMILY = Family(

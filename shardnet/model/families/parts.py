@@ -12,12 +12,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families import deepseek_v2, phi3
-from shardnet.model.families.tensor_shapes import Table, head_norms, linears, mlp, plain_mlp
+from shardnet.model.families.tensor_shapes import (
+    Table,
+    attention,
+    head_norms,
+    linears,
+    mlp,
+    plain_mlp,
+)
 
 if TYPE_CHECKING:
     from shardnet.model.layers.latent_attention import LatentAttention
-    from shardnet.model.layers.modules import GatedMlp, PlainMlp, SelfAttention
+    from shardnet.model.layers.modules import Attention, GatedMlp, PlainMlp, SelfAttention
     from shardnet.model.layers.weight_source import WeightSource
 
 
@@ -57,21 +63,17 @@ def attention_part(
     """Make the part of Llama's attention with another name of its `output`.
 
     Without `has_output_bias` the output has none in any case. Where the config has them there are
-    `norms` over heads, after the rotation with `norms_rotated`, and attention sinks.
+    `norms` over heads, after the rotation with `norms_rotated`, attention sinks, and queries grow.
     """
 
     def tensors(config: ModelConfig, layer: int) -> Table:
-        prefix, hidden = f"model.layers.{layer}.self_attn", config.hidden_size
-        queries, keys = config.n_heads * config.head_size, config.n_kv_heads * config.head_size
-        inputs = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden)}
-        bias = config.attention_bias
-        made = linears(prefix, inputs, with_bias=bias)
-        made |= linears(prefix, {output: (hidden, queries)}, with_bias=bias and has_output_bias)
+        made = attention(config, layer, output=output, output_bias=has_output_bias)
         if config.has_sinks:
-            made[f"{prefix}.sinks"] = (config.n_heads,)
+            made[f"model.layers.{layer}.self_attn.sinks"] = (config.n_heads,)
         return made | (head_norms(config, layer, norms) if config.has_head_norms else {})
 
-    def load(config: ModelConfig, weights: WeightSource, layer: int) -> SelfAttention:
+    def load(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
+        from shardnet.model.layers.mixed_attention import TemperedAttention
         from shardnet.model.layers.modules import SelfAttention
         from shardnet.model.shards.cut import Axis
 
@@ -87,7 +89,10 @@ def attention_part(
             name = f"model.layers.{layer}.self_attn.sinks"
             sinks = weights.parameter(name, rows=Axis.HEADS).view(made.n_kv_heads, -1, 1)
             made = replace(made, kind=replace(made.kind, sinks=sinks))
-        return replace(made, norms_rotated=norms_rotated)
+        made = replace(made, norms_rotated=norms_rotated)
+        if config.temperature is None:
+            return made
+        return TemperedAttention(inner=made, temperature=config.temperature)
 
     return Part(tensors=tensors, load=load)
 
@@ -173,6 +178,107 @@ def _load_joined_attention(config: ModelConfig, weights: WeightSource, layer: in
     return SelfAttention.of(config, layer, joined, output)
 
 
+def latent_attention(config: ModelConfig, layer: int) -> Table:
+    """Name the projections to queries and to latents, and those of the heads."""
+    assert config.latent is not None
+    latent, attn = config.latent, f"model.layers.{layer}.self_attn"
+    hidden, bias = config.hidden_size, config.attention_bias
+    queries = config.n_heads * (latent.nope_size + latent.rope_size)
+    tensors = linears(attn, {"kv_a_proj_with_mqa": (latent.width, hidden)}, with_bias=bias)
+    if latent.query_rank is None:
+        tensors |= linears(attn, {"q_proj": (queries, hidden)})
+    else:
+        tensors |= linears(attn, {"q_a_proj": (latent.query_rank, hidden)}, with_bias=bias)
+        tensors |= linears(attn, {"q_b_proj": (queries, latent.query_rank)})
+        tensors[f"{attn}.q_a_layernorm.weight"] = (latent.query_rank,)
+    tensors[f"{attn}.kv_a_layernorm.weight"] = (latent.rank,)
+    keys_values = config.n_heads * (latent.nope_size + latent.value_size)
+    tensors[f"{attn}.kv_b_proj.weight"] = (keys_values, latent.rank)
+    outputs = {"o_proj": (hidden, config.n_heads * latent.value_size)}
+    return tensors | linears(attn, outputs, with_bias=bias)
+
+
+def _fused_heads(config: ModelConfig, layer: int) -> Table:
+    """Name queries, keys and values as one linear, norms over heads, and an output without bias."""
+    attn, hidden = f"model.layers.{layer}.self_attn", config.hidden_size
+    queries, keys = config.n_heads * config.head_size, config.n_kv_heads * config.head_size
+    fused = {"qkv_proj": (queries + 2 * keys, hidden)}
+    made = linears(attn, fused, with_bias=config.attention_bias)
+    made |= linears(attn, {"o_proj": (hidden, queries)})
+    return made | (head_norms(config, layer) if config.has_head_norms else {})
+
+
+def _load_fused_heads(config: ModelConfig, weights: WeightSource, layer: int) -> SelfAttention:
+    from shardnet.model.layers.modules import SelfAttention
+    from shardnet.model.layers.norms import HeadNorm
+    from shardnet.model.shards.cut import HEADS_EACH, Axis
+
+    attn, norm = f"model.layers.{layer}.self_attn", None
+    if config.has_head_norms:
+        queries, keys = (weights.norm(f"{attn}.{n}_norm", config.norm_eps) for n in "qk")
+        norm = HeadNorm.join(queries, keys, config.n_heads, config.n_kv_heads)
+    return SelfAttention.of(
+        config,
+        layer,
+        qkv_proj=weights.linear(f"{attn}.qkv_proj", outputs=HEADS_EACH),
+        o_proj=weights.linear(f"{attn}.o_proj", inputs=Axis.HEADS),
+        qk_norm=norm,
+    )
+
+
+def _joined_mlp(config: ModelConfig, layer: int) -> Table:
+    """Name gate and up of a layer's MLP as one linear, and down."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
+    return linears(f"model.layers.{layer}.mlp", shapes)
+
+
+def _load_joined_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp:
+    """Take the parameters of the MLP of the absolute `layer`."""
+    from shardnet.model.layers.modules import GatedMlp
+    from shardnet.model.shards.cut import INNER_EACH, Axis
+
+    mlp = f"model.layers.{layer}.mlp"
+    return GatedMlp(
+        activation=config.activation,
+        gate_up_proj=weights.linear(f"{mlp}.gate_up_proj", outputs=INNER_EACH),
+        down_proj=weights.linear(f"{mlp}.down_proj", inputs=Axis.INNER),
+    )
+
+
+def whole_attention(config: ModelConfig, layer: int) -> Table:
+    """Name Llama's attention, and norms over all queries and all keys."""
+    return attention(config, layer) | whole_norms(config, layer)
+
+
+def whole_norms(config: ModelConfig, layer: int) -> Table:
+    """Name the norms over all queries and over all keys."""
+    attn = f"model.layers.{layer}.self_attn"
+    return {
+        f"{attn}.q_norm.weight": (config.n_heads * config.head_size,),
+        f"{attn}.k_norm.weight": (config.n_kv_heads * config.head_size,),
+    }
+
+
+def whole_norm_attention(config: ModelConfig, weights: WeightSource, layer: int) -> SelfAttention:
+    """Take the parameters of attention in the absolute `layer`."""
+    from shardnet.model.layers.modules import SelfAttention
+    from shardnet.model.layers.norms import WholeNorm
+
+    attn = f"model.layers.{layer}.self_attn"
+    return SelfAttention.of(
+        config,
+        layer,
+        qkv_proj=weights.linear(f"{attn}.q_proj", f"{attn}.k_proj", f"{attn}.v_proj"),
+        o_proj=weights.linear(f"{attn}.o_proj"),
+        qk_norm=WholeNorm(
+            n_heads=config.n_heads,
+            queries=weights.norm(f"{attn}.q_norm", config.norm_eps),
+            keys=weights.norm(f"{attn}.k_norm", config.norm_eps),
+        ),
+    )
+
+
 def _load_latent(config: ModelConfig, weights: WeightSource, layer: int) -> LatentAttention:
     from shardnet.model.layers.latent_attention import LatentAttention
 
@@ -207,11 +313,15 @@ COHERE_HEADS: Final = Part(tensors=_cohere_heads, load=_load_cohere_heads)
 STABLELM_HEADS: Final = Part(tensors=_stablelm_heads, load=_load_stablelm_heads)
 JOINED_ATTENTION: Final = Part(tensors=_joined_attention, load=_load_joined_attention)
 """Attention whose queries, keys and values are one linear (GPT-NeoX)."""
-LATENT: Final = Part(tensors=deepseek_v2.latent_attention, load=_load_latent)
+LATENT_HEADS: Final = Part(tensors=latent_attention, load=_load_latent)
 """DeepSeek's attention over latents."""
 GATED: Final = Part(tensors=mlp, load=_load_gated)
 """Llama's MLP."""
-JOINED_MLP: Final = Part(tensors=phi3.joined_mlp, load=phi3.load_joined_mlp)
+WHOLE_HEADS: Final = Part(tensors=whole_attention, load=whole_norm_attention)
+"""Attention with norms over all queries and over all keys (OLMo-2)."""
+FUSED_HEADS: Final = Part(tensors=_fused_heads, load=_load_fused_heads)
+"""Attention whose queries, keys and values are one linear, of grouped heads (Phi-3)."""
+JOINED_MLP: Final = Part(tensors=_joined_mlp, load=_load_joined_mlp)
 """Phi-3's MLP, whose gate and up are one linear."""
 UP_DOWN: Final = plain_part("up_proj", "down_proj")
 XIELU_MLP: Final = Part(tensors=_xielu_mlp, load=_load_xielu_mlp)

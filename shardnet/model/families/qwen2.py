@@ -7,9 +7,9 @@ from dataclasses import replace
 from shardnet.model.config.decoder_config import read_decoder, read_window, read_windows
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families import llama
-from shardnet.model.families.family import Family, GgufFormat
-from shardnet.model.families.tensor_shapes import Table, attention, mlp, pre_norms
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import attention_part
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -27,19 +27,11 @@ def read_qwen_windows(fields: Fields, n_layers: int) -> tuple[int | None, ...]:
     return read_windows(fields, n_layers, window, lambda n: window is not None and n >= first)
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name Llama's parameters, without a bias on the output of attention."""
-    return (
-        attention(config, layer, output_bias=False) | mlp(config, layer) | pre_norms(config, layer)
-    )
-
-
-FAMILY = Family(
-    model_type="qwen2",
-    architecture="Qwen2ForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=llama.FAMILY.load_stage,
+FAMILY = record(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    read_config,
+    Layout(attention=attention_part(has_output_bias=False)),
     gguf=GgufFormat(architecture="qwen2", multimodal=("qwen2vl",)),
     pretokenizer="qwen2",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardnet.model.config.decoder_config import (
     read_decoder,
@@ -15,24 +15,10 @@ from shardnet.model.config.decoder_config import (
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_experts
 from shardnet.model.config.model_config import Experts, ModelConfig
-from shardnet.model.families import llama, qwen2
-from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
-from shardnet.model.families.qwen3_moe import load_experts
-from shardnet.model.families.tensor_shapes import (
-    ExpertNames,
-    Table,
-    attention,
-    gated,
-    pre_norms,
-    sparse_mlp,
-)
-
-if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.experts import SparseMlp
-    from shardnet.model.layers.weight_source import WeightSource
-
-EXPERTS = ExpertNames()
+from shardnet.model.families.expert_parts import GATED_EXPERTS, STACKED
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import attention_part
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -72,58 +58,6 @@ def _read_windows(fields: Fields, n_layers: int) -> tuple[int | None, ...]:
     )
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name Qwen2's parameters, in layers with experts a router, these and the shared one."""
-    experts = config.layer_experts(layer)
-    if experts is None:
-        return qwen2.layer_tensors(config, layer)
-    return (
-        attention(config, layer, output_bias=False)
-        | shared_mlp(config, layer, experts)
-        | pre_norms(config, layer)
-    )
-
-
-def shared_mlp(config: ModelConfig, layer: int, experts: Experts) -> Table:
-    """Name the router, its experts, the shared one and its gate."""
-    mlp = f"model.layers.{layer}.mlp"
-    return (
-        sparse_mlp(config, layer, EXPERTS)
-        | gated(config, f"{mlp}.shared_expert", experts.shared_intermediate_size)
-        | {f"{mlp}.shared_expert_gate.weight": (1, config.hidden_size)}
-    )
-
-
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.modules import SelfAttention
-
-    experts = config.layer_experts(layer)
-    if experts is None:
-        return llama.load_layer(config, weights, layer)
-    self_attn = SelfAttention.load(config, weights, layer)
-    sparse = load_shared_mlp(config, weights, layer, experts)
-    return llama.pre_norm_layer(config, weights, layer, self_attn, sparse)
-
-
-def load_shared_mlp(
-    config: ModelConfig, weights: WeightSource, layer: int, experts: Experts
-) -> SparseMlp:
-    """Take the parameters of `shared_mlp`."""
-    from shardnet.model.layers.experts import SharedExpert, SoftmaxRouter, SparseMlp
-    from shardnet.model.layers.modules import GatedMlp
-
-    mlp = f"model.layers.{layer}.mlp"
-    return SparseMlp(
-        router=SoftmaxRouter.of(experts, weights.linear(f"{mlp}.gate", precise=True)),
-        experts=load_experts(config, weights, f"{mlp}.experts", experts.n_experts),
-        shared=SharedExpert(
-            expert=GatedMlp.load(config, weights, f"{mlp}.shared_expert"),
-            gate=weights.linear(f"{mlp}.shared_expert_gate", precise=True),
-        ),
-    )
-
-
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata. Old files do not say how wide experts are; llama.cpp takes the same."""
     config = read_gguf_decoder(fields, tensors, factors) | read_gguf_experts(fields)
@@ -138,14 +72,12 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     }
 
 
-FAMILY = Family(
-    model_type="qwen2_moe",
-    architecture="Qwen2MoeForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer),
-    experts=EXPERTS,
-    stacking=Stacking.CONCATENATED,
+FAMILY = record(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    read_config,
+    Layout(attention=attention_part(has_output_bias=False), mlp=GATED_EXPERTS),
+    **STACKED,
     gguf=GgufFormat(architecture="qwen2moe", read=read_gguf),
     pretokenizer="qwen2",
 )

@@ -6,22 +6,21 @@ The linears of a DeltaNet have their columns in another order, and stand apart i
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_delta_net
 from shardnet.model.config.model_config import DeltaNet, ModelConfig
-from shardnet.model.families.family import Family, MtpNames, decoder_stage
+from shardnet.model.families.family import MtpNames
+from shardnet.model.families.layout import record
 from shardnet.model.families.qwen3_next import (
+    Shapes,
     gguf_format,
-    hybrid_tensors,
-    load_hybrid,
+    hybrid_layout,
     read_hybrid,
 )
-from shardnet.model.families.tensor_shapes import Table
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
     from shardnet.model.layers.gated_delta import Project
     from shardnet.model.layers.weight_source import WeightSource
 
@@ -46,23 +45,15 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     return config | read_gguf_delta_net(fields, takes_turns=True)
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name the parameters: a DeltaNet has four linears before the convolution."""
-    own, hidden = config.delta_net, config.hidden_size
-    shapes: dict[str, tuple[int, int]] = {}
-    if own is not None:
-        shapes = {
-            "in_proj_qkv": (own.mixed_width, hidden),
-            "in_proj_z": (own.value_width, hidden),
-            "in_proj_b": (own.n_value_heads, hidden),
-            "in_proj_a": (own.n_value_heads, hidden),
-        }
-    return hybrid_tensors(config, layer, shapes)
-
-
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    return load_hybrid(config, weights, layer, _projections)
+def _linears(config: ModelConfig, own: DeltaNet) -> Shapes:
+    """Return the four linears that a DeltaNet has before the convolution."""
+    hidden = config.hidden_size
+    return {
+        "in_proj_qkv": (own.mixed_width, hidden),
+        "in_proj_z": (own.value_width, hidden),
+        "in_proj_b": (own.n_value_heads, hidden),
+        "in_proj_a": (own.n_value_heads, hidden),
+    }
 
 
 def _projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:
@@ -77,12 +68,13 @@ def _projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:
     )
 
 
-FAMILY = Family(
-    model_type="qwen3_5_text",
-    architecture="Qwen3_5ForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer),
+LAYOUT: Final = hybrid_layout(_linears, _projections)
+
+FAMILY = record(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    read_config,
+    LAYOUT,
     mtp=MtpNames.PREFIX,
     gguf=gguf_format("qwen35", read_gguf),
     pretokenizer="qwen35",

@@ -8,9 +8,10 @@ from typing import Any
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_delta_net
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families.family import Family, MtpNames, Stacking, decoder_stage
-from shardnet.model.families.qwen2_moe import EXPERTS
-from shardnet.model.families.qwen3_5 import layer_tensors, load_layer, read_text_config
+from shardnet.model.families.expert_parts import STACKED
+from shardnet.model.families.family import MtpNames
+from shardnet.model.families.layout import record
+from shardnet.model.families.qwen3_5 import LAYOUT, read_text_config
 from shardnet.model.families.qwen3_next import (
     gguf_format,
     read_gguf_hybrid,
@@ -33,15 +34,13 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     )
 
 
-FAMILY = Family(
-    model_type="qwen3_5_moe_text",
-    architecture="Qwen3_5MoeForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer),
+FAMILY = record(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    read_config,
+    LAYOUT,
     mtp=MtpNames.PREFIX,
-    experts=EXPERTS,
-    stacking=Stacking.CONCATENATED,
+    **STACKED,
     gguf=gguf_format("qwen35moe", read_gguf),
     pretokenizer="qwen35",
 )

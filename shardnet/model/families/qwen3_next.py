@@ -26,28 +26,27 @@ from shardnet.model.config.gguf_keys import (
 )
 from shardnet.model.config.model_config import DeltaNet, Experts, ModelConfig
 from shardnet.model.config.rope import read_rope
-from shardnet.model.families.family import Family, GgufFormat, MtpNames, Stacking, decoder_stage
-from shardnet.model.families.qwen2_moe import EXPERTS, load_shared_mlp, shared_mlp
+from shardnet.model.families.expert_parts import GATED_EXPERTS, STACKED
+from shardnet.model.families.family import GgufFormat, MtpNames
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import Part
 from shardnet.model.families.tensor_shapes import (
     Table,
     attention,
     head_norms,
     linears,
-    mlp,
-    pre_norms,
 )
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer
-    from shardnet.model.layers.experts import SparseMlp
     from shardnet.model.layers.gated_delta import Project
-    from shardnet.model.layers.modules import Attention, GatedMlp
+    from shardnet.model.layers.modules import Attention
     from shardnet.model.layers.weight_source import WeightSource
 
-    LoadProjections = Callable[[DeltaNet, WeightSource, str], Project]
+    LoadLinears = Callable[[DeltaNet, WeightSource, str], Project]
     """Takes the linears of a DeltaNet below a prefix."""
 
 _SHARE = 0.25
+Shapes = dict[str, tuple[int, int]]
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -105,103 +104,60 @@ def with_experts(
     return replace(config, experts=experts if layers else None)
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name the parameters: queries, keys, values and gate of the DeltaNet are one linear.
+def _linears(config: ModelConfig, own: DeltaNet) -> Shapes:
+    """Return the linears of a DeltaNet: queries, keys, values and gate are one.
 
     In GGUF they are two, without groups.
     """
-    own = config.delta_net
-    if own is not None and own.has_split_gate:
-        shapes = {
-            "in_proj_qkv": (own.mixed_width, config.hidden_size),
-            "in_proj_z": (own.value_width, config.hidden_size),
-            "in_proj_ba": (2 * own.n_value_heads, config.hidden_size),
+    both = {"in_proj_ba": (2 * own.n_value_heads, config.hidden_size)}
+    if own.has_split_gate:
+        gate = {"in_proj_z": (own.value_width, config.hidden_size)}
+        return {"in_proj_qkv": (own.mixed_width, config.hidden_size)} | gate | both
+    return {"in_proj_qkvz": (own.mixed_width + own.value_width, config.hidden_size)} | both
+
+
+def hybrid_layout(
+    shapes: Callable[[ModelConfig, DeltaNet], Shapes], project: LoadLinears
+) -> Layout:
+    """Make the layout of layers with a DeltaNet or gated attention, and an MLP or experts.
+
+    `shapes` are those of a DeltaNet's linears, which `project` takes.
+    """
+
+    def tensors(config: ModelConfig, layer: int) -> Table:
+        own = config.delta_net
+        if own is None or layer not in own.layers:
+            return _gated_attention(config, layer)
+        prefix = f"model.layers.{layer}.linear_attn"
+        return linears(prefix, shapes(config, own)) | {
+            f"{prefix}.conv1d.weight": (own.mixed_width, 1, own.n_taps),
+            f"{prefix}.A_log": (own.n_value_heads,),
+            f"{prefix}.dt_bias": (own.n_value_heads,),
+            f"{prefix}.norm.weight": (own.value_size,),
+            f"{prefix}.out_proj.weight": (config.hidden_size, own.value_width),
         }
-        return hybrid_tensors(config, layer, shapes)
-    shapes = (
-        {}
-        if own is None
-        else {
-            "in_proj_qkvz": (own.mixed_width + own.value_width, config.hidden_size),
-            "in_proj_ba": (2 * own.n_value_heads, config.hidden_size),
-        }
-    )
-    return hybrid_tensors(config, layer, shapes)
+
+    def load(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
+        from shardnet.model.layers.mixed_attention import GatedAttention
+
+        own, prefix = config.delta_net, f"model.layers.{layer}.linear_attn"
+        if own is None or layer not in own.layers:
+            return GatedAttention.load(config, weights, layer)
+        return _delta_net(config, own, weights, prefix, project(own, weights, prefix))
+
+    return Layout(attention=Part(tensors=tensors, load=load), mlp=GATED_EXPERTS)
 
 
-def hybrid_tensors(
-    config: ModelConfig, layer: int, projections: dict[str, tuple[int, int]]
-) -> Table:
-    """Name the parameters of a layer whose DeltaNet, if it has one, has these `projections`."""
-    return (
-        _mixer_tensors(config, layer, projections)
-        | _mlp_tensors(config, layer)
-        | pre_norms(config, layer)
-    )
-
-
-def _mixer_tensors(
-    config: ModelConfig, layer: int, projections: dict[str, tuple[int, int]]
-) -> Table:
-    own = config.delta_net
-    if own is None or layer not in own.layers:
-        attn = f"model.layers.{layer}.self_attn.q_proj"
-        tensors = attention(config, layer) | head_norms(config, layer)
-        doubled = {
-            name: (2 * shape[0], *shape[1:])
-            for name, shape in tensors.items()
-            if name.startswith(f"{attn}.")
-        }
-        return tensors | doubled
-    prefix = f"model.layers.{layer}.linear_attn"
-    return linears(prefix, projections) | {
-        f"{prefix}.conv1d.weight": (own.mixed_width, 1, own.n_taps),
-        f"{prefix}.A_log": (own.n_value_heads,),
-        f"{prefix}.dt_bias": (own.n_value_heads,),
-        f"{prefix}.norm.weight": (own.value_size,),
-        f"{prefix}.out_proj.weight": (config.hidden_size, own.value_width),
+def _gated_attention(config: ModelConfig, layer: int) -> Table:
+    """Name Llama's attention with norms over heads, whose queries have their gates beside them."""
+    attn = f"model.layers.{layer}.self_attn.q_proj"
+    tensors = attention(config, layer) | head_norms(config, layer)
+    doubled = {
+        name: (2 * shape[0], *shape[1:])
+        for name, shape in tensors.items()
+        if name.startswith(f"{attn}.")
     }
-
-
-def _mlp_tensors(config: ModelConfig, layer: int) -> Table:
-    experts = config.layer_experts(layer)
-    return mlp(config, layer) if experts is None else shared_mlp(config, layer, experts)
-
-
-def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    """Take the parameters of the absolute `layer`."""
-    return load_hybrid(config, weights, layer, _projections)
-
-
-def load_hybrid(
-    config: ModelConfig,
-    weights: WeightSource,
-    layer: int,
-    projections: LoadProjections,
-) -> Layer:
-    """Take the parameters of a layer; `projections` takes those of its DeltaNet."""
-    from shardnet.model.layers.decoder_layer import Layer, Residual
-    from shardnet.model.layers.mixed_attention import GatedAttention
-    from shardnet.model.layers.modules import GatedMlp
-
-    own, prefix = config.delta_net, f"model.layers.{layer}"
-    mixer: Attention
-    if own is not None and layer in own.layers:
-        attn = f"{prefix}.linear_attn"
-        mixer = _delta_net(config, own, weights, attn, projections(own, weights, attn))
-    else:
-        mixer = GatedAttention.load(config, weights, layer)
-    experts = config.layer_experts(layer)
-    dense: GatedMlp | SparseMlp
-    if experts is None:
-        dense = GatedMlp.load(config, weights, f"{prefix}.mlp")
-    else:
-        dense = load_shared_mlp(config, weights, layer, experts)
-    first, second = (
-        weights.norm(f"{prefix}.{name}", config.norm_eps, config.norm_offset)
-        for name in ("input_layernorm", "post_attention_layernorm")
-    )
-    return Layer.of(Residual(before=first), mixer, Residual(before=second), dense)
+    return tensors | doubled
 
 
 def _delta_net(
@@ -264,15 +220,13 @@ def gguf_format(
     )
 
 
-FAMILY = Family(
-    model_type="qwen3_next",
-    architecture="Qwen3NextForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=decoder_stage(load_layer),
+FAMILY = record(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    read_config,
+    hybrid_layout(_linears, _projections),
     mtp=MtpNames.PREFIX,
-    experts=EXPERTS,
-    stacking=Stacking.CONCATENATED,
+    **STACKED,
     gguf=gguf_format("qwen3next", read_gguf),
     pretokenizer="qwen2",
 )

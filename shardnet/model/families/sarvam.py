@@ -7,24 +7,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from shardnet.model.config.decoder_config import read_decoder
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import Experts, ModelConfig
 from shardnet.model.config.rope import read_rope
-from shardnet.model.families import deepseek_v2, deepseek_v3, phi3
-from shardnet.model.families.family import Stacking
+from shardnet.model.families import deepseek_v2
+from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
 from shardnet.model.families.layout import Layout, record
-from shardnet.model.families.parts import LATENT, Part
-from shardnet.model.families.tensor_shapes import Table, head_norms
+from shardnet.model.families.parts import FUSED_HEADS, LATENT_HEADS
 
-if TYPE_CHECKING:
-    from shardnet.model.layers.modules import SelfAttention
-    from shardnet.model.layers.weight_source import WeightSource
-
-_EXPERTS: Final = Part(tensors=deepseek_v3.mlp_tensors, load=deepseek_v3.load_mlp)
-_STACKED: Final = {"experts": deepseek_v2.EXPERTS, "stacking": Stacking.CONCATENATED}
 _LEFT_OUT: Final = ("architectures", "head_dim", "q_head_dim", "use_qk_norm")
 """What is read elsewhere, and what the makers say of latents in words of other attention."""
 _NAMES: Final = (
@@ -94,42 +87,22 @@ def _read_experts(
     return deepseek_v2.read_experts(fields, config, defaults, smallest_group=2)
 
 
-def _joined_heads(config: ModelConfig, layer: int) -> Table:
-    """Name queries, keys and values as one linear, and the norms over heads."""
-    made = phi3.joined_attention(config, layer, with_bias=config.attention_bias)
-    return made | (head_norms(config, layer) if config.has_head_norms else {})
-
-
-def _load_joined_heads(config: ModelConfig, weights: WeightSource, layer: int) -> SelfAttention:
-    from shardnet.model.layers.norms import HeadNorm
-
-    plain = phi3.load_joined_attention(config, weights, layer)
-    if not config.has_head_norms:
-        return plain
-    queries, keys = (
-        weights.norm(f"model.layers.{layer}.self_attn.{name}_norm", config.norm_eps, 0.0)
-        for name in "qk"
-    )
-    norm = HeadNorm.join(queries, keys, config.n_heads, config.n_kv_heads)
-    return replace(plain, qk_norm=norm)
-
-
 FAMILIES: Final = (
     record(
         "sarvam_moe",
         "Glm4MoeForCausalLM",
         _read_small,
-        Layout(attention=Part(tensors=_joined_heads, load=_load_joined_heads), mlp=_EXPERTS),
+        Layout(attention=FUSED_HEADS, mlp=DEEPSEEK_EXPERTS),
         same_architectures=("SarvamMoEForCausalLM",),
         renamed_tensors=_NAMES,
-        **_STACKED,
+        **STACKED,
     ),
     record(
         "sarvam_mla",
         "DeepseekV3ForCausalLM",
         _read_large,
-        Layout(attention=LATENT, mlp=_EXPERTS),
+        Layout(attention=LATENT_HEADS, mlp=DEEPSEEK_EXPERTS),
         same_architectures=("SarvamMLAForCausalLM",),
-        **_STACKED,
+        **STACKED,
     ),
 )

@@ -30,47 +30,41 @@ from shardnet.model.config.model_config import Experts, ModelConfig, NormKind, R
 from shardnet.model.config.rope import read_rope, rope_object
 from shardnet.model.families import (
     deepseek_v2,
-    deepseek_v3,
     dense_table,
-    exaone4,
     gemma4,
     glm4_moe,
     granite,
     hunyuan_v1_dense,
+    llama_table,
     mixtral,
-    olmo2,
     phi3,
-    qwen3_moe,
 )
-from shardnet.model.families.family import Family, GgufFormat, Stacking
-from shardnet.model.families.layout import Layout, record
-from shardnet.model.families.parts import Part, attention_part
-from shardnet.model.families.tensor_shapes import ExpertNames, Table, gated, linears, sparse_mlp
+from shardnet.model.families.expert_parts import (
+    DEEPSEEK_EXPERTS,
+    EXPERTS,
+    HUNYUAN_EXPERTS,
+    MIXTRAL,
+    PHI_EXPERTS,
+    SOFTMAX_EXPERTS,
+    STACKED,
+    UNBIASED_EXPERTS,
+    in_all_layers,
+)
+from shardnet.model.families.family import GgufFormat, Stacking
+from shardnet.model.families.layout import POST_NORMS, Layout, record
+from shardnet.model.families.parts import WHOLE_HEADS, Part, attention_part
+from shardnet.model.families.tensor_shapes import Table, linears, sparse_mlp
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.experts import Router, SparseMlp
+    from shardnet.model.layers.experts import SparseMlp
     from shardnet.model.layers.modules import GatedMlp
     from shardnet.model.layers.weight_source import WeightSource
 
-_NAMES: Final = ExpertNames()
-_STACKED: Final = {"experts": _NAMES, "stacking": Stacking.CONCATENATED}
-_DEEPSEEK_MLP: Final = Part(tensors=deepseek_v3.mlp_tensors, load=deepseek_v3.load_mlp)
 _MELLUM_ROPES: Final[dict[str, Any]] = {
     FULL: {"rope_type": "default", "rope_theta": 5e5},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
 _RENAMED_BIAS: Final = (("correction_bias", "correction.bias"),)
-
-
-def _all_layers(config: ModelConfig, n_experts: int, top_k: int, **more: Any) -> ModelConfig:
-    """Add experts as wide as the MLP would be to every layer; weights add up to 1."""
-    experts = Experts(
-        n_experts=n_experts,
-        top_k=top_k,
-        intermediate_size=config.intermediate_size,
-        **{"normalize_top_k": True, "layers": tuple(range(config.n_layers)), **more},
-    )
-    return replace(config, experts=experts)
 
 
 # Granite
@@ -81,7 +75,7 @@ def read_granite_moe(fields: Fields) -> ModelConfig:
     config = granite.read_config(fields)
     counts = read_expert_counts(fields, ("num_local_experts", "num_experts"), 8, 2)
     shared: int = fields.take("shared_intermediate_size", int, 0)
-    return _all_layers(config, *counts, shared_intermediate_size=max(0, shared))
+    return in_all_layers(config, *counts, shared_intermediate_size=max(0, shared))
 
 
 def _granite_mlp(config: ModelConfig, layer: int) -> Table:
@@ -94,7 +88,7 @@ def _granite_mlp(config: ModelConfig, layer: int) -> Table:
     shapes = {"input_linear": (2 * inner, hidden), "output_linear": (hidden, inner)}
     prefix = f"model.layers.{layer}.shared_mlp"
     shared = linears(prefix, shapes) if inner else {}
-    return shared if own is None else sparse_mlp(config, layer, _NAMES) | shared
+    return shared if own is None else sparse_mlp(config, layer, EXPERTS) | shared
 
 
 def _load_granite_mlp(
@@ -103,17 +97,18 @@ def _load_granite_mlp(
     from shardnet.model.layers.modules import GatedMlp
     from shardnet.model.shards.cut import INNER_EACH, Axis
 
-    own, prefix = config.experts, f"model.layers.{layer}"
-    if own is not None and not own.shared_intermediate_size:
-        return qwen3_moe.load_sparse_mlp(config, weights, layer)
+    own, prefix = config.experts, f"model.layers.{layer}.shared_mlp"
+    if own is not None:
+        alone = replace(config, experts=replace(own, shared_intermediate_size=0))
+        sparse: SparseMlp = SOFTMAX_EXPERTS.load(alone, weights, layer)
+        if not own.shared_intermediate_size:
+            return sparse
     shared = GatedMlp(
         activation=config.activation,
-        gate_up_proj=weights.linear(f"{prefix}.shared_mlp.input_linear", outputs=INNER_EACH),
-        down_proj=weights.linear(f"{prefix}.shared_mlp.output_linear", inputs=Axis.INNER),
+        gate_up_proj=weights.linear(f"{prefix}.input_linear", outputs=INNER_EACH),
+        down_proj=weights.linear(f"{prefix}.output_linear", inputs=Axis.INNER),
     )
-    if own is None:
-        return shared
-    return replace(qwen3_moe.load_sparse_mlp(config, weights, layer), shared=shared)
+    return shared if own is None else replace(sparse, shared=shared)
 
 
 def _read_granite_moe_gguf(
@@ -162,6 +157,7 @@ def _read_mellum(fields: Fields) -> ModelConfig:
     return replace(
         config,
         attention_bias=fields.take("attention_bias", bool, False),
+        has_head_norms=True,
         windows=read_windows(fields, config.n_layers, window, lambda _: False),
         local_rope=local,
         experts=experts if experts.layers else None,
@@ -186,7 +182,7 @@ def _read_phimoe(fields: Fields) -> ModelConfig:
         has_head_bias=fields.take("lm_head_bias", bool, False),
         windows=(fields.optional("sliding_window"),) * config.n_layers,
     )
-    return _all_layers(config, n_experts, top_k, normalize_top_k=False)
+    return in_all_layers(config, n_experts, top_k, normalize_top_k=False)
 
 
 def _read_phimoe_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:
@@ -204,21 +200,6 @@ def _read_phimoe_rope(fields: Fields, max_positions: int, head_size: int) -> Rop
         aliases={"su": "longrope"},
     )
     return rope if short is None else replace(rope, magnitude=short)
-
-
-def _phimoe_mlp(config: ModelConfig, layer: int) -> Table:
-    return sparse_mlp(config, layer, mixtral.EXPERTS)
-
-
-def _load_phimoe_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> SparseMlp:
-    from shardnet.model.layers.experts import SparseMlp
-    from shardnet.model.layers.group_routers import SparseMixerRouter
-
-    gate = f"model.layers.{layer}.{mixtral.EXPERTS.block}.gate"
-    return SparseMlp(
-        router=SparseMixerRouter(gate=weights.linear(gate, precise=True)),
-        experts=mixtral.load_experts(config, weights, layer),
-    )
 
 
 def _read_phimoe_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
@@ -248,7 +229,9 @@ def _read_hunyuan_moe(fields: Fields) -> ModelConfig:
         raise fields.unsupported("moe_intermediate_size", inner, str(config.intermediate_size))
     if not 1 <= top_k <= n_experts:
         raise fields.damaged(f"moe_topk is {top_k}, there are {n_experts} experts")
-    return _all_layers(config, n_experts, top_k, shared_intermediate_size=config.intermediate_size)
+    return in_all_layers(
+        config, n_experts, top_k, shared_intermediate_size=config.intermediate_size
+    )
 
 
 def _one_for_all(fields: Fields, key: str, default: int) -> int:
@@ -259,21 +242,6 @@ def _one_for_all(fields: Fields, key: str, default: int) -> int:
     if not is_count or len(found := set(each)) != 1:
         raise fields.unsupported(key, value, "one number above 0 in all layers")
     return found.pop()
-
-
-def _shared_mlp(config: ModelConfig, layer: int) -> Table:
-    assert config.experts is not None
-    inner = config.experts.shared_intermediate_size
-    shared = gated(config, f"model.layers.{layer}.mlp.shared_mlp", inner)
-    return sparse_mlp(config, layer, _NAMES) | shared
-
-
-def _load_shared_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> SparseMlp:
-    from shardnet.model.layers.modules import GatedMlp
-
-    made = qwen3_moe.load_sparse_mlp(config, weights, layer)
-    shared = GatedMlp.load(config, weights, f"model.layers.{layer}.mlp.shared_mlp")
-    return replace(made, shared=shared)
 
 
 def _read_hunyuan_moe_gguf(
@@ -318,10 +286,10 @@ def _read_solar_open(fields: Fields) -> ModelConfig:
         norm_eps=1e-5,
         head_size=128,
         intermediate_size=10240,
+        attention_bias=False,
         rope=partial(read_rope, theta=1e6),
     )
     fields.require("use_qk_norm", False)
-    config = replace(config, attention_bias=fields.take("attention_bias", bool, False))
     return _read_sigmoid_experts(fields, config, n_experts=128, inner=1280, first=0, sums=True)
 
 
@@ -348,7 +316,7 @@ def _read_dots1_gguf(fields: Fields, tensors: Container[str], factors: Factors) 
 
 def _read_exaone_moe(fields: Fields) -> ModelConfig:
     """Read an ExaoneMoeConfig: EXAONE 4's windows, norms before sub-layers."""
-    config = replace(exaone4.read_config(fields), has_head_norms=True)
+    config = replace(llama_table.read_exaone4(fields), has_head_norms=True)
     n_shared = fields.positive("num_shared_experts", 1)
     defaults = Experts(
         n_experts=64,
@@ -380,7 +348,7 @@ def _read_cohere2_moe(fields: Fields) -> ModelConfig:
     scoring = fields.take("expert_selection_fn", str, "softmax")
     if scoring not in ("softmax", "sigmoid"):
         raise fields.unsupported("expert_selection_fn", scoring, "softmax, sigmoid")
-    config = _all_layers(
+    config = in_all_layers(
         config,
         *counts,
         has_softmax=scoring == "softmax",
@@ -409,16 +377,9 @@ def _load_cohere2_mlp(
 ) -> SparseMlp | GatedMlp:
     """Take an MLP, or experts whose weights have a half in them where they are averaged."""
     from shardnet.model.kernels.linear import ScaledLinear
-    from shardnet.model.layers.group_routers import BestTwoRouter
     from shardnet.model.layers.modules import GatedMlp
 
-    def router(experts: Experts, gate: str) -> Router:
-        linear = weights.linear(gate, wide=True)
-        return BestTwoRouter(
-            experts=experts, gate=linear, bias=None, has_softmax=experts.has_softmax
-        )
-
-    made = deepseek_v2.load_mlp(config, weights, layer, router)
+    made: SparseMlp | GatedMlp = UNBIASED_EXPERTS.load(config, weights, layer)
     if isinstance(made, GatedMlp) or not isinstance(made.shared, GatedMlp):
         return made
     assert config.experts is not None
@@ -431,11 +392,11 @@ def _load_cohere2_mlp(
 
 
 def _read_flex_olmo(fields: Fields) -> ModelConfig:
-    config = read_decoder(fields, max_positions=4096, rope=partial(read_rope, theta=500000.0))
+    rope = partial(read_rope, theta=500000.0)
+    config = read_decoder(fields, max_positions=4096, attention_bias=False, rope=rope)
     counts = read_expert_counts(fields, ("num_experts", "num_local_experts"), 7, 5)
     normalizes = fields.take("norm_topk_prob", bool, False)
-    config = replace(config, attention_bias=fields.take("attention_bias", bool, False))
-    return _all_layers(config, *counts, normalize_top_k=normalizes)
+    return in_all_layers(config, *counts, normalize_top_k=normalizes)
 
 
 FAMILIES: Final = (
@@ -451,7 +412,7 @@ FAMILIES: Final = (
             read=_read_granite_moe_gguf,
             interleaved_rotary=True,
         ),
-        **_STACKED,
+        **STACKED,
     ),
     record(
         "granitemoeshared",
@@ -472,25 +433,23 @@ FAMILIES: Final = (
                 ("shared_mlp.output_linear.weight", ("ffn_down_shexp.weight",)),
             ),
         ),
-        **_STACKED,
+        **STACKED,
     ),
-    Family(
-        model_type="mellum",
-        architecture="MellumForCausalLM",
-        read_config=_read_mellum,
-        layer_tensors=qwen3_moe.layer_tensors,
-        load_stage=qwen3_moe.FAMILY.load_stage,
+    record(
+        "mellum",
+        "MellumForCausalLM",
+        _read_mellum,
+        Layout(mlp=SOFTMAX_EXPERTS),
         ignored_tensors=r"mtp\..*",
-        experts=_NAMES,
-        stacking=Stacking.CONCATENATED,
+        **STACKED,
     ),
     record(
         "phimoe",
         "PhimoeForCausalLM",
         _read_phimoe,
-        Layout(mlp=Part(tensors=_phimoe_mlp, load=_load_phimoe_mlp), has_norm_bias=True),
+        Layout(mlp=PHI_EXPERTS, has_norm_bias=True),
         same_architectures=("PhiMoEForCausalLM",),
-        experts=mixtral.EXPERTS,
+        experts=MIXTRAL,
         stacking=Stacking.CONCATENATED,
         gguf=GgufFormat(architecture="phimoe", read=_read_phimoe_gguf),
     ),
@@ -500,34 +459,34 @@ FAMILIES: Final = (
         _read_hunyuan_moe,
         Layout(
             attention=hunyuan_v1_dense.HEADS,
-            mlp=Part(tensors=_shared_mlp, load=_load_shared_mlp),
+            mlp=HUNYUAN_EXPERTS,
         ),
         renamed_tensors=((".mlp.gate.wg.", ".mlp.gate."),),
         gguf=GgufFormat(architecture="hunyuan-moe", read=_read_hunyuan_moe_gguf),
-        **_STACKED,
+        **STACKED,
     ),
     record(
         "dots1",
         "Dots1ForCausalLM",
         _read_dots1,
-        Layout(mlp=_DEEPSEEK_MLP),
+        Layout(mlp=DEEPSEEK_EXPERTS),
         gguf=GgufFormat(architecture="dots1", read=_read_dots1_gguf, renamed=_RENAMED_BIAS),
-        **_STACKED,
+        **STACKED,
     ),
     record(
         "solar_open",
         "SolarOpenForCausalLM",
         _read_solar_open,
-        Layout(attention=attention_part(has_output_bias=False), mlp=_DEEPSEEK_MLP),
-        **_STACKED,
+        Layout(attention=attention_part(has_output_bias=False), mlp=DEEPSEEK_EXPERTS),
+        **STACKED,
     ),
     record(
         "exaone_moe",
         "ExaoneMoeForCausalLM",
         _read_exaone_moe,
-        Layout(mlp=_DEEPSEEK_MLP),
+        Layout(mlp=DEEPSEEK_EXPERTS),
         renamed_tensors=((".mlp.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),),
-        **_STACKED,
+        **STACKED,
     ),
     record(
         "cohere2_moe",
@@ -535,24 +494,21 @@ FAMILIES: Final = (
         _read_cohere2_moe,
         replace(
             dense_table.COHERE,
-            mlp=Part(tensors=deepseek_v2.mlp_tensors, load=_load_cohere2_mlp),
+            mlp=Part(tensors=UNBIASED_EXPERTS.tensors, load=_load_cohere2_mlp),
         ),
         has_whole_heads=True,
-        **_STACKED,
+        **STACKED,
     ),
     record(
         "flex_olmo",
         "FlexOlmoForCausalLM",
         _read_flex_olmo,
         Layout(
-            attention=Part(
-                tensors=olmo2.whole_attention,
-                load=olmo2.whole_norm_attention,
-            ),
-            mlp=Part(tensors=partial(sparse_mlp, names=_NAMES), load=qwen3_moe.load_sparse_mlp),
-            norms=("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+            attention=WHOLE_HEADS,
+            mlp=SOFTMAX_EXPERTS,
+            norms=POST_NORMS,
         ),
         has_whole_heads=True,
-        **_STACKED,
+        **STACKED,
     ),
 )

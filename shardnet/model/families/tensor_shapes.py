@@ -28,6 +28,11 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
 
+    @property
+    def linears(self) -> tuple[str, str, str]:
+        """The names of gate, up and down."""
+        return self.gate, self.up, self.down
+
 
 def decoder_embedding(config: ModelConfig) -> Table:
     """Name the embedding."""
@@ -61,8 +66,10 @@ def head_norms(
     return {f"{attn}.{name}.weight": (config.head_size,) for name in names}
 
 
-def attention(config: ModelConfig, layer: int, *, output_bias: bool = True) -> Table:
-    """Name queries, keys, values and output, with biases as the config says.
+def attention(
+    config: ModelConfig, layer: int, *, output: str = "o_proj", output_bias: bool = True
+) -> Table:
+    """Name queries, keys, values and the `output`, with biases as the config says.
 
     Without `output_bias` the output has none in any case.
     """
@@ -73,10 +80,10 @@ def attention(config: ModelConfig, layer: int, *, output_bias: bool = True) -> T
         "k_proj": (keys, config.hidden_size),
         "v_proj": (keys, config.hidden_size),
     }
-    output = {"o_proj": (config.hidden_size, queries)}
+    outputs = {output: (config.hidden_size, queries)}
     bias = config.attention_bias
     return linears(attn, inputs, with_bias=bias) | linears(
-        attn, output, with_bias=bias and output_bias
+        attn, outputs, with_bias=bias and output_bias
     )
 
 
@@ -93,14 +100,17 @@ def plain_mlp(config: ModelConfig, layer: int, up: str, down: str) -> Table:
     return linears(f"model.layers.{layer}.mlp", shapes, with_bias=config.mlp_bias)
 
 
-def gated(config: ModelConfig, prefix: str, inner: int, *, with_bias: bool = False) -> Table:
+def gated(
+    config: ModelConfig,
+    prefix: str,
+    inner: int,
+    *,
+    with_bias: bool = False,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Table:
     """Name gate, up and down below `prefix`, from the hidden size to `inner` and back."""
-    hidden = config.hidden_size
-    shapes = {
-        "gate_proj": (inner, hidden),
-        "up_proj": (inner, hidden),
-        "down_proj": (hidden, inner),
-    }
+    hidden, (gate, up, down) = config.hidden_size, names
+    shapes = {gate: (inner, hidden), up: (inner, hidden), down: (hidden, inner)}
     return linears(prefix, shapes, with_bias=with_bias)
 
 
@@ -109,10 +119,9 @@ def sparse_mlp(config: ModelConfig, layer: int, names: ExpertNames) -> Table:
     assert config.experts is not None
     prefix, hidden = f"model.layers.{layer}.{names.block}", config.hidden_size
     inner = config.experts.intermediate_size
-    shapes = {names.gate: (inner, hidden), names.up: (inner, hidden), names.down: (hidden, inner)}
     tensors: Table = {f"{prefix}.gate.weight": (config.experts.n_experts, hidden)}
     for number in range(config.experts.n_experts):
-        tensors |= linears(f"{prefix}.experts.{number}", shapes)
+        tensors |= gated(config, f"{prefix}.experts.{number}", inner, names=names.linears)
     return tensors
 
 

@@ -222,14 +222,19 @@ class GatedMlp:
     down_proj: Linear
 
     @classmethod
-    def load(cls, config: HasActivation, weights: WeightSource, prefix: str) -> GatedMlp:
-        """Load the parameters below `prefix` by Llama's names."""
+    def load(
+        cls,
+        config: HasActivation,
+        weights: WeightSource,
+        prefix: str,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> GatedMlp:
+        """Load gate, up and down below `prefix`, by default under Llama's `names`."""
+        gate, up, down = names
         return cls(
             activation=config.activation,
-            gate_up_proj=weights.linear(
-                f"{prefix}.gate_proj", f"{prefix}.up_proj", outputs=INNER_EACH
-            ),
-            down_proj=weights.linear(f"{prefix}.down_proj", inputs=Axis.INNER),
+            gate_up_proj=weights.linear(f"{prefix}.{gate}", f"{prefix}.{up}", outputs=INNER_EACH),
+            down_proj=weights.linear(f"{prefix}.{down}", inputs=Axis.INNER),
         )
 
     def __call__(self, hidden: Tensor) -> Tensor:
