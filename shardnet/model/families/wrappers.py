@@ -57,9 +57,6 @@ _SHARED: Final = (*(*_OUTER_FIRST, "pad_token_id", "dtype", "torch_dtype", "quan
 """Keys that belong to the language model too where all others outside do not."""
 _ROPES: Final = ("rope_parameters", "rope_scaling")
 _ROPE_KINDS: Final = ("rope_type", "type")
-_QWEN2_VL: Final = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
-_QWEN3_VL: Final = {"max_position_embeddings": 128000, "rope_theta": 5e5}
-"""What transformers takes where their configs are silent, unlike the family's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,162 +147,139 @@ def language_name(name: str, wrapper: str = "") -> str | None:
     return rest if rest.startswith("lm_head.") else f"model.{rest}"
 
 
-_BY_MODULES: Final = (
-    ("exaone4_5", "Exaone4_5_ForConditionalGeneration", "exaone4"),
-    ("got_ocr2", "GotOcr2ForConditionalGeneration", "qwen2"),
-    ("idefics2", "Idefics2ForConditionalGeneration", "mistral"),
-    ("idefics3", "Idefics3ForConditionalGeneration", "llama"),
-    ("internvl", "InternVLForConditionalGeneration", "qwen2", "qwen3", "qwen3_moe", "llama"),
-    ("kimi_k25", "Kimi_K25ForConditionalGeneration", "deepseek_v3"),
-    ("lfm2_vl", "Lfm2VlForConditionalGeneration", "lfm2"),
-    ("lfm3_vl", "Lfm3VlForConditionalGeneration", "lfm3"),
-    ("lighton_ocr", "LightOnOcrForConditionalGeneration", "qwen3"),
-    ("llava", "LlavaForConditionalGeneration", "llama", "mistral", "qwen2"),
-    ("llava_next", "LlavaNextForConditionalGeneration", "llama", "mistral", "qwen2"),
-    ("llava_onevision", "LlavaOnevisionForConditionalGeneration", "qwen2"),
-    ("smolvlm", "SmolVLMForConditionalGeneration", "llama"),
-    ("video_llama_3", "VideoLlama3ForConditionalGeneration", "qwen2"),
-)
-"""Kinds whose towers transformers computes, with the families of their language models."""
+def _with_tower(
+    vision: VisionFamily,
+    model_type: str,
+    architecture: str,
+    family: str,
+    *text_types: str,
+    **more: Any,
+) -> Wrapper:
+    """Make the row of a kind whose tower is computed here; its text type is the family by default.
 
-WRAPPERS: Final[Mapping[str, Wrapper]] = {
-    wrapper.model_type: wrapper
-    for wrapper in (
-        Wrapper(
-            model_type="gemma3",
-            architecture="Gemma3ForConditionalGeneration",
-            family="gemma3_text",
-            text_types=("gemma3_text",),
-            defaults={"vocab_size": 262208, "num_attention_heads": 8},
-            vision=siglip.VISION,
-        ),
-        Wrapper(
-            model_type="gemma4",
-            architecture="Gemma4ForConditionalGeneration",
-            family="gemma4_text",
-            text_types=("gemma4_text",),
-            vision=gemma4.VISION,
-        ),
-        Wrapper(
-            model_type="gemma4_unified",
-            architecture="Gemma4UnifiedForConditionalGeneration",
-            family="gemma4_text",
-            text_types=("gemma4_unified_text",),
-            defaults={"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
-            | {"max_position_embeddings": 262144, "sliding_window": 1024},
-            vision=gemma4_unified.VISION,
-        ),
-        *(
-            Wrapper(
-                model_type=model_type,
-                architecture=architecture,
-                family="glm4",
-                text_types=("glm4v_text",),
-                defaults={"max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
-                | {"partial_rotary_factor": 1.0},
-                sections=(8, 12, 12),
-                takes_turns=False,
-                vision=glm4v.VISION,
-            )
-            for model_type, architecture in (
-                ("glm4v", "Glm4vForConditionalGeneration"),
-                ("glm46v", "Glm46VForConditionalGeneration"),
-            )
-        ),
-        Wrapper(
-            model_type="glm4v_moe",
-            architecture="Glm4vMoeForConditionalGeneration",
-            family="glm4_moe",
-            text_types=("glm4v_moe_text",),
-            defaults={"attention_bias": True, "max_position_embeddings": 65536},
-            sections=(8, 12, 12),
-            takes_turns=False,
-            vision=glm4v.VISION,
-        ),
-        Wrapper(
-            model_type="llama4",
-            architecture="Llama4ForConditionalGeneration",
-            family="llama4_text",
-            text_types=("llama4_text",),
-            vision=llama4.VISION,
-        ),
-        Wrapper(
-            model_type="mistral3",
-            architecture="Mistral3ForConditionalGeneration",
-            family="mistral",
-            text_types=("mistral",),
-            others={"ministral3": "ministral3", "mistral4": "mistral4"},
-            vision=pixtral.VISION,
-        ),
-        Wrapper(
-            model_type="qwen2_vl",
-            architecture="Qwen2VLForConditionalGeneration",
-            family="qwen2",
-            text_types=("qwen2_vl_text", "qwen2"),
-            defaults=_QWEN2_VL,
-            sections=(16, 24, 24),
-            takes_turns=False,
-            vision=qwen2_vl.VISION,
-        ),
-        Wrapper(
-            model_type="qwen2_5_vl",
-            architecture="Qwen2_5_VLForConditionalGeneration",
-            family="qwen2",
-            text_types=("qwen2_5_vl_text", "qwen2"),
-            defaults=_QWEN2_VL,
-            sections=(16, 24, 24),
-            takes_turns=False,
-            vision=qwen2_5_vl.VISION,
-        ),
-        Wrapper(
-            model_type="qwen3_vl",
-            architecture="Qwen3VLForConditionalGeneration",
-            family="qwen3",
-            text_types=("qwen3_vl_text",),
-            defaults=_QWEN3_VL,
-            sections=(24, 20, 20),
-            vision=qwen3_vl.VISION,
-        ),
-        Wrapper(
-            model_type="qwen3_vl_moe",
-            architecture="Qwen3VLMoeForConditionalGeneration",
-            family="qwen3_moe",
-            text_types=("qwen3_vl_moe_text",),
-            defaults=_QWEN3_VL
-            | {"moe_intermediate_size": 1408, "norm_topk_prob": True, "num_experts_per_tok": 4}
-            | {"num_key_value_heads": 16},
-            sections=(24, 20, 20),
-            vision=qwen3_vl.VISION,
-        ),
-        Wrapper(
-            model_type="qwen3_5",
-            architecture="Qwen3_5ForConditionalGeneration",
-            family="qwen3_5_text",
-            text_types=("qwen3_5_text",),
-            sections=(11, 11, 10),
-            vision=qwen3_vl.SHALLOW,
-        ),
-        Wrapper(
-            model_type="qwen3_5_moe",
-            architecture="Qwen3_5MoeForConditionalGeneration",
-            family="qwen3_5_moe_text",
-            text_types=("qwen3_5_moe_text",),
-            sections=(11, 11, 10),
-            vision=qwen3_vl.SHALLOW,
-        ),
-        *(
-            Wrapper(
-                model_type=model_type,
-                architecture=architecture,
-                family=families[0],
-                text_types=(families[0],),
-                others={family: family for family in families[1:]},
-            )
-            for model_type, architecture, *families in _BY_MODULES
-        ),
+    `more` are further fields.
+    """
+    return Wrapper(
+        model_type=model_type,
+        architecture=architecture,
+        family=family,
+        text_types=text_types or (family,),
+        vision=vision,
+        **more,
     )
+
+
+def _by_modules(model_type: str, architecture: str, family: str, *others: str) -> Wrapper:
+    """Make the row of a kind whose tower transformers computes."""
+    return Wrapper(
+        model_type=model_type,
+        architecture=architecture,
+        family=family,
+        text_types=(family,),
+        others={other: other for other in others},
+    )
+
+
+_QWEN2_VL: Final[dict[str, Any]] = {
+    "defaults": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "sections": (16, 24, 24),
+    "takes_turns": False,
 }
-"""By `model_type`."""
+_QWEN3_VL: Final = {"max_position_embeddings": 128000, "rope_theta": 5e5}
+_GLM_AXES: Final[dict[str, Any]] = {"sections": (8, 12, 12), "takes_turns": False}
+_GLM: Final[dict[str, Any]] = {
+    "defaults": {"max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
+    | {"partial_rotary_factor": 1.0},
+    **_GLM_AXES,
+}
+_ROWS: Final = (
+    _with_tower(
+        siglip.VISION,
+        *("gemma3", "Gemma3ForConditionalGeneration", "gemma3_text"),
+        defaults={"vocab_size": 262208, "num_attention_heads": 8},
+    ),
+    _with_tower(gemma4.VISION, "gemma4", "Gemma4ForConditionalGeneration", "gemma4_text"),
+    _with_tower(
+        gemma4_unified.VISION,
+        *("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", "gemma4_text"),
+        "gemma4_unified_text",
+        defaults={"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
+        | {"max_position_embeddings": 262144, "sliding_window": 1024},
+    ),
+    _with_tower(
+        glm4v.VISION, "glm4v", "Glm4vForConditionalGeneration", "glm4", "glm4v_text", **_GLM
+    ),
+    _with_tower(
+        glm4v.VISION, "glm46v", "Glm46VForConditionalGeneration", "glm4", "glm4v_text", **_GLM
+    ),
+    _with_tower(
+        glm4v.VISION,
+        *("glm4v_moe", "Glm4vMoeForConditionalGeneration", "glm4_moe", "glm4v_moe_text"),
+        defaults={"attention_bias": True, "max_position_embeddings": 65536},
+        **_GLM_AXES,
+    ),
+    _with_tower(llama4.VISION, "llama4", "Llama4ForConditionalGeneration", "llama4_text"),
+    _with_tower(
+        pixtral.VISION,
+        *("mistral3", "Mistral3ForConditionalGeneration", "mistral"),
+        others={"ministral3": "ministral3", "mistral4": "mistral4"},
+    ),
+    _with_tower(
+        qwen2_vl.VISION,
+        *("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2", "qwen2_vl_text", "qwen2"),
+        **_QWEN2_VL,
+    ),
+    _with_tower(
+        qwen2_5_vl.VISION,
+        *("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "qwen2"),
+        *("qwen2_5_vl_text", "qwen2"),
+        **_QWEN2_VL,
+    ),
+    _with_tower(
+        qwen3_vl.VISION,
+        *("qwen3_vl", "Qwen3VLForConditionalGeneration", "qwen3", "qwen3_vl_text"),
+        defaults=_QWEN3_VL,
+        sections=(24, 20, 20),
+    ),
+    _with_tower(
+        qwen3_vl.VISION,
+        *("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "qwen3_moe", "qwen3_vl_moe_text"),
+        defaults=_QWEN3_VL
+        | {"moe_intermediate_size": 1408, "norm_topk_prob": True, "num_experts_per_tok": 4}
+        | {"num_key_value_heads": 16},
+        sections=(24, 20, 20),
+    ),
+    _with_tower(
+        qwen3_vl.SHALLOW,
+        *("qwen3_5", "Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+        sections=(11, 11, 10),
+    ),
+    _with_tower(
+        qwen3_vl.SHALLOW,
+        *("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
+        sections=(11, 11, 10),
+    ),
+    _by_modules("exaone4_5", "Exaone4_5_ForConditionalGeneration", "exaone4"),
+    _by_modules("got_ocr2", "GotOcr2ForConditionalGeneration", "qwen2"),
+    _by_modules("idefics2", "Idefics2ForConditionalGeneration", "mistral"),
+    _by_modules("idefics3", "Idefics3ForConditionalGeneration", "llama"),
+    _by_modules(
+        *("internvl", "InternVLForConditionalGeneration"),
+        *("qwen2", "qwen3", "qwen3_moe", "llama"),
+    ),
+    _by_modules("kimi_k25", "Kimi_K25ForConditionalGeneration", "deepseek_v3"),
+    _by_modules("lfm2_vl", "Lfm2VlForConditionalGeneration", "lfm2"),
+    _by_modules("lfm3_vl", "Lfm3VlForConditionalGeneration", "lfm3"),
+    _by_modules("lighton_ocr", "LightOnOcrForConditionalGeneration", "qwen3"),
+    _by_modules("llava", "LlavaForConditionalGeneration", "llama", "mistral", "qwen2"),
+    _by_modules("llava_next", "LlavaNextForConditionalGeneration", "llama", "mistral", "qwen2"),
+    _by_modules("llava_onevision", "LlavaOnevisionForConditionalGeneration", "qwen2"),
+    _by_modules("smolvlm", "SmolVLMForConditionalGeneration", "llama"),
+    _by_modules("video_llama_3", "VideoLlama3ForConditionalGeneration", "qwen2"),
+)
+
+WRAPPERS: Final[Mapping[str, Wrapper]] = {row.model_type: row for row in _ROWS}
+"""By `model_type`. Defaults are what transformers takes, unlike the family's own."""
 
 VISIONS: Final = tuple(
     {id(each.vision): each.vision for each in WRAPPERS.values() if each.vision}.values()

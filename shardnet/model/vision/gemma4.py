@@ -20,8 +20,7 @@ from shardnet.model.vision.patches import (
     Marks,
     PatchProcessor,
     RowBudget,
-    read_filter,
-    read_levels,
+    read_patches,
     required_id,
 )
 from shardnet.model.vision.picture import EncoderWalk
@@ -125,15 +124,11 @@ def make_processor(config: VisionConfig, own: Fields, token_id: TokenId) -> Patc
     for key, value in (("patch_size", config.patch), ("pooling_kernel_size", config.merge)):
         own.require(key, value)
     own.ignore("size")
-    mean, deviation = read_levels(own, (0.0,) * 3, (1.0,) * 3, normalizes=False)
+    plain = read_patches(own, config, Filter.BICUBIC, (0.0,) * 3, (1.0,) * 3, normalizes=False)
     start, end = (required_id(own, token_id, mark) for mark in ("<|image>", "<image|>"))
     return PatchProcessor(
         size=RowBudget(most=own.positive("max_soft_tokens", 280), multiple=config.row_pixels),
-        filter=read_filter(own, Filter.BICUBIC),
-        mean=mean,
-        deviation=deviation,
-        patch=config.patch,
-        merge=config.merge,
+        **plain,
         marks=Marks(row=config.row_id, before=(start,), after=(end,)),
         placeholder=PLACEHOLDER,
         placeholder_id=config.row_id,

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 PLACEHOLDER: Final = "<|image|>"
 _EPS: Final = 1e-5
+_LAYERS: Final = replace(qwen2_5_vl.LAYERS, has_bias=False)
 _PIXELS: Final = (112 * 112, 28 * 28 * 15000)
 _TABLE: Final = "visual.embeddings.position_embedding"
 
@@ -70,22 +71,13 @@ def tensors(config: VisionConfig) -> Table:
     folds = {"patch_embed.proj": (width, config.patch_width)}
     folds |= {"downsample": (out, config.merged_width)}
     made |= linear_tensors("visual", folds, with_bias=True)
-    shapes = {"proj": (out, out), **_gated(out, inner)}
+    shapes = dict.fromkeys(("gate_proj", "up_proj"), (inner, out)) | {"down_proj": (out, inner)}
+    shapes |= {"proj": (out, out)}
     made |= linear_tensors("visual.merger", shapes)
-    for number in range(config.n_layers):
-        layer = f"visual.blocks.{number}"
-        made |= {f"{layer}.{norm}.weight": (width,) for norm in ("norm1", "norm2")}
-        attn = {"qkv": (3 * width, width)}
-        made |= linear_tensors(f"{layer}.attn", attn, with_bias=config.attention_bias)
-        made |= linear_tensors(layer, {"attn.proj": (width, width)})
-        made |= linear_tensors(f"{layer}.mlp", _gated(width, out))
-    return made
-
-
-def _gated(width: int, inner: int) -> dict[str, tuple[int, int]]:
-    """Return the linears of a gated MLP."""
-    up = {"gate_proj": (inner, width), "up_proj": (inner, width)}
-    return up | {"down_proj": (width, inner)}
+    if config.attention_bias:
+        layers = (f"visual.blocks.{number}" for number in range(config.n_layers))
+        made |= {f"{layer}.attn.qkv.bias": (3 * width,) for layer in layers}
+    return made | _LAYERS.tensors(replace(config, intermediate_size=out))
 
 
 def make_processor(config: VisionConfig, own: Fields, token_id: TokenId) -> PictureProcessor:
@@ -144,16 +136,12 @@ class GlmTower:
         cls, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
     ) -> GlmTower:
         """Take the parameters."""
-        from shardnet.model.layers.modules import GatedMlp
-
         return cls(
             config=config,
             patches=weights.linear("visual.patch_embed.proj"),
             first_norm=weights.norm("visual.post_conv_layernorm", config.norm_eps),
             positions=weights.matrix(_TABLE),
-            layers=qwen2_5_vl.load_layers(
-                config, weights, lambda prefix: GatedMlp.load(config, weights, prefix)
-            ),
+            layers=_LAYERS.load(config, weights),
             last_norm=weights.norm("visual.post_layernorm", config.norm_eps),
             projector=GlmProjector.load(config, weights),
         )

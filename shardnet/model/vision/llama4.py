@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import THETAS, Range
 from shardnet.model.config.model_config import Activation, ModelConfig
 from shardnet.model.vision.patches import (
+    HALF,
     Filter,
-    FixedSize,
     Marks,
     PatchProcessor,
     check_ratio,
-    read_filter,
-    read_levels,
+    read_fixed_size,
+    read_patches,
     required_id,
     resize,
 )
@@ -33,11 +33,13 @@ from shardnet.model.vision.picture import (
 )
 from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
+    LayerNames,
     Table,
     TokenId,
     VisionFamily,
     VisionGguf,
     linear_tensors,
+    norm_tensors,
 )
 
 if TYPE_CHECKING:
@@ -54,11 +56,17 @@ if TYPE_CHECKING:
 PLACEHOLDER: Final = "<|image|>"
 MAX_TILES: Final = 256
 _EPS: Final = 1e-5
-_HALF: Final = (0.5, 0.5, 0.5)
 _CLASS: Final = "vision_model.class_embedding"
 _POSITIONS: Final = "vision_model.positional_embedding_vlm"
 _ADAPTER: Final = "vision_model.vision_adapter.mlp"
 _PROJECTION: Final = "multi_modal_projector.linear_1"
+_LAYERS: Final = LayerNames(
+    prefix="vision_model.model.layers",
+    norms=("input_layernorm", "post_attention_layernorm"),
+    inputs=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    output="self_attn.o_proj",
+    mlp=("mlp.fc1", "mlp.fc2"),
+)
 
 
 def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
@@ -105,19 +113,12 @@ def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
 def tensors(config: VisionConfig) -> Table:
     """Name the parameters."""
     width, inner, joined = config.hidden_size, config.intermediate_size, config.projector_size
-    norms = [f"vision_model.layernorm_{place}" for place in ("pre", "post")]
     made: Table = {_CLASS: (width,), _POSITIONS: (config.grid**2 + 1, width)}
     made |= linear_tensors("vision_model.patch_embedding", {"linear": (width, config.patch_width)})
     made |= linear_tensors(_ADAPTER, {"fc1": (joined, inner), "fc2": (joined, joined)})
     made |= {f"{_PROJECTION}.weight": (config.out_size, joined)}
-    for number in range(config.n_layers):
-        layer = f"vision_model.model.layers.{number}"
-        square = {f"{name}_proj": (width, width) for name in "qkvo"}
-        mlp = {"fc1": (inner, width), "fc2": (width, inner)}
-        made |= linear_tensors(f"{layer}.self_attn", square, with_bias=True)
-        made |= linear_tensors(f"{layer}.mlp", mlp, with_bias=True)
-        norms += [f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"]
-    return made | {f"{norm}.{part}": (width,) for norm in norms for part in ("weight", "bias")}
+    made |= norm_tensors(width, "vision_model.layernorm_pre", "vision_model.layernorm_post")
+    return made | _LAYERS.tensors(config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,20 +220,11 @@ def _fit(height: int, width: int, most_high: int, most_wide: int) -> tuple[int, 
 
 def make_processor(config: VisionConfig, own: Fields, token_id: TokenId) -> PictureProcessor:
     """Read a Llama4ImageProcessor."""
-    side = config.grid * config.patch
-    size = own.inner("size", own.take("size", dict, {"height": side, "width": side}))
-    for key in ("height", "width"):
-        size.require(key, side)
-    mean, deviation = read_levels(own, _HALF, _HALF)
     marks = ("<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
     start, end, column, line = (required_id(own, token_id, mark) for mark in marks)
     return TileProcessor(
-        size=FixedSize(height=side, width=side),
-        filter=read_filter(own, Filter.BILINEAR),
-        mean=mean,
-        deviation=deviation,
-        patch=config.patch,
-        merge=config.merge,
+        size=read_fixed_size(own, config),
+        **read_patches(own, config, Filter.BILINEAR, HALF, HALF),
         marks=Marks(row=config.row_id, before=(start,), after=(end,)),
         placeholder=PLACEHOLDER,
         placeholder_id=required_id(own, token_id, PLACEHOLDER),
@@ -271,34 +263,20 @@ class Llama4Tower:
         cls, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
     ) -> Llama4Tower:
         """Take the parameters."""
-        from dataclasses import replace
-
-        from shardnet.model.vision.tower import TowerLayer, TowerMlp
-
-        def layer(number: int) -> TowerLayer:
-            prefix = f"vision_model.model.layers.{number}"
-            mlp = f"{prefix}.mlp.fc1", f"{prefix}.mlp.fc2"
-            made = TowerLayer.load(
-                config,
-                weights,
-                TowerMlp.load(config.activation, weights, *mlp),
-                norms=(f"{prefix}.input_layernorm", f"{prefix}.post_attention_layernorm"),
-                qkv=[f"{prefix}.self_attn.{name}_proj" for name in "qkv"],
-                out=f"{prefix}.self_attn.o_proj",
-            )
-            return replace(made, head_norms=_apart)
+        from shardnet.model.vision.tower import TowerMlp
 
         class_token, positions = (
             weights.parameter(name).to(device, dtype) for name in (_CLASS, _POSITIONS)
         )
         adapter = f"{_ADAPTER}.fc1", f"{_ADAPTER}.fc2"
+        layers = _LAYERS.load(config, weights)
         return cls(
             config=config,
             patches=weights.linear("vision_model.patch_embedding.linear"),
             class_token=class_token,
             positions=positions,
             first_norm=weights.norm("vision_model.layernorm_pre", config.norm_eps),
-            layers=tuple(layer(number) for number in range(config.n_layers)),
+            layers=tuple(replace(layer, head_norms=_apart) for layer in layers),
             last_norm=weights.norm("vision_model.layernorm_post", config.norm_eps),
             adapter=TowerMlp.load(Activation.GELU, weights, *adapter),
             projection=weights.linear(_PROJECTION),

@@ -10,12 +10,13 @@ import enum
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from shardnet.errors import UsageError
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import SCALES, Range
 from shardnet.model.vision.picture import PreparedPicture
+from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import TokenId
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ LOW_PIXELS: Final = 512
 LOW_ROWS: Final = 70
 """Their rows, where a model counts these."""
 
+HALF: Final = (0.5, 0.5, 0.5)
 CLIP_MEAN: Final = (0.48145466, 0.4578275, 0.40821073)
 CLIP_DEVIATION: Final = (0.26862954, 0.26130258, 0.27577711)
 _LEVELS: Final = Range(0.0, 1.0)
@@ -251,7 +253,7 @@ def check_ratio(rgb: NDArray[np.uint8], most: int = MAX_RATIO) -> tuple[int, int
     return height, width
 
 
-def read_levels(
+def _read_levels(
     own: Fields, mean: tuple[float, ...], deviation: tuple[float, ...], *, normalizes: bool = True
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Read mean and deviation of each colour; those given where the config says nothing.
@@ -277,7 +279,39 @@ def read_levels(
     return mean, deviation
 
 
-def read_filter(own: Fields, default: Filter) -> Filter:
+def read_patches(
+    own: Fields,
+    config: VisionConfig,
+    kind: Filter,
+    mean: tuple[float, ...] = CLIP_MEAN,
+    deviation: tuple[float, ...] = CLIP_DEVIATION,
+    *,
+    normalizes: bool = True,
+) -> dict[str, Any]:
+    """Read what all processors say of pixels and patches, as fields of PatchProcessor.
+
+    The filter, mean and deviation are defaults. Without `normalizes` pixels are just scaled to 1.
+    """
+    mean, deviation = _read_levels(own, mean, deviation, normalizes=normalizes)
+    return {
+        "filter": _read_filter(own, kind),
+        "mean": mean,
+        "deviation": deviation,
+        "patch": config.patch,
+        "merge": config.merge,
+    }
+
+
+def read_fixed_size(own: Fields, config: VisionConfig) -> FixedSize:
+    """Read the size of pictures, the one that learned positions are for."""
+    side = config.grid * config.patch
+    size = own.inner("size", own.take("size", dict, {"height": side, "width": side}))
+    for key in ("height", "width"):
+        size.require(key, side)
+    return FixedSize(height=side, width=side)
+
+
+def _read_filter(own: Fields, default: Filter) -> Filter:
     """Read the filter that pictures are resized by."""
     number = own.take("resample", int, default.value)
     try:

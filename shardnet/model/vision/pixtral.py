@@ -16,19 +16,17 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import NORM_EPS, THETAS
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.vision.patches import (
-    CLIP_DEVIATION,
-    CLIP_MEAN,
     Filter,
     LongestEdge,
     Marks,
     PatchProcessor,
-    read_filter,
-    read_levels,
+    read_patches,
     required_id,
 )
 from shardnet.model.vision.picture import EncodedPicture, EncoderWalk, PictureProcessor
 from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
+    LayerNames,
     Table,
     TokenId,
     VisionFamily,
@@ -48,6 +46,15 @@ if TYPE_CHECKING:
 _EPS: Final = 1e-5
 _NORM: Final = "multi_modal_projector.norm"
 _MERGING: Final = "multi_modal_projector.patch_merger.merging_layer"
+_LAYERS: Final = LayerNames(
+    prefix="vision_tower.transformer.layers",
+    norms=("attention_norm", "ffn_norm"),
+    inputs=("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    output="attention.o_proj",
+    mlp=("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
+    has_bias=False,
+    has_norm_bias=False,
+)
 
 
 def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
@@ -83,7 +90,7 @@ def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
 
 def tensors(config: VisionConfig) -> Table:
     """Name the parameters."""
-    width, inner = config.hidden_size, config.intermediate_size
+    width = config.hidden_size
     made: Table = {
         "vision_tower.patch_conv.weight": (width, config.patch_width),
         "vision_tower.ln_pre.weight": (width,),
@@ -92,32 +99,20 @@ def tensors(config: VisionConfig) -> Table:
         made |= {f"{_NORM}.weight": (width,), f"{_MERGING}.weight": (width, config.merged_width)}
     shapes = {"linear_1": (config.out_size, width), "linear_2": (config.out_size, config.out_size)}
     made |= linear_tensors("multi_modal_projector", shapes, with_bias=config.projector_bias)
-    for number in range(config.n_layers):
-        layer = f"vision_tower.transformer.layers.{number}"
-        square = dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), (width, width))
-        mlp = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
-        made |= {f"{layer}.{norm}.weight": (width,) for norm in ("attention_norm", "ffn_norm")}
-        made |= linear_tensors(f"{layer}.attention", square)
-        made |= linear_tensors(f"{layer}.feed_forward", mlp)
-    return made
+    return made | _LAYERS.tensors(config)
 
 
 def make_processor(config: VisionConfig, own: Fields, token_id: TokenId) -> PictureProcessor:
     """Read a PixtralImageProcessor."""
     own.ignore("patch_size", "num_channels")  # as the tower's
     size = own.inner("size", own.take("size", dict, {"longest_edge": 1024}))
-    mean, deviation = read_levels(own, CLIP_MEAN, CLIP_DEVIATION)
     placeholder = "[IMG]"
     line, end = (required_id(own, token_id, mark) for mark in ("[IMG_BREAK]", "[IMG_END]"))
     return PatchProcessor(
         size=LongestEdge(
             longest=size.positive("longest_edge"), multiple=config.patch * config.merge
         ),
-        filter=read_filter(own, Filter.BICUBIC),
-        mean=mean,
-        deviation=deviation,
-        patch=config.patch,
-        merge=config.merge,
+        **read_patches(own, config, Filter.BICUBIC),
         marks=Marks(row=config.row_id, line=line, after=(end,)),
         placeholder=placeholder,
         placeholder_id=config.row_id,
@@ -142,27 +137,12 @@ class PixtralTower:
         cls, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
     ) -> PixtralTower:
         """Take the parameters."""
-        from shardnet.model.layers.modules import GatedMlp
-        from shardnet.model.vision.tower import TowerLayer
-
-        def layer(number: int) -> TowerLayer:
-            prefix = f"vision_tower.transformer.layers.{number}"
-            parts = (f"{prefix}.attention.{name}_proj" for name in "qkv")
-            return TowerLayer.load(
-                config,
-                weights,
-                GatedMlp.load(config, weights, f"{prefix}.feed_forward"),
-                norms=(f"{prefix}.attention_norm", f"{prefix}.ffn_norm"),
-                qkv=parts,
-                out=f"{prefix}.attention.o_proj",
-            )
-
         projector = "multi_modal_projector"
         return cls(
             config=config,
             patches=weights.linear("vision_tower.patch_conv"),
             first_norm=weights.norm("vision_tower.ln_pre", config.norm_eps),
-            layers=tuple(layer(number) for number in range(config.n_layers)),
+            layers=_LAYERS.load(config, weights),
             norm=weights.norm(_NORM, config.projector_eps) if config.joins_patches else None,
             merging=weights.linear(_MERGING) if config.joins_patches else None,
             linear_1=weights.linear(f"{projector}.linear_1"),

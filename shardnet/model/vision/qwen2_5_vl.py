@@ -6,7 +6,7 @@ within windows only. What the towers after it have in common with it is here too
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,17 +21,18 @@ from shardnet.model.vision.patches import (
     Marks,
     PatchProcessor,
     PixelCount,
-    read_filter,
-    read_levels,
+    read_patches,
 )
 from shardnet.model.vision.picture import EncodedPicture, EncoderWalk
 from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
+    LayerNames,
     Table,
     TokenId,
     VisionFamily,
     VisionGguf,
     linear_tensors,
+    norm_tensors,
 )
 
 if TYPE_CHECKING:
@@ -41,10 +42,18 @@ if TYPE_CHECKING:
     from shardnet.model.kernels.linear import Linear
     from shardnet.model.layers.norms import Norm
     from shardnet.model.layers.weight_source import WeightSource
-    from shardnet.model.vision.tower import Rowwise, TowerLayer, TowerMlp
+    from shardnet.model.vision.tower import TowerLayer, TowerMlp
 
 EPS: Final = 1e-6
 PLACEHOLDER: Final = "<|image_pad|>"
+LAYERS: Final = LayerNames(
+    prefix="visual.blocks",
+    norms=("norm1", "norm2"),
+    inputs=("attn.qkv",),
+    output="attn.proj",
+    mlp=("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+    has_norm_bias=False,
+)
 _FULL_LAYERS: Final = (7, 15, 23, 31)
 _PIXELS: Final = (56 * 56, 28 * 28 * 16384)
 
@@ -101,29 +110,18 @@ def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
     )
 
 
-def attention_tensors(config: VisionConfig, number: int) -> Table:
-    """Name the parameters of a layer's attention."""
-    width = config.hidden_size
-    shapes = {"qkv": (3 * width, width), "proj": (width, width)}
-    return linear_tensors(f"visual.blocks.{number}.attn", shapes, with_bias=True)
+def merger_tensors(config: VisionConfig) -> Table:
+    """Name the patches' linear, and those of the merger."""
+    joined = config.merged_width
+    made: Table = {"visual.patch_embed.proj.weight": (config.hidden_size, config.patch_width)}
+    merger = {"0": (joined, joined), "2": (config.out_size, joined)}
+    return made | linear_tensors("visual.merger.mlp", merger, with_bias=True)
 
 
 def tensors(config: VisionConfig) -> Table:
     """Name the parameters."""
-    width, inner, joined = config.hidden_size, config.intermediate_size, config.merged_width
-    made: Table = {
-        "visual.patch_embed.proj.weight": (width, config.patch_width),
-        "visual.merger.ln_q.weight": (width,),
-    }
-    merger = {"0": (joined, joined), "2": (config.out_size, joined)}
-    made |= linear_tensors("visual.merger.mlp", merger, with_bias=True)
-    mlp = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
-    for number in range(config.n_layers):
-        layer = f"visual.blocks.{number}"
-        made |= {f"{layer}.{norm}.weight": (width,) for norm in ("norm1", "norm2")}
-        made |= attention_tensors(config, number)
-        made |= linear_tensors(f"{layer}.mlp", mlp, with_bias=True)
-    return made
+    norm = norm_tensors(config.hidden_size, "visual.merger.ln_q", with_bias=False)
+    return merger_tensors(config) | norm | LAYERS.tensors(config)
 
 
 def make_processor(
@@ -147,7 +145,6 @@ def make_processor(
     ):
         own.require(key, value)
     size = own.inner("size", own.take("size", dict, {}))
-    mean, deviation = read_levels(own, mean, deviation)
     return PatchProcessor(
         size=PixelCount(
             fewest=own.positive("min_pixels", size.positive("shortest_edge", pixels[0])),
@@ -155,11 +152,7 @@ def make_processor(
             multiple=config.row_pixels,
             n_frames=n_frames,
         ),
-        filter=read_filter(own, Filter.BICUBIC),
-        mean=mean,
-        deviation=deviation,
-        patch=config.patch,
-        merge=config.merge,
+        **read_patches(own, config, Filter.BICUBIC, mean, deviation),
         n_frames=config.n_frames,
         marks=Marks(row=config.row_id),
         placeholder=PLACEHOLDER,
@@ -192,26 +185,6 @@ class QwenMerger:
         return self.mlp(self.norm(merged.view(-1, width)).view(merged.shape))
 
 
-def load_layers(
-    config: VisionConfig, weights: WeightSource, mlp: Callable[[str], Rowwise]
-) -> tuple[TowerLayer, ...]:
-    """Take the parameters of all layers; `mlp` those below a prefix."""
-    from shardnet.model.vision.tower import TowerLayer
-
-    prefixes = [f"visual.blocks.{number}" for number in range(config.n_layers)]
-    return tuple(
-        TowerLayer.load(
-            config,
-            weights,
-            mlp(f"{prefix}.mlp"),
-            norms=(f"{prefix}.norm1", f"{prefix}.norm2"),
-            qkv=[f"{prefix}.attn.qkv"],
-            out=f"{prefix}.attn.proj",
-        )
-        for prefix in prefixes
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen25Tower:
     """The forward pass."""
@@ -228,24 +201,14 @@ class Qwen25Tower:
         weights: WeightSource,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        has_gate: bool = True,
+        names: LayerNames = LAYERS,
     ) -> Qwen25Tower:
-        """Take the parameters. Without a gate the MLPs are those of Qwen2-VL."""
-        from shardnet.model.layers.modules import GatedMlp
-        from shardnet.model.vision.tower import TowerMlp
-
-        def mlp(prefix: str) -> GatedMlp | TowerMlp:
-            if has_gate:
-                return GatedMlp.load(config, weights, prefix)
-            names = f"{prefix}.fc1", f"{prefix}.fc2"
-            return TowerMlp.load(config.activation, weights, *names)
-
+        """Take the parameters, those of layers by their `names`."""
         merger = ("visual.merger.ln_q", "visual.merger.mlp.0", "visual.merger.mlp.2")
         return cls(
             config=config,
             patches=weights.linear("visual.patch_embed.proj"),
-            layers=load_layers(config, weights, mlp),
+            layers=names.load(config, weights),
             merger=QwenMerger.load(weights, *merger),
         )
 

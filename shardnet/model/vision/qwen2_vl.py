@@ -8,15 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from shardnet.model.config.decoder_config import read_activation
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.vision import qwen2_5_vl
-from shardnet.model.vision.qwen2_5_vl import PLACEHOLDER, Qwen25Tower
+from shardnet.model.vision.qwen2_5_vl import LAYERS, PLACEHOLDER, Qwen25Tower
 from shardnet.model.vision.vision_config import VisionConfig
-from shardnet.model.vision.vision_family import Table, VisionFamily, VisionGguf, linear_tensors
+from shardnet.model.vision.vision_family import (
+    Table,
+    VisionFamily,
+    VisionGguf,
+    norm_tensors,
+)
+
+_LAYERS: Final = replace(LAYERS, mlp=("mlp.fc1", "mlp.fc2"), has_norm_bias=True)
 
 
 def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
@@ -37,18 +44,8 @@ def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
 
 def tensors(config: VisionConfig) -> Table:
     """Name the parameters."""
-    width, inner, joined = config.hidden_size, config.intermediate_size, config.merged_width
-    norms = ["visual.merger.ln_q"]
-    made: Table = {"visual.patch_embed.proj.weight": (width, config.patch_width)}
-    merger = {"0": (joined, joined), "2": (config.out_size, joined)}
-    made |= linear_tensors("visual.merger.mlp", merger, with_bias=True)
-    for number in range(config.n_layers):
-        layer = f"visual.blocks.{number}"
-        norms += [f"{layer}.norm1", f"{layer}.norm2"]
-        made |= qwen2_5_vl.attention_tensors(config, number)
-        mlp = {"fc1": (inner, width), "fc2": (width, inner)}
-        made |= linear_tensors(f"{layer}.mlp", mlp, with_bias=True)
-    return made | {f"{norm}.{part}": (width,) for norm in norms for part in ("weight", "bias")}
+    norm = norm_tensors(config.hidden_size, "visual.merger.ln_q")
+    return qwen2_5_vl.merger_tensors(config) | norm | _LAYERS.tensors(config)
 
 
 def read_gguf(own: Fields, stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +65,7 @@ VISION = VisionFamily(
     read_config=read_config,
     tensors=tensors,
     make_processor=qwen2_5_vl.make_processor,
-    load=partial(Qwen25Tower.load, has_gate=False),
+    load=partial(Qwen25Tower.load, names=_LAYERS),
     gguf=VisionGguf(
         projectors=("qwen2vl_merger",),
         read=read_gguf,

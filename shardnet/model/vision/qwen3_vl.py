@@ -16,10 +16,17 @@ from shardnet.model.config.decoder_config import read_activation
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.vision import qwen2_5_vl
+from shardnet.model.vision.patches import HALF
 from shardnet.model.vision.picture import EncodedPicture, EncoderWalk
-from shardnet.model.vision.qwen2_5_vl import PLACEHOLDER, QwenMerger
+from shardnet.model.vision.qwen2_5_vl import LAYERS, PLACEHOLDER, QwenMerger
 from shardnet.model.vision.vision_config import VisionConfig
-from shardnet.model.vision.vision_family import Table, VisionFamily, VisionGguf, linear_tensors
+from shardnet.model.vision.vision_family import (
+    Table,
+    VisionFamily,
+    VisionGguf,
+    linear_tensors,
+    norm_tensors,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
     from shardnet.model.layers.weight_source import WeightSource
     from shardnet.model.vision.tower import TowerLayer
 
-_HALF: Final = (0.5, 0.5, 0.5)
+_LAYERS: Final = replace(LAYERS, mlp=("mlp.linear_fc1", "mlp.linear_fc2"), has_norm_bias=True)
 _PIXELS: Final = (256 * 256, 4096 * 4096)
 _DEEP_LAYERS: Final = (8, 16, 24)
 
@@ -54,24 +61,16 @@ def read_config(
 
 def tensors(config: VisionConfig) -> Table:
     """Name the parameters."""
-    width, inner, joined = config.hidden_size, config.intermediate_size, config.merged_width
-    norms = {"visual.merger.norm": width}
+    width, joined = config.hidden_size, config.merged_width
+    deep = [f"visual.deepstack_merger_list.{number}" for number in range(len(config.deep_layers))]
     made: Table = {"visual.pos_embed.weight": (config.grid**2, width)}
     shapes = {"proj": (width, config.patch_width)}
     made |= linear_tensors("visual.patch_embed", shapes, with_bias=True)
-    deep = [f"visual.deepstack_merger_list.{number}" for number in range(len(config.deep_layers))]
     for merger in ("visual.merger", *deep):
         shapes = {"linear_fc1": (joined, joined), "linear_fc2": (config.out_size, joined)}
         made |= linear_tensors(merger, shapes, with_bias=True)
-    norms |= {f"{merger}.norm": joined for merger in deep}
-    for number in range(config.n_layers):
-        layer = f"visual.blocks.{number}"
-        shapes = {"linear_fc1": (inner, width), "linear_fc2": (width, inner)}
-        norms |= {f"{layer}.{norm}": width for norm in ("norm1", "norm2")}
-        made |= qwen2_5_vl.attention_tensors(config, number)
-        made |= linear_tensors(f"{layer}.mlp", shapes, with_bias=True)
-    parts = ("weight", "bias")
-    return made | {f"{norm}.{part}": (n,) for norm, n in norms.items() for part in parts}
+    made |= norm_tensors(width, "visual.merger.norm")
+    return made | norm_tensors(joined, *(f"{n}.norm" for n in deep)) | _LAYERS.tensors(config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +89,6 @@ class Qwen3Tower:
         cls, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
     ) -> Qwen3Tower:
         """Take the parameters."""
-        from shardnet.model.vision.tower import TowerMlp
-
-        def mlp(prefix: str) -> TowerMlp:
-            names = f"{prefix}.linear_fc1", f"{prefix}.linear_fc2"
-            return TowerMlp.load(config.activation, weights, *names)
 
         def merger(prefix: str, *, norms_rows: bool = False) -> QwenMerger:
             names = [f"{prefix}.{part}" for part in ("norm", "linear_fc1", "linear_fc2")]
@@ -104,7 +98,7 @@ class Qwen3Tower:
             config=config,
             patches=weights.linear("visual.patch_embed.proj"),
             positions=weights.matrix("visual.pos_embed"),
-            layers=qwen2_5_vl.load_layers(config, weights, mlp),
+            layers=_LAYERS.load(config, weights),
             merger=merger("visual.merger"),
             deep={
                 layer: merger(f"visual.deepstack_merger_list.{number}", norms_rows=True)
@@ -178,7 +172,7 @@ def _gguf_names(config: VisionConfig) -> dict[str, str]:
 VISION = VisionFamily(
     read_config=partial(read_config, deep_layers=_DEEP_LAYERS),
     tensors=tensors,
-    make_processor=partial(qwen2_5_vl.make_processor, mean=_HALF, deviation=_HALF, pixels=_PIXELS),
+    make_processor=partial(qwen2_5_vl.make_processor, mean=HALF, deviation=HALF, pixels=_PIXELS),
     load=Qwen3Tower.load,
     gguf=VisionGguf(
         projectors=("qwen3vl_merger",),

@@ -16,22 +16,24 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import NORM_EPS
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.vision.patches import (
+    HALF,
     Filter,
-    FixedSize,
     Marks,
     PatchProcessor,
-    read_filter,
-    read_levels,
+    read_fixed_size,
+    read_patches,
     required_id,
 )
 from shardnet.model.vision.picture import EncodedPicture, EncoderWalk, PictureProcessor
 from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
+    LayerNames,
     Table,
     TokenId,
     VisionFamily,
     VisionGguf,
     linear_tensors,
+    norm_tensors,
 )
 
 if TYPE_CHECKING:
@@ -45,10 +47,16 @@ if TYPE_CHECKING:
     from shardnet.model.vision.tower import TowerLayer
 
 _EPS: Final = 1e-6
-_HALF: Final = (0.5, 0.5, 0.5)
 _TOWER: Final = "vision_tower.vision_model"
 _PROJECTION: Final = "multi_modal_projector.mm_input_projection"
 _NORM: Final = "multi_modal_projector.mm_soft_emb_norm"
+_LAYERS: Final = LayerNames(
+    prefix=f"{_TOWER}.encoder.layers",
+    norms=("layer_norm1", "layer_norm2"),
+    inputs=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    output="self_attn.out_proj",
+    mlp=("mlp.fc1", "mlp.fc2"),
+)
 
 
 def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
@@ -81,8 +89,7 @@ def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
 
 def tensors(config: VisionConfig) -> Table:
     """Name the parameters, as published checkpoints do; the projection as a linear."""
-    width, inner = config.hidden_size, config.intermediate_size
-    norms = [f"{_TOWER}.post_layernorm"]
+    width = config.hidden_size
     made: Table = {
         f"{_TOWER}.embeddings.position_embedding.weight": (config.grid**2, width),
         f"{_NORM}.weight": (width,),
@@ -90,14 +97,7 @@ def tensors(config: VisionConfig) -> Table:
     }
     shapes = {"patch_embedding": (width, config.patch_width)}
     made |= linear_tensors(f"{_TOWER}.embeddings", shapes, with_bias=True)
-    for number in range(config.n_layers):
-        layer = f"{_TOWER}.encoder.layers.{number}"
-        square = dict.fromkeys(("q_proj", "k_proj", "v_proj", "out_proj"), (width, width))
-        mlp = {"fc1": (inner, width), "fc2": (width, inner)}
-        made |= linear_tensors(f"{layer}.self_attn", square, with_bias=True)
-        made |= linear_tensors(f"{layer}.mlp", mlp, with_bias=True)
-        norms += [f"{layer}.layer_norm1", f"{layer}.layer_norm2"]
-    return made | {f"{norm}.{part}": (width,) for norm in norms for part in ("weight", "bias")}
+    return made | norm_tensors(width, f"{_TOWER}.post_layernorm") | _LAYERS.tensors(config)
 
 
 def spell(name: str) -> str:
@@ -109,20 +109,11 @@ def spell(name: str) -> str:
 
 def make_processor(config: VisionConfig, own: Fields, token_id: TokenId) -> PictureProcessor:
     """Read a Gemma3ImageProcessor. Pictures are not cut into crops."""
-    side = config.grid * config.patch
-    size = own.inner("size", own.take("size", dict, {"height": side, "width": side}))
-    for key in ("height", "width"):
-        size.require(key, side)
-    mean, deviation = read_levels(own, _HALF, _HALF)
     placeholder = "<start_of_image>"
     start, end = (required_id(own, token_id, mark) for mark in (placeholder, "<end_of_image>"))
     return PatchProcessor(
-        size=FixedSize(height=side, width=side),
-        filter=read_filter(own, Filter.BILINEAR),
-        mean=mean,
-        deviation=deviation,
-        patch=config.patch,
-        merge=config.merge,
+        size=read_fixed_size(own, config),
+        **read_patches(own, config, Filter.BILINEAR, HALF, HALF),
         marks=Marks(row=config.row_id, before=(start,), after=(end,)),
         placeholder=placeholder,
         placeholder_id=start,
@@ -167,24 +158,11 @@ class SiglipTower(AveragingTower):
         cls, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
     ) -> SiglipTower:
         """Take the parameters."""
-        from shardnet.model.vision.tower import TowerLayer, TowerMlp
-
-        def layer(number: int) -> TowerLayer:
-            prefix = f"{_TOWER}.encoder.layers.{number}"
-            return TowerLayer.load(
-                config,
-                weights,
-                TowerMlp.load(config.activation, weights, f"{prefix}.mlp.fc1", f"{prefix}.mlp.fc2"),
-                norms=(f"{prefix}.layer_norm1", f"{prefix}.layer_norm2"),
-                qkv=[f"{prefix}.self_attn.{name}_proj" for name in "qkv"],
-                out=f"{prefix}.self_attn.out_proj",
-            )
-
         return cls(
             config=config,
             patches=weights.linear(f"{_TOWER}.embeddings.patch_embedding"),
             positions=weights.matrix(f"{_TOWER}.embeddings.position_embedding"),
-            layers=tuple(layer(number) for number in range(config.n_layers)),
+            layers=_LAYERS.load(config, weights),
             last_norm=weights.norm(f"{_TOWER}.post_layernorm", config.norm_eps),
             norm=weights.norm(_NORM, config.projector_eps, 1.0),
             projection=weights.linear(_PROJECTION, transposed=True),

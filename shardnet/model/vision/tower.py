@@ -9,7 +9,7 @@ Axes in shape comments: T patches of a picture, H heads, D head size, W width of
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -101,28 +101,6 @@ class TowerLayer:
     """Of queries, keys and values, [T, H, D] each."""
     after_attention: Norm | None = None
     after_mlp: Norm | None = None
-
-    @classmethod
-    def load(
-        cls,
-        config: VisionConfig,
-        weights: WeightSource,
-        mlp: Rowwise,
-        *,
-        norms: tuple[str, str],
-        qkv: Iterable[str],
-        out: str,
-    ) -> TowerLayer:
-        """Load the norms before attention and `mlp`, and the linears of attention, by names."""
-        before_attention, before_mlp = (weights.norm(name, config.norm_eps) for name in norms)
-        return cls(
-            n_heads=config.n_heads,
-            attention_norm=before_attention,
-            qkv_proj=weights.linear(*qkv),
-            o_proj=weights.linear(out),
-            mlp_norm=before_mlp,
-            mlp=mlp,
-        )
 
     def walk(self, hidden: Tensor, rotary: Rotary | None, lengths: Sequence[int] = ()) -> Walk:
         """Run hidden states [T, W] through the layer.

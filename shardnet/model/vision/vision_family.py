@@ -1,6 +1,7 @@
 """What there is to know about a kind of tower: one record, which the tower's file fills.
 
-Must not know any family, nor import torch.
+Knows too how the layers are named that most have. Must not know any family; what needs torch is
+imported when a tower loads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from shardnet.model.layers.weight_source import WeightSource
-    from shardnet.model.vision.tower import Tower
+    from shardnet.model.vision.tower import Tower, TowerLayer
 
 Table = dict[str, tuple[int, ...]]
 TokenId = Callable[[str], int | None]
@@ -88,3 +89,64 @@ def linear_tensors(
     if with_bias:
         made |= {f"{prefix}.{name}.bias": shape[:1] for name, shape in shapes.items()}
     return made
+
+
+def norm_tensors(width: int, *names: str, with_bias: bool = True) -> Table:
+    """Name norms over `width` columns."""
+    parts = ("weight", "bias") if with_bias else ("weight",)
+    return {f"{name}.{part}": (width,) for name in names for part in parts}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNames:
+    """What the parameters of a tower's layers are called: layer N stands below `prefix`.N.
+
+    `norms` are those before attention and before the MLP. `inputs` are one linear or those of
+    queries, keys and values. An `mlp` of two linears has no gate, else its gate is the first.
+    """
+
+    prefix: str
+    norms: tuple[str, str]
+    inputs: tuple[str, ...]
+    output: str
+    mlp: tuple[str, ...]
+    has_bias: bool = True
+    has_norm_bias: bool = True
+
+    def tensors(self, config: VisionConfig) -> Table:
+        """Name the parameters of all layers."""
+        width, inner = config.hidden_size, config.intermediate_size
+        *first, down = self.mlp
+        shapes = dict.fromkeys(self.inputs, (3 * width // len(self.inputs), width))
+        shapes |= {self.output: (width, width)}
+        shapes |= dict.fromkeys(first, (inner, width)) | {down: (width, inner)}
+        made: Table = {}
+        for number in range(config.n_layers):
+            layer = f"{self.prefix}.{number}"
+            norms = (f"{layer}.{norm}" for norm in self.norms)
+            made |= linear_tensors(layer, shapes, with_bias=self.has_bias)
+            made |= norm_tensors(width, *norms, with_bias=self.has_norm_bias)
+        return made
+
+    def load(self, config: VisionConfig, weights: WeightSource) -> tuple[TowerLayer, ...]:
+        """Take the parameters of all layers."""
+        return tuple(self._load_layer(config, weights, n) for n in range(config.n_layers))
+
+    def _load_layer(self, config: VisionConfig, weights: WeightSource, number: int) -> TowerLayer:
+        from shardnet.model.layers.modules import GatedMlp
+        from shardnet.model.vision.tower import TowerLayer, TowerMlp
+
+        layer, mlp = f"{self.prefix}.{number}", self.mlp
+        attention_norm, mlp_norm = (
+            weights.norm(f"{layer}.{norm}", config.norm_eps) for norm in self.norms
+        )
+        return TowerLayer(
+            n_heads=config.n_heads,
+            attention_norm=attention_norm,
+            qkv_proj=weights.linear(*(f"{layer}.{name}" for name in self.inputs)),
+            o_proj=weights.linear(f"{layer}.{self.output}"),
+            mlp_norm=mlp_norm,
+            mlp=GatedMlp.load(config, weights, layer, (mlp[0], mlp[1], mlp[2]))
+            if len(mlp) == 3
+            else TowerMlp.load(config.activation, weights, *(f"{layer}.{name}" for name in mlp)),
+        )
