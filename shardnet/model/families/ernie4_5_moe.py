@@ -15,8 +15,6 @@ from shardnet.model.families.expert_parts import ERNIE_EXPERTS, STACKED
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import Layout, record
 
-BIAS = "moe_statics.e_score_correction_bias"
-
 
 def read_config(fields: Fields) -> ModelConfig:
     """Read an Ernie4_5_MoeConfig."""

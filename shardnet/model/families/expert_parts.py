@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from shardnet.model.config.decoder_config import read_expert_counts
+from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import Experts, ModelConfig
 from shardnet.model.families.family import Stacking
 from shardnet.model.families.parts import Part
@@ -45,6 +47,34 @@ def in_all_layers(config: ModelConfig, n_experts: int, top_k: int, **more: Any) 
         **{"normalize_top_k": True, "layers": tuple(range(config.n_layers)), **more},
     )
     return replace(config, experts=experts)
+
+
+def read_experts(
+    fields: Fields,
+    config: ModelConfig,
+    layers: tuple[int, ...],
+    *,
+    counts: tuple[int, int],
+    inner: int,
+    shared: int = 0,
+    sums: bool = False,
+) -> ModelConfig:
+    """Add the experts of `layers`, by Qwen's keys.
+
+    How many there are and a token uses, how wide each and a shared one are (0 for none), and
+    whether weights add up to 1 are defaults.
+    """
+    n_experts, top_k = read_expert_counts(fields, ("num_experts", "num_local_experts"), *counts)
+    experts = Experts(
+        n_experts=n_experts,
+        top_k=top_k,
+        intermediate_size=fields.positive("moe_intermediate_size", inner),
+        normalize_top_k=fields.take("norm_topk_prob", bool, sums),
+        shared_intermediate_size=shared
+        and fields.positive("shared_expert_intermediate_size", shared),
+        layers=layers,
+    )
+    return replace(config, experts=experts if layers else None)
 
 
 def load_experts(

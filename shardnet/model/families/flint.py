@@ -12,13 +12,17 @@ from typing import Final
 
 from shardnet.model.config.decoder_config import (
     read_decoder,
-    read_expert_counts,
     read_sparse_layers,
     read_windows,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.model_config import Experts, ModelConfig
-from shardnet.model.families.expert_parts import KOLIBRI_EXPERTS, STACKED, UNBIASED_EXPERTS
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.expert_parts import (
+    KOLIBRI_EXPERTS,
+    STACKED,
+    UNBIASED_EXPERTS,
+    read_experts,
+)
 from shardnet.model.families.layout import Layout, record
 
 
@@ -31,7 +35,9 @@ def _read_flint(fields: Fields) -> ModelConfig:
     config = _read_layers(fields, config, lambda n: n >= 2 and n % 4 != 1 and n != last)
     first = 2 if fields.missing("mlp_only_layers") else 0
     layers = [n for n in read_sparse_layers(fields, config.n_layers) if n >= first]
-    config = _read_experts(fields, config, 256, 1024, tuple(layers), sums=True)
+    config = read_experts(
+        fields, config, tuple(layers), counts=(256, 6), inner=512, shared=1024, sums=True
+    )
     bias = fields.take("attention_bias", bool, False)
     return replace(config, attention_bias=bias, has_sinks=True)
 
@@ -43,7 +49,8 @@ def _read_kolibri(fields: Fields) -> ModelConfig:
         fields, n_kv_heads=4, max_positions=262144, head_size=128, intermediate_size=inner
     )
     config = _read_layers(fields, config, lambda n: (n + 1) % 5 != 0)
-    return _read_experts(fields, config, 384, 512, tuple(range(config.n_layers)), sums=False)
+    layers = tuple(range(config.n_layers))
+    return read_experts(fields, config, layers, counts=(384, 6), inner=512, shared=512)
 
 
 def _read_layers(
@@ -54,31 +61,6 @@ def _read_layers(
     windows = read_windows(fields, config.n_layers, window, is_local)
     nope = tuple(n for n in range(config.n_layers) if windows[n] is None)
     return replace(config, windows=windows, nope_layers=nope, has_head_norms=True)
-
-
-def _read_experts(
-    fields: Fields,
-    config: ModelConfig,
-    n_experts: int,
-    shared: int,
-    layers: tuple[int, ...],
-    *,
-    sums: bool,
-) -> ModelConfig:
-    """Add experts in `layers` and a shared one.
-
-    `n_experts`, the columns of the `shared` one and whether weights are sums of 1 are defaults.
-    """
-    counts = read_expert_counts(fields, ("num_experts", "num_local_experts"), n_experts, 6)
-    experts = Experts(
-        n_experts=counts[0],
-        top_k=counts[1],
-        intermediate_size=fields.positive("moe_intermediate_size", 512),
-        normalize_top_k=fields.take("norm_topk_prob", bool, sums),
-        shared_intermediate_size=fields.positive("shared_expert_intermediate_size", shared),
-        layers=layers,
-    )
-    return replace(config, experts=experts if layers else None)
 
 
 FAMILIES: Final = (

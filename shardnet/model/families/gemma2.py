@@ -1,21 +1,35 @@
-"""Gemma 2 (transformers, modeling_gemma2.py): norms before and after both sub-layers, soft caps."""
+"""Gemma 2 and 3 (transformers, modeling_gemma2.py, _gemma3.py): norms around both sub-layers.
+
+Gemma 2 has soft caps. Gemma 3 has norms over heads, and rotary positions of their own in layers
+with a window.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
-from shardnet.model.config.decoder_config import read_decoder, read_windows
+from shardnet.model.config.decoder_config import (
+    read_decoder,
+    read_full_rope,
+    read_sliding_rope,
+    read_windows,
+)
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
+from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import ModelConfig, Rope
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import Layout, record
 
+_GLOBAL_THETA: Final = 1_000_000.0
+_LOCAL_THETA: Final = 10_000.0
 _LAYERS_27B: Final = 46
-"""Of the model whose scores are scaled by another size than its heads'; llama.cpp goes by the
+_GEMMA3_27B: Final = 62
+"""Of the models whose scores are scaled by another size than its heads'; llama.cpp goes by the
 number of layers too."""
 
 
@@ -103,10 +117,48 @@ LAYOUT: Final = Layout(
     )
 )
 
-FAMILY = record(
-    "gemma2",
-    "Gemma2ForCausalLM",
-    read_config,
-    LAYOUT,
-    gguf=GgufFormat(architecture="gemma2", read=read_gguf),
+
+def _read_gemma3(fields: Fields) -> ModelConfig:
+    """Read a Gemma3TextConfig: five layers with a window, then one without, and so on.
+
+    A soft cap of the scores is refused: transformers reads the key and computes without.
+    """
+    config = read_gemma(fields, 131072, partial(read_full_rope, theta=_GLOBAL_THETA))
+    period = fields.positive("sliding_window_pattern", 6)
+    fields.ignore("_sliding_window_pattern")
+    return replace(
+        config,
+        has_head_norms=True,
+        windows=read_periodic_windows(fields, config.n_layers, period),
+        local_rope=read_sliding_rope(
+            fields, config, theta=fields.number("rope_local_base_freq", _LOCAL_THETA, within=THETAS)
+        ),
+        logit_soft_cap=read_soft_cap(fields, "final_logit_softcapping", None),
+    )
+
+
+def _read_gemma3_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata."""
+    return read_gguf_gemma(fields, tensors, factors, _GEMMA3_27B) | {
+        "rope_local_base_freq": fields.number("rope.freq_base_swa", 10000.0, within=THETAS),
+        "sliding_window_pattern": fields.positive("attention.sliding_window_pattern", 6),
+        "final_logit_softcapping": fields.optional_number("final_logit_softcapping"),
+    }
+
+
+FAMILIES: Final = (
+    record(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        read_config,
+        LAYOUT,
+        gguf=GgufFormat(architecture="gemma2", read=read_gguf),
+    ),
+    record(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        _read_gemma3,
+        LAYOUT,
+        gguf=GgufFormat(architecture="gemma3", read=_read_gemma3_gguf),
+    ),
 )

@@ -28,17 +28,17 @@ from shardnet.model.config.rope import read_scaling
 from shardnet.model.families import gemma2
 from shardnet.model.families.expert_parts import load_experts
 from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
+from shardnet.model.families.parts import Part
 from shardnet.model.families.tensor_shapes import (
     ExpertNames,
     Table,
     linears,
-    mlp,
     norms,
     sparse_mlp,
 )
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.decoder_layer import Layer, Residual, Sublayer
+    from shardnet.model.layers.decoder_layer import Layer, Sublayer
     from shardnet.model.layers.modules import SelfAttention
     from shardnet.model.layers.weight_source import WeightSource
 
@@ -51,10 +51,6 @@ _ROPES: Final = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
-_NORMS: Final = (
-    *("input_layernorm", "post_attention_layernorm"),
-    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-)
 _EXPERT_NORMS: Final = (
     *("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2"),
     "post_feedforward_layernorm_2",
@@ -186,12 +182,7 @@ def _read_experts(fields: Fields, n_layers: int) -> Experts | None:
 def layer_tensors(config: ModelConfig, layer: int) -> Table:
     """Name attention with norms over heads, a dense MLP, and experts where the model has them."""
     prefix = f"model.layers.{layer}"
-    tensors = (
-        _attention(config, layer)
-        | mlp(config, layer)
-        | norms(config, layer, *_NORMS)
-        | {f"{prefix}.layer_scalar": (1,)}
-    )
+    tensors = _LAYOUT.layer_tensors(config, layer) | {f"{prefix}.layer_scalar": (1,)}
     if config.experts is not None:
         n_experts, hidden = config.experts.n_experts, config.hidden_size
         experts = sparse_mlp(config, layer, EXPERTS)
@@ -219,26 +210,11 @@ def _is_value_key(config: ModelConfig, layer: int) -> bool:
 
 def load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
     """Take the parameters of the absolute `layer`."""
-    from shardnet.model.layers.decoder_layer import AttentionSublayer, Layer, MlpSublayer, Residual
-    from shardnet.model.layers.modules import GatedMlp
-
-    first, after, second, last = (
-        weights.norm(f"model.layers.{layer}.{name}", config.norm_eps, config.norm_offset)
-        for name in gemma2.LAYOUT.norms
-    )
-    around_attention = Residual(before=first, after=after)
-    around_mlp = Residual(before=second, after=last)
-    self_attn = _load_attention(config, weights, layer)
+    made = _LAYOUT.load_layer(config, weights, layer)
     if config.experts is not None:
-        inner = _load_experts(config, config.experts, weights, layer, around_mlp)
-    else:
-        dense = GatedMlp.load(config, weights, f"model.layers.{layer}.mlp")
-        inner = MlpSublayer(residual=around_mlp, mlp=dense)
-    return Layer(
-        attention=AttentionSublayer(residual=around_attention, self_attn=self_attn),
-        mlp=inner,
-        scale=weights.parameter(f"model.layers.{layer}.layer_scalar").item(),
-    )
+        made = replace(made, mlp=_load_experts(config, config.experts, weights, layer, made.mlp))
+    scale = weights.parameter(f"model.layers.{layer}.layer_scalar").item()
+    return replace(made, scale=scale)
 
 
 def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> SelfAttention:
@@ -265,15 +241,20 @@ def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> S
     return replace(made, kind=kind, qk_norm=norm, norms_values=True, is_value_key=is_value_key)
 
 
+_LAYOUT: Final = replace(gemma2.LAYOUT, attention=Part(tensors=_attention, load=_load_attention))
+
+
 def _load_experts(
-    config: ModelConfig, experts: Experts, weights: WeightSource, layer: int, around_mlp: Residual
+    config: ModelConfig, experts: Experts, weights: WeightSource, layer: int, dense: Sublayer
 ) -> Sublayer:
-    """Take a dense MLP and the experts beside it."""
-    from shardnet.model.layers.decoder_layer import ParallelExpertsSublayer, Residual
+    """Take the experts beside a dense MLP."""
+    from shardnet.model.layers.decoder_layer import MlpSublayer, ParallelExpertsSublayer, Residual
     from shardnet.model.layers.experts import ScaledRouter, SoftmaxRouter, SparseMlp
     from shardnet.model.layers.modules import GatedMlp
     from shardnet.model.layers.norms import Norm
 
+    assert isinstance(dense, MlpSublayer)
+    assert isinstance(dense.mlp, GatedMlp)
     prefix = f"model.layers.{layer}"
 
     def norm(name: str) -> Norm:
@@ -287,8 +268,8 @@ def _load_experts(
     )
     each = load_experts(config, weights, f"{prefix}.{EXPERTS.block}.experts", experts.n_experts)
     return ParallelExpertsSublayer(
-        residual=around_mlp,
-        dense=GatedMlp.load(config, weights, f"{prefix}.mlp"),
+        residual=dense.residual,
+        dense=dense.mlp,
         dense_norm=norm("post_feedforward_layernorm_1"),
         around_experts=Residual(
             before=norm("pre_feedforward_layernorm_2"), after=norm("post_feedforward_layernorm_2")

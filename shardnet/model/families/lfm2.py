@@ -1,4 +1,7 @@
-"""LFM2 (transformers, modeling_lfm2.py): short convolutions, and attention in a few layers."""
+"""LFM2, with experts or without (transformers, modeling_lfm2.py, modeling_lfm2_moe.py).
+
+Short convolutions, and attention in a few layers. Experts are chosen by sigmoid and a bias.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,18 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from shardnet.model.config.decoder_config import FULL, read_decoder, read_layer_kinds
+from shardnet.model.config.decoder_config import (
+    FULL,
+    read_decoder,
+    read_expert_counts,
+    read_layer_kinds,
+)
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_kv_heads, read_gguf_sizes
-from shardnet.model.config.model_config import ModelConfig, ShortConv
+from shardnet.model.config.model_config import Experts, ModelConfig, ShortConv
 from shardnet.model.config.rope import read_rope
-from shardnet.model.families.expert_parts import LFM_EXPERTS
-from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.expert_parts import LFM, LFM_EXPERTS
+from shardnet.model.families.family import GgufFormat, Stacking
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part, attention_part
 from shardnet.model.families.tensor_shapes import Table, linears
@@ -23,7 +31,6 @@ if TYPE_CHECKING:
     from shardnet.model.layers.weight_source import WeightSource
 
 CONV: Final = "conv"
-FINAL_NORM: Final = "model.embedding_norm"
 _GGUF_NORM: Final = ("attention.layer_norm_rms_epsilon", "norm_eps")
 _MAX_TAPS: Final = 64
 _UNUSED: Final = (
@@ -148,10 +155,56 @@ LAYOUT: Final = Layout(
     final_norm="model.embedding_norm",
 )
 
-FAMILY = record(
-    "lfm2",
-    "Lfm2ForCausalLM",
-    read_config,
-    LAYOUT,
-    gguf=GgufFormat(architecture="lfm2", read=read_gguf),
+
+def _read_moe(fields: Fields) -> ModelConfig:
+    """Read an Lfm2MoeConfig: the first layers have a dense MLP."""
+    config = read_hybrid(fields, intermediate_size=7168)
+    n_experts, top_k = read_expert_counts(fields, ("num_experts", "num_local_experts"), 32, 4)
+    first = fields.take("num_dense_layers", int, 2)
+    fields.require("use_expert_bias", True)
+    return replace(
+        config,
+        experts=Experts(
+            n_experts=n_experts,
+            top_k=top_k,
+            intermediate_size=fields.positive("moe_intermediate_size", 1792),
+            normalize_top_k=fields.take("norm_topk_prob", bool, True),
+            output_scale=fields.number("routed_scaling_factor", 1.0),
+            layers=tuple(range(max(0, first), config.n_layers)),
+        ),
+    )
+
+
+def _read_moe_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata."""
+    fields.require("expert_gating_func", 2)  # sigmoid
+    return read_gguf(fields, tensors, factors) | {
+        "num_experts": fields.positive("expert_count"),
+        "num_experts_per_tok": fields.positive("expert_used_count"),
+        "moe_intermediate_size": fields.positive("expert_feed_forward_length"),
+        "num_dense_layers": fields.take("leading_dense_block_count", int, 0),
+    }
+
+
+FAMILIES: Final = (
+    record(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        read_config,
+        LAYOUT,
+        gguf=GgufFormat(architecture="lfm2", read=read_gguf),
+    ),
+    record(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        _read_moe,
+        LAYOUT,
+        experts=LFM,
+        stacking=Stacking.CONCATENATED,
+        gguf=GgufFormat(
+            architecture="lfm2moe",
+            read=_read_moe_gguf,
+            renamed=(("expert_bias", "expert_bias.bias"),),
+        ),
+    ),
 )

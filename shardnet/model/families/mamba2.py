@@ -25,17 +25,16 @@ from shardnet.model.config.rope import read_rope
 from shardnet.model.families import granite, sparse_table
 from shardnet.model.families.family import GgufFormat, Stacking
 from shardnet.model.families.layout import Layout, record
-from shardnet.model.families.parts import ATTENTION, Part
+from shardnet.model.families.parts import ATTENTION, Part, gated_part
 from shardnet.model.families.tensor_shapes import (
     ExpertNames,
     Table,
-    gated,
     linears,
 )
 
 if TYPE_CHECKING:
     from shardnet.model.layers.gated_delta import GatedDeltaNet
-    from shardnet.model.layers.modules import Attention, GatedMlp
+    from shardnet.model.layers.modules import Attention
     from shardnet.model.layers.weight_source import WeightSource
 
 MOST_TAPS: Final = 64
@@ -256,18 +255,7 @@ def _load_either(config: ModelConfig, weights: WeightSource, layer: int) -> Atte
 _MIXER: Final = Part(tensors=_either_tensors, load=_load_either)
 
 
-def _feed_forward(config: ModelConfig, layer: int) -> Table:
-    prefix, inner = f"model.layers.{layer}.feed_forward", config.intermediate_size
-    return gated(config, prefix, inner, with_bias=config.mlp_bias)
-
-
-def _load_feed_forward(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp:
-    from shardnet.model.layers.modules import GatedMlp
-
-    return GatedMlp.load(config, weights, f"model.layers.{layer}.feed_forward")
-
-
-FEED_FORWARD: Final = Part(tensors=_feed_forward, load=_load_feed_forward)
+FEED_FORWARD: Final = gated_part("feed_forward")
 
 
 # GGUF

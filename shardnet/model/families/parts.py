@@ -15,9 +15,9 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.tensor_shapes import (
     Table,
     attention,
+    gated,
     head_norms,
     linears,
-    mlp,
     plain_mlp,
 )
 
@@ -35,10 +35,19 @@ class Part:
     load: Callable[[ModelConfig, WeightSource, int], Any]
 
 
-def _load_gated(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp:
-    from shardnet.model.layers.modules import GatedMlp
+def gated_part(block: str = "mlp") -> Part:
+    """Make the part of Llama's MLP, whose linears stand below `block`."""
 
-    return GatedMlp.load(config, weights, f"model.layers.{layer}.mlp")
+    def tensors(config: ModelConfig, layer: int) -> Table:
+        prefix, inner = f"model.layers.{layer}.{block}", config.intermediate_size
+        return gated(config, prefix, inner, with_bias=config.mlp_bias)
+
+    def load(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp:
+        from shardnet.model.layers.modules import GatedMlp
+
+        return GatedMlp.load(config, weights, f"model.layers.{layer}.{block}")
+
+    return Part(tensors=tensors, load=load)
 
 
 def plain_part(up: str, down: str) -> Part:
@@ -315,7 +324,7 @@ JOINED_ATTENTION: Final = Part(tensors=_joined_attention, load=_load_joined_atte
 """Attention whose queries, keys and values are one linear (GPT-NeoX)."""
 LATENT_HEADS: Final = Part(tensors=latent_attention, load=_load_latent)
 """DeepSeek's attention over latents."""
-GATED: Final = Part(tensors=mlp, load=_load_gated)
+GATED: Final = gated_part()
 """Llama's MLP."""
 WHOLE_HEADS: Final = Part(tensors=whole_attention, load=whole_norm_attention)
 """Attention with norms over all queries and over all keys (OLMo-2)."""

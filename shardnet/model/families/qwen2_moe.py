@@ -8,14 +8,13 @@ from typing import Any
 
 from shardnet.model.config.decoder_config import (
     read_decoder,
-    read_expert_counts,
     read_sparse_layers,
     read_windows,
 )
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_experts
-from shardnet.model.config.model_config import Experts, ModelConfig
-from shardnet.model.families.expert_parts import GATED_EXPERTS, STACKED
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.expert_parts import GATED_EXPERTS, STACKED, read_experts
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import attention_part
@@ -24,22 +23,13 @@ from shardnet.model.families.parts import attention_part
 def read_config(fields: Fields) -> ModelConfig:
     """Read a Qwen2MoeConfig. Windows, where they are switched on, are in every other layer."""
     config = read_decoder(fields, n_kv_heads=16, max_positions=32768)
-    n_experts, top_k = read_expert_counts(fields, ("num_experts", "num_local_experts"), 60, 4)
-    layers = read_sparse_layers(fields, config.n_layers)
-    experts = Experts(
-        n_experts=n_experts,
-        top_k=top_k,
-        intermediate_size=fields.positive("moe_intermediate_size", 1408),
-        normalize_top_k=fields.take("norm_topk_prob", bool, False),
-        shared_intermediate_size=fields.positive("shared_expert_intermediate_size", 5632),
-        layers=layers,
-    )
-    return replace(
+    config = replace(
         config,
         attention_bias=fields.take("qkv_bias", bool, True),
         windows=_read_windows(fields, config.n_layers),
-        experts=experts if layers else None,
     )
+    layers = read_sparse_layers(fields, config.n_layers)
+    return read_experts(fields, config, layers, counts=(60, 4), inner=1408, shared=5632)
 
 
 def _read_windows(fields: Fields, n_layers: int) -> tuple[int | None, ...]:

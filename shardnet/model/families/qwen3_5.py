@@ -1,4 +1,4 @@
-"""Qwen 3.5's text models (transformers, modeling_qwen3_5.py): Qwen3-Next without experts.
+"""Qwen 3.5 (transformers, modeling_qwen3_5.py, modeling_qwen3_5_moe.py): Qwen3-Next's parts.
 
 The linears of a DeltaNet have their columns in another order, and stand apart in the files.
 """
@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_delta_net
 from shardnet.model.config.model_config import DeltaNet, ModelConfig
+from shardnet.model.families.expert_parts import STACKED, read_experts
 from shardnet.model.families.family import MtpNames
 from shardnet.model.families.layout import record
 from shardnet.model.families.qwen3_next import (
     Shapes,
     gguf_format,
     hybrid_layout,
+    read_gguf_hybrid,
     read_hybrid,
 )
 
@@ -70,12 +72,40 @@ def _projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:
 
 LAYOUT: Final = hybrid_layout(_linears, _projections)
 
-FAMILY = record(
-    "qwen3_5_text",
-    "Qwen3_5ForCausalLM",
-    read_config,
-    LAYOUT,
-    mtp=MtpNames.PREFIX,
-    gguf=gguf_format("qwen35", read_gguf),
-    pretokenizer="qwen35",
+
+def _read_moe(fields: Fields) -> ModelConfig:
+    """Read a Qwen3_5MoeTextConfig: every layer has experts, and weights that sum to 1."""
+    config = read_text_config(fields, n_kv_heads=2, intermediate_size=5632)
+    fields.require("norm_topk_prob", True)
+    layers = tuple(range(config.n_layers))
+    return read_experts(fields, config, layers, counts=(256, 8), inner=512, shared=512, sums=True)
+
+
+def _read_moe_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata."""
+    return read_gguf_hybrid(fields, tensors, factors) | read_gguf_delta_net(
+        fields, takes_turns=True
+    )
+
+
+FAMILIES: Final = (
+    record(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        read_config,
+        LAYOUT,
+        mtp=MtpNames.PREFIX,
+        gguf=gguf_format("qwen35", read_gguf),
+        pretokenizer="qwen35",
+    ),
+    record(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        _read_moe,
+        LAYOUT,
+        mtp=MtpNames.PREFIX,
+        **STACKED,
+        gguf=gguf_format("qwen35moe", _read_moe_gguf),
+        pretokenizer="qwen35",
+    ),
 )

@@ -8,43 +8,30 @@ from typing import Any
 
 from shardnet.model.config.decoder_config import (
     read_decoder,
-    read_expert_counts,
     read_sparse_layers,
     read_window,
 )
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_experts
-from shardnet.model.config.model_config import Experts, ModelConfig
-from shardnet.model.families.expert_parts import SOFTMAX_EXPERTS, STACKED
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.expert_parts import SOFTMAX_EXPERTS, STACKED, read_experts
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import Layout, record
 
 
 def read_config(fields: Fields) -> ModelConfig:
     """Read a Qwen3MoeConfig. A window that is switched on is in all layers, unlike Qwen3's."""
-    config = read_decoder(fields, n_kv_heads=4, max_positions=32768)
+    config = read_decoder(fields, n_kv_heads=4, max_positions=32768, attention_bias=False)
     fields.require("use_qk_norm", only=True)
     fields.require("qkv_bias", only=False)
     fields.require("shared_expert_intermediate_size", 0)
     fields.ignore("max_window_layers")
     window = read_window(fields, 4096)
     is_used = fields.take("use_sliding_window", bool, False)
-    n_experts, top_k = read_expert_counts(fields, ("num_experts", "num_local_experts"), 128, 8)
+    windows = (window if is_used else None,) * config.n_layers
+    config = replace(config, has_head_norms=True, windows=windows)
     layers = read_sparse_layers(fields, config.n_layers)
-    experts = Experts(
-        n_experts=n_experts,
-        top_k=top_k,
-        intermediate_size=fields.positive("moe_intermediate_size", 768),
-        normalize_top_k=fields.take("norm_topk_prob", bool, False),
-        layers=layers,
-    )
-    return replace(
-        config,
-        attention_bias=fields.take("attention_bias", bool, False),
-        has_head_norms=True,
-        windows=(window if is_used else None,) * config.n_layers,
-        experts=experts if layers else None,
-    )
+    return read_experts(fields, config, layers, counts=(128, 8), inner=768)
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:

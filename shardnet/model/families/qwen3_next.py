@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from shardnet.model.config.decoder_config import (
     read_decoder,
     read_delta_net,
-    read_expert_counts,
     read_sparse_layers,
 )
 from shardnet.model.config.fields import Fields
@@ -24,9 +23,9 @@ from shardnet.model.config.gguf_keys import (
     read_gguf_delta_net,
     read_gguf_experts,
 )
-from shardnet.model.config.model_config import DeltaNet, Experts, ModelConfig
+from shardnet.model.config.model_config import DeltaNet, ModelConfig
 from shardnet.model.config.rope import read_rope
-from shardnet.model.families.expert_parts import GATED_EXPERTS, STACKED
+from shardnet.model.families.expert_parts import GATED_EXPERTS, STACKED, read_experts
 from shardnet.model.families.family import GgufFormat, MtpNames
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
@@ -53,8 +52,7 @@ def read_config(fields: Fields) -> ModelConfig:
     """Read a Qwen3NextConfig."""
     config = read_hybrid(fields, n_kv_heads=2, intermediate_size=5632)
     layers = read_sparse_layers(fields, config.n_layers)
-    normalizes = fields.take("norm_topk_prob", bool, True)
-    return with_experts(fields, config, layers, n_experts=512, top_k=10, normalizes=normalizes)
+    return read_experts(fields, config, layers, counts=(512, 10), inner=512, shared=512, sums=True)
 
 
 def read_hybrid(fields: Fields, *, n_kv_heads: int, intermediate_size: int) -> ModelConfig:
@@ -78,30 +76,6 @@ def read_hybrid(fields: Fields, *, n_kv_heads: int, intermediate_size: int) -> M
         has_gates=True,
         delta_net=read_delta_net(fields, config.n_layers),
     )
-
-
-def with_experts(
-    fields: Fields,
-    config: ModelConfig,
-    layers: tuple[int, ...],
-    *,
-    n_experts: int,
-    top_k: int,
-    normalizes: bool,
-) -> ModelConfig:
-    """Add the experts of `layers`; `n_experts` and `top_k` are defaults."""
-    n_found, n_chosen = read_expert_counts(
-        fields, ("num_experts", "num_local_experts"), n_experts, top_k
-    )
-    experts = Experts(
-        n_experts=n_found,
-        top_k=n_chosen,
-        intermediate_size=fields.positive("moe_intermediate_size", 512),
-        normalize_top_k=normalizes,
-        shared_intermediate_size=fields.positive("shared_expert_intermediate_size", 512),
-        layers=layers,
-    )
-    return replace(config, experts=experts if layers else None)
 
 
 def _linears(config: ModelConfig, own: DeltaNet) -> Shapes:

@@ -49,6 +49,7 @@ from shardnet.model.families.expert_parts import (
     STACKED,
     UNBIASED_EXPERTS,
     in_all_layers,
+    read_experts,
 )
 from shardnet.model.families.family import GgufFormat, Stacking
 from shardnet.model.families.layout import POST_NORMS, Layout, record
@@ -143,25 +144,17 @@ def _read_mellum(fields: Fields) -> ModelConfig:
         intermediate_size=7168,
         rope=partial(_read_mellum_rope, FULL),
     )
-    counts = read_expert_counts(fields, ("num_experts", "num_local_experts"), 64, 8)
     fields.ignore("mtp_layer_types", "mtp_mlp_layer_types")  # of a layer that is not used
     window = fields.take("sliding_window", int, 1024)
-    local = _read_mellum_rope(SLIDING, fields, config.max_positions, config.head_size)
-    experts = Experts(
-        n_experts=counts[0],
-        top_k=counts[1],
-        intermediate_size=fields.positive("moe_intermediate_size", 896),
-        normalize_top_k=fields.take("norm_topk_prob", bool, True),
-        layers=read_mlp_kinds(fields, config.n_layers, 0),
-    )
-    return replace(
+    config = replace(
         config,
         attention_bias=fields.take("attention_bias", bool, False),
         has_head_norms=True,
         windows=read_windows(fields, config.n_layers, window, lambda _: False),
-        local_rope=local,
-        experts=experts if experts.layers else None,
+        local_rope=_read_mellum_rope(SLIDING, fields, config.max_positions, config.head_size),
     )
+    layers = read_mlp_kinds(fields, config.n_layers, 0)
+    return read_experts(fields, config, layers, counts=(64, 8), inner=896, sums=True)
 
 
 # Phi

@@ -48,11 +48,6 @@ def decoder_head(config: ModelConfig) -> Table:
     }
 
 
-def pre_norms(config: ModelConfig, layer: int) -> Table:
-    """Name the norms before attention and before the MLP."""
-    return norms(config, layer, "input_layernorm", "post_attention_layernorm")
-
-
 def norms(config: ModelConfig, layer: int, *names: str) -> Table:
     """Name norms over the hidden size."""
     return {f"model.layers.{layer}.{name}.weight": (config.hidden_size,) for name in names}
@@ -85,12 +80,6 @@ def attention(
     return linears(attn, inputs, with_bias=bias) | linears(
         attn, outputs, with_bias=bias and output_bias
     )
-
-
-def mlp(config: ModelConfig, layer: int) -> Table:
-    """Name gate, up and down of a layer's MLP, with biases as the config says."""
-    prefix = f"model.layers.{layer}.mlp"
-    return gated(config, prefix, config.intermediate_size, with_bias=config.mlp_bias)
 
 
 def plain_mlp(config: ModelConfig, layer: int, up: str, down: str) -> Table:

@@ -15,9 +15,6 @@ from torch import Tensor
 from shardnet.model.config.panel_form import GGUF_BLOCK_BYTES
 from shardnet.model.kernels.codes import Codes
 
-_K: Final = 256
-"""Weights of a block with two levels of scales."""
-
 
 def gguf_codes(kind: str, rows: Tensor) -> Codes:
     """Read rows uint8 [N, bytes of a row] of the GGUF type `kind` as codes.

@@ -23,10 +23,9 @@ from shardnet.errors import UnsupportedModelError
 from shardnet.model.config.decoder_config import read_decoder
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.families import llama
 from shardnet.model.families.family import Family
+from shardnet.model.families.layout import record
 from shardnet.model.families.registry import FAMILIES
-from shardnet.model.families.tensor_shapes import Table, attention, mlp, pre_norms
 from shardnet.types import DType, LayerRange
 
 ROOT = Path(__file__).parents[3]
@@ -35,24 +34,18 @@ ROOT = Path(__file__).parents[3]
 def read_config(fields: Fields) -> ModelConfig:
     fields.require("qkv_bias", False)  # older names, which its published config has
     fields.require("bias", False)
-    return replace(
-        read_decoder(fields, n_kv_heads=2, max_positions=32768, norm_eps=1e-5, head_size=128),
-        attention_bias=fields.take("attention_bias", bool, False),
-        mlp_bias=fields.take("mlp_bias", bool, False),
+    return read_decoder(
+        fields,
+        n_kv_heads=2,
+        max_positions=32768,
+        norm_eps=1e-5,
+        head_size=128,
+        attention_bias=False,
+        mlp_bias=False,
     )
 
 
-def layer_tensors(config: ModelConfig, layer: int) -> Table:
-    return attention(config, layer) | mlp(config, layer) | pre_norms(config, layer)
-
-
-INTERNLM3 = Family(
-    model_type="internlm3",
-    architecture="LlamaForCausalLM",
-    read_config=read_config,
-    layer_tensors=layer_tensors,
-    load_stage=llama.FAMILY.load_stage,
-)
+INTERNLM3 = record("internlm3", "LlamaForCausalLM", read_config)
 
 
 @pytest.fixture
