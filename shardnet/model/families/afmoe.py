@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from shardnet.model.config.decoder_config import (
     read_decoder,
@@ -22,12 +22,7 @@ from shardnet.model.families import deepseek_v2
 from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import Layout, record
-from shardnet.model.families.parts import Part
-from shardnet.model.families.tensor_shapes import Table, attention, head_norms, linears
-
-if TYPE_CHECKING:
-    from shardnet.model.layers.mixed_attention import GatedAttention
-    from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.families.parts import WIDELY_GATED_HEADS
 
 ROUTER_NAMES: Final = (
     (".mlp.router.gate.", ".mlp.gate."),
@@ -91,20 +86,6 @@ def read_experts(
     return experts if layers else None
 
 
-def _attention(config: ModelConfig, layer: int) -> Table:
-    """Name Qwen3's attention, and the linear of its gates."""
-    width = config.n_heads * config.head_size
-    gate = {"gate_proj": (width, config.hidden_size)}
-    own = linears(f"model.layers.{layer}.self_attn", gate)
-    return attention(config, layer) | head_norms(config, layer) | own
-
-
-def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> GatedAttention:
-    from shardnet.model.layers.mixed_attention import GatedAttention
-
-    return GatedAttention.load(config, weights, layer, config.head_size)
-
-
 def _read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata; embeddings are multiplied, and every fourth layer is without a window."""
     fields.require("expert_gating_func", 2)  # sigmoid
@@ -129,7 +110,7 @@ FAMILY = record(
     "AfmoeForCausalLM",
     _read_config,
     Layout(
-        attention=Part(tensors=_attention, load=_load_attention),
+        attention=WIDELY_GATED_HEADS,
         mlp=DEEPSEEK_EXPERTS,
         norms=(
             *("input_layernorm", "post_attention_layernorm"),

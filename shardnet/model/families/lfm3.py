@@ -8,19 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from shardnet.model.config.decoder_config import FULL, SLIDING, read_decoder, read_layer_kinds
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families import gemma4, lfm2
 from shardnet.model.families.layout import record
-from shardnet.model.families.parts import Part
-from shardnet.model.families.tensor_shapes import Table, attention, head_norms, linears
-
-if TYPE_CHECKING:
-    from shardnet.model.layers.mixed_attention import GatedAttention
-    from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.families.parts import GATED_HEADS
 
 _PERIOD: Final = 4
 _ROPES: Final[dict[str, Any]] = {
@@ -72,26 +67,13 @@ def _usual_kind(layer: int) -> str:
     return SLIDING if layer and layer % _PERIOD == 0 else lfm2.CONV
 
 
-def _gated_heads(config: ModelConfig, layer: int) -> Table:
-    """Name attention with norms over heads and a gate for each."""
-    gate = {"gate_proj": (config.n_heads, config.hidden_size)}
-    own = linears(f"model.layers.{layer}.self_attn", gate)
-    return attention(config, layer) | head_norms(config, layer) | own
-
-
-def _load_gated_heads(config: ModelConfig, weights: WeightSource, layer: int) -> GatedAttention:
-    from shardnet.model.layers.mixed_attention import GatedAttention
-
-    return GatedAttention.load(config, weights, layer, 1)
-
-
 FAMILY = record(
     "lfm3",
     "Lfm3ForCausalLM",
     _read_config,
     replace(
         lfm2.LAYOUT,
-        attention=lfm2.conv_or(Part(tensors=_gated_heads, load=_load_gated_heads)),
+        attention=lfm2.conv_or(GATED_HEADS),
         norms=("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"),
     ),
     covers=_covers,

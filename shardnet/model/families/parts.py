@@ -23,6 +23,7 @@ from shardnet.model.families.tensor_shapes import (
 
 if TYPE_CHECKING:
     from shardnet.model.layers.latent_attention import LatentAttention
+    from shardnet.model.layers.mixed_attention import GatedAttention
     from shardnet.model.layers.modules import Attention, GatedMlp, PlainMlp, SelfAttention
     from shardnet.model.layers.weight_source import WeightSource
 
@@ -102,6 +103,24 @@ def attention_part(
         if config.temperature is None:
             return made
         return TemperedAttention(inner=made, temperature=config.temperature)
+
+    return Part(tensors=tensors, load=load)
+
+
+def _gated_heads(*, are_wide: bool) -> Part:
+    """Make the part of Qwen3's attention with a gate for each head, or for each of its columns."""
+
+    def tensors(config: ModelConfig, layer: int) -> Table:
+        n_columns = config.head_size if are_wide else 1
+        gate = {"gate_proj": (config.n_heads * n_columns, config.hidden_size)}
+        own = linears(f"model.layers.{layer}.self_attn", gate)
+        return attention(config, layer) | head_norms(config, layer) | own
+
+    def load(config: ModelConfig, weights: WeightSource, layer: int) -> GatedAttention:
+        from shardnet.model.layers.mixed_attention import GatedAttention
+
+        n_columns = config.head_size if are_wide else 1
+        return GatedAttention.load(config, weights, layer, n_columns)
 
     return Part(tensors=tensors, load=load)
 
@@ -316,6 +335,8 @@ def _load_xielu_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> P
 
 ATTENTION: Final = attention_part()
 """Llama's attention."""
+GATED_HEADS: Final = _gated_heads(are_wide=False)
+WIDELY_GATED_HEADS: Final = _gated_heads(are_wide=True)
 BARE_HEADS: Final = Part(tensors=ATTENTION.tensors, load=_load_bare_heads)
 """Attention whose heads are normed by nothing that is stored (nanochat)."""
 COHERE_HEADS: Final = Part(tensors=_cohere_heads, load=_load_cohere_heads)
