@@ -92,7 +92,8 @@ def _mixer_tensors(config: ModelConfig, layer: int) -> Table:
         gate = linears(attn, {"g_proj": (config.n_heads, config.hidden_size)})
         return LATENT_HEADS.tensors(config, layer) | gate
     gates = {f"{name}_proj": (own.key_width, config.hidden_size) for name in "fg"}
-    return kimi_linear.delta_tensors(config, own, attn, gates, (own.n_value_heads,))
+    decays = {"A_log": (own.n_value_heads,), "dt_bias": (own.key_width,)}
+    return kimi_linear.delta_tensors(config, own, attn, gates, decays)
 
 
 def _load_mixer(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
@@ -108,7 +109,9 @@ def _load_mixer(config: ModelConfig, weights: WeightSource, layer: int) -> Atten
             groups_qkvz=False,
             groups_ba=False,
         )
-        return kimi_linear.load_delta_net(config, weights, layer, project)
+        return kimi_linear.load_delta_net(
+            config, weights, attn, project, gates_alone=True, decay_floor=own.decay_floor
+        )
     plain = LatentAttention.load(config, weights, layer)
     return replace(plain, gate_proj=weights.linear(f"{attn}.g_proj"))
 

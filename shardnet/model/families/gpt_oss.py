@@ -24,7 +24,7 @@ from shardnet.model.config.rope import read_rope, read_scaling
 from shardnet.model.families.family import GgufFormat, Stacking
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
-from shardnet.model.families.tensor_shapes import ExpertNames, Table, linears
+from shardnet.model.families.tensor_shapes import ExpertNames, Table, gated, linears
 
 if TYPE_CHECKING:
     from shardnet.model.layers.experts import SparseMlp
@@ -92,10 +92,10 @@ def _mlp_tensors(config: ModelConfig, layer: int) -> Table:
     assert config.experts is not None
     prefix, n_experts = f"model.layers.{layer}.mlp", config.experts.n_experts
     hidden, inner = config.hidden_size, config.experts.intermediate_size
-    shapes = {EXPERTS.gate: (2 * inner, hidden), EXPERTS.down: (hidden, inner)}
     made = linears(prefix, {"router": (n_experts, hidden)}, with_bias=True)
     for number in range(n_experts):
-        made |= linears(f"{prefix}.experts.{number}", shapes, with_bias=True)
+        expert = f"{prefix}.experts.{number}"
+        made |= gated(config, expert, inner, with_bias=True, names=EXPERTS.linears)
     return made
 
 

@@ -6,7 +6,7 @@ rank. DeepSeek-V3's latents have no positions here; its experts are the same.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -137,7 +137,8 @@ def _delta_tensors(config: ModelConfig, own: DeltaNet, prefix: str) -> Table:
         "g_a_proj": (size, hidden),
         "g_b_proj": (width, size),
     }
-    return delta_tensors(config, own, prefix, ranks, (1, 1, own.n_value_heads, 1))
+    decays = {"A_log": (1, 1, own.n_value_heads, 1), "dt_bias": (width,)}
+    return delta_tensors(config, own, prefix, ranks, decays)
 
 
 def delta_tensors(
@@ -145,21 +146,18 @@ def delta_tensors(
     own: DeltaNet,
     prefix: str,
     gates: dict[str, tuple[int, int]],
-    decays: Shape,
+    decays: Mapping[str, Shape],
 ) -> Table:
-    """Name KDA below `prefix`, with linears of its `gates`; `decays` is the shape of A_log."""
-    hidden, width = config.hidden_size, own.key_width
-    shapes = {f"{name}_proj": (width, hidden) for name in "qkv"}
-    shapes |= {"b_proj": (own.n_value_heads, hidden), **gates, "o_proj": (hidden, width)}
-    taps: Table = {f"{prefix}.{name}_conv1d.weight": (width, 1, own.n_taps) for name in "qkv"}
+    """Name a recurrence below `prefix`, with linears of its `gates`, and of what `decays` it."""
+    hidden = config.hidden_size
+    widths = {"q": own.key_width, "k": own.key_width, "v": own.value_width}
+    shapes = {f"{name}_proj": (width, hidden) for name, width in widths.items()} | gates
+    shapes |= {"b_proj": (own.n_value_heads, hidden), "o_proj": (hidden, own.value_width)}
     return (
         linears(prefix, shapes)
-        | taps
-        | {
-            f"{prefix}.A_log": decays,
-            f"{prefix}.dt_bias": (width,),
-            f"{prefix}.o_norm.weight": (own.value_size,),
-        }
+        | {f"{prefix}.{n}_conv1d.weight": (w, 1, own.n_taps) for n, w in widths.items()}
+        | {f"{prefix}.{name}": shape for name, shape in decays.items()}
+        | {f"{prefix}.o_norm.weight": (own.value_size,)}
     )
 
 
@@ -168,8 +166,10 @@ def _load_mixer(config: ModelConfig, weights: WeightSource, layer: int) -> Atten
     if own is None or layer not in own.layers:
         latent: Attention = LATENT_HEADS.load(config, weights, layer)
         return latent
-    project = _load_projections(own, weights, f"model.layers.{layer}.self_attn")
-    return load_delta_net(config, weights, layer, project)
+    attn = f"model.layers.{layer}.self_attn"
+    project = _load_projections(own, weights, attn)
+    floor = own.decay_floor
+    return load_delta_net(config, weights, attn, project, gates_alone=True, decay_floor=floor)
 
 
 def _load_projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:
@@ -187,15 +187,15 @@ def _load_projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Proj
 
 
 def load_delta_net(
-    config: ModelConfig, weights: WeightSource, layer: int, project: Project
+    config: ModelConfig, weights: WeightSource, prefix: str, project: Project, **more: Any
 ) -> Attention:
-    """Take the recurrence of a layer with KDA, whose linears `project`."""
+    """Take the recurrence below `prefix`, whose linears `project`; `more` are other parameters."""
     import torch
 
     from shardnet.model.kernels.recurrence import RecurrenceParameters
     from shardnet.model.layers.gated_delta import GatedDeltaNet
 
-    own, prefix = config.delta_net, f"model.layers.{layer}.self_attn"
+    own = config.delta_net
     assert own is not None
     taps = torch.cat([weights.parameter(f"{prefix}.{name}_conv1d.weight") for name in "qkv"])
     parameters = RecurrenceParameters(
@@ -203,9 +203,7 @@ def load_delta_net(
         decay_rate=weights.parameter(f"{prefix}.A_log").view(-1).exp().neg(),
         decay_bias=weights.parameter(f"{prefix}.dt_bias"),
         norm_weight=weights.parameter(f"{prefix}.o_norm.weight"),
-        norm_eps=config.norm_eps,
-        gates_alone=True,
-        decay_floor=own.decay_floor,
+        **{"norm_eps": config.norm_eps, **more},
     )
     output = weights.linear(f"{prefix}.o_proj")
     return GatedDeltaNet.of(own, config.activation, project, parameters, output)

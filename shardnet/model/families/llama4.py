@@ -23,6 +23,7 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
 from shardnet.model.config.model_config import Experts, ModelConfig, Temperature
 from shardnet.model.config.rope import read_rope
+from shardnet.model.families.expert_parts import load_experts
 from shardnet.model.families.family import GgufFormat, Stacking
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
@@ -31,7 +32,6 @@ from shardnet.model.families.tensor_shapes import (
     Table,
     attention,
     gated,
-    linears,
 )
 
 if TYPE_CHECKING:
@@ -115,9 +115,8 @@ def _mlp_tensors(config: ModelConfig, layer: int) -> Table:
         return gated(config, block, config.intermediate_size)
     hidden, inner = config.hidden_size, experts.intermediate_size
     tensors: Table = {f"{block}.router.weight": (experts.n_experts, hidden)}
-    shapes = {EXPERTS.gate: (2 * inner, hidden), EXPERTS.down: (hidden, inner)}
     for number in range(experts.n_experts):
-        tensors |= linears(f"{block}.experts.{number}", shapes)
+        tensors |= gated(config, f"{block}.experts.{number}", inner, names=EXPERTS.linears)
     return tensors | gated(config, f"{block}.shared_expert", experts.shared_intermediate_size)
 
 
@@ -130,23 +129,14 @@ def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> M
 def _load_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp | SparseMlp:
     from shardnet.model.layers.experts import SigmoidRouter, SparseMlp
     from shardnet.model.layers.modules import GatedMlp
-    from shardnet.model.shards.cut import INNER_EACH, Axis
 
     block, experts = f"model.layers.{layer}.{EXPERTS.block}", config.layer_experts(layer)
     if experts is None:
         return GatedMlp.load(config, weights, block)
     gate = weights.linear(f"{block}.router", precise=True)
-    names = [f"{block}.experts.{number}" for number in range(experts.n_experts)]
     return SparseMlp(
         router=SigmoidRouter(gate=gate, top_k=experts.top_k),
-        experts=[
-            GatedMlp(
-                activation=config.activation,
-                gate_up_proj=weights.linear(f"{name}.{EXPERTS.gate}", outputs=INNER_EACH),
-                down_proj=weights.linear(f"{name}.{EXPERTS.down}", inputs=Axis.INNER),
-            )
-            for name in names
-        ],
+        experts=load_experts(config, weights, f"{block}.experts", experts.n_experts, EXPERTS),
         shared=GatedMlp.load(config, weights, f"{block}.shared_expert"),
         weighs_inputs=True,
     )

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final
 from shardnet.model.config.decoder_config import read_decoder, read_delta_net
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import Activation, ModelConfig
-from shardnet.model.families import olmo2
+from shardnet.model.families import kimi_linear, olmo2
 from shardnet.model.families.family import Family, decoder_stage
 from shardnet.model.families.layout import Layout
 from shardnet.model.families.parts import Part
-from shardnet.model.families.tensor_shapes import Table, linears
+from shardnet.model.families.tensor_shapes import Table
 
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer
@@ -53,42 +53,16 @@ def _read_config(fields: Fields) -> ModelConfig:
 def _net_tensors(config: ModelConfig, layer: int) -> Table:
     own, hidden, prefix = config.delta_net, config.hidden_size, f"model.layers.{layer}.linear_attn"
     assert own is not None
-    widths = {"q": own.key_width, "k": own.key_width, "v": own.value_width}
-    shapes = {f"{name}_proj": (width, hidden) for name, width in widths.items()} | {
-        "g_proj": (own.value_width, hidden),
-        "b_proj": (own.n_value_heads, hidden),
-        "a_proj": (own.n_value_heads, hidden),
-        "o_proj": (hidden, own.value_width),
-    }
-    taps: Table = {f"{prefix}.{n}_conv1d.weight": (w, 1, own.n_taps) for n, w in widths.items()}
-    return (
-        linears(prefix, shapes)
-        | taps
-        | {
-            f"{prefix}.A_log": (own.n_value_heads,),
-            f"{prefix}.dt_bias": (own.n_value_heads,),
-            f"{prefix}.o_norm.weight": (own.value_size,),
-        }
-    )
+    gates = {"g_proj": (own.value_width, hidden), "a_proj": (own.n_value_heads, hidden)}
+    decays = dict.fromkeys(("A_log", "dt_bias"), (own.n_value_heads,))
+    return kimi_linear.delta_tensors(config, own, prefix, gates, decays)
 
 
 def _load_net(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
-    import torch
-
-    from shardnet.model.kernels.recurrence import RecurrenceParameters
-    from shardnet.model.layers.gated_delta import GatedDeltaNet, Projections
+    from shardnet.model.layers.gated_delta import Projections
 
     own, prefix = config.delta_net, f"model.layers.{layer}.linear_attn"
     assert own is not None
-    taps = torch.cat([weights.parameter(f"{prefix}.{name}_conv1d.weight") for name in "qkv"])
-    parameters = RecurrenceParameters(
-        taps=taps.squeeze(1).T.contiguous(),
-        decay_rate=weights.parameter(f"{prefix}.A_log").exp().neg(),
-        decay_bias=weights.parameter(f"{prefix}.dt_bias"),
-        norm_weight=weights.parameter(f"{prefix}.o_norm.weight"),
-        norm_eps=_NORM_EPS,
-        write_scale=own.write_scale,
-    )
     project = Projections(
         config=own,
         qkvz_proj=weights.linear(*(f"{prefix}.{name}_proj" for name in "qkvg")),
@@ -96,8 +70,8 @@ def _load_net(config: ModelConfig, weights: WeightSource, layer: int) -> Attenti
         groups_qkvz=False,
         groups_ba=False,
     )
-    output = weights.linear(f"{prefix}.o_proj")
-    return GatedDeltaNet.of(own, Activation.SILU, project, parameters, output)
+    own_numbers = {"norm_eps": _NORM_EPS, "write_scale": own.write_scale}
+    return kimi_linear.load_delta_net(config, weights, prefix, project, **own_numbers)
 
 
 _NET: Final = Layout(attention=Part(tensors=_net_tensors, load=_load_net))

@@ -36,17 +36,19 @@ class Part:
     load: Callable[[ModelConfig, WeightSource, int], Any]
 
 
-def gated_part(block: str = "mlp") -> Part:
-    """Make the part of Llama's MLP, whose linears stand below `block`."""
+def gated_part(
+    block: str = "mlp", names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> Part:
+    """Make the part of a gated MLP, whose linears have their `names` below `block`."""
 
     def tensors(config: ModelConfig, layer: int) -> Table:
         prefix, inner = f"model.layers.{layer}.{block}", config.intermediate_size
-        return gated(config, prefix, inner, with_bias=config.mlp_bias)
+        return gated(config, prefix, inner, with_bias=config.mlp_bias, names=names)
 
     def load(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp:
         from shardnet.model.layers.modules import GatedMlp
 
-        return GatedMlp.load(config, weights, f"model.layers.{layer}.{block}")
+        return GatedMlp.load(config, weights, f"model.layers.{layer}.{block}", names)
 
     return Part(tensors=tensors, load=load)
 
@@ -254,26 +256,6 @@ def _load_fused_heads(config: ModelConfig, weights: WeightSource, layer: int) ->
     )
 
 
-def _joined_mlp(config: ModelConfig, layer: int) -> Table:
-    """Name gate and up of a layer's MLP as one linear, and down."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    shapes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
-    return linears(f"model.layers.{layer}.mlp", shapes)
-
-
-def _load_joined_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp:
-    """Take the parameters of the MLP of the absolute `layer`."""
-    from shardnet.model.layers.modules import GatedMlp
-    from shardnet.model.shards.cut import INNER_EACH, Axis
-
-    mlp = f"model.layers.{layer}.mlp"
-    return GatedMlp(
-        activation=config.activation,
-        gate_up_proj=weights.linear(f"{mlp}.gate_up_proj", outputs=INNER_EACH),
-        down_proj=weights.linear(f"{mlp}.down_proj", inputs=Axis.INNER),
-    )
-
-
 def whole_attention(config: ModelConfig, layer: int) -> Table:
     """Name Llama's attention, and norms over all queries and all keys."""
     return attention(config, layer) | whole_norms(config, layer)
@@ -351,7 +333,7 @@ WHOLE_HEADS: Final = Part(tensors=whole_attention, load=whole_norm_attention)
 """Attention with norms over all queries and over all keys (OLMo-2)."""
 FUSED_HEADS: Final = Part(tensors=_fused_heads, load=_load_fused_heads)
 """Attention whose queries, keys and values are one linear, of grouped heads (Phi-3)."""
-JOINED_MLP: Final = Part(tensors=_joined_mlp, load=_load_joined_mlp)
+JOINED_MLP: Final = gated_part(names=("gate_up_proj", "gate_up_proj", "down_proj"))
 """Phi-3's MLP, whose gate and up are one linear."""
 UP_DOWN: Final = plain_part("up_proj", "down_proj")
 XIELU_MLP: Final = Part(tensors=_xielu_mlp, load=_load_xielu_mlp)

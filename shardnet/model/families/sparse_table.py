@@ -54,7 +54,7 @@ from shardnet.model.families.expert_parts import (
 from shardnet.model.families.family import GgufFormat, Stacking
 from shardnet.model.families.layout import POST_NORMS, Layout, record
 from shardnet.model.families.parts import WHOLE_HEADS, Part, attention_part
-from shardnet.model.families.tensor_shapes import Table, linears, sparse_mlp
+from shardnet.model.families.tensor_shapes import Table, gated, sparse_mlp
 
 if TYPE_CHECKING:
     from shardnet.model.layers.experts import SparseMlp
@@ -70,6 +70,8 @@ _RENAMED_BIAS: Final = (("correction_bias", "correction.bias"),)
 
 # Granite
 
+_SHARED: Final = ("input_linear", "input_linear", "output_linear")
+
 
 def read_granite_moe(fields: Fields) -> ModelConfig:
     """Read a GraniteMoeConfig, with a shared expert or without."""
@@ -84,11 +86,10 @@ def _granite_mlp(config: ModelConfig, layer: int) -> Table:
 
     A model without experts has the last alone, as wide as its MLP.
     """
-    own, hidden = config.experts, config.hidden_size
+    own = config.experts
     inner = config.intermediate_size if own is None else own.shared_intermediate_size
-    shapes = {"input_linear": (2 * inner, hidden), "output_linear": (hidden, inner)}
     prefix = f"model.layers.{layer}.shared_mlp"
-    shared = linears(prefix, shapes) if inner else {}
+    shared = gated(config, prefix, inner, names=_SHARED) if inner else {}
     return shared if own is None else sparse_mlp(config, layer, EXPERTS) | shared
 
 
@@ -96,7 +97,6 @@ def _load_granite_mlp(
     config: ModelConfig, weights: WeightSource, layer: int
 ) -> SparseMlp | GatedMlp:
     from shardnet.model.layers.modules import GatedMlp
-    from shardnet.model.shards.cut import INNER_EACH, Axis
 
     own, prefix = config.experts, f"model.layers.{layer}.shared_mlp"
     if own is not None:
@@ -104,11 +104,7 @@ def _load_granite_mlp(
         sparse: SparseMlp = SOFTMAX_EXPERTS.load(alone, weights, layer)
         if not own.shared_intermediate_size:
             return sparse
-    shared = GatedMlp(
-        activation=config.activation,
-        gate_up_proj=weights.linear(f"{prefix}.input_linear", outputs=INNER_EACH),
-        down_proj=weights.linear(f"{prefix}.output_linear", inputs=Axis.INNER),
-    )
+    shared = GatedMlp.load(config, weights, prefix, _SHARED)
     return shared if own is None else replace(sparse, shared=shared)
 
 

@@ -97,9 +97,13 @@ def gated(
     with_bias: bool = False,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Table:
-    """Name gate, up and down below `prefix`, from the hidden size to `inner` and back."""
+    """Name gate, up and down below `prefix`, from the hidden size to `inner` and back.
+
+    Where gate and up have the same name they are one linear.
+    """
     hidden, (gate, up, down) = config.hidden_size, names
-    shapes = {gate: (inner, hidden), up: (inner, hidden), down: (hidden, inner)}
+    rows = 2 * inner if gate == up else inner
+    shapes = {gate: (rows, hidden), up: (rows, hidden), down: (hidden, inner)}
     return linears(prefix, shapes, with_bias=with_bias)
 
 

@@ -229,12 +229,15 @@ class GatedMlp:
         prefix: str,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> GatedMlp:
-        """Load gate, up and down below `prefix`, by default under Llama's `names`."""
-        gate, up, down = names
+        """Load gate, up and down below `prefix`, by default under Llama's `names`.
+
+        Where gate and up have the same name they are one linear.
+        """
+        *both, down = (f"{prefix}.{name}" for name in dict.fromkeys(names))
         return cls(
             activation=config.activation,
-            gate_up_proj=weights.linear(f"{prefix}.{gate}", f"{prefix}.{up}", outputs=INNER_EACH),
-            down_proj=weights.linear(f"{prefix}.{down}", inputs=Axis.INNER),
+            gate_up_proj=weights.linear(*both, outputs=INNER_EACH),
+            down_proj=weights.linear(down, inputs=Axis.INNER),
         )
 
     def __call__(self, hidden: Tensor) -> Tensor:
