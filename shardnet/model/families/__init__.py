@@ -1,1 +1,1 @@
-"""One file per model family, with one `Family` record."""
+"""Model families: a file or a row of a table each, with one `Family` record."""
