@@ -192,6 +192,11 @@ class Streams:
     n_rounds: int = 1
     has_head: bool = True
 
+    @property
+    def n_kinds(self) -> int:
+        """Kinds of factors around a sub-layer: before it, behind it, and from stream to stream."""
+        return 3 if self.kind is StreamKind.BALANCED else 2
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Temperature:

@@ -64,13 +64,14 @@ def read_latent_attention(
     has_whole_heads: bool = False,
     scaling: Mapping[str, Any] = MappingProxyType({}),
     is_tied: bool = False,
+    has_kv_heads: bool = True,
 ) -> ModelConfig:
     """Read what V2 and V3 say alike, but for the experts.
 
     `interleaved`: pairs that are rotated together stand side by side. `max_positions`, `norm_eps`,
     `is_tied` and `defaults` are defaults, `rope` is that of `read_decoder`. With `has_whole_heads`
     a `head_dim` counts all of a key's columns, else the rotated ones. `scaling` is as in
-    `read_rope`.
+    `read_rope`. Without `has_kv_heads` the number of KV heads says nothing.
     """
     fields.require("moe_layer_freq", 1)
     query_rank = fields.optional("q_lora_rank")
@@ -94,7 +95,8 @@ def read_latent_attention(
     )
     sizes = {"head_dim": (config.head_size, head_size)}
     sizes["qk_head_dim"] = (fields.positive("qk_head_dim", whole), whole)
-    sizes["num_key_value_heads"] = (config.n_kv_heads, config.n_heads)
+    if has_kv_heads:
+        sizes["num_key_value_heads"] = (config.n_kv_heads, config.n_heads)
     for key, (found, only) in sizes.items():
         if found != only:
             raise fields.unsupported(key, found, str(only))

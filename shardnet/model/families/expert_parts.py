@@ -6,7 +6,7 @@ files; modules, which need torch, are imported when a stage loads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shardnet.model.layers.experts import Router, SparseMlp
-    from shardnet.model.layers.modules import GatedMlp
+    from shardnet.model.layers.modules import GatedMlp, TwoLayerMlp
     from shardnet.model.layers.weight_source import WeightSource
 
 MakeRouter = Callable[["Experts", "WeightSource", str, "Tensor | None"], "Router"]
@@ -130,9 +130,11 @@ def experts_part(
         experts, block = config.layer_experts(layer), f"model.layers.{layer}.{names.block}"
         if experts is None:
             return GatedMlp.load(config, weights, block, names.linears)
+        each: Sequence[TwoLayerMlp]
         added = weights.parameter(f"{block}.{bias}") if bias else None
         router = make_router(experts, weights, f"{block}.gate", added)
-        each = load_experts(config, weights, f"{block}.experts", experts.n_experts, names)
+        plain = load_experts(config, weights, f"{block}.experts", experts.n_experts, names)
+        each = plain if experts.swiglu_limit is None else _clamped(plain, experts.swiglu_limit)
         common: GatedMlp | SharedExpert | None = None
         if experts.shared_intermediate_size:
             common = GatedMlp.load(config, weights, f"{block}.{shared}")
@@ -142,6 +144,15 @@ def experts_part(
         return SparseMlp(router=router, experts=each, shared=common)
 
     return Part(tensors=tensors, load=load)
+
+
+def _clamped(each: Sequence[GatedMlp], limit: float) -> Sequence[TwoLayerMlp]:
+    from shardnet.model.layers.experts import ClampedMlp
+
+    return [
+        ClampedMlp(limit=limit, gate_up_proj=one.gate_up_proj, down_proj=one.down_proj)
+        for one in each
+    ]
 
 
 def _by_softmax(experts: Experts, weights: WeightSource, gate: str, bias: Tensor | None) -> Router:

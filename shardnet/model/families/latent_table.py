@@ -5,12 +5,10 @@ Knows their keys, defaults and parts (transformers, modeling_*.py). Must not kno
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors
 from shardnet.model.config.model_config import Experts, Latent, ModelConfig, Rope
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families import deepseek_v2, ministral3
@@ -19,8 +17,8 @@ from shardnet.model.families.family import GgufFormat, MtpNames
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import LATENT_HEADS
 
-_LAYOUT: Final = Layout(attention=LATENT_HEADS, mlp=DEEPSEEK_EXPERTS)
-_EXPERTS: Final = Experts(
+LAYOUT: Final = Layout(attention=LATENT_HEADS, mlp=DEEPSEEK_EXPERTS)
+EXPERTS: Final = Experts(
     n_experts=256,
     top_k=8,
     intermediate_size=2048,
@@ -31,10 +29,10 @@ _EXPERTS: Final = Experts(
     output_scale=2.5,
     layers=(3,),
 )
-_RENAMED: Final = (("correction_bias", "correction.bias"),)
+RENAMED: Final = (("correction_bias", "correction.bias"),)
 
 
-def _read_experts(fields: Fields, config: ModelConfig, defaults: Experts) -> ModelConfig:
+def read_experts(fields: Fields, config: ModelConfig, defaults: Experts) -> ModelConfig:
     """Add experts that are chosen by sigmoid and a bias."""
     deepseek_v2.require_text(fields, "scoring_func", "sigmoid")
     deepseek_v2.require_text(fields, "topk_method", "noaux_tc")
@@ -47,7 +45,7 @@ def _read_v3(fields: Fields) -> ModelConfig:
     config = deepseek_v2.read_latent_attention(
         fields, interleaved=fields.take("rope_interleave", bool, True), max_positions=4096
     )
-    return _read_experts(fields, config, _EXPERTS)
+    return read_experts(fields, config, EXPERTS)
 
 
 def _read_glm4_lite(fields: Fields) -> ModelConfig:
@@ -70,60 +68,7 @@ def _read_glm4_lite(fields: Fields) -> ModelConfig:
         output_scale=1.8,
         layers=(1,),
     )
-    return _read_experts(fields, config, defaults)
-
-
-# Positions that an indexer chooses
-
-_INDEXER: Final = (
-    *("index_head_dim", "index_n_heads", "index_skip_topk_offset", "index_topk_freq"),
-    *("index_topk_pattern", "indexer_rope_interleave", "indexer_types", "layer_types"),
-)
-"""Keys of the indexer, which is left out: contexts end where it would choose some."""
-_CHOSEN: Final[dict[str, Any]] = {
-    "ignored_tensors": r"(model\.layers|blk)\.\d+\.(self_attn\.)?indexer\..*",
-    "mtp": MtpNames.LAYER,
-    **STACKED,
-}
-
-
-def _read_v32(fields: Fields) -> ModelConfig:
-    """Read a DeepseekV32Config."""
-    config = deepseek_v2.read_latent_attention(fields, interleaved=True, max_positions=163840)
-    return _read_chosen(fields, config, _EXPERTS)
-
-
-def _read_glm_dsa(fields: Fields) -> ModelConfig:
-    """Read a GlmMoeDsaConfig (GLM-5)."""
-    config = deepseek_v2.read_latent_attention(
-        fields,
-        interleaved=True,
-        max_positions=202752,
-        norm_eps=1e-5,
-        defaults=Latent(
-            rank=512, rope_size=64, nope_size=192, value_size=256, query_rank=2048, interleaved=True
-        ),
-    )
-    return _read_chosen(fields, config, replace(_EXPERTS, n_groups=1, top_groups=1))
-
-
-def _read_chosen(fields: Fields, config: ModelConfig, defaults: Experts) -> ModelConfig:
-    """Read the experts, and how many positions are chosen: to so many all are attended to."""
-    fields.ignore(*_INDEXER)
-    fields.require("rope_interleave", True)
-    n_chosen = fields.positive("index_topk", 2048)
-    return replace(
-        _read_experts(fields, config, defaults),
-        max_positions=min(config.max_positions, n_chosen),
-        n_chosen=n_chosen,
-    )
-
-
-def _read_glm_dsa_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
-    fields.require("expert_gating_func", 2)  # sigmoid
-    fields.ignore(*(f"attention.indexer.{key}" for key in ("head_count", "key_length", "types")))
-    config = deepseek_v2.read_gguf(fields, tensors, factors)
-    return config | {"index_topk": fields.positive("attention.indexer.top_k")}
+    return read_experts(fields, config, defaults)
 
 
 # Queries that grow, and a softmax
@@ -183,32 +128,23 @@ FAMILIES: Final = (
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
         _read_v3,
-        _LAYOUT,
+        LAYOUT,
         mtp=MtpNames.LAYER,
         **STACKED,
         gguf=GgufFormat(
             architecture="deepseek2",
             claims=deepseek_v2.has_sigmoid,
             read=deepseek_v2.read_gguf,
-            renamed=_RENAMED,
+            renamed=RENAMED,
         ),
     ),
     record(
         "glm4_moe_lite",
         "Glm4MoeLiteForCausalLM",
         _read_glm4_lite,
-        _LAYOUT,
+        LAYOUT,
         mtp=MtpNames.LAYER,
         **STACKED,
-    ),
-    record("deepseek_v32", "DeepseekV32ForCausalLM", _read_v32, _LAYOUT, **_CHOSEN),
-    record(
-        "glm_moe_dsa",
-        "GlmMoeDsaForCausalLM",
-        _read_glm_dsa,
-        _LAYOUT,
-        **_CHOSEN,
-        gguf=GgufFormat(architecture="glm-dsa", read=_read_glm_dsa_gguf, renamed=_RENAMED),
     ),
     record(
         "mistral4",

@@ -14,7 +14,7 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig, NormKind
 from shardnet.model.families.family import Family, StageLoader, decoder_stage
 from shardnet.model.families.parts import ATTENTION, GATED, Part
-from shardnet.model.families.tensor_shapes import Table, decoder_head
+from shardnet.model.families.tensor_shapes import Table, decoder_head, stream_mixer
 
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer
@@ -53,6 +53,8 @@ class Layout:
         for name in self._own_norms(config):
             if name:
                 made |= self._norm(config, f"model.layers.{layer}.{name}")
+        for mixer in ("attn_hc", "ffn_hc") if config.streams is not None else ():
+            made |= stream_mixer(config, f"model.layers.{layer}.{mixer}")
         return made
 
     def head_tensors(self, config: ModelConfig) -> Table:
@@ -60,6 +62,8 @@ class Layout:
         made = decoder_head(config)
         del made["model.norm.weight"]
         bias: Table = {"lm_head.bias": (config.vocab_size,)} if config.has_head_bias else {}
+        if config.streams is not None and config.streams.has_head:
+            made |= stream_mixer(config, "model.hc_head", "hc_")
         return self._norm(config, self.final_norm) | made | bias
 
     def load_layer(self, config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
@@ -69,11 +73,14 @@ class Layout:
             NoSublayer,
             ParallelSublayer,
             Residual,
+            stream_layer,
         )
         from shardnet.model.layers.weight_source import load_norm
 
         self_attn = self.attention.load(config, weights, layer)
         inner = self.mlp.load(config, weights, layer)
+        if config.streams is not None:
+            return stream_layer(config, weights, layer, self_attn, inner)
         first, after, second, last = (
             load_norm(config, weights, f"model.layers.{layer}.{name}") if name else None
             for name in self._own_norms(config)

@@ -225,7 +225,16 @@ def latent_attention(config: ModelConfig, layer: int) -> Table:
     keys_values = config.n_heads * (latent.nope_size + latent.value_size)
     tensors[f"{attn}.kv_b_proj.weight"] = (keys_values, latent.rank)
     outputs = {"o_proj": (hidden, config.n_heads * latent.value_size)}
-    return tensors | linears(attn, outputs, with_bias=bias)
+    tensors |= linears(attn, outputs, with_bias=bias)
+    own = config.indexer
+    if own is not None and layer in own.layers:
+        assert latent.query_rank is not None
+        index = f"{attn}.indexer"
+        shapes = {"wq_b": (own.n_heads * own.head_size, latent.query_rank)}
+        shapes |= {"wk": (own.head_size, hidden), "weights_proj": (own.n_heads, hidden)}
+        norm = {f"{index}.k_norm.{part}": (own.head_size,) for part in ("weight", "bias")}
+        tensors |= linears(index, shapes) | norm
+    return tensors
 
 
 def _fused_heads(config: ModelConfig, layer: int) -> Table:
@@ -295,6 +304,23 @@ def _load_latent(config: ModelConfig, weights: WeightSource, layer: int) -> Late
     return LatentAttention.load(config, weights, layer)
 
 
+def _gated_latents(config: ModelConfig, layer: int) -> Table:
+    """Name DeepSeek's attention, a gate for each column of a head's output, and sinks."""
+    assert config.latent is not None
+    attn, width = f"model.layers.{layer}.self_attn", config.n_heads * config.latent.value_size
+    gates = linears(attn, {"gate_proj": (width, config.hidden_size)})
+    return latent_attention(config, layer) | gates | {f"{attn}.sinks": (config.n_heads,)}
+
+
+def _load_gated_latents(config: ModelConfig, weights: WeightSource, layer: int) -> LatentAttention:
+    from shardnet.model.shards.cut import Axis
+
+    attn, plain = f"model.layers.{layer}.self_attn", _load_latent(config, weights, layer)
+    sinks = weights.parameter(f"{attn}.sinks", rows=Axis.HEADS).view(1, -1, 1)
+    gates = weights.linear(f"{attn}.gate_proj", outputs=(Axis.HEADS,))
+    return replace(plain, kind=replace(plain.kind, sinks=sinks), gate_proj=gates)
+
+
 _XIELU: Final = ("alpha_p", "alpha_n", "beta", "eps")
 
 
@@ -327,6 +353,8 @@ JOINED_ATTENTION: Final = Part(tensors=_joined_attention, load=_load_joined_atte
 """Attention whose queries, keys and values are one linear (GPT-NeoX)."""
 LATENT_HEADS: Final = Part(tensors=latent_attention, load=_load_latent)
 """DeepSeek's attention over latents."""
+GATED_LATENTS: Final = Part(tensors=_gated_latents, load=_load_gated_latents)
+"""The same with gates and sinks (Hunyuan 4)."""
 GATED: Final = gated_part()
 """Llama's MLP."""
 WHOLE_HEADS: Final = Part(tensors=whole_attention, load=whole_norm_attention)

@@ -126,3 +126,15 @@ def linears(prefix: str, shapes: dict[str, tuple[int, int]], *, with_bias: bool 
         if with_bias:
             tensors[f"{prefix}.{name}.bias"] = shape[:1]
     return tensors
+
+
+def stream_mixer(config: ModelConfig, name: str, begin: str = "") -> Table:
+    """Name what mixes residual streams around a sub-layer, or with `begin` behind the last layer.
+
+    Their own names begin with it.
+    """
+    assert config.streams is not None
+    count, kinds = config.streams.count, 1 if begin else config.streams.n_kinds
+    n_out = (count, 2 * count, (2 + count) * count)[kinds - 1]
+    own = f"{name}.{begin}"
+    return {f"{own}fn": (n_out, config.row_width), f"{own}base": (n_out,), f"{own}scale": (kinds,)}

@@ -1,0 +1,168 @@
+"""Families whose tokens attend to positions that an indexer chooses: a reader and a record each.
+
+DeepSeek-V3.2, GLM-5 and Hunyuan 4: DeepSeek-V3's latents and experts. Knows their keys, defaults
+and parts (transformers, modeling_*.py). Must not know files, nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from dataclasses import replace
+from typing import Any, Final
+
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import Factors
+from shardnet.model.config.model_config import (
+    Experts,
+    Indexer,
+    Latent,
+    ModelConfig,
+    StreamKind,
+    Streams,
+)
+from shardnet.model.families import deepseek_v2
+from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
+from shardnet.model.families.family import GgufFormat, MtpNames
+from shardnet.model.families.latent_table import EXPERTS, LAYOUT, RENAMED, read_experts
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import GATED_LATENTS
+
+_GLM: Final = Latent(
+    rank=512, rope_size=64, nope_size=192, value_size=256, query_rank=2048, interleaved=True
+)
+_HUNYUAN: Final = replace(_GLM, query_rank=1536, interleaved=False)
+_HUNYUAN_EXPERTS: Final = Experts(
+    n_experts=256,
+    top_k=8,
+    intermediate_size=768,
+    normalize_top_k=True,
+    shared_intermediate_size=1,
+    output_scale=2.827,
+    layers=(1,),
+)
+
+
+def _read_v32(fields: Fields) -> ModelConfig:
+    """Read a DeepseekV32Config."""
+    config = deepseek_v2.read_latent_attention(fields, interleaved=True, max_positions=163840)
+    fields.ignore("indexer_types", "layer_types")  # all are alike
+    fields.require("rope_interleave", True)
+    indexer = _read_indexer(fields, range(config.n_layers + 1), 64)
+    return replace(read_experts(fields, config, EXPERTS), indexer=indexer)
+
+
+def _read_glm(fields: Fields) -> ModelConfig:
+    """Read a GlmMoeDsaConfig (GLM-5)."""
+    config = deepseek_v2.read_latent_attention(
+        fields, interleaved=True, max_positions=202752, norm_eps=1e-5, defaults=_GLM
+    )
+    fields.ignore("layer_types")
+    for key in ("rope_interleave", "indexer_rope_interleave"):
+        fields.require(key, True)
+    indexer = _read_indexer(fields, _choosing_layers(fields, config.n_layers, (1, 2)), 32)
+    config = read_experts(fields, config, replace(EXPERTS, n_groups=1, top_groups=1))
+    return replace(config, indexer=replace(indexer, interleaved=True))
+
+
+def _read_hunyuan(fields: Fields) -> ModelConfig:
+    """Read a HYV4Config (Hunyuan 4)."""
+    config = deepseek_v2.read_latent_attention(
+        fields,
+        interleaved=False,
+        max_positions=262144,
+        norm_eps=1e-5,
+        defaults=_HUNYUAN,
+        has_kv_heads=False,
+    )
+    fields.ignore("layer_types", "learnable_sink_init", "num_nextn_predict_layers")
+    config = read_experts(fields, config, _HUNYUAN_EXPERTS)
+    limit = fields.number("swiglu_limit", 10.0)
+    if config.experts is not None and limit > 0:
+        config = replace(config, experts=replace(config.experts, swiglu_limit=limit))
+    indexer = _read_indexer(fields, _choosing_layers(fields, config.n_layers, (4, 2)), 16)
+    return replace(
+        config,
+        has_sinks=True,
+        indexer=replace(indexer, rotates_last=True, norm_eps=config.norm_eps),
+        streams=Streams(
+            count=fields.positive("hc_mult", 4),
+            kind=StreamKind.APART,
+            eps=fields.number("hc_eps", 1e-6),
+            magnitude=fields.number("hc_magnitude", 2.0),
+        ),
+    )
+
+
+def _choosing_layers(fields: Fields, n_layers: int, regular: tuple[int, int]) -> list[int]:
+    """Read which layers choose, and that for MTP; the others take the choice of one before.
+
+    By default it is every so many-th, from another on, and those before.
+    """
+    step = fields.positive("index_topk_freq", regular[0])
+    offset = fields.take("index_skip_topk_offset", int, regular[1])
+    found: Any = ["FS"[max(n - offset + 1, 0) % step != 0] for n in range(n_layers)]
+    for key in ("index_topk_pattern", "indexer_types"):
+        found = fields.take(key, object, None) or found
+    kinds = [str(each)[:1].upper() for each in found]
+    if len(kinds) != n_layers or not set(kinds) <= {"F", "S"} or kinds[0] != "F":
+        raise fields.damaged(f"indexer_types {found} are not full or shared for each layer")
+    return [n for n, kind in enumerate([*kinds, "F"]) if kind == "F"]
+
+
+def _read_indexer(fields: Fields, layers: Iterable[int], n_heads: int) -> Indexer:
+    """Read what chooses positions in `layers`; with `n_heads` by default."""
+    return Indexer(
+        n_heads=fields.positive("index_n_heads", n_heads),
+        head_size=fields.positive("index_head_dim", 128),
+        n_chosen=fields.positive("index_topk", 2048),
+        interleaved=False,
+        layers=tuple(layers),
+    )
+
+
+def _read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata of GLM-5."""
+    fields.require("expert_gating_func", 2)  # sigmoid
+    config = deepseek_v2.read_gguf(fields, tensors, factors)
+    fields.ignore("attention.indexer.types")  # the tensors say so
+    names = {"index_n_heads": "head_count", "index_head_dim": "key_length", "index_topk": "top_k"}
+    own = {key: fields.positive(f"attention.indexer.{name}") for key, name in names.items()}
+    layers = range(config["num_hidden_layers"])
+    kinds = ["F" if f"blk.{n}.indexer.proj.weight" in tensors else "S" for n in layers]
+    return config | own | {"indexer_types": kinds}
+
+
+FAMILIES: Final = (
+    record(
+        "deepseek_v32",
+        "DeepseekV32ForCausalLM",
+        _read_v32,
+        LAYOUT,
+        mtp=MtpNames.LAYER,
+        **STACKED,
+    ),
+    record(
+        "glm_moe_dsa",
+        "GlmMoeDsaForCausalLM",
+        _read_glm,
+        LAYOUT,
+        mtp=MtpNames.LAYER,
+        **STACKED,
+        gguf=GgufFormat(architecture="glm-dsa", read=_read_gguf, renamed=RENAMED),
+    ),
+    record(
+        "hy_v4",
+        "HYV4ForCausalLM",
+        _read_hunyuan,
+        Layout(attention=GATED_LATENTS, mlp=DEEPSEEK_EXPERTS),
+        renamed_tensors=(
+            (".hc_pre.hc_attn_layer.hc_", ".attn_hc."),
+            (".hc_pre.hc_mlp_layer.hc_", ".ffn_hc."),
+            (".hc_pre.hc_head.hc_head_", ".hc_head.hc_"),
+            (".learnable_sink_param", ".sinks"),
+            (".linear_gate.", ".gate_proj."),
+        ),
+        ignored_tensors=r"model\.mtp_layers\..*",
+        **STACKED,
+    ),
+)
