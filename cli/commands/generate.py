@@ -71,14 +71,6 @@ def generate(
             "Many prompts, one per line, as text or JSON; - reads standard input.",
         ),
     ] = "",
-    static: Annotated[
-        bool,
-        option(
-            "--static",
-            "Run prompts in fixed sets of 16, each in lockstep, none begun before the last set has "
-            "ended: the same steps each time, to measure.",
-        ),
-    ] = False,
     n: Annotated[
         int,
         option("--n N", "Samples of each prompt.", min=1, hides_default=True),
@@ -146,8 +138,6 @@ def generate(
     if as_json and as_lines:
         raise typer.BadParameter("choose one of --json and --jsonl")
     lines, prompts = _prompts(prompt, token_ids, prompts_file, params)
-    if static and not prompts_file:
-        raise typer.BadParameter("it needs --prompts-file", param_hint="--static")
     pictures = [Path(file) for file in image or ()]
     if chat:
         prompts = [
@@ -163,7 +153,6 @@ def generate(
         options={
             **options,
             "adapters": sampling.adapters(wanted.choice),
-            "lockstep": static,
             "pictures": [] if chat else pictures,
             "priority": priority,
             "deadline_s": deadline,

@@ -44,7 +44,7 @@ SECTIONS: Final = MappingProxyType(
             *("--offline", "--threads", "--standby", "--nodes-per-stage"),
         ),
         "Prompts": (
-            *("--token-ids", "--n", "--prompts-file", "--static", "--chat", "--system", "--bos"),
+            *("--token-ids", "--n", "--prompts-file", "--chat", "--system", "--bos"),
             *("--image", "--priority", "--deadline"),
         ),
         "Sampling": (
