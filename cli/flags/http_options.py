@@ -15,7 +15,7 @@ from shardnet.files import decode_text, expanded
 from shardnet.permissions import others_at, privacy_command
 
 from ..output.exit_codes import say
-from .options import Access, check_choice, flag, is_loopback
+from .options import Access, check_choices, flag, is_loopback
 
 MAX_KEY_FILE_BYTES = 1 << 20
 _STORED_KEY = Access()
@@ -126,8 +126,7 @@ class HttpOptions:
             raise typer.BadParameter(str(error), param_hint="--idle-unload") from error
 
     def _settings(self) -> Settings:
-        check_choice("--switch", self.switch, ("idle", "never"))
-        check_choice("--deputy", self.deputy, ("off", "auto"))
+        check_choices(self)
         if bool(self.tls_cert) != bool(self.tls_key):
             raise typer.BadParameter("give both or neither", param_hint="--tls-cert, --tls-key")
         if self.tls and self.tls_cert:

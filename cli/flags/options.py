@@ -52,7 +52,7 @@ def option(
     """
     flag, _, value = spelled.partition(" ")
     if words is None and "|" in value:
-        words = one_of(*(word for word in value.split("|") if word.islower()))
+        words = one_of(*filter(str.islower, value.split("|")))
     return typer.Option(
         flag,
         metavar=value or None,
@@ -69,6 +69,18 @@ def flag(default: T, spelled: str, help: str, **more: Any) -> T:
     """Make a field of a group that is a flag; the other arguments are those of `option`."""
     metadata = {"option": option(spelled, help, **more)}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_choices(group: Any) -> None:
+    """Raise typer.BadParameter for a flag of a group that has none of the words of its --help.
+
+    Those are all that it may be if each is in small letters, as in `--name this|that`.
+    """
+    for field in dataclasses.fields(group):
+        words = (field.metadata["option"].metavar or "").split("|") if field.metadata else []
+        value = getattr(group, field.name)
+        if len(words) > 1 and all(map(str.islower, words)) and value != field.default:
+            check_choice(f"--{field.name.replace('_', '-')}", value, words)
 
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -262,7 +274,7 @@ def parse_prefix_cache(text: str) -> int:
 def check_choice(flag: str, value: str, allowed: Sequence[str]) -> None:
     """Raise typer.BadParameter, which names `flag`, for a value that is not in `allowed`."""
     if value not in allowed:
-        *others, last = filter(None, allowed)
+        *others, last = allowed
         raise typer.BadParameter(
             f"'{value}': choose {', '.join(others)} or {last}", param_hint=flag
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
 import typer
 from msgspec import structs
@@ -33,7 +33,7 @@ from .options import (
     Search,
     Tailnet,
     check_addresses,
-    check_choice,
+    check_choices,
     check_model,
     flag,
     keep_model_folders,
@@ -196,17 +196,13 @@ class RingOptions:
         words=one_of("auto", "1", "2"),
     )
 
-    lora: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--lora",
-            metavar="NAME=PATH",
-            help="Load a LoRA adapter, a PEFT folder or a GGUF file on the ring's first node, for "
-            "requests that name it; can be repeated.",
-            envvar="SHARDNET_LORA",
-            show_default=False,
-        ),
-    ] = None
+    lora: list[str] | None = flag(
+        None,
+        "--lora NAME=PATH",
+        "Load a LoRA adapter, a PEFT folder or a GGUF file on the ring's first node, for "
+        "requests that name it; can be repeated.",
+        env=True,
+    )
 
     def wanted(self, access: Access) -> Wanted:
         """Make the request to open a ring. Raises typer.BadParameter for a wrong value."""
@@ -222,13 +218,8 @@ class RingOptions:
 
     def choice(self) -> ModelChoice:
         """Make the choice of model that is sent. Raises typer.BadParameter for a wrong value."""
-        check_choice("--optimise", self.optimise, ("", "latency", "throughput"))
-        check_choice("--dtype", self.dtype, ("auto", "bfloat16", "float16", "float32"))
+        check_choices(self)
         _check_wires(self.wire_dtype)
-        check_choice("--arith", self.arith, ("auto", "portable", "fast"))
-        check_choice("--quant", self.quant, ("none", "int8", "int4"))
-        check_choice("--kv-dtype", self.kv_dtype, ("auto", "int8"))
-        check_choice("--standby", self.standby, ("kv", "auto", "off"))
         return ModelChoice(
             model=check_model(self.model, "--model"),
             nodes=split_nodes(self.nodes),

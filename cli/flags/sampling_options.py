@@ -26,7 +26,7 @@ from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.generation import RecommendedName
 from shardnet.wire.messages.plans import ModelChoice
 
-from .options import check_choice, flag, option
+from .options import check_choices, flag, option
 
 RECOMMENDED: Final[tuple[RecommendedName, ...]] = get_args(RecommendedName)
 
@@ -124,16 +124,12 @@ class SamplingOptions:
         "Give the same tokens whatever else runs, with speculation or without; slower.",
     )
 
-    use_lora: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--use-lora",
-            metavar="NAME[=X]",
-            help="Compute with this LoRA adapter of the ring, multiplied by X; can be repeated. "
-            "Not needed with a single --lora.",
-            show_default=False,
-        ),
-    ] = None
+    use_lora: list[str] | None = flag(
+        None,
+        "--use-lora NAME[=X]",
+        "Compute with this LoRA adapter of the ring, multiplied by X; can be repeated. "
+        "Not needed with a single --lora.",
+    )
 
     def adapters(self, choice: ModelChoice) -> dict[str, float]:
         """Return which adapters to use of those of `choice`, or of the ring.
@@ -175,7 +171,7 @@ class SamplingOptions:
 
     def generation(self) -> GenerationOptions:
         """Make the options of a request. Raises typer.BadParameter for a wrong value."""
-        check_choice("--bos", self.bos, ("auto", "on", "off"))
+        check_choices(self)
         try:
             speculate = read_speculate(self.speculate)
         except UsageError as error:
@@ -292,14 +288,9 @@ class PromptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     deadline_s: float | UnsetType = UNSET
 
 
-SAMPLING_KEYS = (
-    *("temperature", "top_k", "top_p", "min_p", "seed", "min_tokens"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
-OPTION_KEYS = (
-    *("max_tokens", "stop", "stop_token_ids", "ignore_eos", "priority", "deadline_s"),
-    *("bos", "keep_special_tokens", "speculate", "draft_tokens", "deterministic"),
-)
+_SAMPLING_KEYS: Final = {*SamplingParams.__struct_fields__} - {"logit_bias", "sample_index"}
+_OPTION_KEYS: Final = GenerationOptions.__annotations__.keys()
+"""What a line may change of the command's: `logit_bias` and `sample_index` have another form."""
 
 _text = msgspec.json.Decoder(str)
 T = TypeVar("T")
@@ -381,12 +372,12 @@ def _read_object(said: PromptLine, sampling: SamplingParams) -> Prompt:
     given = [c for c in (said.prompt, said.token_ids, said.messages) if c is not None]
     if len(given) != 1:
         raise ValueError("give one of prompt, token_ids and messages")
-    changes = _given(said, SAMPLING_KEYS)
+    changes = _given(said, _SAMPLING_KEYS)
     if not isinstance(said.logit_bias, UnsetType):
         changes["logit_bias"] = tuple(said.logit_bias.items())
     if not isinstance(said.logprobs, UnsetType):
         changes["n_logprobs"] = said.logprobs
-    options = _given(said, OPTION_KEYS)
+    options = _given(said, _OPTION_KEYS)
     if not isinstance(said.speculate, UnsetType):
         options["speculate"] = read_speculate(said.speculate)
     if constraint := _constraint(said):
@@ -412,4 +403,4 @@ def _constraint(said: PromptLine) -> Constraint | None:
 
 
 def _given(said: PromptLine, keys: Iterable[str]) -> dict[str, Any]:
-    return {key: getattr(said, key) for key in keys if getattr(said, key) is not UNSET}
+    return {key: value for key in keys if (value := getattr(said, key, UNSET)) is not UNSET}
