@@ -23,6 +23,7 @@ from shardnet.api.dashboard.node_history import NodeHistory
 from shardnet.api.dashboard.ring_history import RingHistory
 from shardnet.api.dashboard.state import (
     ShownJob,
+    ShownLoading,
     ShownNode,
     ShownRequest,
     ShownRing,
@@ -33,7 +34,6 @@ from shardnet.api.dashboard.state import (
 from shardnet.api.server.endpoint import named_event
 from shardnet.api.server.service import Service
 from shardnet.errors import ShardnetError
-from shardnet.wire.messages.activity import RingActivity
 from shardnet.wire.messages.membership import ReportReply
 
 NODES_EVERY_S: Final = 1.0
@@ -66,15 +66,11 @@ class Watcher:
         """Why the node does not answer, "" while it does."""
         self._head_at = ""
         """The address of the ring's head, "" for the node that is asked."""
-        self._n_watching = 0
+        self.n_watching = 0
+        """How many watch."""
         self._polling: list[asyncio.Task[None]] = []
         self._looking = asyncio.Lock()
         self._changed = asyncio.Event()
-
-    @property
-    def n_watching(self) -> int:
-        """How many watch."""
-        return self._n_watching
 
     @property
     def now_s(self) -> float:
@@ -99,7 +95,7 @@ class Watcher:
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
         """Keep what is remembered up to date within the context, from its beginning on."""
-        self._n_watching += 1
+        self.n_watching += 1
         try:
             async with self._looking:
                 if not self._polling:
@@ -110,8 +106,8 @@ class Watcher:
                     ]
             yield
         finally:
-            self._n_watching -= 1
-            if not self._n_watching:
+            self.n_watching -= 1
+            if not self.n_watching:
                 polling, self._polling = self._polling, []
                 for task in polling:
                     task.cancel()
@@ -130,7 +126,8 @@ class Watcher:
         replies: list[ReportReply] = []
         failure = ""
         try:
-            async with asyncio.timeout(ANSWER_S), self._reports() as answers:
+            reports = aclosing(self.client.report(with_peers=True))
+            async with asyncio.timeout(ANSWER_S), reports as answers:
                 async for reply in answers:
                     replies.append(reply)
         except ShardnetError as error:
@@ -151,24 +148,19 @@ class Watcher:
                 self._head_at = ""  # it knows the way
         self.notify()
 
-    def _reports(self) -> aclosing[AsyncGenerator[ReportReply, None]]:
-        return aclosing(self.client.report(with_peers=True))
-
     async def _look_at_ring(self) -> None:
         try:
             async with asyncio.timeout(ANSWER_S):
-                activity = await self._activity()
+                known, last = self.ring.name, self.ring.last_step
+                activity = await self.client.activity(
+                    known_ring=known, after_step=last, at=self._head_at
+                )
         except (ShardnetError, TimeoutError):
-            activity = None
-        if activity is not None:
+            if not self.failure:
+                self.ring.forget()
+        else:
             self.ring.take(activity)
-        elif not self.failure:
-            self.ring.forget()
         self.notify()
-
-    async def _activity(self) -> RingActivity:
-        known, last = self.ring.name, self.ring.last_step
-        return await self.client.activity(known_ring=known, after_step=last, at=self._head_at)
 
 
 def _other_head(replies: list[ReportReply], nodes: NodeHistory) -> str:
@@ -200,17 +192,8 @@ class Dashboard:
     async def state(self) -> ShownState:
         """Return everything as it is now."""
         await self.watcher.look()
-        watcher = self.watcher
-        return ShownState(
-            server=self._server(),
-            nodes=watcher.nodes.nodes(watcher.now_s),
-            ring=watcher.ring.ring(),
-            loading=watcher.ring.loading(),
-            requests=watcher.ring.requests(),
-            rates=watcher.ring.rates(),
-            steps=watcher.ring.steps(),
-            jobs=self.jobs.listed(),
-        )
+        parts = {name: value for name, value, _ in self._parts()}
+        return ShownState(**parts, steps=self.watcher.ring.steps())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield an event for each part of the state, then one for each part that has changed."""
@@ -241,11 +224,11 @@ class Dashboard:
         return [
             ("server", server, replace(server, uptime_s=0)),
             ("nodes", nodes, [_node_news(node) for node in nodes]),
-            ("ring", ring, _ring_news(ring)),
-            ("loading", loading, None if loading is None else replace(loading, age_s=0)),
-            ("requests", requests, [_request_news(request) for request in requests]),
+            ("ring", ring, _news(ring)),
+            ("loading", loading, _news(loading)),
+            ("requests", requests, [*map(_news, requests)]),
             ("rates", rates, rates),
-            ("jobs", jobs, [_job_news(job) for job in jobs]),
+            ("jobs", jobs, [*map(_news, jobs)]),
         ]
 
     def _server(self) -> ShownServer:
@@ -275,16 +258,9 @@ def _node_news(node: ShownNode) -> ShownNode:
     )
 
 
-def _ring_news(ring: ShownRing | None) -> object:
-    return None if ring is None else replace(ring, age_s=0)
-
-
-def _request_news(request: ShownRequest) -> ShownRequest:
-    return replace(request, age_s=0)
-
-
-def _job_news(job: ShownJob) -> ShownJob:
-    return replace(job, age_s=0)
+def _news(shown: ShownRing | ShownLoading | ShownRequest | ShownJob | None) -> object:
+    """Return what is news of something: not that it grows older."""
+    return None if shown is None else replace(shown, age_s=0)
 
 
 def _steps(n_bytes: int | None) -> int | None:

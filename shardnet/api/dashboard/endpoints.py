@@ -29,7 +29,7 @@ from shardnet.errors import ShardnetError, UsageError
 from shardnet.types import MAX_POSITIONS
 from shardnet.wire.framing.schema import MAX_STAGES
 from shardnet.wire.messages.membership import ListedModel, ModelsListed
-from shardnet.wire.messages.plans import LeftOut, PlanReply
+from shardnet.wire.messages.plans import LeftOut, PlannedStage, PlanReply
 
 NodeIds = Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=MAX_STAGES)]
 Context = Annotated[int, Meta(ge=0, le=MAX_POSITIONS)]
@@ -45,22 +45,6 @@ class PlanBody(msgspec.Struct, kw_only=True):
     context: Context = 0
 
 
-class PreviewStage(msgspec.Struct, kw_only=True):
-    """A stage as it would be."""
-
-    rank: int
-    node: str
-    name: str
-    layers: tuple[int, int]
-    weight_bytes: int
-    kv_bytes: int
-    compute_ms: float | None
-    hop_ms: float | None
-    streamed_layers: int
-    fetch_bytes: int
-    fetch_s: float | None
-
-
 class PlanPreview(msgspec.Struct, kw_only=True):
     """A plan."""
 
@@ -71,7 +55,7 @@ class PlanPreview(msgspec.Struct, kw_only=True):
     predicted_tok_s: float | None
     why: str
     warnings: list[str]
-    stages: list[PreviewStage]
+    stages: list[PlannedStage]
     left_out: list[LeftOut]
 
 

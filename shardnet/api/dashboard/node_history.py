@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from msgspec import convert
 from msgspec.structs import replace
 
-from shardnet.api.dashboard.state import NodeState, ShownLink, ShownNode, ShownPart, ShownStandby
+from shardnet.api.dashboard.state import NodeState, ShownLink, ShownNode, ShownStandby
 from shardnet.checkpoint.model_names import short_name
 from shardnet.types import BLOCK_POSITIONS
 from shardnet.wire.messages.diagnostics import NodeReport, PeerView
@@ -188,5 +187,5 @@ def _shown(info: NodeInfo, report: NodeReport, address: str, *, is_asked: bool) 
         and ShownStandby(
             name=standby.node, layers=standby.layers, weight_bytes=standby.weight_bytes
         ),
-        parts=convert(stage.parts, list[ShownPart], from_attributes=True),
+        parts=stage.parts,
     )

@@ -13,7 +13,6 @@ from msgspec import convert
 
 from shardnet.api.dashboard.state import (
     ShownBehind,
-    ShownLoad,
     ShownLoading,
     ShownProgress,
     ShownRates,
@@ -105,7 +104,7 @@ class RingHistory:
             else "ready",
             waits_for=None if wait is None else wait.what,
             expected_s=0.0 if wait is None else wait.expected_s,
-            load=None if load is None else convert(load, ShownLoad, from_attributes=True),
+            load=load,
             stages=self._stages(plan.stages),
             left_out=plan.left_out,
             rings=[

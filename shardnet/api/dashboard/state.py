@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from shardnet.wire.messages.diagnostics import PartState, RingLoad
 from shardnet.wire.messages.plans import LeftOut
 
 NodeState = Literal["up", "draining", "resting", "silent", "lost", "refused"]
@@ -42,14 +43,6 @@ class ShownStandby(msgspec.Struct, kw_only=True):
     weight_bytes: int
 
 
-class ShownPart(msgspec.Struct, kw_only=True):
-    """Layers that one of a node's devices has, or several share."""
-
-    layers: tuple[int, int]
-    devices: list[str]
-    weight_bytes: int
-
-
 class ShownNode(msgspec.Struct, kw_only=True):
     """A node; of one that is lost or silent what it said last."""
 
@@ -83,7 +76,7 @@ class ShownNode(msgspec.Struct, kw_only=True):
     deputy: str | None = None
     deputy_of: list[str] = []
     wrong_bits: str | None = None
-    parts: list[ShownPart] = []
+    parts: list[PartState] = []
     links: list[ShownLink] = []
 
 
@@ -103,17 +96,6 @@ class ShownStage(msgspec.Struct, kw_only=True):
     queue_ms: float | None = None
     wire_ms: float | None = None
     busy: float | None = None
-
-
-class ShownLoad(msgspec.Struct, kw_only=True):
-    """Requests, slots and KV blocks in use. Blocks are those of one stage."""
-
-    running: int
-    waiting: int
-    paused: int
-    warm_slots: int
-    used_blocks: int
-    room_blocks: int
 
 
 class ShownBehind(msgspec.Struct, kw_only=True):
@@ -143,7 +125,7 @@ class ShownRing(msgspec.Struct, kw_only=True):
     state: Literal["ready", "recovering", "broken"]
     waits_for: str | None
     expected_s: float
-    load: ShownLoad | None
+    load: RingLoad | None
     stages: list[ShownStage]
     left_out: list[LeftOut]
     rings: list[ShownBehind] = []

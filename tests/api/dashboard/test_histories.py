@@ -20,7 +20,7 @@ from shardnet.api.dashboard.ring_history import (
     request_id,
     shown_step,
 )
-from shardnet.api.dashboard.state import ShownPart, ShownStandby
+from shardnet.api.dashboard.state import ShownStandby
 from shardnet.types import LiveState
 from shardnet.wire.messages.activity import RingActivity, RingOpening, StageProgress
 from shardnet.wire.messages.diagnostics import (
@@ -60,7 +60,7 @@ def test_a_node_that_dies_is_lost_with_what_it_had_and_forgotten_later() -> None
         256,
     )
     assert bert.standby == ShownStandby(name="carl", layers=(2, 4), weight_bytes=7)
-    assert bert.parts == [ShownPart(layers=(0, 2), devices=["cpu:0"], weight_bytes=5)]
+    assert bert.parts == [PartState(layers=(0, 2), devices=["cpu:0"], weight_bytes=5)]
     assert (bert.deputy, bert.deputy_of) == ("carl", ["anna"])
     assert (anna.model, anna.standby, anna.deputy) == (None, None, None)
     assert [(link.node, link.rtt_ms) for link in anna.links] == [("bert-id", 0.4)]
