@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -163,3 +163,6 @@ class DropStates(Tagged, frozen=True, kw_only=True):
 
 SlotOperation = OpenSequence | CloseSequence | FreeSlot | KeepState | DropStates
 """What changes the slots of every stage, in data order with the steps."""
+
+SlotMethod = Literal["trim", "copy", "keep_state", "drop_states", "rest", "clear"]
+"""The methods of a KV cache that change its slots, and take no rows."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import struct
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
@@ -116,13 +116,6 @@ class KvOrders:
         self._sources: dict[str, _Source] = {}
         self._expiry: asyncio.TimerHandle | None = None
         self._forgetting: asyncio.Task[None] | None = None
-
-    def register(self, handlers: MessageHandlers) -> None:
-        """Register the order."""
-        handlers.register(MoveKv, self._move_for)
-
-    async def _move_for(self, control: ControlLink, message: MoveKv) -> None:
-        await control.answer_with(message.request, self.move(message))
 
     async def move(self, message: MoveKv) -> KvMoved:
         """Bring what a sequence holds elsewhere to the stage that is ready for another ring.
@@ -335,24 +328,6 @@ async def restore_prefix(host: StageHost, message: RestorePrefix) -> PrefixResto
     return PrefixRestored(request=message.request, is_whole=is_whole)
 
 
-class PrefixOrders:
-    """Answers the heads of other nodes."""
-
-    def __init__(self, host: StageHost) -> None:
-        self._host = host
-
-    def register(self, handlers: MessageHandlers) -> None:
-        """Register both orders."""
-        handlers.register(FindPrefix, self._find_for)
-        handlers.register(RestorePrefix, self._restore_for)
-
-    async def _find_for(self, control: ControlLink, message: FindPrefix) -> None:
-        control.send(await find_prefix(self._host, message))
-
-    async def _restore_for(self, control: ControlLink, message: RestorePrefix) -> None:
-        await control.answer_with(message.request, restore_prefix(self._host, message))
-
-
 def _whole(token_ids: bytes) -> bytes:
     """Drop the bytes of an id that is cut off: the prefix is refused for its length then."""
     return token_ids[: len(token_ids) // 4 * 4]
@@ -431,26 +406,40 @@ async def count_experts(host: StageHost, message: CountExperts) -> ExpertsCounte
     )
 
 
-class StageQuestions:
-    """Answers the heads of other nodes."""
+Order = FindPrefix | RestorePrefix | MoveKv | AuditStage | ComputeLayer | CountExperts
+"""What a stage is asked for beside its life in a ring."""
+SOON: Final = (FindPrefix, AuditStage, CountExperts)
+"""The orders of which no progress is reported."""
 
-    def __init__(self, host: StageHost) -> None:
-        self._host = host
+
+class StageAnswers:
+    """What this node's stage answers to the orders of heads, of this node's own too."""
+
+    def __init__(self, host: StageHost, kv: KvOrders) -> None:
+        self._answers: dict[type[Order], Callable[[Any], Coroutine[Any, Any, Any]]] = {
+            FindPrefix: partial(find_prefix, host),
+            RestorePrefix: partial(restore_prefix, host),
+            MoveKv: kv.move,
+            AuditStage: partial(audit_stage, host),
+            ComputeLayer: partial(compute_for_audit, host),
+            CountExperts: partial(count_experts, host),
+        }
 
     def register(self, handlers: MessageHandlers) -> None:
-        """Register all of them."""
-        handlers.register(AuditStage, self._audit_for)
-        handlers.register(CountExperts, self._count_for)
-        handlers.register(ComputeLayer, self._compute_for)
+        """Register all orders of other nodes."""
+        for kind in self._answers:
+            handlers.register(kind, self._answer_for)
 
-    async def _audit_for(self, control: ControlLink, message: AuditStage) -> None:
-        control.send(await audit_stage(self._host, message))
+    async def answer(self, message: Order) -> object:
+        """Carry an order out; return its answer. Raises what the stage raises."""
+        return await self._answers[type(message)](message)
 
-    async def _count_for(self, control: ControlLink, message: CountExperts) -> None:
-        control.send(await count_experts(self._host, message))
-
-    async def _compute_for(self, control: ControlLink, message: ComputeLayer) -> None:
-        await control.answer_with(message.request, compute_for_audit(self._host, message))
+    async def _answer_for(self, control: ControlLink, message: Order) -> None:
+        work = self._answers[type(message)](message)
+        if isinstance(message, SOON):
+            control.send(await work)
+        else:
+            await control.answer_with(message.request, work)
 
 
 def compute_layer(order: StageOrder, layer: int, before: bytes) -> bytes:

@@ -22,7 +22,7 @@ from shardnet.cluster.measuring.gather_benchmark import GatherBenchmark
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
-from shardnet.cluster.member.kv_orders import HostedKv, KvOrders
+from shardnet.cluster.member.kv_orders import HostedKv, KvOrders, StageAnswers
 from shardnet.cluster.member.ring_membership import DataEnd
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import StageOrders, stage_devices
@@ -249,6 +249,7 @@ class StageParts:
             log=settings.log,
         )
         self.kv = KvOrders(self.host, links.dial_bulk)
+        self.answers = StageAnswers(self.host, self.kv)
         self.own = OwnState(
             settings=settings,
             advertisement=links.advertisement,

@@ -25,7 +25,6 @@ from shardnet.cluster.head.requests import Constraints
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.machine.device_list import CUDA, NVIDIA
 from shardnet.cluster.machine.temperature import OwnerUse, gpu_use, memory_stalled
-from shardnet.cluster.member.kv_orders import PrefixOrders, StageQuestions
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.node.dispatcher import Dispatcher, NodeMessages
 from shardnet.cluster.node.drain import NodeDrain
@@ -98,7 +97,7 @@ class Services:
         own_port = LocalPort(
             host=stage.host,
             stages=stage.orders,
-            kv=stage.kv,
+            answers=stage.answers,
             node=settings.node,
             name=settings.name,
             on_broken=self._ring_broken,
@@ -271,7 +270,7 @@ class Services:
         )
         watch = RingWatch(self.head, self.recovery.records, lambda: self.router.rings)
         own = (NodeMessages(stage=stage, peers=peers, head=self.head), reporter, watch)
-        orders = (stage.orders, PrefixOrders(stage.host), StageQuestions(stage.host), stage.kv)
+        orders = (stage.orders, stage.answers)
         ring = (self.head, self.planned, self.drain, self.stand_in)
         kept = KeptValues(peers.links.linked)
         answers = (self.clients, self.router, self.lists, self.encoders, kept)

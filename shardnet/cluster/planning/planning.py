@@ -1,6 +1,6 @@
-"""From what a client asks for to a plan, step by step: each takes what the step before it returned.
+"""From what a client asks for to a plan, step by step.
 
-    find_candidates → identify → measure → place      here
+    find_candidates → identify → measure → make_plan  here
     → build the ring (head/ring_builder.py) → run the request (head/clients.py)
 
 Candidates come before the model, since the node that would be head is the one to look for it.
@@ -21,10 +21,9 @@ from msgspec import structs
 
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.cluster.download.hub import pull_beside
-from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured, OnMeasured, StageRun
+from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, OnMeasured, StageRun
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import NodeDirectory
-from shardnet.cluster.planning.candidates import Holdings
 from shardnet.cluster.planning.placing import make_plan, plan_again
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.ring_dtypes import node_ariths, settle_arith, settle_dtype
@@ -58,34 +57,6 @@ class Elsewhere:
     model: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanCandidates:
-    """What a client asks for, and the nodes that may do it. The first one is asked to be head."""
-
-    choice: ModelChoice
-    nodes: tuple[NodeInfo, ...]
-    silent: tuple[LeftOut, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IdentifiedModel:
-    """The model that the choice means, and how the candidates would compute it."""
-
-    candidates: PlanCandidates
-    facts: ModelFacts
-    dtype: DType
-    arith: Arith
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanFigures:
-    """What the candidates and their links have measured of the model, and what they have of it."""
-
-    model: IdentifiedModel
-    measured: Measured
-    holdings: Holdings
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class Planner:
     """Plans for clients of `node`. `threads` compute plans: a strange model's takes seconds."""
@@ -109,21 +80,31 @@ class Planner:
     ) -> Plan | Elsewhere:
         """Plan `choice` without the nodes `without`, or name the node that would be its head.
 
-        `on_measured`, `measure_one` and `again` as in `measure`, `divides` as in `make_plan`.
-        Raises PlanError, CheckpointError, UsageError or LinkError if there can be no plan.
+        With `again` known figures are measured too; a node alone is measured with `measure_one`
+        only. `on_measured` is called after each node and link, `divides` as in `make_plan`. Raises
+        PlanError, CheckpointError, UsageError or LinkError if there can be no plan.
         """
-        candidates = await self.find_candidates(choice, without)
-        if choice.nodes and candidates.nodes[0].node != self.node:
-            return Elsewhere(address=candidates.nodes[0].address, model=choice.model)
-        model = await self.identify(candidates)
+        nodes, silent = await self.find_candidates(choice, without)
+        if choice.nodes and nodes[0].node != self.node:
+            return Elsewhere(address=nodes[0].address, model=choice.model)
+        facts = await self.identify(choice)
+        dtype = settle_dtype(choice.dtype, facts.config, nodes)
 
         async def placed(arith: Arith) -> Plan:
-            settled = replace(model, arith=arith)
-            figures = await self.measure(settled, on_measured, measure_one=measure_one, again=again)
-            job = partial(place, figures, divides=divides)
+            ariths = node_ariths(choice.arith, arith, nodes)
+            holdings = await self.sharing.holdings(facts, choice.model, nodes)
+            if len(nodes) > 1 or measure_one:
+                measured = await self.measuring.measured(
+                    nodes, choice, facts, dtype, ariths, again=again, on_measured=on_measured
+                )
+            else:
+                measured = await self.measuring.known(nodes[0], choice, facts, dtype, ariths)
+            job = partial(
+                make_plan, choice, facts, nodes, measured, silent, holdings, arith, divides
+            )
             return await self.threads.run(f"planning {choice.model}", job)
 
-        plan = await _settled(choice.arith, model.arith, placed)
+        plan = await _settled(choice.arith, settle_arith(choice.arith, nodes), placed)
         if plan.nodes[0].node != self.node:
             return Elsewhere(address=plan.nodes[0].address, model=choice.model)
         return plan
@@ -259,63 +240,33 @@ class Planner:
 
     async def find_candidates(
         self, choice: ModelChoice, without: Collection[str] = ()
-    ) -> PlanCandidates:
+    ) -> tuple[Sequence[NodeInfo], Sequence[LeftOut]]:
         """Find the nodes that `choice` names, without names this node and all its peers.
 
-        Those whose ids are in `without` are left out. Raises LinkError if there is no node at an
-        address, UsageError if one is named twice, PlanError if none is left.
+        Returns those that may do it, the one asked to be head first, and those that were silent.
+        Raises PlanError when none is left without `without`, and what NodeDirectory.candidates
+        raises.
         """
         found = await self.directory.candidates(choice.nodes)
-        nodes = tuple(info for info in found.nodes if info.node not in without)
+        nodes = [info for info in found.nodes if info.node not in without]
         if not nodes:
             why = ", ".join(f"{one.name} ({one.why})" for one in found.silent[:MOST_NAMED])
             raise PlanError(f"no node is left to plan for: {why or 'all are to be left out'}")
-        return PlanCandidates(choice=choice, nodes=nodes, silent=found.silent)
+        return nodes, found.silent
 
-    async def identify(self, candidates: PlanCandidates) -> IdentifiedModel:
+    async def identify(self, choice: ModelChoice) -> ModelFacts:
         """Identify the model on this node or else on a peer.
 
-        Raises CheckpointError if no node has it, or an adapter is not on this one, UsageError for
-        an unknown dtype, UnsupportedModelError for unknown keys of its config that the choice does
-        not ignore, and for what of an adapter is not implemented.
+        Raises CheckpointError if no node has it, or an adapter is not on this one, and
+        UnsupportedModelError for unknown keys of its config that the choice does not ignore, and
+        for what of an adapter is not implemented.
         """
-        choice = candidates.choice
         facts = await self.look_up(choice.model)
         if not choice.ignore_unknown_config:
             facts.check_known()
         if choice.adapters:
             facts = facts.with_adapters(await self.sharing.adapters.identify(choice, facts))
-        facts = await self._with_tower(facts, choice.mmproj)
-        dtype = settle_dtype(choice.dtype, facts.config, candidates.nodes)
-        arith = settle_arith(choice.arith, candidates.nodes)
-        return IdentifiedModel(candidates=candidates, facts=facts, dtype=dtype, arith=arith)
-
-    async def measure(
-        self, model: IdentifiedModel, on_measured: OnMeasured, *, measure_one: bool, again: bool
-    ) -> PlanFigures:
-        """Have all candidates and the links between them measured.
-
-        A single candidate reports what it knows of itself, and measures only with `measure_one`.
-        With `again` nodes measure what they remember too. `on_measured` takes the progress.
-        """
-        choice, nodes = model.candidates.choice, model.candidates.nodes
-        ariths = node_ariths(choice.arith, model.arith, nodes)
-        holdings = await self.sharing.holdings(model.facts, choice.model, nodes)
-        if len(nodes) > 1 or measure_one:
-            measured = await self.measuring.measured(
-                nodes,
-                choice,
-                model.facts,
-                model.dtype,
-                ariths,
-                again=again,
-                on_measured=on_measured,
-            )
-        else:
-            measured = await self.measuring.known(
-                nodes[0], choice, model.facts, model.dtype, ariths
-            )
-        return PlanFigures(model=model, measured=measured, holdings=holdings)
+        return await self._with_tower(facts, choice.mmproj)
 
     async def learn(self, plan: Plan, runs: Sequence[StageRun]) -> None:
         """Tell the nodes of a plan what a generation has disproved, for the plans that follow."""
@@ -430,21 +381,3 @@ async def _settled(
     if isinstance(portable, PlanError):
         raise portable
     return portable
-
-
-def place(figures: PlanFigures, *, divides: bool) -> Plan:
-    """Choose the ring, or several if it `divides`.
-
-    Raises PlanError if the model does not fit, and as `make_plan`.
-    """
-    model, candidates = figures.model, figures.model.candidates
-    return make_plan(
-        candidates.choice,
-        model.facts,
-        candidates.nodes,
-        figures.measured,
-        candidates.silent,
-        figures.holdings,
-        model.arith,
-        divides,
-    )

@@ -6,21 +6,14 @@ Knows how each command reaches a stage. Must not know why it is given.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from shardnet.cluster.member.kv_orders import (
-    KvOrders,
-    audit_stage,
-    compute_for_audit,
-    count_experts,
-    find_prefix,
-    restore_prefix,
-)
+from shardnet.cluster.member.kv_orders import SOON, Order, StageAnswers
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import PhaseProgress, StageOrders
 from shardnet.cluster.peers.control_link import Answer, ControlLink
@@ -31,21 +24,13 @@ from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.stages import (
-    AuditStage,
-    ComputeLayer,
     ConnectRing,
-    CountExperts,
-    FindPrefix,
     LoadStage,
-    MoveKv,
-    RestorePrefix,
     StageReady,
     UnloadStage,
 )
 
 T = TypeVar("T")
-Order = FindPrefix | RestorePrefix | MoveKv | AuditStage | ComputeLayer | CountExperts
-"""What a stage is asked for beside its life in a ring."""
 
 
 async def ask_all(asked: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -117,21 +102,13 @@ class LocalPort:
 
     host: StageHost
     stages: StageOrders
-    kv: KvOrders
+    answers: StageAnswers
     node: NodeId
     name: str
     on_broken: Callable[[str, ShardnetError, NodeId | None], None]
 
     def __post_init__(self) -> None:
         self.node_name = self.name
-        self._orders: dict[type[Order], Callable[[Any], Awaitable[object]]] = {
-            FindPrefix: partial(find_prefix, self.host),
-            RestorePrefix: partial(restore_prefix, self.host),
-            MoveKv: self.kv.move,
-            AuditStage: partial(audit_stage, self.host),
-            ComputeLayer: partial(compute_for_audit, self.host),
-            CountExperts: partial(count_experts, self.host),
-        }
 
     @property
     def last_step(self) -> int:
@@ -154,7 +131,7 @@ class LocalPort:
 
     async def order(self, message: Order, expected: type[Answer]) -> Answer:
         """Have this node's own stage do it."""
-        answer = await self._orders[type(message)](message)
+        answer = await self.answers.answer(message)
         assert isinstance(answer, expected)
         return answer
 
@@ -225,7 +202,7 @@ class RemotePort:
     async def order(self, message: Order, expected: type[Answer]) -> Answer:
         """Ask the peer, and wait as long as it reports that it works where that may take long."""
         numbered = replace(message, request=self._control.next_request())
-        if isinstance(message, FindPrefix | AuditStage | CountExperts):
+        if isinstance(message, SOON):
             return await self._control.ask(numbered, expected)
         return await self._control.ask(numbered, expected, on_progress=lambda report: None)
 

@@ -27,7 +27,7 @@ from shardnet.runtime.stage.compute import (
     StepFailed,
 )
 from shardnet.runtime.stage.routing import join_routing
-from shardnet.runtime.stage.worker import StageInputs
+from shardnet.runtime.stage.worker import StageInputs, StageSink
 from shardnet.sampling_params import TokenLogprobs
 from shardnet.slot_operations import SlotOperation
 from shardnet.types import Epoch, MicroBatch, StepId
@@ -248,7 +248,7 @@ class Pipeline:
             )
 
 
-class LocalSink:
+class LocalSink(StageSink):
     """The sink of a stage that is head and tail: answers go directly to the pipeline."""
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -259,18 +259,6 @@ class LocalSink:
         answer = step_answer(output)
         if answer is not None:
             self._pipeline.answer(answer)
-
-    def send_now(self, output: StageOutput) -> bool:
-        """Refuse: the pipeline is the loop's."""
-        return False
-
-    @property
-    def is_full(self) -> bool:
-        """Say no: nothing is queued here."""
-        return False
-
-    async def drain(self) -> None:
-        """Return at once: nothing is queued here."""
 
 
 def step_answer(output: StageOutput) -> StepAnswer | StepFailed | None:

@@ -27,6 +27,7 @@ from shardnet.runtime.stage.compute import (
     StageInput,
     StageOutput,
 )
+from shardnet.runtime.stage.worker import StageSink
 from shardnet.slot_operations import SlotOperation
 from shardnet.transport.direct_connection import DirectConnection
 from shardnet.transport.link import Link
@@ -304,7 +305,7 @@ class ShardSource(LinkSource):
         return super()._read(frame)
 
 
-class ShardSink:
+class ShardSink(StageSink):
     """Where the outputs of a shard beside shard 0 go: nowhere. Shard 0 has the same."""
 
     def send(self, output: StageOutput) -> None:
@@ -313,14 +314,6 @@ class ShardSink:
     def send_now(self, output: StageOutput) -> bool:
         """Drop one output."""
         return True
-
-    @property
-    def is_full(self) -> bool:
-        """Whether `drain` would wait: never."""
-        return False
-
-    async def drain(self) -> None:
-        """Wait for nothing."""
 
 
 def _nothing(n_rows: int) -> Activations:

@@ -13,7 +13,8 @@ from typing import Final
 import msgspec
 
 from shardnet.runtime.stage.stage_order import StageOrder
-from shardnet.types import MicroBatch, SlotId, StateId
+from shardnet.slot_operations import SlotMethod
+from shardnet.types import MicroBatch, SlotId
 
 WAKE: Final = b"."
 """What comes through the socket with each call that stands in the mailbox."""
@@ -76,44 +77,11 @@ class Logits(msgspec.Struct, frozen=True, kw_only=True, tag="logits"):
     dtype: str
 
 
-class Trim(msgspec.Struct, frozen=True, kw_only=True, tag="trim"):
-    """Free blocks of a slot."""
+class SlotCall(msgspec.Struct, frozen=True, kw_only=True, tag="slots"):
+    """Call a method of the KV cache, which changes slots and needs no rows."""
 
-    slot: SlotId
-    n_positions: int
-
-
-class Copy(msgspec.Struct, frozen=True, kw_only=True, tag="copy"):
-    """Copy positions of a slot."""
-
-    source: SlotId
-    target: SlotId
-    n_positions: int
-    state: StateId | None
-
-
-class Keep(msgspec.Struct, frozen=True, kw_only=True, tag="keep"):
-    """Keep states of a slot."""
-
-    slot: SlotId
-    n_positions: int
-    state: StateId
-
-
-class Drop(msgspec.Struct, frozen=True, kw_only=True, tag="drop"):
-    """Give kept states back."""
-
-    states: tuple[StateId, ...]
-
-
-class Rest(msgspec.Struct, frozen=True, kw_only=True, tag="rest"):
-    """Give a slot's own states back."""
-
-    slot: SlotId
-
-
-class Clear(msgspec.Struct, frozen=True, kw_only=True, tag="clear"):
-    """Free all slots."""
+    method: SlotMethod
+    arguments: tuple[int | list[int] | None, ...]
 
 
 class AdoptRows(msgspec.Struct, frozen=True, kw_only=True, tag="adopt rows"):
@@ -149,7 +117,7 @@ class Read(msgspec.Struct, frozen=True, kw_only=True, tag="read"):
     values: bool
 
 
-Call = Run | Deep | Logits | Trim | Copy | Keep | Drop | Rest | Clear | AdoptRows | Adopt | Read
+Call = Run | Deep | Logits | SlotCall | AdoptRows | Adopt | Read
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):

@@ -16,7 +16,6 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CheckpointError, ConfigurationError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.slot_blocks import SlotContents
-from shardnet.model.kernels.codec import to_bytes
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.shards.cut import MAX_SHARDS
 from shardnet.model.shards.group import MemoryGroup, SharedMemory
@@ -96,11 +95,6 @@ class ArrivingSlot:
         self.clear()
         contents.firsts[:] = firsts
         self._kv.adopt(slot, contents, n_blocks)
-
-    @staticmethod
-    def as_bytes(tensor: Tensor) -> memoryview:
-        """Return a tensor as plain bytes."""
-        return to_bytes(tensor)
 
 
 _MOST_ROWS: Final = 1024

@@ -36,26 +36,22 @@ from shardnet.runtime.shards.calls import (
     AdoptRows,
     Answer,
     Call,
-    Clear,
-    Copy,
     Deep,
-    Drop,
     Failed,
-    Keep,
     Logits,
     Read,
     Ready,
-    Rest,
     Rows,
     Run,
     ShardJob,
-    Trim,
+    SlotCall,
     read_exactly,
     read_message,
     write_message,
 )
 from shardnet.runtime.shards.mailbox import Mailbox
-from shardnet.types import MicroBatch, SlotId, StateId
+from shardnet.slot_operations import SlotMethod
+from shardnet.types import MicroBatch, SlotId
 
 log = logging.getLogger(__name__)
 
@@ -209,29 +205,9 @@ class ShardProcesses:
         """See Followers."""
         self._call(Logits(n_rows=rows.shape[0], dtype=_name(rows.dtype)), rows)
 
-    def trim(self, slot: SlotId, n_positions: int) -> None:
+    def change_slots(self, method: SlotMethod, *arguments: int | list[int] | None) -> None:
         """See Followers."""
-        self._call(Trim(slot=slot, n_positions=n_positions))
-
-    def copy(self, source: SlotId, target: SlotId, n_positions: int, state: StateId | None) -> None:
-        """See Followers."""
-        self._call(Copy(source=source, target=target, n_positions=n_positions, state=state))
-
-    def keep_state(self, slot: SlotId, n_positions: int, state: StateId) -> None:
-        """See Followers."""
-        self._call(Keep(slot=slot, n_positions=n_positions, state=state))
-
-    def drop_states(self, states: Sequence[StateId]) -> None:
-        """See Followers."""
-        self._call(Drop(states=tuple(states)))
-
-    def rest(self, slot: SlotId) -> None:
-        """See Followers."""
-        self._call(Rest(slot=slot))
-
-    def clear(self) -> None:
-        """See Followers."""
-        self._call(Clear())
+        self._call(SlotCall(method=method, arguments=arguments))
 
     def adopt(self, slot: SlotId, contents: SlotContents, n_blocks: int) -> None:
         """See Followers."""

@@ -23,21 +23,16 @@ from shardnet.runtime.shards.calls import (
     Adopt,
     AdoptRows,
     Call,
-    Clear,
-    Copy,
     Deep,
-    Drop,
     Failed,
-    Keep,
     Logits,
     Progress,
     Read,
     Ready,
-    Rest,
     Rows,
     Run,
     ShardJob,
-    Trim,
+    SlotCall,
     read_exactly,
     read_message,
     write_message,
@@ -197,6 +192,7 @@ class _Shard:
         """Carry out a call."""
         import torch
 
+        from shardnet.model.kernels.codec import to_bytes
         from shardnet.stage import runs as stage_runs
 
         kv = self._model.kv
@@ -216,19 +212,10 @@ class _Shard:
             case Logits():
                 assert rows is not None
                 self._model.new_logits(rows)
-            case Trim(slot=slot, n_positions=n_positions):
-                kv.trim(slot, n_positions)
-            case Copy(source=source, target=target, n_positions=n_positions, state=state):
-                kv.copy(source, target, n_positions, state)
-            case Keep(slot=slot, n_positions=n_positions, state=state):
-                kv.keep_state(slot, n_positions, state)
-            case Drop(states=states):
-                kv.drop_states(states)
-            case Rest(slot=slot):
-                kv.rest(slot)
-            case Clear():
-                kv.clear()
-                self._arriving.clear()
+            case SlotCall(method=method, arguments=arguments):
+                getattr(kv, method)(*arguments)
+                if method == "clear":
+                    self._arriving.clear()
             case AdoptRows():
                 assert rows is not None
                 self._arriving.take(call, rows)
@@ -238,7 +225,7 @@ class _Shard:
                 contents = kv.contents(slot)
                 first = contents.first(layer)
                 held = contents.rows(layer, first + begin, first + end, values=values)
-                data = self._arriving.as_bytes(held)
+                data = to_bytes(held)
                 dtype = str(held.dtype).rpartition(".")[2]
                 shape = (held.shape[0], held.shape[1], held.shape[2])
                 write_message(self._leader, Rows(n_bytes=data.nbytes, dtype=dtype, shape=shape))

@@ -26,7 +26,7 @@ from shardnet.runtime.stage.worker import StageInputs, StageSink, StageSource, S
 from shardnet.types import SequenceId, StepId
 
 
-class Handover(StageInputs):
+class Handover(StageInputs, StageSink):
     """Between two parts of a stage: the sink of the first, the source of the second.
 
     The head's credit bounds how many steps wait here.
@@ -49,18 +49,6 @@ class Handover(StageInputs):
                 blocks=output.blocks,
             )
         )
-
-    def send_now(self, output: StageOutput) -> bool:
-        """Refuse: what waits here is the loop's."""
-        return False
-
-    @property
-    def is_full(self) -> bool:
-        """Say no: what waits is bounded elsewhere."""
-        return False
-
-    async def drain(self) -> None:
-        """Return at once."""
 
 
 @dataclass(frozen=True, slots=True)

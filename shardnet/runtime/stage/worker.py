@@ -115,13 +115,15 @@ class StageSink(Protocol):
 
     @property
     def is_full(self) -> bool:
-        """Whether `drain` would wait."""
+        """Whether `drain` would wait: not where nothing is queued."""
+        return False
 
     def send_now(self, output: StageOutput) -> bool:
         """Send one output from any thread, unless others wait before it; return whether it did.
 
-        Raises LinkError when the ring is broken.
+        Raises LinkError when the ring is broken. What is the loop's alone refuses.
         """
+        return False
 
     async def drain(self) -> None:
         """Wait until there is room for more."""

@@ -20,6 +20,7 @@ from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.picture_rows import PictureRows
 from shardnet.model.cache.slot_blocks import SlotContents
 from shardnet.model.shards.cut import Cut
+from shardnet.slot_operations import SlotMethod
 from shardnet.types import MicroBatch, SlotId, StateId
 
 
@@ -45,34 +46,34 @@ class LeadingKvCache(KvCache):
     def trim(self, slot: SlotId, n_positions: int) -> None:
         """See KvCache."""
         super().trim(slot, n_positions)
-        self._followers.trim(slot, n_positions)
+        self._followers.change_slots("trim", slot, n_positions)
 
     def copy(
         self, source: SlotId, target: SlotId, n_positions: int, state: StateId | None = None
     ) -> None:
         """See KvCache."""
         super().copy(source, target, n_positions, state)
-        self._followers.copy(source, target, n_positions, state)
+        self._followers.change_slots("copy", source, target, n_positions, state)
 
     def keep_state(self, slot: SlotId, n_positions: int, state: StateId) -> None:
         """See KvCache."""
         super().keep_state(slot, n_positions, state)
-        self._followers.keep_state(slot, n_positions, state)
+        self._followers.change_slots("keep_state", slot, n_positions, state)
 
     def drop_states(self, states: Sequence[StateId]) -> None:
         """See KvCache."""
         super().drop_states(states)
-        self._followers.drop_states(states)
+        self._followers.change_slots("drop_states", [*states])
 
     def rest(self, slot: SlotId) -> None:
         """See KvCache."""
         super().rest(slot)
-        self._followers.rest(slot)
+        self._followers.change_slots("rest", slot)
 
     def clear(self) -> None:
         """See KvCache."""
         super().clear()
-        self._followers.clear()
+        self._followers.change_slots("clear")
 
     def adopt(self, slot: SlotId, contents: SlotContents, n_blocks: int) -> None:
         """See KvCache."""
@@ -178,23 +179,8 @@ class Followers(Protocol):
     def logits(self, rows: Tensor) -> None:
         """Have them apply norm and LM head to rows [R, E]."""
 
-    def trim(self, slot: SlotId, n_positions: int) -> None:
-        """Have them free blocks of a slot, as KvCache.trim does."""
-
-    def copy(self, source: SlotId, target: SlotId, n_positions: int, state: StateId | None) -> None:
-        """Have them copy positions of a slot, as KvCache.copy does."""
-
-    def keep_state(self, slot: SlotId, n_positions: int, state: StateId) -> None:
-        """Have them keep states of a slot, as KvCache.keep_state does."""
-
-    def drop_states(self, states: Sequence[StateId]) -> None:
-        """Have them give kept states back."""
-
-    def rest(self, slot: SlotId) -> None:
-        """Have them give a slot's own states back."""
-
-    def clear(self) -> None:
-        """Have them free all slots."""
+    def change_slots(self, method: SlotMethod, *arguments: int | list[int] | None) -> None:
+        """Have them call this method of their KV caches."""
 
     def adopt(self, slot: SlotId, contents: SlotContents, n_blocks: int) -> None:
         """Have a slot hold `contents`, of which each takes the KV heads that it has."""

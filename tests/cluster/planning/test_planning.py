@@ -24,7 +24,7 @@ from shardnet.cluster.planning import planning
 from shardnet.cluster.planning.model_shape import QuantizationChoice, model_shape
 from shardnet.cluster.planning.placing import fits, make_plan, plan_again
 from shardnet.cluster.planning.plan import Plan
-from shardnet.cluster.planning.planning import PlanCandidates, Planner
+from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.sharing.replica_sources import ReplicaSource
 from shardnet.errors import (
     CapacityError,
@@ -493,14 +493,10 @@ def test_unknown_keys_of_the_config_end_the_plan_or_are_warned_of() -> None:
         log=others,
     )
 
-    async def identified(choice: ModelChoice) -> ModelFacts:
-        candidates = PlanCandidates(choice=choice, nodes=(node("a"),), silent=())
-        return (await planner.identify(candidates)).facts
-
     with pytest.raises(UnsupportedModelError, match=r"logit_scale = 0\.1, spread = 7"):
-        asyncio.run(identified(ModelChoice(model="/m")))
+        asyncio.run(planner.identify(ModelChoice(model="/m")))
     choice = ModelChoice(model="/m", ignore_unknown_config=True)
-    plan = make_plan(choice, asyncio.run(identified(choice)), [node("a")])
+    plan = make_plan(choice, asyncio.run(planner.identify(choice)), [node("a")])
     assert "logit_scale = 0.1, spread = 7" in plan.warnings[0]
     assert ring_spec(plan).form.ignore_unknown_config
 
@@ -602,8 +598,8 @@ def test_nodes_that_are_to_be_left_out_are_no_candidates() -> None:
         log=pytest.fail,
     )
     choice = ModelChoice(model="m")
-    found = asyncio.run(planner.find_candidates(choice, ["b", "unknown"]))
-    assert [info.node for info in found.nodes] == ["a", "c"]
+    nodes, _ = asyncio.run(planner.find_candidates(choice, ["b", "unknown"]))
+    assert [info.node for info in nodes] == ["a", "c"]
     with pytest.raises(PlanError, match="no node is left"):
         asyncio.run(planner.find_candidates(choice, ["a", "b", "c"]))
 
