@@ -126,7 +126,8 @@ class StageSink(Protocol):
         return False
 
     async def drain(self) -> None:
-        """Wait until there is room for more."""
+        """Wait until there is room for more, not at all where nothing is queued."""
+        return
 
 
 @dataclass(eq=False, kw_only=True)
