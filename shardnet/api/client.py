@@ -50,9 +50,10 @@ from shardnet.sampling_params import SamplingParams
 from shardnet.transport import tcp
 from shardnet.transport.address import split_address
 from shardnet.transport.link import Link, LinkOptions
+from shardnet.wire.framing.schema import Numbered
 from shardnet.wire.messages.activity import CancelSequence, GetActivity, RingActivity
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
-from shardnet.wire.messages.control import ControlMessage, Done, Redirect
+from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.deputies import (
     DropValue,
     FindValue,
@@ -477,7 +478,7 @@ class Client:
     @asynccontextmanager
     async def _conversation(
         self, message: Request, address: str = ""
-    ) -> AsyncIterator[tuple[ControlLink, AsyncIterator[ControlMessage]]]:
+    ) -> AsyncIterator[tuple[ControlLink, AsyncIterator[Numbered]]]:
         """Number and send a request; yield the link that it went over, and its answers.
 
         If that link ends before any answer, the request goes once more over a new one: the node may
@@ -547,9 +548,7 @@ class Client:
                 closing.push_async_callback(_end, control, reading)
 
 
-async def _preceded(
-    first: ControlMessage, answers: AsyncIterator[ControlMessage]
-) -> AsyncIterator[ControlMessage]:
+async def _preceded(first: Numbered, answers: AsyncIterator[Numbered]) -> AsyncIterator[Numbered]:
     yield first
     async for answer in answers:
         yield answer

@@ -34,9 +34,10 @@ from shardnet.errors import (
     UsageError,
 )
 from shardnet.types import LiveState
+from shardnet.wire.framing.schema import Numbered
 from shardnet.wire.messages import generation as wire
 from shardnet.wire.messages.activity import TracePiece
-from shardnet.wire.messages.control import ControlMessage, Failed, reported_error
+from shardnet.wire.messages.control import Failed, reported_error
 from shardnet.wire.messages.deputies import CopiedTo, Resume
 from shardnet.wire.messages.generation import Generate
 
@@ -45,7 +46,7 @@ class SendAgain:
     """Comes when a request is to be sent again."""
 
 
-Answer = ControlMessage | ShardnetError | SendAgain
+Answer = Numbered | ShardnetError | SendAgain
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -26,10 +26,10 @@ from shardnet.errors import (
 from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
 from shardnet.wire.framing.frames import FrameKind
+from shardnet.wire.framing.schema import Numbered
 from shardnet.wire.messages.activity import ActivityRequest
 from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import (
-    ControlMessage,
     Failed,
     control_frame,
     failed,
@@ -76,9 +76,9 @@ Notice = (
     RingBroken | PeersKnown | StandBy | StandByRefused | RequestCopied | TokensCopied | TakenOver
 )
 Incoming = ControlRequest | Notice
-Answer = TypeVar("Answer", bound=ControlMessage)
+Answer = TypeVar("Answer", bound=Numbered)
 Handler = Callable[["ControlLink", Incoming], Coroutine[None, None, None]]
-OnAnswer = Callable[[ControlMessage | ShardnetError], None]
+OnAnswer = Callable[[Numbered | ShardnetError], None]
 
 
 M = TypeVar("M", bound=Incoming)
@@ -121,7 +121,7 @@ class ControlLink:
         """Return the next unused request number of this side of the link."""
         return next(self._numbers)
 
-    def send(self, message: ControlMessage) -> None:
+    def send(self, message: Numbered | Notice) -> None:
         """Send one message. Raises LinkError if the link has ended."""
         self.link.send(control_frame(message))
 
@@ -132,7 +132,7 @@ class ControlLink:
             if not work.done():
                 self.send(LoadProgress(request=request, done_bytes=0, total_bytes=0))
 
-    async def answer_with(self, request: int, work: Coroutine[Any, Any, ControlMessage]) -> None:
+    async def answer_with(self, request: int, work: Coroutine[Any, Any, Numbered]) -> None:
         """Send progress for a request of the peer while `work` runs, then what it returns.
 
         Raises its error. Cancelling this call cancels the work.
@@ -179,16 +179,14 @@ class ControlLink:
                     )
 
     @asynccontextmanager
-    async def conversation(
-        self, message: ControlRequest
-    ) -> AsyncIterator[AsyncIterator[ControlMessage]]:
+    async def conversation(self, message: ControlRequest) -> AsyncIterator[AsyncIterator[Numbered]]:
         """Send a request and iterate over its answers, without a deadline.
 
         An error that leaves the context, a cancelled wait too, cancels the request at the peer;
         who leaves it otherwise has had the last answer. The iterator raises the error that the peer
         reported with Failed, and LinkError if the link ends.
         """
-        answers: asyncio.Queue[ControlMessage | ShardnetError] = asyncio.Queue()
+        answers: asyncio.Queue[Numbered | ShardnetError] = asyncio.Queue()
         self.begin(message, answers.put_nowait)
         is_over = False
         try:
@@ -311,8 +309,8 @@ class ControlLink:
 
 
 async def _unpacked(
-    answers: asyncio.Queue[ControlMessage | ShardnetError], peer_name: str
-) -> AsyncIterator[ControlMessage]:
+    answers: asyncio.Queue[Numbered | ShardnetError], peer_name: str
+) -> AsyncIterator[Numbered]:
     while True:
         answer = await answers.get()
         if isinstance(answer, ShardnetError):

@@ -27,8 +27,9 @@ from shardnet.errors import (
 )
 from shardnet.runtime.loading.model_facts import check_model_id
 from shardnet.transport.deadline import deadline
+from shardnet.wire.framing.schema import Numbered
 from shardnet.wire.messages.activity import KeepRing, RingKept
-from shardnet.wire.messages.control import ControlMessage, Failed, Redirect, reported_error
+from shardnet.wire.messages.control import Failed, Redirect, reported_error
 from shardnet.wire.messages.diagnostics import RingBehind, RingLoad
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.handshake import explanation
@@ -39,7 +40,7 @@ AGAIN_S: Final = (0.1, 0.5, 1.0, 2.0, 5.0)
 BUILDING: Final = "it is being built"
 
 OnProgress = Callable[[NodeProgress], None]
-Answers = asyncio.Queue[ControlMessage | ShardnetError]
+Answers = asyncio.Queue[Numbered | ShardnetError]
 
 
 @dataclass(eq=False, repr=False)
@@ -121,7 +122,7 @@ class KeptRing:
         control, answers = await self._roomy_link(), Answers()
         request, is_over = control.next_request(), False
 
-        def take(answer: ControlMessage | ShardnetError) -> None:
+        def take(answer: Numbered | ShardnetError) -> None:
             nonlocal is_over
             is_over |= isinstance(answer, Failed)
             answers.put_nowait(answer)
@@ -139,7 +140,7 @@ class KeptRing:
     @contextlib.asynccontextmanager
     async def conversation(
         self, make: Callable[[int], ControlRequest]
-    ) -> AsyncIterator[AsyncIterator[ControlMessage]]:
+    ) -> AsyncIterator[AsyncIterator[Numbered]]:
         """Ask the ring's head something else; `make` takes the number of the request."""
         control = await self._roomy_link()
         async with control.conversation(make(control.next_request())) as answers:

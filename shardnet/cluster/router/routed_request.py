@@ -33,9 +33,9 @@ from shardnet.runtime.engine.requests import MadeToken
 from shardnet.runtime.loading.model_facts import check_model_id
 from shardnet.sampling_params import TokenLogprobs
 from shardnet.types import LiveState
-from shardnet.wire.framing.schema import encode
+from shardnet.wire.framing.schema import Numbered, encode
 from shardnet.wire.messages.activity import TracePiece
-from shardnet.wire.messages.control import ControlMessage, Failed, Redirect, reported_error
+from shardnet.wire.messages.control import Failed, Redirect, reported_error
 from shardnet.wire.messages.deputies import CopiedTo
 from shardnet.wire.messages.generation import (
     Finished,
@@ -188,7 +188,7 @@ class RoutedRequest:
         error.message = answer.message
         return error
 
-    async def _relay(self, answer: ControlMessage) -> None:
+    async def _relay(self, answer: Numbered) -> None:
         request = self._message.request
         match answer:
             case TextPiece():

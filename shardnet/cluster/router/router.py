@@ -40,10 +40,10 @@ from shardnet.errors import (
 from shardnet.runtime.engine.requests import MadeToken
 from shardnet.transport.link import Link
 from shardnet.types import Epoch, NodeId
-from shardnet.wire.framing.schema import MAX_STAGES
+from shardnet.wire.framing.schema import MAX_STAGES, Numbered
 from shardnet.wire.messages.activity import KeepRing, RingKept
 from shardnet.wire.messages.chat import DescribeTokenizer
-from shardnet.wire.messages.control import ControlMessage, Done, Redirect
+from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.deputies import RingNode, StandBy
 from shardnet.wire.messages.diagnostics import RingBehind
 from shardnet.wire.messages.generation import Detokenize, Generate, Tokenize, Tokenized, Unload
@@ -281,7 +281,7 @@ class Router:
             case None:
                 await alone(control, message)
 
-    async def _any_ring(self, front: Front, message: Asked) -> ControlMessage:
+    async def _any_ring(self, front: Front, message: Asked) -> Numbered:
         """Return the answer of any ring, of another one where one is lost.
 
         Raises what the last one reports, LinkError if it is lost too.
@@ -301,7 +301,7 @@ class Router:
             except RING_ERRORS as error:
                 last = error
 
-    async def _answer_of(self, ring: KeptRing, message: Asked) -> ControlMessage:
+    async def _answer_of(self, ring: KeptRing, message: Asked) -> Numbered:
         async with ring.conversation(partial(_numbered, message, ring.plan.choice)) as answers:
             async for answer in answers:
                 if not isinstance(answer, NodeProgress):

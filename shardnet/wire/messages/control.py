@@ -11,7 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from shardnet.errors import ContextExceededError, ShardnetError, error_for_code
-from shardnet.types import U32, U32_MAX
+from shardnet.types import U32, U32_MAX, Tagged
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import Address, Explanation, Numbered, Remedy, decode, encode
 from shardnet.wire.messages.activity import ActivityMessage
@@ -94,8 +94,8 @@ def failed(request: int, error: ShardnetError) -> Failed:
     return answer
 
 
-def control_frame(message: ControlMessage) -> Frame:
-    """Make a CONTROL frame."""
+def control_frame(message: Tagged) -> Frame:
+    """Make a CONTROL frame of a ControlMessage."""
     return Frame(kind=FrameKind.CONTROL, meta=encode(message))
 
 
