@@ -17,6 +17,7 @@ from support.rings.timed_engine import (
     left_alone,
     over_others,
 )
+from support.soak import cases
 
 from shardnet.runtime.engine.requests import Speculation
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
@@ -46,7 +47,7 @@ def stages(machine: str, n_stages: int) -> list[TimedStage]:
     return [part] * n_stages
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, 4])
+@pytest.mark.parametrize("n_stages", cases([1, 4], [2]))
 @pytest.mark.parametrize(
     ("machine", "n_prompt", "jitter"),
     [
@@ -68,7 +69,7 @@ def test_a_text_and_a_prompt_beside_each_other_keep_their_bounds(
     assert company.prompt <= MOST_PROMPT + n_begun * 256 / n_prompt
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, 4])
+@pytest.mark.parametrize("n_stages", cases([1, 4], [2]))
 @pytest.mark.parametrize(("n_texts", "n_prompts"), [(1, 4), (3, 1), (3, 4), (8, 2)])
 def test_several_texts_and_prompts_share_fairly(
     n_stages: int, n_texts: int, n_prompts: int
@@ -84,7 +85,7 @@ def test_several_texts_and_prompts_share_fairly(
     assert company.prompt <= 1.1 * step_s / left_s
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, 4])
+@pytest.mark.parametrize("n_stages", cases([1, 4], [2]))
 @pytest.mark.parametrize("machine", ["few vectors", "small model"])
 def test_where_rows_cost_most_the_prompt_waits_and_not_the_text(
     machine: str, n_stages: int
@@ -104,7 +105,7 @@ def test_stages_of_unequal_speed_are_bounded_by_the_slowest() -> None:
         assert company.worst <= MOST_WORST
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, 4])
+@pytest.mark.parametrize("n_stages", cases([1, 4], [2]))
 @pytest.mark.parametrize("machine", ["vectors", "few vectors"])
 def test_a_text_that_begins_beside_a_prompt_finds_what_it_takes_alone(
     machine: str, n_stages: int
@@ -114,7 +115,7 @@ def test_a_text_that_begins_beside_a_prompt_finds_what_it_takes_alone(
     assert worst <= MOST_WORST
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, 4])
+@pytest.mark.parametrize("n_stages", cases([1, 4], [2]))
 @pytest.mark.parametrize("machine", ["vectors", "device"])
 def test_states_that_are_kept_cost_a_prompt_beside_a_text_hardly_a_step(
     machine: str, n_stages: int
@@ -157,7 +158,7 @@ class LateDrafts:
     def close(self) -> None: ...
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, 4])
+@pytest.mark.parametrize("n_stages", cases([1, 4], [2]))
 def test_a_text_whose_drafts_come_a_moment_later_keeps_its_turn(
     n_stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +174,7 @@ def test_a_text_whose_drafts_come_a_moment_later_keeps_its_turn(
     assert company.prompt <= 1.45
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, 4])
+@pytest.mark.parametrize("n_stages", cases([1, 4], [2]))
 @pytest.mark.parametrize(("machine", "most_prompt"), [("vectors", 3.2), ("device", 2.5)])
 def test_a_prompt_that_goes_by_itself_keeps_the_texts_bound_too(
     machine: str, most_prompt: float, n_stages: int
@@ -194,7 +195,7 @@ def test_a_prompt_that_goes_by_itself_keeps_the_texts_bound_too(
     assert company.prompt <= 1 + 2 * n_stages
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, 4])
+@pytest.mark.parametrize("n_stages", cases([1, 4], [2]))
 def test_a_text_that_is_left_alone_is_compared_with_what_it_takes_alone_then(
     n_stages: int,
 ) -> None:
@@ -203,7 +204,7 @@ def test_a_text_that_is_left_alone_is_compared_with_what_it_takes_alone_then(
     assert run_virtually(left_alone(ring, 24_000, 15_000)) <= MOST_MEDIAN
 
 
-@pytest.mark.parametrize("n_stages", [1, 2, 4])
+@pytest.mark.parametrize("n_stages", cases([1, 4], [2]))
 def test_what_rows_cost_on_other_stages_is_learnt_anew(n_stages: int) -> None:
     ring = TimedEngine(stages("device", n_stages))
     others = stages("vectors", n_stages)

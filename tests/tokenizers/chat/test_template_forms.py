@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.soak import cases
 from support.template_texts import CODER, GLM, QWEN
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -247,11 +248,13 @@ def test_what_a_request_brings_is_its_own_fault(
 
 @pytest.mark.parametrize(
     "source",
-    [
-        "{% if messages[1:] %}{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}"
-        "{% endfor %}{% endif %}",
-        "{% if messages[1:] %}{{ 10 ** (messages | length * 10 ** 9) }}{% endif %}",
-    ],
+    cases(
+        [
+            "{% if messages[1:] %}{% for i in range(90000) %}{% for j in range(90000) %}"
+            "{% endfor %}{% endfor %}{% endif %}"
+        ],
+        ["{% if messages[1:] %}{{ 10 ** (messages | length * 10 ** 9) }}{% endif %}"],
+    ),
 )
 def test_what_takes_too_long_is_the_conversation_where_a_plain_one_does_not(source: str) -> None:
     process = TemplateProcess()
