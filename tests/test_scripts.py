@@ -11,7 +11,6 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -56,76 +55,6 @@ def test_what_scripts_bench_starts_is_there() -> None:
     )
     assert len(started) > 3
     assert set(started) <= set(PROGRAMS)
-
-
-def measured_by(name: str, *arguments: str) -> Any:
-    """Run a program of scripts/benchmarks with the smallest models. Return what it measured."""
-    small = ["--layers", "4", "--hidden", "128"]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPTS / "benchmarks" / name), "--json", *small, *arguments],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def agents_of(kinds: str, *arguments: str) -> dict[str, Any]:
-    """Run scripts/bench agents on one node."""
-    small = ["--nodes", "1", "--answer", "4", "--own", "40"]
-    told: dict[str, Any] = measured_by("bench_agents.py", "--kind", kinds, *small, *arguments)
-    return told
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="nodes are started as Unix has them")
-def test_agents_are_measured_beside_a_dense_model() -> None:
-    told = agents_of("dense,hybrid", "--shared", "300")
-    dense, hybrid = (told[kind]["cells"] for kind in ("dense", "hybrid"))
-    assert dense.keys() == hybrid.keys()
-    assert (dense["first"]["prompt"], dense["first"]["computed"]) == (340, 340)
-    assert dense["next turn"]["computed"] == 42  # the last token of the answer, too, and its end
-    assert dense["sub-agent"]["computed"] == 40
-    assert hybrid["next turn"]["computed"] == 42
-    assert hybrid["next turn"]["over_dense"] > 0
-    assert "over_dense" not in dense["first"]
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="nodes are started as Unix has them")
-def test_long_prompts_and_many_conversations_of_agents_are_measured() -> None:
-    long = agents_of("dense", "--long", "300")["dense"]
-    assert [*long["cells"]] == ["first", "next turn", "after a restart"]
-    assert long["first_tok_s"] > 0
-    many = agents_of("dense", "--conversations", "2", "--conversation", "300", "--turns", "1")
-    told = many["dense"]["conversations"]
-    assert (told["computed_again"], told["known"]) == (0, 2 * 303)
-    assert told["reused"] == {"memory": 2 * 303, "disk": 0}
-    assert told["planned"]["positions"] >= 2 * 303
-    [node] = told["nodes"]
-    assert 0 < node["idle_bytes"] < node["full_bytes"]
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="nodes are started as Unix has them")
-def test_what_lost_and_drained_nodes_cost_is_measured() -> None:
-    asked = [
-        "--models",
-        "mixture",
-        "--nodes",
-        "2",
-        "--standby",
-        "off",
-        "--prompts",
-        "40",
-        "--drain",
-        "30",
-    ]
-    killed, drained = measured_by("bench_losses.py", *asked, "--tokens", "24", "--after", "12")
-    assert (killed["lost"], killed["prompt"]) == ("tail", 40)
-    assert (drained["lost"], drained["prompt"]) == ("drained", 30)
-    assert killed["is_equal"]
-    assert drained["is_equal"]
-    assert 40 + 12 <= killed["again"] + 1 <= 40 + 24
-    assert killed["pause_s"] > killed["load_s"] > 0
-    assert (drained["again"], drained["load_s"]) == (0, 0)
 
 
 @pytest.mark.parametrize(
