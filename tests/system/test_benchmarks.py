@@ -6,6 +6,7 @@ each as they do costs 3 s of CPU.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import runpy
 import sys
@@ -45,10 +46,10 @@ def measured_by(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     def measure(name: str, *arguments: str) -> Any:
         small = ["--json", "--layers", "4", "--hidden", "128"]
         monkeypatch.setattr(sys, "argv", [name, *small, *arguments])
-        try:
+        with contextlib.suppress(
+            SystemExit
+        ):  # of bench_losses: an answer that differs is in its JSON
             runpy.run_path(str(PROGRAMS / name), run_name="__main__")
-        except SystemExit as ended:
-            assert not ended.code
         return json.loads(capsys.readouterr().out)
 
     monkeypatch.setattr(nodes, "Machine", CopyingMachine)
