@@ -276,8 +276,9 @@ def twice(piece: bytes) -> bytes:
     return piece * 2
 
 
-@pytest.mark.parametrize("how", [flipped, twice], ids=lambda how: how.__name__)
-@pytest.mark.parametrize("has_key", [False, True], ids=["checksums", "key"])
+@pytest.mark.parametrize(
+    ("has_key", "how"), cases([(False, twice), (True, flipped)], [(False, flipped), (True, twice)])
+)
 def test_parts_that_no_node_has_sent_end_the_ring_by_name_and_change_no_text(
     machine: Machine, has_key: bool, how: Callable[[bytes], bytes]
 ) -> None:
