@@ -157,7 +157,7 @@ class Lab:
                 ]
                 for part in parts:
                     part.result()
-            self.run("-c", "import torch")  # makes the drive
+            self.run("-c", "import torch")  # makes the drive, and compiles what it imports
         except (FailedError, subprocess.TimeoutExpired) as error:
             raise NoWineError(str(error)) from error
 
@@ -241,7 +241,7 @@ class Lab:
 
     def _make_libraries(self, folder: Path, *wheels: str, more: str = "--upgrade") -> None:
         self._pip(
-            *("install", "--target", str(folder), *FOR_WINDOWS, more),
+            *("install", "--no-compile", "--target", str(folder), *FOR_WINDOWS, more),
             *("-c", str(ROOT / "constraints.txt"), *wheels),
         )
 
