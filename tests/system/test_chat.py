@@ -108,17 +108,20 @@ def test_a_model_without_a_template_writes_a_dialogue(
 
 
 def shorten_rendering(node: NodeProcess) -> None:
-    """Allow the process of the node that renders templates a second, where the system lets us.
+    """Allow the processes of the node that render templates a second, where the system lets us.
 
-    It sets a limit of its own when a rendering begins: only that takes it half a second.
+    One renders the conversation, one, once that is given up, a plain one. Each sets a limit of its
+    own when a rendering begins: only that takes it half a second.
     """
-    while sys.platform == "linux":
+    shortened: set[int] = set()
+    while sys.platform == "linux" and len(shortened) < 2:
         for child in psutil.Process(node.pid).children():
             with contextlib.suppress(psutil.Error):  # another one may end
-                is_it = "template_program" in " ".join(child.cmdline())
+                is_new = child.pid not in shortened
+                is_it = is_new and "template_program" in " ".join(child.cmdline())
                 if is_it and child.cpu_times().user >= 0.5:
                     child.rlimit(psutil.RLIMIT_CPU, (1, child.rlimit(psutil.RLIMIT_CPU)[1]))
-                    return
+                    shortened.add(child.pid)
         time.sleep(0.02)
 
 
