@@ -62,6 +62,33 @@ SlotAddresses = npt.NDArray[np.int64]
 the layer's row in a table of shared blocks: [layers, 5]."""
 
 
+Pool = Callable[[Tensor], Tensor]
+"""Makes entries [n, D] of what a layer stores of their positions as values: [n x positions, W]."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Entries:
+    """What was made of `n_pooled` positions each: the first `n` of `rows` [capacity, D]."""
+
+    n_pooled: int
+    rows: Tensor
+    n: int = 0
+
+    def add(self, more: Tensor) -> None:
+        """Put entries behind those that are here."""
+        end = self.n + len(more)
+        if end > len(self.rows):
+            grown = self.rows.new_empty(max(end, 2 * len(self.rows)), more.shape[1])
+            grown[: self.n] = self.rows[: self.n]
+            self.rows = grown
+        self.rows[self.n : end] = more
+        self.n = end
+
+    def cut(self, n_positions: int) -> None:
+        """Forget those of positions behind the first ones."""
+        self.n = min(self.n, n_positions // self.n_pooled)
+
+
 @dataclass(slots=True, kw_only=True)
 class _Slot:
     """Keys and values of one slot, layer by layer: [KV heads, capacity, W] each.
@@ -70,7 +97,7 @@ class _Slot:
     the layer has a window, or behind the `shared` blocks. The slot ends after `blocks` blocks in
     all layers. `addresses` is the same for the compiled library, and `table` the addresses of keys
     and values in shared blocks: [layers, shared blocks, 2]. Layers with `states` have no keys and
-    values, but where these say so.
+    values, but where these say so. `entries` are what was made of values: see KvCache.entries.
     """
 
     blocks: int = 0
@@ -82,6 +109,7 @@ class _Slot:
     digests: BlockDigests = field(default_factory=BlockDigests)
     shared: tuple[SharedBlock, ...] = ()
     table: npt.NDArray[np.int64] | None = None
+    entries: dict[int, _Entries] = field(default_factory=dict)
 
     @property
     def contents(self) -> SlotContents:
@@ -172,6 +200,7 @@ class KvCache:
             key_size=head_size,
             value_size=head_size if value_size is None else value_size,
         )
+        self._value_columns = [own.value_size for own in heads or (usual,) * n_layers]
         self._heads = tuple(self._stored(own) for own in heads or (usual,) * n_layers)
         self._are_alike = not heads
         self._device = device
@@ -314,6 +343,8 @@ class KvCache:
             state.reset()
         if n_positions:
             self._slots[slot].digests.writes(begin, n_positions)
+            for made in self._slots[slot].entries.values():
+                made.cut(begin)
         if self.before_write is not None:
             self.before_write(slot, begin, self._slots[slot].keys)
 
@@ -330,6 +361,8 @@ class KvCache:
             self._rewind_states(slot, n_positions)
         for state in self._slots[slot].states.values():
             state.keep_no_drafts()
+        for made in self._slots[slot].entries.values():
+            made.cut(n_positions)
         digests = self._slots[slot].digests
         if n_positions < digests.end:
             digests.writes(n_positions, n_positions)
@@ -571,6 +604,22 @@ class KvCache:
         """
         held = self._slots[slot]
         return (held.keys[layer], held.values[layer]), held.firsts[layer]
+
+    def entries(self, slot: SlotId, layer: int, n: int, n_pooled: int, pool: Pool) -> Tensor:
+        """Return the first `n` entries of a layer, made of `n_pooled` positions' values each.
+
+        Those that are new come of `pool`, which gets values in `dtype`. Float [n, D].
+        """
+        held = self._slots[slot]
+        made = held.entries.get(layer)
+        if made is None:
+            empty = pool(torch.empty(0, self._value_columns[layer], dtype=self._dtype))
+            held.entries[layer] = made = _Entries(n_pooled=n_pooled, rows=empty)
+        if n > made.n:
+            stored = held.contents.rows(layer, made.n * n_pooled, n * n_pooled, values=True)
+            with self._enough_memory(slot, "what positions are chosen by"):
+                made.add(pool(self.dequantize(stored[0], self._value_columns[layer])))
+        return made.rows[:n]
 
     def state(self, slot: SlotId, layer: int) -> SlotState:
         """Return the slot's state in a layer that keeps one, writable."""

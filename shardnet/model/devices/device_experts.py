@@ -30,14 +30,15 @@ from shardnet.model.devices.products import (
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.layers.experts import (
+    BestTwoRouter,
     ClampedMlp,
     Router,
     SharedExpert,
     SigmoidRouter,
+    SoftmaxGroupRouter,
     SoftmaxRouter,
     SparseMlp,
 )
-from shardnet.model.layers.group_routers import BestTwoRouter, SoftmaxGroupRouter
 from shardnet.model.layers.modules import GatedMlp, Mlp, PlainMlp
 
 MakeProduct = Callable[[Sequence[PanelLinear]], DeviceProduct]

@@ -162,7 +162,7 @@ def _by_softmax(experts: Experts, weights: WeightSource, gate: str, bias: Tensor
 
 
 def _by_groups(experts: Experts, weights: WeightSource, gate: str, bias: Tensor | None) -> Router:
-    from shardnet.model.layers.group_routers import SoftmaxGroupRouter
+    from shardnet.model.layers.experts import SoftmaxGroupRouter
 
     return SoftmaxGroupRouter(experts=experts, gate=weights.linear(gate, wide=True))
 
@@ -176,7 +176,7 @@ def _best_two(
     has_softmax: bool = False,
 ) -> Router:
     """Make the router of DeepSeek-V3; see MakeRouter."""
-    from shardnet.model.layers.group_routers import BestTwoRouter
+    from shardnet.model.layers.experts import BestTwoRouter
 
     linear = weights.linear(gate, wide=True)
     by_softmax = has_softmax or experts.has_softmax
@@ -186,14 +186,14 @@ def _best_two(
 def _by_biased_logits(
     experts: Experts, weights: WeightSource, gate: str, bias: Tensor | None
 ) -> Router:
-    from shardnet.model.layers.group_routers import BiasedLogitsRouter
+    from shardnet.model.layers.experts import BiasedLogitsRouter
 
     assert bias is not None, "its part names one"
     return BiasedLogitsRouter(experts=experts, gate=weights.linear(gate, wide=True), bias=bias)
 
 
 def _by_mixer(experts: Experts, weights: WeightSource, gate: str, bias: Tensor | None) -> Router:
-    from shardnet.model.layers.group_routers import SparseMixerRouter
+    from shardnet.model.layers.experts import SparseMixerRouter
 
     return SparseMixerRouter(gate=weights.linear(gate, precise=True))
 

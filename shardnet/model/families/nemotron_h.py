@@ -189,8 +189,7 @@ def _load_single(config: ModelConfig, weights: WeightSource, layer: int) -> Laye
 
 def _load_plain_experts(config: ModelConfig, weights: WeightSource, prefix: str) -> SparseMlp:
     """Take experts without gates, chosen as DeepSeek-V3's."""
-    from shardnet.model.layers.experts import SparseMlp
-    from shardnet.model.layers.group_routers import BestTwoRouter
+    from shardnet.model.layers.experts import BestTwoRouter, SparseMlp
     from shardnet.model.layers.modules import PlainMlp
 
     assert config.experts is not None

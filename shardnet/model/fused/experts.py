@@ -35,14 +35,15 @@ from shardnet.model.kernels.linear import Linear, NativeLinear, is_native
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import Residual
 from shardnet.model.layers.experts import (
+    BestTwoRouter,
     ClampedMlp,
     Router,
     SharedExpert,
     SigmoidRouter,
+    SoftmaxGroupRouter,
     SoftmaxRouter,
     SparseMlp,
 )
-from shardnet.model.layers.group_routers import BestTwoRouter, SoftmaxGroupRouter
 from shardnet.model.layers.modules import GatedMlp, Mlp
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.shards.gathered import JoinedLinear

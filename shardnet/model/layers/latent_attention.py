@@ -10,18 +10,18 @@ reads one latent per position, whatever the number of heads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from shardnet.model.arithmetic.row_functions import HeadMatmuls
-from shardnet.model.config.model_config import Indexer, Latent, ModelConfig, Temperature
+from shardnet.model.config.model_config import Latent, ModelConfig, Temperature
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.attention import Choose, ForwardStep, attention
+from shardnet.model.layers.attention import ForwardStep, attention
 from shardnet.model.layers.mixed_attention import tempered
-from shardnet.model.layers.native_attention import AttentionKind, native_choose
+from shardnet.model.layers.native_attention import AttentionKind
 from shardnet.model.layers.norms import Norm, row_sigmoid
+from shardnet.model.layers.position_indexer import PositionIndexer
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
 from shardnet.model.shards.cut import Axis
@@ -133,100 +133,6 @@ class LatentQueries:
     def of_heads(self, low_rank: Tensor) -> Tensor:
         """Make the queries of all heads: [T, H x (N + R)]."""
         return low_rank if self.q_b_proj is None else self.q_b_proj(low_rank)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PositionIndexer:
-    """What chooses the positions that rows attend to, or takes an earlier layer's choice.
-
-    Axes: I heads, D columns of each. Without `projections` the choice is that of the layer before.
-    """
-
-    config: Indexer
-    rope_size: int
-    projections: IndexProjections | None
-
-    @classmethod
-    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> PositionIndexer:
-        """Take the parameters of the absolute `layer`."""
-        own, latent = config.indexer, config.latent
-        assert own is not None
-        assert latent is not None
-        has_own = layer in own.layers
-        name = f"model.layers.{layer}.self_attn.indexer"
-        return cls(
-            config=own,
-            rope_size=latent.rope_size,
-            projections=IndexProjections.load(own, weights, name) if has_own else None,
-        )
-
-    def __call__(self, hidden: Tensor, low_rank: Tensor, rotary: Rotary) -> tuple[Tensor, Choose]:
-        """Return the rows' keys [T, 1, D or 0] to be stored, and what chooses among positions."""
-        own, config = self.projections, self.config
-        if own is None:
-            return hidden.new_empty(len(hidden), 1, 0), _choose_again
-        queries = own.wq_b(low_rank).view(len(hidden), config.n_heads, config.head_size)
-        heads = torch.cat((queries, own.k_norm(own.wk(hidden))[:, None]), 1)  # [T, I + 1, D]
-        turning = heads[..., -self.rope_size :] if config.rotates_last else heads
-        turned = rotary.rotate_pairs(turning) if config.interleaved else rotary.rotate(turning)
-        if config.rotates_last:
-            turned = torch.cat((heads[..., : -self.rope_size], turned), -1)
-        factor = (config.n_heads * config.head_size) ** -0.5
-        weights = (own.weights_proj(hidden.float()) * factor).contiguous()  # [T, I]
-        return turned[:, -1:], partial(_choose, turned[:, :-1], weights, config.n_chosen)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexProjections:
-    """The parameters of an indexer: queries of low rank, a key, and the weights of its heads."""
-
-    wq_b: Linear
-    wk: Linear
-    k_norm: Norm
-    weights_proj: Linear
-
-    @classmethod
-    def load(cls, config: Indexer, weights: WeightSource, name: str) -> IndexProjections:
-        """Take the parameters of the indexer `name`."""
-        return cls(
-            wq_b=weights.linear(f"{name}.wq_b"),
-            wk=weights.linear(f"{name}.wk"),
-            k_norm=weights.norm(f"{name}.k_norm", config.norm_eps),
-            weights_proj=weights.linear(f"{name}.weights_proj", precise=True, wide=True),
-        )
-
-
-def _choose(
-    queries: Tensor, weights: Tensor, n_chosen: int, layer: int, step: ForwardStep
-) -> Tensor | None:
-    """Choose positions by the keys that the slots have as values: None where rows see no more."""
-    chosen = None
-    if any(span.position + span.end - span.start > n_chosen for span in step.spans):
-        if step.native_spans is not None:
-            chosen = native_choose(queries, weights, n_chosen, layer, step.native_spans, step.kv)
-        if chosen is None:
-            chosen = _chosen_in_torch(queries, weights, n_chosen, layer, step)
-    step.choices.append(chosen)
-    return chosen
-
-
-def _choose_again(layer: int, step: ForwardStep) -> Tensor | None:
-    """Take what the last layer before has chosen that chooses."""
-    return step.choices[-1]
-
-
-def _chosen_in_torch(
-    queries: Tensor, weights: Tensor, n_chosen: int, layer: int, step: ForwardStep
-) -> Tensor:
-    chosen = queries.new_full((len(queries), n_chosen), -1, dtype=torch.int32)
-    for span in step.spans:
-        keys = step.kv.dequantize(step.kv.layer(span.slot, layer)[1][0], queries.shape[-1]).float()
-        for row in range(span.start, span.end):
-            n_seen = span.position + row - span.start + 1
-            above = (keys[:n_seen] @ queries[row].float().T).relu_()  # [P, I]
-            best = (above @ weights[row]).sort(descending=True, stable=True).indices[:n_chosen]
-            chosen[row, : len(best)] = best.sort().values
-    return chosen
 
 
 def _by_head(rows: Tensor, weights: HeadMatmuls, step: ForwardStep) -> Tensor:

@@ -74,6 +74,7 @@ class ChoiceStruct(ctypes.Structure):
         ("values", ctypes.c_void_p),
         ("n_rows", ctypes.c_int64),
         ("n_chosen", ctypes.c_int64),
+        ("n_pooled", ctypes.c_int64),
         ("stride", ctypes.c_int64),
         ("first_row", ctypes.c_int64),
         ("end_row", ctypes.c_int64),
@@ -224,7 +225,7 @@ def native_attend(
     n_copied = min(len(rows), CHOSEN_ROWS) * n_kv_heads * n_chosen
     keys = torch.empty(n_copied * struct.row_bytes, dtype=torch.uint8)
     values = keys.new_empty(0 if struct.values_are_keys else n_copied * struct.value_bytes)
-    choice = ChoiceStruct(attend=struct, n_rows=len(rows), n_chosen=n_chosen)
+    choice = ChoiceStruct(attend=struct, n_rows=len(rows), n_chosen=n_chosen, n_pooled=1)
     choice.chosen, choice.keys = chosen.data_ptr(), keys.data_ptr()
     choice.values = keys.data_ptr() if struct.values_are_keys else values.data_ptr()
     kernels.function("shardnet_attend_chosen", ctypes.POINTER(ChoiceStruct))(choice)
@@ -232,24 +233,46 @@ def native_attend(
 
 
 def native_choose(
-    queries: Tensor, weights: Tensor, n_chosen: int, layer: int, spans: NativeSpans, kv: KvCache
+    queries: Tensor,
+    weights: Tensor,
+    n_chosen: int,
+    layer: int,
+    spans: NativeSpans,
+    kv: KvCache,
+    *,
+    n_pooled: int = 1,
+    entries: Sequence[Tensor] = (),
 ) -> Tensor | None:
     """Choose the positions that score highest: int32 [T, n_chosen], ascending, -1 behind the last.
 
     A score is the sum over heads of `weights`, float32 [T, H], times what is above 0 of `queries`
     [T, H, D] times the key that the slot has of a position among its values. Of equal scores the
     first positions are chosen. None as `native_attend`.
+
+    With `entries` those of each span are chosen instead, of `n_pooled` positions each, of which a
+    row sees all: keys [entries, D], contiguous.
     """
     kernels, rows, kind = native_kernels(), queries.contiguous(), AttentionKind(scale=1.0)
     struct = _bound(rows, 1, 0, layer, spans, kv, kind)
     if kernels is None or struct is None:
         return None
     check_memory("the weights of an index", weights, 4 * len(rows) * rows.shape[1], torch.float32)
+    places = np.zeros((len(entries), 5), np.int64)
+    table = spans.spans.copy()
+    if entries:
+        places[:, 1] = [keys.data_ptr() for keys in entries]
+        places[:, 3] = [len(keys) for keys in entries]
+        table[:, 0] = places.ctypes.data + places.strides[0] * np.arange(len(entries))
+        struct.spans, struct.layer, struct.group = table.ctypes.data, 0, 0
+        struct.row_bytes = entries[0].shape[1] * entries[0].element_size()
+        struct.kv_is_bf16 = entries[0].dtype is torch.bfloat16
     chosen = torch.empty(len(rows), n_chosen, dtype=torch.int32)
     most = max(position + end - start for _, start, end, position, _ in spans.spans)
-    stride = -(-int(most) // CHUNK) * CHUNK
+    stride = -(-max(1, int(most) // n_pooled) // CHUNK) * CHUNK
     scores = torch.empty(min(len(rows), CHOSEN_ROWS), stride)
-    choice = ChoiceStruct(index=struct, attend=struct, n_rows=len(rows), n_chosen=n_chosen)
+    choice = ChoiceStruct(
+        index=struct, attend=struct, n_rows=len(rows), n_chosen=n_chosen, n_pooled=n_pooled
+    )
     choice.weights, choice.chosen = weights.data_ptr(), chosen.data_ptr()
     choice.scores, choice.stride = scores.data_ptr(), stride
     kernels.function("shardnet_choose", ctypes.POINTER(ChoiceStruct))(choice)

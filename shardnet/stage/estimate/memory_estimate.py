@@ -38,6 +38,8 @@ from shardnet.types import (
 N_BUFFERS = 2
 """Streamed layers in memory: one computes, the next is read."""
 
+_CHOSEN_ROWS = 16
+"""Rows whose chosen positions are copied together: CHOSEN_ROWS of csrc/sublayers.h."""
 _DRAFTING_SLOTS = 8
 """Sequences whose drafts are verified at once: where more run, drafts do not pay."""
 
@@ -317,6 +319,7 @@ def activation_peak_bytes(
         attention += 3 * queries
     if kv_dtype is not KvDType.AUTO:
         attention += context * _widest_position_bytes(config, dtype, KvDType.AUTO)
+    attention += _choice_bytes(config, rows, dtype, context)
     mlp = max(
         4 * rows * config.intermediate_size * dtype.size_bytes, _expert_bytes(config, dtype, rows)
     )
@@ -325,7 +328,19 @@ def activation_peak_bytes(
         head = rows * config.vocab_size * (4 + dtype.size_bytes)
     growth = 2 * context * _widest_position_bytes(config, dtype, kv_dtype)
     recurrence = _recurrence_bytes(config, rows, dtype)
-    return 4 * hidden + max(attention, mlp, head, recurrence) + growth
+    mixing = 0 if config.streams is None else 12 * rows * config.row_width  # three times in float32
+    return 4 * hidden + mixing + max(attention, mlp, head, recurrence) + growth
+
+
+def _choice_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> int:
+    """Return the bytes by which rows choose positions: scores, and copies of what is chosen."""
+    own = config.indexer
+    if own is None or context <= own.n_chosen:
+        return 0
+    together = min(rows, _CHOSEN_ROWS)
+    queries = 3 * rows * own.n_heads * own.head_size * dtype.size_bytes
+    copies = together * own.n_chosen * config.usual_heads.key_size * dtype.size_bytes
+    return queries + copies + 4 * (together * context + rows * own.n_chosen)
 
 
 def waiting_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> int:
@@ -414,8 +429,8 @@ def _key_columns(config: ModelConfig) -> int:
 
 
 def _distinct_heads(config: ModelConfig) -> tuple[HeadShape, ...]:
-    own = config.full_heads
-    return (config.usual_heads,) if own is None else (config.usual_heads, own)
+    layers = range(config.n_layers)
+    return tuple(dict.fromkeys((config.usual_heads, *map(config.heads, layers))))
 
 
 def _tensors(config: ModelConfig, layer: int) -> Table:

@@ -20,14 +20,15 @@ from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.quantized_linear import quantized
 from shardnet.model.layers.decoder_layer import ExpertsSublayer, Residual
 from shardnet.model.layers.experts import (
+    BestTwoRouter,
     ClampedMlp,
     Router,
     SharedExpert,
     SigmoidRouter,
+    SoftmaxGroupRouter,
     SoftmaxRouter,
     SparseMlp,
 )
-from shardnet.model.layers.group_routers import BestTwoRouter, SoftmaxGroupRouter
 from shardnet.model.layers.modules import GatedMlp, Mlp
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.rotary import Rotary

@@ -14,8 +14,8 @@ from shardnet.model.config.model_config import HeadShape
 from shardnet.model.kernels.library import ISA_VARIABLE, find_kernels
 from shardnet.model.layers import native_attention
 from shardnet.model.layers.attention import ForwardStep, attention, plan_step
-from shardnet.model.layers.latent_attention import _choose
 from shardnet.model.layers.native_attention import AttentionKind
+from shardnet.model.layers.position_indexer import choose, choose_pooled
 from shardnet.types import KvDType, SlotId
 
 LATENT, INDEX = 24, 16
@@ -53,7 +53,7 @@ class Sequence:
             rows = slice(start, start + n)
             group = Rows(slot=0, position=start, ids=[0] * n, n_sampled=0)
             step = plan_step(batch_of([group]), kv, 100_000, self.keys.dtype)
-            choose = partial(_choose, self.index[rows], self.weights[rows].contiguous(), n_chosen)
+            chooser = partial(choose, self.index[rows], self.weights[rows].contiguous(), n_chosen)
             more = (
                 self.queries[rows],
                 self.keys[rows],
@@ -61,7 +61,7 @@ class Sequence:
                 0,
                 step,
                 KIND,
-                choose,
+                chooser,
             )
             parts.append(attention(*more))
             chosen += [each for each in step.choices if each is not None]
@@ -107,9 +107,9 @@ def test_bits_depend_on_no_step_block_thread_or_instruction_set(
     step = plan_step(
         batch_of([Rows(slot=1, position=600, ids=[0] * 100, n_sampled=0)]), kv, 9999, dtype
     )
-    choose = partial(_choose, own.index[600:], own.weights[600:].contiguous(), 100)
+    chooser = partial(choose, own.index[600:], own.weights[600:].contiguous(), 100)
     rows = slice(600, 700)
-    given = (own.queries[rows], own.keys[rows], own.index_keys[rows], 0, step, KIND, choose)
+    given = (own.queries[rows], own.keys[rows], own.index_keys[rows], 0, step, KIND, chooser)
     assert torch.equal(attention(*given), expected[rows])
 
 
@@ -142,3 +142,58 @@ def test_rows_that_see_few_positions_choose_nothing() -> None:
     step: ForwardStep = plan_step(batch_of([rows]), plain, 9999, torch.float32)
     expected = attention(own.queries, own.keys, own.index_keys, 0, step, KIND)
     assert torch.equal(attended, expected)
+
+
+def means(rows: Tensor) -> Tensor:
+    """The mean of every four rows."""
+    return rows.view(-1, 4, rows.shape[1]).mean(1)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_entries_of_several_positions_are_chosen_with_the_unfinished_one(
+    is_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that end within an entry, a rewind, and a slot that goes on from another."""
+    if not is_native:
+        monkeypatch.setattr(native_attention, "native_kernels", lambda: None)
+    own, n_entries, kv = Sequence(500, 5), 9, cache()
+    pooled = means(own.index_keys[:, 0])
+
+    def run(slot: int, start: int, end: int) -> Tensor:
+        rows = slice(start, end)
+        group = Rows(slot=slot, position=start, ids=[0] * (end - start), n_sampled=0)
+        step = plan_step(batch_of([group]), kv, 9999, torch.float32)
+        weights = own.weights[rows].contiguous()
+        chooser = partial(choose_pooled, own.index[rows], weights, n_entries, 4, means)
+        given = (own.queries[rows], own.keys[rows], own.index_keys[rows], 0, step, KIND, chooser)
+        attention(*given)
+        [chosen] = step.choices
+        assert chosen is not None
+        return chosen
+
+    run(0, 0, 150)
+    run(0, 150, 341)
+    kv.copy(SlotId(0), SlotId(1), 300)
+    for slot, start in ((0, 290), (1, 300)):
+        chosen = run(slot, start, 500)
+        for row in (start, 342, 343, 344, 498, 499):
+            keys = pooled[: (row + 1) // 4].double()
+            scores = (own.index[row].double() @ keys.T).relu().T @ own.weights[row].double()
+            best = scores.sort(descending=True, stable=True).indices[:n_entries].sort().values
+            wanted = [4 * entry + within for entry in best.tolist() for within in range(4)]
+            wanted += range((row + 1) // 4 * 4, row + 1)
+            assert [n for n in chosen[row - start].tolist() if n >= 0] == wanted
+
+
+def test_rows_of_a_step_that_see_few_entries_see_all_positions() -> None:
+    own, kv = Sequence(60, 3), cache()
+    step = plan_step(
+        batch_of([Rows(slot=0, position=0, ids=[0] * 60, n_sampled=0)]), kv, 999, torch.float32
+    )
+    chooser = partial(choose_pooled, own.index, own.weights, 9, 4, means)
+    attention(own.queries, own.keys, own.index_keys, 0, step, KIND, chooser)
+    [chosen] = step.choices
+    assert chosen is not None
+    for row in (0, 3, 38, 35):
+        assert chosen[row].tolist() == [*range(row + 1), *[-1] * (39 - row - 1)]
+    assert len([n for n in chosen[39].tolist() if n >= 0]) == 36

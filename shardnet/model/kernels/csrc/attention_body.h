@@ -536,7 +536,7 @@ static NOINLINE TARGET void NAME(score_rows)(const struct choice *choice, const 
                                              int n_rows, int64_t chunk) {
     const struct attend *call = &choice->index;
     const struct slot_layer *stored = &span->layers[call->layer];
-    const int64_t seen = span->position + row + n_rows - span->start; /* by the last row */
+    const int64_t seen = (span->position + row + n_rows - span->start) / choice->n_pooled; /* by the last row */
     const int64_t end = chunk + CHUNK < seen ? chunk + CHUNK : seen;
     if (seen <= choice->n_chosen) return;
     struct NAME(tile) tile;

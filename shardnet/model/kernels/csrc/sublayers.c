@@ -79,16 +79,19 @@ static int64_t seen_by(const struct attend *call, int64_t row) {
     return span->position + row - span->start + 1;
 }
 
+/* The positions that a row has chosen: those before the first -1. */
 static int64_t n_chosen_by(const struct choice *choice, int64_t row) {
-    const int64_t seen = seen_by(&choice->attend, row);
-    return seen < choice->n_chosen ? seen : choice->n_chosen;
+    const int32_t *chosen = choice->chosen + row * choice->n_chosen;
+    int64_t n = 0;
+    while (n < choice->n_chosen && chosen[n] >= 0) n++;
+    return n;
 }
 
 /* An item is a row whose positions have been scored. */
 static void choose_rows(const void *argument, int64_t begin, int64_t end) {
     const struct choice *choice = argument;
     for (int64_t item = begin; item < end; item++) {
-        const int64_t row = choice->first_row + item, seen = seen_by(&choice->index, row);
+        const int64_t row = choice->first_row + item, seen = seen_by(&choice->index, row) / choice->n_pooled;
         int32_t *chosen = choice->chosen + row * choice->n_chosen;
         if (seen > choice->n_chosen)
             take_largest(choice->scores + item * choice->stride, seen, choice->n_chosen, chosen);

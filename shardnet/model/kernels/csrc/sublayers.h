@@ -108,7 +108,8 @@ INLINE struct place place_of(const struct slot_layer *stored, int64_t kv_head, i
 #define CHOSEN_ROWS 16 /* whose chosen keys are together in one place at a time */
 
 /* The positions that rows attend to, where they choose some: those with the `n_chosen` largest scores, of equal ones
- * the first, and all where there are no more. */
+ * the first, and all where there are no more. What is scored may be entries of `n_pooled` positions each: a row sees
+ * those of which it sees all positions. */
 struct choice {
     struct attend index; /* scores positions by the slots' values, with one KV head; attends to nothing */
     struct attend attend;
@@ -116,8 +117,8 @@ struct choice {
     int32_t *chosen;      /* [n_rows, n_chosen]: ascending, -1 behind the last */
     float *scores;        /* scratch [CHOSEN_ROWS, stride] */
     char *keys, *values;  /* scratch [CHOSEN_ROWS, n_kv_heads, n_chosen], rows of the slots */
-    int64_t n_rows, n_chosen;
-    int64_t stride; /* as many positions as any row sees, in whole chunks */
+    int64_t n_rows, n_chosen, n_pooled;
+    int64_t stride; /* as many positions, or entries, as any row sees, in whole chunks */
     int64_t first_row, end_row; /* of those that are scored or gathered together */
 };
 

@@ -1,0 +1,187 @@
+"""Which positions rows attend to, where a small indexer chooses them (arXiv 2512.02556).
+
+Knows DeepSeek's parameter names, which are transformers', and that the index's keys stand in slots
+in the place of values. Must not know files, wire or scheduling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from shardnet.model.cache.kv_cache import Pool
+from shardnet.model.config.model_config import Indexer, ModelConfig
+from shardnet.model.kernels.linear import Linear
+from shardnet.model.layers.attention import Choose, ForwardStep
+from shardnet.model.layers.native_attention import native_choose
+from shardnet.model.layers.norms import Norm
+from shardnet.model.layers.rotary import Rotary
+from shardnet.model.layers.weight_source import WeightSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PositionIndexer:
+    """What chooses the positions that rows attend to, or takes an earlier layer's choice.
+
+    Axes: I heads, D columns of each. Without `projections` the choice is that of the layer before.
+    """
+
+    config: Indexer
+    rope_size: int
+    projections: IndexProjections | None
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> PositionIndexer:
+        """Take the parameters of the absolute `layer`."""
+        own, latent = config.indexer, config.latent
+        assert own is not None
+        assert latent is not None
+        has_own = layer in own.layers
+        name = f"model.layers.{layer}.self_attn.indexer"
+        return cls(
+            config=own,
+            rope_size=latent.rope_size,
+            projections=IndexProjections.load(own, weights, name) if has_own else None,
+        )
+
+    def __call__(self, hidden: Tensor, low_rank: Tensor, rotary: Rotary) -> tuple[Tensor, Choose]:
+        """Return the rows' keys [T, 1, D or 0] to be stored, and what chooses among positions."""
+        own, config = self.projections, self.config
+        if own is None:
+            return hidden.new_empty(len(hidden), 1, 0), choose_again
+        queries = own.wq_b(low_rank).view(len(hidden), config.n_heads, config.head_size)
+        heads = torch.cat((queries, own.k_norm(own.wk(hidden))[:, None]), 1)  # [T, I + 1, D]
+        turning = heads[..., -self.rope_size :] if config.rotates_last else heads
+        turned = rotary.rotate_pairs(turning) if config.interleaved else rotary.rotate(turning)
+        if config.rotates_last:
+            turned = torch.cat((heads[..., : -self.rope_size], turned), -1)
+        factor = (config.n_heads * config.head_size) ** -0.5
+        weights = (own.weights_proj(hidden.float()) * factor).contiguous()  # [T, I]
+        return turned[:, -1:], partial(choose, turned[:, :-1], weights, config.n_chosen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexProjections:
+    """The parameters of an indexer: queries of low rank, a key, and the weights of its heads."""
+
+    wq_b: Linear
+    wk: Linear
+    k_norm: Norm
+    weights_proj: Linear
+
+    @classmethod
+    def load(cls, config: Indexer, weights: WeightSource, name: str) -> IndexProjections:
+        """Take the parameters of the indexer `name`."""
+        return cls(
+            wq_b=weights.linear(f"{name}.wq_b"),
+            wk=weights.linear(f"{name}.wk"),
+            k_norm=weights.norm(f"{name}.k_norm", config.norm_eps),
+            weights_proj=weights.linear(f"{name}.weights_proj", precise=True, wide=True),
+        )
+
+
+def choose(
+    queries: Tensor, weights: Tensor, n_chosen: int, layer: int, step: ForwardStep
+) -> Tensor | None:
+    """Choose positions by the keys that the slots have as values: None where rows see no more."""
+    chosen = None
+    if any(span.position + span.end - span.start > n_chosen for span in step.spans):
+        if step.native_spans is not None:
+            chosen = native_choose(queries, weights, n_chosen, layer, step.native_spans, step.kv)
+        if chosen is None:
+            chosen = _chosen_in_torch(queries, weights, n_chosen, layer, step)
+    step.choices.append(chosen)
+    return chosen
+
+
+def choose_pooled(
+    queries: Tensor,
+    weights: Tensor,
+    n_entries: int,
+    n_pooled: int,
+    pool: Pool,
+    layer: int,
+    step: ForwardStep,
+) -> Tensor | None:
+    """Choose `n_entries` entries of `n_pooled` positions each, and take the unfinished one too.
+
+    A row sees the entries of which it sees all positions. Those that are new come of `pool`.
+    """
+    width = (n_entries + 1) * n_pooled - 1
+    chosen = None
+    ends = [span.position + span.end - span.start for span in step.spans]
+    entries = [
+        step.kv.entries(span.slot, layer, end // n_pooled, n_pooled, pool)
+        for span, end in zip(step.spans, ends, strict=True)
+    ]
+    if max(ends) // n_pooled > n_entries:
+        of_rows = None
+        if step.native_spans is not None:
+            given = (queries, weights, n_entries, layer, step.native_spans, step.kv)
+            of_rows = native_choose(*given, n_pooled=n_pooled, entries=entries)
+        if of_rows is None:
+            of_rows = _entries_in_torch(queries, weights, n_entries, n_pooled, entries, step)
+        chosen = _positions_of(of_rows, step.positions.to(torch.int32), n_pooled, width)
+    step.choices.append(chosen)
+    return chosen
+
+
+def _positions_of(entries: Tensor, positions: Tensor, n_pooled: int, width: int) -> Tensor:
+    """Return the positions of chosen entries [T, n], and those behind the last whole one.
+
+    int32 [T, width]; of rows that see no more entries than are chosen all positions.
+    """
+    within = torch.arange(n_pooled, dtype=torch.int32, device=entries.device)
+    chosen = (entries[..., None] * n_pooled + within).flatten(1)
+    n_seen = positions[:, None] + 1
+    tail = n_seen // n_pooled * n_pooled + within[:-1]
+    tail = torch.where(tail < n_seen, tail, -1)
+    every = torch.arange(width, dtype=torch.int32, device=entries.device)
+    every = torch.where(every < n_seen, every, -1)
+    sees_more = n_seen // n_pooled > entries.shape[1]
+    return torch.where(sees_more, torch.cat((chosen, tail), 1), every)
+
+
+def _entries_in_torch(
+    queries: Tensor,
+    weights: Tensor,
+    n_entries: int,
+    n_pooled: int,
+    entries: Sequence[Tensor],
+    step: ForwardStep,
+) -> Tensor:
+    chosen = queries.new_full((len(queries), n_entries), -1, dtype=torch.int32)
+    for span, keys in zip(step.spans, entries, strict=True):
+        for row in range(span.start, span.end):
+            n_seen = (span.position + row - span.start + 1) // n_pooled
+            best = _best(queries[row], weights[row], keys[:n_seen].float(), n_entries)
+            chosen[row, : len(best)] = best
+    return chosen
+
+
+def _best(queries: Tensor, weights: Tensor, keys: Tensor, n_chosen: int) -> Tensor:
+    """Return the numbers of the keys [P, D] that score highest, ascending."""
+    above = (keys @ queries.float().T).relu_()  # [P, I]
+    return (above @ weights).sort(descending=True, stable=True).indices[:n_chosen].sort().values
+
+
+def choose_again(layer: int, step: ForwardStep) -> Tensor | None:
+    """Take what the last layer before has chosen that chooses."""
+    return step.choices[-1]
+
+
+def _chosen_in_torch(
+    queries: Tensor, weights: Tensor, n_chosen: int, layer: int, step: ForwardStep
+) -> Tensor:
+    chosen = queries.new_full((len(queries), n_chosen), -1, dtype=torch.int32)
+    for span in step.spans:
+        keys = step.kv.dequantize(step.kv.layer(span.slot, layer)[1][0], queries.shape[-1]).float()
+        for row in range(span.start, span.end):
+            n_seen = span.position + row - span.start + 1
+            best = _best(queries[row], weights[row], keys[:n_seen], n_chosen)
+            chosen[row, : len(best)] = best
+    return chosen
