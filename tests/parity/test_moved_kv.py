@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.models.checkpoints import make_decoder
+from support.models.family_cases import CASES as FAMILY_CASES
 from support.models.family_cases import GEMMA4
 from support.needs import needs_library
 from support.rings.changing_ring import pull
@@ -25,6 +26,7 @@ from shardnet.stage.moves.slot_moves import HeldLayer, JoinedMoves
 from shardnet.types import KvDType, LayerRange, SequenceId, SlotId, StateId, WireDType
 
 CONTEXT = 1280
+DEEPSEEK_V4 = FAMILY_CASES["deepseek_v4"]
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 3},
     "gemma3_text": {
@@ -46,6 +48,12 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     },
     "falcon_h1": {"num_hidden_layers": 3},
+    "deepseek_v4": DEEPSEEK_V4
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": DEEPSEEK_V4["layer_types"][:3],
+        "mlp_layer_types": DEEPSEEK_V4["mlp_layer_types"][:3],
+    },
 }
 OLD = SequenceId(0)
 PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, n_logprobs=1)
@@ -54,7 +62,10 @@ PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, n_lo
 
 @pytest.mark.parametrize(
     "family",
-    cases(["llama", "gemma3_text", "gemma4_text", "qwen3_next", "falcon_h1"], ["deepseek_v2"]),
+    cases(
+        ["llama", "gemma3_text", "gemma4_text", "qwen3_next", "falcon_h1", "deepseek_v4"],
+        ["deepseek_v2"],
+    ),
 )
 def test_a_sequence_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> None:
     """The middle layer changes its stage: it comes over in two rounds, all others are kept.
@@ -166,7 +177,9 @@ def test_a_standby_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> No
 
 
 @needs_library  # which gives a replayed row its bits, and shares blocks
-@pytest.mark.parametrize("family", cases(["gemma3_text", "qwen3_next"], ["falcon_h1"]))
+@pytest.mark.parametrize(
+    "family", cases(["gemma3_text", "qwen3_next", "deepseek_v4"], ["falcon_h1"])
+)
 def test_a_standby_goes_on_from_a_kept_state(family: str, tmp_path: Path) -> None:
     """The middle stage is lost while it is followed for the third time: the round before counts.
 
@@ -221,7 +234,7 @@ def test_a_standby_goes_on_from_a_kept_state(family: str, tmp_path: Path) -> Non
         assert new.step(position, ids, 1) == whole.step(position, ids, 1)
 
 
-@pytest.mark.parametrize("family", cases(["llama", "gemma3_text"], ["falcon_h1"]))
+@pytest.mark.parametrize("family", cases(["llama", "gemma3_text"], ["falcon_h1", "deepseek_v4"]))
 def test_what_is_read_beside_steps_is_what_was_there(family: str, tmp_path: Path) -> None:
     """The slot grows meanwhile, forgets what no window reaches, and shares what it has."""
     folder = make_decoder(tmp_path, family, max_position_embeddings=CONTEXT, **CASES[family])

@@ -36,7 +36,9 @@ from shardnet.types import Epoch, LayerRange, LiveState, SequenceId
 
 @pytest.fixture(
     scope="module",
-    params=cases(["qwen3_5_text", "lfm2", "falcon_h1"], ["nemotron_h", "kimi_linear"]),
+    params=cases(
+        ["qwen3_5_text", "lfm2", "falcon_h1", "deepseek_v4"], ["nemotron_h", "kimi_linear"]
+    ),
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family: str = request.param

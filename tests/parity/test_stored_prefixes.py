@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.models.checkpoints import make_decoder
+from support.models.family_cases import CASES as FAMILY_CASES
 from support.rings.stage_chain import even_split, random_prompt
 from support.rings.stored_rings import StoredStages, n_kept
 from support.rings.torch_rings import TorchStages, request, run, tokens_of
@@ -33,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "lfm2": {},
     "falcon_h1": {},
     "nemotron_h": {},
+    "deepseek_v4": FAMILY_CASES["deepseek_v4"],
 }
 PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, n_logprobs=1)
 """What is drawn depends on every token before it, those of the prompt too."""
@@ -41,7 +43,7 @@ PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, n_lo
 @pytest.fixture(
     scope="module",
     params=cases(
-        ["llama", "gemma3_text", "qwen3_next"],
+        ["llama", "gemma3_text", "qwen3_next", "deepseek_v4"],
         ["mistral", "deepseek_v2", "kimi_linear", "lfm2", "falcon_h1", "nemotron_h"],
     ),
 )

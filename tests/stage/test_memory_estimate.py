@@ -66,7 +66,8 @@ def check_sums(checkpoint: Checkpoint, tied: bool, dtype: DType) -> None:
     config = checkpoint.config
     ignored = re.compile(family_of(config).ignored_tensors)
     used = [info for name, info in checkpoint.tensors.items() if not ignored.fullmatch(name)]
-    stored = sum(info.size_bytes for info in used) // 4 * dtype.size_bytes
+    n_stored = sum(info.size_bytes // (2 if info.dtype == "I64" else 1) for info in used)
+    stored = n_stored // 4 * dtype.size_bytes
     table = config.vocab_size * config.hidden_size * dtype.size_bytes
     form = WeightForm(dtype=dtype)
     whole = stage_weight_bytes(config, LayerRange(0, 4), form)

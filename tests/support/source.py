@@ -22,6 +22,7 @@ ROOMS: dict[str, list[str]] = {
         "cache",
         "shards",
         "layers",
+        "mixers",
         "vision",
         "devices",
         "fused",

@@ -259,6 +259,11 @@ class KvCache:
         """Say whether a layer has keys and values."""
         return layer not in self._without_kv
 
+    def settled(self, layer: int, n_positions: int) -> int:
+        """Return how many of a slot's positions are not written again by those behind them."""
+        shape = self._states.get(layer)
+        return n_positions - n_positions % (1 if shape is None else shape.n_spread)
+
     @property
     def has_states(self) -> bool:
         """Whether layers keep a state, which cannot be rewound."""
@@ -346,7 +351,9 @@ class KvCache:
             for made in self._slots[slot].entries.values():
                 made.cut(begin)
         if self.before_write is not None:
-            self.before_write(slot, begin, self._slots[slot].keys)
+            # from the block's first on: an entry is written to all of its positions
+            first = begin // BLOCK_POSITIONS * BLOCK_POSITIONS
+            self.before_write(slot, first, self._slots[slot].keys)
 
     def trim(self, slot: SlotId, n_positions: int) -> None:
         """Free the blocks beyond positions `[0, n_positions)`. Unknown slots are ignored.

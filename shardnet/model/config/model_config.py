@@ -108,7 +108,8 @@ class Experts:
     it, and the gate is multiplied by the sigmoid of `swiglu_alpha` times itself; None for the
     model's activation. Experts are in `n_groups` equal groups, of which a token uses the best
     `top_groups`. The chosen experts' outputs are multiplied by `output_scale`, the shared one's is
-    not. With `has_softmax` they are chosen by it in families that leave it open.
+    not. With `has_softmax` they are chosen by it in families that leave it open. In `hashed_layers`
+    the token says which.
     """
 
     n_experts: int
@@ -122,6 +123,7 @@ class Experts:
     top_groups: int = 1
     output_scale: float = 1.0
     has_softmax: bool = False
+    hashed_layers: tuple[int, ...] = ()
     layers: tuple[int, ...]
 
 
@@ -165,6 +167,52 @@ class Indexer:
     rotates_last: bool = False
     norm_eps: float = 1e-6
     layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compressed:
+    """Attention over a window and over entries that stand for several positions (DeepSeek-V4).
+
+    `rates` say of how many positions an entry of each layer is made, 0 where it has none. Layers of
+    the `indexer` choose among their entries, which are made of the positions before, too, and have
+    a key of the indexer each; others attend to all. Keys are values, one of `head_size` columns, of
+    which the last `rope_size` are rotated. Queries have rank `query_rank`; heads stand in
+    `n_groups`, of which each gives `output_rank` columns.
+    """
+
+    window: int
+    rates: tuple[int, ...]
+    indexer: Indexer
+    head_size: int
+    rope_size: int
+    query_rank: int
+    n_groups: int
+    output_rank: int
+
+    def entry_size(self, layer: int) -> int:
+        """Columns of an entry, with its key of the indexer."""
+        return self.head_size + (self.indexer.head_size if layer in self.indexer.layers else 0)
+
+    def row_size(self, layer: int) -> int:
+        """Columns of an entry that lie at each of its positions."""
+        return -(-self.entry_size(layer) // self.rates[layer]) if self.rates[layer] else 0
+
+    def pending(self, layer: int) -> tuple[int, int]:
+        """How many positions wait for their entries at the most, and the columns of each."""
+        twice = 2 if layer in self.indexer.layers else 1  # of those before, and of its own
+        n = twice * self.rates[layer]
+        return n, 2 * twice * self.entry_size(layer) if n else 0
+
+    def state(self, layer: int) -> StateShape:
+        """The rows of the window, and those that wait, in as many rows as the window has."""
+        n, width = self.pending(layer)
+        n_columns = -(-(self.window * self.head_size + n * width) // self.window)
+        return StateShape(
+            recent=(self.window, n_columns),
+            recurrent=(0, 0, 0),
+            is_beside_kv=self.rates[layer] > 0,
+            n_spread=max(1, self.rates[layer]),
+        )
 
 
 class StreamKind(enum.Enum):
@@ -216,13 +264,15 @@ class StateShape:
 
     `recent` [positions, columns] are the last inputs of a convolution, in the compute dtype;
     `recurrent` [heads, columns of a key, columns of a value] is a matrix for each head, in float32.
-    With `is_beside_kv` the layer has keys and values too. A position changes the state by the
-    columns of `recent` and `n_small` numbers in float32.
+    With `is_beside_kv` the layer has keys and values too, of which those of up to `n_spread`
+    positions before the next one are written again. A position changes the state by the columns of
+    `recent` and `n_small` numbers in float32.
     """
 
     recent: tuple[int, int]
     recurrent: tuple[int, int, int]
     is_beside_kv: bool = False
+    n_spread: int = 1
     n_small: int = 0
 
     def size_bytes(self, dtype: DType) -> int:
@@ -371,7 +421,8 @@ class ModelConfig:
 
     `chunk` is how many positions a chunk of attention has that layers do not look out of; contexts
     end with the first one. With an `indexer` tokens attend to the positions that it chooses. With
-    `streams` a row has as many residual streams between layers, one behind the other.
+    `streams` a row has as many residual streams between layers, one behind the other. `compressed`
+    attention is in all layers.
 
     Values have `value_size` columns, None for as many as keys, and are multiplied by
     `value_multiplier`.
@@ -442,6 +493,7 @@ class ModelConfig:
     chunk: int | None = None
     indexer: Indexer | None = None
     streams: Streams | None = None
+    compressed: Compressed | None = None
     full_heads: HeadShape | None = None
     value_size: int | None = None
     value_multiplier: float = 1.0
@@ -512,6 +564,9 @@ class ModelConfig:
 
         Values beside a latent are the keys that positions are chosen by.
         """
+        if self.compressed is not None:
+            size = self.compressed.row_size(layer)
+            return HeadShape(n_kv_heads=1, key_size=size, value_size=0)
         if self.full_heads is not None and self.window(layer) is None:
             return self.full_heads
         if self.indexer is not None and layer in self.indexer.layers:
@@ -528,8 +583,8 @@ class ModelConfig:
         """Whether layers keep a state, which is not rewound as positions are."""
         if self.outline is not None:
             return self.outline.has_state
-        has_own = self.delta_net is not None or self.short_conv is not None
-        return has_own or bool(self.mixerless_layers)
+        mixers = (self.delta_net, self.short_conv, self.compressed)
+        return any(own is not None for own in mixers) or bool(self.mixerless_layers)
 
     @property
     def rewinds(self) -> bool:
@@ -543,6 +598,8 @@ class ModelConfig:
 
     def state(self, layer: int) -> StateShape | None:
         """What the absolute `layer` keeps instead of keys and values, or beside them, or None."""
+        if self.compressed is not None:
+            return self.compressed.state(layer)
         for own in (self.delta_net, self.short_conv):
             if own is not None and layer in own.layers:
                 return own.state
@@ -581,6 +638,8 @@ class ModelConfig:
         """The rotary positions of the absolute `layer`."""
         if layer in self.nope_layers:
             return UNROTATED
+        if self.compressed is not None:
+            return self.rope if self.compressed.rates[layer] else self.local_rope
         is_local = self.local_rope is not None and self.window(layer) is not None
         return self.local_rope if is_local else self.rope
 

@@ -29,11 +29,11 @@ from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.model.kernels.recurrence import RecurrenceParameters
 from shardnet.model.layers.attention import step_over
 from shardnet.model.layers.decoder_layer import AttentionSublayer, Layer, MlpSublayer, Residual
-from shardnet.model.layers.gated_delta import GatedDeltaNet, Projections
 from shardnet.model.layers.modules import Attention, GatedMlp, SelfAttention
 from shardnet.model.layers.native_attention import AttentionKind
 from shardnet.model.layers.norms import HeadNorm, Norm
 from shardnet.model.layers.rotary import Rotary
+from shardnet.model.mixers.gated_delta import GatedDeltaNet, Projections
 from shardnet.types import RowGroup, SequenceId, SlotId
 
 HOST: Final = "host"

@@ -23,9 +23,6 @@ from shardnet.model.layers.decoder_layer import (
     NoSublayer,
     Sublayer,
 )
-from shardnet.model.layers.gated_delta import GatedDeltaNet
-from shardnet.model.layers.latent_attention import LatentAttention
-from shardnet.model.layers.mixed_attention import GatedAttention, TemperedAttention
 from shardnet.model.layers.modules import (
     Attention,
     BothMixers,
@@ -35,7 +32,10 @@ from shardnet.model.layers.modules import (
 )
 from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.short_conv import ShortConvolution
+from shardnet.model.mixers.gated_delta import GatedDeltaNet
+from shardnet.model.mixers.latent_attention import LatentAttention
+from shardnet.model.mixers.mixed_attention import GatedAttention, TemperedAttention
+from shardnet.model.mixers.short_conv import ShortConvolution
 
 
 def why_not(layers: Sequence[object], kv: DeviceKvCache) -> str:

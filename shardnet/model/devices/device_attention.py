@@ -14,9 +14,9 @@ from shardnet.model.devices.device_kv import PAGE
 from shardnet.model.devices.driver import Buffer, launch
 from shardnet.model.devices.mixer_device import MixerDevice, StepBuffers
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.mixed_attention import GatedAttention
 from shardnet.model.layers.modules import Attention, SelfAttention
 from shardnet.model.layers.native_attention import AttentionKind
+from shardnet.model.mixers.mixed_attention import GatedAttention
 
 ATTENTION_PARTS: Final = ("vectors", "attention")
 """Of the text."""

@@ -19,8 +19,8 @@ from shardnet.model.devices.device_kv import PAGE
 from shardnet.model.devices.driver import Array, Buffer
 from shardnet.model.devices.mixer_device import MixerDevice, StepBuffers
 from shardnet.model.devices.products import GATHERED_FROM, TILE, Tiles, Visits
-from shardnet.model.layers.latent_attention import LatentAttention
 from shardnet.model.layers.native_attention import MAX_HEAD
+from shardnet.model.mixers.latent_attention import LatentAttention
 
 _LINE: Final = 4096
 """Columns that a group of threads holds: LINE of text/rows.h."""

@@ -68,9 +68,6 @@ from shardnet.model.layers.decoder_layer import (
     Residual,
 )
 from shardnet.model.layers.experts import SparseMlp
-from shardnet.model.layers.gated_delta import GatedDeltaNet
-from shardnet.model.layers.latent_attention import LatentAttention
-from shardnet.model.layers.mixed_attention import GatedAttention, TemperedAttention, growth_at
 from shardnet.model.layers.modules import (
     Attention,
     BothMixers,
@@ -78,7 +75,10 @@ from shardnet.model.layers.modules import (
 )
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary
-from shardnet.model.layers.short_conv import ShortConvolution
+from shardnet.model.mixers.gated_delta import GatedDeltaNet
+from shardnet.model.mixers.latent_attention import LatentAttention
+from shardnet.model.mixers.mixed_attention import GatedAttention, TemperedAttention, growth_at
+from shardnet.model.mixers.short_conv import ShortConvolution
 
 LAYER_PARTS: Final = ("vectors", "rows", "experts")
 """Of the text."""

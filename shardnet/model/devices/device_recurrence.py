@@ -19,8 +19,8 @@ from shardnet.model.devices.device_states import INPUT_ROWS, Cell
 from shardnet.model.devices.driver import THREADS, Array, Buffer
 from shardnet.model.devices.mixer_device import BEFORE, MixerDevice, StepBuffers
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.gated_delta import GatedDeltaNet, MambaProjection, Projections
-from shardnet.model.layers.short_conv import ShortConvolution
+from shardnet.model.mixers.gated_delta import GatedDeltaNet, MambaProjection, Projections
+from shardnet.model.mixers.short_conv import ShortConvolution
 
 STATE_PARTS: Final = ("vectors", "reals", "states")
 """Of the text."""

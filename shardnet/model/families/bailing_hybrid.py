@@ -97,8 +97,8 @@ def _mixer_tensors(config: ModelConfig, layer: int) -> Table:
 
 
 def _load_mixer(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
-    from shardnet.model.layers.gated_delta import Projections
-    from shardnet.model.layers.latent_attention import LatentAttention
+    from shardnet.model.mixers.gated_delta import Projections
+    from shardnet.model.mixers.latent_attention import LatentAttention
 
     own, attn = config.delta_net, f"model.layers.{layer}.self_attn"
     if own is not None and layer in own.layers:

@@ -91,8 +91,8 @@ def _tensors(config: ModelConfig, layer: int) -> Table:
 
 def _load_both(config: ModelConfig, weights: WeightSource, layer: int) -> BothMixers:
     from shardnet.model.kernels.linear import ScaledLinear
-    from shardnet.model.layers.gated_delta import MambaProjection
     from shardnet.model.layers.modules import BothMixers, SelfAttention
+    from shardnet.model.mixers.gated_delta import MambaProjection
 
     own, factors, prefix = config.delta_net, config.output_factors, f"model.layers.{layer}.mamba"
     assert own is not None

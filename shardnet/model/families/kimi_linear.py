@@ -23,9 +23,9 @@ from shardnet.model.families.parts import LATENT_HEADS, Part
 from shardnet.model.families.tensor_shapes import Shape, Table, linears
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.gated_delta import Project
     from shardnet.model.layers.modules import Attention
     from shardnet.model.layers.weight_source import WeightSource
+    from shardnet.model.mixers.gated_delta import Project
 
 LATENT: Final = Latent(
     rank=512, rope_size=64, nope_size=128, value_size=128, query_rank=None, interleaved=False
@@ -173,7 +173,7 @@ def _load_mixer(config: ModelConfig, weights: WeightSource, layer: int) -> Atten
 
 
 def _load_projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:
-    from shardnet.model.layers.gated_delta import LowRankProjections
+    from shardnet.model.mixers.gated_delta import LowRankProjections
 
     names = [f"{prefix}.{name}_proj" for name in ("q", "k", "v", "g_a")]
     small = [f"{prefix}.{name}_proj" for name in ("b", "f_a")]
@@ -193,7 +193,7 @@ def load_delta_net(
     import torch
 
     from shardnet.model.kernels.recurrence import RecurrenceParameters
-    from shardnet.model.layers.gated_delta import GatedDeltaNet
+    from shardnet.model.mixers.gated_delta import GatedDeltaNet
 
     own = config.delta_net
     assert own is not None

@@ -27,8 +27,8 @@ from shardnet.model.families.parts import Part
 from shardnet.model.families.tensor_shapes import Table, attention, head_norms, linears
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.mixed_attention import GatedAttention
     from shardnet.model.layers.weight_source import WeightSource
+    from shardnet.model.mixers.mixed_attention import GatedAttention
 
 _GATE: Final = "g_proj"
 _ROPES: Final[dict[str, Any]] = {
@@ -110,7 +110,7 @@ def _attention(config: ModelConfig, layer: int) -> Table:
 
 
 def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> GatedAttention:
-    from shardnet.model.layers.mixed_attention import GatedAttention
+    from shardnet.model.mixers.mixed_attention import GatedAttention
 
     plain = GatedAttention.load(_of_layer(config, layer), weights, layer, 1, _GATE)
     return replace(plain, gates_soft=True)

@@ -110,7 +110,7 @@ def _conv_tensors(config: ModelConfig, layer: int) -> Table:
 
 def _load_conv(config: ModelConfig, weights: WeightSource, layer: int) -> Attention | None:
     """Take the convolution of a layer that has one, else None."""
-    from shardnet.model.layers.short_conv import ShortConvolution
+    from shardnet.model.mixers.short_conv import ShortConvolution
 
     conv, prefix = config.short_conv, f"model.layers.{layer}.conv"
     if conv is None or layer not in conv.layers:

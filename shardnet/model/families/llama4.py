@@ -36,9 +36,9 @@ from shardnet.model.families.tensor_shapes import (
 
 if TYPE_CHECKING:
     from shardnet.model.layers.experts import SparseMlp
-    from shardnet.model.layers.mixed_attention import MixedAttention
     from shardnet.model.layers.modules import GatedMlp
     from shardnet.model.layers.weight_source import WeightSource
+    from shardnet.model.mixers.mixed_attention import MixedAttention
 
 THETA = 500000.0
 CHUNKED = "chunked_attention"
@@ -121,7 +121,7 @@ def _mlp_tensors(config: ModelConfig, layer: int) -> Table:
 
 
 def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> MixedAttention:
-    from shardnet.model.layers.mixed_attention import MixedAttention
+    from shardnet.model.mixers.mixed_attention import MixedAttention
 
     return MixedAttention.load(config, weights, layer)
 

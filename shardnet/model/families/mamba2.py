@@ -33,9 +33,9 @@ from shardnet.model.families.tensor_shapes import (
 )
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.gated_delta import GatedDeltaNet
     from shardnet.model.layers.modules import Attention
     from shardnet.model.layers.weight_source import WeightSource
+    from shardnet.model.mixers.gated_delta import GatedDeltaNet
 
 MOST_TAPS: Final = 64
 
@@ -198,8 +198,8 @@ def load_mixer(config: ModelConfig, weights: WeightSource, prefix: str) -> Gated
     import torch
 
     from shardnet.model.kernels.recurrence import RecurrenceParameters
-    from shardnet.model.layers.gated_delta import GatedDeltaNet, MambaProjection
     from shardnet.model.layers.norms import HeadNorm
+    from shardnet.model.mixers.gated_delta import GatedDeltaNet, MambaProjection
 
     own = config.delta_net
     assert own is not None

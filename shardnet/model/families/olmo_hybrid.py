@@ -59,7 +59,7 @@ def _net_tensors(config: ModelConfig, layer: int) -> Table:
 
 
 def _load_net(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
-    from shardnet.model.layers.gated_delta import Projections
+    from shardnet.model.mixers.gated_delta import Projections
 
     own, prefix = config.delta_net, f"model.layers.{layer}.linear_attn"
     assert own is not None

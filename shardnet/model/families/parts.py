@@ -22,10 +22,10 @@ from shardnet.model.families.tensor_shapes import (
 )
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.latent_attention import LatentAttention
-    from shardnet.model.layers.mixed_attention import GatedAttention
     from shardnet.model.layers.modules import Attention, GatedMlp, PlainMlp, SelfAttention
     from shardnet.model.layers.weight_source import WeightSource
+    from shardnet.model.mixers.latent_attention import LatentAttention
+    from shardnet.model.mixers.mixed_attention import GatedAttention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +85,8 @@ def attention_part(
         return made | (head_norms(config, layer, norms) if config.has_head_norms else {})
 
     def load(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
-        from shardnet.model.layers.mixed_attention import TemperedAttention
         from shardnet.model.layers.modules import SelfAttention
+        from shardnet.model.mixers.mixed_attention import TemperedAttention
         from shardnet.model.shards.cut import Axis
 
         made = SelfAttention.load(
@@ -119,7 +119,7 @@ def _gated_heads(*, are_wide: bool) -> Part:
         return attention(config, layer) | head_norms(config, layer) | own
 
     def load(config: ModelConfig, weights: WeightSource, layer: int) -> GatedAttention:
-        from shardnet.model.layers.mixed_attention import GatedAttention
+        from shardnet.model.mixers.mixed_attention import GatedAttention
 
         n_columns = config.head_size if are_wide else 1
         return GatedAttention.load(config, weights, layer, n_columns)
@@ -299,7 +299,7 @@ def whole_norm_attention(config: ModelConfig, weights: WeightSource, layer: int)
 
 
 def _load_latent(config: ModelConfig, weights: WeightSource, layer: int) -> LatentAttention:
-    from shardnet.model.layers.latent_attention import LatentAttention
+    from shardnet.model.mixers.latent_attention import LatentAttention
 
     return LatentAttention.load(config, weights, layer)
 

@@ -23,8 +23,8 @@ from shardnet.model.families.qwen3_next import (
 )
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.gated_delta import Project
     from shardnet.model.layers.weight_source import WeightSource
+    from shardnet.model.mixers.gated_delta import Project
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -59,7 +59,7 @@ def _linears(config: ModelConfig, own: DeltaNet) -> Shapes:
 
 
 def _projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:
-    from shardnet.model.layers.gated_delta import Projections
+    from shardnet.model.mixers.gated_delta import Projections
 
     return Projections(
         config=own,

@@ -37,9 +37,9 @@ from shardnet.model.families.tensor_shapes import (
 )
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.gated_delta import Project
     from shardnet.model.layers.modules import Attention
     from shardnet.model.layers.weight_source import WeightSource
+    from shardnet.model.mixers.gated_delta import Project
 
     LoadLinears = Callable[[DeltaNet, WeightSource, str], Project]
     """Takes the linears of a DeltaNet below a prefix."""
@@ -112,7 +112,7 @@ def hybrid_layout(
         }
 
     def load(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
-        from shardnet.model.layers.mixed_attention import GatedAttention
+        from shardnet.model.mixers.mixed_attention import GatedAttention
 
         own, prefix = config.delta_net, f"model.layers.{layer}.linear_attn"
         if own is None or layer not in own.layers:
@@ -138,7 +138,7 @@ def _delta_net(
     config: ModelConfig, own: DeltaNet, weights: WeightSource, prefix: str, project: Project
 ) -> Attention:
     from shardnet.model.kernels.recurrence import RecurrenceParameters
-    from shardnet.model.layers.gated_delta import GatedDeltaNet
+    from shardnet.model.mixers.gated_delta import GatedDeltaNet
 
     parameters = RecurrenceParameters(
         taps=weights.parameter(f"{prefix}.conv1d.weight").squeeze(1).T.contiguous(),
@@ -152,7 +152,7 @@ def _delta_net(
 
 
 def _projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:
-    from shardnet.model.layers.gated_delta import Projections
+    from shardnet.model.mixers.gated_delta import Projections
 
     names = ("in_proj_qkv", "in_proj_z") if own.has_split_gate else ("in_proj_qkvz",)
     return Projections(

@@ -32,11 +32,11 @@ from shardnet.model.kernels.library import SCRATCH, NativeKernels
 from shardnet.model.kernels.linear import NativeLinear
 from shardnet.model.layers.attention import ForwardStep, attention
 from shardnet.model.layers.decoder_layer import Residual
-from shardnet.model.layers.mixed_attention import GatedAttention
 from shardnet.model.layers.modules import SelfAttention
 from shardnet.model.layers.native_attention import attend_struct, bind_slots
 from shardnet.model.layers.norms import HeadNorm
 from shardnet.model.layers.rotary import Rotary
+from shardnet.model.mixers.mixed_attention import GatedAttention
 from shardnet.model.shards.gathered import JoinedLinear
 
 

@@ -197,7 +197,8 @@ def _rope(config: ModelConfig, layer: int) -> tuple[Rope, int]:
     """Return a layer's rotary positions, and the columns of its heads that they are for."""
     rope = config.layer_rope(layer)
     assert rope is not None, "families of this kind have rotary positions"
-    return rope, config.head_size if config.latent else config.heads(layer).key_size
+    has_own = config.latent is not None or config.compressed is not None
+    return rope, config.head_size if has_own else config.heads(layer).key_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,8 @@ from shardnet.model.kernels.linear import NativeLinear, is_native
 from shardnet.model.kernels.recurrence import RecurrenceStruct, mixed_bytes
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import AttentionSublayer
-from shardnet.model.layers.gated_delta import GatedDeltaNet, Projections
 from shardnet.model.layers.rotary import Rotary
+from shardnet.model.mixers.gated_delta import GatedDeltaNet, Projections
 from shardnet.model.shards.gathered import JoinedLinear
 from shardnet.model.shards.group import JoinedStruct
 

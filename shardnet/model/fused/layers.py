@@ -34,12 +34,12 @@ from shardnet.model.layers.decoder_layer import (
     Residual,
     Sublayer,
 )
-from shardnet.model.layers.gated_delta import GatedDeltaNet
-from shardnet.model.layers.mixed_attention import GatedAttention
 from shardnet.model.layers.modules import GatedMlp, SelfAttention
 from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.layers.norms import HeadNorm
 from shardnet.model.layers.rotary import Rotary
+from shardnet.model.mixers.gated_delta import GatedDeltaNet
+from shardnet.model.mixers.mixed_attention import GatedAttention
 from shardnet.model.shards.gathered import JoinedLinear
 
 

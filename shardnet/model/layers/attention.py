@@ -355,14 +355,14 @@ def _attend_span(
         for row in range(span.start, span.end):
             own = chosen[row][chosen[row] >= 0]
             own_keys, own_values = (part.index_select(1, own)[None] for part in seen)
-            parts.append(_attend_row(grouped[row], own_keys, own_values, kind))
+            parts.append(attend_row(grouped[row], own_keys, own_values, kind))
         return parts
     if span.masks is not None:
         own = torch.cat(list(grouped[span.start : span.end]))
         return [_attend_chunk(own, *seen, span.masks.of(kind), kind)]
     keys, values = seen[0].unsqueeze(0), seen[1].unsqueeze(0)  # [1, KV heads, P, D]
     if span.end - span.start == 1:
-        return [_attend_row(grouped[span.start], keys, values, kind)]
+        return [attend_row(grouped[span.start], keys, values, kind)]
     parts = []
     for row in range(span.start, span.end):
         end = keys.shape[2] - (span.end - row) + 1
@@ -370,11 +370,11 @@ def _attend_span(
         end = keys.shape[2] if span.see_each_other and not kind.is_causal else end
         own_keys = keys.narrow(2, first, end - first)
         own_values = values.narrow(2, first, end - first)
-        parts.append(_attend_row(grouped[row], own_keys, own_values, kind))
+        parts.append(attend_row(grouped[row], own_keys, own_values, kind))
     return parts
 
 
-def _attend_row(query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind) -> Tensor:
+def attend_row(query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind) -> Tensor:
     """Attend one row: [1, KV heads, G, D] over [1, KV heads, P, D]; G takes the place of rows."""
     if kind.is_plain:
         return F.scaled_dot_product_attention(query, keys, values, scale=kind.scale)

@@ -118,7 +118,7 @@ class ExpertsSublayer:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
 
         def recorded(normed: Tensor) -> Tensor:
-            inner, experts = self.mlp(normed)
+            inner, experts = self.mlp(normed, step.token_ids if self.mlp.by_token else None)
             step.record_experts(index, experts)
             return inner
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from shardnet.model.config.model_config import Experts
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.modules import GatedMlp, Mlp, TwoLayerMlp
-from shardnet.model.layers.norms import Norm, row_sigmoid, row_softmax
+from shardnet.model.layers.norms import Norm, row_sigmoid, row_softmax, row_softplus
 from shardnet.model.shards.gathered import multiply_each
 
 
@@ -33,7 +33,7 @@ class ExpertChoice:
     weights: Tensor  # [T, K], float32
 
 
-Router = Callable[[Tensor], ExpertChoice]
+Router = Callable[..., ExpertChoice]
 """Routes hidden states [T, E] to experts."""
 
 
@@ -163,6 +163,29 @@ class BestTwoRouter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SqrtSoftplusRouter:
+    """Score by the roots of softpluses, and choose with a bias, or by token ids (DeepSeek-V4)."""
+
+    experts: Experts
+    gate: Linear
+    bias: Tensor | None = None  # [X], float32
+    of_tokens: Tensor | None = None  # [V, K], int32
+
+    def __call__(self, hidden: Tensor, token_ids: Tensor | None = None) -> ExpertChoice:
+        """Choose experts for each row of the hidden states [T, E]."""
+        scores = row_softplus(self.gate(hidden.float())).sqrt()  # [T, X]
+        if self.of_tokens is not None and token_ids is not None:
+            experts = self.of_tokens[token_ids].long()
+        else:
+            _, experts = best_experts(
+                scores if self.bias is None else scores + self.bias, self.experts.top_k
+            )
+        weights = scores.gather(-1, experts)
+        weights = weights / (_row_sum(weights) + 1e-20)
+        return ExpertChoice(experts=experts, weights=weights * self.experts.output_scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BiasedLogitsRouter:
     """Choose by logits with a bias, and weigh by the sigmoids of those without (Kolibri)."""
 
@@ -222,13 +245,18 @@ class SparseMlp:
     experts: Sequence[TwoLayerMlp]
     shared: Mlp | None = None
     weighs_inputs: bool = False
+    by_token: bool = False
 
     def __call__(self, hidden: Tensor, routed_by: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Run hidden states [T, E] through their experts: [T, E], and the experts [T, K], int64.
 
-        The router sees `routed_by` [T, E] where that is given.
+        The router sees `routed_by` [T, E] where that is given; where it goes `by_token` that is the
+        rows' token ids [T], which it sees beside them.
         """
-        routing = self.router(hidden if routed_by is None else routed_by)
+        if self.by_token:
+            routing = self.router(hidden, routed_by)
+        else:
+            routing = self.router(hidden if routed_by is None else routed_by)
         n_rows, top_k = routing.experts.shape
         expert_ids = routing.experts.flatten()  # [T x K]
         order = expert_ids.argsort(stable=True)  # by expert, then by row

@@ -232,6 +232,38 @@ def native_attend(
     return attended
 
 
+def native_attend_rows(
+    queries: Tensor, rows: Tensor, counts: Sequence[int], kv: KvCache, kind: AttentionKind
+) -> Tensor | None:
+    """Attend with queries [T, H, D] to rows of their own [T, P, D], keys that are values too.
+
+    Each attends to the first so many of `counts`. Returns [T, H x D], or None as `native_attend`.
+    """
+    kernels, n_rows = native_kernels(), len(rows)
+    is_computed = can_attend(queries.shape[2], kv) and rows.dtype is queries.dtype is kv.dtype
+    if kernels is None or not is_computed:
+        return None
+    queries = queries.contiguous()
+    attended = queries.new_empty(n_rows, queries[0].numel())
+    places = np.zeros((n_rows, 5), np.int64)
+    places[:, 0] = rows.data_ptr() + np.arange(n_rows) * rows.stride(0) * rows.element_size()
+    places[:, 3] = rows.shape[1]
+    spans = np.zeros((n_rows, 5), np.int64)
+    spans[:, 0] = places.ctypes.data + np.arange(n_rows) * places.strides[0]
+    spans[:, 1], spans[:, 2] = np.arange(n_rows), np.arange(1, n_rows + 1)
+    spans[:, 3] = np.array(counts) - 1
+    struct = attend_struct(kind, queries.shape[1], 1, queries.shape[2], 0)
+    struct.queries, struct.attended = queries.data_ptr(), attended.data_ptr()
+    struct.spans, struct.n_spans = spans.ctypes.data, n_rows
+    struct.row_bytes = struct.value_bytes = rows.shape[2] * rows.element_size()
+    struct.key_columns = struct.value_columns = rows.shape[2]
+    struct.is_bf16 = struct.kv_is_bf16 = is_bf16(rows)
+    struct.team = kernels.team
+    struct.team.n_threads = torch.get_num_threads()
+    kernels.function("shardnet_attend", ctypes.POINTER(AttendStruct))(struct)
+    return attended
+
+
 def native_choose(
     queries: Tensor,
     weights: Tensor,
@@ -250,7 +282,7 @@ def native_choose(
     first positions are chosen. None as `native_attend`.
 
     With `entries` those of each span are chosen instead, of `n_pooled` positions each, of which a
-    row sees all: keys [entries, D], contiguous.
+    row sees all: keys [entries, D], contiguous but for what may stand between them.
     """
     kernels, rows, kind = native_kernels(), queries.contiguous(), AttentionKind(scale=1.0)
     struct = _bound(rows, 1, 0, layer, spans, kv, kind)
@@ -264,7 +296,7 @@ def native_choose(
         places[:, 3] = [len(keys) for keys in entries]
         table[:, 0] = places.ctypes.data + places.strides[0] * np.arange(len(entries))
         struct.spans, struct.layer, struct.group = table.ctypes.data, 0, 0
-        struct.row_bytes = entries[0].shape[1] * entries[0].element_size()
+        struct.row_bytes = entries[0].stride(0) * entries[0].element_size()
         struct.kv_is_bf16 = entries[0].dtype is torch.bfloat16
     chosen = torch.empty(len(rows), n_chosen, dtype=torch.int32)
     most = max(position + end - start for _, start, end, position, _ in spans.spans)

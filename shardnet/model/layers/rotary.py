@@ -84,13 +84,19 @@ def rotary_tables(
     cos, sin = torch.empty(2, context, 1, 2 * half, dtype=dtype).unbind(0)
     every = torch.arange(context, dtype=torch.float32)
     for positions in torch.split(every, _POSITIONS_AT_ONCE):
-        angles = torch.outer(positions, frequencies).double()
+        rows = rotary_rows(rope, frequencies, positions, dtype)
         own = slice(int(positions[0]), int(positions[-1]) + 1)
-        cosines, sines = (part.float() * rope.magnitude for part in cosine_sine(angles))
-        cos[own, 0] = torch.cat((cosines, cosines), -1).to(dtype)
-        sin[own, 0] = torch.cat((-sines, sines), -1).to(dtype)
+        cos[own], sin[own] = rows.cos, rows.sin
     axes = torch.tensor(rope.axes * 2, device=device) if rope.axes else None
     return Rotary(cos=cos.to(device), sin=sin.to(device), axes=axes)
+
+
+def rotary_rows(rope: Rope, frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Rotary:
+    """Compute the tables of `positions` [T], as rotary_tables does, on the CPU."""
+    angles = torch.outer(positions.float(), frequencies).double()
+    cosines, sines = (part.float() * rope.magnitude for part in cosine_sine(angles))
+    cos, sin = torch.cat((cosines, cosines), -1), torch.cat((-sines, sines), -1)
+    return Rotary(cos=cos.to(dtype)[:, None], sin=sin.to(dtype)[:, None])
 
 
 def rotary_frequencies(rope: Rope, head_size: int, context: int) -> Tensor:

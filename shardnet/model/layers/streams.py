@@ -83,10 +83,10 @@ class StreamMixer:
         count, eps = self.config.count, self.config.eps
         square = row_softmax(logits.reshape(-1, count)) + eps
         square = square.view(-1, count, count)
-        square = square / (_sum(square.unbind(1)) + eps)[:, None]
+        square = square / (added_up(square.unbind(1)) + eps)[:, None]
         for _ in range(self.config.n_rounds - 1):
-            square = square / (_sum(square.unbind(2)) + eps)[:, :, None]
-            square = square / (_sum(square.unbind(1)) + eps)[:, None]
+            square = square / (added_up(square.unbind(2)) + eps)[:, :, None]
+            square = square / (added_up(square.unbind(1)) + eps)[:, None]
         return square
 
     def around(self, streams: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
@@ -123,7 +123,7 @@ class StreamHead:
         """Join rows [T, N x E] to [T, E]."""
         wide = streams.float().view(len(streams), self.count, -1)
         if self.mixer is None:
-            return (_sum(wide.unbind(1)) / self.count).to(streams.dtype)
+            return (added_up(wide.unbind(1)) / self.count).to(streams.dtype)
         [raw] = self.mixer.factors(streams)
         shares = row_sigmoid(raw.contiguous()) + self.mixer.config.eps
         return weighted(wide, shares).to(streams.dtype)
@@ -131,10 +131,10 @@ class StreamHead:
 
 def weighted(streams: Tensor, shares: Tensor) -> Tensor:
     """Add up streams [T, N, E] times their shares [T, N]: [T, E]."""
-    return _sum([streams[:, n] * shares[:, n, None] for n in range(streams.shape[1])])
+    return added_up([streams[:, n] * shares[:, n, None] for n in range(streams.shape[1])])
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
+def added_up(parts: Sequence[Tensor]) -> Tensor:
     """Add up one after the other, so that the order depends on no shape."""
     total = parts[0]
     for part in parts[1:]:

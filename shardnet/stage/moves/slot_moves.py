@@ -127,7 +127,7 @@ class _Arriving:
     def came(self, index: int, end: int) -> None:
         """Note that a layer has come up to position `end`."""
         pieces, first = self.pieces[index], self.firsts[index]
-        if first == pieces[-1].end:
+        if pieces[-1].first <= first <= pieces[-1].end:
             first = pieces[-1].first
         state = self.contents.states.get(index)
         if state is not None:
@@ -277,7 +277,7 @@ class SlotMoves:
     def next_wanted(self, sequence_id: SequenceId, layer: int) -> int:
         """Return the first position of a layer that has not come yet."""
         arriving, index = self._begun(sequence_id, layer)
-        return arriving.pieces[index][-1].end
+        return self._kv.settled(index, arriving.pieces[index][-1].end)
 
     def expect(self, sequence_id: SequenceId, layer: int, held: HeldRows, end: int) -> None:
         """Make room for what a source holds of a layer up to position `end`.
@@ -287,7 +287,7 @@ class SlotMoves:
         with self._lock:
             arriving, index = self._begun(sequence_id, layer)
             contents, first = arriving.contents, held.first
-            has_come = arriving.pieces[index][-1].end
+            has_come = self._kv.settled(index, arriving.pieces[index][-1].end)
             if held.is_state != (index in contents.states):
                 raise UsageError(f"layer {layer} keeps a state at one end, and rows at the other")
             is_whole = first == has_come or self._kv.windows[index] is not None

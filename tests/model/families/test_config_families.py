@@ -340,7 +340,10 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         assert [ours.window(layer) for layer in range(ours.n_layers)] == expected
         stateful = ("linear_attention", "conv", "moe", "mlp", "hybrid")
         linear = [kind in stateful for kind in kinds]
-        assert [ours.state(layer) is not None for layer in range(ours.n_layers)] == linear
+        has_states = [ours.state(layer) is not None for layer in range(ours.n_layers)]
+        assert has_states == ([True] * len(kinds) if ours.compressed else linear)
+    if ours.compressed is not None:
+        check_compressed(ours, theirs)
     if ours.delta_net is not None and hasattr(theirs, "linear_num_key_heads"):
         check_delta_net(ours, theirs)
     if ours.experts is not None:
@@ -356,7 +359,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         assert ours.experts.intermediate_size == inner
     rope = getattr(theirs, "rope_parameters", {"rope_theta": 10000.0})
     assert ours.rope is not None
-    assert ours.rope.theta == rope.get("full_attention", rope)["rope_theta"]
+    assert ours.rope.theta == rope.get("full_attention", rope.get("compress", rope))["rope_theta"]
     activation = getattr(theirs, "hidden_activation", None) or getattr(theirs, "hidden_act", "silu")
     activation = getattr(theirs, "mlp_hidden_act", activation)
     assert activation == "xielu" or ours.activation is Activation(activation)
@@ -376,6 +379,26 @@ def check_delta_net(ours: ModelConfig, theirs: Any) -> None:
         layers=(0, 1, 2, 4, 5, 6),
         write_scale=2.0 if getattr(theirs, "linear_allow_neg_eigval", False) else 1.0,
     )
+
+
+def check_compressed(ours: ModelConfig, theirs: Any) -> None:
+    """Hold what only DeepSeek-V4 has against transformers' defaults."""
+    own, streams = ours.compressed, ours.streams
+    assert own is not None
+    assert streams is not None
+    rates = {"sliding_attention": 0, **theirs.compress_rates}
+    assert own.rates == tuple(rates[kind] for kind in theirs.layer_types)
+    assert (own.window, own.rope_size) == (theirs.sliding_window, theirs.qk_rope_head_dim)
+    assert (own.query_rank, own.n_groups) == (theirs.q_lora_rank, theirs.o_groups)
+    assert (own.output_rank, own.indexer.n_chosen) == (theirs.o_lora_rank, theirs.index_topk)
+    assert (own.indexer.n_heads, own.indexer.head_size) == (
+        theirs.index_n_heads,
+        theirs.index_head_dim,
+    )
+    assert (streams.count, streams.n_rounds) == (theirs.hc_mult, theirs.hc_sinkhorn_iters)
+    assert ours.experts is not None
+    kinds = enumerate(theirs.mlp_layer_types)
+    assert ours.experts.hashed_layers == tuple(n for n, kind in kinds if kind == "hash_moe")
 
 
 def check_latent(ours: ModelConfig, theirs: Any) -> None:

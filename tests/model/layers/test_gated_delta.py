@@ -17,8 +17,8 @@ from shardnet.model.config.model_config import Activation, DeltaNet
 from shardnet.model.kernels.library import ISA_VARIABLE, find_kernels
 from shardnet.model.kernels.recurrence import NativeRecurrence, RecurrenceParameters
 from shardnet.model.layers.attention import plan_step
-from shardnet.model.layers.gated_delta import GatedDeltaNet, Projected
 from shardnet.model.layers.rotary import Rotary
+from shardnet.model.mixers.gated_delta import GatedDeltaNet, Projected
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from shardnet.model.kernels.library import ISA_VARIABLE, find_kernels
 from shardnet.model.layers import native_attention
 from shardnet.model.layers.attention import ForwardStep, attention, plan_step
 from shardnet.model.layers.native_attention import AttentionKind
-from shardnet.model.layers.position_indexer import choose, choose_pooled
+from shardnet.model.mixers.position_indexer import choose, choose_pooled
 from shardnet.types import KvDType, SlotId
 
 LATENT, INDEX = 24, 16

@@ -72,6 +72,23 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     | {"head_dim": 16, "shared_expert_intermediate_size": 24},
     "mellum": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     | {"head_dim": 12},
+    "deepseek_v4": {
+        "head_dim": 32,
+        "num_key_value_heads": 1,
+        "partial_rotary_factor": 0.25,
+        "q_lora_rank": 20,
+        "o_groups": 3,
+        "o_lora_rank": 10,
+        "sliding_window": 20,
+        "index_n_heads": 3,
+        "index_head_dim": 16,
+        "index_topk": 6,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "hc_mult": 3,
+        "hc_sinkhorn_iters": 5,
+    },
     "hy_v4": LATENT
     | {"n_routed_experts": 8, "num_experts_per_tok": 3, "q_lora_rank": 14}
     | {"index_head_dim": 16, "index_n_heads": 6},

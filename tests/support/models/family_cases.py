@@ -404,6 +404,17 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "seed": 1,
     },
+    "deepseek_v4": {
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        "mlp_layer_types": ["hash_moe", "moe", "hash_moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+        "swiglu_limit": 0.02,
+    },
     "hy_v4": {
         "num_hidden_layers": 4,
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],

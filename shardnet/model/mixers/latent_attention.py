@@ -18,12 +18,12 @@ from shardnet.model.arithmetic.row_functions import HeadMatmuls
 from shardnet.model.config.model_config import Latent, ModelConfig, Temperature
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep, attention
-from shardnet.model.layers.mixed_attention import tempered
 from shardnet.model.layers.native_attention import AttentionKind
 from shardnet.model.layers.norms import Norm, row_sigmoid
-from shardnet.model.layers.position_indexer import PositionIndexer
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.mixers.mixed_attention import tempered
+from shardnet.model.mixers.position_indexer import PositionIndexer
 from shardnet.model.shards.cut import Axis
 
 LATENT_EPS = 1e-6

@@ -113,21 +113,37 @@ def choose_pooled(
     """
     width = (n_entries + 1) * n_pooled - 1
     chosen = None
-    ends = [span.position + span.end - span.start for span in step.spans]
-    entries = [
-        step.kv.entries(span.slot, layer, end // n_pooled, n_pooled, pool)
-        for span, end in zip(step.spans, ends, strict=True)
-    ]
-    if max(ends) // n_pooled > n_entries:
-        of_rows = None
-        if step.native_spans is not None:
-            given = (queries, weights, n_entries, layer, step.native_spans, step.kv)
-            of_rows = native_choose(*given, n_pooled=n_pooled, entries=entries)
-        if of_rows is None:
-            of_rows = _entries_in_torch(queries, weights, n_entries, n_pooled, entries, step)
+    entries = []
+    for span in step.spans:
+        n = (span.position + span.end - span.start) // n_pooled
+        entries.append(step.kv.entries(span.slot, layer, n, n_pooled, pool))
+    of_rows = choose_entries(queries, weights, n_entries, n_pooled, entries, step)
+    if of_rows is not None:
         chosen = _positions_of(of_rows, step.positions.to(torch.int32), n_pooled, width)
     step.choices.append(chosen)
     return chosen
+
+
+def choose_entries(
+    queries: Tensor,
+    weights: Tensor,
+    n_chosen: int,
+    n_pooled: int,
+    entries: Sequence[Tensor],
+    step: ForwardStep,
+) -> Tensor | None:
+    """Choose among the entries of each span, keys [N, D], of which a row sees all positions.
+
+    int32 [T, n_chosen], ascending, -1 behind the last; None where rows see no more.
+    """
+    if max(map(len, entries)) <= n_chosen:
+        return None
+    if step.native_spans is not None:
+        given = (queries, weights, n_chosen, 0, step.native_spans, step.kv)
+        native = native_choose(*given, n_pooled=n_pooled, entries=entries)
+        if native is not None:
+            return native
+    return _entries_in_torch(queries, weights, n_chosen, n_pooled, entries, step)
 
 
 def _positions_of(entries: Tensor, positions: Tensor, n_pooled: int, width: int) -> Tensor:

@@ -1,0 +1,283 @@
+"""DeepSeek-V4 (transformers, modeling_deepseek_v4.py): compressed attention, several streams.
+
+Experts are chosen by the roots of softpluses, in the first layers by the token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from shardnet.model.config.decoder_config import read_decoder, read_expert_counts
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.model_config import (
+    Compressed,
+    Experts,
+    Indexer,
+    ModelConfig,
+    Rope,
+    StreamKind,
+    Streams,
+)
+from shardnet.model.config.rope import read_scaling
+from shardnet.model.families.expert_parts import EXPERTS, load_experts
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import Part
+from shardnet.model.families.tensor_shapes import Table, gated, linears, sparse_mlp
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.experts import SparseMlp
+    from shardnet.model.layers.weight_source import WeightSource
+    from shardnet.model.mixers.compressed_attention import CompressedAttention
+
+_SLIDING, _CHOSEN, _HEAVY = (
+    "sliding_attention",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
+)
+_OLD_RATES: Final = {0: _SLIDING, 4: _CHOSEN, 128: _HEAVY}
+"""Kinds of layers by how many positions make an entry, in older configs."""
+
+
+def _read_config(fields: Fields) -> ModelConfig:
+    """Read a DeepseekV4Config."""
+    ropes: dict[str, Rope] = {}
+
+    def read_ropes(fields: Fields, max_positions: int, head_size: int) -> Rope:
+        ropes.update(_read_ropes(fields, max_positions, head_size))
+        return ropes["compress"]
+
+    inner = fields.positive("moe_intermediate_size", fields.optional("intermediate_size") or 2048)
+    config = read_decoder(
+        fields,
+        n_kv_heads=1,
+        max_positions=1048576,
+        head_size=512,
+        intermediate_size=inner,
+        rope=read_ropes,
+    )
+    if config.n_kv_heads != 1:
+        raise fields.unsupported("num_key_value_heads", config.n_kv_heads, "1")
+    for key in ("attention_bias", "mlp_bias"):
+        fields.require(key, only=False)
+    fields.require("norm_topk_prob", only=True)
+    if (scoring := fields.take("scoring_func", str, "sqrtsoftplus")) != "sqrtsoftplus":
+        raise fields.unsupported("scoring_func", scoring, "sqrtsoftplus")
+    fields.ignore("num_nextn_predict_layers", "topk_method", "n_group", "topk_group")
+    return replace(
+        config,
+        local_rope=ropes["main"],
+        compressed=_read_attention(fields, config),
+        experts=_read_experts(fields, config, inner),
+        streams=Streams(
+            count=fields.positive("hc_mult", 4),
+            kind=StreamKind.BALANCED,
+            eps=fields.number("hc_eps", 1e-6),
+            n_rounds=fields.positive("hc_sinkhorn_iters", 20),
+        ),
+    )
+
+
+def _read_ropes(fields: Fields, max_positions: int, head_size: int) -> dict[str, Rope]:
+    """Read the positions of layers without entries and with them, of which yarn scales no more."""
+    theta = fields.number("rope_theta", 10000.0)
+    longer = fields.number("compress_rope_theta", 160000.0)
+    share = fields.optional_number("partial_rotary_factor")
+    rotated = fields.optional("qk_rope_head_dim")
+    share = share or (rotated / head_size if rotated else 64 / 512)
+    given = fields.take("rope_parameters", dict, None) or fields.take("rope_scaling", dict, None)
+    given = given or {}
+    own = given if {"main", "compress"} <= given.keys() else {"main": {}, "compress": given}
+    found = {}
+    for name, base in (("main", theta), ("compress", longer)):
+        raw = own[name]
+        if raw.get("rope_type") == "yarn":
+            raw = {"attention_factor": 1.0, **raw}
+        rope = fields.inner("rope_parameters", raw)
+        plain = Rope(
+            theta=rope.number("rope_theta", base),
+            share=rope.number("partial_rotary_factor", share),
+        )
+        found[name] = read_scaling(rope, plain, max_positions=max_positions, head_size=head_size)
+    return found
+
+
+def _read_attention(fields: Fields, config: ModelConfig) -> Compressed:
+    assert config.rope is not None
+    given = fields.take("compress_rates", dict, None) or {}
+    rates = {_SLIDING: 0, _CHOSEN: 4, _HEAVY: 128} | given
+    for key, kind in (("compress_rate_csa", _CHOSEN), ("compress_rate_hca", _HEAVY)):
+        rates[kind] = fields.optional(key) or rates[kind]
+    old = fields.take("compress_ratios", list, None)
+    n = config.n_layers
+    kinds = (
+        [_OLD_RATES.get(rate) for rate in old]
+        if old
+        else [_HEAVY] * min(n, 2) + [(_HEAVY, _CHOSEN)[layer % 2] for layer in range(n - 2)]
+    )
+    kinds = (fields.take("layer_types", list, None) or kinds)[:n]
+    if len(kinds) != n or not set(kinds) <= rates.keys():
+        raise fields.damaged(f"layer_types {kinds} do not say the kinds of {n} layers")
+    if any(rate and (256 % rate or rate > 128) for rate in rates.values()):
+        raise fields.damaged(f"compress_rates {rates} do not divide a block of 256 positions")
+    return Compressed(
+        window=fields.positive("sliding_window", 128),
+        rates=tuple(rates[kind] for kind in kinds),
+        indexer=Indexer(
+            n_heads=fields.positive("index_n_heads", 64),
+            head_size=fields.positive("index_head_dim", 128),
+            n_chosen=fields.positive("index_topk", 512),
+            interleaved=True,
+            rotates_last=True,
+            layers=tuple(layer for layer, kind in enumerate(kinds) if kind == _CHOSEN),
+        ),
+        head_size=config.head_size,
+        rope_size=config.rope.rotated(config.head_size),
+        query_rank=fields.positive("q_lora_rank", 1024),
+        n_groups=fields.positive("o_groups", 8),
+        output_rank=fields.positive("o_lora_rank", 1024),
+    )
+
+
+def _read_experts(fields: Fields, config: ModelConfig, inner: int) -> Experts:
+    n = config.n_layers
+    n_experts, top_k = read_expert_counts(fields, ("n_routed_experts", "num_local_experts"), 256, 6)
+    n_hashed = fields.take("num_hash_layers", int, 3)
+    kinds = fields.take("mlp_layer_types", list, None) or ["hash_moe"] * min(n, n_hashed) + [
+        "moe"
+    ] * max(0, n - n_hashed)
+    if len(kinds) != n or not set(kinds) <= {"hash_moe", "moe"}:
+        raise fields.damaged(f"mlp_layer_types {kinds} do not say the kinds of {n} layers")
+    return Experts(
+        n_experts=n_experts,
+        top_k=top_k,
+        intermediate_size=inner,
+        normalize_top_k=True,
+        shared_intermediate_size=inner * fields.positive("n_shared_experts", 1),
+        swiglu_limit=fields.number("swiglu_limit", 10.0),
+        output_scale=fields.number("routed_scaling_factor", 1.5),
+        hashed_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "hash_moe"),
+        layers=tuple(range(n)),
+    )
+
+
+def _attention_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name the projections, the norms, the sinks, and what makes entries and chooses them."""
+    own, attn, hidden = config.compressed, f"model.layers.{layer}.self_attn", config.hidden_size
+    assert own is not None
+    size, outputs = own.head_size, own.n_groups * own.output_rank
+    shapes = {
+        "q_a_proj": (own.query_rank, hidden),
+        "q_b_proj": (config.n_heads * size, own.query_rank),
+        "kv_proj": (size, hidden),
+        "o_a_proj": (outputs, config.n_heads * size // own.n_groups),
+        "o_b_proj": (hidden, outputs),
+    }
+    made = linears(attn, shapes) | {f"{attn}.sinks": (config.n_heads,)}
+    made |= {f"{attn}.q_a_norm.weight": (own.query_rank,), f"{attn}.kv_norm.weight": (size,)}
+    rate, name = own.rates[layer], f"{attn}.compressor"
+    chooses = layer in own.indexer.layers
+    if rate:
+        made |= _compressor(name, rate, size, hidden, twice=chooses)
+    if chooses:
+        index = own.indexer
+        made |= _compressor(f"{name}.indexer", rate, index.head_size, hidden, twice=True)
+        queries = {"q_b_proj": (index.n_heads * index.head_size, own.query_rank)}
+        made |= linears(f"{name}.indexer", queries)
+        made |= linears(f"{name}.indexer.scorer", {"weights_proj": (index.n_heads, hidden)})
+    return made
+
+
+def _compressor(name: str, rate: int, size: int, hidden: int, *, twice: bool) -> Table:
+    width = (1 + twice) * size
+    made = linears(name, {"kv_proj": (width, hidden), "gate_proj": (width, hidden)})
+    return made | {f"{name}.position_bias": (rate, width), f"{name}.kv_norm.weight": (size,)}
+
+
+def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> CompressedAttention:
+    from shardnet.model.mixers.compressed_attention import CompressedAttention
+
+    return CompressedAttention.load(config, weights, layer)
+
+
+def _expert_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name the router, its experts and the shared one, and what the choice goes by."""
+    experts, block = config.experts, f"model.layers.{layer}.mlp"
+    assert experts is not None
+    inner = experts.shared_intermediate_size
+    made = sparse_mlp(config, layer, EXPERTS)
+    made |= gated(config, f"{block}.shared_experts", inner, with_bias=False)
+    if layer in experts.hashed_layers:
+        return made | {f"{block}.gate.tid2eid": (config.vocab_size, experts.top_k)}
+    return made | {f"{block}.gate.e_score_correction_bias": (experts.n_experts,)}
+
+
+def _load_experts(config: ModelConfig, weights: WeightSource, layer: int) -> SparseMlp:
+    import torch
+
+    from shardnet.model.layers.experts import ClampedMlp, SparseMlp, SqrtSoftplusRouter
+    from shardnet.model.layers.modules import GatedMlp
+
+    experts, block = config.experts, f"model.layers.{layer}.mlp"
+    assert experts is not None
+    limit = experts.swiglu_limit
+    assert limit is not None
+    is_hashed = layer in experts.hashed_layers
+    name = "tid2eid" if is_hashed else "e_score_correction_bias"
+    said = weights.parameter(f"{block}.gate.{name}")
+    each = load_experts(config, weights, f"{block}.experts", experts.n_experts)
+    common = GatedMlp.load(config, weights, f"{block}.shared_experts")
+    *clamped, shared = (
+        ClampedMlp(limit=limit, gate_up_proj=one.gate_up_proj, down_proj=one.down_proj)
+        for one in (*each, common)
+    )
+    router = SqrtSoftplusRouter(
+        experts=experts,
+        gate=weights.linear(f"{block}.gate", wide=True),
+        bias=None if is_hashed else said,
+        of_tokens=said.to(torch.int32) if is_hashed else None,
+    )
+    return SparseMlp(router=router, experts=clamped, shared=shared, by_token=is_hashed)
+
+
+FAMILY = record(
+    "deepseek_v4",
+    "DeepseekV4ForCausalLM",
+    _read_config,
+    Layout(
+        attention=Part(tensors=_attention_tensors, load=_load_attention),
+        mlp=Part(tensors=_expert_tensors, load=_load_experts),
+    ),
+    renamed_tensors=(
+        (".attn.indexer.compressor.", ".attn.compressor.indexer."),
+        (".attn.indexer.weights_proj.", ".attn.compressor.indexer.scorer.weights_proj."),
+        (".attn.indexer.wq_b.", ".attn.compressor.indexer.q_b_proj."),
+        (".attn.", ".self_attn."),
+        (".ffn.", ".mlp."),
+        (".attn_norm.", ".input_layernorm."),
+        (".ffn_norm.", ".post_attention_layernorm."),
+        (".self_attn.norm.", ".self_attn.kv_norm."),
+        (".compressor.norm.", ".compressor.kv_norm."),
+        (".indexer.norm.", ".indexer.kv_norm."),
+        (".hc_attn_", ".attn_hc."),
+        (".hc_ffn_", ".ffn_hc."),
+        (".attn_sink", ".sinks"),
+        (".ape", ".position_bias"),
+        (".wq_a.", ".q_a_proj."),
+        (".wq_b.", ".q_b_proj."),
+        (".wkv.", ".kv_proj."),
+        (".wgate.", ".gate_proj."),
+        (".wo_a.", ".o_a_proj."),
+        (".wo_b.", ".o_b_proj."),
+        (".q_norm.", ".q_a_norm."),
+        (".gate.bias", ".gate.e_score_correction_bias"),
+        (".w1.", ".gate_proj."),
+        (".w2.", ".down_proj."),
+        (".w3.", ".up_proj."),
+        ("head.weight", "lm_head.weight"),
+        ("lm_lm_head.", "lm_head."),
+    ),
+    ignored_tensors=r"(model\.)?mtp\..*",
+    experts=EXPERTS,
+    has_whole_heads=True,
+)

@@ -1,0 +1,318 @@
+"""Attention over a window, and over entries that stand for several positions (DeepSeek-V4).
+
+Knows transformers' parameter names. Must not know files, wire or scheduling.
+
+Rows of the window and those that wait for their entries are the state of a slot, as the inputs of a
+convolution are. An entry lies in the slot at its own positions, a part of it at each, so that
+blocks, prefixes and moves know it as keys.
+
+Axes: T rows, H heads, D columns of a key, which is a value too, W rows of the window, N entries of
+r positions each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardnet.model.arithmetic.row_functions import HeadMatmuls
+from shardnet.model.cache.slot_blocks import Replay, SlotState
+from shardnet.model.config.model_config import Compressed, ModelConfig, Rope
+from shardnet.model.kernels.linear import Linear
+from shardnet.model.layers.attention import ForwardStep, Span, attend_row
+from shardnet.model.layers.native_attention import (
+    CHOSEN_ROWS,
+    AttentionKind,
+    native_attend_rows,
+)
+from shardnet.model.layers.norms import BareNorm, Norm, row_softmax
+from shardnet.model.layers.rotary import Rotary, rotary_frequencies, rotary_rows
+from shardnet.model.layers.streams import added_up
+from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.mixers.position_indexer import choose_entries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compressor:
+    """Makes entries: sums of rows, weighted column by column by a softmax over their gates."""
+
+    project: Linear  # values and gates
+    bias: Tensor  # [r, columns]: of the gates
+    norm: Norm
+    rope: Rope
+    rope_size: int
+    frequencies: Tensor
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: WeightSource, name: str) -> Compressor:
+        """Take the parameters of the compressor `name`."""
+        assert config.compressed is not None
+        assert config.rope is not None
+        return cls(
+            project=weights.linear(f"{name}.kv_proj", f"{name}.gate_proj"),
+            bias=weights.parameter(f"{name}.position_bias"),
+            norm=weights.norm(f"{name}.kv_norm", config.norm_eps),
+            rope=config.rope,
+            rope_size=config.compressed.rope_size,
+            frequencies=rotary_frequencies(config.rope, config.head_size, 0),
+        )
+
+    def entries(self, rows: Tensor, first: int, n: int) -> Tensor:
+        """Make entries `first` to `first + n` of rows [.., values and gates]: [n, D].
+
+        The last rows are those of the last entry; entries whose norm is narrower than their values
+        are made of the values before too, none of which are before the first.
+        """
+        rate, width = self.bias.shape
+        size = self.norm.weight.shape[0]
+        values, gates = rows.float().split(width, -1)  # type: ignore[no-untyped-call]
+        own = slice(len(rows) - n * rate, None)
+        gates = gates[own] + self.bias.repeat(n, 1)
+        parts = [values[own][:, -size:].view(n, rate, size)]
+        logits = [gates[:, -size:].view(n, rate, size)]
+        if width > size:  # those before come first
+            own = slice(len(rows) - (n + 1) * rate, len(rows) - rate)
+            before = rows[own].float()
+            earlier = before[:, width : width + size] + self.bias[:, :size].repeat(n, 1)
+            earlier = earlier.view(n, rate, size)
+            if first == 0:
+                earlier[0] = -torch.inf
+            parts.insert(0, before[:, :size].view(n, rate, size))
+            logits.insert(0, earlier)
+        gate, value = torch.cat(logits, 1), torch.cat(parts, 1)  # [n, r or 2 r, D]
+        shares = row_softmax(gate.transpose(1, 2).reshape(n * size, -1)).view(n, size, -1)
+        summed = added_up([shares[..., at] * value[:, at] for at in range(gate.shape[1])])
+        normed = self.norm(summed.to(rows.dtype))
+        positions = torch.arange(first, first + n) * rate
+        rotary = rotary_rows(self.rope, self.frequencies, positions, rows.dtype)
+        return rotate_last(normed[:, None], rotary, self.rope_size)[:, 0]
+
+
+def rotate_last(heads: Tensor, rotary: Rotary, size: int) -> Tensor:
+    """Rotate the last `size` columns of heads [T, H, D], pairs of adjacent ones."""
+    turned = rotary.rotate_pairs(heads[..., -size:])
+    return torch.cat((heads[..., :-size], turned), -1)
+
+
+def _turn_back(heads: Tensor, rotary: Rotary, size: int) -> Tensor:
+    """Undo `rotate_last` on what attention gives, order included."""
+    turned = Rotary(cos=rotary.cos, sin=-rotary.sin).rotate(heads[..., -size:].contiguous())
+    pairs = turned.view(*turned.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
+    return torch.cat((heads[..., :-size], pairs), -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryIndexer:
+    """What chooses among entries: queries, their weights, and keys that are entries themselves."""
+
+    q_b_proj: Linear
+    weights_proj: Linear
+    compressor: Compressor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedAttention:
+    """Attention of one layer; see Compressed."""
+
+    config: Compressed
+    layer: int
+    kind: AttentionKind
+    q_a_proj: Linear
+    q_a_norm: Norm
+    q_b_proj: Linear
+    q_b_norm: BareNorm
+    kv_proj: Linear
+    kv_norm: Norm
+    groups: HeadMatmuls  # [groups, heads of a group x D, rank]
+    o_b_proj: Linear
+    compressor: Compressor | None
+    indexer: EntryIndexer | None
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> CompressedAttention:
+        """Take the parameters of the absolute `layer`."""
+        own, attn = config.compressed, f"model.layers.{layer}.self_attn"
+        assert own is not None
+        sinks = weights.parameter(f"{attn}.sinks").view(1, -1, 1)
+        grouped = weights.matrix(f"{attn}.o_a_proj").view(own.n_groups, own.output_rank, -1)
+        name, compressor, indexer = f"{attn}.compressor", None, None
+        if own.rates[layer]:
+            compressor = Compressor.load(config, weights, name)
+        if layer in own.indexer.layers:
+            scorer = f"{name}.indexer.scorer.weights_proj"
+            indexer = EntryIndexer(
+                q_b_proj=weights.linear(f"{name}.indexer.q_b_proj"),
+                weights_proj=weights.linear(scorer, precise=True, wide=True),
+                compressor=Compressor.load(config, weights, f"{name}.indexer"),
+            )
+        return cls(
+            config=own,
+            layer=layer,
+            kind=AttentionKind(sinks=sinks),
+            q_a_proj=weights.linear(f"{attn}.q_a_proj"),
+            q_a_norm=weights.norm(f"{attn}.q_a_norm", config.norm_eps),
+            q_b_proj=weights.linear(f"{attn}.q_b_proj"),
+            q_b_norm=BareNorm(eps=config.norm_eps),
+            kv_proj=weights.linear(f"{attn}.kv_proj"),
+            kv_norm=weights.norm(f"{attn}.kv_norm", config.norm_eps),
+            groups=HeadMatmuls.of(grouped.transpose(1, 2)),
+            o_b_proj=weights.linear(f"{attn}.o_b_proj"),
+            compressor=compressor,
+            indexer=indexer,
+        )
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Attend, in the layer `index` within the stage: [T, E] in and out."""
+        config, n_rows = self.config, len(hidden)
+        low_rank = self.q_a_norm(self.q_a_proj(hidden))
+        queries = self.q_b_norm(self.q_b_proj(low_rank).view(n_rows, -1, config.head_size))
+        queries = rotate_last(queries, rotary, config.rope_size)
+        keys = self.kv_norm(self.kv_proj(hidden))[:, None]
+        keys = rotate_last(keys, rotary, config.rope_size)[:, 0]
+        waiting = self._waiting(hidden)
+        seen = [self._store(span, index, step, keys, waiting) for span in step.spans]
+        chosen = self._choose(hidden, low_rank, rotary, step, [rows for _, rows in seen])
+        parts = []
+        for span, (window, entries) in zip(step.spans, seen, strict=True):
+            parts += self._attend(queries, span, window, entries, chosen, step)
+        attended = torch.cat(parts).view(n_rows, -1, config.head_size)
+        attended = _turn_back(attended, rotary, config.rope_size)
+        grouped = self.groups(attended.reshape(n_rows, config.n_groups, -1))
+        return self.o_b_proj(grouped.flatten(1))
+
+    def _waiting(self, hidden: Tensor) -> Tensor:
+        """Return what entries are made of: [T, columns], none where there are no entries."""
+        makers = [self.compressor, self.indexer.compressor if self.indexer else None]
+        rows = [maker.project(hidden) for maker in makers if maker is not None]
+        return torch.cat(rows, -1) if rows else hidden.new_empty(len(hidden), 0)
+
+    def _store(
+        self, span: Span, index: int, step: ForwardStep, keys: Tensor, waiting: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Put a span's rows into its slot: the rows of its windows, and the entries so far.
+
+        The first of the window's rows is that before position `span.position` by the window.
+        """
+        state, n_rows = step.kv.state(span.slot, index), span.end - span.start
+        before = state.keep_before(n_rows, span.n_drafts)
+        window, pending = self._parts(before.recent)
+        window = torch.cat((window, keys[span.start : span.end]))
+        pending = torch.cat((pending, waiting[span.start : span.end]))
+        self._write(state, window, pending, n_rows)
+        state.count(n_rows, self._replay(window, pending) if state.kept else None)
+        return window, self._entries(span, index, step, pending)
+
+    def _parts(self, recent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the window's rows [W, D] and those that wait, of a state."""
+        config, flat = self.config, recent.view(-1)
+        split = config.window * config.head_size
+        n, width = config.pending(self.layer)
+        window = flat[:split].view(config.window, config.head_size)
+        return window, flat[split : split + n * width].view(n, width)
+
+    def _write(self, state: SlotState, window: Tensor, pending: Tensor, n_rows: int) -> None:
+        """Set a state to the rows behind the first `n_rows`."""
+        own_window, own_pending = self._parts(state.recent)
+        own_window.copy_(window[n_rows : n_rows + len(own_window)])
+        own_pending.copy_(pending[n_rows : n_rows + len(own_pending)])
+
+    def _replay(self, window: Tensor, pending: Tensor) -> Replay:
+        def replay(source: SlotState, target: SlotState, n_rows: int) -> None:
+            self._write(target, window, pending, n_rows)
+
+        return replay
+
+    def _entries(self, span: Span, index: int, step: ForwardStep, pending: Tensor) -> Tensor:
+        """Make and store the entries that the span's rows complete; return all: [N, columns]."""
+        rate, size = self.config.rates[self.layer], self.config.entry_size(self.layer)
+        if not rate:
+            return pending.new_empty(0, size)
+        assert self.compressor is not None
+        kv, end = step.kv, span.position + span.end - span.start
+        first, last = span.position // rate, end // rate
+        if last > first:
+            known = pending[: len(pending) - end % rate]
+            makers = [self.compressor, self.indexer.compressor if self.indexer else None]
+            made, column = [], 0
+            for maker in makers:
+                if maker is not None:
+                    width = 2 * maker.bias.shape[1]
+                    rows = known[:, column : column + width]
+                    made.append(maker.entries(rows, first, last - first))
+                    column += width
+            new = torch.cat(made, -1)
+            spread = new.new_zeros(last - first, rate * self.config.row_size(self.layer))
+            spread[:, :size] = new
+            (stored, _), begin = kv.own(span.slot, index)
+            rows = kv.quantize(spread.view(1, (last - first) * rate, -1))
+            stored[:, first * rate - begin : last * rate - begin] = rows
+        every, width = (
+            kv.layer(span.slot, index)[0][0, : last * rate],
+            self.config.row_size(self.layer),
+        )
+        return kv.dequantize(every, width).reshape(last, rate * width)[:, :size]
+
+    def _choose(
+        self,
+        hidden: Tensor,
+        low_rank: Tensor,
+        rotary: Rotary,
+        step: ForwardStep,
+        entries: Sequence[Tensor],
+    ) -> Tensor | None:
+        """Choose entries for all rows: int32 [T, n]; None where rows attend to all they see."""
+        own, config = self.indexer, self.config.indexer
+        if own is None:
+            return None
+        queries = own.q_b_proj(low_rank).view(len(hidden), config.n_heads, config.head_size)
+        queries = rotate_last(queries, rotary, self.config.rope_size)
+        factor = (config.n_heads * config.head_size) ** -0.5
+        weights = (own.weights_proj(hidden.float()) * factor).contiguous()
+        rate, keys = self.config.rates[self.layer], self.config.head_size
+        of_spans = [rows[:, keys:] for rows in entries]
+        return choose_entries(queries, weights, config.n_chosen, rate, of_spans, step)
+
+    def _attend(
+        self,
+        queries: Tensor,
+        span: Span,
+        window: Tensor,
+        entries: Tensor,
+        chosen: Tensor | None,
+        step: ForwardStep,
+    ) -> list[Tensor]:
+        """Attend the rows of a span, some at a time: [rows, H x D] each."""
+        config, rate = self.config, self.config.rates[self.layer]
+        parts = []
+        for start in range(span.start, span.end, CHOSEN_ROWS):
+            some = range(start, min(span.end, start + CHOSEN_ROWS))
+            seen = []
+            for row in some:
+                at = row - span.start
+                n_before = min(span.position + at, config.window - 1)
+                own = [window[at + config.window - n_before : at + config.window + 1]]
+                if rate:
+                    n = (span.position + at + 1) // rate
+                    ids = None if chosen is None else chosen[row]
+                    found = entries[:n] if ids is None else entries[ids[ids >= 0]]
+                    own.append(found[:, : config.head_size])
+                seen.append(torch.cat(own))
+            parts.append(self._attend_rows(queries[some.start : some.stop], seen, step))
+        return parts
+
+    def _attend_rows(self, queries: Tensor, seen: Sequence[Tensor], step: ForwardStep) -> Tensor:
+        counts = [len(rows) for rows in seen]
+        together = queries.new_empty(len(seen), max(counts), queries.shape[2])
+        for place, rows in zip(together, seen, strict=True):
+            place[: len(rows)] = rows
+        native = native_attend_rows(queries, together, counts, step.kv, self.kind)
+        if native is not None:
+            return native
+        attended = [
+            attend_row(query[None, None], rows[None, None], rows[None, None], self.kind)
+            for query, rows in zip(queries, seen, strict=True)
+        ]
+        return torch.cat(attended).flatten(1)
