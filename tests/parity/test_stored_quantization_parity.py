@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.models.checkpoints import make_decoder, make_llama
+from support.models.family_cases import CASES as CASES_OF_FAMILIES
 from support.models.quantized_cases import CASES
-from support.models.quantized_checkpoints import Parts, gptq, mlx, mxfp4, quantized
+from support.models.quantized_checkpoints import (
+    Parts,
+    fp4_values,
+    fp8,
+    gptq,
+    mlx,
+    mxfp4,
+    quantized,
+)
 from support.oracles.oracle import (
     FLOAT32_TOLERANCE,
     check_generation,
@@ -115,6 +125,56 @@ def test_mxfp4_experts_run_as_what_they_mean(tmp_path: Path) -> None:
     rewrite(plain, tensors)
     rewrite(packed, stored, quantization_config={"quant_method": "mxfp4"})
     check_experts(packed, plain, "model.layers.0.mlp.experts.{}.gate_up_proj.weight", 5)
+
+
+def four_bits(rng: np.random.Generator, n: int, k: int) -> tuple[Parts, torch.Tensor]:
+    """Expert weights of DeepSeek-V4: two 4-bit floats in a byte, powers of two for 32 inputs."""
+    codes = rng.integers(0, 16, (n, k), dtype=np.uint8)
+    exponents = torch.from_numpy(rng.integers(119, 123, (n, k // 32), dtype=np.uint8))
+    packed = torch.from_numpy(codes[:, ::2] | codes[:, 1::2] << 4).view(torch.int8)
+    scales = 2.0 ** (exponents.float() - 127)
+    meant = torch.from_numpy(fp4_values(codes)) * scales.repeat_interleave(32, 1)
+    return {".weight": packed, ".scale": exponents.view(torch.float8_e8m0fnu)}, meant
+
+
+def eight_bits(rng: np.random.Generator, n: int, k: int) -> tuple[Parts, torch.Tensor]:
+    """Other weights of DeepSeek-V4: FP8 whose blocks have powers of two."""
+    parts, _ = fp8(rng, n, k, scales="block", group=32)
+    shape = parts[".weight_scale_inv"].shape
+    exponents = torch.from_numpy(rng.integers(119, 123, tuple(shape), dtype=np.uint8))
+    wide = (2.0 ** (exponents.float() - 127)).repeat_interleave(32, 0).repeat_interleave(32, 1)
+    meant = parts[".weight"].float() * wide[:n, :k]
+    return {".weight": parts[".weight"], ".scale": exponents.view(torch.float8_e8m0fnu)}, meant
+
+
+def test_deepseek_v4_runs_as_it_is_published(tmp_path: Path) -> None:
+    """Experts in 4 bits, other linears in FP8, scales that are powers of two."""
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "q_lora_rank": 32}
+    plain = make_decoder(
+        tmp_path / "plain", "deepseek_v4", **CASES_OF_FAMILIES["deepseek_v4"] | sizes
+    )
+    tensors = load_file(plain / "model.safetensors")
+    stored, rng = dict(tensors), np.random.default_rng(5)
+    linear = re.compile(r".*\.(wq_a|wq_b|wkv|wo_b|w[123])\.weight")
+    for name in [name for name in tensors if linear.fullmatch(name) and "compressor" not in name]:
+        make = four_bits if ".ffn.experts." in name else eight_bits
+        parts, tensors[name] = make(rng, *tensors[name].shape)
+        stored |= {name.removesuffix(".weight") + suffix: part for suffix, part in parts.items()}
+    packed = shutil.copytree(plain, tmp_path / "packed")
+    rewrite(plain, tensors)
+    method = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "expert_dtype": "fp4"}
+    published = {
+        name.removeprefix("model.")
+        .replace("embed_tokens", "embed")
+        .replace("head.hc_", "head_"): one
+        for name, one in stored.items()
+    }
+    assert {"embed.weight", "norm.weight", "hc_head_fn", "layers.0.attn.wkv.scale"} <= {*published}
+    rewrite(packed, published, quantization_config=method | {"weight_block_size": [32, 32]})
+    prompt = random_prompt(40, 300)
+    logits = StageChain.load(packed, even_split(4, 2)).prefill(0, prompt)
+    expected = reference_logits(load_reference(plain), prompt)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32_TOLERANCE)
 
 
 MOE = {"hidden_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 4}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.checkpoint.quantization.fp8 import ScaleLayout, fp8_tensor, read_scales
 from shardnet.checkpoint.quantization.gptq import order_of_groups
-from shardnet.checkpoint.quantization.mxfp4 import MXFP4_FORM
+from shardnet.checkpoint.quantization.mxfp4 import two_in_a_byte
 from shardnet.checkpoint.quantization.weight_parts import (
     FLOAT_SCALES,
     WeightFormat,
@@ -262,19 +262,8 @@ def _combine_nvfp4(parts: WeightParts, *, scheme: WeightScheme) -> ModelTensor:
 
 def _combine_mxfp4(parts: WeightParts, *, scheme: WeightScheme) -> ModelTensor:
     """Combine 4-bit floats, two in each byte, with exponents for every 32 inputs."""
-    n_out, n_in = parts.shape
-    sources = (
-        parts.part(".weight_packed", ("U8",), (n_out, n_in // 2)),
-        parts.part(".weight_scale", ("U8",), (n_out, n_in // (scheme.group_size or 32))),
-    )
-
-    def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
-        from shardnet.checkpoint.quantization.packed_codes import split_bits
-
-        packed, exponents = (values[begin:end] for values in stored)
-        return Codes(codes=split_bits(packed, 4), scales=exponents.contiguous())
-
-    return coded_tensor(parts.name, parts.shape, sources, form=MXFP4_FORM, rows=rows)
+    size = scheme.group_size or 32
+    return two_in_a_byte(parts, ".weight_packed", "U8", ".weight_scale", ("U8",), size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

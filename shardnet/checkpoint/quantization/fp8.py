@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from shardnet.checkpoint.quantization.mxfp4 import two_in_a_byte
 from shardnet.checkpoint.quantization.weight_parts import (
     FLOATS,
     RowOrder,
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 FP8_CODES: Final = {"F8_E4M3": Code.E4M3, "F8_E5M2": Code.E5M2}
 """By safetensors' name of a dtype."""
 _SKIPPED: Final = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".input_scale_ub")
+_SCALES: Final = (".weight_scale_inv", ".weight_scale", ".scale")
+"""What scales are called; the last is DeepSeek-V4's."""
+_EXPONENT: Final = "F8_E8M0"
+"""A power of two, by safetensors' name of the dtype."""
 _IGNORED: Final = (
     "activation_scheme activation_scale_ub fmt scale_fmt modules_to_convert modules_to_not_convert "
     "ignored_layers kv_cache_scheme dequantize"
@@ -57,16 +62,16 @@ class ScaleLayout:
 def read_fp8(fields: Fields) -> WeightFormat:
     """Read `quantization_config`. Raises UnsupportedModelError for what is not implemented."""
     fields.ignore(*_IGNORED.split())
-    if (kind := fields.take("expert_dtype", str, "fp8")) != "fp8":
-        raise fields.unsupported("expert_dtype", kind, "fp8")
+    if (kind := fields.take("expert_dtype", str, "fp8")) not in ("fp8", "fp4"):
+        raise fields.unsupported("expert_dtype", kind, "fp8, fp4")
     sizes = fields.take("weight_block_size", list, [1, 1])
     if len(sizes) != 2 or not all(isinstance(n, int) and 0 < n <= MAX_SIZE for n in sizes):
         raise fields.damaged(
             f"quantization_config.weight_block_size is {shown(sizes)}, expected [n, n]"
         )
     return WeightFormat(
-        markers=(".weight_scale_inv", ".weight_scale"),
-        suffixes=(".weight", ".weight_scale_inv", ".weight_scale"),
+        markers=_SCALES,
+        suffixes=(".weight", *_SCALES),
         combine=partial(_combine, block=(sizes[0], sizes[1])),
         skipped=_SKIPPED,
     )
@@ -74,6 +79,8 @@ def read_fp8(fields: Fields) -> WeightFormat:
 
 def _combine(parts: WeightParts, *, block: tuple[int, int]) -> ModelTensor:
     suffix = next(suffix for suffix in parts.parts if suffix != ".weight")
+    if ".weight" in parts.parts and parts.parts[".weight"].dtype == "I8":
+        return two_in_a_byte(parts, ".weight", "I8", suffix, (_EXPONENT, "U8"))
     scales, layout = read_scales(parts, suffix, block)
     weight = parts.part(".weight", tuple(FP8_CODES), parts.shape)
     return fp8_tensor(parts.name, weight, scales, layout)
@@ -88,7 +95,8 @@ def read_scales(
     """
     n_out, n_in = parts.shape
     blocks: Shape = (-(-n_out // block[0]), -(-n_in // block[1]))
-    scales = parts.part(suffix, FLOATS, (), (1,), (1, 1), (n_out,), (n_out, 1), blocks)
+    kinds = (*FLOATS, _EXPONENT)
+    scales = parts.part(suffix, kinds, (), (1,), (1, 1), (n_out,), (n_out, 1), blocks)
     if scales.shape in ((), (1,), (1, 1)):
         return scales, ScaleLayout(rows=n_out, columns=0)
     if scales.shape in ((n_out,), (n_out, 1)):

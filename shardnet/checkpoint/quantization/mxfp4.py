@@ -52,3 +52,27 @@ def _combine(parts: WeightParts) -> ModelTensor:
         return Codes(codes=split_bits(blocks, 4), scales=exponents)
 
     return coded_tensor(parts.name, parts.shape, sources, form=MXFP4_FORM, rows=rows)
+
+
+def two_in_a_byte(
+    parts: WeightParts, codes: str, dtype: str, scales: str, kinds: Sequence[str], size: int = 32
+) -> ModelTensor:
+    """Combine 4-bit floats [N, K / 2], two in each byte, with an exponent for every `size` inputs.
+
+    `codes` and `scales` are what follows the parameter's name, with the dtypes that they may have.
+    """
+    n_out, n_in = parts.shape
+    sources = (
+        parts.part(codes, (dtype,), (n_out, n_in // 2)),
+        parts.part(scales, kinds, (n_out, n_in // size)),
+    )
+
+    def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
+        import torch
+
+        from shardnet.checkpoint.quantization.packed_codes import split_bits
+
+        packed, exponents = (values.view(torch.uint8)[begin:end] for values in stored)
+        return Codes(codes=split_bits(packed, 4), scales=exponents.contiguous())
+
+    return coded_tensor(parts.name, parts.shape, sources, form=MXFP4_FORM, rows=rows)

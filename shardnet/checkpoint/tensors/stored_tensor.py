@@ -47,7 +47,7 @@ Item = TypeVar("Item")
 AGAIN: Final = "fetch the checkpoint again"
 
 ITEM_BYTES: Mapping[str, int] = MappingProxyType(
-    {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2}
+    {"BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "I16": 2, "U16": 2}
     | {"F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8}
 )
 """Bytes of one element, by safetensors' name of the type."""
@@ -311,6 +311,7 @@ def _torch_types() -> Mapping[str, torch.dtype]:
         "I8": torch.int8,
         "F8_E5M2": torch.float8_e5m2,
         "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E8M0": torch.float8_e8m0fnu,
         "I16": torch.int16,
         "I32": torch.int32,
         "I64": torch.int64,

@@ -202,11 +202,12 @@ class Family:
     pass.
 
     `name_prefix` is left out of tensor names, where a checkpoint has it; then the first of each
-    pair of `renamed_tensors` is replaced by the second. `ignored_tensors` is a
-    pattern of whole names that checkpoints may have and nobody needs. `mtp` says what the layer is
-    called that predicts a further token, None where it is not implemented. `experts` says what the
-    parameters of experts are called and `stacking` how transformers may stack them; None where it
-    never does. `gguf` and `consolidated` are None for a family that is not read from these formats.
+    pair of `renamed_tensors` is replaced by the second, at the name's beginning alone where `^`
+    stands before it. `ignored_tensors` is a pattern of whole names that checkpoints may have and
+    nobody needs. `mtp` says what the layer is called that predicts a further token, None where it
+    is not implemented. `experts` says what the parameters of experts are called and `stacking` how
+    transformers may stack them; None where it never does. `gguf` and `consolidated` are None for a
+    family that is not read from these formats.
     `shared_tensors` are needed by every stage. With `has_whole_heads` a shard cannot compute the
     attention of some heads without the others.
     `pretokenizer` splits words where vocab.json and merges.txt stand alone, by its name in GGUF; ""

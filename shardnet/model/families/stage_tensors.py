@@ -43,7 +43,7 @@ _KEPT = (
     *("gate.weight", ".router.weight", ".kv_b_proj.weight"),
     *(".in_proj_ba.weight", ".in_proj_b.weight", ".in_proj_a.weight"),
     *(".self_attn.b_proj.weight", ".self_attn.f_a_proj.weight", ".self_attn.f_b_proj.weight"),
-    ".self_attn.f_proj.weight",
+    *(".self_attn.f_proj.weight", ".weights_proj.weight", ".o_a_proj.weight"),
 )
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _MTP_LAYER = re.compile(r"layers\.(\d{1,4})\.")
@@ -154,7 +154,10 @@ def canonical_name(config: ModelConfig, name: str) -> str | None:
         return _mtp_name(config.n_layers, inner.removeprefix("mtp."))
     inner = inner.removeprefix(family.name_prefix)
     for stored, own in family.renamed_tensors:
-        inner = inner.replace(stored, own)
+        if stored.startswith("^"):
+            inner = own + inner[len(stored) - 1 :] if inner.startswith(stored[1:]) else inner
+        else:
+            inner = inner.replace(stored, own)
     return inner
 
 

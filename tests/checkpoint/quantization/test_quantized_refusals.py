@@ -80,7 +80,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
             r"extra_config\.lm_head\.data_type = 'nv_fp' is not supported",
         ),
         (FP8 | {"weight_block_size": [128]}, r"weight_block_size is \[128\]"),
-        (FP8 | {"expert_dtype": "fp4"}, r"expert_dtype = 'fp4' is not supported"),
+        (FP8 | {"expert_dtype": "fp6"}, r"expert_dtype = 'fp6' is not supported"),
         (FP8 | {"rotation": "hadamard"}, r"rotation = 'hadamard' is not known"),
         (PACKED | {"format": "marlin-24"}, r"format = 'marlin-24' is not supported; supported: pa"),
         (PACKED | {"transform_config": {"r1": 1}}, r"transform_config = .* is not known"),
