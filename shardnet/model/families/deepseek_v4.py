@@ -64,6 +64,7 @@ def _read_config(fields: Fields) -> ModelConfig:
     if (scoring := fields.take("scoring_func", str, "sqrtsoftplus")) != "sqrtsoftplus":
         raise fields.unsupported("scoring_func", scoring, "sqrtsoftplus")
     fields.ignore("num_nextn_predict_layers", "topk_method", "n_group", "topk_group")
+    fields.ignore("expert_dtype")  # their tensors say so
     return replace(
         config,
         local_rope=ropes["main"],
@@ -86,12 +87,14 @@ def _read_ropes(fields: Fields, max_positions: int, head_size: int) -> dict[str,
     rotated = fields.optional("qk_rope_head_dim")
     share = share or (rotated / head_size if rotated else 64 / 512)
     given = fields.take("rope_parameters", dict, None) or fields.take("rope_scaling", dict, None)
-    given = given or {}
-    own = given if {"main", "compress"} <= given.keys() else {"main": {}, "compress": given}
+    own = given or {}
+    if not {"main", "compress"} <= own.keys():  # what is said of all is of layers with entries
+        of_all = ("rope_theta", "partial_rotary_factor")
+        own = {"main": {}, "compress": {key: own[key] for key in own if key not in of_all}}
     found = {}
     for name, base in (("main", theta), ("compress", longer)):
         raw = own[name]
-        if raw.get("rope_type") == "yarn":
+        if raw.get("rope_type", raw.get("type")) == "yarn":
             raw = {"attention_factor": 1.0, **raw}
         rope = fields.inner("rope_parameters", raw)
         plain = Rope(

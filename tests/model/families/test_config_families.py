@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.models.checkpoints import make_decoder
-from transformers import AutoConfig
+from transformers import AutoConfig, DeepseekV4Config
 
 from shardnet.errors import CheckpointError, UnsupportedModelError
 from shardnet.model.config.model_config import (
@@ -379,6 +379,40 @@ def check_delta_net(ours: ModelConfig, theirs: Any) -> None:
         layers=(0, 1, 2, 4, 5, 6),
         write_scale=2.0 if getattr(theirs, "linear_allow_neg_eigval", False) else 1.0,
     )
+
+
+def test_deepseek_v4_may_be_said_in_older_words() -> None:
+    """As its makers write it, and as transformers does what it has read of that."""
+    raw = SIZES | {
+        "model_type": "deepseek_v4",
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "compress_ratios": [0, 0, 4, 128, 4, 128, 4],
+        "compress_rope_theta": 160000,
+        "num_hash_layers": 2,
+        "expert_dtype": "fp4",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 16,
+            "original_max_position_embeddings": 65536,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+    }
+    others = {key: raw[key] for key in raw if key != "rope_scaling"}
+    theirs = DeepseekV4Config(**others, rope_parameters=dict(raw["rope_scaling"]))
+    written = json.loads(theirs.to_json_string())
+    ours = parse_config(raw, "config.json")
+    check_compressed(ours, theirs)
+    assert ours == parse_config(written, "config.json")
+    assert ours.rope is not None
+    assert ours.local_rope is not None
+    assert (ours.rope.theta, ours.rope.factor, ours.rope.magnitude) == (160000, 16, 1)
+    assert (ours.local_rope.theta, ours.local_rope.kind) == (10000, RopeKind.DEFAULT)
+    assert ours.rope.rotated(ours.head_size) == 64
 
 
 def check_compressed(ours: ModelConfig, theirs: Any) -> None:
