@@ -35,7 +35,7 @@ def server(machine: Machine, model: Path, *names: str, keeps: bool) -> Iterator[
     arguments = ["--prefix-cache", "1GiB"] if keeps else []
     nodes = machine.start_nodes(*names, arguments=arguments)
     addresses = ",".join(node.address for node in nodes)
-    command = machine.begin(
+    command = machine.begin_copy(
         *("serve", "--nodes", addresses, "--model", str(model), "--context", str(CONTEXT)),
         *("--port", "0", "--json"),
     )

@@ -214,7 +214,7 @@ def test_a_byte_order_mark_is_no_part_of_a_conversation(
     asked = ["chat", "--model", str(talker), "--nodes", node.address, "--max-tokens", "3"]
     for encoding in ("utf-8-sig", "utf-16"):
         lines = "/system z\nabc\n/exit\nnever\n".encode(encoding)
-        result = machine.begin(*asked, "--temperature", "0", stdin=lines).wait()
+        result = machine.begin_copy(*asked, "--temperature", "0", stdin=lines).wait()
         assert (result.code, result.stdout) == (0, "def\n"), result.stderr
         assert "(system message: z)" in result.stderr
 
@@ -222,7 +222,7 @@ def test_a_byte_order_mark_is_no_part_of_a_conversation(
 def test_ctrl_c_ends_an_answer_and_the_conversation_goes_on(
     machine: Machine, node: NodeProcess, talker: Path
 ) -> None:
-    command = machine.begin(
+    command = machine.begin_copy(
         *("chat", "--model", str(talker), "--nodes", node.address, "--temperature", "0"),
         *("--context", str(LONG), "--max-tokens", str(LONG // 3)),
         stdin="a\n!m\n",

@@ -225,7 +225,7 @@ def test_a_long_prompt_goes_round_in_chunks(trio: Crew, parrots: Parrots) -> Non
 def test_a_byte_order_mark_is_no_part_of_a_prompt(trio: Crew, parrots: Parrots) -> None:
     asked = ["generate", "-", "--model", str(parrots.alphabet), "--nodes", trio.addresses(0)]
     for encoding in ("utf-8", "utf-8-sig", "utf-16"):
-        typed = trio.machine.begin(
+        typed = trio.machine.begin_copy(
             *asked, "--max-tokens", "3", "--json", stdin="a".encode(encoding)
         )
         answer = typed.wait().json

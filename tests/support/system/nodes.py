@@ -276,7 +276,7 @@ class Machine:
         self._prefix = tuple(prefix)
         self._python = python
         self._namespace = namespace_of(self._prefix)
-        self._copies = makes_copies and bool(self._namespace or not prefix)
+        self.makes_copies = makes_copies and bool(self._namespace or not prefix)
         self._measures_well = not is_measured
         self.folder = folder
         self.runtime_dir = folder / "run"
@@ -361,10 +361,10 @@ class Machine:
         self,
         *arguments: str,
         environment: Mapping[str, str] | None = None,
-        stdin: str | None = None,
+        stdin: str | bytes | None = None,
     ) -> Command:
         """Start a command as a copy, where this machine makes them, and return while it runs."""
-        if not self._copies:
+        if not self.makes_copies:
             return self.begin(*arguments, environment=environment, stdin=stdin)
         its_environment = {**self.environment, **(environment or {})}
         command = Command(
@@ -455,7 +455,7 @@ class Machine:
     def _start_node(
         self, arguments: Sequence[str], cwd: Path, module: str = "shardnet_cli"
     ) -> subprocess.Popen[bytes] | WarmProcess:
-        if self._copies:
+        if self.makes_copies:
             return WarmProcess(
                 *(arguments, self.environment, cwd, self._namespace, module),
                 measures_well=self._measures_well,

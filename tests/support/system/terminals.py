@@ -10,15 +10,16 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from support.system.nodes import STOP_S, Machine, Output
+from support.system.warm_start import WarmProcess
 
 CTRL_C = "\x03"
 RUN = """
@@ -31,23 +32,17 @@ os.execvp(sys.argv[1], sys.argv[1:])
 """
 """Python code: become the leader of a session whose terminal is standard input, and the command."""
 
+Process = subprocess.Popen[bytes] | WarmProcess
+
 
 class Terminal:
     """A terminal at which a command runs. `screen` is what has come to it."""
 
-    def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], folder: Path
-    ) -> None:
+    def __init__(self, begin: Callable[[int], Process]) -> None:
+        """Begin the command, which has the terminal of this descriptor."""
         self._outside, inside = pty.openpty()
         self._settings = termios.tcgetattr(inside)[:4]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", RUN, *command],
-            stdin=inside,
-            stdout=inside,
-            stderr=inside,
-            env=environment,
-            cwd=folder,
-        )
+        self.process = begin(inside)
         os.close(inside)
         self._closed, self._close = os.pipe()
         shown, self._show = os.pipe()
@@ -64,7 +59,7 @@ class Terminal:
 
     def terminate(self) -> int:
         """Send the command SIGTERM and return its exit code."""
-        self.process.terminate()
+        self.process.send_signal(signal.SIGTERM)
         return self.wait()
 
     def has_its_settings(self) -> bool:
@@ -94,10 +89,26 @@ class Terminal:
 @contextmanager
 def at_terminal(machine: Machine, *arguments: str) -> Iterator[Terminal]:
     """Run a command of a machine at a terminal; both are gone afterwards."""
-    terminal = Terminal(machine.command_line(*arguments), machine.environment, machine.folder)
+
+    def begin(inside: int) -> Process:
+        if machine.makes_copies:
+            return WarmProcess(arguments, machine.environment, machine.folder, terminal=inside)
+        return subprocess.Popen(
+            [sys.executable, "-c", RUN, *machine.command_line(*arguments)],
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            env=machine.environment,
+            cwd=machine.folder,
+        )
+
+    terminal = Terminal(begin)
     try:
         yield terminal
     finally:
         terminal.process.kill()
         terminal.process.wait()
+        for pipe in (terminal.process.stdout, terminal.process.stderr):
+            if pipe is not None:
+                pipe.close()
         terminal.close()

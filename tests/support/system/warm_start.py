@@ -83,8 +83,9 @@ class WarmProcess:
     """`python -m shardnet_cli` as a copy; has what tests use of subprocess.Popen.
 
     It has the network of this process, or that of the `namespace` of this name, and reads what is
-    `typed`. Another `module` than `shardnet_cli` is one that becomes it. Unless it `measures_well`
-    it spends a tenth of a second on a figure for which others take one or two.
+    `typed`; or it leads a session at the `terminal` of this descriptor. Another `module` than
+    `shardnet_cli` is one that becomes it. Unless it `measures_well` it spends a tenth of a second
+    on a figure for which others take one or two.
     """
 
     stdin = None
@@ -96,20 +97,22 @@ class WarmProcess:
         cwd: Path,
         namespace: str = "",
         module: str = "shardnet_cli",
-        typed: str = "",
+        typed: str | bytes = "",
         *,
         measures_well: bool = False,
+        terminal: int | None = None,
     ) -> None:
         self.args = [module, *arguments]
         context = multiprocessing.get_context("forkserver")
         stdout, its_stdout = context.Pipe(duplex=False)
         stderr, its_stderr = context.Pipe(duplex=False)
-        with stdout, stderr, its_stdout, its_stderr:
+        its_terminal = None if terminal is None else Connection(os.dup(terminal))
+        with stdout, stderr, its_stdout, its_stderr, its_terminal or contextlib.nullcontext():
             self._process = context.Process(
                 target=_run,
                 args=(
                     *(self.args, environment, cwd, namespace, typed, measures_well),
-                    *(its_stdout, its_stderr),
+                    *(its_stdout, its_stderr, its_terminal),
                 ),
                 daemon=True,
             )
@@ -151,10 +154,11 @@ def _run(
     environment: Mapping[str, str],
     cwd: Path,
     namespace: str,
-    typed: str,
+    typed: str | bytes,
     measures_well: bool,
     stdout: Connection,
     stderr: Connection,
+    terminal: Connection | None,
 ) -> None:
     """Be the command, in the copy."""
     if namespace:
@@ -171,7 +175,9 @@ def _run(
     before = sys.stdout  # that of the server, which may be a file and take a place in it
     raw = io.BufferedWriter(io.FileIO(1, "w", closefd=False))
     sys.stdout = io.TextIOWrapper(raw, encoding=before.encoding, errors=before.errors)
-    if typed:
+    if terminal is not None:
+        _sit_at(terminal)
+    elif typed:
         _type(typed)
     if not measures_well:
         measuring.WINDOW_S, measuring.FIGURE_S, measuring.CHUNK_S = 0.02, 0.1, 0.1
@@ -184,14 +190,26 @@ def _run(
         atexit._run_exitfuncs()
 
 
-def _type(text: str) -> None:
+def _type(text: str | bytes) -> None:
     """Have this on standard input, whole and at its end."""
     file = os.memfd_create("typed")
-    os.write(file, text.encode())
+    os.write(file, text if isinstance(text, bytes) else text.encode())
     os.lseek(file, 0, os.SEEK_SET)
     os.dup2(file, 0)
     os.close(file)
     sys.stdin = os.fdopen(0, closefd=False)
+
+
+def _sit_at(terminal: Connection) -> None:
+    """Lead a session whose terminal this is, and write lines to it as they are done."""
+    os.setsid()
+    for descriptor in range(3):
+        os.dup2(terminal.fileno(), descriptor)
+    terminal.close()
+    os.close(os.open(os.ttyname(0), os.O_RDWR))  # from now on it has the session's signals
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def _enter(namespace: str) -> None:
