@@ -1,7 +1,7 @@
 """Every process ends with the code of what it did: threads that compute end before Python does.
 
-The commands are real processes, since what is tested is Python's own end. The long form ends each
-forty times, with a model of half a gigabyte.
+The commands are real processes, since what is tested is Python's own end: each ends forty times,
+with a model of half a gigabyte.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.soak import cases, is_soak
+from support.soak import is_soak
 from support.system.nodes import Command, open_machine
 
-from shardnet.assets import DEFAULT_MODEL_PATH
-
 SCRIPT = Path(__file__).parents[2] / "scripts" / "make_checkpoint.py"
-N_ENDS = 40 if is_soak() else 1
+N_ENDS = 40
 HALF_A_GB = ["--layers", "6", "--hidden", "1536", "--intermediate", "4096"]
 End = Callable[[Command], None]
 
@@ -54,16 +52,12 @@ KINDS: dict[str, tuple[list[str], End, int]] = {
     "chat": (["chat", "--max-tokens", "3"], by_itself, 0),
     "bench": (["bench", "--rounds", "1", "--tokens", "4", "--prompt", "8"], by_itself, 0),
 }
-USUAL = ["generate"]
-"""A node that is told to leave does so in test_gone_readers.py, a server that is interrupted in
-test_http_server.py."""
+"""In the suite a text ends in test_unusable_folders.py, a node that is told to leave in
+test_gone_readers.py, and a server that is interrupted in test_http_server.py."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    if not is_soak():
-        yield DEFAULT_MODEL_PATH
-        return
     folder = tmp_path_factory.mktemp("half-a-gigabyte")
     subprocess.run([sys.executable, str(SCRIPT), str(folder), *HALF_A_GB], check=True)
     (folder / "chat_template.jinja").write_text(
@@ -73,13 +67,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("kind", cases(USUAL, sorted(KINDS.keys() - set(USUAL))))
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it")
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_process_ends_with_the_code_of_what_it_did(
     kind: str, model: Path, tmp_path: Path
 ) -> None:
     arguments, end, expected = KINDS[kind]
-    context = "2048" if is_soak() else "1024"
-    chosen = [] if arguments[0] == "node" else ["--model", str(model), "--context", context]
+    chosen = [] if arguments[0] == "node" else ["--model", str(model), "--context", "2048"]
     ends = []
     with open_machine(tmp_path / "machine") as machine:
         for _ in range(N_ENDS):

@@ -10,6 +10,7 @@ import pytest
 from support.soak import cases, is_soak
 from support.system.nodes import Command, Machine
 from support.system.parrot import Parrots
+from test_readme import README, shortly, shown, telling
 
 from shardnet.cluster.machine.local_nodes import LocalNodes
 
@@ -37,7 +38,7 @@ def check_nothing_left(machine: Machine) -> None:
     assert LocalNodes(machine.runtime_dir).list() == []
 
 
-def test_a_run_ends_with_its_node(machine: Machine, parrots: Parrots) -> None:
+def test_the_readme_s_run_ends_with_its_nodes(machine: Machine) -> None:
     """In a folder that holds modules of a stranger, which no process imports.
 
     Nodes of a run are not set up as this machine's own.
@@ -45,10 +46,11 @@ def test_a_run_ends_with_its_node(machine: Machine, parrots: Parrots) -> None:
     machine.config_path.write_text('[node]\nhttp = "192.0.2.1:80"\nmemory = "1KiB"\n')
     for name in ("numpy.py", "torch.py", "shardnet/__init__.py", "shardnet/errors.py"):
         (machine.folder / name).parent.mkdir(exist_ok=True)
-        (machine.folder / name).write_text("raise SystemExit(f'{__file__} is a stranger's')")
-    arguments = ["--model", str(parrots.signs), "--local", "1", "--json"]
-    result = machine.run("generate", "a", *arguments)
-    assert result.json["text"] == "é€😀 Жz."
+        (machine.folder / name).write_text("raise SystemExit(f'{__file__} is a stranger\\'s')")
+    [command] = telling(shown(README, "generate"))
+    assert "--local" in command
+    result = machine.run(*shortly(command), "--json")
+    assert len(result.json["token_ids"]) == 3
     check_nothing_left(machine)
 
 
