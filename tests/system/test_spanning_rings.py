@@ -34,7 +34,7 @@ from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.plans import ModelChoice, NamedAdapter
 
 IS_DETERMINISTIC = native_kernels() is None
-N_TOKENS = 40
+N_TOKENS = 24
 REST_S = 3.0
 """How long nodes are watched that have nothing to do."""
 PROMPT = [*range(5, 40), *range(5, 30)]
@@ -122,7 +122,7 @@ def test_a_part_keeps_its_quantised_weights_on_disk_and_in_memory(
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("family", cases(["qwen3_5_text", "deepseek_v3"], ["glm4_moe"]))
+@pytest.mark.parametrize("family", cases(["deepseek_v3"], ["glm4_moe", "qwen3_5_text"]))
 def test_what_predicts_further_tokens_drafts_on_all_parts(
     pair: Pair, tmp_path: Path, family: str
 ) -> None:
@@ -159,9 +159,9 @@ def test_drafts_are_verified_by_all_parts(pair: Pair, tmp_path: Path, family: st
 
     async def main() -> None:
         async with pair.client() as client:
-            plain = await say(client, alone, PROMPT, likely, max_tokens=200)
+            plain = await say(client, alone, PROMPT, likely, max_tokens=100)
             drafted = [
-                await say(client, both, PROMPT, likely, max_tokens=200, **how)
+                await say(client, both, PROMPT, likely, max_tokens=100, **how)
                 for how in ({}, {"speculate": "ngram"}, {"speculate": str(folder)})
             ]
             assert [words(one) for one in drafted] == [words(plain)] * 3
@@ -293,9 +293,9 @@ def test_parts_that_no_node_has_sent_end_the_ring_by_name_and_change_no_text(
         nodes = [f"127.0.0.1:{proxy.port}", dora.address]  # shards open links to those before
         both = replace(alone, nodes=nodes, nodes_per_stage=2)
         async with connect(cleo.address, identity) as client:
-            plain = await say(client, alone, max_tokens=300)
+            plain = await say(client, alone, max_tokens=150)
             n_tokens, found, is_changed = 0, None, False
-            options = {"max_tokens": 300, "ignore_eos": True, "deterministic": IS_DETERMINISTIC}
+            options = {"max_tokens": 150, "ignore_eos": True, "deterministic": IS_DETERMINISTIC}
             async for event in client.generate(PROMPT, SAMPLED, model=both, **options):
                 n_tokens += len(event.token_ids)
                 if n_tokens > 20 and not is_changed:
