@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardnet.model.devices import driver as drivers
 from shardnet.model.devices.device_layers import Device
 from shardnet.model.devices.driver import Driver
 from shardnet.model.kernels.linear import probe
+from shardnet.model.layers.native_attention import AttentionKind
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
 from shardnet.types import Arith, DType, StateId
@@ -79,6 +81,27 @@ def _count(first: StageModel, driver: Driver) -> None:
     most += 8 if first.config.latent else 0
     assert driver.n_launches - before[0] <= most * len(first.layers) + 1  # a norm before them
     assert driver.n_waits - before[1] == 1
+
+
+def test_chunks_of_attention_have_the_librarys_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Llama 4's chunks, in a model that the text computes whole."""
+    folder = make_decoder(tmp_path, "qwen3", **CASES["qwen3-windows"] | {"sliding_window": 60})
+    plain = AttentionKind.of
+    chunks = classmethod(lambda _, *of: replace(plain(*of), are_chunks=True))
+    choice = probe(torch.device("cpu"), DType.FLOAT32, None, arith=Arith.PORTABLE)
+    windows = StageChain.load(folder, even_split(4, 1), choice).generate(PROMPTS, 3)
+    monkeypatch.setattr(AttentionKind, "of", chunks)
+    expected = StageChain.load(folder, even_split(4, 1), choice).generate(PROMPTS, 3)
+    monkeypatch.setattr(
+        stage_chain, "load_stage", functools.partial(load_stage, on=device_of(HOST))
+    )
+    chain = StageChain.load(folder, even_split(4, 1), choice)
+    found = chain.generate(PROMPTS, 3)
+    assert chain.stages[0].choice.by_text or not HAS_VECTORS
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not torch.equal(expected[1], windows[1])
 
 
 def test_the_host_may_compute_any_step_in_between(

@@ -28,6 +28,13 @@ WINDOW = 6
 CASES: dict[str, dict[str, Any]] = {
     "mistral": {"num_hidden_layers": 2},
     "gemma2": {"num_hidden_layers": 3, "head_dim": 8},
+    "llama4_text": {
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "attention_chunk_size": WINDOW,
+        "no_rope_layer_interval": 2,
+        "intermediate_size_mlp": 56,
+    },
     "gemma3_text": {
         "num_hidden_layers": 3,
         "head_dim": 8,
@@ -36,10 +43,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=cases(["mistral", "gemma3_text"], ["gemma2"]))
+@pytest.fixture(scope="module", params=cases(["mistral", "gemma3_text", "llama4_text"], ["gemma2"]))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
-    sizes = {"max_position_embeddings": CONTEXT, "sliding_window": WINDOW}
+    sizes = {"max_position_embeddings": CONTEXT}
+    if request.param != "llama4_text":
+        sizes["sliding_window"] = WINDOW
     return make_decoder(path, request.param, **sizes | CASES[request.param])
 
 

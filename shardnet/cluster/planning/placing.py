@@ -514,7 +514,8 @@ def _too_few_nodes(n_ranges: int, n_needed: int, candidates: Sequence[CandidateN
 
 def _context(choice: ModelChoice, config: ModelConfig) -> int:
     if choice.context > config.max_positions:
-        raise UsageError(f"--context {choice.context}: {config.limit_words}")
+        most = f"the model has {config.max_positions} positions at most"
+        raise UsageError(f"--context {choice.context}: {most}")
     return choice.context or config.default_context
 
 

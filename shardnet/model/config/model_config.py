@@ -419,10 +419,9 @@ class ModelConfig:
     that of queries: in families with such layers of theirs alone. With `has_unit_heads` heads of
     queries and keys are divided by their root mean square after the rotation.
 
-    `chunk` is how many positions a chunk of attention has that layers do not look out of; contexts
-    end with the first one. With an `indexer` tokens attend to the positions that it chooses. With
-    `streams` a row has as many residual streams between layers, one behind the other. `compressed`
-    attention is in all layers.
+    With `has_chunks` a window is the length of chunks, and tokens attend within their own. With an
+    `indexer` tokens attend to the positions that it chooses. With `streams` a row has as many
+    residual streams between layers, one behind the other. `compressed` attention is in all layers.
 
     Values have `value_size` columns, None for as many as keys, and are multiplied by
     `value_multiplier`.
@@ -490,7 +489,7 @@ class ModelConfig:
     nope_layers: tuple[int, ...] = ()
     temperature: Temperature | None = None
     has_unit_heads: bool = False
-    chunk: int | None = None
+    has_chunks: bool = False
     indexer: Indexer | None = None
     streams: Streams | None = None
     compressed: Compressed | None = None
@@ -514,16 +513,6 @@ class ModelConfig:
         if self.rope is not None and self.rope.depends_on_context:
             most = min(most, self.rope.original_max_positions)
         return most
-
-    @property
-    def limit_words(self) -> str:
-        """Why no sequence may be longer than `max_positions`."""
-        if self.chunk == self.max_positions:
-            return (
-                f"the model attends in chunks of {self.chunk} positions, of which only the first "
-                "is implemented"
-            )
-        return f"the model has {self.max_positions} positions at most"
 
     @property
     def row_width(self) -> int:

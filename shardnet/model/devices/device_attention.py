@@ -116,7 +116,7 @@ class Attend:
         self._factor = np.float32(factor / self._soft_cap) if kind.soft_cap else factor
         self._sinks = None if kind.sinks is None else on.put(kind.sinks.float().numpy())
         self._grows = int(grows)
-        self._of_kind = kind.window or 0, int(kind.sinks is not None), int(has_gates)
+        self._of_kind = kind.reach, int(kind.sinks is not None), int(has_gates)
 
     def __call__(self, heads: Buffer, pages: tuple[Buffer, Buffer], step: StepBuffers) -> Buffer:
         """Attend with the queries in `heads`: [T, heads, columns of a value]."""

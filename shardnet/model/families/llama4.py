@@ -1,5 +1,7 @@
 """Llama 4's text models (transformers, modeling_llama4.py): rotary positions in most layers only.
 
+These attend within chunks of positions, the others to all of them.
+
 Experts in some or all layers, one of which (shared) takes every token. A token's score multiplies
 what goes into its experts, not what comes out.
 """
@@ -49,14 +51,13 @@ llama.cpp's says."""
 
 
 def read_config(fields: Fields) -> ModelConfig:
-    """Read a Llama4TextConfig. Attention in chunks is full attention within the first chunk."""
+    """Read a Llama4TextConfig."""
     fields.ignore("for_llm_compressor")  # of another program
     rope = partial(read_rope, theta=THETA)
     config = read_decoder(
         fields, n_kv_heads=8, max_positions=131072, norm_eps=1e-5, head_size=128, rope=rope
     )
     nope = read_nope_layers(fields, config.n_layers)
-    chunk = _read_chunk(fields, config.n_layers, is_chunked=len(nope) < config.n_layers)
     tunes = fields.take("attn_temperature_tuning", (bool, int), True)
     temperature = fields.number("attn_scale", 0.1)
     floor = fields.positive("floor_scale", 8192)
@@ -66,21 +67,21 @@ def read_config(fields: Fields) -> ModelConfig:
         nope_layers=nope,
         temperature=Temperature(scale=temperature, floor=floor, shift=1) if tunes else None,
         has_unit_heads=fields.take("use_qk_norm", bool, True),
-        chunk=chunk,
-        max_positions=min(config.max_positions, chunk or config.max_positions),
+        windows=_read_chunks(fields, config.n_layers, nope),
+        has_chunks=True,
         experts=_read_experts(fields, config),
         intermediate_size=fields.positive("intermediate_size_mlp", 16384),
     )
 
 
-def _read_chunk(fields: Fields, n_layers: int, *, is_chunked: bool) -> int | None:
-    """Read the positions of a chunk; None where no layer attends in chunks."""
+def _read_chunks(fields: Fields, n_layers: int, nope: tuple[int, ...]) -> tuple[int | None, ...]:
+    """Read the positions of a chunk for each layer, by default those that turn heads."""
     key = "attention_chunk_size"
     chunk = fields.optional(key) if fields.given(key) else 8192
     kinds = read_layer_kinds(fields, n_layers, FULL, CHUNKED)
     if kinds is None:
-        return chunk if is_chunked else None
-    return chunk if CHUNKED in kinds else None
+        kinds = tuple(FULL if layer in nope else CHUNKED for layer in range(n_layers))
+    return tuple(chunk if kind == CHUNKED else None for kind in kinds)
 
 
 def _read_experts(fields: Fields, config: ModelConfig) -> Experts | None:

@@ -1,4 +1,4 @@
-"""Attention over a slot's KV cache: all positions so far, or a sliding window of them.
+"""Attention over a slot's KV cache: all positions so far, a sliding window of them, or a chunk.
 
 Knows shapes and slots. Must not know parameter names, rotary positions, wire or scheduling.
 
@@ -50,13 +50,13 @@ class ChunkMasks:
         self._see_each_other = see_each_other
         self._dtype = dtype
         self._device = device
-        self._masks: dict[tuple[int | None, bool], Tensor] = {}
+        self._masks: dict[tuple[int, bool], Tensor] = {}
 
     def of(self, kind: AttentionKind) -> Tensor:
         """Return [T, P] over the keys from the first that any row sees; additive, 0 or -inf."""
-        own = kind.window, self._see_each_other and not kind.is_causal
+        own = kind.reach, self._see_each_other and not kind.is_causal
         if own not in self._masks:
-            self._masks[own] = _mask(*self._rows, *own, self._dtype, self._device)
+            self._masks[own] = _mask(*self._rows, kind, own[1], self._dtype, self._device)
         return self._masks[own]
 
 
@@ -238,20 +238,21 @@ def _native_spans(spans: Sequence[Span], kv: KvCache) -> NativeSpans | None:
 def _mask(
     position: int,
     n_rows: int,
-    window: int | None,
+    kind: AttentionKind,
     see_each_other: bool,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
     """Mask the keys that row i, at `position + i`, must not attend to."""
-    first = 0 if window is None else max(0, position - window + 1)
+    first = kind.first(position)
     own = position - first  # index of the first row's own key
     shape = (n_rows, own + n_rows)
     mask = torch.full(shape, -math.inf, dtype=dtype, device=device)
     mask = mask.zero_() if see_each_other else mask.triu_(own + 1)
-    if window is not None:
-        unseen = torch.ones(shape, dtype=torch.bool, device=device).tril_(own - window)
-        mask.masked_fill_(unseen, -math.inf)
+    if kind.window is not None:
+        begins = [kind.first(position + row) - first for row in range(n_rows)]
+        keys = torch.arange(shape[1], device=device)
+        mask.masked_fill_(keys < torch.tensor(begins, device=device)[:, None], -math.inf)
     return mask
 
 
@@ -303,9 +304,9 @@ def _seen(
     """
     kv = step.kv
     slot = kv.layer(span.slot, layer)
-    position = span.position - kv.first(span.slot, layer)
-    first = 0 if kind.window is None else max(0, position - kind.window + 1)
-    n_seen = position + span.end - span.start - first
+    first = kind.first(span.position)
+    n_seen = span.position + span.end - span.start - first
+    first -= kv.first(span.slot, layer)
     keys = kv.dequantize(slot[0].narrow(1, first, n_seen), widths[0])
     if widths[1] == 0:
         return keys, keys
@@ -366,7 +367,7 @@ def _attend_span(
     parts = []
     for row in range(span.start, span.end):
         end = keys.shape[2] - (span.end - row) + 1
-        first = 0 if kind.window is None else max(0, end - kind.window)
+        first = kind.first(span.position + row - span.start) - kind.first(span.position)
         end = keys.shape[2] if span.see_each_other and not kind.is_causal else end
         own_keys = keys.narrow(2, first, end - first)
         own_values = values.narrow(2, first, end - first)

@@ -27,6 +27,7 @@ MAX_HEAD: Final = 576
 """The most columns of a query that the library attends with: DeepSeek's latents."""
 CHUNK: Final = 1024
 CHOSEN_ROWS: Final = 16
+CHUNKS: Final = 1 << 31
 """As in csrc/sublayers.h."""
 
 
@@ -85,14 +86,16 @@ class ChoiceStruct(ctypes.Structure):
 class AttentionKind:
     """The variant of attention of one layer.
 
-    `window`: how many positions a row attends to, itself included; None is all. `scale` multiplies
-    the scores, None is 1 / sqrt(D). `soft_cap` c turns a score x into c * tanh(x / c). `sinks` are
+    `window`: how many positions a row attends to, itself included; None is all. Where they
+    `are_chunks` it attends to those from the first of its own chunk on. `scale` multiplies the
+    scores, None is 1 / sqrt(D). `soft_cap` c turns a score x into c * tanh(x / c). `sinks` are
     extra scores without a value, one for each head: they take part in the softmax only. Where it
     `is_causal` rows of a picture do not see each other, whatever the model's other layers do. With
     `has_index` values are read from the keys, and those in the slots are what an index has.
     """
 
     window: int | None = None
+    are_chunks: bool = False
     scale: float | None = None
     soft_cap: float | None = None
     sinks: Tensor | None = None  # [KV heads, G, 1], float32
@@ -104,11 +107,25 @@ class AttentionKind:
         """Whether torch's fused kernel supports it: no soft cap, no sinks."""
         return self.soft_cap is None and self.sinks is None
 
+    @property
+    def reach(self) -> int:
+        """The window as the library and the kernel text take it."""
+        return 0 if self.window is None else self.window + CHUNKS * self.are_chunks
+
+    def first(self, position: int) -> int:
+        """Return the first position that a row attends to."""
+        if self.window is None:
+            return 0
+        if self.are_chunks:
+            return position - position % self.window
+        return max(0, position - self.window + 1)
+
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> AttentionKind:
         """Read the variant of the absolute `layer` from the config."""
         return cls(
             window=config.window(layer),
+            are_chunks=config.has_chunks,
             scale=config.attention_scale,
             soft_cap=config.attention_soft_cap,
         )
@@ -156,7 +173,7 @@ def attend_struct(
         head_size=head_size,
         value_size=value_size or head_size,
         values_are_keys=value_size == 0,
-        window=kind.window or 0,
+        window=kind.reach,
         scale=head_size**-0.5 if kind.scale is None else kind.scale,
         soft_cap=kind.soft_cap or 0.0,
         is_causal=kind.is_causal,

@@ -317,8 +317,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     theirs = AutoConfig.for_model(family, **sizes)
     theirs.allow_global_per_layer_attribute_access = True
     ours = parse_config(sizes | {"model_type": family}, "config.json")
-    chunk = getattr(theirs, "attention_chunk_size", theirs.max_position_embeddings)
-    assert ours.max_positions == min(theirs.max_position_embeddings, chunk)
+    assert ours.max_positions == theirs.max_position_embeddings
     kv_heads = getattr(theirs, "num_key_value_heads", None) or theirs.num_attention_heads
     if family == "mimo_v2_flash":
         assert ours.full_heads is not None
@@ -336,7 +335,9 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     if kinds is None:
         assert set(ours.windows) <= {window}
     else:
-        expected = [window if kind == "sliding_attention" else None for kind in kinds]
+        limits = {"sliding_attention": window}
+        limits["chunked_attention"] = getattr(theirs, "attention_chunk_size", None)
+        expected = [limits.get(kind) for kind in kinds]
         assert [ours.window(layer) for layer in range(ours.n_layers)] == expected
         stateful = ("linear_attention", "conv", "moe", "mlp", "hybrid")
         linear = [kind in stateful for kind in kinds]
@@ -686,16 +687,19 @@ def test_granite_with_windows_says_the_base_of_each_layer() -> None:
 
 
 def test_llama4() -> None:
-    """As Scout is published; within the first chunk of attention all layers are full."""
+    """As Scout is published: layers that turn heads attend in chunks."""
     config = parse(LLAMA4)
     assert config.experts is not None
     assert config.experts.layers == tuple(range(7))
     assert (config.intermediate_size, config.experts.intermediate_size) == (16384, 100)
     assert (config.nope_layers, config.has_unit_heads) == ((3,), True)
     assert config.temperature == Temperature(scale=0.1, floor=8192, shift=1)
-    assert config.max_positions == config.default_context == 8192
-    assert config.limit_words.startswith("the model attends in chunks of 8192 positions")
-    assert parse(LLAMA4, attention_chunk_size=None).max_positions == 10485760
+    assert config.max_positions == 10485760
+    assert (config.has_chunks, config.windows[:5]) == (True, (8192, 8192, 8192, None, 8192))
+    assert parse(LLAMA4, attention_chunk_size=None).windows == (None,) * 7
+    kinds = ["chunked_attention", "full_attention"] * 3 + ["full_attention"]
+    listed = parse(LLAMA4, layer_types=kinds, attention_chunk_size=16)
+    assert listed.windows == (16, None, 16, None, 16, None, None)
     untuned = parse(LLAMA4, attn_temperature_tuning=False, no_rope_layers=[1, 0] * 3 + [1])
     assert (untuned.temperature, untuned.nope_layers) == (None, (1, 3, 5))
     assert config.thinned(2).nope_layers == ()

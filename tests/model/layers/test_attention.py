@@ -26,6 +26,8 @@ KINDS = {
     "window of 1": AttentionKind(window=1),
     "window of 7": AttentionKind(window=7),
     "window of 40": AttentionKind(window=40),
+    "chunks of 33": AttentionKind(window=33, are_chunks=True),
+    "chunks of 130": AttentionKind(window=130, are_chunks=True),
     "capped": AttentionKind(soft_cap=0.8),
     "causal": AttentionKind(is_causal=True),
     "capped window": AttentionKind(window=33, soft_cap=1.5, scale=0.9),
@@ -132,7 +134,9 @@ def test_each_row_sees_its_own_slot_up_to_itself(
             own = len(past_keys) + row - start
             sees_all = low <= row < high and not kind.is_causal
             end = len(past_keys) + high if sees_all else own + 1
-            seen = slice(max(0, own + 1 - (kind.window or own + 1)), end)
+            window = kind.window or own + 1
+            first = own // window * window if kind.are_chunks else max(0, own + 1 - window)
+            seen = slice(first, end)
             expected = naive_attention(queries[row], all_keys[seen], all_values[seen], kind)
             torch.testing.assert_close(attended[row].double(), expected, rtol=0, atol=1e-5)
         start += rows

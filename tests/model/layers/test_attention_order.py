@@ -21,6 +21,8 @@ KINDS = {
     "plain": AttentionKind(),
     "window": AttentionKind(window=150, scale=0.3),
     "window of one block": AttentionKind(window=20),
+    "chunk": AttentionKind(window=150, are_chunks=True),
+    "chunk that ends within": AttentionKind(window=100, are_chunks=True),
     "capped": AttentionKind(soft_cap=0.8),
     "sinks": AttentionKind(sinks=SINKS.view(2, 3, 1)),
 }
@@ -34,6 +36,8 @@ POSITION, N_ROWS = 299, 2
         ("plain", 0, KvDType.INT8, torch.float32),
         ("window", 24, KvDType.AUTO, torch.bfloat16),
         ("window of one block", 0, KvDType.AUTO, torch.float32),
+        ("chunk", 24, KvDType.AUTO, torch.float32),
+        ("chunk that ends within", 24, KvDType.INT8, torch.bfloat16),
         ("capped", 24, KvDType.INT8, torch.bfloat16),
         ("sinks", 0, KvDType.AUTO, torch.bfloat16),
         ("sinks", 24, KvDType.INT8, torch.float32),
@@ -81,7 +85,7 @@ def test_blocks_are_computed_apart_and_joined_in_order(
                     queries[row, own].float().numpy(),
                     keys[head, :end].numpy(),
                     values[head, :end].numpy(),
-                    first=max(0, end - kind.window) if kind.window else 0,
+                    first=_first(kind, end - 1),
                     scale=size**-0.5 if kind.scale is None else kind.scale,
                     soft_cap=kind.soft_cap or 0.0,
                     sinks=SINKS[own].numpy() if kind.sinks is not None else None,
@@ -97,3 +101,9 @@ def test_blocks_are_computed_apart_and_joined_in_order(
         own = native_attend(queries, n_kv_heads, value_size, 0, step.native_spans, kv, kind)
         assert own is not None
         assert torch.equal(own, wanted), isa
+
+
+def _first(kind: AttentionKind, position: int) -> int:
+    """The first position that a row attends to."""
+    window = kind.window or position + 1
+    return position // window * window if kind.are_chunks else max(0, position + 1 - window)

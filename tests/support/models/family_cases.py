@@ -29,7 +29,7 @@ LLAMA4 = {
     "head_dim": 8,
     "floor_scale": 16,
     "attn_scale": 0.7,
-    "attention_chunk_size": 512,
+    "attention_chunk_size": 56,
     "intermediate_size_mlp": 56,
     "no_rope_layer_interval": 2,
 }
@@ -258,6 +258,7 @@ CASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "attn_temperature_tuning": False,
         "no_rope_layers": [0, 1, 1, 0],
+        "attention_chunk_size": 1,
     },
     "llama4": LLAMA4 | {"num_hidden_layers": 2, "rope_parameters": SAME_FACTORS},
     "glm46v": {"num_hidden_layers": 2, "head_dim": 8, "rope_parameters": AXES},

@@ -33,6 +33,9 @@ class PlainLlama4(PlainDecoder):
         )
         scores = torch.einsum("thd,shd->hts", queries, keys) * self.head_size**-0.5
         hidden = torch.ones(len(rows), len(rows), dtype=torch.bool).triu(1)
+        if self.is_turned(layer) and self.twist != "chunks attended across":
+            chunks = torch.arange(len(rows)) // self.raw["attention_chunk_size"]
+            hidden |= chunks[:, None] != chunks
         shares = scores.masked_fill(hidden, -math.inf).softmax(-1)
         return self.linear(
             torch.einsum("hts,shd->thd", shares, values).flatten(1), f"{attn}.o_proj"

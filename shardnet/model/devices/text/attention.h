@@ -8,7 +8,10 @@
 #define OF_THREAD (KEYS * COLUMNS / THREADS)
 #define SUMS (OF_VALUE + PARTS)
 #define OF_BLOCK (SUMS + 1) /* sums of values, parts of the sum of exponentials, the largest score */
-#define FIRST_KEY(position) (window && (position) >= window ? (position) - window + 1 : 0)
+#define CHUNKS 0x80000000u /* as in csrc/sublayers.h */
+#define FIRST_KEY(position)                                              \
+    (window > CHUNKS ? (position) - (position) % (window - CHUNKS)       \
+     : window && (position) >= window ? (position) - window + 1 : 0)
 
 /* Queries are numbered by rows, then heads; those of a key or of a column lie together, four by four. */
 #define QUERIES (TOGETHER * HEADS)

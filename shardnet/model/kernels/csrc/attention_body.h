@@ -293,8 +293,7 @@ struct NAME(tile) {
 
 /* The positions that a tile's row sees of those from `block` on: [begin, end). */
 INLINE void NAME(seen)(const struct NAME(tile) *tile, int row, int64_t block, int *begin, int *end) {
-    const int64_t position = tile->first_position + row, window = tile->call->window;
-    const int64_t first = window && position >= window ? position - window + 1 : 0;
+    const int64_t position = tile->first_position + row, first = first_seen(tile->call->window, position);
     const int64_t last = position > tile->all_see ? position : tile->all_see;
     *begin = first <= block ? 0 : first - block < KEYS ? (int)(first - block) : KEYS;
     *end = last < block ? 0 : last + 1 - block < KEYS ? (int)(last + 1 - block) : KEYS;
@@ -489,8 +488,7 @@ static NOINLINE TARGET void NAME(attend_tile)(const struct attend *call, const s
     }
     const int64_t own_last = tile.first_position + n_rows - 1;
     const int64_t last = own_last > tile.all_see ? own_last : tile.all_see;
-    const int64_t first =
-        call->window && tile.first_position >= call->window ? tile.first_position - call->window + 1 : 0;
+    const int64_t first = first_seen(call->window, tile.first_position);
     for (int64_t block = first / KEYS * KEYS; block <= last; block += KEYS) {
         const struct place held = place_of(stored, kv_head, block);
         const char *values = call->values_are_keys ? held.keys : held.values;

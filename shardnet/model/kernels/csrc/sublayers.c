@@ -29,7 +29,7 @@ static void attend(const struct attend *call) {
     for (int64_t i = 0; i < call->n_spans; i++) {
         const struct span *span = &call->spans[i];
         int64_t seen = span->position + span->end - span->start;
-        if (call->window && seen > call->window) seen = call->window;
+        seen -= first_seen(call->window, seen - 1);
         const int64_t n_rows = span->end - span->start < rows ? span->end - span->start : rows;
         const int64_t own = seen * n_rows * call->head_size * call->n_heads / call->n_kv_heads;
         if (own > work) work = own;

@@ -19,6 +19,7 @@
 #define TILE 48       /* queries that are attended together: of consecutive rows and the heads of a group */
 #define KEYS 128      /* scored before their values are weighted and summed: a block of positions */
 #define BLOCK 256      /* positions of a block of the KV cache */
+#define CHUNKS (1LL << 31) /* see the window of struct attend */
 #define GROUP 32      /* keys that are transposed and scored at a time: their columns stay in the first cache */
 #define LINE 64       /* bytes of a cache line */
 
@@ -79,7 +80,7 @@ struct attend {
     int64_t value_size;              /* columns of a value */
     int64_t row_bytes, value_bytes;  /* of one key, one value in a slot */
     int64_t key_columns, value_columns; /* what they have in a slot: with `group`, whole groups */
-    int64_t window;                  /* positions that a row attends to, itself among them; 0 is all */
+    int64_t window;                  /* positions that a row attends to, itself among them; 0 is all; or CHUNKS + a chunk's */
     int64_t group; /* columns that share a scale: a multiple of PARTS; 0 where nothing is quantised */
     struct team team;
     float scale;
@@ -89,6 +90,12 @@ struct attend {
     int32_t values_are_keys; /* the slots hold no values: they are the keys' columns */
     int32_t is_causal;       /* rows that see each other do not in this layer */
 };
+
+/* The first position that a row attends to. */
+INLINE int64_t first_seen(int64_t window, int64_t position) {
+    if (window > CHUNKS) return position - position % (window - CHUNKS);
+    return window && position >= window ? position - window + 1 : 0;
+}
 
 /* Rows of a slot's layer: keys and values from a block's or the slot's first one on, and the number of one of them. */
 struct place {
