@@ -155,6 +155,11 @@ OWN_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
         "intermediate_size": [96] * N_LAYERS,
     },
     "glm_moe_dsa": {**_INDEXED, **_LATENT},
+    "inkling2_loop_text": {
+        "n_layers_per_attn_res_block": 2,
+        "loop_layer_index_start": 2,
+        "loop_layer_index_end": 4,
+    },
     "gpt-sw3": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "n_positions": 256},
     "gpt_bigcode": {"n_embd": 64, "n_layer": N_LAYERS, "n_head": 4, "n_positions": 256},
     "gpt_neo": {

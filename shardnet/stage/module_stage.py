@@ -171,7 +171,7 @@ class ModuleStage:
         self.layers = self.caching = layers
         self.dtype = dtype
         self.device = device
-        self.width = checkpoint.config.hidden_size
+        self.width = checkpoint.config.row_width
         self.vocab_size = checkpoint.config.vocab_size
         self.kv = ModuleSlots(model, room)
         self.takes_chunks = self._try()
@@ -179,7 +179,7 @@ class ModuleStage:
 
     @torch.inference_mode()
     def run_alone(self, run: Run) -> Tensor:
-        """Run the rows of a micro-batch through the layers: [T, E], on the last stage too.
+        """Run the rows of a micro-batch through the layers: [T, width], on the last stage too.
 
         Raises CapacityError for a position beyond the context or if the KV cache is full,
         UsageError for a token id outside the vocabulary, UnsupportedModelError for a model whose
@@ -208,7 +208,7 @@ class ModuleStage:
 
     @torch.inference_mode()
     def logits(self, rows: Tensor) -> Tensor:
-        """Apply final norm and LM head, on the last stage: [R, E] to float32 [R, V].
+        """Apply final norm and LM head, on the last stage: [R, width] to float32 [R, V].
 
         Row by row: torch's products of several would depend on how many there are.
         """
@@ -218,7 +218,7 @@ class ModuleStage:
 
     @torch.inference_mode()
     def normed(self, rows: Tensor) -> Tensor:
-        """Apply the final norm, on the last stage: [R, E] in and out."""
+        """Apply the final norm, on the last stage: [R, width] to [R, E]."""
         return self._model.normed(rows)
 
     def _run(

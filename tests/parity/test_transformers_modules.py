@@ -71,14 +71,44 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "adapter_rank": 4,
     },
     "phimoe": {"num_local_experts": 4, "sliding_window": 16},
+    "zaya": {
+        "num_experts": 4,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 20,
+        "router_hidden_size": 12,
+        "head_dim": 8,
+        "sliding_window": 16,
+    },
+    "gemma3n_text": {
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "hidden_size_per_layer_input": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": [80] * 4,
+        "activation_sparsity_pattern": [0.5, 0.0] * 2,
+        "num_kv_shared_layers": 0,
+        "sliding_window": 16,
+        "head_dim": 8,
+        "laurel_rank": 6,
+        "altup_num_inputs": 3,
+    },
+    "inkling2_text": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "head_dim": 8,
+        "n_layers_per_attn_res_block": 2,
+        "unpadded_vocab_size": VOCAB_SIZE,
+        "sliding_window": 16,
+    },
     "gemma4_text": GEMMA4_E,
     "gemma4": GEMMA4_E | {"tie_word_embeddings": True},
 }
 """A plain one, one whose embedding is needed everywhere, states with experts and without, layers
-that share parameters and read the embedding again, experts, and one whose layers need the token
-ids, alone and in a multimodal checkpoint.
+that share parameters and read the embedding again, experts, those that hand on a router's state,
+several streams, or what blocks of layers began with, and one whose layers need the token ids,
+alone and in a multimodal checkpoint.
 """
-STATES = ("jamba", "lfm2", "zamba2")
+STATES = ("jamba", "lfm2", "zamba2", "zaya", "inkling2_text")
 
 
 @pytest.fixture
@@ -189,7 +219,7 @@ def test_of_hidden_states_those_that_are_asked_for_are_kept(folder: Path) -> Non
     model = stage._model
     with torch.inference_mode():
         assert model.run([5], None, model.new_slot(), {1}).keys() == {1, 4}
-    assert not model._pass.outputs, "nothing stays after a step"
+    assert not model._pass.rows, "nothing stays after a step"
 
 
 @pytest.mark.parametrize("folder", ["jamba"], indirect=True)
@@ -266,11 +296,14 @@ def test_what_modules_do_not_do_is_refused(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("family", ["zaya", "inkling2_text", "openai-gpt", "camembert"])
+@pytest.mark.parametrize("family", ["dory", "rwkv", "openai-gpt", "cpmant", "camembert"])
 def test_what_another_stage_would_not_know_is_noticed(family: str) -> None:
-    """Else texts would be wrong without a word: what goes past the hidden state is seen."""
+    """Else texts would be wrong without a word: what goes past rows of numbers is seen."""
     config = {"model_type": family, "num_hidden_layers": 4, "n_layer": 4}
-    why = "hand on more than one hidden state|counts positions from its token for padding"
+    why = (
+        "once each in order|hand on lists|keep nothing in a cache|hand on other rows|"
+        "counts positions from its token for padding"
+    )
     with pytest.raises(UnsupportedModelError, match=why):
         read_outline(json.dumps(config), "config.json")
 
@@ -284,7 +317,7 @@ def test_without_the_package_the_error_names_it(
         Checkpoint.open(folder)
 
 
-@pytest.mark.parametrize("family", ["bloom", "jamba"])
+@pytest.mark.parametrize("family", ["bloom", "jamba", "gemma3n_text"])
 def test_a_ring_says_what_transformers_says_and_outlives_a_node(
     family: str, tmp_path: Path
 ) -> None:

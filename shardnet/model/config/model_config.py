@@ -517,6 +517,8 @@ class ModelConfig:
     @property
     def row_width(self) -> int:
         """Columns of a row between layers, and between stages."""
+        if self.outline is not None:
+            return self.outline.row_width
         return self.hidden_size * (1 if self.streams is None else self.streams.count)
 
     def window(self, layer: int) -> int | None:

@@ -6,6 +6,7 @@ from a model on the meta device (model/modules/outline.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -17,12 +18,30 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HandedPart:
+    """A tensor that later layers read: number `output` of what `layer` returns, of `shape`.
+
+    Layer -1 is the embedding. The axis of the rows is -1 in the shape.
+    """
+
+    layer: int
+    output: int
+    shape: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Columns that it takes in a row."""
+        return -math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleOutline:
     """A model of the family `model_type`, whose config.json is `config_text`.
 
     `layer_list` is the path of the modules of the layers, `layers` the parameters of each.
     `embedding` is needed by the first stage, `head` by the last one and `everywhere` by every
-    stage. `output_counts` say how many values a layer returns, 0 for a bare hidden state.
+    stage. `output_counts` say how many values a layer returns, 0 for a bare hidden state, and
+    `borders` what comes out of so many layers, from 1 on, side by side in `row_width` columns.
     `kv_numbers` are the numbers cached per position in each layer, `state_bytes` the bytes that a
     slot has in each whatever its length. The KV of layer `shared_kv_from` is read by layers up to
     the last, which have none of their own; None where no layer does that.
@@ -36,9 +55,15 @@ class ModuleOutline:
     everywhere: Shapes = field(compare=False)
     head: Shapes = field(compare=False)
     output_counts: tuple[int, ...] = field(compare=False)
+    borders: tuple[tuple[HandedPart, ...], ...] = field(compare=False)
     kv_numbers: tuple[int, ...] = field(compare=False)
     state_bytes: tuple[int, ...] = field(compare=False)
     shared_kv_from: int | None = field(compare=False)
+
+    @property
+    def row_width(self) -> int:
+        """Columns of a row between stages: as many as any border needs."""
+        return max(sum(part.width for part in parts) for parts in self.borders)
 
     @property
     def has_state(self) -> bool:

@@ -1,7 +1,7 @@
 """Outline a model of transformers for stages: parameter names, shapes, cache sizes.
 
 One forward pass on the meta device, without memory, shows which modules are used before the layers
-and which after them, what a layer returns, and what the cache holds.
+and which after them, what layers return, which later layers read it, and what the cache holds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardnet.errors import UnsupportedModelError
-from shardnet.model.config.module_outline import ModuleOutline, Shapes
+from shardnet.model.config.module_outline import HandedPart, ModuleOutline, Shapes
 from shardnet.model.modules.meta_model import (
     MODULE_ERRORS,
     build_on_meta,
@@ -39,7 +39,8 @@ _TRIAL_ROWS = 5
 class _Trial:
     """What the forward pass showed: modules by name, layers by number.
 
-    `rereads`: whether layers after the first one use the embedding again.
+    `rereads`: whether layers after the first one use the embedding again. `borders` as in
+    ModuleOutline.
     """
 
     before: list[str] = field(default_factory=list)
@@ -47,6 +48,7 @@ class _Trial:
     called: list[int] = field(default_factory=list)
     output_counts: list[int] = field(default_factory=list)
     rereads: bool = False
+    borders: list[tuple[HandedPart, ...]] = field(default_factory=list)
 
 
 @lru_cache(maxsize=4)
@@ -68,6 +70,11 @@ def read_outline(config_text: str, where: str) -> ModuleOutline:
         raise UnsupportedModelError(f"{where}: {error.message}") from error
     names = _Names(model, path)
     in_trial = [cached_numbers(layer, _TRIAL_ROWS) for layer in cache.layers]
+    if not any(numbers or n_bytes for numbers, n_bytes in in_trial):
+        raise UnsupportedModelError(
+            f"{where}: layers of {config.model_type} keep nothing in a cache of transformers, so "
+            "each token would be computed with all before it"
+        )
     sizes = in_trial + [(0, 0)] * (len(layers) - len(in_trial))
     before = names.of_modules(trial.before)
     is_plain = trial.before == [names.embedding] and not trial.rereads
@@ -82,6 +89,7 @@ def read_outline(config_text: str, where: str) -> ModuleOutline:
         everywhere=rest if is_plain else before | rest,
         head=head,
         output_counts=tuple(trial.output_counts),
+        borders=tuple(trial.borders),
         kv_numbers=tuple(numbers for numbers, _ in sizes),
         state_bytes=tuple(n_bytes for _, n_bytes in sizes),
         shared_kv_from=_shared_kv_from(text),
@@ -125,72 +133,145 @@ def _try(
         raise UnsupportedModelError(
             f"{config.model_type} is not called as other models are: {one_line(error)}"
         ) from error
-    if trial.called != [*range(len(layers))]:
-        raise UnsupportedModelError(
-            f"{config.model_type} does not run its layers once each in order, so it cannot be cut"
-        )
+    if len(trial.called) != len(layers):
+        raise _out_of_order(config.model_type)
     return trial, cache
 
 
-class _Lineage(TorchDispatchMode):
-    """Tracks which layer made each tensor, and refuses what a later stage would lack."""
+_Source = tuple[int, int]
+"""What a layer returned: the layer and the output's number; layer -1 is the embedding."""
 
-    def __init__(self, family: str) -> None:
+
+class _Lineage(TorchDispatchMode):
+    """Tracks which outputs of layers each tensor is made of, and which layer reads them last.
+
+    What is computed between layers is computed again on each stage, from what came out of layers,
+    the embedding and positions; what is made inside a layer stays there.
+    """
+
+    def __init__(self, family: str, n_layers: int, last: int | None) -> None:
         super().__init__()
         self._family = family
+        self._n_layers = n_layers
+        self._last = n_layers if last is None else last  # layers behind it are never divided
         self._made: dict[int, Tensor] = {}  # kept alive, so that no other tensor gets its id
-        self._layer_of: dict[int, int] = {}
-        self._first_allowed = 0
-        self._hidden: Tensor | None = None
+        self._sources: dict[int, frozenset[_Source]] = {}
+        self._made_in: dict[int, int] = {}
+        self._inside: int | None = None
+        self._n_returned = 0
         self._barred: Set[int] = frozenset()
+        self._unclear: set[int] = set()
         self._embedded: set[int] = set()
-        self._is_before_layers = True
+        self.outputs: dict[_Source, Tensor] = {}
+        self.read_until: dict[_Source, int] = {}
         self.rereads = False
 
     def embedded(self, output: Tensor) -> None:
         """Record `output`, and what is computed from it before the layers, as the embedding."""
         self._embedded.add(id(output))
+        self._hand((-1, 0), output)
 
-    def layers_begin(self) -> None:
-        """Record no more tensors as the embedding."""
-        self._is_before_layers = False
+    def layer_begins(self, number: int) -> None:
+        """Record what is made from now on as made inside a layer."""
+        self._inside = number
 
-    def layer_returned(self, number: int, output: object) -> None:
-        """Record the tensors in `output`, and what is computed from them, as made by a layer."""
-        self._layer_of.update((id(each), number) for each in _tensors(output))
+    def layer_returned(self, number: int, outputs: tuple[object, ...]) -> None:
+        """Record the tensors in `outputs` as what a layer hands on."""
+        self._inside, self._n_returned = None, number + 1
+        for index, output in enumerate(outputs):
+            for each in _tensors(output):
+                self._hand((number, index), each)
+        if self._n_returned == self._n_layers:
+            self._barred = self._made.keys() - {
+                key for key in self._sources if key not in self._unclear
+            }
 
-    def layer_begins(self, number: int, hidden: Tensor) -> None:
-        """Forbid tensors of earlier layers but `hidden`: a stage that begins here lacks them."""
-        self._first_allowed, self._hidden = number, hidden
-
-    def layers_ended(self, hidden: Tensor) -> None:
-        """Forbid all tensors made so far, except `hidden`: the last norm and the head get nothing
-        else.
-        """
-        self._barred = self._made.keys() - {id(hidden)}
+    def _hand(self, source: _Source, tensor: Tensor) -> None:
+        self._made[id(tensor)] = tensor
+        self.outputs[source] = tensor
+        self._sources[id(tensor)] = frozenset([source])
+        self._made_in.pop(id(tensor), None)
+        self._unclear.discard(id(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator; check its inputs, and record its outputs."""
-        number, reads_embedding = -1, False
-        for each in _tensors((args, [*(kwargs or {}).values()])):
-            reads_embedding |= id(each) in self._embedded
-            made_in = self._layer_of.get(id(each), -1)
-            is_old = 0 <= made_in < self._first_allowed and each is not self._hidden
-            if is_old or id(each) in self._barred:
-                raise _handed_on(self._family)
-            number = max(number, made_in)
+        inputs = [*_tensors((args, [*(kwargs or {}).values()]))]
+        self._check(inputs)
+        sources = frozenset[_Source]().union(*(self._sources.get(id(t), ()) for t in inputs))
+        makers = [self._made_in[id(t)] for t in inputs if id(t) in self._made_in]
+        is_embedded = any(id(each) in self._embedded for each in inputs)
+        is_unclear = any(
+            id(t) in self._unclear or (id(t) in self._made and id(t) not in self._sources)
+            for t in inputs
+            if t.numel()
+        )
+        self.rereads |= is_embedded and (self._n_returned > 0 or bool(self._inside))
+        if self._inside is not None or self._n_returned == self._n_layers:
+            reader = self._n_layers if self._inside is None else self._inside
+            self.read_until.update(dict.fromkeys(sources, reader))
         result = func(*args, **(kwargs or {}))
-        self._made.update((id(each), each) for each in _tensors(result))
-        self.rereads |= reads_embedding and self._first_allowed > 0
-        if reads_embedding and self._is_before_layers:
-            self._embedded.update(id(each) for each in _tensors(result))
-        if number >= 0:
-            self.layer_returned(max(number, self._first_allowed), result)
+        for each in _tensors(result):
+            key = id(each)
+            self._made[key] = each
+            if is_embedded and self._n_returned == 0 and self._inside is None:
+                self._embedded.add(key)
+            if self._inside is not None and (makers or any(n >= 0 for n, _ in sources)):
+                self._made_in[key] = self._inside
+            elif self._inside is None:
+                if makers:
+                    self._made_in[key] = max(makers)
+                if sources:
+                    self._sources[key] = sources
+                if is_unclear:
+                    self._unclear.add(key)
         return result
 
+    def _check(self, inputs: list[Tensor]) -> None:
+        """Refuse tensors that a stage beginning here would lack."""
+        reader = self._n_layers if self._inside is None else self._inside
+        for each in inputs:
+            is_old = self._made_in.get(id(each), reader) < min(reader, self._last)
+            is_barred = each.numel() > 0 and id(each) in self._barred
+            if (self._inside is not None and is_old) or is_barred:
+                raise _refused(self._family, "read what others have computed and do not return")
 
-def _handed_on(family: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"layers of {family} hand on more than one hidden state")
+    def borders(self) -> Iterator[tuple[HandedPart, ...]]:
+        """Yield what comes out of so many layers and is read later, from 1 layer on.
+
+        Raises UnsupportedModelError for what is no row of numbers for each token.
+        """
+        for border in range(1, self._n_layers + 1):
+            sources = [
+                source
+                for source, reader in self.read_until.items()
+                if source[0] < border <= reader and (source[0] >= 0 or border == self._n_layers)
+            ]
+            sources.sort(key=lambda source: (source != (border - 1, 0), source))
+            yield tuple(self._part(source) for source in sources)
+
+    def _part(self, source: _Source) -> HandedPart:
+        tensor, shape = self.outputs[source], [*self.outputs[source].shape]
+        axes = [
+            axis
+            for axis, size in enumerate(shape)
+            if size == _TRIAL_ROWS and axis and shape[axis - 1] == 1
+        ]
+        if tensor.dtype is not torch.float32:
+            raise _refused(self._family, f"hand on numbers of {tensor.dtype}")
+        if not axes:
+            raise _refused(self._family, "hand on other rows than one for each token")
+        shape[axes[0]] = -1
+        return HandedPart(layer=source[0], output=source[1], shape=tuple(shape))
+
+
+def _out_of_order(family: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{family} does not run its layers once each in order, so it cannot be cut"
+    )
+
+
+def _refused(family: str, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"layers of {family} {what}, so it cannot be cut between them")
 
 
 def _tensors(values: object) -> Iterator[Tensor]:
@@ -209,16 +290,7 @@ def _watched(
     """Record which modules with parameters run, and the inputs and outputs of layers."""
     inside = {id(module) for module in layers.modules()}
     hooks, family = [], model.config.model_type
-    lineage, hidden = _Lineage(family), list[Tensor]()
-    last = _shared_kv_from(config)  # layers from there on are never divided
-
-    def note_inputs(module: nn.Module, args: Any, kwargs: Any) -> None:
-        came = args[0] if args else kwargs.get("hidden_states")
-        lineage.layers_begin()
-        if hidden and (last is None or len(hidden) <= last):
-            if came is not hidden[-1]:
-                raise _handed_on(family)
-            lineage.layer_begins(len(hidden), came)
+    lineage = _Lineage(family, len(layers), _shared_kv_from(config))
 
     def note_module(name: str) -> Any:
         def note(module: nn.Module, args: Any) -> None:
@@ -226,18 +298,22 @@ def _watched(
 
         return note
 
+    def note_begin(number: int) -> Any:
+        def note(module: nn.Module, args: Any) -> None:
+            if number != len(trial.called):
+                raise _out_of_order(family)
+            lineage.layer_begins(number)
+
+        return note
+
     def note_layer(number: int) -> Any:
         def note(module: nn.Module, args: Any, output: Any) -> None:
-            left = output[0] if isinstance(output, tuple) else output
-            is_hidden = isinstance(left, Tensor)
-            if not is_hidden or left.shape != (1, _TRIAL_ROWS, config.hidden_size):
-                raise _handed_on(family)
-            hidden.append(left)
-            lineage.layer_returned(number, output)
-            if number == len(layers) - 1:
-                lineage.layers_ended(left)
+            outputs = tuple(output) if isinstance(output, tuple | list) else (output,)
+            if any(isinstance(each, list | tuple) and [*_tensors(each)] for each in outputs):
+                raise _refused(family, "hand on lists")
+            lineage.layer_returned(number, outputs)
             trial.called.append(number)
-            trial.output_counts.append(len(output) if isinstance(output, tuple) else 0)
+            trial.output_counts.append(len(outputs) if outputs[0] is not output else 0)
 
         return note
 
@@ -250,12 +326,14 @@ def _watched(
 
     hooks.append(model.get_input_embeddings().register_forward_hook(note_embedding))
     for number, layer in enumerate(layers):
-        hooks.append(layer.register_forward_pre_hook(note_inputs, with_kwargs=True))
+        hooks.append(layer.register_forward_pre_hook(note_begin(number)))
         hooks.append(layer.register_forward_hook(note_layer(number)))
     try:
         with lineage:
             yield
         trial.rereads = lineage.rereads
+        if len(trial.called) == len(layers):
+            trial.borders = [*lineage.borders()]
     finally:
         for hook in hooks:
             hook.remove()
