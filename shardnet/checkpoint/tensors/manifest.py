@@ -36,6 +36,7 @@ ID_FILES: Final = (
     "tokenizer.model.v2",
     "tokenizer.model.v3",
     "tokenizer.model.v7",
+    "tiktoken.model",
     "chat_template.jinja",
     "chat_template.json",
     TOOL_TEMPLATE,

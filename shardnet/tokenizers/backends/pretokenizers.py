@@ -15,10 +15,16 @@ _SHORT_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CAPITALS_FIRST = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+"
-_CAPITALS_LAST = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+
+
+def _cased_words(but: str = "") -> tuple[str, str]:
+    """Return patterns of words whose capitals stand first, and last, without some letters."""
+    upper, lower = (rf"[\p{{{kind}}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]" for kind in (r"Lu}\p{Lt", "Ll"))
+    before = r"[^\r\n\p{L}\p{N}]?"
+    return f"{before}{upper}*{lower}+", f"{before}{upper}+{lower}*"
+
+
+_CAPITALS_FIRST, _CAPITALS_LAST = _cased_words()
 _PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
 
@@ -90,6 +96,20 @@ O200K = Pretokenizer(
                 f"{_CAPITALS_LAST}{_SHORT_ENDINGS}?",
                 r"\p{N}{1,3}",
                 _PATHS,
+                _SPACES,
+            )
+        ),
+    ),
+    whole_words=True,
+)
+KIMI = Pretokenizer(
+    patterns=(
+        "|".join(
+            (
+                r"\p{Han}+",
+                *(f"{words}{_SHORT_ENDINGS}?" for words in _cased_words(r"&&[^\p{Han}]")),
+                r"\p{N}{1,3}",
+                _SIGNS,
                 _SPACES,
             )
         ),
@@ -197,6 +217,7 @@ GGUF_NAMES = {
     "exaone4": GPT2,
     "olmo": GPT2,
     "minimax-m2": replace(O200K, whole_words=False),
+    "kimi-k2": replace(KIMI, whole_words=False),
     "seed-coder": SEED_CODER,
     "roberta-bpe": GPT2,
     "modern-bert": replace(GPT2, composes=True),

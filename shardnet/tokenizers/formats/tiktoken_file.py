@@ -1,8 +1,8 @@
-"""Reads Llama 3's `tokenizer.model`: tiktoken's file of ranks.
+"""Reads tiktoken's files of ranks: Llama 3's `tokenizer.model` and Kimi's `tiktoken.model`.
 
-Knows its lines, a token's bytes in base64 and its rank, and what the file omits: the pretokenizer's
-pattern and the 256 special tokens (github.com/meta-llama/llama-models, models/llama3/tokenizer.py).
-Must not know other models' rank files.
+Knows their lines, a token's bytes in base64 and its rank, and what the files omit: the pattern of
+the pretokenizer and the 256 special tokens (github.com/meta-llama/llama-models,
+models/llama3/tokenizer.py; Kimi's tokenization_kimi.py). Must not know other models' rank files.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import binascii
 import re
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken, read_added_tokens
 from shardnet.tokenizers.backends.byte_level import ranked_backend
-from shardnet.tokenizers.backends.pretokenizers import LLAMA3
+from shardnet.tokenizers.backends.pretokenizers import KIMI, LLAMA3, Pretokenizer
 from shardnet.tokenizers.backends.token_files import LoadedTokenizer, read_lines
 
 _LINE = re.compile(rb"[A-Za-z0-9+/]{2,}={0,2} [0-9]+\r?\n?")
@@ -47,7 +49,31 @@ def read_tiktoken(path: Path) -> LoadedTokenizer:
     and the line.
     """
     ranks = _ranks(read_lines(path), str(path))
-    special = _special_tokens(len(ranks))
+    return LoadedTokenizer(
+        backend=_backend(ranks, _special_tokens(len(ranks)), LLAMA3, path),
+        bos_id=len(ranks) + _BEGIN,
+        eos_ids=tuple(len(ranks) + place for place in _ENDS),
+        adds_bos=True,
+    )
+
+
+def read_kimi(path: Path) -> LoadedTokenizer:
+    """Read Kimi's rank file, and add as many special tokens after the ranks.
+
+    tokenizer_config.json beside it names those that are used. Raises as `read_tiktoken`.
+    """
+    ranks = _ranks(read_lines(path), str(path))
+    special = {
+        token_id: NamedToken(text=f"<|reserved_token_{token_id}|>", token_id=token_id, special=True)
+        for token_id in range(len(ranks), len(ranks) + _N_SPECIAL)
+    }
+    return LoadedTokenizer(backend=_backend(ranks, special, KIMI, path), adds_bos=False)
+
+
+def _backend(
+    ranks: list[bytes], special: dict[int, NamedToken], words: Pretokenizer, path: Path
+) -> Tokenizer:
+    """Make a backend of ranks and special tokens, some of which the files beside may rename."""
     for token_id, token in read_added_tokens(path.parent, {}).items():
         if token_id < len(ranks):
             raise CheckpointError(
@@ -55,12 +81,7 @@ def read_tiktoken(path: Path) -> LoadedTokenizer:
                 remedy="take both from one checkpoint",
             )
         special[token_id] = token
-    return LoadedTokenizer(
-        backend=ranked_backend(ranks, special.values(), LLAMA3, first_id=0, where=str(path)),
-        bos_id=len(ranks) + _BEGIN,
-        eos_ids=tuple(len(ranks) + place for place in _ENDS),
-        adds_bos=True,
-    )
+    return ranked_backend(ranks, special.values(), words, first_id=0, where=str(path))
 
 
 def _special_tokens(first_id: int) -> dict[int, NamedToken]:

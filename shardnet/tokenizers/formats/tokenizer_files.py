@@ -16,13 +16,16 @@ from shardnet.tokenizers.backends.token_files import LoadedTokenizer, read_bytes
 MODEL_FILES = (
     "tokenizer.model",
     *(f"tokenizer.model.{version}" for version in ("v7", "v3", "v2", "v1")),
+    "tiktoken.model",
 )
-"""The names of sentencepiece and of Llama 3, and Mistral's, the newest version first."""
+"""The names of sentencepiece and of Llama 3, Mistral's, the newest version first, and Kimi's."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tekken.json", *MODEL_FILES, "vocab.json", "merges.txt")
 """In order of precedence."""
 
-NAMES = "tokenizer.json, tekken.json, tokenizer.model, or vocab.json with merges.txt"
+NAMES = (
+    "tokenizer.json, tekken.json, tokenizer.model, tiktoken.model, or vocab.json with merges.txt"
+)
 
 
 def has_tokenizer(name: str) -> bool:
@@ -81,7 +84,13 @@ def read_tokenizer(place: Path) -> LoadedTokenizer | None:
 
 def _read_model_file(path: Path) -> LoadedTokenizer:
     from shardnet.tokenizers.formats.sentencepiece_file import read_sentencepiece
-    from shardnet.tokenizers.formats.tiktoken_file import looks_like_ranks, read_tiktoken
+    from shardnet.tokenizers.formats.tiktoken_file import (
+        looks_like_ranks,
+        read_kimi,
+        read_tiktoken,
+    )
 
+    if path.name == "tiktoken.model":
+        return read_kimi(path)
     beginning = read_bytes(path)[:1024]
     return read_tiktoken(path) if looks_like_ranks(beginning) else read_sentencepiece(path)

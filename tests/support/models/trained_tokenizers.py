@@ -127,8 +127,10 @@ def _merge(word: tuple[bytes, ...], pair: tuple[bytes, bytes]) -> tuple[bytes, .
     return tuple(merged)
 
 
-def write_tiktoken(folder: Path, name: str = "tokenizer.model") -> Path:
-    lines = [base64.b64encode(t) + b" %d\n" % rank for rank, t in enumerate(ranks(LLAMA3))]
+def write_tiktoken(
+    folder: Path, name: str = "tokenizer.model", words: Pretokenizer = LLAMA3
+) -> Path:
+    lines = [base64.b64encode(t) + b" %d\n" % rank for rank, t in enumerate(ranks(words))]
     (folder / name).write_bytes(b"".join(lines))
     return folder / name
 

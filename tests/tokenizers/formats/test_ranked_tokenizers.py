@@ -1,4 +1,4 @@
-"""Ranks of bytes, Llama 3's and tekken: the ids of tiktoken, special tokens, bad files."""
+"""Ranks of bytes, Llama 3's, Kimi's and tekken: the ids of tiktoken, special tokens, bad files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from support.models.loaded_tokenizers import load_here
 
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.byte_level import ranked_backend
-from shardnet.tokenizers.backends.pretokenizers import LLAMA3, O200K, TEKKEN, Pretokenizer
+from shardnet.tokenizers.backends.pretokenizers import (
+    KIMI,
+    LLAMA3,
+    O200K,
+    TEKKEN,
+    Pretokenizer,
+)
 from shardnet.tokenizers.tokenizer import Tokenizer
 
 N_RANKS = len(trained.ranks(LLAMA3))
@@ -73,6 +79,61 @@ def test_tekken_ids_are_those_of_tiktoken_behind_the_special_ones(
     want = oracle(TEKKEN, trained.N_TEKKEN_UNUSED).encode_ordinary(text)
     assert ids == [rank + trained.N_TEKKEN_SPECIAL for rank in want]
     assert tekken.decode(ids) == text
+
+
+KIMI_PATTERN = "|".join(
+    (
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        *(r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"),
+    )
+)
+"""As Kimi's own program has it."""
+
+
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Its published files, with few ranks."""
+    folder, first = tmp_path_factory.mktemp("kimi"), len(trained.ranks(KIMI))
+    trained.write_tiktoken(folder, "tiktoken.model", KIMI)
+    named = {0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>", 3: "<|im_user|>", 17: "<|im_middle|>"}
+    config = {
+        "added_tokens_decoder": {
+            str(first + place): {"content": text, "special": True} for place, text in named.items()
+        },
+        "additional_special_tokens": [*named.values()],
+        "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+        "bos_token": "[BOS]",
+        "eos_token": "[EOS]",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return load_here(folder)
+
+
+@settings(max_examples=80)
+@given(text=trained.TEXTS)
+@example(text="Don't 你好world 世界 ABCdef's 12345\r\n カタカナ漢字 한국어")
+def test_kimi_ids_are_those_of_tiktoken(kimi: Tokenizer, text: str) -> None:
+    tokens = trained.ranks(KIMI)
+    other = tiktoken.Encoding(
+        name="small",
+        pat_str=KIMI_PATTERN,
+        mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
+        special_tokens={},
+    )
+    assert kimi.encode(text, parse_special=False) == other.encode_ordinary(text)
+
+
+def test_special_tokens_of_kimi(kimi: Tokenizer) -> None:
+    """Names as tokenizer_config.json has them, the others by their ids; bos stands in templates."""
+    first = len(trained.ranks(KIMI))
+    assert (kimi.n_tokens, kimi.bos_id, kimi.eos_ids) == (first + 256, first, (first + 1,))
+    hello = plain(kimi, "hello")
+    assert kimi.encode("<|im_user|>hello<|im_end|>") == [first + 3, *hello, first + 2]
+    assert kimi.token_text(first + 255) == f"<|reserved_token_{first + 255}|>"
 
 
 @given(text=trained.TEXTS)
