@@ -143,6 +143,7 @@ OWN_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
         "swa_qk_nope_head_dim": 16,
         "swa_v_head_dim": 16,
     },
+    "dory": {"n_input_layers": 1, "n_output_layers": 2},
     "dots1": {"layer_types": ["full_attention"] * N_LAYERS},
     "falcon_h1": _MAMBA2,
     "gemma4_text": {
@@ -255,6 +256,8 @@ def load_stages(folder: Path) -> list[ModuleStage]:
     n_layers, outline = checkpoint.config.n_layers, checkpoint.config.outline
     assert outline is not None
     cut = max(1, n_layers // 2) if outline.shared_kv_from is None else outline.shared_kv_from
+    looped = outline.together(LayerRange(0, cut))
+    cut = cut if looped is None else looped.start
     return [
         load_module_stage(
             checkpoint,

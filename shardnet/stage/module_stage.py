@@ -308,6 +308,12 @@ def load_module_stage(
             f"model read the keys and values of layers {shared} and up, so one node needs them all",
             remedy=f"give the last node at least the layers from {shared} on with --layers",
         )
+    if (looped := outline.together(layers)) is not None:
+        raise UnsupportedModelError(
+            f"{looped.words} of this {outline.model_type} model run several times, so one node "
+            "needs them all",
+            remedy="give one node at least these layers with --layers",
+        )
     with capacity_error_for(
         f"{device} has no memory for {layers.words}", remedy="give the node fewer layers"
     ):

@@ -42,8 +42,10 @@ class ModuleOutline:
     `embedding` is needed by the first stage, `head` by the last one and `everywhere` by every
     stage. `output_counts` say how many values a layer returns, 0 for a bare hidden state, and
     `borders` what comes out of so many layers, from 1 on, side by side in `row_width` columns.
-    `kv_numbers` are the numbers cached per position in each layer, `state_bytes` the bytes that a
-    slot has in each whatever its length. The KV of layer `shared_kv_from` is read by layers up to
+    `caches` say which layers of a cache each layer fills, `kv_numbers` are the numbers that it
+    caches per position, and `state_bytes` the bytes that a slot has in it whatever its length.
+    Layers run as often as `n_passes` says: those that run several times, all as often, follow each
+    other. The KV of layer `shared_kv_from` is read by layers up to
     the last, which have none of their own; None where no layer does that.
     """
 
@@ -56,6 +58,8 @@ class ModuleOutline:
     head: Shapes = field(compare=False)
     output_counts: tuple[int, ...] = field(compare=False)
     borders: tuple[tuple[HandedPart, ...], ...] = field(compare=False)
+    n_passes: tuple[int, ...] = field(compare=False)
+    caches: tuple[tuple[int, ...], ...] = field(compare=False)
     kv_numbers: tuple[int, ...] = field(compare=False)
     state_bytes: tuple[int, ...] = field(compare=False)
     shared_kv_from: int | None = field(compare=False)
@@ -69,6 +73,12 @@ class ModuleOutline:
     def has_state(self) -> bool:
         """Whether layers keep what cannot be rewound."""
         return any(self.state_bytes)
+
+    def together(self, layers: LayerRange) -> LayerRange | None:
+        """Return layers that run several times and of which `layers` have some, but not all."""
+        looped = [n for n, passes in enumerate(self.n_passes) if passes > 1]
+        n_own = sum(n in layers for n in looped)
+        return LayerRange(looped[0], looped[-1] + 1) if 0 < n_own < len(looped) else None
 
     def refusal(self, flag: str) -> UnsupportedModelError:
         """Return the error for a `flag` that asks for what only layers of ours do."""

@@ -80,7 +80,7 @@ def _read_chunks(fields: Fields, n_layers: int, nope: tuple[int, ...]) -> tuple[
     chunk = fields.optional(key) if fields.given(key) else 8192
     kinds = read_layer_kinds(fields, n_layers, FULL, CHUNKED)
     if kinds is None:
-        kinds = tuple(FULL if layer in nope else CHUNKED for layer in range(n_layers))
+        kinds = [FULL if layer in nope else CHUNKED for layer in range(n_layers)]
     return tuple(chunk if kind == CHUNKED else None for kind in kinds)
 
 

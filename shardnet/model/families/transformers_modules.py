@@ -148,7 +148,7 @@ def _model_config(fields: Fields, config: Any, outline: ModuleOutline) -> ModelC
     n_heads, hidden_size = size("num_attention_heads", 1), config.hidden_size
     return ModelConfig(
         family=outline.model_type,
-        n_layers=config.num_hidden_layers,
+        n_layers=len(outline.layers),
         hidden_size=hidden_size,
         n_heads=n_heads,
         n_kv_heads=size("num_key_value_heads", n_heads),

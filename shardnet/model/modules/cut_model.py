@@ -43,6 +43,8 @@ class _Pass:
     runs_layers: bool = True
     kept: Collection[int] = ()
     rows: dict[int, Tensor] = field(default_factory=dict)
+    n_last: int = 0
+    """How often the last layer of the stage has run."""
 
 
 class CutModel:
@@ -94,7 +96,7 @@ class CutModel:
 
     def new_slot(self) -> SlotCache:
         """Return an empty cache of the layers of this stage."""
-        return SlotCache(self._config, self._layers)
+        return SlotCache(self._config, self._outline, self._layers)
 
     def run(
         self,
@@ -171,7 +173,8 @@ class CutModel:
             if number + 1 in running.kept or number == layers.end - 1:
                 parts = self._outline.borders[number]
                 running.rows[number + 1] = self._row(running.handed, parts)
-            if number == layers.end - 1:
+            running.n_last += number == layers.end - 1
+            if running.n_last == self._outline.n_passes[layers.end - 1]:
                 raise _LayersDone
             return tuple(outputs) if count else outputs[0]
 

@@ -25,7 +25,7 @@ from shardnet.model.modules.meta_model import (
     one_line,
     read_module_config,
 )
-from shardnet.model.modules.slot_cache import cached_numbers, whole_cache
+from shardnet.model.modules.slot_cache import cached_numbers, cached_tensors, whole_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -37,7 +37,9 @@ _TRIAL_ROWS = 5
 
 @dataclass(slots=True)
 class _Trial:
-    """What the forward pass showed: modules by name, layers by number.
+    """What the forward pass showed: modules by name, layers by number in the order of their calls.
+
+    `caches` are the layers that fill each layer of the cache.
 
     `rereads`: whether layers after the first one use the embedding again. `borders` as in
     ModuleOutline.
@@ -46,6 +48,7 @@ class _Trial:
     before: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     called: list[int] = field(default_factory=list)
+    caches: dict[int, int] = field(default_factory=dict)
     output_counts: list[int] = field(default_factory=list)
     rereads: bool = False
     borders: list[tuple[HandedPart, ...]] = field(default_factory=list)
@@ -62,7 +65,7 @@ def read_outline(config_text: str, where: str) -> ModuleOutline:
     text = config.get_text_config(decoder=True)
     model = build_on_meta(config, torch.float32, where)
     try:
-        path = layer_path(model, text.num_hidden_layers)
+        path = layer_path(model, text)
         layers = model.get_submodule(path)
         assert isinstance(layers, nn.ModuleList)
         trial, cache = _try(model, layers, text)
@@ -75,7 +78,7 @@ def read_outline(config_text: str, where: str) -> ModuleOutline:
             f"{where}: layers of {config.model_type} keep nothing in a cache of transformers, so "
             "each token would be computed with all before it"
         )
-    sizes = in_trial + [(0, 0)] * (len(layers) - len(in_trial))
+    caches = [[n for n, by in trial.caches.items() if by == k] for k in range(len(layers))]
     before = names.of_modules(trial.before)
     is_plain = trial.before == [names.embedding] and not trial.rereads
     head = names.of_modules(trial.after)
@@ -90,24 +93,31 @@ def read_outline(config_text: str, where: str) -> ModuleOutline:
         head=head,
         output_counts=tuple(trial.output_counts),
         borders=tuple(trial.borders),
-        kv_numbers=tuple(numbers for numbers, _ in sizes),
-        state_bytes=tuple(n_bytes for _, n_bytes in sizes),
+        n_passes=tuple(trial.called.count(number) for number in range(len(layers))),
+        caches=tuple(map(tuple, caches)),
+        kv_numbers=tuple(sum(in_trial[n][0] for n in own) for own in caches),
+        state_bytes=tuple(sum(in_trial[n][1] for n in own) for own in caches),
         shared_kv_from=_shared_kv_from(text),
     )
 
 
-def layer_path(model: PreTrainedModel, n_layers: int) -> str:
-    """Find the list of a model's `n_layers` layers. Raises UnsupportedModelError without one."""
-    found: list[str] = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == n_layers
-    ]
-    if not found:
-        raise UnsupportedModelError(
-            f"{model.config.model_type} has no list of its {n_layers} layers, so it cannot be cut"
-        )
-    return min(found, key=lambda name: name.count("."))
+def layer_path(model: PreTrainedModel, config: PreTrainedConfig) -> str:
+    """Find the list of a model's layers. Raises UnsupportedModelError without one.
+
+    LongCat has two sub-layers with a cache in each of its `num_layers`.
+    """
+    for n_layers in (config.num_hidden_layers, getattr(config, "num_layers", None)):
+        found: list[str] = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == n_layers
+        ]
+        if found:
+            return min(found, key=lambda name: name.count("."))
+    raise UnsupportedModelError(
+        f"{model.config.model_type} has no list of its {config.num_hidden_layers} layers, so it "
+        "cannot be cut"
+    )
 
 
 def _try(
@@ -122,7 +132,7 @@ def _try(
         )
     trial, cache = _Trial(), whole_cache(config)
     try:
-        with _watched(model, layers, trial, config), torch.inference_mode():
+        with _watched(model, layers, trial, cache), torch.inference_mode():
             model(
                 input_ids=torch.zeros(1, _TRIAL_ROWS, dtype=torch.long, device="meta"),
                 position_ids=torch.arange(_TRIAL_ROWS, device="meta")[None],
@@ -133,8 +143,6 @@ def _try(
         raise UnsupportedModelError(
             f"{config.model_type} is not called as other models are: {one_line(error)}"
         ) from error
-    if len(trial.called) != len(layers):
-        raise _out_of_order(config.model_type)
     return trial, cache
 
 
@@ -177,7 +185,7 @@ class _Lineage(TorchDispatchMode):
 
     def layer_returned(self, number: int, outputs: tuple[object, ...]) -> None:
         """Record the tensors in `outputs` as what a layer hands on."""
-        self._inside, self._n_returned = None, number + 1
+        self._inside, self._n_returned = None, max(self._n_returned, number + 1)
         for index, output in enumerate(outputs):
             for each in _tensors(output):
                 self._hand((number, index), each)
@@ -208,8 +216,12 @@ class _Lineage(TorchDispatchMode):
         self.rereads |= is_embedded and (self._n_returned > 0 or bool(self._inside))
         if self._inside is not None or self._n_returned == self._n_layers:
             reader = self._n_layers if self._inside is None else self._inside
-            self.read_until.update(dict.fromkeys(sources, reader))
-        result = func(*args, **(kwargs or {}))
+            for source in sources:
+                self.read_until[source] = max(reader, self.read_until.get(source, 0))
+        if func is torch.ops.aten.nonzero.default:  # which rows an expert has: none, in a trial
+            result = args[0].new_empty((0, args[0].dim()), dtype=torch.long)
+        else:
+            result = func(*args, **(kwargs or {}))
         for each in _tensors(result):
             key = id(each)
             self._made[key] = each
@@ -264,10 +276,13 @@ class _Lineage(TorchDispatchMode):
         return HandedPart(layer=source[0], output=source[1], shape=tuple(shape))
 
 
-def _out_of_order(family: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{family} does not run its layers once each in order, so it cannot be cut"
-    )
+def _is_in_order(called: list[int], n_layers: int) -> bool:
+    """Say whether layers run in order, some of them perhaps several times, again in order."""
+    looped = [number for number in range(n_layers) if called.count(number) > 1]
+    n_passes = called.count(looped[0]) if looped else 1
+    first, end = (looped[0], looped[-1] + 1) if looped else (0, n_layers)
+    before, behind = range(first), range(end, n_layers)
+    return called == [*before, *[*range(first, end)] * n_passes, *behind]
 
 
 def _refused(family: str, what: str) -> UnsupportedModelError:
@@ -285,23 +300,23 @@ def _tensors(values: object) -> Iterator[Tensor]:
 
 @contextmanager
 def _watched(
-    model: PreTrainedModel, layers: nn.ModuleList, trial: _Trial, config: PreTrainedConfig
+    model: PreTrainedModel, layers: nn.ModuleList, trial: _Trial, cache: DynamicCache
 ) -> Iterator[None]:
     """Record which modules with parameters run, and the inputs and outputs of layers."""
     inside = {id(module) for module in layers.modules()}
     hooks, family = [], model.config.model_type
-    lineage = _Lineage(family, len(layers), _shared_kv_from(config))
+    text = model.config.get_text_config(decoder=True)
+    lineage = _Lineage(family, len(layers), _shared_kv_from(text))
+    held: dict[int, list[int]] = {}
 
     def note_module(name: str) -> Any:
         def note(module: nn.Module, args: Any) -> None:
-            (trial.after if len(trial.called) == len(layers) else trial.before).append(name)
+            (trial.after if len(layers) - 1 in trial.called else trial.before).append(name)
 
         return note
 
     def note_begin(number: int) -> Any:
         def note(module: nn.Module, args: Any) -> None:
-            if number != len(trial.called):
-                raise _out_of_order(family)
             lineage.layer_begins(number)
 
         return note
@@ -312,8 +327,13 @@ def _watched(
             if any(isinstance(each, list | tuple) and [*_tensors(each)] for each in outputs):
                 raise _refused(family, "hand on lists")
             lineage.layer_returned(number, outputs)
+            if number not in trial.called:
+                trial.output_counts.append(len(outputs) if outputs[0] is not output else 0)
             trial.called.append(number)
-            trial.output_counts.append(len(outputs) if outputs[0] is not output else 0)
+            for index, kept in enumerate(cache.layers):
+                now = [id(tensor) for tensor in cached_tensors(kept)]
+                if now != held.get(index, []):
+                    held[index], trial.caches[index] = now, number
 
         return note
 
@@ -332,8 +352,11 @@ def _watched(
         with lineage:
             yield
         trial.rereads = lineage.rereads
-        if len(trial.called) == len(layers):
-            trial.borders = [*lineage.borders()]
+        if not _is_in_order(trial.called, len(layers)):
+            raise UnsupportedModelError(
+                f"{family} does not run its layers one after the other, so it cannot be cut"
+            )
+        trial.borders = [*lineage.borders()]
     finally:
         for hook in hooks:
             hook.remove()

@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 )
 
 from shardnet.errors import UnsupportedModelError
+from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.slot_operations import MAX_DRAFTS
 from shardnet.types import LayerRange
 
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 CacheLayer = CacheLayerMixin | LinearAttentionCacheLayerMixin | DummyLayer
 _CROPPED: Final = (DynamicLayer, DynamicIndexedLayer, DummyLayer)
 """Layers with nothing but what `crop` takes back."""
-_PER_POSITION: Final = ("keys", "values", "indexer_keys")
+_SPARSE: Final = "minimax_m3_sparse"
+"""What MiniMax-M3 calls its own layers of that kind, which no other module knows."""
+_PER_POSITION: Final = ("keys", "values", "indexer_keys", "idx_keys")
 _STATES: Final = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
 _STATE_PARTS: Final = (
     "conv_states",
@@ -100,7 +103,8 @@ def whole_cache(config: PreTrainedConfig) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.layers = [_unwindowed(layer) for layer in cache.layers]
     for layer in cache.layers:
-        if type(layer) not in (*_CROPPED, *_STATES):
+        is_sparse = isinstance(layer, DynamicLayer) and layer._layer_type == _SPARSE
+        if type(layer) not in (*_CROPPED, *_STATES) and not is_sparse:
             raise UnsupportedModelError(
                 f"layers of {config.model_type} models keep a {type(layer).__name__}, which is "
                 "neither keys and values nor a state"
@@ -111,11 +115,12 @@ def whole_cache(config: PreTrainedConfig) -> DynamicCache:
 class SlotCache:
     """What a slot holds in `layers` of a model: the first `length` positions of its sequence."""
 
-    def __init__(self, config: PreTrainedConfig, layers: LayerRange) -> None:
+    def __init__(self, config: PreTrainedConfig, outline: ModuleOutline, layers: LayerRange) -> None:
         self.cache = whole_cache(config)
-        own = self.cache.layers
+        own = {number for layer in layers for number in outline.caches[layer]}
         self.cache.layers = [
-            layer if number in layers else _elsewhere(layer) for number, layer in enumerate(own)
+            layer if number in own else _elsewhere(layer)
+            for number, layer in enumerate(self.cache.layers)
         ]
         self._elsewhere = [one for one in self.cache.layers if isinstance(one, _ELSEWHERE)]
         self.length = 0
@@ -157,7 +162,8 @@ class SlotCache:
         assert length <= self.length
         for layer in self.cache.layers:
             if isinstance(layer, DynamicLayer) and not isinstance(layer, _ELSEWHERE):
-                DynamicLayer.crop(layer, length - self.length)
+                kind = DynamicLayer if isinstance(layer, LinearAttentionLayer) else type(layer)
+                kind.crop(layer, length - self.length)
                 for name in _PER_POSITION if is_copy else ():
                     if isinstance(kept := getattr(layer, name, None), Tensor):
                         setattr(layer, name, kept.clone())
@@ -176,6 +182,12 @@ class SlotCache:
         made._elsewhere = [one for one in made.cache.layers if isinstance(one, _ELSEWHERE)]
         made._keep(length, is_copy=True)
         return made
+
+
+def cached_tensors(layer: CacheLayer) -> list[Tensor]:
+    """Return what a cache layer holds."""
+    held = [getattr(layer, name, None) for name in _PER_POSITION]
+    return [*(t for t in held if isinstance(t, Tensor)), *_state_tensors(layer)]
 
 
 def cached_numbers(layer: CacheLayer, n_positions: int) -> tuple[int, int]:
