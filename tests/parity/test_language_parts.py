@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.models.module_vision import CLIP, make_by_modules, write_model
-from support.oracles.oracle import check_generation, load_reference
+from support.oracles.oracle import check_generation, load_reference, reference_logits
+from support.rings.module_stages import load as load_by_modules
+from support.rings.module_stages import rows, step
 from support.rings.stage_chain import StageChain, even_split, random_prompt
 
 from shardnet.checkpoint.checkpoint import Checkpoint
@@ -58,6 +61,27 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
         },
     },
     "mistral": {"sliding_window": None},  # left out, it would be one of 4096
+    "minimax_m3_vl_text": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 8,
+        "dense_intermediate_size": 40,
+        "shared_intermediate_size": 20,
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_block_size": 4,
+        "index_topk_blocks": 3,
+    },
+    "inkling2_text": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "head_dim": 8,
+        "unpadded_vocab_size": 300,
+        "sliding_window": 16,
+    },
 }
 
 
@@ -80,6 +104,32 @@ def test_a_plain_language_model_is_read_as_its_family(case: str, tmp_path: Path)
         chain = StageChain.load(folder, even_split(2, n_stages))
         check_generation(chain, reference, prompts, 6)
     with pytest.raises(UnsupportedModelError, match=f"tower of {kind}"):
+        open_pictures(checkpoint, {}.get)
+
+
+BY_MODULES: dict[str, Case] = {
+    "minimax_m3_vl": ("minimax_m3_vl", "minimax_m3_vl_text", {}, {}),
+    "inkling2": ("inkling2", "inkling2_text", {"text_hidden_size": 48}, {}),
+}
+
+
+@pytest.mark.parametrize("case", BY_MODULES)
+def test_a_language_model_without_a_record_is_computed_by_modules(
+    case: str, tmp_path: Path
+) -> None:
+    """With the names that its makers give tensors, experts and linears that are joined."""
+    checkpoint = Checkpoint.open(make(tmp_path, BY_MODULES[case]))
+    config, prompt = checkpoint.config, random_prompt(30, 300, seed=2)
+    assert (config.wrapper, config.family) == BY_MODULES[case][:2]
+    wanted = reference_logits(load_reference(tmp_path), prompt)
+    for n_stages in (1, 2):
+        stages = load_by_modules(tmp_path, even_split(config.n_layers, n_stages))
+        found = [step(stages, rows(0, 0, prompt[:20])), step(stages, rows(0, 20, prompt[20:]))]
+        torch.testing.assert_close(torch.cat(found), wanted, rtol=0, atol=1e-4)
+        if config.outline is not None and not config.outline.has_state:  # rows are taken back
+            again = step(stages, rows(0, 9, prompt[9:]))
+            torch.testing.assert_close(again, wanted[9:], rtol=0, atol=1e-4)
+    with pytest.raises(UnsupportedModelError, match=f"tower of {case}"):
         open_pictures(checkpoint, {}.get)
 
 

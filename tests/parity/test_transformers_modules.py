@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from support.cluster.small_node import small_settings
 from support.models.checkpoints import VOCAB_SIZE, make_decoder
 from support.oracles.oracle import load_reference, made_reference, reference_logits
-from support.rings.stage_chain import Rows, batch_of, random_prompt
+from support.rings.module_stages import load, rows, step
+from support.rings.stage_chain import batch_of, random_prompt
 from support.rings.stage_forms import form_of, with_form
 from support.soak import cases
 
@@ -33,13 +34,12 @@ from shardnet.runtime.engine.draft_model import load_draft_model
 from shardnet.runtime.loading.loading import load as load_whole
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.sampling_params import SamplingParams
-from shardnet.stage.module_stage import ModuleRoom, ModuleStage, load_module_stage
+from shardnet.stage.module_stage import ModuleStage
 from shardnet.stage.runs import Run
 from shardnet.types import LayerRange, NodeId, SlotId
 from shardnet.wire.messages.plans import ModelChoice
 
 CPU = torch.device("cpu")
-CONTEXT = 512
 CLOSE = 2e-4
 """Of logits about 1: transformers' own two ways through a state differ by a tenth of it."""
 GEMMA4_E: dict[str, Any] = {
@@ -138,36 +138,6 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 def make(folder: Path, family: str, **more: Any) -> Path:
     """Save a tiny random checkpoint of a family."""
     return make_decoder(folder, family, with_tokenizer=False, **(FAMILIES[family] | more))
-
-
-def load(folder: Path, ranges: list[LayerRange]) -> list[ModuleStage]:
-    """Load a checkpoint's layers, split as `ranges` say, in float32."""
-    checkpoint = Checkpoint.open(folder)
-    return [
-        load_module_stage(
-            checkpoint,
-            layers,
-            dtype=torch.float32,
-            hidden_dtype=None,
-            device=CPU,
-            room=ModuleRoom(context=CONTEXT, room_blocks=8),
-            progress=lambda done, total: None,
-        )
-        for layers in ranges
-    ]
-
-
-def step(stages: list[ModuleStage], *groups: Rows) -> torch.Tensor:
-    """Send one micro-batch through the stages: logits of all rows."""
-    hidden = None
-    for stage in stages:
-        hidden = stage.run_alone(Run(batch=batch_of(groups), hidden=hidden))
-    assert hidden is not None
-    return stages[-1].logits(hidden)
-
-
-def rows(slot: int, position: int, ids: list[int]) -> Rows:
-    return Rows(slot=slot, position=position, ids=ids, n_sampled=len(ids))
 
 
 @pytest.mark.parametrize("folder", FAMILIES, indirect=True)
@@ -271,15 +241,13 @@ def test_layers_that_share_keys_and_values_stay_together(
 
 @pytest.mark.parametrize("folder", ["dory"], indirect=True)
 def test_layers_that_run_several_times_stay_together(folder: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="layers 1-2 of this dory .*several times"):
+    with pytest.raises(UnsupportedModelError, match=r"layers 1-2 of this dory .*several times"):
         load(folder, [LayerRange(2, 4)])
     [stage] = load(folder, [LayerRange(0, 4)])
     ids = random_prompt(30, VOCAB_SIZE, seed=6)
     step([stage], rows(0, 0, ids))
     taken_back = step([stage], rows(0, 20, ids[20:]))
-    torch.testing.assert_close(
-        taken_back, step([stage], rows(1, 0, ids))[20:], rtol=0, atol=CLOSE
-    )
+    torch.testing.assert_close(taken_back, step([stage], rows(1, 0, ids))[20:], rtol=0, atol=CLOSE)
 
 
 def test_fp8_is_unpacked(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ An expert's parameter reads the bytes of that expert alone.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -205,6 +206,16 @@ def converted_tensors(
     return {one.name: _model_tensor(one, tensors) for one in made}
 
 
+def language_part(tensors: Mapping[str, ModelTensor], wrapper: str) -> dict[str, ModelTensor]:
+    """Leave out all tensors of a whole model but its language model's, which get its own names."""
+    own = ((language_name(name, wrapper), tensor) for name, tensor in tensors.items())
+    return {name: replace(tensor, name=name) for name, tensor in own if name is not None}
+
+
+def _language_name(whole: Conversions, wrapper: str, name: str) -> str | None:
+    return language_name(whole.renamed(name), wrapper)
+
+
 def _model_tensor(one: ConvertedTensor, tensors: Mapping[str, ModelTensor]) -> ModelTensor:
     parts, make_one = [tensors[name] for name in one.sources], one.make
     if make_one is None:
@@ -246,7 +257,7 @@ def open_huggingface(folder: Path) -> Contents:
     Raises CheckpointError, which names the file, when one is missing, truncated or damaged.
     """
     where = folder / "config.json"
-    config = read_json(where)
+    raw = config = read_json(where)
     unknown: list[str] = []
     weight_format = take_format(config, str(where), unknown)
     index, files = read_tensor_files(folder)
@@ -269,8 +280,16 @@ def open_huggingface(folder: Path) -> Contents:
         made: Mapping[str, ModelTensor] = {}
         rename: Callable[[str], str | None] = partial(canonical_name, config)
         try:
-            tensors = model_tensors(config, stored, weight_format, str(folder))
-            if config.outline is not None:
+            is_part = config.outline is not None and config.wrapper not in {"", *WRAPPERS}
+            plain = replace(config, wrapper="") if is_part else config
+            tensors = model_tensors(plain, stored, weight_format, str(folder))
+            if is_part:
+                from shardnet.model.modules.conversions import conversions_of
+
+                whole = conversions_of(json.dumps(raw), sees=True)
+                made = language_part(converted_tensors(whole, tensors), config.wrapper)
+                rename = partial(_language_name, whole, config.wrapper)
+            elif config.outline is not None:
                 from shardnet.model.modules.conversions import conversions_of
 
                 rules = conversions_of(config.outline.config_text)

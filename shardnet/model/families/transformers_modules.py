@@ -62,12 +62,12 @@ def find_modules_family(fields: Fields, model_type: str) -> Family | None:
 def find_wrapper(
     raw: Mapping[str, Any], where: str, families: Container[str]
 ) -> tuple[Wrapper, Mapping[str, Any]] | None:
-    """Read a multimodal config.json that has no record, with a language model of the `families`.
+    """Read a multimodal config.json that has no record: its language model may be of any family.
 
-    Returns None where the installed transformers, if any, knows no such `model_type`, or has
-    another language model in it; else also the config, with what the language model's own leaves to
-    its class. Raises UnsupportedModelError for a language model that runs otherwise than alone,
-    CheckpointError for values that transformers does not take.
+    Returns None where the installed transformers, if any, knows no such `model_type`, or no causal
+    class of the language model, and the `families` none of its own; else also the config, with what
+    the language model's own leaves to its class. Raises UnsupportedModelError for a language model
+    that runs otherwise than alone, CheckpointError for values that transformers does not take.
     """
     kind = str(raw.get("model_type"))
     if not isinstance(raw.get(TEXT), dict):
@@ -84,7 +84,7 @@ def find_wrapper(
     from shardnet.model.modules.meta_model import read_module_config
 
     inner = read_module_config(raw, where).get_text_config(decoder=True)
-    if inner.model_type not in families:
+    if inner.model_type not in families and causal_class(inner.model_type) is None:
         return None
     _check_sizes(Fields(raw, where), inner)
     _check_depths(Fields(raw, where), raw)

@@ -138,7 +138,10 @@ class Conversions:
 
 
 @lru_cache(maxsize=2)
-def conversions_of(config_text: str) -> Conversions:
-    """Return the rules of the model of a config.json that has been read before."""
+def conversions_of(config_text: str, *, sees: bool = False) -> Conversions:
+    """Return the rules of the model of a config.json that has been read before.
+
+    Of one that `sees` they are those of all of it, not of the language model alone.
+    """
     config = parse_text(config_text)
-    return Conversions(build_on_meta(config, torch.float32, "config.json"))
+    return Conversions(build_on_meta(config, torch.float32, "config.json", sees=sees))

@@ -115,7 +115,9 @@ def whole_cache(config: PreTrainedConfig) -> DynamicCache:
 class SlotCache:
     """What a slot holds in `layers` of a model: the first `length` positions of its sequence."""
 
-    def __init__(self, config: PreTrainedConfig, outline: ModuleOutline, layers: LayerRange) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, outline: ModuleOutline, layers: LayerRange
+    ) -> None:
         self.cache = whole_cache(config)
         own = {number for layer in layers for number in outline.caches[layer]}
         self.cache.layers = [
