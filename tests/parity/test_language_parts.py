@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.models.module_vision import CLIP, make_by_modules, write_model
 from support.oracles.oracle import check_generation, load_reference, reference_logits
 from support.rings.module_stages import load as load_by_modules
@@ -74,6 +75,21 @@ OWN_TEXT: dict[str, dict[str, Any]] = {
         "index_block_size": 4,
         "index_topk_blocks": 3,
     },
+    "step3p5": {
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 20,
+        "share_expert_dim": 24,
+        "sliding_window": 16,
+        "num_sliding_attention_heads": 4,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "pad_token_id": 0,
+        "num_nextn_predict_layers": 1,
+        "swiglu_limits": [0.0, 0.5],
+        "swiglu_limits_shared": [0.0, 0.7],
+    },
     "inkling2_text": {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -110,6 +126,7 @@ def test_a_plain_language_model_is_read_as_its_family(case: str, tmp_path: Path)
 BY_MODULES: dict[str, Case] = {
     "minimax_m3_vl": ("minimax_m3_vl", "minimax_m3_vl_text", {}, {}),
     "inkling2": ("inkling2", "inkling2_text", {"text_hidden_size": 48}, {}),
+    "step3p7": ("step3p7", "step3p5", {}, {}),
 }
 
 
@@ -118,7 +135,11 @@ def test_a_language_model_without_a_record_is_computed_by_modules(
     case: str, tmp_path: Path
 ) -> None:
     """With the names that its makers give tensors, experts and linears that are joined."""
-    checkpoint = Checkpoint.open(make(tmp_path, BY_MODULES[case]))
+    file = make(tmp_path, BY_MODULES[case]) / "model.safetensors"
+    if case == "step3p7":  # its layer that predicts further tokens is left out
+        further = {"model.layers.2.eh_proj.weight": torch.ones(2, 2)}
+        save_file(load_file(file) | further, file, {"format": "pt"})
+    checkpoint = Checkpoint.open(tmp_path)
     config, prompt = checkpoint.config, random_prompt(30, 300, seed=2)
     assert (config.wrapper, config.family) == BY_MODULES[case][:2]
     wanted = reference_logits(load_reference(tmp_path), prompt)

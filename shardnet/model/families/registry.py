@@ -167,7 +167,7 @@ def parse_config(
         makers = wrapper.architecture.replace("_", "")  # KimiK25, where transformers has Kimi_K25
         _check_architecture(fields, wrapper.architecture, (makers,))
         fields = wrapper.unwrap(fields, raw)
-    config = _find_family(fields).read_config(fields)
+    config = _find_family(fields, is_part=wrapper is not None).read_config(fields)
     _ignore_unused_windows(fields, raw)
     fields.note_the_rest()
     own.refuse_unknown()
@@ -213,11 +213,11 @@ def _ignore_unused_windows(fields: Fields, raw: Mapping[str, Any]) -> None:
         fields.ignore("max_window_layers")
 
 
-def _find_family(fields: Fields) -> Family:
+def _find_family(fields: Fields, *, is_part: bool) -> Family:
     model_type = fields.take("model_type", str)
     family = FAMILIES.get(model_type)
     if family is None or not family.covers(fields):
-        family = find_modules_family(fields, model_type)
+        family = find_modules_family(fields, model_type, is_part=is_part)
     if family is None:
         known = ", ".join(sorted((*FAMILIES, *WRAPPERS)))
         raise fields.unsupported("model_type", model_type, known)

@@ -32,15 +32,17 @@ if TYPE_CHECKING:
 INSTALL: Final = "pip install 'shardnet[transformers]'"
 
 
-def find_modules_family(fields: Fields, model_type: str) -> Family | None:
+def find_modules_family(fields: Fields, model_type: str, *, is_part: bool = False) -> Family | None:
     """Return the family of a `model_type` that the installed transformers has, None without one.
+
+    Where it `is_part` of a multimodal model that may have no class of its own.
 
     Raises UnsupportedModelError where that package is not installed.
     """
     try:
-        from shardnet.model.modules.meta_model import causal_class
+        from shardnet.model.modules.meta_model import causal_class, part_class
 
-        architecture = causal_class(model_type)
+        architecture = causal_class(model_type) or (part_class(model_type) if is_part else None)
     except ImportError as error:
         raise UnsupportedModelError(
             f"{fields.where}: model_type = {shown(model_type)} has no implementation of its own "
@@ -64,9 +66,9 @@ def find_wrapper(
 ) -> tuple[Wrapper, Mapping[str, Any]] | None:
     """Read a multimodal config.json that has no record: its language model may be of any family.
 
-    Returns None where the installed transformers, if any, knows no such `model_type`, or no causal
-    class of the language model, and the `families` none of its own; else also the config, with what
-    the language model's own leaves to its class. Raises UnsupportedModelError for a language model
+    Returns None where the installed transformers, if any, knows no such `model_type`, or no such
+    language model, and the `families` none either; else also the config, with what the language
+    model's own leaves to its class. Raises UnsupportedModelError for a language model
     that runs otherwise than alone, CheckpointError for values that transformers does not take.
     """
     kind = str(raw.get("model_type"))
@@ -81,10 +83,13 @@ def find_wrapper(
     if architecture is None:
         return None
     from shardnet.model.modules.language_part import read_language_part
-    from shardnet.model.modules.meta_model import read_module_config
+    from shardnet.model.modules.meta_model import part_class, read_module_config
 
     inner = read_module_config(raw, where).get_text_config(decoder=True)
-    if inner.model_type not in families and causal_class(inner.model_type) is None:
+    kind_of_text = inner.model_type
+    if kind_of_text not in families and not (
+        causal_class(kind_of_text) or part_class(kind_of_text)
+    ):
         return None
     _check_sizes(Fields(raw, where), inner)
     _check_depths(Fields(raw, where), raw)

@@ -57,8 +57,10 @@ class Conversions:
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         self._by_pattern = {p: rule for rule in self._converters for p in rule.source_patterns}
-        unused = (*_UNUSED, *(model._keys_to_ignore_on_load_unexpected or ()))
-        self._unused = re.compile("|".join(f"({pattern})" for pattern in unused))
+        key = "_keys_to_ignore_on_load_unexpected"
+        own = (getattr(module, key, None) or () for module in model.modules())
+        unused = {*_UNUSED, *(pattern for patterns in own for pattern in patterns)}
+        self._unused = re.compile("|".join(f"({pattern})" for pattern in sorted(unused)))
         first: dict[int, str] = {}
         self._tied: dict[str, str] = {}
         """The names of tied parameters, and the ones that they go by."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -45,6 +46,56 @@ def causal_class(model_type: str, *, sees: bool = False) -> str | None:
     return found if isinstance(found, str) or found is None else found[0]
 
 
+def text_class(kind: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
+    """Make a causal class of a language model that transformers has within a larger one alone.
+
+    `kind` is the class of its config. None where transformers has such a class, or no such model.
+    """
+    from transformers import PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    classes = vars(import_module(kind.__module__.replace("configuration_", "modeling_"))).values()
+    models: list[Any] = [one for one in classes if isinstance(one, type)]
+    models = [one for one in models if issubclass(one, PreTrainedModel)]
+    decoder = next((one for one in models if one.config_class is kind), None)
+    if decoder is None:
+        return None
+
+    class TextModel(decoder.__bases__[0]):  # type: ignore[misc]
+        """The decoder with a head of its own."""
+
+        base_model_prefix = "model"
+
+        def __init__(self, config: PreTrainedConfig) -> None:
+            super().__init__(config)
+            self.model = decoder(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, **inputs: Any) -> CausalLMOutputWithPast:
+            """Return logits."""
+            hidden = self.model(**inputs).last_hidden_state
+            return CausalLMOutputWithPast(logits=self.lm_head(hidden))
+
+    return TextModel
+
+
+def part_class(model_type: str) -> str | None:
+    """Return the name of what computes a part of a larger model as a causal one, None for no such.
+
+    Raises ImportError where the package is not installed.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        return None
+    found = text_class(CONFIG_MAPPING[model_type])
+    return None if found is None else found.__name__
+
+
 def read_module_config(raw: Mapping[str, Any], where: str) -> PreTrainedConfig:
     """Read a config.json as transformers does; `where` is its path, for messages.
 
@@ -75,7 +126,12 @@ def build_on_meta(
     made: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            model: PreTrainedModel = made.from_config(config, dtype=dtype, trust_remote_code=False)
+            own = None if sees else text_class(type(config))
+            model: PreTrainedModel = (
+                made.from_config(config, dtype=dtype, trust_remote_code=False)
+                if own is None
+                else own._from_config(config, dtype=dtype)
+            )
     except Exception as error:  # a package that it needs, or a value that no validator knows
         raise UnsupportedModelError(
             f"{where}: transformers does not build this {config.model_type} model: "
