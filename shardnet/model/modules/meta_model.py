@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -51,16 +50,13 @@ def text_class(kind: type[PreTrainedConfig]) -> type[PreTrainedModel] | None:
 
     `kind` is the class of its config. None where transformers has such a class, or no such model.
     """
-    from transformers import PreTrainedModel
+    import transformers
     from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
-    classes = vars(import_module(kind.__module__.replace("configuration_", "modeling_"))).values()
-    models: list[Any] = [one for one in classes if isinstance(one, type)]
-    models = [one for one in models if issubclass(one, PreTrainedModel)]
-    decoder = next((one for one in models if one.config_class is kind), None)
+    decoder: Any = getattr(transformers, kind.__name__.removesuffix("Config") + "Model", None)
     if decoder is None:
         return None
 

@@ -33,7 +33,7 @@ from shardnet.errors import (
     UnsupportedModelError,
     UsageError,
 )
-from shardnet.model.config.module_outline import ModuleOutline
+from shardnet.model.config.module_outline import HandedPart, ModuleOutline
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import parse_config
 from shardnet.runtime.loading.loading import cut_of, kv_room
@@ -440,6 +440,9 @@ def test_what_transformers_modules_do_not_do_is_no_way_out() -> None:
         everywhere={},
         head=layer,
         output_counts=(1,) * 6,
+        borders=((HandedPart(layer=0, output=0, shape=(1, -1, 64)),),) * 6,
+        n_passes=(1,) * 6,
+        caches=tuple((n,) for n in range(6)),
         kv_numbers=(64,) * 6,
         state_bytes=(0,) * 6,
         shared_kv_from=None,
