@@ -19,7 +19,12 @@ from torch import Tensor
 from shardnet.checkpoint.adapters.layer_files import with_adapters
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.pictures import Pictures
-from shardnet.errors import CapacityError, ConfigurationError, UsageError
+from shardnet.errors import (
+    CapacityError,
+    ConfigurationError,
+    UnsupportedModelError,
+    UsageError,
+)
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.panel_form import Quantization
@@ -62,7 +67,12 @@ def choose_kernels(
     checkpoint: Checkpoint, form: StageForm, arith: Arith, device: torch.device
 ) -> KernelChoice:
     """Choose the dtype and kernels of a ring's stage of a checkpoint on a device."""
-    packed = packed_sizes(checkpoint)
+    packed, own = packed_sizes(checkpoint), checkpoint.config.indexer
+    if own is not None and own.n_axes and form.kv_dtype == KvDType.INT8.value:
+        raise UnsupportedModelError(
+            f"--kv-dtype int8: {checkpoint.config.family} caches positions behind values, which "
+            "int8 would round"
+        )
     choice = probe(
         device,
         form.dtype,

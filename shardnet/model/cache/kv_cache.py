@@ -63,7 +63,9 @@ the layer's row in a table of shared blocks: [layers, 5]."""
 
 
 Pool = Callable[[Tensor], Tensor]
-"""Makes entries [n, D] of what a layer stores of their positions as values: [n x positions, W]."""
+"""Makes entries [n, D] of what a layer stores of their positions as values: [n x positions, W].
+
+W are the columns of all heads, one behind the other."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -620,13 +622,19 @@ class KvCache:
         held = self._slots[slot]
         made = held.entries.get(layer)
         if made is None:
-            empty = pool(torch.empty(0, self._value_columns[layer], dtype=self._dtype))
+            n_columns = self._heads[layer].n_kv_heads * self._value_columns[layer]
+            empty = pool(torch.empty(0, n_columns, dtype=self._dtype))
             held.entries[layer] = made = _Entries(n_pooled=n_pooled, rows=empty)
         if n > made.n:
             stored = held.contents.rows(layer, made.n * n_pooled, n * n_pooled, values=True)
             with self._enough_memory(slot, "what positions are chosen by"):
-                made.add(pool(self.dequantize(stored[0], self._value_columns[layer])))
+                heads = self.dequantize(stored, self._value_columns[layer])
+                made.add(pool(heads.transpose(0, 1).flatten(1)))
         return made.rows[:n]
+
+    def value_columns(self, layer: int) -> int:
+        """Return how many columns a layer's values have: those behind a head's own are others'."""
+        return self._value_columns[layer]
 
     def state(self, slot: SlotId, layer: int) -> SlotState:
         """Return the slot's state in a layer that keeps one, writable."""

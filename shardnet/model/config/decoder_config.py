@@ -316,15 +316,17 @@ def read_delta_net(
     n_layers: int,
     heads: tuple[int, int] = (16, 32),
     sizes: tuple[int, int] = (128, 128),
+    attention: str = FULL,
 ) -> DeltaNet | None:
     """Read the sizes of the gated DeltaNets; None where every layer has attention.
 
-    `heads` of keys and values and their `sizes` are defaults.
+    `heads` of keys and values and their `sizes` are defaults. Layers with attention may be called
+    so too.
 
     Raises CheckpointError for sizes that do not fit together or would fill the memory,
     UnsupportedModelError for another kind of layer.
     """
-    layers = _read_layers(fields, n_layers)
+    layers = _read_layers(fields, n_layers, attention)
     read = DeltaNet(
         n_key_heads=fields.positive("linear_num_key_heads", heads[0]),
         n_value_heads=fields.positive("linear_num_value_heads", heads[1]),
@@ -354,10 +356,10 @@ def check_state_size(fields: Fields, read: DeltaNet) -> None:
         )
 
 
-def _read_layers(fields: Fields, n_layers: int) -> tuple[int, ...]:
+def _read_layers(fields: Fields, n_layers: int, attention: str) -> tuple[int, ...]:
     """Read `layer_types`, or by default all layers but each `full_attention_interval`-th."""
     interval = fields.positive("full_attention_interval", _INTERVAL)
-    kinds = read_layer_kinds(fields, n_layers, LINEAR, FULL)
+    kinds = read_layer_kinds(fields, n_layers, *dict.fromkeys((LINEAR, FULL, attention)))
     if kinds is None:
         kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(n_layers)]
     return tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)

@@ -15,6 +15,8 @@ from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.output_params import RoutingShape
 from shardnet.types import DType, LayerRange
 
+POSITION_DIGITS = 3
+"""Of a position, to the base of 256: bfloat16 holds each."""
 DEFAULT_CONTEXT = 8192
 """Positions of one sequence where nothing else is asked and the model allows more."""
 
@@ -156,8 +158,12 @@ class Indexer:
     A token attends to the `n_chosen` positions that score highest: the sum over `n_heads` of a
     weight times what is above 0 of a query times the position's key, of `head_size` columns, which
     is cached. Their first columns are rotated, or with `rotates_last` the last ones; `interleaved`
-    as in Latent. `layers` are the absolute numbers of the layers that choose; others take the
-    choice of the last one before them.
+    as in Latent. `layers` are the absolute numbers of the layers that choose; others with attention
+    take the choice of the last one before them.
+
+    With `n_pooled` above 1 it is entries of so many positions each that are chosen, by the mean of
+    their keys. Beside a head's keys and values, not latents, the keys are cached as columns of
+    `n_kv_heads` values, with the positions on `n_axes` that they are rotated by.
     """
 
     n_heads: int
@@ -166,7 +172,14 @@ class Indexer:
     interleaved: bool
     rotates_last: bool = False
     norm_eps: float = 1e-6
+    n_pooled: int = 1
+    n_axes: int = 0
     layers: tuple[int, ...]
+
+    def beside_values(self, n_kv_heads: int) -> int:
+        """Columns that each of so many values has behind its own."""
+        n_columns = self.head_size + POSITION_DIGITS * self.n_axes
+        return 2 * -(-n_columns // (2 * n_kv_heads))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +235,8 @@ class StreamKind(enum.Enum):
     """Into each other too, by matrices whose rows and columns add up to 1 (DeepSeek-V4)."""
     APART = "apart"
     """Each goes on as it is, with its share of what a sub-layer gives (Hunyuan 4)."""
+    GATED = "gated"
+    """As APART, and a sub-layer has the mean of normed streams, each column gated (Qwen 3.8)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,8 +244,8 @@ class Streams:
     """Several residual streams, of which a sub-layer has a mix, and to all of which it gives.
 
     What it gives is multiplied by up to `magnitude`. `eps` is added to factors and to what they are
-    divided by, in `n_rounds` of the balance. Without `has_head` the streams' mean goes on behind
-    the last layer.
+    divided by, in `n_rounds` of the balance. Gates come of linears of a low `rank`. Without
+    `has_head` the streams' mean goes on behind the last layer.
     """
 
     count: int
@@ -238,6 +253,7 @@ class Streams:
     eps: float
     magnitude: float = 2.0
     n_rounds: int = 1
+    rank: int = 0
     has_head: bool = True
 
     @property
@@ -302,7 +318,9 @@ class DeltaNet:
     Or it `is_mamba`, Mamba-2 (arXiv 2405.21060): then queries are its C, keys its B, values its x,
     and key heads its groups. With `is_beside_attention` the layers have both (Falcon-H1); without
     `has_norm` outputs are not normed. With `has_key_decays` each column of a key decays by itself
-    (KDA, arXiv 2510.26692), by no less than e^`decay_floor` where that is below 0 (Ling 3).
+    (KDA, arXiv 2510.26692), by no less than e^`decay_floor` where that is below 0 (Ling 3). With
+    `gates_alone` outputs are multiplied by the sigmoids of their gates, in families that leave it
+    open, else by the gates too.
     """
 
     n_key_heads: int
@@ -319,6 +337,7 @@ class DeltaNet:
     write_scale: float = 1.0
     has_key_decays: bool = False
     decay_floor: float = 0.0
+    gates_alone: bool = False
 
     @property
     def n_decays(self) -> int:
@@ -553,7 +572,7 @@ class ModelConfig:
     def heads(self, layer: int) -> HeadShape:
         """The heads of keys and values that the absolute `layer` caches.
 
-        Values beside a latent are the keys that positions are chosen by.
+        Values beside a latent are the keys that positions are chosen by; else these are behind.
         """
         if self.compressed is not None:
             size = self.compressed.row_size(layer)
@@ -561,7 +580,11 @@ class ModelConfig:
         if self.full_heads is not None and self.window(layer) is None:
             return self.full_heads
         if self.indexer is not None and layer in self.indexer.layers:
-            return replace(self.usual_heads, value_size=self.indexer.head_size)
+            usual, own = self.usual_heads, self.indexer
+            if self.latent is not None:
+                return replace(usual, value_size=own.head_size)
+            beside = own.beside_values(usual.n_kv_heads)
+            return replace(usual, value_size=usual.value_size + beside)
         return self.usual_heads
 
     def uneven_heads(self, layers: Iterable[int]) -> tuple[HeadShape, ...]:

@@ -63,6 +63,8 @@ def blocks_within(position: int) -> int:
 def why_no_attention(own: Attention) -> str:
     """Say what the text does not compute of an attention but for its linears, "" for nothing."""
     if isinstance(own, GatedAttention):
+        if own.indexer is not None:
+            return "a choice of positions"
         if own.gates_behind:
             return "gates behind values"
         return "" if own.qk_norm.per_head else "a norm over all heads"

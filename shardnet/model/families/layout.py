@@ -32,7 +32,7 @@ class Layout:
     """How the layers of a family are put together, and its head.
 
     With `shares_norm` attention and an MLP beside it have one norm. With `has_norm_bias` norms are
-    LayerNorms with biases.
+    LayerNorms with biases. `final_norm` is "" where there is none.
     """
 
     attention: Part = ATTENTION
@@ -50,9 +50,8 @@ class Layout:
     def layer_tensors(self, config: ModelConfig, layer: int) -> Table:
         """Name the parameters of the absolute `layer`."""
         made = self.attention.tensors(config, layer) | self.mlp.tensors(config, layer)
-        for name in self._own_norms(config):
-            if name:
-                made |= self._norm(config, f"model.layers.{layer}.{name}")
+        for name in filter(None, self._own_norms(config)):
+            made |= self._norm(config, f"model.layers.{layer}.{name}")
         for mixer in ("attn_hc", "ffn_hc") if config.streams is not None else ():
             made |= stream_mixer(config, f"model.layers.{layer}.{mixer}")
         return made
@@ -105,7 +104,7 @@ class Layout:
         return (first, after, "" if is_shared else second, last)
 
     def _norm(self, config: ModelConfig, name: str) -> Table:
-        if config.norm_kind in (NormKind.BARE, NormKind.BARE_CENTRED):
+        if not name or config.norm_kind in (NormKind.BARE, NormKind.BARE_CENTRED):
             return {}
         kinds = ("weight", "bias") if self.has_norm_bias else ("weight",)
         return {f"{name}.{kind}": (config.hidden_size,) for kind in kinds}

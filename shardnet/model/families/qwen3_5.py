@@ -32,13 +32,15 @@ def read_config(fields: Fields) -> ModelConfig:
     return read_text_config(fields, n_kv_heads=4, intermediate_size=12288)
 
 
-def read_text_config(fields: Fields, *, n_kv_heads: int, intermediate_size: int) -> ModelConfig:
-    """Read what both text models say alike. The numbers are defaults.
+def read_text_config(
+    fields: Fields, *, n_kv_heads: int, intermediate_size: int, **more: Any
+) -> ModelConfig:
+    """Read what the text models say alike. The numbers are defaults, `more` as in read_hybrid.
 
     States are float32 here whatever `mamba_ssm_dtype` says, as in transformers.
     """
     fields.ignore("mamba_ssm_dtype")
-    return read_hybrid(fields, n_kv_heads=n_kv_heads, intermediate_size=intermediate_size)
+    return read_hybrid(fields, n_kv_heads=n_kv_heads, intermediate_size=intermediate_size, **more)
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardnet.model.config.decoder_config import (
+    FULL,
     read_decoder,
     read_delta_net,
     read_sparse_layers,
@@ -55,10 +56,18 @@ def read_config(fields: Fields) -> ModelConfig:
     return read_experts(fields, config, layers, counts=(512, 10), inner=512, shared=512, sums=True)
 
 
-def read_hybrid(fields: Fields, *, n_kv_heads: int, intermediate_size: int) -> ModelConfig:
+def read_hybrid(
+    fields: Fields,
+    *,
+    n_kv_heads: int,
+    intermediate_size: int,
+    attention: str = FULL,
+    share: float = _SHARE,
+) -> ModelConfig:
     """Read what Qwen3-Next and Qwen 3.5 say alike: norms store what exceeds 1.
 
-    `n_kv_heads` and `intermediate_size` are defaults.
+    `n_kv_heads`, `intermediate_size` and the rotated `share` of a head are defaults. Layers
+    with `attention` may be called so too.
     """
     fields.require("attn_output_gate", True)
     config = read_decoder(
@@ -67,14 +76,14 @@ def read_hybrid(fields: Fields, *, n_kv_heads: int, intermediate_size: int) -> M
         max_positions=32768,
         head_size=256,
         intermediate_size=intermediate_size,
-        rope=partial(read_rope, may_be_partial=True, share=_SHARE),
+        rope=partial(read_rope, may_be_partial=True, share=share),
     )
     return replace(
         config,
         attention_bias=fields.take("attention_bias", bool, False),
         norm_offset=1.0,
         has_gates=True,
-        delta_net=read_delta_net(fields, config.n_layers),
+        delta_net=read_delta_net(fields, config.n_layers, attention=attention),
     )
 
 
@@ -146,6 +155,7 @@ def _delta_net(
         decay_bias=weights.parameter(f"{prefix}.dt_bias"),
         norm_weight=weights.parameter(f"{prefix}.norm.weight"),
         norm_eps=config.norm_eps,
+        gates_alone=own.gates_alone,
     )
     out_proj = weights.linear(f"{prefix}.out_proj")
     return GatedDeltaNet.of(own, config.activation, project, parameters, out_proj)

@@ -57,6 +57,7 @@ from shardnet.model.families import (
     qwen3_5,
     qwen3_moe,
     qwen3_next,
+    qwen4_exp,
     sarvam,
     sparse_table,
 )
@@ -93,6 +94,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         qwen3_moe.FAMILY,
         qwen3_next.FAMILY,
         *qwen3_5.FAMILIES,
+        qwen4_exp.FAMILY,
         gpt_oss.FAMILY,
         deepseek_v2.FAMILY,
         *latent_table.FAMILIES,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.model_config import ModelConfig, StreamKind
 
 Shape = tuple[int, ...]
 Table = dict[str, Shape]
@@ -134,6 +134,11 @@ def stream_mixer(config: ModelConfig, name: str, begin: str = "") -> Table:
     Their own names begin with it.
     """
     assert config.streams is not None
+    if config.streams.kind is StreamKind.GATED:
+        shares = {} if begin else {"block_inject_weight": (config.streams.count, config.row_width)}
+        low, high = (config.streams.rank, config.row_width), (config.row_width, config.streams.rank)
+        gates = {"input_mix_weight_down": low, "input_mix_weight_up": high}
+        return linears(name, gates | shares) | {f"{name}.hc_norm.weight": (config.row_width,)}
     count, kinds = config.streams.count, 1 if begin else config.streams.n_kinds
     n_out = (count, 2 * count, (2 + count) * count)[kinds - 1]
     own = f"{name}.{begin}"

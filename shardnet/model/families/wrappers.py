@@ -259,6 +259,11 @@ _ROWS: Final = (
         *("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
         sections=(11, 11, 10),
     ),
+    _with_tower(
+        qwen3_vl.SHALLOW,
+        *("qwen4_exp", "Qwen4ExpForConditionalGeneration", "qwen4_exp_text"),
+        sections=(11, 11, 10),
+    ),
     _by_modules("exaone4_5", "Exaone4_5_ForConditionalGeneration", "exaone4"),
     _by_modules("got_ocr2", "GotOcr2ForConditionalGeneration", "qwen2"),
     _by_modules("idefics2", "Idefics2ForConditionalGeneration", "mistral"),

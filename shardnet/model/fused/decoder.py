@@ -223,7 +223,7 @@ class _Embedding:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Head:
     join: StreamHead | None
-    norm: Norm | BareNorm
+    norm: Norm | BareNorm | None
     lm_head: Linear
     divisor: float
     soft_cap: float | None
@@ -233,7 +233,7 @@ class _Head:
         table = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         return cls(
             join=None if config.streams is None else StreamHead.load(config, weights),
-            norm=load_norm(config, weights, final_norm),
+            norm=load_norm(config, weights, final_norm) if final_norm else None,
             lm_head=weights.linear(table),
             divisor=config.logit_divisor,
             soft_cap=config.logit_soft_cap,
@@ -244,7 +244,8 @@ class _Head:
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Join the streams, if there are several, and apply the norm: [R, E]."""
-        return self.norm(hidden if self.join is None else self.join(hidden))
+        joined = hidden if self.join is None else self.join(hidden)
+        return joined if self.norm is None else self.norm(joined)
 
     def project(self, normed: Tensor) -> Tensor:
         """Apply the LM head to what a norm has given: [R, E] to [R, V]."""

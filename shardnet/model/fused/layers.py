@@ -78,7 +78,7 @@ def _native_attention(
     if not isinstance(sublayer, AttentionSublayer) or not sublayer.residual.is_rms:
         return None
     own = sublayer.self_attn
-    if isinstance(own, GatedAttention):
+    if isinstance(own, GatedAttention) and own.indexer is None:
         return _joined_attention(sublayer.residual, own, own.qk_norm, own.qkvg_proj, kernels)
     if isinstance(own, GatedDeltaNet):
         return NativeDeltaNet.of(sublayer, kernels)

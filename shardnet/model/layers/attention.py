@@ -268,8 +268,9 @@ def attention(
     """Store new keys and values in the slots, then attend over each row's slot.
 
     `queries` is [T, H, D], `keys` and `values` [T, KV heads, D], in the KV cache's dtype and on its
-    device; `layer` counts from 0 within the stage. Values may have fewer columns; those of 0 are
-    read from the keys. Rows attend to the positions that `choose` says, once keys and values are
+    device; `layer` counts from 0 within the stage. Values may have other columns; those of 0 are
+    read from the keys, and of a kind with a `value_size` the first ones are. Rows attend to the
+    positions that `choose` says, once keys and values are
     stored. Returns [T, H x value columns].
 
     The compiled library gives a row the same bits in any batch and chunk. Torch attends groups of
@@ -277,7 +278,8 @@ def attention(
     prompt chunks.
     """
     n_rows, n_heads, head_size = queries.shape
-    kv, widths = step.kv, (keys.shape[-1], 0 if kind.has_index else values.shape[-1])
+    n_read = 0 if kind.has_index else kind.value_size or values.shape[-1]
+    kv, widths = step.kv, (keys.shape[-1], n_read)
     slots = [kv.own(span.slot, layer) for span in step.spans]  # [KV heads, P, W] each
     _store(kv.quantize(keys), kv.quantize(values), slots, step.spans)
     chosen = None if choose is None else choose(layer, step)
@@ -310,7 +312,8 @@ def _seen(
     keys = kv.dequantize(slot[0].narrow(1, first, n_seen), widths[0])
     if widths[1] == 0:
         return keys, keys
-    return keys, kv.dequantize(slot[1].narrow(1, first, n_seen), widths[1])
+    values = kv.dequantize(slot[1].narrow(1, first, n_seen), kv.value_columns(layer))
+    return keys, values[..., : widths[1]]
 
 
 def _store(

@@ -20,7 +20,7 @@ from shardnet.model.layers.experts import SparseMlp
 from shardnet.model.layers.modules import Attention, GatedMlp, PlainMlp
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary
-from shardnet.model.layers.streams import StreamMixer
+from shardnet.model.layers.streams import GatedMixer, StreamMixer, load_mixer
 from shardnet.model.layers.weight_source import WeightSource
 
 
@@ -69,7 +69,7 @@ class Residual:
 class StreamResidual(Residual):
     """The mixer of several residual streams around a sub-layer, and the norm before it."""
 
-    mixer: StreamMixer
+    mixer: StreamMixer | GatedMixer
 
     @property
     def is_rms(self) -> bool:
@@ -232,14 +232,14 @@ def stream_layer(
     self_attn: Attention,
     mlp: GatedMlp | PlainMlp | SparseMlp,
 ) -> Layer:
-    """Put mixers and norms around the sub-layers of the absolute `layer`."""
+    """Put mixers, and norms but for GATED ones, around the sub-layers of the absolute `layer`."""
     prefix = f"model.layers.{layer}"
     names = (("attn_hc", "input_layernorm"), ("ffn_hc", "post_attention_layernorm"))
+    mixers = [(load_mixer(config, weights, f"{prefix}.{mixer}"), norm) for mixer, norm in names]
     first, second = (
-        StreamResidual(
-            mixer=StreamMixer.load(config, weights, f"{prefix}.{mixer}", ""),
-            before=weights.norm(f"{prefix}.{norm}", config.norm_eps),
-        )
-        for mixer, norm in names
+        StreamResidual(mixer=mixer)
+        if isinstance(mixer, GatedMixer)
+        else StreamResidual(mixer=mixer, before=weights.norm(f"{prefix}.{norm}", config.norm_eps))
+        for mixer, norm in mixers
     )
     return Layer.of(first, self_attn, second, mlp)

@@ -91,7 +91,8 @@ class AttentionKind:
     scores, None is 1 / sqrt(D). `soft_cap` c turns a score x into c * tanh(x / c). `sinks` are
     extra scores without a value, one for each head: they take part in the softmax only. Where it
     `is_causal` rows of a picture do not see each other, whatever the model's other layers do. With
-    `has_index` values are read from the keys, and those in the slots are what an index has.
+    `has_index` values are read from the keys, and those in the slots are what an index has. With a
+    `value_size` values in the slots have more columns, behind those that attention reads.
     """
 
     window: int | None = None
@@ -101,6 +102,7 @@ class AttentionKind:
     sinks: Tensor | None = None  # [KV heads, G, 1], float32
     is_causal: bool = False
     has_index: bool = False
+    value_size: int | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -188,7 +190,8 @@ def bind_slots(struct: AttendStruct, spans: NativeSpans, layer: int, kv: KvCache
     if layer >= len(spans.slots[0]):
         raise ValueError(f"layer {layer} is not among those of the step's slots")
     keys = _stored_row(struct.head_size, kv)
-    values = _stored_row(struct.value_size, kv)
+    own = struct.value_size if struct.values_are_keys else kv.value_columns(layer)
+    values = _stored_row(own, kv)
     if keys.group != values.group:
         return False
     struct.group, struct.row_bytes, struct.value_bytes = keys.group, keys.n_bytes, values.n_bytes

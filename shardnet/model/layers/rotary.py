@@ -30,22 +30,26 @@ class Rotary:
     """Tables of rotary positions: [P, 1, R] each, in the compute dtype, R the rotated columns.
 
     `sin` includes the sign of rotate_half in transformers. `axes`, int64 [R], are those that the
-    columns turn by, None where positions have one.
+    columns turn by, None where positions have one. Of some positions `every` are the tables that
+    they were selected from.
     """
 
     cos: Tensor
     sin: Tensor
     axes: Tensor | None = None
+    every: Rotary | None = None
 
     def at(self, positions: Tensor) -> Rotary:
         """Select the rows of `positions`, int64 [T], or [3, T] by axis: tables of [T, 1, R]."""
         if positions.dim() == 1:
             return Rotary(
-                cos=self.cos.index_select(0, positions), sin=self.sin.index_select(0, positions)
+                cos=self.cos.index_select(0, positions),
+                sin=self.sin.index_select(0, positions),
+                every=self,
             )
         assert self.axes is not None, "positions have axes"
         rows = positions[self.axes].T[:, None]  # [T, 1, R]
-        return Rotary(cos=self.cos.gather(0, rows), sin=self.sin.gather(0, rows))
+        return Rotary(cos=self.cos.gather(0, rows), sin=self.sin.gather(0, rows), every=self)
 
     def rotate(self, heads: Tensor) -> Tensor:
         """Rotate the first R columns of queries or keys [T, heads, D]; needs tables of T rows."""

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardnet.model.config.model_config import ModelConfig, StreamKind, Streams
+from shardnet.model.config.model_config import Activation, ModelConfig, StreamKind, Streams
 from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import native_kernels
-from shardnet.model.layers.norms import BareNorm, row_sigmoid, row_softmax
+from shardnet.model.kernels.linear import Linear
+from shardnet.model.layers.norms import BareNorm, HeadNorm, activate, row_sigmoid, row_softmax
 from shardnet.model.layers.weight_source import WeightSource
 
 
@@ -104,23 +105,87 @@ class StreamMixer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatedMixer:
+    """What gates each column of the normed streams, by linears of a low rank (Qwen 3.8).
+
+    `inject` makes the streams' shares of what a sub-layer gives; None behind the last layer.
+    """
+
+    count: int
+    norm: HeadNorm  # [N, E]: of each stream by itself
+    down: Linear
+    up: Linear
+    inject: Linear | None
+
+    @classmethod
+    def load(
+        cls, config: ModelConfig, weights: WeightSource, name: str, *, is_last: bool = False
+    ) -> GatedMixer:
+        """Take the parameters of the mixer `name`."""
+        assert config.streams is not None
+        count = config.streams.count
+        norm = weights.norm(f"{name}.hc_norm", config.norm_eps, config.norm_offset)
+        inject = None
+        if not is_last:
+            inject = weights.linear(f"{name}.block_inject_weight", precise=True)
+        return cls(
+            count=count,
+            norm=HeadNorm(weight=norm.weight.view(count, -1), eps=config.norm_eps),
+            down=weights.linear(f"{name}.input_mix_weight_down"),
+            up=weights.linear(f"{name}.input_mix_weight_up"),
+            inject=inject,
+        )
+
+    def normed(self, streams: Tensor) -> Tensor:
+        """Normalize each stream of rows [T, N x E]: same shape."""
+        return self.norm(streams.view(len(streams), self.count, -1)).flatten(1)
+
+    def join(self, normed: Tensor) -> Tensor:
+        """Gate normed streams [T, N x E], and take their mean: [T, E]."""
+        gates = row_sigmoid(self.up(activate(Activation.SILU, self.down(normed) / self.count)))
+        gated = (gates.float() * normed.float()).view(len(normed), self.count, -1)
+        return (_sum(gated.unbind(1)) / self.count).to(normed.dtype)
+
+    def around(self, streams: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Join rows [T, N x E] for a sub-layer of [T, E], and share out what it gives."""
+        assert self.inject is not None
+        normed = self.normed(streams)
+        inner = sublayer(self.join(normed)).float()
+        shares = 2 * row_sigmoid(self.inject(normed) / self.count).float()
+        given = [inner * shares[:, stream, None] for stream in range(self.count)]
+        return (streams.float() + torch.cat(given, -1)).to(streams.dtype)
+
+
+def load_mixer(config: ModelConfig, weights: WeightSource, name: str) -> StreamMixer | GatedMixer:
+    """Take the parameters of what mixes streams around a sub-layer."""
+    assert config.streams is not None
+    if config.streams.kind is StreamKind.GATED:
+        return GatedMixer.load(config, weights, name)
+    return StreamMixer.load(config, weights, name, "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamHead:
     """Joins the streams behind the last layer: weighted, or without a mixer their mean."""
 
     count: int
-    mixer: StreamMixer | None
+    mixer: StreamMixer | GatedMixer | None
 
     @classmethod
     def load(cls, config: ModelConfig, weights: WeightSource) -> StreamHead:
         """Take the parameters, if there are any."""
         assert config.streams is not None
-        mixer = None
-        if config.streams.has_head:
+        mixer: StreamMixer | GatedMixer | None = None
+        if config.streams.kind is StreamKind.GATED:
+            mixer = GatedMixer.load(config, weights, "model.hc_head", is_last=True)
+        elif config.streams.has_head:
             mixer = StreamMixer.load(config, weights, "model.hc_head", "hc_")
         return cls(count=config.streams.count, mixer=mixer)
 
     def __call__(self, streams: Tensor) -> Tensor:
         """Join rows [T, N x E] to [T, E]."""
+        if isinstance(self.mixer, GatedMixer):
+            return self.mixer.join(self.mixer.normed(streams))
         wide = streams.float().view(len(streams), self.count, -1)
         if self.mixer is None:
             return (added_up(wide.unbind(1)) / self.count).to(streams.dtype)

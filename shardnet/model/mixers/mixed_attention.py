@@ -20,6 +20,7 @@ from shardnet.model.layers.attention import ForwardStep, attention
 from shardnet.model.layers.modules import Heads, SelfAttention
 from shardnet.model.layers.native_attention import AttentionKind
 from shardnet.model.layers.norms import HeadNorm, row_sigmoid, row_softplus
+from shardnet.model.layers.position_indexer import BlockIndexer
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
 from shardnet.model.shards.cut import HEADS_EACH, Axis
@@ -105,7 +106,8 @@ class GatedAttention:
 
     `qkvg_proj` gives for each head its query and its gate, then all keys, then all values; with
     `gates_behind` the gates last. A head's gate has `gate_columns`: its size, or 1. Outputs are
-    multiplied by the sigmoids of gates, with `gates_soft` by their softpluses.
+    multiplied by the sigmoids of gates, with `gates_soft` by their softpluses. With an `indexer`
+    rows attend to the positions that it chooses.
     """
 
     n_heads: int
@@ -118,6 +120,7 @@ class GatedAttention:
     gate_columns: int
     gates_behind: bool = False
     gates_soft: bool = False
+    indexer: BlockIndexer | None = None
 
     @classmethod
     def load(
@@ -134,12 +137,16 @@ class GatedAttention:
         `gate`.
         """
         attn, own = f"model.layers.{layer}.self_attn", gate_columns is not None
+        kind, indexer = AttentionKind.of(config, layer), None
+        if config.indexer is not None:
+            kind = replace(kind, value_size=config.head_size)
+            indexer = BlockIndexer.load(config, weights, layer)
         names = [f"{attn}.{name}" for name in ("q_proj", "k_proj", "v_proj", *[gate] * own)]
         return cls(
             n_heads=config.n_heads,
             n_kv_heads=config.n_kv_heads,
             head_size=config.head_size,
-            kind=AttentionKind.of(config, layer),
+            kind=kind,
             qkvg_proj=weights.linear(*names, outputs=(*HEADS_EACH, *[Axis.HEADS] * own)),
             qk_norm=HeadNorm.join(
                 weights.norm(f"{attn}.q_norm", config.norm_eps, config.norm_offset),
@@ -150,6 +157,7 @@ class GatedAttention:
             o_proj=weights.linear(f"{attn}.o_proj", inputs=Axis.HEADS),
             gate_columns=gate_columns or config.head_size,
             gates_behind=own,
+            indexer=indexer,
         )
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
@@ -166,9 +174,12 @@ class GatedAttention:
             pairs = queries.view(n_rows, n_heads, 2, size)
             queries, gates = pairs[:, :, 0], pairs[:, :, 1].flatten(1)
         rotated = rotary.rotate(self.qk_norm(torch.cat((queries, keys), 1)))
-        attended = attention(
-            rotated[:, :n_heads], rotated[:, n_heads:], values, index, step, self.kind
-        )
+        choose = None
+        if self.indexer is not None:
+            beside, choose = self.indexer(hidden, rotary, step.rotary_positions)
+            values = torch.cat((values, beside), -1)
+        queries, keys = rotated[:, :n_heads], rotated[:, n_heads:]
+        attended = attention(queries, keys, values, index, step, self.kind, choose)
         open_rows = row_softplus if self.gates_soft else row_sigmoid
         factors = open_rows(gates.contiguous()).view(n_rows, n_heads, -1)
         return self.o_proj((attended.view(n_rows, n_heads, size) * factors).flatten(1))

@@ -1,7 +1,7 @@
 """Which positions rows attend to, where a small indexer chooses them (arXiv 2512.02556).
 
-Knows DeepSeek's parameter names, which are transformers', and that the index's keys stand in slots
-in the place of values. Must not know files, wire or scheduling.
+Knows transformers' parameter names, and that the index's keys stand in slots in the place of
+values, or behind them. Must not know files, wire or scheduling.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.model.cache.kv_cache import Pool
-from shardnet.model.config.model_config import Indexer, ModelConfig
+from shardnet.model.config.model_config import POSITION_DIGITS, Indexer, ModelConfig
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import Choose, ForwardStep
 from shardnet.model.layers.native_attention import native_choose
-from shardnet.model.layers.norms import Norm
+from shardnet.model.layers.norms import HeadNorm, Norm
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
 
@@ -82,6 +83,74 @@ class IndexProjections:
             k_norm=weights.norm(f"{name}.k_norm", config.norm_eps),
             weights_proj=weights.linear(f"{name}.weights_proj", precise=True, wide=True),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockIndexer:
+    """What chooses entries of several positions each, by the mean of their keys (Qwen 3.8).
+
+    Axes: I heads, D columns of each, C of what is stored beside the values of a position: its key,
+    neither normed nor rotated, and the digits of what it is to be rotated by.
+    """
+
+    config: Indexer
+    n_kv_heads: int
+    qk_proj: Linear
+    q_norm: HeadNorm
+    k_norm: Norm
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> BlockIndexer:
+        """Take the parameters of the absolute `layer`."""
+        own, name = config.indexer, f"model.layers.{layer}.self_attn.indexer"
+        assert own is not None
+        q_norm, k_norm = (
+            weights.norm(f"{name}.{kind}_layernorm", own.norm_eps, config.norm_offset)
+            for kind in "qk"
+        )
+        return cls(
+            config=own,
+            n_kv_heads=config.n_kv_heads,
+            qk_proj=weights.linear(f"{name}.index_qk_proj"),
+            q_norm=HeadNorm(weight=q_norm.weight.repeat(own.n_heads, 1), eps=own.norm_eps),
+            k_norm=k_norm,
+        )
+
+    def __call__(self, hidden: Tensor, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Choose]:
+        """Return what is stored beside the rows' values [T, KV heads, C], and what chooses.
+
+        `positions` are what they are rotated by, [T], or [axes, T].
+        """
+        own, n_rows = self.config, len(hidden)
+        heads = self.qk_proj(hidden).view(n_rows, own.n_heads + 1, own.head_size)
+        queries = rotary.rotate(self.q_norm(heads[:, :-1]))
+        digits = [positions.expand(own.n_axes, -1) >> 8 * n & 255 for n in range(POSITION_DIGITS)]
+        beside = torch.cat((heads[:, -1], torch.cat(digits).T.to(hidden.dtype)), -1)
+        n_columns = self.n_kv_heads * own.beside_values(self.n_kv_heads)
+        beside = F.pad(beside, (0, n_columns - beside.shape[1])).view(n_rows, self.n_kv_heads, -1)
+        weights = queries.new_full(queries.shape[:2], own.head_size**-0.5, dtype=torch.float32)
+        assert rotary.every is not None
+        n_entries, pool = own.n_chosen // own.n_pooled, partial(self.pool, rotary.every)
+        return beside, partial(choose_pooled, queries, weights, n_entries, own.n_pooled, pool)
+
+    def pool(self, rotary: Rotary, stored: Tensor) -> Tensor:
+        """Make entries [n, D] of values [n x positions, W]: see KvCache.entries."""
+        own, n = self.config, len(stored) // self.config.n_pooled
+        if not n:
+            return stored.new_empty(0, own.head_size)
+        n_beside = own.beside_values(self.n_kv_heads)
+        beside = stored.view(len(stored), self.n_kv_heads, -1)[..., -n_beside:].flatten(1)
+        beside = beside.view(n, own.n_pooled, -1)
+        total = beside[:, 0, : own.head_size].float()
+        for position in range(1, own.n_pooled):
+            total = total + beside[:, position, : own.head_size]
+        keys = self.k_norm((total / own.n_pooled).to(stored.dtype))
+        places = beside[:, 0, own.head_size :].long()  # where each entry begins
+        digits = [places[:, k * own.n_axes :][:, : own.n_axes] for k in range(POSITION_DIGITS)]
+        begins = sum(part << 8 * k for k, part in enumerate(digits))
+        assert isinstance(begins, Tensor)
+        begins = begins.T if own.n_axes > 1 else begins[:, 0]
+        return rotary.at(begins).rotate(keys[:, None])[:, 0]
 
 
 def choose(

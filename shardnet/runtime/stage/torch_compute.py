@@ -246,8 +246,11 @@ class TorchCompute:
 
     def _indexer_for(self, layer: int) -> Indexer | None:
         """Return the indexer of the model where `layer` takes the choice of one before it."""
-        own = self._model.config.indexer if isinstance(self._model, StageModel) else None
-        return None if own is None or layer in own.layers else own
+        config = self._model.config if isinstance(self._model, StageModel) else None
+        own = None if config is None else config.indexer
+        if config is None or own is None or layer in own.layers or not config.has_kv(layer):
+            return None
+        return own
 
     def _picture_rows(
         self, batch: MicroBatch, activations: Activations | None

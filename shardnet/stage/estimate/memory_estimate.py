@@ -337,10 +337,14 @@ def _choice_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) ->
     own = config.indexer
     if own is None or context <= own.n_chosen:
         return 0
-    together = min(rows, _CHOSEN_ROWS)
+    together, usual = min(rows, _CHOSEN_ROWS), config.usual_heads
     queries = 3 * rows * own.n_heads * own.head_size * dtype.size_bytes
-    copies = together * own.n_chosen * config.usual_heads.key_size * dtype.size_bytes
-    return queries + copies + 4 * (together * context + rows * own.n_chosen)
+    copied = usual.key_size
+    if config.latent is None:
+        copied = usual.n_kv_heads * (copied + config.heads(own.layers[0]).value_size)
+    copies = together * own.n_chosen * copied * dtype.size_bytes
+    scores = together * (context // own.n_pooled)
+    return queries + copies + 4 * (scores + 2 * rows * (own.n_chosen + own.n_pooled))
 
 
 def waiting_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> int:

@@ -111,6 +111,10 @@ _HALF_ROTATED = {
     "text_config": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 }
 _WITHOUT_PLE = {"hidden_size_per_layer_input": 0}
+_QSA = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 256} | {
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 16,
+}
 NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 4},
     "glm4_moe": {"head_dim": 128},
@@ -119,6 +123,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     "glm4v_moe": {"text_config": {"head_dim": 128}},
     "gemma4_text": _WITHOUT_PLE,
     "gemma4": {"text_config": _WITHOUT_PLE},
+    "qwen4_exp_text": _QSA,
+    "qwen4_exp": {"text_config": _QSA},
 }
 """What checkpoints give, and the defaults lack or have in a way that no model has."""
 

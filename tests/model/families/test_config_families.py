@@ -266,6 +266,13 @@ DEEPSEEK_V2 = DEEPSEEK | {
     "topk_group": 3,
     "topk_method": "group_limited_greedy",
 }
+QSA = {
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 16,
+}
 RAW = {
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,
@@ -312,6 +319,8 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         sizes["num_hidden_layers"] = 6
     if family == "gemma4_text":
         sizes["hidden_size_per_layer_input"] = 0
+    if family == "qwen4_exp_text":
+        sizes |= QSA
     if family == "cohere_compass_text":  # has a base by no default
         sizes["rope_parameters"] = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
     theirs = AutoConfig.for_model(family, **sizes)
@@ -843,3 +852,19 @@ def test_a_thinned_model_has_layers_from_all_over() -> None:
     assert gemma.thinned(1).windows == (512,)  # layer 6
     assert gemma.thinned(6).windows == (512, 512, None, 512, 512, None)  # 1, 3, 5, 7, 9, 11
     assert parse(QWEN3_MOE, mlp_only_layers=[0, 1, 2]).thinned(2).sparse_layers == (1,)  # 1, 5
+
+
+def test_blocks_of_positions_are_chosen_as_the_config_says() -> None:
+    raw = SIZES | {"model_type": "qwen4_exp_text", "layer_types": ["full_attention"] * 7} | QSA
+    config = parse_config(raw, "config.json")
+    assert config.indexer is not None
+    assert (config.indexer.n_chosen, config.indexer.n_pooled) == (2048, 16)
+    assert config.heads(0).value_size == config.head_size + 2 * (-(-(256 + 3) // 2 // 2) + 0)
+    assert config.streams is not None
+    assert (config.streams.count, config.streams.rank) == (4, 320)
+    with pytest.raises(CheckpointError, match="indexer_budget is no multiple"):
+        parse_config(raw | {"indexer_budget": 2050}, "config.json")
+    with pytest.raises(CheckpointError, match="indexer_n_heads is missing"):
+        parse_config({key: raw[key] for key in raw if key != "indexer_n_heads"}, "config.json")
+    with pytest.raises(UnsupportedModelError, match="output_gate_type"):
+        parse_config(raw | {"output_gate_type": "gelu"}, "config.json")

@@ -50,6 +50,14 @@ SHARED_EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 32,
 }
+QWEN4 = (
+    DELTA_NET
+    | SHARED_EXPERTS
+    | {"hc_count": 3, "hc_lowrank": 14, "full_attention_interval": 2}
+    | {"indexer_n_heads": 3, "indexer_kv_heads": 1, "indexer_head_dim": 10}
+    | {"indexer_budget": 16, "indexer_compress_ratio": 4}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+)
 MAMBA2 = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 10, "mamba_n_groups": 2}
 FEW_EXPERTS: dict[str, dict[str, Any]] = {
     "llama4": {"num_local_experts": 4},
@@ -236,6 +244,7 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_5": DELTA_NET,
     "qwen3_5_moe_text": DELTA_NET | SHARED_EXPERTS,
     "qwen3_5_moe": DELTA_NET | SHARED_EXPERTS,
+    **dict.fromkeys(("qwen4_exp_text", "qwen4_exp"), QWEN4),
 }
 """What keeps the families with experts or linear attention small."""
 _SIGLIP = {
@@ -280,6 +289,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe": _QWEN_EYES | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]},
     "qwen3_5": _QWEN_EYES | {"out_hidden_size": 48},
     "qwen3_5_moe": _QWEN_EYES | {"out_hidden_size": 48},
+    "qwen4_exp": _QWEN_EYES | {"out_hidden_size": 48},
 }
 """The `vision_config` of multimodal checkpoints, as small as it goes."""
 VOCAB_SIZE = 320

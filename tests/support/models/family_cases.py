@@ -284,6 +284,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {"num_hidden_layers": 4, "linear_num_value_heads": 2},
     "qwen3_5": {"num_hidden_layers": 2, "full_attention_interval": 2},
     "qwen3_5_moe": {"num_hidden_layers": 2, "full_attention_interval": 2},
+    "qwen4_exp_text": {"num_hidden_layers": 4, "output_gate_type": "sigmoid"},
+    "qwen4_exp": {"num_hidden_layers": 2},
     "helium": {"num_hidden_layers": 2, "attention_bias": True},
     "cwm": {"num_hidden_layers": 5, "head_dim": 10, "sliding_window": 20},
     "iquestcoder": {"num_hidden_layers": 2, "head_dim": 10, "attention_bias": True},
