@@ -77,6 +77,10 @@ class NoiseWeights:
         """Make a table."""
         return PlainTable(self.matrix(name))
 
+    def stored_table(self, *names: str) -> PlainTable:
+        """Make a table of the first part's rows."""
+        return self.table(names[0])
+
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Make a matrix."""
         return self._noise(*self._shapes[f"{name}.weight"])

@@ -149,6 +149,9 @@ def load_stage(
             family = load_family_stage(own, layers, source, context, dtype, device, capture)
         if adapted is not None:
             adapted.check_all_used()
+    if on is not None and config.ngrams is not None:
+        log.warning("%s: the kernel text does not compute n-grams: the CPU does", layers.words)
+        on = None
     kv = kv_cache(own, layers, choice, device, room_blocks, cut, followers, on)
     if on is not None:
         with capacity_error_for(f"{on.driver.description} has no memory for {layers.words}"):
@@ -372,6 +375,10 @@ class ShardWeights:
             return self._weights.table(name)
         self._keep(weight, self._cut.rows([n_rows], ())[0], 0)
         return GatheredTable(self._weights.table(name), self._group, ends, width)
+
+    def stored_table(self, *names: str) -> Table:
+        """See WeightSource."""
+        return self._weights.stored_table(*names)
 
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """See WeightSource."""

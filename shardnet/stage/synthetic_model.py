@@ -67,6 +67,8 @@ POSITION = BLOCK_POSITIONS
 
 _SLOT = SlotId(0)
 _NOISE_VALUES = (1 << 20) + 7
+_N_ROWS = 4096
+"""Of a table in the place of one that is not loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +285,11 @@ class _Noise:
         """Make a table."""
         return PlainTable(self.matrix(name))
 
+    def stored_table(self, *names: str) -> Table:
+        """Make a small table in the place of a large one."""
+        _, width = self._shapes[f"{names[0]}.weight"]
+        return _SomeRows(PlainTable(self._noise((_N_ROWS, width)).to(self._device)))
+
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Make a matrix."""
         self._tick()
@@ -294,6 +301,17 @@ class _Noise:
 
     def _noise(self, shape: Shape) -> Tensor:
         return _spread(self._values, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _SomeRows:
+    """A table of few rows, which counts as one of any number."""
+
+    few: Table
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up the rows `ids` [T]: a new tensor [T, E]."""
+        return self.few.rows(ids % _N_ROWS)
 
 
 def _spread(values: Tensor, shape: Shape) -> Tensor:

@@ -41,6 +41,7 @@ from shardnet.stage.kept_linears import KeptLinears, LinearKey
 from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.packs.pack_writer import PackWriter
 from shardnet.stage.stored_weights import (
+    FileTable,
     JoinedLinear,
     PlainWeights,
     QuantizedWeights,
@@ -91,7 +92,8 @@ class StageWeights:
         first = min(tensors.layers, default=0)
         self._streamed = {n: layer - first for layer in streamed for n in tensors.layers[layer]}
         dtype = torch_dtype(choice.dtype)
-        self._reader = TensorReader(checkpoint, tensors, dtype, progress, self._streamed)
+        on_disk = self._streamed.keys() | tensors.looked_up.keys()
+        self._reader = TensorReader(checkpoint, tensors, dtype, progress, on_disk)
         self._tables: dict[str, Panels] = {}
         """Packed tables that the LM head multiplies with too."""
         self._plain = PlainWeights(self._reader)
@@ -335,6 +337,16 @@ class StageWeights:
         if self._choice.unpacks:
             return PlainTable(unpack_whole([panels], torch_dtype(self._choice.dtype)))
         return PanelTable(panels, torch_dtype(self._choice.dtype))
+
+    def stored_table(self, *names: str) -> Table:
+        """Return the rows of all `NAME.weight`, which stay in their files.
+
+        Raises CheckpointError for those that are not stored as rows of floats.
+        """
+        weights = [f"{name}.weight" for name in names]
+        self._reader.skip(weights)
+        self._reader.report()
+        return FileTable.of(self._reader, weights, torch_dtype(self._choice.dtype), self._device)
 
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Copy `NAME.weight`: [N, K] in the compute dtype."""

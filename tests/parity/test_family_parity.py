@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.models.checkpoints import make_decoder, make_gpt2
+from support.models.checkpoints import EOS_ID, make_decoder, make_gpt2
 from support.models.family_cases import CASES, SELDOM
 from support.oracles.oracle import (
     check_generation,
@@ -25,9 +25,12 @@ from support.rings.stage_chain import CPU, StageChain, even_split, probed, rando
 from support.soak import cases, is_soak
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.errors import CheckpointError, UnsupportedModelError
 from shardnet.model.families.registry import FAMILIES
 from shardnet.model.kernels.linear import KernelChoice
-from shardnet.types import DType, LayerRange
+from shardnet.stage.load import choose_kernels
+from shardnet.stage_form import StageForm
+from shardnet.types import Arith, DType, LayerRange
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -112,6 +115,26 @@ def test_layers_may_be_listed_by_their_older_names(tmp_path: Path) -> None:
     path.write_text(text.replace('"full_attention"', '"attention"'))
     chain = StageChain.load(tmp_path, even_split(4, 2))
     check_generation(chain, load_reference(tmp_path), [random_prompt(40, 300)], 8)
+
+
+def test_ngrams_begin_anew_behind_an_end_of_text_and_their_table_stays_on_disk(
+    tmp_path: Path,
+) -> None:
+    make_decoder(tmp_path, "qwen4_exp_text", **CASES["qwen4_exp_text"])
+    chain = StageChain.load(tmp_path, even_split(4, 2), untested())
+    prompt = [EOS_ID, 25, 6, EOS_ID, 7, EOS_ID, EOS_ID, 8, 9, 10, EOS_ID, 11]
+    check_generation(chain, made_reference(tmp_path), [prompt], 8)
+    [file] = tmp_path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="has changed since it was opened"):
+        chain.generate([prompt], 1)
+
+
+def test_int8_would_round_positions_behind_values(tmp_path: Path) -> None:
+    make_decoder(tmp_path, "qwen4_exp_text", **CASES["qwen4_exp_text"])
+    form = StageForm(model="m", model_id="m", dtype=DType.FLOAT32, context=64, kv_dtype="int8")
+    with pytest.raises(UnsupportedModelError, match="--kv-dtype int8"):
+        choose_kernels(Checkpoint.open(tmp_path), form, Arith.PORTABLE, CPU)
 
 
 IN_BFLOAT16 = ["llama", "gpt2", "qwen3", "gemma3_text", "qwen2_moe", "gpt_oss", "deepseek_v3"]

@@ -108,6 +108,9 @@ MORE_KINDS = {
     "convolutions and experts": Kind(
         family="lfm2_moe", form="states", config=THREE | {"layer_types": [C, F, C]}
     ),
+    "n-grams and chosen blocks": Kind(
+        family="qwen4_exp_text", form="states", config=CASES["qwen4_exp_text"]
+    ),
     "Lightning and latents": Kind(
         family="bailing_hybrid", form="states", config=CASES["bailing_hybrid"]
     ),

@@ -320,7 +320,7 @@ class KvCache:
     def state_bytes(self) -> int:
         """Bytes of one state over all layers that keep one."""
         return sum(
-            math.prod(shape.recent) * self._dtype.itemsize + 4 * math.prod(shape.recurrent)
+            shape.n_inputs * self._dtype.itemsize + 4 * math.prod(shape.recurrent)
             for shape in self._states.values()
         )
 
@@ -623,7 +623,7 @@ class KvCache:
         made = held.entries.get(layer)
         if made is None:
             n_columns = self._heads[layer].n_kv_heads * self._value_columns[layer]
-            empty = pool(torch.empty(0, n_columns, dtype=self._dtype))
+            empty = pool(torch.empty(0, n_columns, dtype=self._dtype, device=self._device))
             held.entries[layer] = made = _Entries(n_pooled=n_pooled, rows=empty)
         if n > made.n:
             stored = held.contents.rows(layer, made.n * n_pooled, n * n_pooled, values=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -34,13 +34,14 @@ class SlotState:
     """The state of one layer after the first `end` positions of a slot. Written in place.
 
     `recent` holds the last inputs of a convolution, the oldest first, `recurrent` a matrix for each
-    head. Both are zeros before the first position. The only ways back are to before it, and to
-    among the rows that may be rejected: from one of at most two states `kept` before them, over the
-    `inputs` of the rows behind it.
+    head, `features` the last inputs of the convolution of n-grams. All are zeros before the first
+    position. The only ways back are to before it, and to among the rows that may be rejected: from
+    one of at most two states `kept` before them, over the `inputs` of the rows behind it.
     """
 
     recent: Tensor  # [positions, columns], compute dtype
     recurrent: Tensor  # [heads, columns of a key, columns of a value], float32
+    features: Tensor  # [positions, columns], compute dtype
     end: int = 0
     kept: list[SlotState] = field(default_factory=list)
     inputs: list[RowInputs] = field(default_factory=list)
@@ -52,12 +53,14 @@ class SlotState:
         return cls(
             recent=torch.zeros(shape.recent, dtype=dtype, device=device),
             recurrent=torch.zeros(shape.recurrent, dtype=torch.float32, device=device),
+            features=torch.zeros(shape.features, dtype=dtype, device=device),
         )
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the state."""
-        return sum(part.numel() * part.element_size() for part in (self.recent, self.recurrent))
+        parts = (self.recent, self.recurrent, self.features)
+        return sum(part.numel() * part.element_size() for part in parts)
 
     def read(self, target: Tensor) -> None:
         """Copy the state to `target`, uint8 [n_bytes]."""
@@ -71,16 +74,22 @@ class SlotState:
 
     def _pieces(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         # The larger part first: its elements are 4 bytes, and those of the other fewer.
-        split = self.recurrent.numel() * self.recurrent.element_size()
-        for part, held in ((flat[:split], self.recurrent), (flat[split:], self.recent)):
-            yield part.view(held.dtype).view(held.shape), held
+        begin = 0
+        for held in (self.recurrent, self.recent, self.features):
+            end = begin + held.numel() * held.element_size()
+            yield flat[begin:end].view(held.dtype).view(held.shape), held
+            begin = end
 
     def to(self, device: torch.device) -> SlotState:
         """Return the state on `device`: itself where it is there."""
         if self.recent.device == device:
             return self
-        recent, recurrent = self.recent.to(device), self.recurrent.to(device)
-        return SlotState(recent=recent, recurrent=recurrent, end=self.end)
+        return SlotState(
+            recent=self.recent.to(device),
+            recurrent=self.recurrent.to(device),
+            features=self.features.to(device),
+            end=self.end,
+        )
 
     def keep_before(self, n_rows: int, n_drafts: int) -> SlotState:
         """Return the state to compute the next rows from; what follows is written to this one.
@@ -109,6 +118,16 @@ class SlotState:
             end = self.end + n_rows
             self.inputs.append(RowInputs(begin=self.end, end=end, replay=replay))
         self.end += n_rows
+
+    def replay_too(self, replay: Replay) -> None:
+        """Let what computes the last rows again do this as well."""
+        last = self.inputs[-1]
+
+        def both(source: SlotState, target: SlotState, n_rows: int) -> None:
+            last.replay(source, target, n_rows)
+            replay(source, target, n_rows)
+
+        self.inputs[-1] = replace(last, replay=both)
 
     @property
     def at_end(self) -> SlotState:
@@ -168,9 +187,12 @@ class SlotState:
 
     def _give(self) -> SlotState:
         """Give the state's memory to another, and have memory to be written."""
-        given = SlotState(recent=self.recent, recurrent=self.recurrent, end=self.end)
+        given = SlotState(
+            recent=self.recent, recurrent=self.recurrent, features=self.features, end=self.end
+        )
         spare, self._spare = self._spare, None
         self.recent = torch.empty_like(self.recent)
+        self.features = torch.empty_like(self.features)
         self.recurrent = torch.empty_like(self.recurrent) if spare is None else spare
         return given
 
@@ -183,11 +205,17 @@ class SlotState:
         """Become what another state is, in its memory."""
         self._spare = self._memory
         self.recent, self.recurrent, self.end = other.recent, other.recurrent, other.end
+        self.features = other.features
 
     def clone(self) -> SlotState:
         """Copy the state, without those before drafts, to memory of its own."""
         own = self.at_end
-        return SlotState(recent=own.recent.clone(), recurrent=own.recurrent.clone(), end=own.end)
+        return SlotState(
+            recent=own.recent.clone(),
+            recurrent=own.recurrent.clone(),
+            features=own.features.clone(),
+            end=own.end,
+        )
 
     def reset(self) -> None:
         """Return to before the first position."""
@@ -195,6 +223,7 @@ class SlotState:
         if self.end:
             self.recent.zero_()
             self.recurrent.zero_()
+            self.features.zero_()
             self.end = 0
 
 

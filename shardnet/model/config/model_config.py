@@ -10,13 +10,14 @@ import enum
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.output_params import RoutingShape
 from shardnet.types import DType, LayerRange
 
-POSITION_DIGITS = 3
-"""Of a position, to the base of 256: bfloat16 holds each."""
+N_DIGITS = 3
+"""Of a position or token id in a row, to the base of 256: bfloat16 holds each."""
 DEFAULT_CONTEXT = 8192
 """Positions of one sequence where nothing else is asked and the model allows more."""
 
@@ -178,7 +179,7 @@ class Indexer:
 
     def beside_values(self, n_kv_heads: int) -> int:
         """Columns that each of so many values has behind its own."""
-        n_columns = self.head_size + POSITION_DIGITS * self.n_axes
+        n_columns = self.head_size + N_DIGITS * self.n_axes
         return 2 * -(-n_columns // (2 * n_kv_heads))
 
 
@@ -282,7 +283,8 @@ class StateShape:
     `recurrent` [heads, columns of a key, columns of a value] is a matrix for each head, in float32.
     With `is_beside_kv` the layer has keys and values too, of which those of up to `n_spread`
     positions before the next one are written again. A position changes the state by the columns of
-    `recent` and `n_small` numbers in float32.
+    `recent` and `n_small` numbers in float32. `features` [positions, columns] are the last inputs
+    of another convolution, those of n-grams.
     """
 
     recent: tuple[int, int]
@@ -290,15 +292,21 @@ class StateShape:
     is_beside_kv: bool = False
     n_spread: int = 1
     n_small: int = 0
+    features: tuple[int, int] = (0, 0)
+
+    @property
+    def n_inputs(self) -> int:
+        """Numbers in the compute dtype."""
+        return math.prod(self.recent) + math.prod(self.features)
 
     def size_bytes(self, dtype: DType) -> int:
         """Return the bytes of one slot's state in a layer that computes in `dtype`."""
-        return math.prod(self.recent) * dtype.size_bytes + 4 * math.prod(self.recurrent)
+        return self.n_inputs * dtype.size_bytes + 4 * math.prod(self.recurrent)
 
     def input_bytes(self, n_rows: int, dtype: DType) -> int:
         """Return the bytes of what so many rows change a state by."""
-        row = self.recent[1] * dtype.size_bytes + 4 * self.n_small
-        return math.prod(self.recent) * dtype.size_bytes + n_rows * row
+        row = (self.recent[1] + self.features[1]) * dtype.size_bytes + 4 * self.n_small
+        return self.n_inputs * dtype.size_bytes + n_rows * row
 
 
 NOTHING = StateShape(recent=(0, 0), recurrent=(0, 0, 0))
@@ -390,6 +398,44 @@ class ShortConv:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ngrams:
+    """Features of hashed n-grams of token ids, which layers add to their rows (Qwen 3.8).
+
+    N-grams of 2 to `longest` ids have a row of `width` / `n_heads` columns for each of `heads_each`
+    heads; a head has a prime number of rows, `least_rows` or more, and the table of a layer, in
+    `n_parts`, a multiple of `divisor`. Before an `end_id` there is nothing. Features pass a
+    convolution over `n_taps` positions, each `longest` apart. `layers` are the absolute numbers of
+    the layers that add them.
+    """
+
+    width: int
+    longest: int
+    heads_each: int
+    least_rows: int
+    divisor: int
+    n_parts: int
+    seed: int
+    end_id: int
+    n_taps: int
+    layers: tuple[int, ...]
+
+    @property
+    def n_heads(self) -> int:
+        """Heads of n-grams of all lengths."""
+        return (self.longest - 1) * self.heads_each
+
+    @property
+    def n_digits(self) -> int:
+        """Columns of a token id in a state."""
+        return N_DIGITS
+
+    def state(self, row_width: int) -> tuple[int, int]:
+        """Return the positions and columns that a state has: inputs, and the token id's digits."""
+        n_before = max((self.n_taps - 1) * self.longest, self.longest - 1)
+        return n_before, row_width + N_DIGITS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFactors:
     """What the outputs of a layer's linears are multiplied by (Falcon-H1).
 
@@ -441,6 +487,7 @@ class ModelConfig:
     With `has_chunks` a window is the length of chunks, and tokens attend within their own. With an
     `indexer` tokens attend to the positions that it chooses. With `streams` a row has as many
     residual streams between layers, one behind the other. `compressed` attention is in all layers.
+    Layers of `ngrams` add features of n-grams before their recurrence.
 
     Values have `value_size` columns, None for as many as keys, and are multiplied by
     `value_multiplier`.
@@ -512,6 +559,7 @@ class ModelConfig:
     indexer: Indexer | None = None
     streams: Streams | None = None
     compressed: Compressed | None = None
+    ngrams: Ngrams | None = None
     full_heads: HeadShape | None = None
     value_size: int | None = None
     value_multiplier: float = 1.0
@@ -616,6 +664,8 @@ class ModelConfig:
             return self.compressed.state(layer)
         for own in (self.delta_net, self.short_conv):
             if own is not None and layer in own.layers:
+                if self.ngrams is not None and layer in self.ngrams.layers:
+                    return replace(own.state, features=self.ngrams.state(self.row_width))
                 return own.state
         return NOTHING if layer in self.mixerless_layers else None
 
@@ -660,26 +710,21 @@ class ModelConfig:
     def thinned(self, n_layers: int) -> ModelConfig:
         """Return the config of a model with `n_layers` of the layers, evenly spaced."""
         kept = [(2 * n + 1) * self.n_layers // (2 * n_layers) for n in range(n_layers)]
-        experts, delta_net, short_conv = self.experts, self.delta_net, self.short_conv
-        if experts is not None:
-            sparse = tuple(n for n, layer in enumerate(kept) if layer in experts.layers)
-            experts = replace(experts, layers=sparse)
-        if delta_net is not None:
-            linear = tuple(n for n, layer in enumerate(kept) if layer in delta_net.layers)
-            delta_net = replace(delta_net, layers=linear)
-        if short_conv is not None:
-            convolved = tuple(n for n, layer in enumerate(kept) if layer in short_conv.layers)
-            short_conv = replace(short_conv, layers=convolved)
+
+        def of_kept(layers: Iterable[int]) -> tuple[int, ...]:
+            return tuple(n for n, layer in enumerate(kept) if layer in layers)
+
+        own: dict[str, Any] = {}
+        for name in ("experts", "delta_net", "short_conv", "ngrams", "indexer"):
+            part = getattr(self, name)
+            if part is not None:
+                own[name] = replace(part, layers=of_kept(part.layers))
         windows = tuple(self.window(layer) for layer in kept) if self.windows else ()
         return replace(
             self,
             n_layers=n_layers,
             windows=windows,
-            experts=experts,
-            nope_layers=tuple(n for n, layer in enumerate(kept) if layer in self.nope_layers),
-            mixerless_layers=tuple(
-                n for n, layer in enumerate(kept) if layer in self.mixerless_layers
-            ),
-            delta_net=delta_net,
-            short_conv=short_conv,
+            nope_layers=of_kept(self.nope_layers),
+            mixerless_layers=of_kept(self.mixerless_layers),
+            **own,
         )

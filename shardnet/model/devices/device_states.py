@@ -102,6 +102,7 @@ class DeviceState(SlotState):
         self.end, self.cell = end, cell
         self._tensors: tuple[Tensor, Tensor] | None = None
         self.kept, self.inputs, self._spare = [], [], None
+        self.features = torch.empty(0, 0)  # no device computes those of n-grams
         self.again: dict[tuple[int, int], Cell] = {}
         """The cells to compute states to again, by the positions of the rows: the slot's."""
 

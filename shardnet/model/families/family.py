@@ -118,6 +118,11 @@ def no_tensors(config: ModelConfig) -> Table:
     return {}
 
 
+def nothing_looked_up(config: ModelConfig, layer: int) -> Table:
+    """Name no tensors."""
+    return {}
+
+
 def _claims_all(fields: Fields) -> bool:
     return True
 
@@ -207,8 +212,9 @@ class Family:
     nobody needs. `mtp` says what the layer is called that predicts a further token, None where it
     is not implemented. `experts` says what the parameters of experts are called and `stacking` how
     transformers may stack them; None where it never does. `gguf` and `consolidated` are None for a
-    family that is not read from these formats.
-    `shared_tensors` are needed by every stage. With `has_whole_heads` a shard cannot compute the
+    family that is not read from these formats. `shared_tensors` are needed by every stage. Rows of
+    a layer's `looked_up_tensors` are read where they are stored: these are never loaded. With
+    `has_whole_heads` a shard cannot compute the
     attention of some heads without the others.
     `pretokenizer` splits words where vocab.json and merges.txt stand alone, by its name in GGUF; ""
     where the files have to say it.
@@ -230,6 +236,7 @@ class Family:
     experts: ExpertNames | None = None
     stacking: Stacking | None = None
     shared_tensors: Callable[[ModelConfig], Table] = no_tensors
+    looked_up_tensors: Callable[[ModelConfig, int], Table] = nothing_looked_up
     gguf: GgufFormat | None = None
     consolidated: ConsolidatedFormat | None = None
     pretokenizer: str = ""

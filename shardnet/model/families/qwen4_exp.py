@@ -6,7 +6,7 @@ Attention is over blocks of positions that an indexer chooses.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import (
@@ -14,21 +14,26 @@ from shardnet.model.config.model_config import (
     DeltaNet,
     Indexer,
     ModelConfig,
+    Ngrams,
     StreamKind,
     Streams,
 )
+from shardnet.model.config.ngram_hashes import part_rows
 from shardnet.model.families.expert_parts import STACKED, read_experts
+from shardnet.model.families.family import decoder_stage
 from shardnet.model.families.layout import record
 from shardnet.model.families.parts import Part
 from shardnet.model.families.qwen3_5 import LAYOUT, read_text_config
 from shardnet.model.families.tensor_shapes import Table, linears
 
+if TYPE_CHECKING:
+    from shardnet.model.layers.decoder_layer import Layer
+    from shardnet.model.layers.weight_source import WeightSource
+
+_MOST: Final = 64
+"""Of each of several small numbers."""
+MAX_PARTS: Final = 4096
 _INDEXED: Final = "indexed_attention"
-_OF_NGRAMS: Final = (
-    *("ple_embed_dim", "ple_conv_kernel_size", "ngram_size", "heads_per_ngram"),
-    *("ngram_vocab_size_base", "make_ngram_vocab_size_divisible_by", "split_ngram_parts", "seed"),
-    "number_of_conv_states",
-)
 
 
 def _read_config(fields: Fields) -> ModelConfig:
@@ -38,9 +43,7 @@ def _read_config(fields: Fields) -> ModelConfig:
     )
     every = tuple(range(config.n_layers))
     config = read_experts(fields, config, every, counts=(512, 10), inner=512, shared=512, sums=True)
-    if fields.take("ple_layer_ids", list, []):
-        raise fields.unsupported("ple_layer_ids", "[...]", "[]")
-    fields.ignore(*_OF_NGRAMS)
+    fields.ignore("number_of_conv_states")
     streams = Streams(
         count=fields.positive("hc_count", 4),
         kind=StreamKind.GATED,
@@ -51,7 +54,8 @@ def _read_config(fields: Fields) -> ModelConfig:
     linear = () if own is None else own.layers
     attending = tuple(layer for layer in every if layer not in linear)
     indexer = _read_indexer(fields, config, attending) if attending else None
-    return replace(config, streams=streams, delta_net=own, indexer=indexer)
+    ngrams = _read_ngrams(fields, config, linear)
+    return replace(config, streams=streams, delta_net=own, indexer=indexer, ngrams=ngrams)
 
 
 def _read_gate(fields: Fields, config: ModelConfig) -> DeltaNet | None:
@@ -86,32 +90,91 @@ def _read_indexer(fields: Fields, config: ModelConfig, layers: tuple[int, ...]) 
     return own
 
 
+def _read_ngrams(fields: Fields, config: ModelConfig, linear: tuple[int, ...]) -> Ngrams | None:
+    """Read the layers that add features of n-grams, which have DeltaNets; None for none."""
+    numbers = fields.take("ple_layer_ids", list, [])
+    own = Ngrams(
+        width=fields.positive("ple_embed_dim", config.hidden_size),
+        longest=fields.positive("ngram_size", 3, at_most=_MOST),
+        heads_each=fields.positive("heads_per_ngram", 8, at_most=_MOST),
+        least_rows=fields.positive("ngram_vocab_size_base", 20_000_000),
+        divisor=fields.positive("make_ngram_vocab_size_divisible_by", 128),
+        n_parts=fields.positive("split_ngram_parts", 512, at_most=MAX_PARTS),
+        seed=fields.take("seed", int, 1234),
+        end_id=config.eos_token_ids[0] if config.eos_token_ids else 0,
+        n_taps=fields.positive("ple_conv_kernel_size", 4, at_most=_MOST),
+        layers=tuple(sorted({n - 1 for n in numbers if isinstance(n, int)})),
+    )
+    if not numbers:
+        return None
+    if not set(own.layers) <= set(linear):
+        raise fields.damaged(f"ple_layer_ids {numbers} are not all of layers with DeltaNets")
+    if own.longest < 2 or own.width % own.n_heads or not config.eos_token_ids:
+        raise fields.damaged("ple_layer_ids without n-grams, whole heads of them or an end of text")
+    return own
+
+
 def _tensors(config: ModelConfig, layer: int) -> Table:
-    """Name Qwen 3.5's DeltaNet or attention, and what chooses positions."""
-    made, own = LAYOUT.attention.tensors(config, layer), config.indexer
+    """Name Qwen 3.5's DeltaNet or attention, and what chooses positions or adds n-grams."""
+    made, own, ngrams = LAYOUT.attention.tensors(config, layer), config.indexer, config.ngrams
+    prefix, hidden = f"model.layers.{layer}", config.hidden_size
+    if own is not None and layer in own.layers:
+        name, size = f"{prefix}.self_attn.indexer", own.head_size
+        made |= linears(name, {"index_qk_proj": ((own.n_heads + 1) * size, hidden)})
+        made |= {f"{name}.{kind}_layernorm.weight": (size,) for kind in "qk"}
+    if ngrams is not None and layer in ngrams.layers:
+        name, width = f"{prefix}.ple", config.row_width
+        shapes = {"key_proj": (width, ngrams.width), "value_proj": (hidden, ngrams.width)}
+        kinds = ("key", "query", "conv")
+        made |= linears(name, shapes) | {f"{name}.norm_{kind}.weight": (width,) for kind in kinds}
+        made |= {f"{name}.conv1d.weight": (width, 1, ngrams.n_taps)}
+    return made
+
+
+def _looked_up(config: ModelConfig, layer: int) -> Table:
+    """Name the parts of a layer's table."""
+    own = config.ngrams
     if own is None or layer not in own.layers:
+        return {}
+    name = f"model.layers.{layer}.ple.ple_embedding.ngram_embedding.shard_"
+    n_columns = own.width // own.n_heads
+    rows = enumerate(part_rows(own, layer))
+    return {f"{name}{number}.weight": (n, n_columns) for number, n in rows}
+
+
+_LAYOUT: Final = replace(
+    LAYOUT,
+    attention=Part(tensors=_tensors, load=LAYOUT.attention.load),
+    norms=("", "", "", ""),
+    final_norm="",
+)
+
+
+def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
+    from shardnet.model.layers.short_conv import NgramFeatures, NgramSublayer
+
+    made = _LAYOUT.load_layer(config, weights, layer)
+    if config.ngrams is None or layer not in config.ngrams.layers:
         return made
-    name, size = f"model.layers.{layer}.self_attn.indexer", own.head_size
-    made |= linears(name, {"index_qk_proj": ((own.n_heads + 1) * size, config.hidden_size)})
-    return made | {f"{name}.{kind}_layernorm.weight": (size,) for kind in "qk"}
+    features = NgramFeatures.load(config, weights, layer)
+    return replace(made, attention=NgramSublayer(features=features, attention=made.attention))
 
 
-FAMILY: Final = record(
-    "qwen4_exp_text",
-    "Qwen4ExpForCausalLM",
-    _read_config,
-    replace(
-        LAYOUT,
-        attention=Part(tensors=_tensors, load=LAYOUT.attention.load),
-        norms=("", "", "", ""),
-        final_norm="",
+FAMILY: Final = replace(
+    record(
+        "qwen4_exp_text",
+        "Qwen4ExpForCausalLM",
+        _read_config,
+        _LAYOUT,
+        renamed_tensors=(
+            (".attn_hyper_connection.", ".attn_hc."),
+            (".mlp_hyper_connection.", ".ffn_hc."),
+            (".hyper_connection_mixer.", ".hc_head."),
+        ),
+        ignored_tensors=r"mtp\..*|.*\.ple_embedding\.(layer_multipliers|ngram_heads_\w+)",
+        **STACKED,
+        pretokenizer="qwen35",
+        looked_up_tensors=_looked_up,
     ),
-    renamed_tensors=(
-        (".attn_hyper_connection.", ".attn_hc."),
-        (".mlp_hyper_connection.", ".ffn_hc."),
-        (".hyper_connection_mixer.", ".hc_head."),
-    ),
-    ignored_tensors=r"mtp\..*",
-    **STACKED,
-    pretokenizer="qwen35",
+    load_stage=decoder_stage(_load_layer, ""),
 )

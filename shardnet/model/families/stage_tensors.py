@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import MtpNames
@@ -61,12 +61,14 @@ _MTP = {
 class StageTensors:
     """The parameters of a stage, with their shapes. `embedding` and `head` may be empty.
 
-    A tied head's `head` names the embedding table, also where `embedding` already does.
+    A tied head's `head` names the embedding table, also where `embedding` already does. Those that
+    are `looked_up` stay in their files.
     """
 
     embedding: Table
     layers: dict[int, Table]
     head: Table
+    looked_up: Table = field(default_factory=dict)
 
     @property
     def all(self) -> Table:
@@ -74,7 +76,7 @@ class StageTensors:
         merged = dict(self.embedding)
         for tensors in self.layers.values():
             merged.update(tensors)
-        return merged | self.head
+        return merged | self.head | self.looked_up
 
 
 def stage_tensors(config: ModelConfig, layers: LayerRange) -> StageTensors:
@@ -93,6 +95,11 @@ def stage_tensors(config: ModelConfig, layers: LayerRange) -> StageTensors:
         embedding=shared_tensors(config) | embedding,
         layers=tensors,
         head=head_tensors(config) if is_last else {},
+        looked_up={
+            name: shape
+            for layer in layers
+            for name, shape in family_of(config).looked_up_tensors(config, layer).items()
+        },
     )
 
 

@@ -123,14 +123,12 @@ class GatedMixer:
     ) -> GatedMixer:
         """Take the parameters of the mixer `name`."""
         assert config.streams is not None
-        count = config.streams.count
-        norm = weights.norm(f"{name}.hc_norm", config.norm_eps, config.norm_offset)
         inject = None
         if not is_last:
             inject = weights.linear(f"{name}.block_inject_weight", precise=True)
         return cls(
-            count=count,
-            norm=HeadNorm(weight=norm.weight.view(count, -1), eps=config.norm_eps),
+            count=config.streams.count,
+            norm=stream_norm(config, weights, f"{name}.hc_norm"),
             down=weights.linear(f"{name}.input_mix_weight_down"),
             up=weights.linear(f"{name}.input_mix_weight_up"),
             inject=inject,
@@ -154,6 +152,13 @@ class GatedMixer:
         shares = 2 * row_sigmoid(self.inject(normed) / self.count).float()
         given = [inner * shares[:, stream, None] for stream in range(self.count)]
         return (streams.float() + torch.cat(given, -1)).to(streams.dtype)
+
+
+def stream_norm(config: ModelConfig, weights: WeightSource, name: str) -> HeadNorm:
+    """Take a norm over each stream by itself: of [T, N, E]."""
+    assert config.streams is not None
+    norm = weights.norm(name, config.norm_eps, config.norm_offset)
+    return HeadNorm(weight=norm.weight.view(config.streams.count, -1), eps=config.norm_eps)
 
 
 def load_mixer(config: ModelConfig, weights: WeightSource, name: str) -> StreamMixer | GatedMixer:

@@ -49,6 +49,12 @@ class WeightSource(Protocol):
     def table(self, name: str) -> Table:
         """Return `NAME.weight` to look up rows in."""
 
+    def stored_table(self, *names: str) -> Table:
+        """Return the rows of all `NAME.weight`, to look up where they are stored.
+
+        They are not loaded: what is looked up is read from the file each time.
+        """
+
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Return `NAME.weight`: [N, K] in the compute dtype; of a shard its own `rows`, if said."""
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.model.cache.kv_cache import Pool
-from shardnet.model.config.model_config import POSITION_DIGITS, Indexer, ModelConfig
+from shardnet.model.config.model_config import N_DIGITS, Indexer, ModelConfig
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import Choose, ForwardStep
 from shardnet.model.layers.native_attention import native_choose
@@ -124,8 +124,9 @@ class BlockIndexer:
         own, n_rows = self.config, len(hidden)
         heads = self.qk_proj(hidden).view(n_rows, own.n_heads + 1, own.head_size)
         queries = rotary.rotate(self.q_norm(heads[:, :-1]))
-        digits = [positions.expand(own.n_axes, -1) >> 8 * n & 255 for n in range(POSITION_DIGITS)]
-        beside = torch.cat((heads[:, -1], torch.cat(digits).T.to(hidden.dtype)), -1)
+        axes = positions.expand(own.n_axes, -1)
+        digits = [to_digits(axis, hidden) for axis in axes]
+        beside = torch.cat((heads[:, -1], *digits), -1)
         n_columns = self.n_kv_heads * own.beside_values(self.n_kv_heads)
         beside = F.pad(beside, (0, n_columns - beside.shape[1])).view(n_rows, self.n_kv_heads, -1)
         weights = queries.new_full(queries.shape[:2], own.head_size**-0.5, dtype=torch.float32)
@@ -145,12 +146,22 @@ class BlockIndexer:
         for position in range(1, own.n_pooled):
             total = total + beside[:, position, : own.head_size]
         keys = self.k_norm((total / own.n_pooled).to(stored.dtype))
-        places = beside[:, 0, own.head_size :].long()  # where each entry begins
-        digits = [places[:, k * own.n_axes :][:, : own.n_axes] for k in range(POSITION_DIGITS)]
-        begins = sum(part << 8 * k for k, part in enumerate(digits))
-        assert isinstance(begins, Tensor)
-        begins = begins.T if own.n_axes > 1 else begins[:, 0]
-        return rotary.at(begins).rotate(keys[:, None])[:, 0]
+        places = beside[:, 0, own.head_size :][:, : N_DIGITS * own.n_axes]  # where each begins
+        begins = torch.stack([from_digits(axis) for axis in torch.split(places, N_DIGITS, 1)])
+        return rotary.at(begins if own.n_axes > 1 else begins[0]).rotate(keys[:, None])[:, 0]
+
+
+def to_digits(numbers: Tensor, like: Tensor) -> Tensor:
+    """Write numbers [T], int64, as digits [T, N_DIGITS] in the dtype of `like`."""
+    return torch.stack([numbers >> 8 * n & 255 for n in range(N_DIGITS)], 1).to(like.dtype)
+
+
+def from_digits(digits: Tensor) -> Tensor:
+    """Read what to_digits has written: int64 [T]."""
+    ones, *more = digits.long().unbind(1)
+    for n, each in enumerate(more, start=1):
+        ones = ones + (each << 8 * n)
+    return ones
 
 
 def choose(

@@ -1,26 +1,37 @@
-"""A gated convolution over a few positions, in place of attention (LFM2).
+"""Convolutions over a few positions: gated, in place of attention (LFM2), or of n-grams before it.
 
-Knows what is kept of a slot: the last inputs of the convolution. Must not know parameter names,
-files, wire or scheduling.
+Knows what is kept of a slot: the last inputs of the convolution, for n-grams with their token ids.
+Must not know files, where tables lie, wire or scheduling.
 
 Every column of every position is a few products and sums in one order, so that a position's bits
 depend on nothing but the positions before it (design decision 4).
 
 Axes in shape comments: T rows of the micro-batch, B rows of the convolution before them, E hidden
-size.
+size, N streams, H heads of n-grams of all lengths.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shardnet.model.cache.slot_blocks import Replay, SlotState
+from shardnet.model.config.model_config import Activation, ModelConfig, Ngrams
+from shardnet.model.config.ngram_hashes import factors, head_rows, part_rows
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep
+from shardnet.model.layers.decoder_layer import Sublayer
+from shardnet.model.layers.norms import HeadNorm, activate, row_sigmoid
+from shardnet.model.layers.position_indexer import from_digits, to_digits
 from shardnet.model.layers.rotary import Rotary
+from shardnet.model.layers.streams import stream_norm
+from shardnet.model.layers.tables import Table
+from shardnet.model.layers.weight_source import WeightSource
+
+_LEAST_GATE = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,3 +80,153 @@ def _replay(rows: Tensor) -> Replay:
         target.recent.copy_(rows[n_rows : n_rows + len(target.recent)])
 
     return replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramHashes:
+    """Which rows of the table n-grams have: one for each head."""
+
+    config: Ngrams
+    factors: Sequence[int]
+    rows: Tensor  # [H], int64
+    begins: Tensor  # [H], int64
+
+    @classmethod
+    def of(cls, own: Ngrams, layer: int, vocab_size: int) -> NgramHashes:
+        """Make those of the absolute `layer`."""
+        rows = torch.tensor(head_rows(own, layer))
+        return cls(
+            config=own,
+            factors=factors(own, layer, vocab_size),
+            rows=rows,
+            begins=rows.cumsum(0) - rows,
+        )
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return the rows [T, H] of token `ids` [longest - 1 + T], int64 on the CPU.
+
+        Ids before the last end of a text count as ends.
+        """
+        own, n_before = self.config, self.config.longest - 1
+        n_rows = len(ids) - n_before
+        mixed, ended = ids[n_before:] * self.factors[0], torch.zeros(n_rows, dtype=torch.bool)
+        made = []
+        for back in range(1, own.longest):
+            earlier = ids[n_before - back : n_before - back + n_rows]
+            ended = ended | (earlier == own.end_id)
+            mixed = mixed ^ torch.where(ended, own.end_id, earlier) * self.factors[back]
+            heads = slice(own.heads_each * (back - 1), own.heads_each * back)
+            made.append(mixed[:, None] % self.rows[heads] + self.begins[heads])
+        return torch.cat(made, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramFeatures:
+    """The table, and what gates its rows by the streams and convolves them."""
+
+    hashes: NgramHashes
+    table: Table
+    key_proj: Linear
+    value_proj: Linear
+    norm_key: HeadNorm
+    norm_query: HeadNorm
+    norm_conv: HeadNorm
+    taps: Tensor  # [taps, N x E], float32: the oldest position first
+
+    @classmethod
+    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> NgramFeatures:
+        """Take the parameters of the absolute `layer`."""
+        own, name = config.ngrams, f"model.layers.{layer}.ple"
+        assert own is not None
+        parts = f"{name}.ple_embedding.ngram_embedding.shard_"
+        key, query, conv = (
+            stream_norm(config, weights, f"{name}.norm_{kind}") for kind in ("key", "query", "conv")
+        )
+        return cls(
+            hashes=NgramHashes.of(own, layer, config.vocab_size),
+            table=weights.stored_table(*(f"{parts}{n}" for n in range(len(part_rows(own, layer))))),
+            key_proj=weights.linear(f"{name}.key_proj"),
+            value_proj=weights.linear(f"{name}.value_proj"),
+            norm_key=key,
+            norm_query=query,
+            norm_conv=conv,
+            taps=weights.parameter(f"{name}.conv1d.weight").squeeze(1).T.contiguous(),
+        )
+
+    def gated(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Look up table `rows` [T, H], and gate them by rows [T, N x E]: float32 [T, N, E]."""
+        features = self.table.rows(rows.flatten()).view(len(rows), -1)
+        keys, values = self.key_proj(features), self.value_proj(features).float()
+        n_streams, width = self.norm_key.weight.shape
+        apart = (len(rows), n_streams, width)
+        keys, queries = self.norm_key(keys.view(apart)), self.norm_query(hidden.view(apart))
+        scores = _sum_of_columns(keys.float() * queries.float()) / width**0.5  # [T, N]
+        roots = scores.abs().clamp_min(_LEAST_GATE).sqrt() * scores.sign()
+        return row_sigmoid(roots.contiguous())[..., None] * values[:, None]
+
+    def convolve(self, rows: Tensor, n_rows: int) -> Tensor:
+        """Convolve rows [B + T, N x E] of every so many-th position: [T, N x E] of the last."""
+        n_taps, step = len(self.taps), self.hashes.config.longest
+        wide, end = rows.float(), len(rows)
+        begins = [end - n_rows - (n_taps - 1 - tap) * step for tap in range(n_taps)]
+        total = wide[begins[0] :][:n_rows] * self.taps[0]
+        for tap in range(1, n_taps):
+            total += wide[begins[tap] :][:n_rows] * self.taps[tap]
+        return activate(Activation.SILU, total.to(rows.dtype))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramSublayer:
+    """What adds features of n-grams before a layer's attention, whose state has theirs too."""
+
+    features: NgramFeatures
+    attention: Sublayer
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Run rows [T, N x E] through both in layer `index` within the stage: [T, N x E]."""
+        own, width, ids = self.features, hidden.shape[1], step.token_ids.cpu()
+        states = [step.kv.state(span.slot, index) for span in step.spans]
+        befores = [state.at_end.features for state in states]  # [B, N x E and digits]
+        spans = list(zip(step.spans, befores, strict=True))
+        rows = [
+            own.hashes(torch.cat((self._ids(before), ids[span.start : span.end])))
+            for span, before in spans
+        ]
+        gated = own.gated(hidden, torch.cat(rows)).to(hidden.dtype)
+        new = torch.cat((own.norm_conv(gated).flatten(1), to_digits(step.token_ids + 1, gated)), 1)
+        given = [torch.cat((before, new[span.start : span.end])) for span, before in spans]
+        convolved = [
+            own.convolve(each[:, :width], span.end - span.start)
+            for each, (span, _) in zip(given, spans, strict=True)
+        ]
+        hidden = hidden + (gated.flatten(1) + torch.cat(convolved))
+        hidden = self.attention(hidden, index, rotary, step)
+        for state, each in zip(states, given, strict=True):
+            state.features.copy_(each[len(each) - len(state.features) :])
+            if state.kept:
+                state.replay_too(_replay_features(each))
+        return hidden
+
+    def _ids(self, before: Tensor) -> Tensor:
+        """Return the token ids of the last positions: ends of a text before the first one."""
+        own = self.features.hashes.config
+        ids = from_digits(before[len(before) - own.longest + 1 :, -own.n_digits :])
+        return torch.where(ids == 0, own.end_id, ids - 1).cpu()
+
+
+def _replay_features(rows: Tensor) -> Replay:
+    """Return what goes over rows [B + T, N x E and digits] again."""
+
+    def replay(source: SlotState, target: SlotState, n_rows: int) -> None:
+        target.features.copy_(rows[n_rows : n_rows + len(target.features)])
+
+    return replay
+
+
+def _sum_of_columns(rows: Tensor) -> Tensor:
+    """Add up the columns [..., E] by halves, in an order that depends on E alone: [...]."""
+    while (width := rows.shape[-1]) > 1:
+        half = width // 2
+        folded = rows[..., :half] + rows[..., half : 2 * half]
+        rows = torch.cat((folded, rows[..., 2 * half :]), -1)
+    return rows[..., 0]

@@ -268,6 +268,10 @@ class AdaptedWeights:
         """See WeightSource."""
         return self.weights.table(name)
 
+    def stored_table(self, *names: str) -> Table:
+        """See WeightSource."""
+        return self.weights.stored_table(*names)
+
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """See WeightSource."""
         return self.weights.matrix(name, rows=rows)

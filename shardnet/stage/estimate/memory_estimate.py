@@ -329,6 +329,8 @@ def activation_peak_bytes(
     growth = 2 * context * _widest_position_bytes(config, dtype, kv_dtype)
     recurrence = _recurrence_bytes(config, rows, dtype)
     mixing = 0 if config.streams is None else 12 * rows * config.row_width  # three times in float32
+    if config.ngrams is not None:
+        mixing += 16 * rows * config.row_width  # gated, normed and convolved, beside the streams
     return 4 * hidden + mixing + max(attention, mlp, head, recurrence) + growth
 
 

@@ -314,6 +314,11 @@ class FilePart:
             ) from error
         return cls(path=path, offset=offset, size_bytes=size_bytes, state=state)
 
+    def opened(self) -> RawIOBase:
+        """Open the file. Raises FileChanged, OSError, CheckpointError for a special file."""
+        self.state.check()
+        return open_file(self.path)
+
     def cut(self, at_a_time: int) -> Iterator[FilePart]:
         """Split into parts of `at_a_time` bytes; the last may be shorter."""
         for begin in range(0, self.size_bytes, at_a_time):
@@ -349,16 +354,15 @@ def bring(buffer: Tensor, piece: Piece) -> None:
     Raises FileChanged, OSError if the file cannot be read, CheckpointError for a special file.
     """
     target, part, packing = buffer[piece.begin : piece.end], piece.part, piece.packing
-    part.state.check()
-    with open_file(part.path) as file:
+    with part.opened() as file:
         file.seek(part.offset)
         if packing is None:
-            _read(file, target)
+            fill(file, target)
             return
         end = 0
         for some in part.cut(_units(_PACKED_AT_A_TIME, packing)):
             stored = SCRATCH.at_least(some.size_bytes)[: some.size_bytes]
-            _read(file, stored)
+            fill(file, stored)
             begin, end = end, end + packing.packed_bytes(some.size_bytes)
             packing(stored, target[begin:end])
 
@@ -368,7 +372,8 @@ def _units(n_bytes: int, packing: Packing) -> int:
     return max(1, n_bytes // packing.unit_bytes) * packing.unit_bytes
 
 
-def _read(file: RawIOBase, target: Tensor) -> None:
+def fill(file: RawIOBase, target: Tensor) -> None:
+    """Read all of `target`, uint8, from where the file is. Raises FileChanged, OSError."""
     array: Any = target.numpy()  # numpy's arrays are buffers, which its types do not say
     view = memoryview(array)
     while view:

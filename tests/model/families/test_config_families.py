@@ -23,8 +23,10 @@ from shardnet.model.config.model_config import (
     RopeKind,
     Temperature,
 )
+from shardnet.model.config.ngram_hashes import head_rows
 from shardnet.model.families.registry import FAMILIES, parse_config
-from shardnet.model.families.stage_tensors import left_over
+from shardnet.model.families.stage_tensors import layer_tensors, left_over, stage_tensors
+from shardnet.types import LayerRange
 
 DECODERS = [family for family in FAMILIES if family != "gpt2"]
 SIZES = {
@@ -859,7 +861,7 @@ def test_blocks_of_positions_are_chosen_as_the_config_says() -> None:
     config = parse_config(raw, "config.json")
     assert config.indexer is not None
     assert (config.indexer.n_chosen, config.indexer.n_pooled) == (2048, 16)
-    assert config.heads(0).value_size == config.head_size + 2 * (-(-(256 + 3) // 2 // 2) + 0)
+    assert config.heads(0).value_size == config.head_size + 130  # 256 and 3 digits, on two heads
     assert config.streams is not None
     assert (config.streams.count, config.streams.rank) == (4, 320)
     with pytest.raises(CheckpointError, match="indexer_budget is no multiple"):
@@ -868,3 +870,21 @@ def test_blocks_of_positions_are_chosen_as_the_config_says() -> None:
         parse_config({key: raw[key] for key in raw if key != "indexer_n_heads"}, "config.json")
     with pytest.raises(UnsupportedModelError, match="output_gate_type"):
         parse_config(raw | {"output_gate_type": "gelu"}, "config.json")
+
+
+def test_tables_of_ngrams_have_primes_of_rows_and_count_in_no_layer() -> None:
+    raw = SIZES | {"model_type": "qwen4_exp_text", "eos_token_id": 3} | QSA
+    raw |= {"ple_layer_ids": [3, 1], "ple_embed_dim": 32, "ngram_vocab_size_base": 1000}
+    raw |= {"split_ngram_parts": 5}
+    config = parse_config(raw, "config.json")
+    assert config.ngrams is not None
+    assert (config.ngrams.layers, config.ngrams.end_id) == ((0, 2), 3)
+    assert head_rows(config.ngrams, 0)[:3] == (1009, 1013, 1019)
+    assert head_rows(config.ngrams, 2)[0] > head_rows(config.ngrams, 0)[-1]
+    tables = stage_tensors(config, LayerRange(0, 1)).looked_up
+    assert sum(n for n, _ in tables.values()) == -(-sum(head_rows(config.ngrams, 0)) // 128) * 128
+    assert not tables.keys() & layer_tensors(config, 0).keys()
+    assert not stage_tensors(config, LayerRange(1, 2)).looked_up
+    assert config.thinned(2).ngrams is not None
+    with pytest.raises(CheckpointError, match=r"ple_layer_ids \[4\] are not all of layers"):
+        parse_config(raw | {"ple_layer_ids": [4]}, "config.json")

@@ -450,7 +450,7 @@ def _save(
             centre = 0 if is_hybrid and ".linear_attn." not in name else 1
             parameter.copy_(centre + 0.1 * noise if is_norm else 0.15 * noise)
         for name, buffer in model.named_buffers():
-            if name in stored:
+            if name in stored and buffer.is_floating_point():
                 centre = name.endswith("layer_scalar")
                 buffer.copy_(centre + 0.15 * torch.randn(buffer.shape, generator=generator))
     if dtype is not torch.float32:

@@ -1,0 +1,55 @@
+"""How n-grams of token ids are hashed to rows of a table: which primes and factors (Qwen 3.8).
+
+Knows the arithmetic of transformers' modeling_qwen4_exp.py. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from itertools import count, islice
+from typing import Final
+
+from shardnet.model.config.model_config import Ngrams
+
+_MASK: Final = (1 << 64) - 1
+_GAMMA: Final = 0x9E3779B97F4A7C15
+_OF_LAYER: Final = 10007
+
+
+def head_rows(own: Ngrams, layer: int) -> tuple[int, ...]:
+    """Return how many rows each head of the absolute `layer` has: different primes."""
+    n, number = own.n_heads, own.layers.index(layer)
+    return _primes(own.least_rows, n * len(own.layers))[n * number : n * (number + 1)]
+
+
+def part_rows(own: Ngrams, layer: int) -> list[int]:
+    """Return how many rows each stored part of the table of the absolute `layer` has."""
+    n_rows = -(-sum(head_rows(own, layer)) // own.divisor) * own.divisor
+    step = -(-n_rows // own.n_parts)
+    return [min(step, n_rows - begin) for begin in range(0, n_rows, step)]
+
+
+def factors(own: Ngrams, layer: int, vocab_size: int) -> list[int]:
+    """Return what token ids of the absolute `layer` are multiplied by: the newest one's first."""
+    most = max(1, ((1 << 63) - 1) // vocab_size // 2)
+    seed = own.seed + _OF_LAYER * own.layers.index(layer)
+    return [2 * (_mixed(seed + _GAMMA * (n + 1)) % most) + 1 for n in range(own.longest)]
+
+
+def _mixed(value: int) -> int:
+    """Mix 64 bits (splitmix64)."""
+    value = (value + _GAMMA) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+@lru_cache(maxsize=8)
+def _primes(least: int, n: int) -> tuple[int, ...]:
+    """Return the first `n` primes from `least` on."""
+    return tuple(islice(filter(_is_prime, count(max(2, least))), n))
+
+
+def _is_prime(value: int) -> bool:
+    return all(value % divisor for divisor in range(2, math.isqrt(value) + 1))
