@@ -175,6 +175,7 @@ FAMILY: Final = replace(
         **STACKED,
         pretokenizer="qwen35",
         looked_up_tensors=_looked_up,
+        has_whole_heads=True,
     ),
     load_stage=decoder_stage(_load_layer, ""),
 )

@@ -319,7 +319,7 @@ def activation_peak_bytes(
         attention += 3 * queries
     if kv_dtype is not KvDType.AUTO:
         attention += context * _widest_position_bytes(config, dtype, KvDType.AUTO)
-    attention += _choice_bytes(config, rows, dtype, context)
+    attention += _choice_bytes(config, layers, rows, dtype, context)
     mlp = max(
         4 * rows * config.intermediate_size * dtype.size_bytes, _expert_bytes(config, dtype, rows)
     )
@@ -334,8 +334,13 @@ def activation_peak_bytes(
     return 4 * hidden + mixing + max(attention, mlp, head, recurrence) + growth
 
 
-def _choice_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> int:
-    """Return the bytes by which rows choose positions: scores, and copies of what is chosen."""
+def _choice_bytes(
+    config: ModelConfig, layers: LayerRange, rows: int, dtype: DType, context: int
+) -> int:
+    """Return the bytes by which rows choose positions: scores, and copies of what is chosen.
+
+    Entries of several positions each are those of one sequence, in memory that has grown for them.
+    """
     own = config.indexer
     if own is None or context <= own.n_chosen:
         return 0
@@ -346,6 +351,9 @@ def _choice_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) ->
         copied = usual.n_kv_heads * (copied + config.heads(own.layers[0]).value_size)
     copies = together * own.n_chosen * copied * dtype.size_bytes
     scores = together * (context // own.n_pooled)
+    if own.n_pooled > 1:
+        n_entries = sum(layer in own.layers for layer in layers) * (context // own.n_pooled)
+        copies += 2 * n_entries * own.head_size * dtype.size_bytes
     return queries + copies + 4 * (scores + 2 * rows * (own.n_chosen + own.n_pooled))
 
 
