@@ -46,10 +46,11 @@ class PictureRows(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def put(self, embedded: Tensor) -> Tensor:
-        """Put the rows in the place of embedded token ids [T, E]."""
+        """Put the rows in the place of embedded token ids [T, E], once for each stream."""
         if self.rows is None:
             return embedded
-        return embedded.index_copy(0, self.index, self.rows.to(embedded))
+        rows = self.rows.repeat(1, embedded.shape[1] // self.rows.shape[1])
+        return embedded.index_copy(0, self.index, rows.to(embedded))
 
     def deepen(self, hidden: Tensor, layer: int) -> Tensor:
         """Add what DeepStack adds to the output [T, E] of an absolute layer."""

@@ -268,7 +268,7 @@ class TorchCompute:
             batch,
             pictures,
             given,
-            width=model.width,
+            width=model.config.hidden_size,
             has_axes=has_axes,
             device=device,
             embeds=activations is None,

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from support.models.checkpoints import make_tokenizer
+from support.models.checkpoints import QWEN4, make_tokenizer
+from support.models.family_cases import CASES as FAMILY_CASES
 from support.oracles.tiles import Gemma4Squares, Llama4Tiles
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -310,6 +311,13 @@ CASES["qwen3_5"] = VisionCase(
     processor=Qwen2VLImageProcessorPil,
     merge=2,
     wide=CASES["qwen2_5_vl"].wide,
+)
+CASES["qwen4_exp"] = replace(
+    CASES["qwen3_5"],
+    wrapper="qwen4_exp",
+    text=QWEN4
+    | FAMILY_CASES["qwen4_exp_text"]
+    | {"rope_parameters": _AXES | {"partial_rotary_factor": 0.5}},
 )
 _GLM_AXES = _AXES | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}
 CASES["glm4v"] = VisionCase(
