@@ -151,7 +151,7 @@ _LAYOUT: Final = replace(
 
 
 def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer:
-    from shardnet.model.layers.short_conv import NgramFeatures, NgramSublayer
+    from shardnet.model.mixers.short_conv import NgramFeatures, NgramSublayer
 
     made = _LAYOUT.load_layer(config, weights, layer)
     if config.ngrams is None or layer not in config.ngrams.layers:

@@ -142,7 +142,7 @@ class GatedMixer:
         """Gate normed streams [T, N x E], and take their mean: [T, E]."""
         gates = row_sigmoid(self.up(activate(Activation.SILU, self.down(normed) / self.count)))
         gated = (gates.float() * normed.float()).view(len(normed), self.count, -1)
-        return (_sum(gated.unbind(1)) / self.count).to(normed.dtype)
+        return (added_up(gated.unbind(1)) / self.count).to(normed.dtype)
 
     def around(self, streams: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """Join rows [T, N x E] for a sub-layer of [T, E], and share out what it gives."""

@@ -20,9 +20,9 @@ from shardnet.model.layers.attention import ForwardStep, attention
 from shardnet.model.layers.modules import Heads, SelfAttention
 from shardnet.model.layers.native_attention import AttentionKind
 from shardnet.model.layers.norms import HeadNorm, row_sigmoid, row_softplus
-from shardnet.model.layers.position_indexer import BlockIndexer
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.mixers.position_indexer import BlockIndexer
 from shardnet.model.shards.cut import HEADS_EACH, Axis
 
 
