@@ -102,12 +102,17 @@ class GivenCache(DynamicCache):
         return kept[0][..., :rank], self._pairs(kept[0][..., rank:])
 
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
-        """[1, T, D]: what positions are chosen by, which stands in the place of values."""
+        """[1, T, D]: what positions are chosen by, which stands in the place of values.
+
+        GLM-5.3's have a mark of padding behind them.
+        """
         super().update_indexer(keys, layer)
+        assert self.config.indexer is not None
+        own, mark = keys.tensor_split([self.config.indexer.width], -1)
         packed = self.kv.layer(SlotId(0), layer)[1]
-        ours = plain_restored(packed[:, : keys.shape[1]], keys.shape[2])
-        _check_near(keys, ours)
-        return ours
+        ours = plain_restored(packed[:, : own.shape[1]], own.shape[2])
+        _check_near(own, ours)
+        return torch.cat((ours, mark), -1)
 
     def _halves(self, heads: Tensor) -> Tensor:
         """transformers leaves the two numbers that turn together side by side in some families."""

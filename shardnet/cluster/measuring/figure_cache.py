@@ -50,6 +50,7 @@ _SHAPE_FIELDS = (
     "mixerless_layers",
     "indexer",
     "streams",
+    "mlp_limit",
 )
 """Fields of a config that the time of a step depends on. In which dtype weights are stored decides
 how they are held, and computed, in a ring of another one."""

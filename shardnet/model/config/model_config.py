@@ -136,7 +136,8 @@ class Latent:
 
     A latent has `rank` columns and `rope_size` rotated ones. A head's own keys have `nope_size`
     columns, its values `value_size`. `query_rank` is the rank of the query projection, None for
-    full rank. `interleaved`: columns that are rotated together are adjacent.
+    full rank. `interleaved`: columns that are rotated together are adjacent. `norm_eps` is that of
+    the norms over latents and low-rank queries.
     """
 
     rank: int
@@ -145,6 +146,7 @@ class Latent:
     value_size: int
     query_rank: int | None
     interleaved: bool
+    norm_eps: float = 1e-6
 
     @property
     def width(self) -> int:
@@ -162,9 +164,11 @@ class Indexer:
     as in Latent. `layers` are the absolute numbers of the layers that choose; others with attention
     take the choice of the last one before them.
 
-    With `n_pooled` above 1 it is entries of so many positions each that are chosen, by the mean of
-    their keys. Beside a head's keys and values, not latents, the keys are cached as columns of
-    `n_kv_heads` values, with the positions on `n_axes` that they are rotated by.
+    With `n_pooled` above 1 it is entries of so many positions each that are chosen, and the
+    positions behind the last whole entry are always attended. Beside latents an entry's key is the
+    sum of its positions' keys, weighted column by column with the softmax of scores that are cached
+    behind the keys. Beside a head's keys and values it is the keys' mean, and these are cached as
+    columns of `n_kv_heads` values, with the positions on `n_axes` that they are rotated by.
     """
 
     n_heads: int
@@ -176,6 +180,16 @@ class Indexer:
     n_pooled: int = 1
     n_axes: int = 0
     layers: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Columns that are cached per position beside latents."""
+        return self.head_size * (1 if self.n_pooled == 1 else 2)
+
+    @property
+    def n_attended(self) -> int:
+        """The most positions that a token attends to."""
+        return self.n_chosen + self.n_pooled - 1
 
     def beside_values(self, n_kv_heads: int) -> int:
         """Columns that each of so many values has behind its own."""
@@ -487,7 +501,8 @@ class ModelConfig:
     With `has_chunks` a window is the length of chunks, and tokens attend within their own. With an
     `indexer` tokens attend to the positions that it chooses. With `streams` a row has as many
     residual streams between layers, one behind the other. `compressed` attention is in all layers.
-    Layers of `ngrams` add features of n-grams before their recurrence.
+    Layers of `ngrams` add features of n-grams before their recurrence. With an
+    `mlp_limit` gate and up of MLPs and shared experts are clamped as those of Experts.
 
     Values have `value_size` columns, None for as many as keys, and are multiplied by
     `value_multiplier`.
@@ -560,6 +575,7 @@ class ModelConfig:
     streams: Streams | None = None
     compressed: Compressed | None = None
     ngrams: Ngrams | None = None
+    mlp_limit: float | None = None
     full_heads: HeadShape | None = None
     value_size: int | None = None
     value_multiplier: float = 1.0
@@ -630,7 +646,7 @@ class ModelConfig:
         if self.indexer is not None and layer in self.indexer.layers:
             usual, own = self.usual_heads, self.indexer
             if self.latent is not None:
-                return replace(usual, value_size=own.head_size)
+                return replace(usual, value_size=own.width)
             beside = own.beside_values(usual.n_kv_heads)
             return replace(usual, value_size=usual.value_size + beside)
         return self.usual_heads
@@ -673,6 +689,11 @@ class ModelConfig:
         """Whether the absolute `layer` keeps keys and values."""
         state = self.state(layer)
         return state is None or state.is_beside_kv
+
+    def takes_choice(self, layer: int) -> bool:
+        """Whether the absolute `layer` attends to positions that a layer before it has chosen."""
+        own = self.indexer
+        return own is not None and self.has_kv(layer) and layer not in own.layers
 
     def layer_experts(self, layer: int) -> Experts | None:
         """The experts of the absolute `layer`, None where it has an MLP.

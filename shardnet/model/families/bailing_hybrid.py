@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shardnet.model.layers.modules import Attention
     from shardnet.model.layers.weight_source import WeightSource
 
-_FLOORS: Final = Range(-80.0, -1e-6)
+FLOORS: Final = Range(-80.0, -1e-6)
 """Of the logarithm of a decay: below them it is no normal number of float32."""
 
 
@@ -69,7 +69,7 @@ def _read_delta_net(fields: Fields, config: ModelConfig, size: int) -> DeltaNet 
     period = fields.positive("layer_group_size", 6)
     kinds = read_layer_kinds(fields, config.n_layers, FULL, LINEAR)
     kinds = kinds or [LINEAR if (n + 1) % period else FULL for n in range(config.n_layers)]
-    floor = fields.number("kda_lower_bound", -5.0, within=_FLOORS)
+    floor = fields.number("kda_lower_bound", -5.0, within=FLOORS)
     is_bounded = fields.take("kda_safe_gate", bool, True)
     read = DeltaNet(
         n_key_heads=config.n_heads,

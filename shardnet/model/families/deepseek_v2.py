@@ -77,7 +77,7 @@ def read_latent_attention(
     query_rank = fields.optional("q_lora_rank")
     latent = Latent(
         rank=fields.positive("kv_lora_rank", defaults.rank),
-        rope_size=fields.positive("qk_rope_head_dim", defaults.rope_size),
+        rope_size=defaults.rope_size and fields.positive("qk_rope_head_dim", defaults.rope_size),
         nope_size=fields.positive("qk_nope_head_dim", defaults.nope_size),
         value_size=fields.positive("v_head_dim", defaults.value_size),
         query_rank=query_rank if fields.given("q_lora_rank") else defaults.query_rank,

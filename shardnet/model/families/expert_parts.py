@@ -6,7 +6,7 @@ files; modules, which need torch, are imported when a stage loads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -21,8 +21,8 @@ from shardnet.model.families.tensor_shapes import ExpertNames, Table, gated, spa
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from shardnet.model.layers.experts import Router, SparseMlp
-    from shardnet.model.layers.modules import GatedMlp, TwoLayerMlp
+    from shardnet.model.layers.experts import ClampedMlp, Router, SparseMlp
+    from shardnet.model.layers.modules import GatedMlp
     from shardnet.model.layers.weight_source import WeightSource
 
 MakeRouter = Callable[["Experts", "WeightSource", str, "Tensor | None"], "Router"]
@@ -123,36 +123,37 @@ def experts_part(
             made[f"{block}.{shared}_gate.weight"] = (1, config.hidden_size)
         return made | ({f"{block}.{bias}": (*bias_rows, experts.n_experts)} if bias else {})
 
-    def load(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp | SparseMlp:
+    def load(
+        config: ModelConfig, weights: WeightSource, layer: int
+    ) -> GatedMlp | ClampedMlp | SparseMlp:
         from shardnet.model.layers.experts import SharedExpert, SparseMlp
         from shardnet.model.layers.modules import GatedMlp
 
         experts, block = config.layer_experts(layer), f"model.layers.{layer}.{names.block}"
         if experts is None:
-            return GatedMlp.load(config, weights, block, names.linears)
-        each: Sequence[TwoLayerMlp]
+            return _clamped(GatedMlp.load(config, weights, block, names.linears), config.mlp_limit)
         added = weights.parameter(f"{block}.{bias}") if bias else None
         router = make_router(experts, weights, f"{block}.gate", added)
         plain = load_experts(config, weights, f"{block}.experts", experts.n_experts, names)
-        each = plain if experts.swiglu_limit is None else _clamped(plain, experts.swiglu_limit)
-        common: GatedMlp | SharedExpert | None = None
+        each = [_clamped(one, experts.swiglu_limit) for one in plain]
+        common: GatedMlp | ClampedMlp | SharedExpert | None = None
         if experts.shared_intermediate_size:
-            common = GatedMlp.load(config, weights, f"{block}.{shared}")
+            plain_common = GatedMlp.load(config, weights, f"{block}.{shared}")
+            common = _clamped(plain_common, config.mlp_limit)
             if has_shared_gate:
                 gate = weights.linear(f"{block}.{shared}_gate", precise=True)
-                common = SharedExpert(expert=common, gate=gate)
+                common = SharedExpert(expert=plain_common, gate=gate)
         return SparseMlp(router=router, experts=each, shared=common)
 
     return Part(tensors=tensors, load=load)
 
 
-def _clamped(each: Sequence[GatedMlp], limit: float) -> Sequence[TwoLayerMlp]:
+def _clamped(plain: GatedMlp, limit: float | None) -> GatedMlp | ClampedMlp:
     from shardnet.model.layers.experts import ClampedMlp
 
-    return [
-        ClampedMlp(limit=limit, gate_up_proj=one.gate_up_proj, down_proj=one.down_proj)
-        for one in each
-    ]
+    if limit is None:
+        return plain
+    return ClampedMlp(limit=limit, gate_up_proj=plain.gate_up_proj, down_proj=plain.down_proj)
 
 
 def _by_softmax(experts: Experts, weights: WeightSource, gate: str, bias: Tensor | None) -> Router:

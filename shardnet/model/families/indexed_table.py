@@ -47,7 +47,7 @@ def _read_v32(fields: Fields) -> ModelConfig:
     config = deepseek_v2.read_latent_attention(fields, interleaved=True, max_positions=163840)
     fields.ignore("indexer_types", "layer_types")  # all are alike
     fields.require("rope_interleave", True)
-    indexer = _read_indexer(fields, range(config.n_layers + 1), 64)
+    indexer = read_indexer(fields, range(config.n_layers + 1), 64)
     return replace(read_experts(fields, config, EXPERTS), indexer=indexer)
 
 
@@ -59,7 +59,7 @@ def _read_glm(fields: Fields) -> ModelConfig:
     fields.ignore("layer_types")
     for key in ("rope_interleave", "indexer_rope_interleave"):
         fields.require(key, True)
-    indexer = _read_indexer(fields, _choosing_layers(fields, config.n_layers, (1, 2)), 32)
+    indexer = read_indexer(fields, _choosing_layers(fields, config.n_layers, (1, 2)), 32)
     config = read_experts(fields, config, replace(EXPERTS, n_groups=1, top_groups=1))
     return replace(config, indexer=replace(indexer, interleaved=True))
 
@@ -79,7 +79,7 @@ def _read_hunyuan(fields: Fields) -> ModelConfig:
     limit = fields.number("swiglu_limit", 10.0)
     if config.experts is not None and limit > 0:
         config = replace(config, experts=replace(config.experts, swiglu_limit=limit))
-    indexer = _read_indexer(fields, _choosing_layers(fields, config.n_layers, (4, 2)), 16)
+    indexer = read_indexer(fields, _choosing_layers(fields, config.n_layers, (4, 2)), 16)
     return replace(
         config,
         has_sinks=True,
@@ -94,7 +94,15 @@ def _read_hunyuan(fields: Fields) -> ModelConfig:
 
 
 def _choosing_layers(fields: Fields, n_layers: int, regular: tuple[int, int]) -> list[int]:
-    """Read which layers choose, and that for MTP; the others take the choice of one before.
+    """Read which layers choose, and that for MTP; the others take the choice of one before."""
+    chooses = read_choosing(fields, n_layers, regular)
+    if not chooses[0]:
+        raise fields.damaged("indexer_types: the first layer has no choice to take")
+    return [n for n, own in enumerate([*chooses, True]) if own]
+
+
+def read_choosing(fields: Fields, n_layers: int, regular: tuple[int, int]) -> list[bool]:
+    """Read of each layer whether it chooses.
 
     By default it is every so many-th, from another on, and those before.
     """
@@ -104,12 +112,12 @@ def _choosing_layers(fields: Fields, n_layers: int, regular: tuple[int, int]) ->
     for key in ("index_topk_pattern", "indexer_types"):
         found = fields.take(key, object, None) or found
     kinds = [str(each)[:1].upper() for each in found]
-    if len(kinds) != n_layers or not set(kinds) <= {"F", "S"} or kinds[0] != "F":
+    if len(kinds) != n_layers or not set(kinds) <= {"F", "S"}:
         raise fields.damaged(f"indexer_types {found} are not full or shared for each layer")
-    return [n for n, kind in enumerate([*kinds, "F"]) if kind == "F"]
+    return [kind == "F" for kind in kinds]
 
 
-def _read_indexer(fields: Fields, layers: Iterable[int], n_heads: int) -> Indexer:
+def read_indexer(fields: Fields, layers: Iterable[int], n_heads: int) -> Indexer:
     """Read what chooses positions in `layers`; with `n_heads` by default."""
     return Indexer(
         n_heads=fields.positive("index_n_heads", n_heads),

@@ -126,10 +126,12 @@ def _mixer_tensors(config: ModelConfig, layer: int) -> Table:
     own = config.delta_net
     if own is None or layer not in own.layers:
         return LATENT_HEADS.tensors(config, layer)
-    return _delta_tensors(config, own, f"model.layers.{layer}.self_attn")
+    rates = (1, 1, own.n_value_heads, 1)
+    return low_rank_tensors(config, own, f"model.layers.{layer}.self_attn", rates)
 
 
-def _delta_tensors(config: ModelConfig, own: DeltaNet, prefix: str) -> Table:
+def low_rank_tensors(config: ModelConfig, own: DeltaNet, prefix: str, rates: Shape) -> Table:
+    """Name KDA below `prefix`, with gates and decays of a low rank, and `rates` of the shape."""
     hidden, size, width = config.hidden_size, own.key_size, own.key_width
     ranks = {
         "f_a_proj": (size, hidden),
@@ -137,7 +139,7 @@ def _delta_tensors(config: ModelConfig, own: DeltaNet, prefix: str) -> Table:
         "g_a_proj": (size, hidden),
         "g_b_proj": (width, size),
     }
-    decays = {"A_log": (1, 1, own.n_value_heads, 1), "dt_bias": (width,)}
+    decays = {"A_log": rates, "dt_bias": (width,)}
     return delta_tensors(config, own, prefix, ranks, decays)
 
 
@@ -166,24 +168,26 @@ def _load_mixer(config: ModelConfig, weights: WeightSource, layer: int) -> Atten
     if own is None or layer not in own.layers:
         latent: Attention = LATENT_HEADS.load(config, weights, layer)
         return latent
-    attn = f"model.layers.{layer}.self_attn"
-    project = _load_projections(own, weights, attn)
-    floor = own.decay_floor
-    return load_delta_net(config, weights, attn, project, gates_alone=True, decay_floor=floor)
+    return load_low_rank(config, own, weights, f"model.layers.{layer}.self_attn")
 
 
-def _load_projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:
+def load_low_rank(
+    config: ModelConfig, own: DeltaNet, weights: WeightSource, prefix: str
+) -> Attention:
+    """Take the KDA below `prefix`, whose gates and decays are of a low rank."""
     from shardnet.model.mixers.gated_delta import LowRankProjections
 
     names = [f"{prefix}.{name}_proj" for name in ("q", "k", "v", "g_a")]
     small = [f"{prefix}.{name}_proj" for name in ("b", "f_a")]
-    return LowRankProjections(
+    project = LowRankProjections(
         config=own,
         qkv_proj=weights.linear(*names),
         gate_proj=weights.linear(f"{prefix}.g_b_proj"),
         small_proj=weights.linear(*small, precise=True),
         decay_proj=weights.linear(f"{prefix}.f_b_proj", precise=True),
     )
+    floor = own.decay_floor
+    return load_delta_net(config, weights, prefix, project, gates_alone=True, decay_floor=floor)
 
 
 def load_delta_net(

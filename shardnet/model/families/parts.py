@@ -232,6 +232,9 @@ def latent_attention(config: ModelConfig, layer: int) -> Table:
         index = f"{attn}.indexer"
         shapes = {"wq_b": (own.n_heads * own.head_size, latent.query_rank)}
         shapes |= {"wk": (own.head_size, hidden), "weights_proj": (own.n_heads, hidden)}
+        if own.n_pooled > 1:
+            shapes["pool_gate"] = (own.head_size, hidden)
+            tensors[f"{index}.index_kpool_compress_ape"] = (own.n_pooled, own.head_size)
         norm = {f"{index}.k_norm.{part}": (own.head_size,) for part in ("weight", "bias")}
         tensors |= linears(index, shapes) | norm
     return tensors

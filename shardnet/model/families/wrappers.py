@@ -265,6 +265,7 @@ _ROWS: Final = (
         sections=(11, 11, 10),
     ),
     _by_modules("exaone4_5", "Exaone4_5_ForConditionalGeneration", "exaone4"),
+    _by_modules("glm5_next", "Glm5NextForConditionalGeneration", "glm5_next_text"),
     _by_modules("got_ocr2", "GotOcr2ForConditionalGeneration", "qwen2"),
     _by_modules("idefics2", "Idefics2ForConditionalGeneration", "mistral"),
     _by_modules("idefics3", "Idefics3ForConditionalGeneration", "llama"),

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardnet.model.cache.slot_blocks import SlotState
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.layers.attention import ForwardStep
-from shardnet.model.layers.experts import SparseMlp
+from shardnet.model.layers.experts import ClampedMlp, SparseMlp
 from shardnet.model.layers.modules import Attention, GatedMlp, PlainMlp
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary
@@ -100,7 +100,7 @@ class MlpSublayer:
     """A dense MLP with its norms and residual."""
 
     residual: Residual
-    mlp: GatedMlp | PlainMlp
+    mlp: GatedMlp | ClampedMlp | PlainMlp
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
@@ -156,7 +156,7 @@ class ParallelSublayer:
 
     residual: Residual
     self_attn: Attention
-    mlp: GatedMlp | PlainMlp | SparseMlp
+    mlp: GatedMlp | ClampedMlp | PlainMlp | SparseMlp
     mlp_norm: Norm | BareNorm | None = None
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
@@ -209,7 +209,7 @@ class Layer:
         attention: Residual,
         self_attn: Attention,
         around_mlp: Residual,
-        mlp: GatedMlp | PlainMlp | SparseMlp,
+        mlp: GatedMlp | ClampedMlp | PlainMlp | SparseMlp,
     ) -> Layer:
         """Build a layer from attention and MLP, and the norms and residual around each."""
         second: Sublayer
@@ -230,7 +230,7 @@ def stream_layer(
     weights: WeightSource,
     layer: int,
     self_attn: Attention,
-    mlp: GatedMlp | PlainMlp | SparseMlp,
+    mlp: GatedMlp | ClampedMlp | PlainMlp | SparseMlp,
 ) -> Layer:
     """Put mixers, and norms but for GATED ones, around the sub-layers of the absolute `layer`."""
     prefix = f"model.layers.{layer}"

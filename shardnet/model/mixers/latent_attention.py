@@ -26,9 +26,6 @@ from shardnet.model.mixers.mixed_attention import tempered
 from shardnet.model.mixers.position_indexer import PositionIndexer
 from shardnet.model.shards.cut import Axis
 
-LATENT_EPS = 1e-6
-"""Of the norms over latents, whatever the config says of the others."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
@@ -64,7 +61,7 @@ class LatentAttention:
             kind=replace(AttentionKind.of(config, layer), has_index=indexer is not None),
             queries=LatentQueries.load(latent, weights, attn),
             kv_a_proj=weights.linear(f"{attn}.kv_a_proj_with_mqa"),
-            kv_a_layernorm=weights.norm(f"{attn}.kv_a_layernorm", LATENT_EPS),
+            kv_a_layernorm=weights.norm(f"{attn}.kv_a_layernorm", latent.norm_eps),
             keys=HeadMatmuls.of(of_heads[:, : latent.nope_size]),
             values=HeadMatmuls.of(of_heads[:, latent.nope_size :].transpose(1, 2)),
             o_proj=weights.linear(f"{attn}.o_proj", inputs=Axis.HEADS),
@@ -84,7 +81,9 @@ class LatentAttention:
         turning = torch.cat(
             (queries[..., latent.nope_size :], cached[:, None, latent.rank :]), 1
         )  # [T, H + 1, R]
-        turned = rotary.rotate_pairs(turning) if latent.interleaved else rotary.rotate(turning)
+        turned = turning
+        if latent.rope_size:
+            turned = rotary.rotate_pairs(turning) if latent.interleaved else rotary.rotate(turning)
         own = _by_head(queries[..., : latent.nope_size], self.keys, step)  # [T, H, L]
         beside, choose = hidden.new_empty(n_rows, 1, 0), None
         if self.indexer is not None:
@@ -121,7 +120,7 @@ class LatentQueries:
             return cls(first=whole, q_a_layernorm=None, q_b_proj=None)
         return cls(
             first=weights.linear(f"{attn}.q_a_proj"),
-            q_a_layernorm=weights.norm(f"{attn}.q_a_layernorm", LATENT_EPS),
+            q_a_layernorm=weights.norm(f"{attn}.q_a_layernorm", latent.norm_eps),
             q_b_proj=weights.linear(f"{attn}.q_b_proj", outputs=(Axis.HEADS,)),
         )
 

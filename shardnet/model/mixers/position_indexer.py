@@ -19,7 +19,7 @@ from shardnet.model.config.model_config import N_DIGITS, Indexer, ModelConfig
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import Choose, ForwardStep
 from shardnet.model.layers.native_attention import native_choose
-from shardnet.model.layers.norms import HeadNorm, Norm
+from shardnet.model.layers.norms import HeadNorm, Norm, row_softmax
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
 
@@ -56,23 +56,71 @@ class PositionIndexer:
             return hidden.new_empty(len(hidden), 1, 0), choose_again
         queries = own.wq_b(low_rank).view(len(hidden), config.n_heads, config.head_size)
         heads = torch.cat((queries, own.k_norm(own.wk(hidden))[:, None]), 1)  # [T, I + 1, D]
+        turned = self._rotate(heads, rotary) if self.rope_size else heads
+        factor = (config.n_heads * config.head_size) ** -0.5
+        weights = (own.weights_proj(hidden.float()) * factor).contiguous()  # [T, I]
+        queries, keys, pool = turned[:, :-1], turned[:, -1:], own.pool
+        if pool is None:
+            return keys, partial(choose, queries, weights, config.n_chosen)
+        n_entries = config.n_chosen // pool.n_pooled
+        chooser = partial(choose_pooled, queries, weights, n_entries, pool.n_pooled, pool)
+        return torch.cat((keys, pool.scores(hidden)[:, None]), -1), chooser
+
+    def _rotate(self, heads: Tensor, rotary: Rotary) -> Tensor:
+        config = self.config
         turning = heads[..., -self.rope_size :] if config.rotates_last else heads
         turned = rotary.rotate_pairs(turning) if config.interleaved else rotary.rotate(turning)
         if config.rotates_last:
             turned = torch.cat((heads[..., : -self.rope_size], turned), -1)
-        factor = (config.n_heads * config.head_size) ** -0.5
-        weights = (own.weights_proj(hidden.float()) * factor).contiguous()  # [T, I]
-        return turned[:, -1:], partial(choose, turned[:, :-1], weights, config.n_chosen)
+        return turned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryPool:
+    """What makes one key of those of `n_pooled` positions (GLM-5.3), column by column.
+
+    Each column of a key counts by the softmax, over the positions, of its score, of which `places`
+    has a part for each place in an entry.
+    """
+
+    n_pooled: int
+    scores: Linear
+    places: Tensor  # [P, D], float32
+
+    @classmethod
+    def load(cls, n_pooled: int, weights: WeightSource, name: str) -> EntryPool:
+        """Take the parameters of the indexer `name`."""
+        return cls(
+            n_pooled=n_pooled,
+            scores=weights.linear(f"{name}.pool_gate"),
+            places=weights.parameter(f"{name}.index_kpool_compress_ape"),
+        )
+
+    def __call__(self, stored: Tensor) -> Tensor:
+        """Make entries [n, D] of keys and scores [n x P, 2 x D], one position after the other."""
+        n_entries, size = len(stored) // self.n_pooled, self.places.shape[1]
+        wide = stored.float().view(n_entries, self.n_pooled, 2, size)
+        keys, scores = wide.unbind(2)  # [n, P, D] each
+        logits = (scores + self.places).transpose(1, 2).reshape(-1, self.n_pooled)
+        shares = row_softmax(logits).view(n_entries, size, self.n_pooled)
+        entries = keys[:, 0] * shares[..., 0]
+        for place in range(1, self.n_pooled):
+            entries = entries + keys[:, place] * shares[..., place]
+        return entries.to(stored.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexProjections:
-    """The parameters of an indexer: queries of low rank, a key, and the weights of its heads."""
+    """The parameters of an indexer: queries of low rank, a key, and the weights of its heads.
+
+    With a `pool` entries of several positions are chosen.
+    """
 
     wq_b: Linear
     wk: Linear
     k_norm: Norm
     weights_proj: Linear
+    pool: EntryPool | None
 
     @classmethod
     def load(cls, config: Indexer, weights: WeightSource, name: str) -> IndexProjections:
@@ -82,6 +130,7 @@ class IndexProjections:
             wk=weights.linear(f"{name}.wk"),
             k_norm=weights.norm(f"{name}.k_norm", config.norm_eps),
             weights_proj=weights.linear(f"{name}.weights_proj", precise=True, wide=True),
+            pool=EntryPool.load(config.n_pooled, weights, name) if config.n_pooled > 1 else None,
         )
 
 
@@ -266,8 +315,8 @@ def _best(queries: Tensor, weights: Tensor, keys: Tensor, n_chosen: int) -> Tens
 
 
 def choose_again(layer: int, step: ForwardStep) -> Tensor | None:
-    """Take what the last layer before has chosen that chooses."""
-    return step.choices[-1]
+    """Take what the last layer before has chosen that chooses: nothing in a trial of one layer."""
+    return step.choices[-1] if step.choices else None
 
 
 def _chosen_in_torch(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import WrongValuesError
+from shardnet.model.config.model_config import Indexer
 from shardnet.output_params import OutputKind
 from shardnet.types import MicroBatch
 from shardnet.wire.payloads.rows import RowBlock
@@ -39,12 +40,14 @@ def blocks_of_choice(batch: MicroBatch, chosen: Tensor | None) -> list[RowBlock]
 
 
 def choice_of_blocks(
-    batch: MicroBatch, blocks: Sequence[RowBlock], n_chosen: int, device: torch.device
+    batch: MicroBatch, blocks: Sequence[RowBlock], indexer: Indexer, device: torch.device
 ) -> Tensor | None:
     """Return what `blocks_of_choice` was given. Raises WrongValuesError for no such choice."""
     found = [block for block in blocks if block.is_choice]
     positions = [group.position + row for group in batch.groups for row in range(group.n_rows)]
-    if max(positions, default=0) < n_chosen and not found:
+    n_pooled, width = indexer.n_pooled, indexer.n_attended
+    n_entries = indexer.n_chosen // n_pooled
+    if (max(positions, default=0) + 1) // n_pooled <= n_entries and not found:
         return None
     rows = [torch.frombuffer(bytearray(block.payload), dtype=torch.float32) for block in found]
     came = [(block.sequence_id, block.position + n) for block in found for n in range(block.n_rows)]
@@ -53,12 +56,12 @@ def choice_of_blocks(
         for group in batch.groups
         for n in range(group.n_rows)
     ]
-    if came != due or any(block.width != n_chosen for block in found):
+    if came != due or any(block.width != width for block in found):
         raise WrongValuesError.received(f"step {batch.step} came without the positions of its rows")
-    chosen = torch.cat(rows).to(torch.int32).view(-1, n_chosen)
+    chosen = torch.cat(rows).to(torch.int32).view(-1, width)
     ends = torch.tensor(positions, dtype=torch.int32)[:, None]
-    n_taken = torch.clamp(ends + 1, max=n_chosen)
-    is_taken = torch.arange(n_chosen) < n_taken
+    n_whole = torch.clamp((ends + 1) // n_pooled, max=n_entries)
+    is_taken = torch.arange(width) < n_whole * n_pooled + (ends + 1) % n_pooled
     ascends = (chosen[:, 1:] > chosen[:, :-1]) | ~is_taken[:, 1:]
     is_seen = torch.where(is_taken, (chosen >= 0) & (chosen <= ends), chosen == -1)
     if not (bool(ascends.all()) and bool(is_seen.all())):

@@ -242,15 +242,13 @@ class TorchCompute:
         own = self._indexer_for(self._model.layers.start)
         if activations is None or own is None:
             return []
-        return [choice_of_blocks(batch, activations.deep, own.n_chosen, self._model.device)]
+        return [choice_of_blocks(batch, activations.deep, own, self._model.device)]
 
     def _indexer_for(self, layer: int) -> Indexer | None:
         """Return the indexer of the model where `layer` takes the choice of one before it."""
-        config = self._model.config if isinstance(self._model, StageModel) else None
-        own = None if config is None else config.indexer
-        if config is None or own is None or layer in own.layers or not config.has_kv(layer):
+        if not isinstance(self._model, StageModel) or not self._model.config.takes_choice(layer):
             return None
-        return own
+        return self._model.config.indexer
 
     def _picture_rows(
         self, batch: MicroBatch, activations: Activations | None

@@ -7,7 +7,7 @@ planner calls it. Tests hold it against what loading and computing really take.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -257,7 +257,19 @@ def kv_block_bytes(
     if config.has_mtp and layers.end == config.n_layers:
         caching.append(config.n_layers)
     position = sum(_kv_position_bytes(config.heads(layer), dtype, kv_dtype) for layer in caching)
-    return position * BLOCK_POSITIONS
+    return position * BLOCK_POSITIONS + _entry_bytes(config, caching, dtype)
+
+
+def _entry_bytes(config: ModelConfig, layers: Sequence[int], dtype: DType) -> int:
+    """Return the bytes of what a block's positions are chosen by where entries are made of them.
+
+    Their memory doubles as it grows.
+    """
+    own = config.indexer
+    if own is None or own.n_pooled == 1:
+        return 0
+    n_choosing = len({*layers} & {*own.layers})
+    return n_choosing * 2 * own.head_size * dtype.size_bytes * BLOCK_POSITIONS // own.n_pooled
 
 
 def state_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
@@ -349,12 +361,9 @@ def _choice_bytes(
     copied = usual.key_size
     if config.latent is None:
         copied = usual.n_kv_heads * (copied + config.heads(own.layers[0]).value_size)
-    copies = together * own.n_chosen * copied * dtype.size_bytes
+    copies = together * own.n_attended * copied * dtype.size_bytes
     scores = together * (context // own.n_pooled)
-    if own.n_pooled > 1:
-        n_entries = sum(layer in own.layers for layer in layers) * (context // own.n_pooled)
-        copies += 2 * n_entries * own.head_size * dtype.size_bytes
-    return queries + copies + 4 * (scores + 2 * rows * (own.n_chosen + own.n_pooled))
+    return queries + copies + 4 * (scores + 2 * rows * own.n_attended)
 
 
 def waiting_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> int:

@@ -314,7 +314,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         sizes["num_experts_per_tok"] = 4  # has no default of its own
     if family == "dots1":
         sizes |= {"n_routed_experts": 128, "num_experts_per_tok": 8, "n_shared_experts": 1}
-    if family == "helium":
+    if family in ("helium", "glm5_next_text"):
         sizes["num_key_value_heads"] = 32  # has a number for a default
     if family == "nemotron_h":
         sizes["layers_block_type"] = [*("linear_attention", "moe") * 2, *("full_attention", "mlp")]
@@ -336,7 +336,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
         kv_heads *= 2  # of layers with a window
     assert ours.latent or ours.n_kv_heads == kv_heads
     size = theirs.qk_rope_head_dim if ours.latent else getattr(theirs, "head_dim", None)
-    assert ours.head_size == (size or 16)
+    assert ours.head_size == (16 if size is None else size)
     keys = ("rms_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_eps", "layer_norm_epsilon")
     eps = next((one for key in keys if (one := getattr(theirs, key, None)) is not None), 1e-5)
     assert ours.norm_eps == eps
@@ -459,8 +459,11 @@ def check_latent(ours: ModelConfig, theirs: Any) -> None:
         query_rank=theirs.q_lora_rank,
         interleaved=getattr(theirs, "rope_interleave", bool(ours.rope and not ours.nope_layers))
         and ours.family != "hy_v4",
+        norm_eps=theirs.rms_norm_eps if ours.family == "glm5_next_text" else 1e-6,
     )
-    assert ours.sparse_layers == tuple(range(getattr(theirs, "first_k_dense_replace", 1), 7))
+    kinds = ["dense"] * getattr(theirs, "first_k_dense_replace", 1) + ["sparse"] * 7
+    kinds = getattr(theirs, "mlp_layer_types", None) or kinds[:7]
+    assert ours.sparse_layers == tuple(n for n in range(7) if kinds[n] == "sparse")
     assert ours.experts.output_scale == theirs.routed_scaling_factor
     shared = theirs.n_shared_experts * theirs.moe_intermediate_size
     assert ours.experts.shared_intermediate_size == shared
@@ -664,8 +667,68 @@ def test_layers_may_take_the_choice_of_one_before(said: dict[str, Any]) -> None:
     assert config.indexer.layers == (0, 1, 4, config.n_layers)
     assert [each.value_size for each in config.uneven_heads(range(3))] == [128, 128, 0]
     for wrong in ("SFFFFFF", "FFF", "FFSSFSX"):
-        with pytest.raises(CheckpointError, match="are not full or shared for each layer"):
+        with pytest.raises(CheckpointError, match="indexer_types"):
             parse_config(raw | {"index_topk_pattern": wrong}, "config.json")
+
+
+GLM5_NEXT = SIZES | {"model_type": "glm5_next_text", "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"linear_lower_bound": None, "swiglu_limit": 7.0, "hc_mult": 3, "index_topk": 64},
+        {"linear_attn_config": {"head_dim": 64, "num_heads": 3, "gate_lower_bound": -4.0}},
+        {"linear_attn_config": {"short_conv_kernel_size": 3, "gate_lower_bound": None}},
+        {"linear_attn_config": {"gate_lower_bound": None, "safe_gate": False}},
+        {"index_topk_pattern": "SSSFSSF", "layer_types": None, "head_dim": 0},
+    ],
+)
+def test_glm_flash_reads_its_own_keys_as_transformers_does(said: dict[str, Any]) -> None:
+    theirs = AutoConfig.for_model(**GLM5_NEXT | said)
+    ours = parse_config(GLM5_NEXT | said, "config.json")
+    kinds = [n for n, kind in enumerate(theirs.layer_types) if kind == "linear_attention"]
+    assert ours.delta_net == DeltaNet(
+        n_key_heads=theirs.linear_num_heads,
+        n_value_heads=theirs.linear_num_heads,
+        key_size=theirs.linear_head_dim,
+        value_size=theirs.linear_head_dim,
+        n_taps=theirs.linear_conv_kernel_dim,
+        layers=tuple(kinds),
+        has_key_decays=True,
+        decay_floor=theirs.linear_lower_bound or 0.0,
+    )
+    assert ours.indexer is not None
+    assert (ours.indexer.n_chosen, ours.indexer.n_pooled) == (theirs.index_topk, theirs.index_kpool)
+    sizes = (theirs.index_n_heads, theirs.index_head_dim)
+    assert (ours.indexer.n_heads, ours.indexer.head_size) == sizes
+    full = [n for n, kind in enumerate(theirs.indexer_types) if kind == "full" and n not in kinds]
+    assert ours.indexer.layers == tuple(full)
+    assert ours.mlp_limit == theirs.swiglu_limit
+    assert ours.experts is not None
+    assert ours.experts.swiglu_limit == theirs.swiglu_limit
+    assert ours.streams is not None
+    assert (ours.streams.count, ours.streams.eps) == (theirs.hc_mult, theirs.hc_eps)
+    assert ours.streams.n_rounds == theirs.hc_sinkhorn_iters
+    assert not ours.streams.has_head
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"qk_rope_head_dim": 64}, "qk_rope_head_dim = 64 is not supported"),
+        ({"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail = False"),
+        ({"index_topk_pattern": "FFFSFFF"}, "shared in layer 3"),
+        ({"index_kpool": 3}, "index_topk 2048 is no multiple of index_kpool 3"),
+        ({"q_lora_rank": None}, "q_lora_rank = None is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"some_gate": True}, "some_gate = True is not known"),
+    ],
+)
+def test_what_glm_flash_does_not_compute_is_refused(said: dict[str, Any], message: str) -> None:
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        parse_config(GLM5_NEXT | said, "config.json")
 
 
 def test_kinds_of_layers_may_have_no_positions() -> None:

@@ -14,6 +14,7 @@ from support.rings.stage_chain import Rows, batch_of, random_prompt
 from support.rings.torch_rings import TorchStages
 
 from shardnet.errors import WrongValuesError
+from shardnet.model.config.model_config import Indexer
 from shardnet.runtime.stage.position_choices import blocks_of_choice, choice_of_blocks
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import LayerRange
@@ -27,6 +28,7 @@ BATCH = batch_of(
 )
 CHOSEN = torch.tensor([[0, 2, 5], [1, 5, 6], [0, -1, -1]], dtype=torch.int32)
 CPU = torch.device("cpu")
+THREE = Indexer(n_heads=1, head_size=2, n_chosen=3, interleaved=False, layers=(0,))
 
 
 def test_choices_travel_as_blocks_of_rows() -> None:
@@ -35,11 +37,28 @@ def test_choices_travel_as_blocks_of_rows() -> None:
         for block in blocks_of_choice(BATCH, CHOSEN)
         for frame in rows_frames(block, epoch=1, step=1)
     ]
-    assert torch.equal(came := choice_of_blocks(BATCH, [*map(read_rows, frames)], 3, CPU), CHOSEN)
+    assert torch.equal(
+        came := choice_of_blocks(BATCH, [*map(read_rows, frames)], THREE, CPU), CHOSEN
+    )
     assert came.dtype is torch.int32
     few = batch_of([Rows(slot=1, position=1, ids=[1, 2], n_sampled=0)])
     assert blocks_of_choice(few, None) == []
-    assert choice_of_blocks(few, [], 3, CPU) is None
+    assert choice_of_blocks(few, [], THREE, CPU) is None
+
+
+def test_choices_of_entries_travel_with_the_tail() -> None:
+    """Of rows behind 9 and 10 positions, in entries of 3, one of which is chosen."""
+    batch = batch_of([Rows(slot=1, position=8, ids=[1, 2], n_sampled=0)])
+    indexer = replace(THREE, n_pooled=3)
+    chosen = torch.tensor([[3, 4, 5, -1, -1], [0, 1, 2, 9, -1]], dtype=torch.int32)
+    assert torch.equal(
+        choice_of_blocks(batch, blocks_of_choice(batch, chosen), indexer, CPU), chosen
+    )
+    chosen[1, 3] = -1
+    with pytest.raises(WrongValuesError, match="came with positions that are none"):
+        choice_of_blocks(batch, blocks_of_choice(batch, chosen), indexer, CPU)
+    few = batch_of([Rows(slot=1, position=3, ids=[1, 2], n_sampled=0)])
+    assert choice_of_blocks(few, [], indexer, CPU) is None
 
 
 @pytest.mark.parametrize(
@@ -60,7 +79,7 @@ def test_positions_that_are_none_are_refused(row: int, wrong: list[float]) -> No
     rows = CHOSEN.float()
     rows[row] = torch.tensor(wrong)
     with pytest.raises(WrongValuesError, match="step 1 came with positions that are none"):
-        choice_of_blocks(BATCH, blocks_of_choice(BATCH, rows), 3, CPU)
+        choice_of_blocks(BATCH, blocks_of_choice(BATCH, rows), THREE, CPU)
 
 
 def test_rows_without_their_positions_are_refused() -> None:
@@ -70,7 +89,7 @@ def test_rows_without_their_positions_are_refused() -> None:
     unlike.append([replace(first, position=4), second])
     for blocks in unlike:
         with pytest.raises(WrongValuesError, match="came without the positions of its rows"):
-            choice_of_blocks(BATCH, blocks, 3, CPU)
+            choice_of_blocks(BATCH, blocks, THREE, CPU)
 
 
 def test_a_stage_takes_the_choice_of_the_one_before(tmp_path: Path) -> None:

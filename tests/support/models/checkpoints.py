@@ -100,6 +100,9 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     "hy_v4": LATENT
     | {"n_routed_experts": 8, "num_experts_per_tok": 3, "q_lora_rank": 14}
     | {"index_head_dim": 16, "index_n_heads": 6},
+    "glm5_next_text": {key: value for key, value in LATENT.items() if "first" not in key}
+    | {"n_routed_experts": 6, "num_experts_per_tok": 2, "q_lora_rank": 14, "qk_rope_head_dim": 0}
+    | {"index_head_dim": 16, "index_n_heads": 6, "linear_head_dim": 10, "linear_num_heads": 4},
     "hy_v3": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     | {"head_dim": 8, "mlp_layer_types": ["sparse"] * 4},
     "cohere2_moe": {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": 10}
@@ -275,6 +278,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
     "glm4v": _GLM_EYES,
     "glm46v": _GLM_EYES,
     "glm4v_moe": _GLM_EYES,
+    "glm5_next_text": _GLM_EYES,
     "llama4": _SIGLIP
     | {
         "intermediate_size": 32,
@@ -389,7 +393,7 @@ def _wrapped(family: str, text: dict[str, Any]) -> PreTrainedModel:
     """Put the smallest eyes before a language model."""
     outer = {"tie_word_embeddings": text.get("tie_word_embeddings", False)}
     whole = {"text_config": text | outer, "vision_config": WRAPPED[family], **outer}
-    config = AutoConfig.for_model(family, **whole)
+    config = AutoConfig.for_model(family.removesuffix("_text"), **whole)
     return AutoModelForImageTextToText.from_config(config)
 
 

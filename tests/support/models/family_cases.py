@@ -436,6 +436,29 @@ CASES: dict[str, dict[str, Any]] = {
         "swiglu_limit": 0.02,
         "hc_mult": 3,
     },
+    "glm5_next_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "indexed_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+        "index_kpool": 4,
+        "index_topk": 40,
+        "swiglu_limit": 0.05,
+        "hc_mult": 3,
+    },
+    "glm5_next_text-shared": {
+        "num_hidden_layers": 5,
+        "layer_types": ["indexed_attention"] * 3 + ["linear_attention", "full_attention"],
+        "indexer_types": ["full", "shared", "full", "shared", "full"],
+        "linear_attn_config": {"num_heads": 3, "head_dim": 18, "safe_gate": False}
+        | {"gate_lower_bound": None, "short_conv_kernel_size": 3},
+        "attention_bias": True,
+        "index_kpool": 3,
+        "index_topk": 24,
+        "hc_sinkhorn_iters": 3,
+        "n_group": 3,
+        "topk_group": 2,
+        "norm_topk_prob": False,
+    },
     "hy_v3": ODD
     | {
         "num_hidden_layers": 4,

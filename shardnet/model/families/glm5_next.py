@@ -1,0 +1,187 @@
+"""GLM-5.3-Flash (transformers, modeling_glm5_next.py): KDA in three of four layers, latents beside.
+
+The KDA is Kimi Linear's, with decays that may have a bound. DeepSeek's latents have no positions;
+which ones a row attends to is chosen by entries of several. Residual streams are DeepSeek-V4's, and
+all MLPs are clamped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from shardnet.model.config.decoder_config import FULL, LINEAR, check_state_size, read_layer_kinds
+from shardnet.model.config.fields import Fields
+from shardnet.model.config.limits import Range
+from shardnet.model.config.model_config import (
+    DeltaNet,
+    Indexer,
+    Latent,
+    ModelConfig,
+    Rope,
+    StreamKind,
+    Streams,
+)
+from shardnet.model.families import bailing_hybrid, deepseek_v2, kimi_linear, latent_table
+from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
+from shardnet.model.families.indexed_table import read_choosing, read_indexer
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import LATENT_HEADS, Part
+from shardnet.model.families.tensor_shapes import Table
+
+if TYPE_CHECKING:
+    from shardnet.model.layers.modules import Attention
+    from shardnet.model.layers.weight_source import WeightSource
+
+_LATENT: Final = Latent(
+    rank=512, rope_size=0, nope_size=256, value_size=256, query_rank=1536, interleaved=False
+)
+_EXPERTS: Final = replace(latent_table.EXPERTS, n_experts=288, n_groups=1, top_groups=1)
+_INDEXED: Final = "indexed_attention"
+_LIMITS: Final = Range(1e-6, 1e6)
+_INTERVAL: Final = 4
+_WITHOUT_EFFECT: Final = (
+    *("first_k_dense_replace", "head_dim", "indexer_rope_interleave", "mlp_bias"),
+    *("partial_rotary_factor", "rope_interleave", "rope_parameters", "rope_scaling", "rope_theta"),
+)
+"""What transformers takes no note of: nothing turns, and kinds of MLPs are listed."""
+
+
+def _read_config(fields: Fields) -> ModelConfig:
+    """Read a Glm5NextTextConfig, or what its makers publish."""
+    fields = _without_positions(fields)
+    config = deepseek_v2.read_latent_attention(
+        fields,
+        interleaved=False,
+        max_positions=1048576,
+        norm_eps=1e-5,
+        defaults=_LATENT,
+        rope=lambda *_: Rope(),
+        has_whole_heads=True,
+    )
+    latent = config.latent
+    if latent is None or latent.query_rank is None:
+        raise fields.unsupported("q_lora_rank", None, "a rank, which positions are chosen by")
+    deepseek_v2.require_text(fields, "hidden_act", "silu")
+    limit = fields.number("swiglu_limit", 10.0, within=_LIMITS)
+    config = latent_table.read_experts(fields, config, _EXPERTS)
+    if config.experts is not None:
+        config = replace(config, experts=replace(config.experts, swiglu_limit=limit))
+    kinds = read_layer_kinds(fields, config.n_layers, FULL, _INDEXED, LINEAR) or [
+        LINEAR if n % _INTERVAL != _INTERVAL - 1 else _INDEXED for n in range(config.n_layers)
+    ]
+    fields.ignore("output_router_logits", "router_aux_loss_coef", "num_nextn_predict_layers")
+    config = replace(
+        config,
+        latent=replace(latent, norm_eps=config.norm_eps),
+        nope_layers=tuple(range(config.n_layers)),
+        mlp_limit=limit,
+        delta_net=_read_delta_net(fields, kinds),
+        indexer=_read_indexer(fields, kinds),
+        streams=Streams(
+            count=fields.positive("hc_mult", 4),
+            kind=StreamKind.BALANCED,
+            eps=fields.number("hc_eps", 1e-6),
+            n_rounds=fields.positive("hc_sinkhorn_iters", 20, at_most=1000),
+            has_head=False,
+        ),
+    )
+    fields.note_the_rest()
+    return config
+
+
+def _without_positions(fields: Fields) -> Fields:
+    """Take all keys but those without effect; refuse latents with a rotated part."""
+    fields.require("qk_rope_head_dim", 0)
+    raw: dict[str, Any] = {
+        "n_routed_experts" if key == "num_local_experts" else key: value
+        for key, value in fields.take_all().items()
+        if key not in (*_WITHOUT_EFFECT, "qk_rope_head_dim")
+    }
+    return Fields(raw, fields.where, unknown=fields.unknown)
+
+
+def _read_delta_net(fields: Fields, kinds: list[str]) -> DeltaNet | None:
+    """Read the sizes of KDA, which the makers keep in an object; None without such a layer."""
+    own = fields.inner("linear_attn_config", fields.take("linear_attn_config", dict, {}))
+    own.ignore("full_attn_layers", "kda_layers")  # the kinds of layers say so
+    n_heads = own.positive("num_heads", fields.positive("linear_num_heads", 64))
+    size = own.positive("head_dim", fields.positive("linear_head_dim", 128))
+    taps = fields.positive("linear_conv_kernel_dim", 4)
+    is_open = fields.given("linear_lower_bound") and fields.missing("linear_lower_bound")
+    floor = 0.0 if is_open else _read_floor(fields, "linear_lower_bound")
+    if own.given("gate_lower_bound"):
+        floor = 0.0 if own.missing("gate_lower_bound") else _read_floor(own, "gate_lower_bound")
+    if fields.given("linear_attn_config") and own.take("safe_gate", bool, True) and not floor:
+        floor = -5.0
+    read = DeltaNet(
+        n_key_heads=n_heads,
+        n_value_heads=n_heads,
+        key_size=size,
+        value_size=size,
+        n_taps=own.positive("short_conv_kernel_size", taps, at_most=kimi_linear.MOST_TAPS),
+        layers=tuple(n for n, kind in enumerate(kinds) if kind == LINEAR),
+        has_key_decays=True,
+        decay_floor=floor,
+    )
+    own.note_the_rest()
+    check_state_size(fields, read)
+    return read if read.layers else None
+
+
+def _read_floor(fields: Fields, key: str) -> float:
+    return fields.number(key, -5.0, within=bailing_hybrid.FLOORS)
+
+
+def _read_indexer(fields: Fields, kinds: list[str]) -> Indexer | None:
+    """Read what chooses positions in layers with latents; None without such a layer.
+
+    One that takes a choice takes that of the layer right before it: transformers hands it no
+    further.
+    """
+    n_pooled = fields.positive("index_kpool", 16)
+    fields.require("index_kpool_always_select_tail", True)
+    chooses = read_choosing(fields, len(kinds), (1, 2))
+    latents = [n for n, kind in enumerate(kinds) if kind != LINEAR]
+    choosing = [n for n in latents if chooses[n]]
+    if lost := [n for n in latents if n not in choosing and n - 1 not in choosing]:
+        before = "a choice of the layer right before"
+        raise fields.unsupported("indexer_types", f"shared in layer {lost[0]}", before)
+    read = replace(read_indexer(fields, choosing, 32), n_pooled=n_pooled)
+    if read.n_chosen % n_pooled:
+        raise fields.damaged(f"index_topk {read.n_chosen} is no multiple of index_kpool {n_pooled}")
+    return read if latents else None
+
+
+def _mixer_tensors(config: ModelConfig, layer: int) -> Table:
+    """Name KDA or latent attention."""
+    own = config.delta_net
+    if own is None or layer not in own.layers:
+        return LATENT_HEADS.tensors(config, layer)
+    attn = f"model.layers.{layer}.self_attn"
+    return kimi_linear.low_rank_tensors(config, own, attn, (own.n_value_heads,))
+
+
+def _load_mixer(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
+    own = config.delta_net
+    if own is None or layer not in own.layers:
+        latent: Attention = LATENT_HEADS.load(config, weights, layer)
+        return latent
+    return kimi_linear.load_low_rank(config, own, weights, f"model.layers.{layer}.self_attn")
+
+
+FAMILY = record(
+    "glm5_next_text",
+    "Glm5NextTextModel",
+    _read_config,
+    Layout(attention=Part(tensors=_mixer_tensors, load=_load_mixer), mlp=DEEPSEEK_EXPERTS),
+    renamed_tensors=(
+        (".hc_attn_", ".attn_hc."),
+        (".hc_ffn_", ".ffn_hc."),
+        (".self_attn.forget_gate.", ".self_attn."),
+        (".index_kpool_compress_gate", ".pool_gate.weight"),
+    ),
+    ignored_tensors=r"model\.layers\.(45\..*|\d+\.shared_head\..*)",
+    **STACKED,
+    has_whole_heads=True,
+)
