@@ -119,6 +119,18 @@ def unvisited(config: ModelConfig, dtype: DType) -> int:
     return n_left * (n_matrices * hidden * inner + biases) * dtype.size_bytes
 
 
+def test_a_block_has_room_for_entries_of_several_positions(tmp_path: Path) -> None:
+    """Of GLM-5.3, in layers that choose: 16 columns of every 4 positions, twice as they grow."""
+    sizes = {"layer_types": ["linear_attention", *["indexed_attention"] * 3], "index_kpool": 4}
+    more = {"index_topk": 40, "indexer_types": ["full", "full", "shared", "full"]}
+    folder = make_decoder(tmp_path, "glm5_next_text", with_tokenizer=False, **sizes, **more)
+    config = Checkpoint.open(folder).config
+    latents, keys, entries = 3 * 16, 2 * 2 * 16, 2 * 2 * 16 // 4
+    for dtype in (DType.FLOAT32, DType.BFLOAT16):
+        planned = kv_block_bytes(config, LayerRange(0, 4), dtype)
+        assert planned == 256 * (latents + keys + entries) * dtype.size_bytes
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gemma4_text"])
 @pytest.mark.parametrize("dtype", list(DType), ids=lambda d: d.value)
 @pytest.mark.parametrize("kv_dtype", list(KvDType), ids=lambda d: d.value)

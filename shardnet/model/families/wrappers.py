@@ -110,7 +110,7 @@ class Wrapper:
             named = ", ".join((*self.text_types, *self.others))
             raise fields.unsupported(f"{TEXT}.model_type", kind, named)
         outer = {key: raw[key] for key in raw if key not in _OF_OTHERS | {TEXT}}
-        if self.vision is None:
+        if self.vision is None and nested:
             fields.ignore(*raw.keys() - {"model_type", "architectures"})
             outer = {key: raw[key] for key in _SHARED if key in raw}
         own = {key: nested[key] for key in nested if key not in _OF_OTHERS}

@@ -714,6 +714,16 @@ def test_glm_flash_reads_its_own_keys_as_transformers_does(said: dict[str, Any])
     assert not ours.streams.has_head
 
 
+def test_glm_flash_has_a_config_of_its_own_inside_or_none() -> None:
+    """Its makers' own files of the language model alone say everything outside."""
+    outer = {"model_type": "glm5_next", "architectures": ["Glm5NextForConditionalGeneration"]}
+    outer |= {"vision_config": {"depth": 1}, "image_token_id": 5}
+    inside = parse_config(outer | {"text_config": GLM5_NEXT}, "config.json")
+    flat = {key: GLM5_NEXT[key] for key in GLM5_NEXT if key != "model_type"}
+    assert parse_config(flat | outer, "config.json") == inside
+    assert (inside.family, inside.wrapper) == ("glm5_next_text", "glm5_next")
+
+
 @pytest.mark.parametrize(
     ("said", "message"),
     [

@@ -278,7 +278,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
     "glm4v": _GLM_EYES,
     "glm46v": _GLM_EYES,
     "glm4v_moe": _GLM_EYES,
-    "glm5_next_text": _GLM_EYES,
+    "glm5_next_text": _GLM_EYES | {"projection_intermediate_size": 8},
     "llama4": _SIGLIP
     | {
         "intermediate_size": 32,

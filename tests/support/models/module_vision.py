@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from support.models.checkpoints import make_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.glm5_next.image_processing_pil_glm5_next import Glm5NextImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -109,6 +110,24 @@ TOWERS = {
             size={"longest_edge": 56}, max_image_size={"longest_edge": 28}
         ),
         settings={"image_seq_len": 4},
+    ),
+    "glm5_next": Kind(
+        text="glm5_next_text",
+        own_text={"num_key_value_heads": 6, "kv_lora_rank": 16, "q_lora_rank": 14}
+        | {"qk_nope_head_dim": 10, "v_head_dim": 12, "moe_intermediate_size": 16}
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "linear_num_heads": 2}
+        | {"linear_head_dim": 10, "index_head_dim": 16, "index_n_heads": 8, "index_kpool": 4}
+        | {"index_topk": 8, "layer_types": ["linear_attention", "indexed_attention"]}
+        | {"mlp_layer_types": ["dense", "sparse"]},
+        marks=("<|image|>", "<|video|>"),
+        tower={
+            "num_heads": 4,
+            "depth": 2,
+            "out_hidden_size": 48,
+            "projection_intermediate_size": 8,
+        },
+        images=lambda: Glm5NextImageProcessorPil(patch_size=7, min_image_tokens=4),
+        n_rows=12,
     ),
     "kimi_k25": Kind(
         text="deepseek_v3",
