@@ -45,8 +45,10 @@ PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, n_lo
     scope="module",
     params=cases(
         ["llama", "gemma3_text", "qwen3_next", "deepseek_v4"],
-        ["mistral", "deepseek_v2", "kimi_linear", "glm5_next_text"]
-        + ["lfm2", "falcon_h1", "nemotron_h"],
+        [
+            *("mistral", "deepseek_v2", "kimi_linear", "glm5_next_text"),
+            *("lfm2", "falcon_h1", "nemotron_h"),
+        ],
     ),
 )
 def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TorchStages:

@@ -23,6 +23,7 @@ from shardnet.model.layers.decoder_layer import (
     NoSublayer,
     Sublayer,
 )
+from shardnet.model.layers.experts import ClampedMlp
 from shardnet.model.layers.modules import (
     Attention,
     BothMixers,
@@ -100,7 +101,7 @@ def projection_of(own: SelfAttention | GatedAttention) -> Linear:
     return own.qkvg_proj if isinstance(own, GatedAttention) else own.qkv_proj
 
 
-def _why_no_mlp(own: GatedMlp | PlainMlp) -> str:
+def _why_no_mlp(own: GatedMlp | ClampedMlp | PlainMlp) -> str:
     if gating_of(own) is None:
         return "this activation"
     return _why_no_linears(linears_of(own))
