@@ -733,13 +733,23 @@ class ModelConfig:
         kept = [(2 * n + 1) * self.n_layers // (2 * n_layers) for n in range(n_layers)]
 
         def of_kept(layers: Iterable[int]) -> tuple[int, ...]:
-            return tuple(n for n, layer in enumerate(kept) if layer in layers)
+            """Number those that are kept; the one behind the last predicts further tokens."""
+            return tuple(n for n, layer in enumerate([*kept, self.n_layers]) if layer in layers)
 
         own: dict[str, Any] = {}
         for name in ("experts", "delta_net", "short_conv", "ngrams", "indexer"):
             part = getattr(self, name)
             if part is not None:
                 own[name] = replace(part, layers=of_kept(part.layers))
+        if self.experts is not None:
+            hashed = of_kept(self.experts.hashed_layers)
+            own["experts"] = replace(own["experts"], hashed_layers=hashed)
+        if self.compressed is not None:
+            choosing = replace(
+                self.compressed.indexer, layers=of_kept(self.compressed.indexer.layers)
+            )
+            rates = tuple(self.compressed.rates[layer] for layer in kept)
+            own["compressed"] = replace(self.compressed, rates=rates, indexer=choosing)
         windows = tuple(self.window(layer) for layer in kept) if self.windows else ()
         return replace(
             self,

@@ -92,7 +92,7 @@ class EntryPool:
         """Take the parameters of the indexer `name`."""
         return cls(
             n_pooled=n_pooled,
-            scores=weights.linear(f"{name}.pool_gate"),
+            scores=weights.linear(f"{name}.pool_gate", precise=True),
             places=weights.parameter(f"{name}.index_kpool_compress_ape"),
         )
 

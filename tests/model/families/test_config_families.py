@@ -714,6 +714,17 @@ def test_glm_flash_reads_its_own_keys_as_transformers_does(said: dict[str, Any])
     assert not ours.streams.has_head
 
 
+def test_layers_of_glm_flash_that_are_measured_choose_as_before() -> None:
+    thin = parse_config(GLM5_NEXT | {"num_hidden_layers": 16}, "config.json").thinned(4)
+    assert thin.delta_net is not None  # of layers 2, 6, 10, 14
+    assert (thin.delta_net.layers, thin.uneven_heads(range(4))) == ((0, 1, 2, 3), ())
+    kinds = ["indexed_attention", *["linear_attention"] * 2, "indexed_attention"] * 2
+    said = {"num_hidden_layers": 8, "layer_types": kinds}
+    thin = parse_config(GLM5_NEXT | said, "config.json").thinned(4)  # layers 1, 3, 5, 7
+    assert thin.indexer is not None
+    assert thin.indexer.layers == (1, 3)
+
+
 def test_glm_flash_has_a_config_of_its_own_inside_or_none() -> None:
     """Its makers' own files of the language model alone say everything outside."""
     outer = {"model_type": "glm5_next", "architectures": ["Glm5NextForConditionalGeneration"]}
