@@ -37,7 +37,8 @@ _LATENT: Final = Latent(
     rank=512, rope_size=0, nope_size=256, value_size=256, query_rank=1536, interleaved=False
 )
 _EXPERTS: Final = replace(latent_table.EXPERTS, n_experts=288, n_groups=1, top_groups=1)
-_INDEXED: Final = "indexed_attention"
+_INDEXED: Final = ("indexed_attention", "deepseek_sparse_attention", FULL)
+"""What layers with latents are called: by transformers, and by the makers."""
 _LIMITS: Final = Range(1e-6, 1e6)
 _INTERVAL: Final = 4
 _WITHOUT_EFFECT: Final = (
@@ -67,10 +68,14 @@ def _read_config(fields: Fields) -> ModelConfig:
     config = latent_table.read_experts(fields, config, _EXPERTS)
     if config.experts is not None:
         config = replace(config, experts=replace(config.experts, swiglu_limit=limit))
-    kinds = read_layer_kinds(fields, config.n_layers, FULL, _INDEXED, LINEAR) or [
-        LINEAR if n % _INTERVAL != _INTERVAL - 1 else _INDEXED for n in range(config.n_layers)
+    kinds = read_layer_kinds(fields, config.n_layers, *_INDEXED, LINEAR) or [
+        LINEAR if n % _INTERVAL != _INTERVAL - 1 else FULL for n in range(config.n_layers)
     ]
+    for key in ("index_kpool_compress", "mhc", "mla_use_nope"):
+        fields.require(key, only=True)
+    deepseek_v2.require_text(fields, "moe_router_dtype", "float32")
     fields.ignore("output_router_logits", "router_aux_loss_coef", "num_nextn_predict_layers")
+    fields.ignore("index_share_for_mtp_iteration")
     config = replace(
         config,
         latent=replace(latent, norm_eps=config.norm_eps),
