@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.model.config.decoder_config import FULL, LINEAR, check_state_size, read_layer_kinds
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.limits import Range
 from shardnet.model.config.model_config import (
     DeltaNet,
     Indexer,
@@ -39,7 +38,6 @@ _LATENT: Final = Latent(
 _EXPERTS: Final = replace(latent_table.EXPERTS, n_experts=288, n_groups=1, top_groups=1)
 _INDEXED: Final = ("indexed_attention", "deepseek_sparse_attention", FULL)
 """What layers with latents are called: by transformers, and by the makers."""
-_LIMITS: Final = Range(1e-6, 1e6)
 _INTERVAL: Final = 4
 _WITHOUT_EFFECT: Final = (
     *("first_k_dense_replace", "head_dim", "indexer_rope_interleave", "mlp_bias"),
@@ -64,7 +62,7 @@ def _read_config(fields: Fields) -> ModelConfig:
     if latent is None or latent.query_rank is None:
         raise fields.unsupported("q_lora_rank", None, "a rank, which positions are chosen by")
     deepseek_v2.require_text(fields, "hidden_act", "silu")
-    limit = fields.number("swiglu_limit", 10.0, within=_LIMITS)
+    limit = fields.number("swiglu_limit", 10.0)
     config = latent_table.read_experts(fields, config, _EXPERTS)
     if config.experts is not None:
         config = replace(config, experts=replace(config.experts, swiglu_limit=limit))
