@@ -1,5 +1,5 @@
 /* Layers that keep a state of a slot, between their linears: step by step as csrc/recurrence_body.h and
- * layers/short_conv.py have them. What a layer keeps is in a cell: [heads, key size, value size], then the inputs of a
+ * mixers/short_conv.py have them. What a layer keeps is in a cell: [heads, key size, value size], then the inputs of a
  * convolution before the next row, [taps - 1, columns]. Of a row, `runs` has the first of its slot's rows, the end of
  * them, the cell with the state before them (NO_CELL: zeros) and the cell that is to have the state after it; of rows
  * with one cell that is the last's. No cell is both. */

@@ -1,6 +1,6 @@
 /* A gated DeltaNet in one call, with norms and residual: its projections, the recurrence of each slot, its output.
  *
- * fused/delta_net.py makes the structs. Values are rounded where layers/gated_delta.py rounds them.
+ * fused/delta_net.py makes the structs. Values are rounded where mixers/gated_delta.py rounds them.
  */
 
 #include "recurrence.h"
