@@ -40,7 +40,7 @@ _INDEXED: Final = ("indexed_attention", "deepseek_sparse_attention", FULL)
 """What layers with latents are called: by transformers, and by the makers."""
 _INTERVAL: Final = 4
 _WITHOUT_EFFECT: Final = (
-    *("first_k_dense_replace", "head_dim", "indexer_rope_interleave", "mlp_bias"),
+    *("architectures", "first_k_dense_replace", "head_dim", "indexer_rope_interleave", "mlp_bias"),
     *("partial_rotary_factor", "rope_interleave", "rope_parameters", "rope_scaling", "rope_theta"),
 )
 """What transformers takes no note of: nothing turns, and kinds of MLPs are listed."""
