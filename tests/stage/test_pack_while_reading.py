@@ -114,7 +114,7 @@ def test_a_file_that_changes_meanwhile_is_named(
 ) -> None:
     folder = make_llama(tmp_path, **SIZES)
     checkpoint, file = Checkpoint.open(folder), folder / "model.safetensors"
-    usual, n_read = buffers._read, 0
+    usual, n_read = buffers.fill, 0
 
     def change(*some: Any) -> None:
         nonlocal n_read
@@ -129,6 +129,6 @@ def test_a_file_that_changes_meanwhile_is_named(
                 file.write_bytes(b"another file")
         usual(*some)
 
-    monkeypatch.setattr(buffers, "_read", change)
+    monkeypatch.setattr(buffers, "fill", change)
     with pytest.raises(CheckpointError, match=r"safetensors(: it has changed| cannot be read)"):
         load(checkpoint)
