@@ -72,6 +72,8 @@ def why_no_attention(own: Attention) -> str:
         return "this attention"
     if own.norms_rotated or own.norms_values or own.is_value_key:
         return "this attention"
+    if own.kind.are_chunks and (own.kind.window or 1).bit_count() > 1:
+        return f"chunks of {own.kind.window} positions, which is no power of two"
     if own.value_size is not None:
         return "values of another width than keys"
     if own.has_pairs and own.qk_norm is not None:  # a norm adds columns in their own order

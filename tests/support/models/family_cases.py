@@ -29,7 +29,7 @@ LLAMA4 = {
     "head_dim": 8,
     "floor_scale": 16,
     "attn_scale": 0.7,
-    "attention_chunk_size": 56,
+    "attention_chunk_size": 32,
     "intermediate_size_mlp": 56,
     "no_rope_layer_interval": 2,
 }

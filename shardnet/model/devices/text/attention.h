@@ -10,7 +10,7 @@
 #define OF_BLOCK (SUMS + 1) /* sums of values, parts of the sum of exponentials, the largest score */
 #define CHUNKS 0x80000000u /* as in csrc/sublayers.h */
 #define FIRST_KEY(position)                                              \
-    (window > CHUNKS ? (position) - (position) % (window - CHUNKS)       \
+    (window > CHUNKS ? (position) & (CHUNKS - window) /* chunks of 2^n */ \
      : window && (position) >= window ? (position) - window + 1 : 0)
 
 /* Queries are numbered by rows, then heads; those of a key or of a column lie together, four by four. */
