@@ -50,12 +50,16 @@ def test_the_split_changes_no_token(trio: Crew, alone: dict[str, Any], nodes: tu
 def test_a_second_request_loads_nothing(trio: Crew, parrots: Parrots) -> None:
     where = ["--nodes", trio.addresses(), "--max-tokens", "3", "--json"]
     trio.generate("a", parrots.alphabet, *where)
-    loads = [node.log.count("loaded layer") for node in trio.nodes]
-    assert all(loads)
+    logs = [_without_farewells(node.log) for node in trio.nodes]
     answer = trio.generate("x", parrots.alphabet, *where).json
     assert answer["text"] == "yza"
     assert answer["timing"]["load_s"] == 0
-    assert [node.log.count("loaded layer") for node in trio.nodes] == loads
+    assert [_without_farewells(node.log) for node in trio.nodes] == logs
+
+
+def _without_farewells(log: str) -> list[str]:
+    """Leave out what may come late: that the head of the answer before has closed its link."""
+    return [line for line in log.splitlines() if not line.startswith("left the ring of ")]
 
 
 def test_another_plan_for_the_same_model_is_carried_out(trio: Crew, parrots: Parrots) -> None:
