@@ -183,10 +183,15 @@ class CompressedAttention:
         grouped = self.groups(attended.reshape(n_rows, config.n_groups, -1))
         return self.o_b_proj(grouped.flatten(1))
 
+    @property
+    def _makers(self) -> list[Compressor]:
+        """What makes entries, in the order of their columns."""
+        found = self.compressor, self.indexer.compressor if self.indexer else None
+        return [maker for maker in found if maker is not None]
+
     def _waiting(self, hidden: Tensor) -> Tensor:
         """Return what entries are made of: [T, columns], none where there are no entries."""
-        makers = [self.compressor, self.indexer.compressor if self.indexer else None]
-        rows = [maker.project(hidden) for maker in makers if maker is not None]
+        rows = [maker.project(hidden) for maker in self._makers]
         return torch.cat(rows, -1) if rows else hidden.new_empty(len(hidden), 0)
 
     def _store(
@@ -230,30 +235,24 @@ class CompressedAttention:
         rate, size = self.config.rates[self.layer], self.config.entry_size(self.layer)
         if not rate:
             return pending.new_empty(0, size)
-        assert self.compressor is not None
         kv, end = step.kv, span.position + span.end - span.start
         first, last = span.position // rate, end // rate
         if last > first:
             known = pending[: len(pending) - end % rate]
-            makers = [self.compressor, self.indexer.compressor if self.indexer else None]
-            made, column = [], 0
-            for maker in makers:
-                if maker is not None:
-                    width = 2 * maker.bias.shape[1]
-                    rows = known[:, column : column + width]
-                    made.append(maker.entries(rows, first, last - first))
-                    column += width
+            widths = [2 * maker.bias.shape[1] for maker in self._makers]
+            parts = known.split(widths, -1)  # type: ignore[no-untyped-call]
+            made = [
+                maker.entries(rows, first, last - first)
+                for maker, rows in zip(self._makers, parts, strict=True)
+            ]
             new = torch.cat(made, -1)
             spread = new.new_zeros(last - first, rate * self.config.row_size(self.layer))
             spread[:, :size] = new
             (stored, _), begin = kv.own(span.slot, index)
             rows = kv.quantize(spread.view(1, (last - first) * rate, -1))
             stored[:, first * rate - begin : last * rate - begin] = rows
-        every, width = (
-            kv.layer(span.slot, index)[0][0, : last * rate],
-            self.config.row_size(self.layer),
-        )
-        return kv.dequantize(every, width).reshape(last, rate * width)[:, :size]
+        every, width = kv.layer(span.slot, index)[0][0], self.config.row_size(self.layer)
+        return kv.dequantize(every[: last * rate], width).reshape(last, rate * width)[:, :size]
 
     def _choose(
         self,

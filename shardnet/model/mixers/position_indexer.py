@@ -222,7 +222,10 @@ def choose(
         if step.native_spans is not None:
             chosen = native_choose(queries, weights, n_chosen, layer, step.native_spans, step.kv)
         if chosen is None:
-            chosen = _chosen_in_torch(queries, weights, n_chosen, layer, step)
+            size = queries.shape[-1]
+            stored = [step.kv.layer(span.slot, layer)[1][0] for span in step.spans]
+            keys = [step.kv.dequantize(rows, size) for rows in stored]
+            chosen = _chosen_in_torch(queries, weights, n_chosen, 1, keys, step)
     step.choices.append(chosen)
     return chosen
 
@@ -272,7 +275,7 @@ def choose_entries(
         native = native_choose(*given, n_pooled=n_pooled, entries=entries)
         if native is not None:
             return native
-    return _entries_in_torch(queries, weights, n_chosen, n_pooled, entries, step)
+    return _chosen_in_torch(queries, weights, n_chosen, n_pooled, entries, step)
 
 
 def _positions_of(entries: Tensor, positions: Tensor, n_pooled: int, width: int) -> Tensor:
@@ -291,19 +294,20 @@ def _positions_of(entries: Tensor, positions: Tensor, n_pooled: int, width: int)
     return torch.where(sees_more, torch.cat((chosen, tail), 1), every)
 
 
-def _entries_in_torch(
+def _chosen_in_torch(
     queries: Tensor,
     weights: Tensor,
-    n_entries: int,
+    n_chosen: int,
     n_pooled: int,
     entries: Sequence[Tensor],
     step: ForwardStep,
 ) -> Tensor:
-    chosen = queries.new_full((len(queries), n_entries), -1, dtype=torch.int32)
-    for span, keys in zip(step.spans, entries, strict=True):
+    """Do what native_choose does: keys [N, D] of each span, of `n_pooled` positions each."""
+    chosen = queries.new_full((len(queries), n_chosen), -1, dtype=torch.int32)
+    for span, keys in zip(step.spans, (own.float() for own in entries), strict=True):
         for row in range(span.start, span.end):
             n_seen = (span.position + row - span.start + 1) // n_pooled
-            best = _best(queries[row], weights[row], keys[:n_seen].float(), n_entries)
+            best = _best(queries[row], weights[row], keys[:n_seen], n_chosen)
             chosen[row, : len(best)] = best
     return chosen
 
@@ -317,16 +321,3 @@ def _best(queries: Tensor, weights: Tensor, keys: Tensor, n_chosen: int) -> Tens
 def choose_again(layer: int, step: ForwardStep) -> Tensor | None:
     """Take what the last layer before has chosen that chooses: nothing in a trial of one layer."""
     return step.choices[-1] if step.choices else None
-
-
-def _chosen_in_torch(
-    queries: Tensor, weights: Tensor, n_chosen: int, layer: int, step: ForwardStep
-) -> Tensor:
-    chosen = queries.new_full((len(queries), n_chosen), -1, dtype=torch.int32)
-    for span in step.spans:
-        keys = step.kv.dequantize(step.kv.layer(span.slot, layer)[1][0], queries.shape[-1]).float()
-        for row in range(span.start, span.end):
-            n_seen = span.position + row - span.start + 1
-            best = _best(queries[row], weights[row], keys[:n_seen], n_chosen)
-            chosen[row, : len(best)] = best
-    return chosen

@@ -44,18 +44,18 @@ def choice_of_blocks(
 ) -> Tensor | None:
     """Return what `blocks_of_choice` was given. Raises WrongValuesError for no such choice."""
     found = [block for block in blocks if block.is_choice]
-    positions = [group.position + row for group in batch.groups for row in range(group.n_rows)]
+    due = [
+        (group.sequence_id, group.position + n)
+        for group in batch.groups
+        for n in range(group.n_rows)
+    ]
+    positions = [position for _, position in due]
     n_pooled, width = indexer.n_pooled, indexer.n_attended
     n_entries = indexer.n_chosen // n_pooled
     if (max(positions, default=0) + 1) // n_pooled <= n_entries and not found:
         return None
     rows = [torch.frombuffer(bytearray(block.payload), dtype=torch.float32) for block in found]
     came = [(block.sequence_id, block.position + n) for block in found for n in range(block.n_rows)]
-    due = [
-        (group.sequence_id, group.position + n)
-        for group in batch.groups
-        for n in range(group.n_rows)
-    ]
     if came != due or any(block.width != width for block in found):
         raise WrongValuesError.received(f"step {batch.step} came without the positions of its rows")
     chosen = torch.cat(rows).to(torch.int32).view(-1, width)
