@@ -25,7 +25,7 @@ from shardnet.checkpoint.quantization.weight_parts import WeightFormat
 from shardnet.checkpoint.tensors.checkpoint_files import has_file
 from shardnet.checkpoint.tensors.json_files import read_json
 from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, Contents, sample_range
-from shardnet.checkpoint.tensors.model_tensor import Make, ModelTensor, unchanged
+from shardnet.checkpoint.tensors.model_tensor import Make, ModelTensor, divide, unchanged
 from shardnet.checkpoint.tensors.stored_tensor import AGAIN, StoredTensor, TensorFile, hash_ranges
 from shardnet.errors import CheckpointError
 from shardnet.model.config.fields import TEXT
@@ -54,7 +54,7 @@ _TakeOut = Callable[["Tensor"], "Tensor"]
 def split_experts(
     config: ModelConfig, tensors: Mapping[str, ModelTensor]
 ) -> dict[str, ModelTensor]:
-    """Replace each stacked tensor by one per expert; leave the others unchanged.
+    """Replace each stacked tensor by one per expert, and one of groups by one per group.
 
     A tensor of another number of experts or axes than the config asks for stays too: its name then
     has no place in the model, which the loader refuses.
@@ -66,7 +66,9 @@ def split_experts(
     made: dict[str, ModelTensor] = {}
     for name, tensor in tensors.items():
         match, router = _STACKED.fullmatch(name), _ROUTER.fullmatch(name)
-        if router is not None:
+        if config.compressed is not None and name.endswith(".o_a_proj.weight"):
+            made |= divide(tensor, config.compressed.n_groups)
+        elif router is not None:
             name = f"{router[1]}{names.block}{router[2]}"
             made[name] = replace(tensor, name=name)
         elif match is None or not _fits(config, family.stacking, match, tensor):

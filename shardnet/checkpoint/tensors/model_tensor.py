@@ -99,6 +99,13 @@ def cut_tensor(tensor: ModelTensor, ranges: Sequence[Range], axis: int = 0) -> M
     return replace(tensor, shape=shape, make=_cut_make(tensor.make, ranges, axis), packed=packed)
 
 
+def divide(tensor: ModelTensor, n_groups: int) -> dict[str, ModelTensor]:
+    """Describe a linear whose groups of outputs have their own inputs as one for each: NAME.0."""
+    n, base = tensor.shape[0] // n_groups, tensor.name.removesuffix(".weight")
+    cuts = {f"{base}.{at}.weight": [(at * n, (at + 1) * n)] for at in range(n_groups)}
+    return {name: replace(cut_tensor(tensor, own), name=name) for name, own in cuts.items()}
+
+
 def _join(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     import torch
 

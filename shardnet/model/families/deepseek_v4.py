@@ -168,14 +168,15 @@ def _attention_tensors(config: ModelConfig, layer: int) -> Table:
     """Name the projections, the norms, the sinks, and what makes entries and chooses them."""
     own, attn, hidden = config.compressed, f"model.layers.{layer}.self_attn", config.hidden_size
     assert own is not None
-    size, outputs = own.head_size, own.n_groups * own.output_rank
+    size = own.head_size
     shapes = {
         "q_a_proj": (own.query_rank, hidden),
         "q_b_proj": (config.n_heads * size, own.query_rank),
         "kv_proj": (size, hidden),
-        "o_a_proj": (outputs, config.n_heads * size // own.n_groups),
-        "o_b_proj": (hidden, outputs),
+        "o_b_proj": (hidden, own.n_groups * own.output_rank),
     }
+    of_group = (own.output_rank, config.n_heads * size // own.n_groups)
+    shapes |= {f"o_a_proj.{group}": of_group for group in range(own.n_groups)}
     made = linears(attn, shapes) | {f"{attn}.sinks": (config.n_heads,)}
     made |= {f"{attn}.q_a_norm.weight": (own.query_rank,), f"{attn}.kv_norm.weight": (size,)}
     rate, name = own.rates[layer], f"{attn}.compressor"

@@ -43,7 +43,7 @@ _KEPT = (
     *("gate.weight", ".router.weight", ".kv_b_proj.weight"),
     *(".in_proj_ba.weight", ".in_proj_b.weight", ".in_proj_a.weight"),
     *(".self_attn.b_proj.weight", ".self_attn.f_a_proj.weight", ".self_attn.f_b_proj.weight"),
-    *(".self_attn.f_proj.weight", ".weights_proj.weight", ".o_a_proj.weight"),
+    *(".self_attn.f_proj.weight", ".weights_proj.weight"),
     ".block_inject_weight.weight",
 )
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardnet.model.arithmetic.row_functions import HeadMatmuls
 from shardnet.model.cache.slot_blocks import Replay, SlotState
 from shardnet.model.config.model_config import Compressed, ModelConfig, Rope
 from shardnet.model.kernels.linear import Linear
@@ -126,7 +125,7 @@ class CompressedAttention:
     q_b_norm: BareNorm
     kv_proj: Linear
     kv_norm: Norm
-    groups: HeadMatmuls  # [groups, heads of a group x D, rank]
+    groups: Sequence[Linear]  # each heads of a group x D to the rank
     o_b_proj: Linear
     compressor: Compressor | None
     indexer: EntryIndexer | None
@@ -137,7 +136,6 @@ class CompressedAttention:
         own, attn = config.compressed, f"model.layers.{layer}.self_attn"
         assert own is not None
         sinks = weights.parameter(f"{attn}.sinks").view(1, -1, 1)
-        grouped = weights.matrix(f"{attn}.o_a_proj").view(own.n_groups, own.output_rank, -1)
         name, compressor, indexer = f"{attn}.compressor", None, None
         if own.rates[layer]:
             compressor = Compressor.load(config, weights, name)
@@ -158,7 +156,7 @@ class CompressedAttention:
             q_b_norm=BareNorm(eps=config.norm_eps),
             kv_proj=weights.linear(f"{attn}.kv_proj"),
             kv_norm=weights.norm(f"{attn}.kv_norm", config.norm_eps),
-            groups=HeadMatmuls.of(grouped.transpose(1, 2)),
+            groups=[weights.linear(f"{attn}.o_a_proj.{group}") for group in range(own.n_groups)],
             o_b_proj=weights.linear(f"{attn}.o_b_proj"),
             compressor=compressor,
             indexer=indexer,
@@ -180,8 +178,9 @@ class CompressedAttention:
             parts += self._attend(queries, span, window, entries, chosen, step)
         attended = torch.cat(parts).view(n_rows, -1, config.head_size)
         attended = _turn_back(attended, rotary, config.rope_size)
-        grouped = self.groups(attended.reshape(n_rows, config.n_groups, -1))
-        return self.o_b_proj(grouped.flatten(1))
+        grouped = attended.view(n_rows, config.n_groups, -1).transpose(0, 1).contiguous()
+        parts = [group(rows) for group, rows in zip(self.groups, grouped, strict=True)]
+        return self.o_b_proj(torch.cat(parts, -1))
 
     @property
     def _makers(self) -> list[Compressor]:
