@@ -8,13 +8,12 @@ Axes in shape comments: T rows of the micro-batch, H query heads, D head size, E
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shardnet.model.arithmetic.row_functions import ACTIVATIONS
-from shardnet.model.config.model_config import Activation
 from shardnet.model.fused.structs import (
     AFTER,
     ATTEND,
@@ -158,11 +157,6 @@ class NativeAttention(NativeSublayer[AttentionStruct]):
         """Return the scratch memory of a call with rows like `hidden`, in bytes."""
         return self._parts(hidden)[-1]
 
-    @property
-    def width(self) -> int:
-        """The columns of its rows."""
-        return self._output.shape[0]
-
     def assign_buffers(self, scratch: Tensor, hidden: Tensor) -> _AttentionScratch:
         """Point the arguments to the linear layers, and to buffers at the start of `scratch`."""
         own, arguments = self._own, self._arguments
@@ -171,10 +165,10 @@ class NativeAttention(NativeSublayer[AttentionStruct]):
         n_rows, item = hidden.shape[0], hidden.element_size()
         projected, attended, rows, part, gates, linear_scratch, _ = self._parts(hidden)
         begin = scratch.data_ptr()
+        arguments.residual.assign_inner(begin, n_rows, item)
         if self._gate_size:
             arguments.gates = begin + gates
             arguments.with_gates = begin + gates + aligned(n_rows * self._gate_size * item)
-        arguments.residual.inner = begin
         arguments.projected = arguments.attend.queries = begin + projected
         arguments.attend.attended = begin + attended
         arguments.joined.rows, arguments.joined.part = begin + rows, begin + part
@@ -208,7 +202,7 @@ class NativeAttention(NativeSublayer[AttentionStruct]):
         qkv, output = (linear.native_matmul() for linear in self.linears)
         rows_bytes, part_bytes = self._output.buffer_bytes(n_rows, item)
         part_bytes = max(part_bytes, self._qkv.buffer_bytes(n_rows, item)[1])
-        projected = aligned(n_rows * self._output.shape[0] * item)
+        projected = self.residual.inner_bytes(n_rows, item)
         attended = projected + aligned(n_rows * self._n_looking * item)
         rows = attended + aligned(n_rows * self._output.n_own_in * item)
         part = rows + aligned(rows_bytes)
@@ -237,7 +231,7 @@ class NativeMlp(NativeSublayer[MlpStruct]):
     def __init__(
         self,
         residual: Residual,
-        activation: Activation,
+        activation: Mapping[str, float],
         gate_up: NativeLinear,
         down: JoinedLinear,
         kernels: NativeKernels,
@@ -252,7 +246,7 @@ class NativeMlp(NativeSublayer[MlpStruct]):
             residual=ResidualStruct.of(residual, n_out, kernels),
             n_inner=self._n_inner,
             joined=down.joined,
-            activation=ACTIVATIONS[activation],
+            **activation,
         )
 
     @property
@@ -280,7 +274,7 @@ class NativeMlp(NativeSublayer[MlpStruct]):
         arguments.down = self._down.linear.native_matmul().address
         activated, projected, rows, part, linear_scratch, _ = self._parts(hidden)
         begin = scratch.data_ptr()
-        arguments.residual.inner = begin
+        arguments.residual.assign_inner(begin, len(hidden), hidden.element_size())
         arguments.activated = begin + activated
         arguments.projected = begin + projected
         arguments.joined.rows, arguments.joined.part = begin + rows, begin + part
@@ -295,7 +289,7 @@ class NativeMlp(NativeSublayer[MlpStruct]):
         n_rows, item = hidden.shape[0], hidden.element_size()
         gate_up, down = self._gate_up.native_matmul(), self._down.linear.native_matmul()
         rows_bytes, part_bytes = self._down.buffer_bytes(n_rows, item)
-        activated = aligned(n_rows * self._down.shape[0] * item)
+        activated = self.residual.inner_bytes(n_rows, item)
         inner = aligned(n_rows * self._n_inner * item)
         rows = activated + 3 * inner
         part = rows + aligned(rows_bytes)

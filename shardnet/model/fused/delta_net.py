@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from shardnet.model.cache.slot_blocks import SlotState
-from shardnet.model.fused.structs import NativeSublayer, ResidualStruct, aligned, check_shape
+from shardnet.model.fused.structs import (
+    NativeSublayer,
+    ResidualStruct,
+    aligned,
+    check_shape,
+    is_joined,
+)
 from shardnet.model.kernels.library import SCRATCH, NativeKernels, check_memory
 from shardnet.model.kernels.linear import NativeLinear, is_native
 from shardnet.model.kernels.recurrence import RecurrenceStruct, mixed_bytes
@@ -90,19 +96,18 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
     ) -> None:
         assert own.native is not None
         config, (qkvz, ba, output) = own.config, linears
-        self.width = output.shape[0]
-        """The columns of its rows."""
+        width = output.shape[0]
         n_columns = config.mixed_width + config.value_width
-        check_shape("qkvz_proj", qkvz, n_columns, self.width)
-        check_shape("ba_proj", ba, 2 * config.n_value_heads, self.width)
-        check_shape("out_proj", output, self.width, config.value_width)
+        check_shape("qkvz_proj", qkvz, n_columns, width)
+        check_shape("ba_proj", ba, 2 * config.n_value_heads, width)
+        check_shape("out_proj", output, width, config.value_width)
         self._plain = plain
         self._own, self._config = own, config
         self._qkvz, self._output = qkvz, output
         self._linears = tuple(linear.linear for linear in linears)
         self._call = kernels.function("shardnet_delta_net", ctypes.POINTER(DeltaStruct))
         self._arguments = DeltaStruct(
-            residual=ResidualStruct.of(plain.residual, self.width, kernels),
+            residual=ResidualStruct.of(plain.residual, width, kernels),
             qkvz_joined=qkvz.joined,
             joined=output.joined,
             recurrence=own.native.arguments,
@@ -122,7 +127,7 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
         if not isinstance(own, GatedDeltaNet) or own.native is None:
             return None
         project = own.project
-        if not isinstance(project, Projections) or not sublayer.residual.is_rms:
+        if not isinstance(project, Projections) or not is_joined(sublayer.residual):
             return None
         qkvz, output = JoinedLinear.of(project.qkvz_proj), JoinedLinear.of(own.out_proj)
         ba = project.ba_proj
@@ -204,15 +209,16 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
     def scratch_bytes(self, hidden: Tensor) -> int:
         """Return the scratch memory of a call with rows like `hidden`, in bytes."""
         buffers = sum(aligned(size) for size in self._buffers(hidden).values())
-        return aligned(hidden.nbytes) + buffers
+        return self.residual.inner_bytes(len(hidden), hidden.itemsize) + buffers
 
     def assign_buffers(self, scratch: Tensor, hidden: Tensor) -> None:
         """Point the arguments to the linear layers, and to buffers at the start of `scratch`."""
         arguments, at = self._arguments, scratch.data_ptr()
         matmuls = (linear.native_matmul().address for linear in self._linears)
         arguments.qkvz, arguments.ba, arguments.output = matmuls
-        arguments.residual.inner = at
-        at += aligned(hidden.nbytes)
+        sizes = (len(hidden), hidden.itemsize)
+        arguments.residual.assign_inner(at, *sizes)
+        at += arguments.residual.inner_bytes(*sizes)
         for name, size in self._buffers(hidden).items():
             holder = {"mixed": arguments.recurrence, "part": arguments.joined}.get(name, arguments)
             setattr(holder, name, at)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -43,6 +43,7 @@ from shardnet.model.layers.experts import (
     SoftmaxGroupRouter,
     SoftmaxRouter,
     SparseMlp,
+    SqrtSoftplusRouter,
 )
 from shardnet.model.layers.modules import GatedMlp, Mlp
 from shardnet.model.layers.rotary import Rotary
@@ -120,7 +121,7 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
                 residual=ResidualStruct.of(residual, width, kernels),
                 n_inner=n_inner,
                 joined=down.joined,
-                **_activation(mlp.experts[0]),
+                **activation_fields(mlp.experts[0]),
             ),
             router=router,
             experts=ctypes.addressof(self._experts),
@@ -131,11 +132,16 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
         if shared is not None:
             self._arguments.shared = shared.struct
             self._arguments.n_shared_inner = shared.down.n_own_in
+            assert mlp.shared is not None
+            self._arguments.shared_activation = int(
+                activation_fields(_own(mlp.shared))["activation"]
+            )
             if shared.down.ends != down.ends:
                 self._arguments.shared_in_ends = shared.down.joined.in_ends
         if self._shared_gate is not None:
             assert is_native(self._shared_gate)
             self._arguments.shared_gate = self._shared_gate.native_matmul().address
+        self._of_tokens = getattr(mlp.router, "of_tokens", None)
         self.chosen = torch.empty(0, router.top_k, dtype=torch.int64)
         """The experts of each row of the last call: [T, K]."""
 
@@ -160,9 +166,11 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
         gate = mlp.shared.gate if isinstance(mlp.shared, SharedExpert) else None
         if gate is not None and not (is_native(gate) and gate.weights_stay):
             return None
-        own = mlp.shared.expert if isinstance(mlp.shared, SharedExpert) else mlp.shared
-        kinds = [_activation(expert) for expert in (*mlp.experts, *([] if own is None else [own]))]
-        if not kinds[0] or any(kind != kinds[0] for kind in kinds):
+        first, *others = [activation_fields(expert) for expert in mlp.experts]
+        if not first or any(kind != first for kind in others):
+            return None
+        of_shared = first if mlp.shared is None else activation_fields(_own(mlp.shared))
+        if not of_shared or (of_shared["activation"] == CLAMPED and of_shared != first):
             return None
         return cls(residual, mlp, router, known, shared, kernels)
 
@@ -182,27 +190,44 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
         hidden = hidden.contiguous()
         out = torch.empty_like(hidden)
         self.residual.bind_rows(hidden, out)
+        self.bind_tokens(step)
         self.assign_buffers(SCRATCH.at_least(self.scratch_bytes(hidden)), hidden)
         self._call(self._arguments)
         step.record_experts(index, self.chosen)
         return out
 
+    def bind_tokens(self, step: ForwardStep) -> None:
+        """Point to the rows' token ids, where experts are chosen by them."""
+        if self._of_tokens is None:
+            return
+        self._token_ids = step.token_ids.contiguous()
+        ids = check_memory("token ids", self._token_ids, 8 * len(step.positions), torch.int64)
+        if not 0 <= int(ids.min()) <= int(ids.max()) < len(self._of_tokens):
+            raise ValueError(f"a token id is beyond the {len(self._of_tokens)} with experts")
+        self._arguments.router.token_ids = ids.data_ptr()
+
     def scratch_bytes(self, hidden: Tensor) -> int:
         """Return the scratch memory of a call with rows like `hidden`, in bytes."""
-        return sum(aligned(size) for sizes in self._buffers(hidden) for size in sizes.values())
+        sizes = (size for sizes in self._buffers(hidden) for size in sizes.values())
+        return self.residual.inner_bytes(len(hidden), hidden.element_size()) + sum(
+            map(aligned, sizes)
+        )
 
     def assign_buffers(self, scratch: Tensor, hidden: Tensor) -> None:
         """Point the arguments to buffers at the start of `scratch`."""
         arguments, at = self._arguments, scratch.data_ptr()
-        structs = (arguments.mlp.residual, arguments.mlp.joined, arguments.mlp, arguments)
+        of_rows = (len(hidden), hidden.element_size())
+        self.residual.assign_inner(at, *of_rows)
+        at += self.residual.inner_bytes(*of_rows)
+        structs = (arguments.mlp.joined, arguments.mlp, arguments)
         buffers = self._buffers(hidden)
         for struct, sizes in zip(structs, buffers, strict=True):
             for name, size in sizes.items():
                 setattr(struct, name, at)
                 at += aligned(size)
         arguments.n_at_once = self._n_at_once(len(hidden))
-        arguments.joined_bytes = buffers[1]["rows"] // 2
-        arguments.activated_bytes = buffers[2]["activated"] // 2
+        arguments.joined_bytes = buffers[0]["rows"] // 2
+        arguments.activated_bytes = buffers[1]["activated"] // 2
         self.chosen = torch.empty(len(hidden), arguments.router.top_k, dtype=torch.int64)
         arguments.chosen = self.chosen.data_ptr()
 
@@ -211,8 +236,7 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
         return min(n_visits, max(n_rows, _VISITS_AT_ONCE))
 
     def _buffers(self, hidden: Tensor) -> tuple[dict[str, int], ...]:
-        """Return the sizes in bytes of the buffers of residual, gathers, MLP and the rest, by their
-        fields."""
+        """Return the sizes in bytes of the buffers of gathers, MLP and others, by their fields."""
         own, item, n_rows = self._arguments, hidden.element_size(), len(hidden)
         n_experts, n_visits = own.router.n_experts, n_rows * own.router.top_k
         at_once, n_shared = self._n_at_once(n_rows), 0 if self._shared is None else n_rows
@@ -228,7 +252,7 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
         }
         of_rest = {
             "products": 8 * (n_experts + 1),
-            "wide": 4 * hidden.numel() if own.router.is_wide else 0,
+            "wide": 4 * n_rows * self._width if own.router.is_wide else 0,
             "narrow": 4 * n_rows * n_experts,
             "scores": 12 * n_rows * n_experts,
             "weights": 4 * n_visits,
@@ -240,13 +264,16 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
             "shared_gates": n_rows * item,
         }
         of_gathers = {"rows": 2 * aligned(rows), "part": part}
-        return {"inner": hidden.nbytes}, of_gathers, of_mlp, of_rest
+        return of_gathers, of_mlp, of_rest
+
+
+_KNOWN: Final = (
+    SoftmaxRouter | SigmoidRouter | SoftmaxGroupRouter | BestTwoRouter | SqrtSoftplusRouter
+)
 
 
 def _gate(router: Router) -> Linear | None:
-    if isinstance(router, SoftmaxRouter | SigmoidRouter | SoftmaxGroupRouter | BestTwoRouter):
-        return router.gate
-    return None
+    return router.gate if isinstance(router, _KNOWN) else None
 
 
 def _router_struct(router: Router, n_experts: int) -> RouterStruct | None:
@@ -275,10 +302,30 @@ def _router_struct(router: Router, n_experts: int) -> RouterStruct | None:
             struct.routing = (
                 Routing.GROUPS_BY_TWO_SOFTMAX if by_softmax else Routing.GROUPS_BY_TWO_SIGMOIDS
             )
-            if router.bias is not None:
-                bias = check_memory("a router's bias", router.bias, 4 * n_experts, torch.float32)
-                struct.bias = bias.data_ptr()
+            _add_bias(struct, router.bias)
+        case SqrtSoftplusRouter():
+            _group(struct, replace(router.experts, n_groups=1, top_groups=1))
+            struct.normalizes, struct.routing = 1, Routing.BEST_BY_ROOTS
+            _add_bias(struct, router.bias)
+            if (table := router.of_tokens) is not None:
+                check_memory("experts of tokens", table, 4 * table.numel(), torch.int32)
+                if not _are_distinct(table, n_experts, struct.top_k):
+                    return None
+                struct.of_tokens = table.data_ptr()
     return struct if _is_possible(struct) else None
+
+
+def _add_bias(struct: RouterStruct, bias: Tensor | None) -> None:
+    if bias is not None:
+        own = check_memory("a router's bias", bias, 4 * struct.n_experts, torch.float32)
+        struct.bias = own.data_ptr()
+
+
+def _are_distinct(of_tokens: Tensor, n_experts: int, top_k: int) -> bool:
+    """Whether each token has `top_k` of the experts: an expert has room for each row once."""
+    ranked = of_tokens.sort(1).values
+    is_known = 0 <= int(ranked.min()) <= int(ranked.max()) < n_experts
+    return is_known and of_tokens.shape[1] == top_k and bool((ranked.diff(dim=1) > 0).all())
 
 
 def _is_possible(struct: RouterStruct) -> bool:
@@ -296,8 +343,12 @@ def _group(struct: RouterStruct, experts: Experts) -> None:
     struct.is_wide = 1
 
 
-def _activation(mlp: Mlp) -> dict[str, float]:
-    """Return the fields of a MlpStruct for an expert's activation; none if it has no number."""
+def _own(shared: Mlp | SharedExpert) -> Mlp:
+    return shared.expert if isinstance(shared, SharedExpert) else shared
+
+
+def activation_fields(mlp: Mlp) -> dict[str, float]:
+    """Return the fields of a MlpStruct for an MLP's activation; none if it has no number."""
     if isinstance(mlp, ClampedMlp):
         return {
             "activation": CLAMPED,

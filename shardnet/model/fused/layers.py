@@ -18,11 +18,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardnet.model.arithmetic.row_functions import ACTIVATIONS
 from shardnet.model.fused.attention import NativeAttention, NativeMlp
 from shardnet.model.fused.delta_net import NativeDeltaNet
-from shardnet.model.fused.experts import NativeExperts
-from shardnet.model.fused.structs import LayerStruct, aligned
+from shardnet.model.fused.experts import NativeExperts, activation_fields
+from shardnet.model.fused.streams import native_streams
+from shardnet.model.fused.structs import LayerStruct, aligned, is_joined
 from shardnet.model.kernels.library import NativeKernels, check_rows
 from shardnet.model.kernels.linear import Linear, is_native
 from shardnet.model.layers.attention import ForwardStep
@@ -34,6 +34,7 @@ from shardnet.model.layers.decoder_layer import (
     Residual,
     Sublayer,
 )
+from shardnet.model.layers.experts import ClampedMlp
 from shardnet.model.layers.modules import GatedMlp, SelfAttention
 from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.layers.norms import HeadNorm
@@ -64,18 +65,18 @@ class NativeSublayers:
         )
 
     def replace_in(self, layer: Layer) -> Layer:
-        """Return `layer` with these sub-layers in place of torch's; itself if there are none."""
-        if self.attention is None and self.mlp is None:
+        """Return `layer` with these sub-layers in place of torch's, and mixers of the others."""
+        attention = self.attention or native_streams(layer.attention)
+        mlp = self.mlp or native_streams(layer.mlp)
+        if attention is layer.attention and mlp is layer.mlp:
             return layer
-        return replace(
-            layer, attention=self.attention or layer.attention, mlp=self.mlp or layer.mlp
-        )
+        return replace(layer, attention=attention, mlp=mlp)
 
 
 def _native_attention(
     sublayer: Sublayer, kernels: NativeKernels
 ) -> NativeAttention | NativeDeltaNet | None:
-    if not isinstance(sublayer, AttentionSublayer) or not sublayer.residual.is_rms:
+    if not isinstance(sublayer, AttentionSublayer) or not is_joined(sublayer.residual):
         return None
     own = sublayer.self_attn
     if isinstance(own, GatedAttention) and own.indexer is None:
@@ -105,17 +106,18 @@ def _joined_attention(
 
 def _native_mlp(sublayer: Sublayer, kernels: NativeKernels) -> NativeMlp | NativeExperts | None:
     if isinstance(sublayer, ExpertsSublayer):
-        is_rms = sublayer.residual.is_rms
-        return NativeExperts.of(sublayer.residual, sublayer.mlp, kernels) if is_rms else None
-    if not isinstance(sublayer, MlpSublayer) or not sublayer.residual.is_rms:
+        residual = sublayer.residual
+        return NativeExperts.of(residual, sublayer.mlp, kernels) if is_joined(residual) else None
+    if not isinstance(sublayer, MlpSublayer) or not is_joined(sublayer.residual):
         return None
     mlp = sublayer.mlp
-    if not isinstance(mlp, GatedMlp) or mlp.activation not in ACTIVATIONS:
+    activation = activation_fields(mlp)
+    if not isinstance(mlp, GatedMlp | ClampedMlp) or not activation:
         return None
     gate_up, down = mlp.gate_up_proj, JoinedLinear.of(mlp.down_proj)
     if down is None or not is_native(gate_up):
         return None
-    return NativeMlp(sublayer.residual, mlp.activation, gate_up, down, kernels)
+    return NativeMlp(sublayer.residual, activation, gate_up, down, kernels)
 
 
 Mixer = NativeAttention | NativeDeltaNet
@@ -185,7 +187,7 @@ class NativeLayers:
             joined.append((attention, mlp))
         if kernels is None or not joined:
             return None
-        return cls(joined, joined[0][0].width, kernels)
+        return cls(joined, joined[0][0].residual.row_width, kernels)
 
     def __call__(
         self, hidden: Tensor, rotaries: Sequence[Rotary], step: ForwardStep
@@ -207,6 +209,8 @@ class NativeLayers:
             if not attention.bind_step(workspace.rows, index, rotary, step):
                 return None
             mlp.residual.rounds = step.hidden_dtype is not None
+            if isinstance(mlp, NativeExperts):
+                mlp.bind_tokens(step)
         self._call(self._structs, len(self._layers))
         for attention, _ in self._layers:
             attention.after_call()

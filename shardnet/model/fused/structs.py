@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardnet.model.arithmetic.row_functions import NormStruct
+from shardnet.model.config.model_config import StreamKind
 from shardnet.model.kernels.library import (
     NativeKernels,
     Team,
@@ -23,10 +24,12 @@ from shardnet.model.kernels.library import (
     check_rows,
     is_bf16,
 )
-from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.decoder_layer import Residual
+from shardnet.model.kernels.linear import Linear, NativeLinear, is_native
+from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.layers.decoder_layer import Residual, StreamResidual
 from shardnet.model.layers.native_attention import AttendStruct
 from shardnet.model.layers.norms import BareNorm, HeadNorm, Norm
+from shardnet.model.layers.streams import GatedMixer, Mixer, StreamMixer
 from shardnet.model.shards.gathered import JoinedLinear
 from shardnet.model.shards.group import JoinedStruct
 
@@ -51,12 +54,105 @@ def norm_struct(norm: Norm | HeadNorm | None, *shape: int) -> NormStruct:
     return NormStruct(weight=weight.data_ptr(), eps=norm.eps, is_bf16=is_bf16(weight))
 
 
+_KINDS: Final = {StreamKind.BALANCED: 0, StreamKind.APART: 1, StreamKind.GATED: 2}
+"""`enum stream_kind` of csrc/sublayers.h."""
+
+
+class StreamsStruct(ctypes.Structure):
+    """`struct streams` of csrc/sublayers.h."""
+
+    _fields_ = (
+        ("project", ctypes.c_void_p),
+        ("up", ctypes.c_void_p),
+        ("inject", ctypes.c_void_p),
+        ("base", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("norm", NormStruct),
+        ("scratch", ctypes.c_void_p),
+        ("normed", ctypes.c_void_p),
+        ("inner", ctypes.c_void_p),
+        ("gates", ctypes.c_void_p),
+        ("shares", ctypes.c_void_p),
+        ("mixes", ctypes.c_void_p),
+        ("count", ctypes.c_int64),
+        ("n_inner", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("magnitude", ctypes.c_float),
+        ("kind", ctypes.c_int32),
+        ("n_rounds", ctypes.c_int32),
+    )
+
+    @classmethod
+    def of(cls, mixer: Mixer, width: int) -> StreamsStruct:
+        """Point to a mixer of streams of `width` columns, of which `mixer_linears` says that the
+        library computes it. It must outlive this."""
+        linears = mixer_linears(mixer)
+        assert linears is not None
+        matmuls = [linear.native_matmul() for linear in linears]
+        own = cls(
+            project=matmuls[0].address,
+            n_inner=matmuls[0].shape[0],
+            row_bytes=aligned(max(matmul.row_bytes for matmul in matmuls)),
+            count=mixer.count,
+        )
+        if isinstance(mixer, GatedMixer):
+            own.kind = _KINDS[StreamKind.GATED]
+            own.up, own.inject = (matmul.address for matmul in matmuls[1:])
+            own.norm = norm_struct(mixer.norm, mixer.count, width)
+            return own
+        assert isinstance(mixer, StreamMixer)
+        config, kinds = mixer.config, len(mixer.scale)
+        own.kind = _KINDS[config.kind]
+        base = check_memory("a mixer's base", mixer.base, 4 * own.n_inner, torch.float32)
+        scale = check_memory("a mixer's scale", mixer.scale, 4 * kinds, torch.float32)
+        own.base, own.scale = base.data_ptr(), scale.data_ptr()
+        own.norm.eps, own.eps = mixer.norm.eps, config.eps
+        own.magnitude, own.n_rounds = config.magnitude, config.n_rounds
+        return own
+
+    def buffers(self, n_rows: int, width: int, item: int) -> dict[str, int]:
+        """Return the sizes in bytes of the buffers, by their fields."""
+        if not self.count:
+            return {}
+        n_all, is_gated = n_rows * self.count * width, self.kind == _KINDS[StreamKind.GATED]
+        of_inner = item if is_gated else 4
+        return {
+            "normed": n_all * of_inner,
+            "inner": n_rows * self.n_inner * of_inner,
+            "gates": n_all * item * is_gated,
+            "shares": n_rows * self.count * item,
+            "mixes": 4 * n_rows * self.count * (self.count + 2),
+            "scratch": n_rows * self.row_bytes,
+        }
+
+
+def mixer_linears(mixer: Mixer) -> list[NativeLinear] | None:
+    """Return the linears of a mixer, None unless the library computes it."""
+    if isinstance(mixer, StreamMixer):
+        project = mixer.project
+        return [project] if isinstance(project, PanelLinear) and is_native(project) else None
+    if not isinstance(mixer, GatedMixer) or mixer.inject is None:
+        return None
+    linears = (mixer.down, mixer.up, mixer.inject)
+    found = [linear for linear in linears if is_native(linear) and linear.weights_stay]
+    return found if len(found) == len(linears) else None
+
+
+def is_joined(residual: Residual) -> bool:
+    """Whether the library computes norms and streams around a sub-layer."""
+    if isinstance(residual, StreamResidual):
+        return residual.has_rms and mixer_linears(residual.mixer) is not None
+    return residual.is_rms
+
+
 class ResidualStruct(ctypes.Structure):
     """`struct residual` of csrc/sublayers.h."""
 
     _fields_ = (
         ("before", NormStruct),
         ("after", NormStruct),
+        ("streams", StreamsStruct),
         ("hidden", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("inner", ctypes.c_void_p),
@@ -74,18 +170,43 @@ class ResidualStruct(ctypes.Structure):
         before, after = residual.before, residual.after
         assert not isinstance(before, BareNorm)
         assert not isinstance(after, BareNorm)
+        streams = StreamsStruct()
+        if isinstance(residual, StreamResidual):
+            streams = StreamsStruct.of(residual.mixer, width)
         return cls(
             before=norm_struct(before, width),
             after=norm_struct(after, width),
+            streams=streams,
             width=width,
             multiplier=residual.multiplier,
             team=kernels.team,
         )
 
+    @property
+    def row_width(self) -> int:
+        """The columns of its input and output: those of all streams."""
+        width: int = self.width * max(1, self.streams.count)
+        return width
+
+    def inner_bytes(self, n_rows: int, item: int) -> int:
+        """Return the bytes that `assign_inner` takes: rows between, and what mixes streams."""
+        of_streams = self.streams.buffers(n_rows, self.width, item)
+        return aligned(n_rows * self.width * item) + sum(map(aligned, of_streams.values()))
+
+    def assign_inner(self, begin: int, n_rows: int, item: int) -> None:
+        """Point to buffers from the address `begin` on."""
+        self.inner = begin
+        begin += aligned(n_rows * self.width * item)
+        for name, size in self.streams.buffers(n_rows, self.width, item).items():
+            setattr(self.streams, name, begin)
+            begin += aligned(size)
+
     def bind_rows(self, hidden: Tensor, out: Tensor) -> None:
-        """Set input and output of a call, [T, E] each. Raises ValueError for any other shape or
-        dtype."""
-        self.n_rows = check_rows(hidden, self.width)
+        """Set input and output of a call, [T, E] each, or [T, N x E] of N streams.
+
+        Raises ValueError for any other shape or dtype.
+        """
+        self.n_rows = check_rows(hidden, self.row_width)
         self.hidden = hidden.data_ptr()
         self.out = check_memory("the output", out, hidden.nbytes, hidden.dtype).data_ptr()
         self.is_bf16 = is_bf16(hidden)
@@ -144,6 +265,7 @@ class Routing(enum.IntEnum):
     GROUPS_BY_SOFTMAX = 3
     GROUPS_BY_TWO_SIGMOIDS = 4
     GROUPS_BY_TWO_SOFTMAX = 5
+    BEST_BY_ROOTS = 6
 
 
 class RouterStruct(ctypes.Structure):
@@ -152,6 +274,8 @@ class RouterStruct(ctypes.Structure):
     _fields_ = (
         ("gate", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("of_tokens", ctypes.c_void_p),
+        ("token_ids", ctypes.c_void_p),
         ("n_experts", ctypes.c_int64),
         ("top_k", ctypes.c_int64),
         ("n_groups", ctypes.c_int64),
@@ -201,6 +325,7 @@ class ExpertsStruct(ctypes.Structure):
         ("joined_bytes", ctypes.c_int64),
         ("n_columns", ctypes.c_int64),
         ("shared_in_ends", ctypes.c_void_p),
+        ("shared_activation", ctypes.c_int32),
         ("weighs_inputs", ctypes.c_int32),
     )
 

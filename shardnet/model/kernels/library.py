@@ -31,7 +31,7 @@ ISA_VARIABLE: Final = "SHARDNET_ISA"
 for torch alone. What the CPU does not have is not taken from it.
 """
 
-KERNELS_VERSION: Final = 27
+KERNELS_VERSION: Final = 28
 """Counts up when the library's functions or structs change."""
 _KEPT_BYTES: Final = 1 << 22
 """Scratch memory that each thread keeps: enough for a decode step."""

@@ -20,7 +20,7 @@ from shardnet.model.layers.experts import ClampedMlp, SparseMlp
 from shardnet.model.layers.modules import Attention, GatedMlp, PlainMlp
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary
-from shardnet.model.layers.streams import GatedMixer, StreamMixer, load_mixer
+from shardnet.model.layers.streams import GatedMixer, Mixer, load_mixer
 from shardnet.model.layers.weight_source import WeightSource
 
 
@@ -69,12 +69,17 @@ class Residual:
 class StreamResidual(Residual):
     """The mixer of several residual streams around a sub-layer, and the norm before it."""
 
-    mixer: StreamMixer | GatedMixer
+    mixer: Mixer
 
     @property
     def is_rms(self) -> bool:
-        """False: the library's joined sub-layers have one stream."""
+        """False: what has one stream does not compute it."""
         return False
+
+    @property
+    def has_rms(self) -> bool:
+        """Whether the norm, if any, is an RMSNorm with a weight."""
+        return self.before is None or (isinstance(self.before, Norm) and self.before.bias is None)
 
     def around(self, hidden: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """Run rows [T, N x E], of N streams, through a sub-layer of [T, E]: [T, N x E]."""

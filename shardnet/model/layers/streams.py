@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,17 @@ from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.norms import BareNorm, HeadNorm, activate, row_sigmoid, row_softmax
 from shardnet.model.layers.weight_source import WeightSource
+
+
+class Mixer(Protocol):
+    """What mixes several streams around a sub-layer."""
+
+    @property
+    def count(self) -> int:
+        """How many there are, N."""
+
+    def around(self, streams: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Join rows [T, N x E] for a sub-layer of [T, E], and share out what it gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +70,11 @@ class StreamMixer:
             scale=weights.parameter(f"{own}scale"),
             norm=BareNorm(eps=config.norm_eps),
         )
+
+    @property
+    def count(self) -> int:
+        """How many streams there are."""
+        return self.config.count
 
     def factors(self, streams: Tensor) -> tuple[Tensor, ...]:
         """Return what all kinds of factors are made of, [T, outputs] each, of rows [T, N x E]."""

@@ -284,33 +284,36 @@ class CompressedAttention:
     ) -> list[Tensor]:
         """Attend the rows of a span, some at a time: [rows, H x D] each."""
         config, rate = self.config, self.config.rates[self.layer]
-        parts = []
+        n_seen = (span.position + span.end - span.start) // rate if rate else 0
+        if chosen is not None:
+            n_seen = min(n_seen, chosen.shape[1])
+        keys, parts = entries[:, : config.head_size], []
         for start in range(span.start, span.end, CHOSEN_ROWS):
-            some = range(start, min(span.end, start + CHOSEN_ROWS))
-            seen = []
-            for row in some:
+            end = min(span.end, start + CHOSEN_ROWS)
+            together = queries.new_empty(end - start, config.window + n_seen, config.head_size)
+            counts = []
+            for place, row in zip(together, range(start, end), strict=True):
                 at = row - span.start
-                n_before = min(span.position + at, config.window - 1)
-                own = [window[at + config.window - n_before : at + config.window + 1]]
-                if rate:
-                    n = (span.position + at + 1) // rate
-                    ids = None if chosen is None else chosen[row]
-                    found = entries[:n] if ids is None else entries[ids[ids >= 0]]
-                    own.append(found[:, : config.head_size])
-                seen.append(torch.cat(own))
-            parts.append(self._attend_rows(queries[some.start : some.stop], seen, step))
+                n = min(span.position + at, config.window - 1) + 1
+                place[:n] = window[at + config.window + 1 - n : at + config.window + 1]
+                n_entries = (span.position + at + 1) // rate if rate else 0
+                if chosen is None or n_entries <= n_seen:
+                    place[n : n + n_entries] = keys[:n_entries]
+                else:
+                    n_entries = n_seen
+                    torch.index_select(keys, 0, chosen[row], out=place[n : n + n_entries])
+                counts.append(n + n_entries)
+            parts.append(self._attend_rows(queries[start:end], together, counts, step))
         return parts
 
-    def _attend_rows(self, queries: Tensor, seen: Sequence[Tensor], step: ForwardStep) -> Tensor:
-        counts = [len(rows) for rows in seen]
-        together = queries.new_empty(len(seen), max(counts), queries.shape[2])
-        for place, rows in zip(together, seen, strict=True):
-            place[: len(rows)] = rows
+    def _attend_rows(
+        self, queries: Tensor, together: Tensor, counts: Sequence[int], step: ForwardStep
+    ) -> Tensor:
         native = native_attend_rows(queries, together, counts, step.kv, self.kind)
         if native is not None:
             return native
-        attended = [
-            attend_row(query[None, None], rows[None, None], rows[None, None], self.kind)
-            for query, rows in zip(queries, seen, strict=True)
-        ]
+        attended = []
+        for query, seen, n in zip(queries, together, counts, strict=True):
+            rows = seen[None, None, :n]
+            attended.append(attend_row(query[None, None], rows, rows, self.kind))
         return torch.cat(attended).flatten(1)

@@ -28,6 +28,7 @@ from shardnet.model.layers.experts import (
     SoftmaxGroupRouter,
     SoftmaxRouter,
     SparseMlp,
+    SqrtSoftplusRouter,
 )
 from shardnet.model.layers.modules import GatedMlp, Mlp
 from shardnet.model.layers.norms import Norm
@@ -120,6 +121,13 @@ def with_weighted_inputs(make: Maker) -> SparseMlp:
     return replace(make.sparse(router), shared=shared, weighs_inputs=True)
 
 
+def with_roots(make: Maker) -> SparseMlp:
+    """DeepSeek-V4's router, and Hunyuan 4's experts, of which the shared one is not clamped."""
+    bias = numbers(N_EXPERTS, seed=3).abs()
+    router = SqrtSoftplusRouter(experts=GROUPS, gate=make.gate(is_wide=True), bias=bias)
+    return replace(make.sparse(router, is_clamped=True), shared=make.gated(2 * INNER, 7))
+
+
 KINDS: dict[str, Callable[[Maker], SparseMlp]] = {
     "mixtral": lambda make: make.sparse(softmax(make, normalize=True)),
     "gpt_oss": lambda make: make.sparse(softmax(make, normalize=True), is_clamped=True),
@@ -129,6 +137,7 @@ KINDS: dict[str, Callable[[Maker], SparseMlp]] = {
         SoftmaxGroupRouter(experts=GROUPS, gate=make.gate(is_wide=True))
     ),
     "deepseek_v3": lambda make: make.sparse(best_two(make)),
+    "deepseek_v4": with_roots,
     "ernie": lambda make: make.sparse(
         best_two(make, replace(GROUPS, n_groups=1, top_groups=1), has_softmax=True)
     ),
@@ -204,3 +213,18 @@ def test_what_the_library_does_not_compute_is_left_to_torch() -> None:
         assert NativeExperts.of(plain.residual, mlp, kernels) is None
     with pytest.raises(ValueError, match="stands before 11"):
         NativeExperts.of(plain.residual, replace(plain.mlp, experts=experts[:-1]), kernels)
+
+
+def test_a_table_that_names_an_expert_twice_is_left_to_python() -> None:
+    kernels = find_kernels({})
+    assert kernels is not None
+    plain = with_roots(Maker(kernels=kernels))
+    for row, is_native in (
+        (range(TOP_K), True),
+        ([0] * TOP_K, False),
+        ([N_EXPERTS] * TOP_K, False),
+    ):
+        table = torch.tensor([[*row]] * 3, dtype=torch.int32)
+        router = replace(plain.router, of_tokens=table)  # type: ignore[type-var]
+        made = NativeExperts.of(Residual(), replace(plain, router=router), kernels)
+        assert (made is not None) is is_native

@@ -55,6 +55,7 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "norm": row_functions.NormStruct,
     "row_call": row_functions.RowStruct,
     "head_matmuls": row_functions.HeadStruct,
+    "streams": structs.StreamsStruct,
     "residual": structs.ResidualStruct,
     "attend": AttendStruct,
     "gather": GatherStruct,

@@ -75,6 +75,7 @@ static void activate(const struct steps *steps, const struct experts_call *call,
     own.activated = batch->activated;
     shardnet_parallel_for(&own.residual.team, steps->activate, &own, batch->n, ROWS_AT_ONCE);
     own.n_inner = call->n_shared_inner;
+    own.activation = call->shared_activation;
     own.projected = at(own.projected, 2 * place, own.residual.is_bf16);
     own.activated = at(own.activated, place, own.residual.is_bf16);
     shardnet_parallel_for(&own.residual.team, steps->activate, &own, batch->n_shared, ROWS_AT_ONCE);

@@ -13,12 +13,15 @@ enum routing {
     BEST_BY_SIGMOID = 2, /* the best scores; their sigmoids */
     GROUPS_BY_SOFTMAX = 3, /* softmax; in the groups with the best one */
     GROUPS_BY_TWO_SIGMOIDS = 4, /* sigmoids; in the groups with the best two */
-    GROUPS_BY_TWO_SOFTMAX = 5
+    GROUPS_BY_TWO_SOFTMAX = 5,
+    BEST_BY_ROOTS = 6 /* roots of softpluses, in one group */
 };
 
 struct router {
     struct linear *gate;
     const float *bias; /* [n_experts]: added for the choice alone; or NULL */
+    const int32_t *of_tokens; /* [tokens, top_k]: who is chosen by token; or NULL */
+    const int64_t *token_ids; /* [T] */
     int64_t n_experts, top_k, n_groups, top_groups;
     float scale;        /* of the weights, where there are groups */
     int32_t routing;
@@ -56,6 +59,7 @@ struct experts_call {
     int64_t activated_bytes, joined_bytes; /* of half of `activated` and of `joined.rows`, where batches overlap */
     int64_t n_columns; /* of what comes out of experts: all, or this shard's */
     const int64_t *shared_in_ends; /* as `in_ends` of `mlp.joined`; NULL: those */
+    int32_t shared_activation; /* of the shared expert, with the same limits */
     int32_t weighs_inputs; /* weights multiply what goes into an expert, else what comes out */
 };
 

@@ -44,6 +44,14 @@ INLINE TARGET void NAME(sigmoids)(float *values, int64_t n) {
     }
 }
 
+INLINE TARGET void NAME(roots)(float *values, int64_t n) {
+    for (int64_t i = 0; i < n; i += LANES) {
+        const int left = of_last(n, i);
+        NAME(save)(values, i, left, NAME(softplus)(NAME(load)(values, i, left, 0)), 0);
+    }
+    for (int64_t i = 0; i < n; i++) values[i] = sqrtf(values[i]);
+}
+
 /* Chooses by `by`, and weights by `scores`. */
 INLINE TARGET void NAME(choose)(const struct router *router, const float *by, const float *scores, int64_t *chosen,
                                 float *weights) {
@@ -57,16 +65,19 @@ INLINE TARGET void NAME(choose)(const struct router *router, const float *by, co
 
 /* Chooses by scores in groups; `by` and `of_groups` are scratch. */
 INLINE TARGET void NAME(choose_in_groups)(const struct router *router, float *scores, float *by, float *of_groups,
-                                          int64_t *chosen, float *weights) {
+                                          int64_t *chosen, float *weights, const int32_t *said) {
     const int64_t n = router->n_experts, top_k = router->top_k;
     const int takes_two = router->routing != GROUPS_BY_SOFTMAX;
     if (router->routing == GROUPS_BY_TWO_SIGMOIDS)
         NAME(sigmoids)(scores, n);
+    else if (router->routing == BEST_BY_ROOTS)
+        NAME(roots)(scores, n);
     else
         NAME(softmax_row)(scores, scores, n, 0);
     for (int64_t e = 0; e < n; e++) by[e] = router->bias ? scores[e] + router->bias[e] : scores[e];
     NAME(leave_groups)(router, by, of_groups, takes_two, takes_two ? -INFINITY : 0);
     NAME(choose)(router, by, takes_two ? scores : by, chosen, weights);
+    for (int64_t k = 0; said && k < top_k; k++) weights[k] = scores[chosen[k] = said[k]];
     float sum = weights[0];
     for (int64_t k = 1; k < top_k; k++) sum += weights[k];
     for (int64_t k = 0; k < top_k; k++) {
@@ -97,8 +108,10 @@ static TARGET void NAME(route)(const void *argument, int64_t begin, int64_t end)
                 NAME(choose)(router, scores, scores, chosen, weights);
                 NAME(sigmoids)(weights, top_k);
                 break;
-            default:
-                NAME(choose_in_groups)(router, scores, by, by + n, chosen, weights);
+            default: {
+                const int32_t *said = router->of_tokens ? router->of_tokens + router->token_ids[row] * top_k : NULL;
+                NAME(choose_in_groups)(router, scores, by, by + n, chosen, weights, said);
+            }
         }
     }
 }

@@ -6,16 +6,6 @@
 #define LINES_AHEAD 64                                        /* inputs whose weights are prefetched: a page */
 #define UNROLLED_ROWS _Pragma("GCC unroll 12")
 
-/* Reads LANES weights, which are float32, or bfloat16 where they are `narrow`. */
-INLINE TARGET lanes NAME(read_weights)(const void *weights, int64_t at, const int narrow) {
-    if (!narrow) return NAME(load_floats)((const float *)weights + at, LANES);
-    uint16_t halves[LANES];
-    uints wide = {0};
-    memcpy(halves, (const uint16_t *)weights + at, sizeof halves);
-    UNROLLED_ROWS for (int i = 0; i < LANES; i++) wide[i] = (uint32_t)halves[i] << 16;
-    return (lanes)wide;
-}
-
 INLINE TARGET void NAME(add_rows)(const void *weights, const int narrow, const float *x, int64_t stride, int64_t depth,
                                   const int n_rows, float (*sums)[PANEL]) {
     lanes total[MOST_TOGETHER][REGISTERS];
@@ -23,8 +13,8 @@ INLINE TARGET void NAME(add_rows)(const void *weights, const int narrow, const f
         UNROLLED for (int r = 0; r < REGISTERS; r++) total[row][r] = NAME(load_floats)(sums[row] + r * LANES, LANES);
     for (int64_t k = 0; k < depth; k++) {
         lanes own[REGISTERS];
-        UNROLLED for (int r = 0; r < REGISTERS; r++) own[r] = NAME(read_weights)(weights, k * PANEL + r * LANES, narrow);
-        if (n_rows <= 2 && !narrow) __builtin_prefetch((const float *)weights + (k + LINES_AHEAD) * PANEL);
+        UNROLLED for (int r = 0; r < REGISTERS; r++) own[r] = NAME(load)(weights, k * PANEL + r * LANES, LANES, narrow);
+        if (n_rows <= 2) __builtin_prefetch(at(weights, (k + LINES_AHEAD) * PANEL, narrow));
         UNROLLED_ROWS for (int row = 0; row < n_rows; row++) {
             const lanes input = NAME(broadcast)(x[row * stride + k]);
             UNROLLED for (int r = 0; r < REGISTERS; r++) total[row][r] = NAME(fused)(own[r], input, total[row][r]);

@@ -25,7 +25,8 @@ INLINE TARGET void NAME(layer_norm_row)(const struct norm *norm, const void *bia
 }
 
 /* A norm without a weight multiplies by 1. */
-INLINE TARGET void NAME(unit_norm_row)(float eps, const void *in, void *out, int64_t width, const int is_bf16) {
+INLINE TARGET void NAME(unit_norm_row)(float eps, const void *in, void *out, int64_t width, const int is_bf16,
+                                       const int out_is_bf16) {
     lanes squares[REGISTERS] = {{0}};
     for (int64_t i = 0; i < width; i += PARTS)
         for (int r = 0; r < REGISTERS && i + r * LANES < width; r++) {
@@ -35,7 +36,7 @@ INLINE TARGET void NAME(unit_norm_row)(float eps, const void *in, void *out, int
     const float scale = 1.0f / sqrtf(NAME(sum)(squares) / (float)width + eps);
     for (int64_t i = 0; i < width; i += LANES) {
         const int n = of_last(width, i);
-        NAME(save)(out, i, n, NAME(load)(in, i, n, is_bf16) * scale, is_bf16);
+        NAME(save)(out, i, n, NAME(load)(in, i, n, is_bf16) * scale, out_is_bf16);
     }
 }
 
@@ -81,7 +82,7 @@ INLINE TARGET void NAME(compute_row)(const struct row_call *call, int64_t row, c
     switch (call->function) {
         case RMS_NORM:
             if (!norm.weight) {
-                NAME(unit_norm_row)(norm.eps, in, out, width, is_bf16);
+                NAME(unit_norm_row)(norm.eps, in, out, width, is_bf16, is_bf16);
                 return;
             }
             norm.weight = at(norm.weight, row % call->n_others * width, norm.is_bf16);

@@ -121,6 +121,26 @@ static void gather_chosen(const void *argument, int64_t begin, int64_t end) {
 
 /* --- called from Python, which has checked everything in the structs. */
 
+void shardnet_join_streams(const struct residual *residual) {
+    const struct steps *steps = shardnet_steps_for(&residual->team);
+    const struct streams *own = &residual->streams;
+    struct residual wide = *residual; /* rows of float32 */
+    if (own->kind != GATED) wide.is_bf16 = 0;
+    shardnet_parallel_for(&residual->team, steps->norm_streams, residual, residual->n_rows, ROWS_AT_ONCE);
+    multiply(own->project, &wide, own->scratch, own->normed, own->inner);
+    if (own->kind == GATED) {
+        shardnet_parallel_for(&residual->team, steps->soften, residual, residual->n_rows, ROWS_AT_ONCE);
+        multiply(own->up, residual, own->scratch, own->inner, own->gates);
+        multiply(own->inject, residual, own->scratch, own->normed, own->shares);
+    }
+    shardnet_parallel_for(&residual->team, steps->join_streams, residual, residual->n_rows, ROWS_AT_ONCE);
+}
+
+/* Shares out `inner` over the streams of `hidden`, as their join said. */
+void shardnet_share_streams(const struct residual *residual) {
+    add_residual(shardnet_steps_for(&residual->team), residual);
+}
+
 void shardnet_attention(struct attention_call *call, int32_t parts) {
     const struct residual *residual = &call->residual;
     const struct steps *steps = shardnet_steps_for(&residual->team);

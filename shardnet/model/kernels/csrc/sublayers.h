@@ -37,11 +37,31 @@ struct norm {
     int32_t is_bf16; /* the weight */
 };
 
+enum stream_kind { BALANCED = 0, APART = 1, GATED = 2 };
+
+/* Several residual streams around a sub-layer: see layers/streams.py. */
+struct streams {
+    struct linear *project; /* float32 rows to factors; GATED: to a low rank, from which `up` makes gates */
+    struct linear *up, *inject;
+    const float *base, *scale; /* [n_inner], one for each kind of factor */
+    struct norm norm;          /* GATED: its weight [count, width] */
+    int8_t *scratch;           /* for the linear layers */
+    void *normed;              /* scratch [n_rows, count, width]: float32; GATED: as rows */
+    void *inner;               /* scratch [n_rows, n_inner]: what `project` gives, of the same type */
+    void *gates, *shares;      /* GATED: scratch [n_rows, count, width], and what `inject` gives [n_rows, count] */
+    float *mixes;              /* [n_rows, count * (count + 2)]: before, behind and across, from the join on */
+    int64_t count, n_inner;    /* 0: there is one stream */
+    int64_t row_bytes;         /* of `scratch`, for each row */
+    float eps, magnitude;
+    int32_t kind, n_rounds;
+};
+
 /* Norms and residual of a sub-layer: out = hidden + multiplier * after(sublayer(before(hidden))). */
 struct residual {
     struct norm before, after;
-    const void *hidden; /* [n_rows, width] */
-    void *out;          /* [n_rows, width] */
+    struct streams streams;
+    const void *hidden; /* [n_rows, width], of each stream */
+    void *out;          /* as `hidden` */
     void *inner;        /* scratch [n_rows, width] */
     int64_t n_rows, width;
     float multiplier;
@@ -208,6 +228,7 @@ struct steps {
     work_function normalize, add, rotate, attend, activate, compute;
     work_function widen, route, gather, combine; /* of experts */
     work_function part_gates, open_gates, score_positions; /* of attention */
+    work_function norm_streams, soften, join_streams, share_streams;       /* of residual streams */
 };
 
 const struct steps *shardnet_steps_for(const struct team *team);
@@ -314,15 +335,20 @@ INLINE void multiply_joined(struct linear *p, const struct residual *residual, i
     end_pieces(&pieces);
 }
 
-/* Applies the norm before a sub-layer, if there is one. Returns where its rows are. */
+/* Joins the streams of rows, in `inner`. */
+void shardnet_join_streams(const struct residual *residual);
+
+/* Joins streams and applies the norm before a sub-layer, if there are any. Returns where its rows are. */
 INLINE const void *normalize(const struct steps *steps, const struct residual *residual) {
-    if (!residual->before.weight) return residual->hidden;
+    if (residual->streams.count) shardnet_join_streams(residual);
+    if (!residual->before.weight) return residual->streams.count ? residual->inner : residual->hidden;
     shardnet_parallel_for(&residual->team, steps->normalize, residual, residual->n_rows, ROWS_AT_ONCE);
     return residual->inner;
 }
 
 INLINE void add_residual(const struct steps *steps, const struct residual *residual) {
-    shardnet_parallel_for(&residual->team, steps->add, residual, residual->n_rows, ROWS_AT_ONCE);
+    const work_function add = residual->streams.count ? steps->share_streams : steps->add;
+    shardnet_parallel_for(&residual->team, add, residual, residual->n_rows, ROWS_AT_ONCE);
 }
 
 void shardnet_experts(struct experts_call *call);

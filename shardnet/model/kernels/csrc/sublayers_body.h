@@ -40,10 +40,11 @@ INLINE TARGET void NAME(norm_row)(const struct norm *norm, const void *weight, c
 }
 
 INLINE TARGET void NAME(normalize_some)(const struct residual *r, int64_t begin, int64_t end, const int is_bf16) {
+    const void *rows = r->streams.count ? r->inner : r->hidden;
     for (int64_t row = begin; row < end; row++) {
         const int64_t place = row * r->width;
         NAME(norm_row)
-        (&r->before, r->before.weight, at(r->hidden, place, is_bf16), at(r->inner, place, is_bf16), r->width, is_bf16);
+        (&r->before, r->before.weight, at(rows, place, is_bf16), at(r->inner, place, is_bf16), r->width, is_bf16);
     }
 }
 
@@ -297,10 +298,13 @@ static TARGET void NAME(activate)(const void *argument, int64_t begin, int64_t e
 
 #include "experts_body.h"
 
+#include "streams_body.h"
+
 static const struct steps NAME(steps) = {NAME(normalize), NAME(add),          NAME(rotate_rows), NAME(attend),
                                          NAME(activate),  NAME(compute_rows), NAME(widen),       NAME(route),
                                          NAME(gather),    NAME(combine),      NAME(part_gates),  NAME(open_gates),
-                                         NAME(score_positions)};
+                                         NAME(score_positions),
+                                         NAME(norm_streams), NAME(soften), NAME(join_streams), NAME(share_streams)};
 
 #undef bytes
 #include "vectors_end.h"
