@@ -173,7 +173,8 @@ class SqrtSoftplusRouter:
 
     def __call__(self, hidden: Tensor, token_ids: Tensor | None = None) -> ExpertChoice:
         """Choose experts for each row of the hidden states [T, E]."""
-        scores = row_softplus(self.gate(hidden.float())).sqrt()  # [T, X]
+        opened = row_softplus(self.gate(hidden.float()))
+        scores = opened.double().sqrt().float()  # [T, X]; torch's roots of float32 are not exact
         if self.of_tokens is not None and token_ids is not None:
             experts = self.of_tokens[token_ids].long()
         else:
