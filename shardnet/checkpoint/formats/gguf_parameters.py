@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardnet.checkpoint.formats.gguf_types import PLAIN, packing_of, unpack
+from shardnet.checkpoint.formats.gguf_types import PACKED, PLAIN, packing_of, unpack
 from shardnet.checkpoint.tensors.model_tensor import (
     Make,
     ModelTensor,
@@ -330,7 +330,7 @@ def _tensor_names(config: ModelConfig, arch: str) -> TensorNameMap:
 
 
 def _parameter(name: str, info: StoredTensor, changes: _Changes) -> ModelTensor:
-    is_plain = info.dtype in PLAIN and not changes.added and not changes.is_decay
+    is_plain = info.dtype not in PACKED and not changes.added and not changes.is_decay
     return ModelTensor(
         name=name,
         shape=info.shape[::-1] if changes.transposed else info.shape,
@@ -342,7 +342,7 @@ def _parameter(name: str, info: StoredTensor, changes: _Changes) -> ModelTensor:
 
 
 def _maker(info: StoredTensor, changes: _Changes) -> Make:
-    if info.dtype in PLAIN and changes == _Changes():
+    if info.dtype not in PACKED and changes == _Changes():
         return as_stored
 
     def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

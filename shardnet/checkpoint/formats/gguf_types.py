@@ -274,7 +274,7 @@ _UNPACKERS: Final[dict[str, Callable[[str, Array], _Codes]]] = {
 }
 
 
-PLAIN: Final = ("F32", "F16", "BF16", "I32")
+PLAIN: Final = ("F32", "F16", "BF16")
 PACKED: Final = tuple(sorted(GGUF_FORMS | CODE_FORMS))
 """Types whose values are packed into blocks of a row."""
 

@@ -358,8 +358,8 @@ def _multiplied(config: dict[str, Any], name: str, values: Array) -> Array:
 def _converted(family: str, config: dict[str, Any], name: str, values: Array) -> Array:
     if family == "falcon_h1":
         values = _multiplied(config, name, values)
-    if family == "hy_v4" and (turned := _turned(config, name)):
-        return _last_interleaved(values, *turned)
+    if family == "hy_v4":
+        return in_pairs(config, name, values)
     if values.dtype == np.int64:
         return values.astype(np.int32)
     if family in INTERLEAVED and ".q_proj." in name:
@@ -426,21 +426,19 @@ def interleaved(values: Array, n_heads: int) -> Array:
     return made
 
 
-def _turned(config: dict[str, Any], name: str) -> tuple[int, int] | None:
-    """Of the rows of one of Hunyuan 4's tensors: how many heads end with how many that turn."""
-    turned = config["qk_rope_head_dim"]
-    one = (".kv_a_proj_with_mqa.", ".indexer.wk.", ".indexer.k_norm.")
-    each = {".q_b_proj.": config["num_attention_heads"], ".indexer.wq_b.": config["index_n_heads"]}
-    each |= dict.fromkeys(one, 1)
-    return next(((heads, turned) for part, heads in each.items() if part in name), None)
-
-
-def _last_interleaved(values: Array, n_heads: int, turned: int) -> Array:
-    """Rows whose pairs stand side by side at the end of each head, as in the makers' checkpoint.
+def in_pairs(config: dict[str, Any], name: str, values: Array) -> Array:
+    """One of Hunyuan 4's tensors with rotated pairs side by side, as in the makers' checkpoint.
 
     transformers' modules turn halves: of one checkpoint they compute something else than llama.cpp
     and vLLM, which agree.
     """
+    turned = config["qk_rope_head_dim"]
+    heads_of = {".q_b_proj.": config["num_attention_heads"]}
+    heads_of |= {".indexer.wq_b.": config["index_n_heads"]}
+    heads_of |= dict.fromkeys((".kv_a_proj_with_mqa.", ".indexer.wk.", ".indexer.k_norm."), 1)
+    n_heads = next((n for part, n in heads_of.items() if part in name), None)
+    if n_heads is None:
+        return values
     heads = values.reshape(n_heads, -1, *values.shape[1:])
     pairs = [n for pair in range(turned // 2) for n in (pair, turned // 2 + pair)]
     ends = heads[:, -turned:][:, pairs]
