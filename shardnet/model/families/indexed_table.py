@@ -72,8 +72,16 @@ def _read_glm(fields: Fields) -> ModelConfig:
 
 
 def _read_hunyuan(fields: Fields) -> ModelConfig:
-    """Read a HYV4Config (Hunyuan 4)."""
-    interleaved = fields.take("rope_interleave", bool, False)
+    """Read a HYV4Config (Hunyuan 4), or what its makers publish.
+
+    Rotated pairs stand side by side in their weights, as llama.cpp and vLLM take them;
+    transformers' modules, and what they save, have halves.
+    """
+    interleaved = fields.take("rope_interleave", bool, fields.given("use_mla"))
+    for key in ("enable_ihc", "gated_mla", "learnable_sink", "use_dsa", "use_mla"):
+        fields.require(key, only=True)
+    deepseek_v2.require_text(fields, "gating_type", "elementwise")
+    fields.ignore("enable_lm_head_fp32", "mtp_loss_factor", "bitwise_backward_align")
     config = deepseek_v2.read_latent_attention(
         fields,
         interleaved=interleaved,
