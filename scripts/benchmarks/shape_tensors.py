@@ -94,7 +94,7 @@ class Shape:
         if self.architecture == "nemotron_h_moe":
             return {"attn_norm.weight": (self.hidden,)} | self._single(layer)
         second = "ffn_norm" if self._has_ffn_norm else "post_attention_norm"
-        made = {"attn_norm.weight": (self.hidden,), f"{second}.weight": (self.hidden,)}
+        made: Tensors = {"attn_norm.weight": (self.hidden,), f"{second}.weight": (self.hidden,)}
         if self.architecture in ("gemma3", "gemma4"):
             made |= {f"post_{part}_norm.weight": (self.hidden,) for part in ("attention", "ffw")}
         if self.architecture == "gemma4":

@@ -114,7 +114,7 @@ def read_gguf_each(fields: Fields, key: str, kind: type, n_layers: int) -> list[
 def read_gguf_clamp(fields: Fields, n_layers: int, *keys: str) -> float:
     """Read what clamps the insides of experts, the same in all layers; 0 for nothing."""
     given = [read_gguf_each(fields, key, float, n_layers) for key in keys if fields.given(key)]
-    found = {one for each in given for one in each} or {0.0}
+    found: set[float] = {one for each in given for one in each} or {0.0}
     if len(found) > 1:
         raise fields.unsupported(keys[0], given, f"one number, the same in all {n_layers} layers")
     return found.pop()

@@ -53,7 +53,7 @@ _SLIDING, _CHOSEN, _HEAVY = (
     "compressed_sparse_attention",
     "heavily_compressed_attention",
 )
-_OLD_RATES: Final = {0: _SLIDING, 4: _CHOSEN, 128: _HEAVY}
+_OLD_RATES: Final = {"0": _SLIDING, "4": _CHOSEN, "128": _HEAVY}
 """Kinds of layers by how many positions make an entry, in older configs."""
 
 
@@ -132,12 +132,12 @@ def _read_attention(fields: Fields, config: ModelConfig) -> Compressed:
     old = fields.take("compress_ratios", list, None)
     n = config.n_layers
     kinds = (
-        [_OLD_RATES.get(rate) for rate in old]
+        [_OLD_RATES.get(str(rate)) for rate in old]
         if old
         else [_HEAVY] * min(n, 2) + [(_HEAVY, _CHOSEN)[layer % 2] for layer in range(n - 2)]
     )
     kinds = (fields.take("layer_types", list, None) or kinds)[:n]
-    if len(kinds) != n or not set(kinds) <= rates.keys():
+    if len(kinds) != n or not set(map(str, kinds)) <= rates.keys():
         raise fields.damaged(f"layer_types {kinds} do not say the kinds of {n} layers")
     if any(rate and (256 % rate or rate > 128) for rate in rates.values()):
         raise fields.damaged(f"compress_rates {rates} do not divide a block of 256 positions")
@@ -167,7 +167,7 @@ def _read_experts(fields: Fields, config: ModelConfig, inner: int) -> Experts:
     kinds = fields.take("mlp_layer_types", list, None) or ["hash_moe"] * min(n, n_hashed) + [
         "moe"
     ] * max(0, n - n_hashed)
-    if len(kinds) != n or not set(kinds) <= {"hash_moe", "moe"}:
+    if len(kinds) != n or not set(map(str, kinds)) <= {"hash_moe", "moe"}:
         raise fields.damaged(f"mlp_layer_types {kinds} do not say the kinds of {n} layers")
     return Experts(
         n_experts=n_experts,
@@ -266,9 +266,9 @@ def _read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dic
     fields.require("expert_gating_func", 4)  # roots of softpluses
     fields.ignore("embedding_length_out")
     experts = deepseek_v2.read_gguf_experts(fields)
+    del experts["first_k_dense_replace"]  # there is none
     inner = experts["moe_intermediate_size"]
     sizes = read_gguf_sizes(fields, factors, intermediate_size=inner)
-    del experts["first_k_dense_replace"]  # there is none
     counts = {
         "num_key_value_heads": "attention.head_count_kv",
         "head_dim": "attention.key_length",
