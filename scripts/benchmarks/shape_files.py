@@ -16,12 +16,14 @@ from typing import Any
 import gguf
 import numpy as np
 from numpy.typing import NDArray
-from shape_tensors import Moe, Shape
+from shape_tensors import Latents, Moe, Shape
 
 Array = NDArray[Any]
 SIZE = 0.02
 """About how large weights are."""
 _POOL_BLOCKS = 1 << 15
+_FEWEST = 64
+"""A token's first expert is one of so many, the others those behind it."""
 _SCALES: dict[str, tuple[tuple[int, float], ...]] = {
     "Q4_K": ((0, SIZE / 150), (2, SIZE / 20)),
     "Q5_0": ((0, SIZE / 9),),
@@ -34,6 +36,13 @@ _GROUPED: dict[str, Any] = {
     "expert_shared_count": 1,
     "expert_weights_norm": True,
     "expert_gating_func": 2,
+}
+
+_STREAMS = _GROUPED | {
+    "attention.indexer.key_length": 128,
+    "hyper_connection.count": 4,
+    "hyper_connection.epsilon": 1e-6,
+    "swiglu_clamp_exp": [10.0] * 3,
 }
 
 
@@ -255,9 +264,73 @@ SHAPES = {
                 "expert_group_used_count": 4,
             },
         ),
+        Shape(
+            name="DeepSeek-V4-Flash",
+            architecture="deepseek4",
+            n_layers=3,
+            hidden=4096,
+            vocab=129280,
+            heads=(64, 1, 512),
+            inner=2048,
+            moe=Moe(n_experts=96, top_k=6, inner=2048, shared=2048),
+            is_mxfp4=True,
+            rotated=64,
+            latents=Latents(queries=1024, index=(64, 128)),
+            more=_STREAMS
+            | {
+                "attention.q_lora_rank": 1024,
+                "attention.sliding_window": 128,
+                "attention.output_group_count": 8,
+                "attention.output_lora_rank": 1024,
+                "attention.compress_ratios": [0, 4, 128],
+                "attention.compress_rope_freq_base": 160000.0,
+                "attention.indexer.head_count": 64,
+                "attention.indexer.top_k": 512,
+                "expert_gating_func": 4,
+                "expert_weights_scale": 1.5,
+                "hash_layer_count": 1,
+                "hyper_connection.sinkhorn_iterations": 20,
+                "rope.freq_base": 1e4,
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 16.0,
+                "rope.scaling.original_context_length": 65536,
+                "rope.scaling.yarn_beta_fast": 32.0,
+                "rope.scaling.yarn_beta_slow": 1.0,
+                "swiglu_clamp_shexp": [10.0] * 3,
+            },
+        ),
+        Shape(
+            name="Hunyuan-4",
+            architecture="hy_v4",
+            n_layers=3,
+            hidden=6144,
+            vocab=120832,
+            heads=(64, 1, 576),
+            inner=18432,
+            moe=Moe(n_experts=96, top_k=8, inner=2048, shared=2048),
+            n_dense=1,
+            rotated=64,
+            latents=Latents(queries=2048, nope=192, values=256, index=(32, 128)),
+            more=_STREAMS
+            | {
+                "attention.layer_norm_rms_epsilon": 1e-5,
+                "attention.value_length": 512,
+                "attention.kv_lora_rank": 512,
+                "attention.q_lora_rank": 2048,
+                "attention.key_length_mla": 256,
+                "attention.value_length_mla": 256,
+                "attention.indexer.head_count": 32,
+                "attention.indexer.top_k": 2048,
+                "attention.indexer.types": [True, True, False],
+                "expert_weights_scale": 2.827,
+                "hyper_connection.magnitude": 2.0,
+                "leading_dense_block_count": 1,
+                "rope.freq_base": 1e7,
+            },
+        ),
     )
 }
-"""By name, those of docs/benchmarks.md."""
+"""By name, those of docs/benchmarks.md. The last two have 96 of 256 experts."""
 
 
 def write_shape(shape: Shape, path: Path) -> Path:
@@ -296,6 +369,11 @@ def _values(kind: str, name: str, shape: tuple[int, ...], seed: int) -> Iterator
     """Give what is stored of a tensor."""
     if name == "rope_freqs.weight":  # a quarter of the columns turns
         yield np.where(np.arange(shape[0]) < shape[0] // 4, 1, 1e30).astype(np.float32)
+        return
+    if kind == "I32":  # a token's experts
+        n_tokens, n_each = shape
+        first = np.random.default_rng(seed).integers(0, _FEWEST, (n_tokens, 1), np.int32)
+        yield first + np.arange(n_each, dtype=np.int32)
         return
     if kind == "F32":
         values = np.random.default_rng(seed).standard_normal(shape, np.float32) * SIZE

@@ -12,6 +12,12 @@ from typing import Any
 Tensors = dict[str, tuple[int, ...]]
 """Shapes by name, outputs before inputs."""
 _WITH_HEAD_NORMS = ("qwen3", "qwen3moe", "gemma3", "gemma4", "qwen35", "qwen35moe", "lfm2moe")
+_WITH_BIASED_ROUTERS = (
+    *("glm4moe", "deepseek2", "lfm2moe", "nemotron_h_moe"),
+    *("deepseek4", "hy_v4"),
+)
+_BOTH = ("weight", "bias")
+_IN_FLOAT32 = ("ffn_gate_inp", "conv1d", "shortconv.conv", "_ape.", "hc_", "indexer.proj")
 _INSTEAD = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 """The type where rows are no whole blocks of 256."""
 
@@ -24,6 +30,20 @@ class Moe:
     top_k: int
     inner: int
     shared: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latents:
+    """Sizes of latent attention: columns of latents, and of a head. `index` are the heads of what
+    chooses positions, and their size.
+    """
+
+    queries: int = 1536
+    rank: int = 512
+    nope: int = 128
+    rope: int = 64
+    values: int = 128
+    index: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +70,8 @@ class Shape:
     """
     rotated: int = 0
     """Columns of a head that are rotated; 0 is all."""
+    latents: Latents = Latents()
+    """Sizes of latent attention, where there is such."""
     more: dict[str, Any] = field(default_factory=dict)
     """More metadata, without the architecture in the names."""
 
@@ -63,6 +85,8 @@ class Shape:
                 made[f"blk.{layer}.{name}"] = shape
         if self.architecture == "gemma4":
             made["rope_freqs.weight"] = (self.heads[2] // 2,)
+        if "hyper_connection.count" in self.more:
+            made |= self._mixer("output_hc", 4, 1)
         norm = "token_embd_norm" if self.architecture == "lfm2moe" else "output_norm"
         return made | {f"{norm}.weight": (self.hidden,)}
 
@@ -70,7 +94,7 @@ class Shape:
         if self.architecture == "nemotron_h_moe":
             return {"attn_norm.weight": (self.hidden,)} | self._single(layer)
         second = "ffn_norm" if self._has_ffn_norm else "post_attention_norm"
-        made = {"attn_norm.weight": (self.hidden,), f"{second}.weight": (self.hidden,)}
+        made: Tensors = {"attn_norm.weight": (self.hidden,), f"{second}.weight": (self.hidden,)}
         if self.architecture in ("gemma3", "gemma4"):
             made |= {f"post_{part}_norm.weight": (self.hidden,) for part in ("attention", "ffw")}
         if self.architecture == "gemma4":
@@ -82,7 +106,18 @@ class Shape:
             mlp = _gated(self.hidden, self.inner, "")
         else:
             mlp = self._experts(self.moe)
+        if "hyper_connection.count" in self.more:
+            n_kinds, n_out = (3, 24) if self.architecture == "deepseek4" else (2, 8)
+            made |= self._mixer("hc_attn", n_out, n_kinds) | self._mixer("hc_ffn", n_out, n_kinds)
+        if layer < self.more.get("hash_layer_count", 0) and self.moe is not None:
+            del mlp["exp_probs_b.bias"]
+            mlp["ffn_gate_tid2eid.weight"] = (self.vocab, self.moe.top_k)
         return made | self._attention(layer) | mlp
+
+    def _mixer(self, name: str, n_out: int, n_kinds: int) -> Tensors:
+        """Name what mixes four residual streams."""
+        shapes = {"fn": (n_out, 4 * self.hidden), "base": (n_out,), "scale": (n_kinds,)}
+        return {f"{name}_{kind}.weight": shape for kind, shape in shapes.items()}
 
     @property
     def _has_ffn_norm(self) -> bool:
@@ -92,6 +127,10 @@ class Shape:
         match self.architecture:
             case "deepseek2":
                 return self._latent_attention()
+            case "hy_v4":
+                return self._latent_attention() | self._gate_and_indexer(layer)
+            case "deepseek4":
+                return self._compressed_attention(layer)
             case "qwen35" | "qwen35moe" if (layer + 1) % 4:
                 return self._delta_net()
             case "lfm2moe" if self.pattern[layer] == "C":
@@ -114,16 +153,65 @@ class Shape:
         return made
 
     def _latent_attention(self) -> Tensors:
-        n_heads, queries, rank, nope, rope, values = self.heads[0], 1536, 512, 128, 64, 128
+        n_heads, own = self.heads[0], self.latents
         return {
+            "attn_q_a.weight": (own.queries, self.hidden),
+            "attn_q_a_norm.weight": (own.queries,),
+            "attn_q_b.weight": (n_heads * (own.nope + own.rope), own.queries),
+            "attn_kv_a_mqa.weight": (own.rank + own.rope, self.hidden),
+            "attn_kv_a_norm.weight": (own.rank,),
+            "attn_k_b.weight": (n_heads, own.rank, own.nope),
+            "attn_v_b.weight": (n_heads, own.values, own.rank),
+            "attn_output.weight": (self.hidden, n_heads * own.values),
+        }
+
+    def _gate_and_indexer(self, layer: int) -> Tensors:
+        """Name what Hunyuan 4 adds to latents."""
+        made: Tensors = {
+            "attn_sinks.weight": (self.heads[0],),
+            "attn_gate.weight": (self.heads[0] * self.latents.values, self.hidden),
+        }
+        if self.more["attention.indexer.types"][layer]:
+            size = self.latents.index[1]
+            made |= self._indexer() | {f"indexer.k_norm.{kind}": (size,) for kind in _BOTH}
+            made["indexer.attn_k.weight"] = (size, self.hidden)
+        return made
+
+    def _indexer(self) -> Tensors:
+        n_heads, size = self.latents.index
+        return {
+            "indexer.attn_q_b.weight": (n_heads * size, self.latents.queries),
+            "indexer.proj.weight": (n_heads, self.hidden),
+        }
+
+    def _compressed_attention(self, layer: int) -> Tensors:
+        """Name DeepSeek-V4's attention: a layer's rate says what makes entries of positions."""
+        (n_heads, _, size), queries = self.heads, self.latents.queries
+        outputs = 8 * 1024
+        made: Tensors = {
             "attn_q_a.weight": (queries, self.hidden),
             "attn_q_a_norm.weight": (queries,),
-            "attn_q_b.weight": (n_heads * (nope + rope), queries),
-            "attn_kv_a_mqa.weight": (rank + rope, self.hidden),
-            "attn_kv_a_norm.weight": (rank,),
-            "attn_k_b.weight": (n_heads, rank, nope),
-            "attn_v_b.weight": (n_heads, values, rank),
-            "attn_output.weight": (self.hidden, n_heads * values),
+            "attn_q_b.weight": (n_heads * size, queries),
+            "attn_kv.weight": (size, self.hidden),
+            "attn_kv_a_norm.weight": (size,),
+            "attn_output_a.weight": (outputs, n_heads * size // 8),
+            "attn_output_b.weight": (self.hidden, outputs),
+            "attn_sinks.weight": (n_heads,),
+        }
+        rate = self.more["attention.compress_ratios"][layer]
+        if rate:
+            made |= self._compressor("attn", rate, size)
+        if rate == 4:
+            made |= self._compressor("indexer", rate, self.latents.index[1]) | self._indexer()
+        return made
+
+    def _compressor(self, name: str, rate: int, size: int) -> Tensors:
+        width = 2 * size if rate == 4 else size
+        return {
+            f"{name}_compressor_kv.weight": (width, self.hidden),
+            f"{name}_compressor_gate.weight": (width, self.hidden),
+            f"{name}_compressor_ape.weight": (rate, width),
+            f"{name}_compressor_norm.weight": (size,),
         }
 
     def _delta_net(self) -> Tensors:
@@ -192,7 +280,7 @@ class Shape:
             made[name] = (n, *shape)
         if moe.shared:
             made |= _gated(self.hidden, moe.shared, "_shexp")
-        if self.architecture in ("glm4moe", "deepseek2", "lfm2moe", "nemotron_h_moe"):
+        if self.architecture in _WITH_BIASED_ROUTERS:
             made["exp_probs_b.bias"] = (n,)
         if self.architecture == "qwen35moe":
             made["ffn_gate_inp_shexp.weight"] = (self.hidden,)
@@ -230,8 +318,10 @@ class Shape:
     def kind(self, name: str, shape: tuple[int, ...]) -> str:
         """Return the type of a tensor: Q4_K_M's, or with `is_mxfp4` that of experts and Q8_0."""
         is_small = len(shape) == 1 or not name.endswith(".weight") or name.endswith("norm.weight")
-        if is_small or "ffn_gate_inp" in name or "conv1d" in name or "shortconv.conv" in name:
+        if is_small or any(part in name for part in _IN_FLOAT32):
             return "F32"
+        if "tid2eid" in name:
+            return "I32"
         if self.is_mxfp4:
             return "MXFP4" if "_exps" in name else "Q8_0"
         is_more = name == "output.weight" or (self.is_tied and name.startswith("token_embd"))

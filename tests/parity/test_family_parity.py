@@ -6,15 +6,20 @@ held against one stage: the same bits. Prompts are shorter and longer than windo
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 from support.models.checkpoints import EOS_ID, make_decoder, make_gpt2
 from support.models.family_cases import CASES, SELDOM
+from support.models.gguf_files import in_pairs
 from support.oracles.oracle import (
     check_generation,
     load_reference,
@@ -115,6 +120,29 @@ def test_layers_may_be_listed_by_their_older_names(tmp_path: Path) -> None:
     path.write_text(text.replace('"full_attention"', '"attention"'))
     chain = StageChain.load(tmp_path, even_split(4, 2))
     check_generation(chain, load_reference(tmp_path), [random_prompt(40, 300)], 8)
+
+
+def test_hunyuan_4_is_read_as_its_makers_publish_it(tmp_path: Path) -> None:
+    """With other names than transformers saves, and rotated pairs side by side."""
+    source = make_decoder(tmp_path / "source", "hy_v4", **CASES["hy_v4"])
+    config = json.loads((source / "config.json").read_text())
+    made = {}
+    for name, values in load_file(source / "model.safetensors").items():
+        mixer = re.sub(r"hc_pre\.(hc_(?:attn|mlp)_layer)", r"\1.hc_pre", name)
+        spelled = mixer.replace("hc_pre.hc_head.", "hc_head.")
+        spelled = re.sub(r"mlp\.(shared_experts\.)?linear_gate", r"mlp.\1gate_proj", spelled)
+        made[spelled] = np.ascontiguousarray(in_pairs(config, name, values))
+    folder = tmp_path / "published"
+    folder.mkdir()
+    save_file(made, folder / "model.safetensors")
+    said = dict.fromkeys(("use_mla", "use_dsa", "gated_mla", "learnable_sink", "enable_ihc"), True)
+    said |= {"gating_type": "elementwise", "enable_lm_head_fp32": True, "mtp_loss_factor": 0.1}
+    (folder / "config.json").write_text(json.dumps(config | said))
+    chain = StageChain.load(folder, even_split(4, 2))
+    check_generation(chain, made_reference(source), [random_prompt(90, 300)], 4)
+    (folder / "config.json").write_text(json.dumps(config | said | {"gated_mla": False}))
+    with pytest.raises(UnsupportedModelError, match="gated_mla = False"):
+        Checkpoint.open(folder)
 
 
 def test_ngrams_begin_anew_behind_an_end_of_text_and_their_table_stays_on_disk(

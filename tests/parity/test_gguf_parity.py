@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.models.checkpoints import VOCAB_SIZE, make_decoder, make_gpt2
+from support.models.family_cases import CASES as FAMILIES
 from support.models.family_cases import FALCON_H1, GEMMA4, GROWING, LFM2
 from support.models.gguf_files import converted, write_gguf
 from support.oracles.oracle import check_generation, made_reference
@@ -306,6 +307,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"num_hidden_layers": 3, "n_group": 1, "topk_group": 1},
         {"attention__indexer__types": [True, False, True]},
     ),
+    "deepseek_v4": (
+        FAMILIES["deepseek_v4"]
+        | {
+            "compress_rates": {
+                "compressed_sparse_attention": 4,
+                "heavily_compressed_attention": 128,
+            },
+            "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+            "rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0},
+        },
+        {},
+    ),
+    "hy_v4": (FAMILIES["hy_v4"] | {"index_topk": 20}, {}),
     "gpt2": ({}, {}),
     "gemma": ({"num_hidden_layers": 2}, {}),
     "olmo": ({"num_hidden_layers": 2}, {}),
@@ -402,7 +416,8 @@ def test_a_gguf_says_what_its_weights_say_in_transformers(case: str, tmp_path: P
     assert left_over(config_read, checkpoint.tensors) == []
     assert checkpoint.unknown_keys == ()
     chain = StageChain.load(path, even_split(config_read.n_layers, 2))
-    prompts = [random_prompt(40, VOCAB_SIZE, seed=3), random_prompt(5, VOCAB_SIZE, seed=4)]
+    length = 150 if family == "deepseek_v4" else 40  # 128 positions make an entry
+    prompts = [random_prompt(length, VOCAB_SIZE, seed=3), random_prompt(5, VOCAB_SIZE, seed=4)]
     check_generation(chain, made_reference(source), prompts, 4)
 
 

@@ -45,6 +45,8 @@ ONLY_ANSWERS: Final = f"an LM head of {' and '.join(ANSWERS)} alone ({ANSWERS_HE
 """What is noted of a file without another head: a ring would write text by a head of its own."""
 _FIRST_MXFP4: Final = 4
 """The type of MXFP4 by Ollama's first converter of gpt-oss, which no other file has."""
+_NUMBERS: Final = ".ffn_gate_tid2eid.weight"
+"""Ends the names of tables of experts, which are whole numbers."""
 _POOLINGS: Final = range(5)
 """None, those of vectors, a reranker's: runtime/encoding has to know, text is the same."""
 
@@ -245,7 +247,8 @@ def _stored(path: Path, tensor: GgufTensor) -> StoredTensor:
     check_name(path, tensor.name)
     kind = type_name(tensor.type_number)
     where = f"{path}: tensor {tensor.name}"
-    if kind not in PLAIN + PACKED:
+    is_table = kind == "I32" and tensor.name.endswith(_NUMBERS)
+    if kind not in PLAIN + PACKED and not is_table:
         remedy = "use a file in one of these"
         if tensor.type_number == _FIRST_MXFP4:
             remedy = "`ollama pull` it again, or use a GGUF that llama.cpp's converter has made"

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardnet.checkpoint.formats.gguf_types import PLAIN, packing_of, unpack
+from shardnet.checkpoint.formats.gguf_types import PACKED, PLAIN, packing_of, unpack
 from shardnet.checkpoint.tensors.model_tensor import (
     Make,
     ModelTensor,
@@ -104,11 +104,11 @@ def _mtp_name(config: ModelConfig, name: str) -> str | None:
 
 
 def _block_name(family: Family, name: str) -> str | None:
-    """Return what is stored as a parameter of a layer, where the family says it."""
+    """Return what is stored as a parameter, where the family says it."""
     layer, part = _of_layer(name)
     for own, stored in family.gguf.block_names if family.gguf is not None else ():
-        if part == own:
-            return f"blk.{layer}.{stored}"
+        if own in (part, name):
+            return f"blk.{layer}.{stored}" if layer else stored
     return None
 
 
@@ -323,12 +323,14 @@ def _tensor_names(config: ModelConfig, arch: str) -> TensorNameMap:
     from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES
     from gguf.tensor_mapping import get_tensor_name_map
 
-    number = next(kind for kind in MODEL_ARCH if MODEL_ARCH_NAMES[kind] == arch)
+    gguf = family_of(config).gguf
+    known = gguf.named_as if gguf is not None and gguf.named_as else arch
+    number = next(kind for kind in MODEL_ARCH if MODEL_ARCH_NAMES[kind] == known)
     return get_tensor_name_map(number, config.n_layers + config.has_mtp)
 
 
 def _parameter(name: str, info: StoredTensor, changes: _Changes) -> ModelTensor:
-    is_plain = info.dtype in PLAIN and not changes.added and not changes.is_decay
+    is_plain = info.dtype not in PACKED and not changes.added and not changes.is_decay
     return ModelTensor(
         name=name,
         shape=info.shape[::-1] if changes.transposed else info.shape,
@@ -340,7 +342,7 @@ def _parameter(name: str, info: StoredTensor, changes: _Changes) -> ModelTensor:
 
 
 def _maker(info: StoredTensor, changes: _Changes) -> Make:
-    if info.dtype in PLAIN and changes == _Changes():
+    if info.dtype not in PACKED and changes == _Changes():
         return as_stored
 
     def make(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -102,6 +102,38 @@ def read_gguf_kv_heads(fields: Fields, n_layers: int) -> tuple[int, list[bool]]:
     return of_attention.pop(), [bool(count) for count in each]
 
 
+def read_gguf_each(fields: Fields, key: str, kind: type, n_layers: int) -> list[Any]:
+    """Read one value for each layer, or one for all."""
+    value = fields.take(key, (kind, list))
+    each = value if isinstance(value, list) else [value] * n_layers
+    if len(each) != n_layers or any(type(one) is not kind for one in each):
+        raise fields.damaged(f"{key} is {shown(value)}, expected {n_layers} of {kind.__name__}")
+    return each
+
+
+def read_gguf_clamp(fields: Fields, n_layers: int, *keys: str) -> float:
+    """Read what clamps the insides of experts, the same in all layers; 0 for nothing."""
+    given = [read_gguf_each(fields, key, float, n_layers) for key in keys if fields.given(key)]
+    found: set[float] = {one for each in given for one in each} or {0.0}
+    if len(found) > 1:
+        raise fields.unsupported(keys[0], given, f"one number, the same in all {n_layers} layers")
+    return found.pop()
+
+
+def read_gguf_streams(fields: Fields) -> dict[str, Any]:
+    """Read how many residual streams there are, as config.json has it."""
+    return {
+        "hc_mult": fields.positive("hyper_connection.count"),
+        "hc_eps": fields.number("hyper_connection.epsilon", within=NORM_EPS),
+    }
+
+
+def read_gguf_indexer(fields: Fields) -> dict[str, Any]:
+    """Read the sizes of what chooses positions, as config.json has them."""
+    names = {"index_n_heads": "head_count", "index_head_dim": "key_length", "index_topk": "top_k"}
+    return {key: fields.positive(f"attention.indexer.{name}") for key, name in names.items()}
+
+
 def has_gguf_experts(fields: Fields) -> bool:
     """Whether the metadata counts experts."""
     return bool(fields.take("expert_count", int, 0))

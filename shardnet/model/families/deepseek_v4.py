@@ -5,11 +5,20 @@ Experts are chosen by the roots of softpluses, in the first layers by the token.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.model.config.decoder_config import read_decoder, read_expert_counts
 from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import (
+    Factors,
+    read_gguf_clamp,
+    read_gguf_indexer,
+    read_gguf_sizes,
+    read_gguf_streams,
+)
+from shardnet.model.config.limits import NORM_EPS, THETAS
 from shardnet.model.config.model_config import (
     Compressed,
     Experts,
@@ -20,10 +29,19 @@ from shardnet.model.config.model_config import (
     Streams,
 )
 from shardnet.model.config.rope import read_scaling
+from shardnet.model.families import deepseek_v2
 from shardnet.model.families.expert_parts import EXPERTS, load_experts
+from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.latent_table import RENAMED
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
-from shardnet.model.families.tensor_shapes import Table, gated, linears, sparse_mlp
+from shardnet.model.families.tensor_shapes import (
+    STREAM_NAMES,
+    Table,
+    gated,
+    linears,
+    sparse_mlp,
+)
 
 if TYPE_CHECKING:
     from shardnet.model.layers.experts import SparseMlp
@@ -35,7 +53,7 @@ _SLIDING, _CHOSEN, _HEAVY = (
     "compressed_sparse_attention",
     "heavily_compressed_attention",
 )
-_OLD_RATES: Final = {0: _SLIDING, 4: _CHOSEN, 128: _HEAVY}
+_OLD_RATES: Final = {"0": _SLIDING, "4": _CHOSEN, "128": _HEAVY}
 """Kinds of layers by how many positions make an entry, in older configs."""
 
 
@@ -73,7 +91,7 @@ def _read_config(fields: Fields) -> ModelConfig:
         streams=Streams(
             count=fields.positive("hc_mult", 4),
             kind=StreamKind.BALANCED,
-            eps=fields.number("hc_eps", 1e-6),
+            eps=fields.number("hc_eps", 1e-6, within=NORM_EPS),
             n_rounds=fields.positive("hc_sinkhorn_iters", 20),
         ),
     )
@@ -95,7 +113,7 @@ def _read_ropes(fields: Fields, max_positions: int, head_size: int) -> dict[str,
     for name, base in (("main", theta), ("compress", longer)):
         raw = own[name]
         if raw.get("rope_type", raw.get("type")) == "yarn":
-            raw = {"attention_factor": 1.0, **raw}
+            raw = raw | {"attention_factor": raw.get("attention_factor") or 1.0}
         rope = fields.inner("rope_parameters", raw)
         plain = Rope(
             theta=rope.number("rope_theta", base),
@@ -114,12 +132,12 @@ def _read_attention(fields: Fields, config: ModelConfig) -> Compressed:
     old = fields.take("compress_ratios", list, None)
     n = config.n_layers
     kinds = (
-        [_OLD_RATES.get(rate) for rate in old]
+        [_OLD_RATES.get(str(rate)) for rate in old]
         if old
         else [_HEAVY] * min(n, 2) + [(_HEAVY, _CHOSEN)[layer % 2] for layer in range(n - 2)]
     )
     kinds = (fields.take("layer_types", list, None) or kinds)[:n]
-    if len(kinds) != n or not set(kinds) <= rates.keys():
+    if len(kinds) != n or not set(map(str, kinds)) <= rates.keys():
         raise fields.damaged(f"layer_types {kinds} do not say the kinds of {n} layers")
     if any(rate and (256 % rate or rate > 128) for rate in rates.values()):
         raise fields.damaged(f"compress_rates {rates} do not divide a block of 256 positions")
@@ -149,7 +167,7 @@ def _read_experts(fields: Fields, config: ModelConfig, inner: int) -> Experts:
     kinds = fields.take("mlp_layer_types", list, None) or ["hash_moe"] * min(n, n_hashed) + [
         "moe"
     ] * max(0, n - n_hashed)
-    if len(kinds) != n or not set(kinds) <= {"hash_moe", "moe"}:
+    if len(kinds) != n or not set(map(str, kinds)) <= {"hash_moe", "moe"}:
         raise fields.damaged(f"mlp_layer_types {kinds} do not say the kinds of {n} layers")
     return Experts(
         n_experts=n_experts,
@@ -244,6 +262,58 @@ def _load_experts(config: ModelConfig, weights: WeightSource, layer: int) -> Spa
     return SparseMlp(router=router, experts=clamped, shared=shared, by_token=is_hashed)
 
 
+def _read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata."""
+    fields.require("expert_gating_func", 4)  # roots of softpluses
+    fields.ignore("embedding_length_out")
+    experts = deepseek_v2.read_gguf_experts(fields)
+    del experts["first_k_dense_replace"]  # there is none
+    inner = experts["moe_intermediate_size"]
+    sizes = read_gguf_sizes(fields, factors, intermediate_size=inner)
+    counts = {
+        "num_key_value_heads": "attention.head_count_kv",
+        "head_dim": "attention.key_length",
+        "qk_rope_head_dim": "rope.dimension_count",
+        "q_lora_rank": "attention.q_lora_rank",
+        "sliding_window": "attention.sliding_window",
+        "o_groups": "attention.output_group_count",
+        "o_lora_rank": "attention.output_lora_rank",
+        "hc_sinkhorn_iters": "hyper_connection.sinkhorn_iterations",
+    }
+    made = {key: fields.positive(name) for key, name in counts.items()}
+    fields.require("attention.value_length", made["head_dim"])
+    clamps = ("swiglu_clamp_exp", "swiglu_clamp_shexp")
+    return {
+        **(sizes | experts | made | read_gguf_streams(fields) | read_gguf_indexer(fields)),
+        "compress_ratios": fields.take("attention.compress_ratios", list),
+        "compress_rope_theta": fields.number("attention.compress_rope_freq_base", within=THETAS),
+        "num_hash_layers": fields.take("hash_layer_count", int),
+        "swiglu_limit": read_gguf_clamp(fields, sizes["num_hidden_layers"], *clamps),
+    }
+
+
+_GGUF_NAMES: Final = (
+    *STREAM_NAMES,
+    *(
+        (f"self_attn.compressor.{begin}{own}", f"{stored}_compressor_{kind}.weight")
+        for begin, stored in (("", "attn"), ("indexer.", "indexer"))
+        for own, kind in (
+            ("kv_proj.weight", "kv"),
+            ("gate_proj.weight", "gate"),
+            ("position_bias", "ape"),
+            ("kv_norm.weight", "norm"),
+        )
+    ),
+    ("self_attn.compressor.indexer.q_b_proj.weight", "indexer.attn_q_b.weight"),
+    ("self_attn.compressor.indexer.scorer.weights_proj.weight", "indexer.proj.weight"),
+    ("self_attn.q_a_norm.weight", "attn_q_a_norm.weight"),
+    ("self_attn.kv_proj.weight", "attn_kv.weight"),
+    ("self_attn.kv_norm.weight", "attn_kv_a_norm.weight"),
+    ("self_attn.o_a_proj.weight", "attn_output_a.weight"),
+    ("self_attn.o_b_proj.weight", "attn_output_b.weight"),
+    ("self_attn.sinks", "attn_sinks.weight"),
+    ("mlp.gate.tid2eid", "ffn_gate_tid2eid.weight"),
+)
 FAMILY = record(
     "deepseek_v4",
     "DeepseekV4ForCausalLM",
@@ -284,7 +354,14 @@ FAMILY = record(
         ("^hc_head_", "model.hc_head.hc_"),
         ("^head.", "lm_head."),
     ),
-    ignored_tensors=r"(model\.)?mtp\..*",
+    ignored_tensors=r"(model\.)?mtp\..*|blk\.\d+\.exp_probs_b_vl\.bias",
     experts=EXPERTS,
+    gguf=GgufFormat(
+        architecture="deepseek4",
+        named_as="deepseek2",
+        read=_read_gguf,
+        renamed=RENAMED,
+        block_names=_GGUF_NAMES,
+    ),
     has_whole_heads=True,
 )

@@ -132,7 +132,8 @@ class GgufFormat:
     """How llama.cpp's converter writes a family.
 
     `architecture` is `general.architecture`, `multimodal` are those of the same model inside
-    multimodal ones, whose images have a file of their own. Where several families share one,
+    multimodal ones, whose images have a file of their own; `named_as` is another one whose names of
+    tensors hold, "" where the `gguf` package knows the own. Where several families share one,
     `claims` says of its keys, without the architecture in front, whether a file is of this family.
     `read` says what config.json would, given these keys, the names of the file's tensors and the
     factors of rotary frequencies. `interleaved_rotary`: the rows of queries and keys that rotate
@@ -141,12 +142,13 @@ class GgufFormat:
     except those whose names end in `plain_norm`. Names end in `decay` where minus the exponential
     is stored. `renamed` has endings of names that the converter replaces before it looks names up.
     `block_names` are what parameters of a layer are called that the `gguf` package does not name,
-    each below `model.layers.N` and below `blk.N`; `joined_names` are those whose rows several
-    tensors have.
+    each below `model.layers.N` and below `blk.N`, or the whole names of others; `joined_names` are
+    those whose rows several tensors have.
     """
 
     architecture: str
     multimodal: tuple[str, ...] = ()
+    named_as: str = ""
     claims: Callable[[Fields], bool] = _claims_all
     read: Callable[[Fields, Container[str], Factors], dict[str, Any]] = read_gguf_decoder
     interleaved_rotary: bool = False

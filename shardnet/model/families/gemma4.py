@@ -21,7 +21,13 @@ from shardnet.model.config.decoder_config import (
     read_windows,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import FREQS, Factors, has_gguf_experts, read_gguf_sizes
+from shardnet.model.config.gguf_keys import (
+    FREQS,
+    Factors,
+    has_gguf_experts,
+    read_gguf_each,
+    read_gguf_sizes,
+)
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import Experts, HeadShape, ModelConfig, Rope
 from shardnet.model.config.rope import read_scaling
@@ -326,15 +332,6 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
         "final_logit_softcapping": fields.optional_number("final_logit_softcapping"),
         **_read_gguf_experts(fields),
     }
-
-
-def read_gguf_each(fields: Fields, key: str, kind: type, n_layers: int) -> list[Any]:
-    """Read one value for each layer, or one for all."""
-    value = fields.take(key, (kind, list))
-    each = value if isinstance(value, list) else [value] * n_layers
-    if len(each) != n_layers or any(type(one) is not kind for one in each):
-        raise fields.damaged(f"{key} is {shown(value)}, expected {n_layers} of {kind.__name__}")
-    return each
 
 
 def _turning_share(fields: Fields, factors: Factors, size: int) -> float:

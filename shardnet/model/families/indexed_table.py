@@ -11,7 +11,13 @@ from dataclasses import replace
 from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors
+from shardnet.model.config.gguf_keys import (
+    Factors,
+    read_gguf_clamp,
+    read_gguf_indexer,
+    read_gguf_streams,
+)
+from shardnet.model.config.limits import NORM_EPS
 from shardnet.model.config.model_config import (
     Experts,
     Indexer,
@@ -26,6 +32,7 @@ from shardnet.model.families.family import GgufFormat, MtpNames
 from shardnet.model.families.latent_table import EXPERTS, LAYOUT, RENAMED, read_experts
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import GATED_LATENTS
+from shardnet.model.families.tensor_shapes import STREAM_NAMES
 
 _GLM: Final = Latent(
     rank=512, rope_size=64, nope_size=192, value_size=256, query_rank=2048, interleaved=True
@@ -65,10 +72,19 @@ def _read_glm(fields: Fields) -> ModelConfig:
 
 
 def _read_hunyuan(fields: Fields) -> ModelConfig:
-    """Read a HYV4Config (Hunyuan 4)."""
+    """Read a HYV4Config (Hunyuan 4), or what its makers publish.
+
+    Rotated pairs stand side by side in their weights, as llama.cpp and vLLM take them;
+    transformers' modules, and what they save, have halves.
+    """
+    interleaved = fields.take("rope_interleave", bool, fields.given("use_mla"))
+    for key in ("enable_ihc", "gated_mla", "learnable_sink", "use_dsa", "use_mla"):
+        fields.require(key, only=True)
+    deepseek_v2.require_text(fields, "gating_type", "elementwise")
+    fields.ignore("enable_lm_head_fp32", "mtp_loss_factor", "bitwise_backward_align")
     config = deepseek_v2.read_latent_attention(
         fields,
-        interleaved=False,
+        interleaved=interleaved,
         max_positions=262144,
         norm_eps=1e-5,
         defaults=_HUNYUAN,
@@ -83,11 +99,13 @@ def _read_hunyuan(fields: Fields) -> ModelConfig:
     return replace(
         config,
         has_sinks=True,
-        indexer=replace(indexer, rotates_last=True, norm_eps=config.norm_eps),
+        indexer=replace(
+            indexer, interleaved=interleaved, rotates_last=True, norm_eps=config.norm_eps
+        ),
         streams=Streams(
             count=fields.positive("hc_mult", 4),
             kind=StreamKind.APART,
-            eps=fields.number("hc_eps", 1e-6),
+            eps=fields.number("hc_eps", 1e-6, within=NORM_EPS),
             magnitude=fields.number("hc_magnitude", 2.0),
         ),
     )
@@ -129,15 +147,31 @@ def read_indexer(fields: Fields, layers: Iterable[int], n_heads: int) -> Indexer
 
 
 def _read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
-    """Read the metadata of GLM-5."""
+    """Read the metadata of GLM-5, and what Hunyuan 4 says alike."""
     fields.require("expert_gating_func", 2)  # sigmoid
     config = deepseek_v2.read_gguf(fields, tensors, factors)
     fields.ignore("attention.indexer.types")  # the tensors say so
-    names = {"index_n_heads": "head_count", "index_head_dim": "key_length", "index_topk": "top_k"}
-    own = {key: fields.positive(f"attention.indexer.{name}") for key, name in names.items()}
     layers = range(config["num_hidden_layers"])
     kinds = ["F" if f"blk.{n}.indexer.proj.weight" in tensors else "S" for n in layers]
-    return config | own | {"indexer_types": kinds}
+    return config | read_gguf_indexer(fields) | {"indexer_types": kinds}
+
+
+def _read_hunyuan_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata of Hunyuan 4, whose rotated pairs stand side by side in the weights.
+
+    They do so in the makers' checkpoint, which llama.cpp's converter leaves as it is.
+    """
+    config = _read_gguf(fields, tensors, factors)
+    limit = read_gguf_clamp(fields, config["num_hidden_layers"], "swiglu_clamp_exp")
+    return (
+        config
+        | read_gguf_streams(fields)
+        | {
+            "hc_magnitude": fields.number("hyper_connection.magnitude"),
+            "swiglu_limit": limit,
+            "rope_interleave": True,
+        }
+    )
 
 
 FAMILIES: Final = (
@@ -164,13 +198,25 @@ FAMILIES: Final = (
         _read_hunyuan,
         Layout(attention=GATED_LATENTS, mlp=DEEPSEEK_EXPERTS),
         renamed_tensors=(
-            (".hc_pre.hc_attn_layer.hc_", ".attn_hc."),
-            (".hc_pre.hc_mlp_layer.hc_", ".ffn_hc."),
-            (".hc_pre.hc_head.hc_head_", ".hc_head.hc_"),
+            (".hc_pre.hc_", ".hc_"),
+            (".hc_attn_layer.hc_", ".attn_hc."),
+            (".hc_mlp_layer.hc_", ".ffn_hc."),
+            (".hc_head.hc_head_", ".hc_head.hc_"),
             (".learnable_sink_param", ".sinks"),
             (".linear_gate.", ".gate_proj."),
         ),
         ignored_tensors=r"model\.mtp_layers\..*",
         **STACKED,
+        gguf=GgufFormat(
+            architecture="hy_v4",
+            named_as="glm-dsa",
+            read=_read_hunyuan_gguf,
+            renamed=RENAMED,
+            block_names=(
+                *STREAM_NAMES,
+                ("self_attn.sinks", "attn_sinks.weight"),
+                ("self_attn.gate_proj.weight", "attn_gate.weight"),
+            ),
+        ),
     ),
 )

@@ -19,11 +19,11 @@ from shardnet.model.config.decoder_config import (
     read_windows,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_sizes
+from shardnet.model.config.gguf_keys import Factors, read_gguf_each, read_gguf_sizes
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import Experts, HeadShape, ModelConfig, Rope
 from shardnet.model.config.rope import read_scaling
-from shardnet.model.families import deepseek_v2, gemma4
+from shardnet.model.families import deepseek_v2
 from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import Layout, record
@@ -172,7 +172,7 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     is_local = (
         read_marks(fields, "attention.sliding_window_pattern", n_layers) or [False] * n_layers
     )
-    each = gemma4.read_gguf_each(fields, "attention.head_count_kv", int, n_layers)
+    each = read_gguf_each(fields, "attention.head_count_kv", int, n_layers)
     n_kv_heads = each[0] // (1 + is_local[0])
     if each != [n_kv_heads * (1 + local) for local in is_local]:
         raise fields.unsupported("attention.head_count_kv", each, "twice as many in all windows")

@@ -7,6 +7,7 @@ stages or torch: a family's file puts a layer together, stage_tensors.py a stage
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from shardnet.model.config.model_config import ModelConfig, StreamKind
 
@@ -32,6 +33,18 @@ class ExpertNames:
     def linears(self) -> tuple[str, str, str]:
         """The names of gate, up and down."""
         return self.gate, self.up, self.down
+
+
+STREAM_NAMES: Final = tuple(
+    (own.format(kind), f"{stored}_{kind}.weight")
+    for own, stored in (
+        ("attn_hc.{}", "hc_attn"),
+        ("ffn_hc.{}", "hc_ffn"),
+        ("model.hc_head.hc_{}", "output_hc"),
+    )
+    for kind in ("fn", "base", "scale")
+)
+"""What GGUF calls the parameters of `stream_mixer`, but for gated ones."""
 
 
 def decoder_embedding(config: ModelConfig) -> Table:

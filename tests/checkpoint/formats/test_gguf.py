@@ -279,6 +279,23 @@ class TestRefusals:
         with pytest.raises(ShardnetError, match=r"m\.gguf(, as config\.json)?: " + message):
             Checkpoint.open(path)
 
+    def test_clamps_of_experts_that_differ(self, tmp_path: Path) -> None:
+        folder = make_decoder(tmp_path / "source", "deepseek_v4", with_tokenizer=False)
+        limits = [10.0] * 3 + [7.0]
+        path = write_gguf(folder, tmp_path / "m.gguf", swiglu_clamp_shexp=limits)
+        with pytest.raises(UnsupportedModelError, match=r"swiglu_clamp_exp = .* one number"):
+            Checkpoint.open(path)
+
+    def test_whole_numbers_that_are_no_table_of_experts(self, tmp_path: Path) -> None:
+        folder = make_llama(tmp_path / "source", with_tokenizer=False)
+
+        def pack(name: str, values: Array) -> tuple[Array, None]:
+            return values.astype(np.int32), None
+
+        path = write_gguf(folder, tmp_path / "m.gguf", pack=pack)
+        with pytest.raises(UnsupportedModelError, match="is stored as I32; supported: F32"):
+            Checkpoint.open(path)
+
     def test_a_projector_of_images(self, small: Path, tmp_path: Path) -> None:
         """Beside a model it is passed over; by itself it says what it is."""
         write_no_model(tmp_path / "mmproj-model-f16.gguf", "clip")

@@ -427,6 +427,14 @@ def test_deepseek_v4_may_be_said_in_older_words() -> None:
     assert ours.rope.rotated(ours.head_size) == 64
 
 
+@pytest.mark.parametrize("key", ["compress_ratios", "layer_types", "mlp_layer_types"])
+@pytest.mark.parametrize("kinds", [[[0]] * 7, [4] * 3, ["moe"] * 6 + [{}]])
+def test_kinds_of_layers_that_are_none_are_named(key: str, kinds: list[Any]) -> None:
+    raw = SIZES | {"model_type": "deepseek_v4", "num_key_value_heads": 1, key: kinds}
+    with pytest.raises(CheckpointError, match="do not say the kinds of 7 layers"):
+        parse_config(raw, "config.json")
+
+
 def check_compressed(ours: ModelConfig, theirs: Any) -> None:
     """Hold what only DeepSeek-V4 has against transformers' defaults."""
     own, streams = ours.compressed, ours.streams

@@ -66,6 +66,8 @@ ARCHITECTURES = {
     "glm4_moe_lite": "deepseek2",
     "minicpm3": "minicpm3",
     "glm_moe_dsa": "glm-dsa",
+    "deepseek_v4": "deepseek4",
+    "hy_v4": "hy_v4",
     "gpt2": "gpt2",
     "gemma": "gemma",
     "olmo": "olmo",
@@ -86,6 +88,57 @@ ARCHITECTURES = {
     "nemotron_h": "nemotron_h_moe",
 }
 """From `model_type` to `general.architecture`."""
+HYPER = {
+    f"hc_{part}_layer.hc_{kind}": f"hc_{stored}_{kind}"
+    for part, stored in (("attn", "attn"), ("mlp", "ffn"))
+    for kind in ("fn", "base", "scale")
+}
+COMPRESSOR = {
+    f"attn.{begin}compressor.{own}": f"{stored}_compressor_{kind}"
+    for begin, stored in (("", "attn"), ("indexer.", "indexer"))
+    for own, kind in (("wkv", "kv"), ("wgate", "gate"), ("ape", "ape"), ("norm", "norm"))
+}
+OWN_NAMES = {
+    "deepseek_v4": {
+        "embed_tokens": "token_embd",
+        "norm": "output_norm",
+        "head": "output",
+        "attn_norm": "attn_norm",
+        "ffn_norm": "ffn_norm",
+        "attn.attn_sink": "attn_sinks",
+        "attn.wq_a": "attn_q_a",
+        "attn.wq_b": "attn_q_b",
+        "attn.q_norm": "attn_q_a_norm",
+        "attn.wkv": "attn_kv",
+        "attn.norm": "attn_kv_a_norm",
+        "attn.wo_a": "attn_output_a",
+        "attn.wo_b": "attn_output_b",
+        "attn.indexer.wq_b": "indexer.attn_q_b",
+        "attn.indexer.weights_proj": "indexer.proj",
+        "ffn.gate": "ffn_gate_inp",
+        "ffn.gate.tid2eid": "ffn_gate_tid2eid",
+        "ffn.shared_experts.w1": "ffn_gate_shexp",
+        "ffn.shared_experts.w2": "ffn_down_shexp",
+        "ffn.shared_experts.w3": "ffn_up_shexp",
+        "mlp.experts.gate_proj": "ffn_gate_exps",
+        "mlp.experts.down_proj": "ffn_down_exps",
+        "mlp.experts.up_proj": "ffn_up_exps",
+        **{f"hc_head.hc_{kind}": f"output_hc_{kind}" for kind in ("fn", "base", "scale")},
+        **{name: name for name in HYPER.values()},
+        **COMPRESSOR,
+    },
+    "hy_v4": {
+        "self_attn.learnable_sink_param": "attn_sinks",
+        "self_attn.linear_gate": "attn_gate",
+        "mlp.linear_gate": "ffn_gate",
+        "mlp.shared_experts.linear_gate": "ffn_gate_shexp",
+        **{f"hc_head.hc_head_{kind}": f"output_hc_{kind}" for kind in ("fn", "base", "scale")},
+        **HYPER,
+    },
+}
+"""What the converter calls what the `gguf` package does not know, by the makers' names."""
+NAMED_AS = {"deepseek4": "deepseek2", "hy_v4": "glm-dsa"}
+"""Architectures that the package does not know: another one with the other names."""
 INTERLEAVED = (
     *("llama", "mistral", "mixtral", "granite", "smollm3", "ministral3", "arcee", "olmo"),
     *("granitemoe", "granitemoeshared", "granitemoehybrid"),
@@ -163,7 +216,8 @@ def converted(source: Path) -> dict[str, Array]:
     config = json.loads((source / "config.json").read_text())
     family, arch = config["model_type"], ARCHITECTURES[config["model_type"]]
     n_layers = config.get("num_hidden_layers") or config.get("n_layer", 9)
-    number = next(kind for kind in gguf.MODEL_ARCH if gguf.MODEL_ARCH_NAMES[kind] == arch)
+    known = NAMED_AS.get(arch, arch)
+    number = next(kind for kind in gguf.MODEL_ARCH if gguf.MODEL_ARCH_NAMES[kind] == known)
     names = gguf.get_tensor_name_map(number, n_layers)
     made = {}
     stored = load_file(source / "model.safetensors")
@@ -174,7 +228,9 @@ def converted(source: Path) -> dict[str, Array]:
         spoken = name.replace("correction_bias", "correction.bias")
         spoken = spoken.replace(".expert_bias", ".expert_bias.bias")
         renamed = spoken.replace(".dt_bias", ".dt_proj.bias")
-        found = names.get_name(renamed, try_suffixes=(".weight", ".bias"))
+        found = _own_name(family, name) or names.get_name(
+            renamed, try_suffixes=(".weight", ".bias")
+        )
         if name.endswith(("_exps.scale", "_inp.scale")):
             found = name.replace("model.layers.", "blk.")
         assert found is not None, name
@@ -184,6 +240,17 @@ def converted(source: Path) -> dict[str, Array]:
         found += ".weight" if is_bare else ""
         made[found] = _converted(family, config, name, values)
     return made
+
+
+def _own_name(family: str, name: str) -> str | None:
+    """What the converter calls a tensor by a table of its own, None for one of the package's."""
+    place = re.fullmatch(r"(?:model\.)?(?:layers\.(\d+)\.)?(.+?)", name.replace(".hc_pre.", "."))
+    assert place is not None, name
+    part = place[2].removeprefix("hc_pre.")
+    if part == "ffn.gate.bias":
+        return f"blk.{place[1]}.exp_probs_b.bias"
+    stored = OWN_NAMES.get(family, {}).get(part.removesuffix(".weight"))
+    return stored and (f"blk.{place[1]}.{stored}.weight" if place[1] else f"{stored}.weight")
 
 
 def _stacked(tensors: dict[str, Array]) -> dict[str, Array]:
@@ -229,6 +296,12 @@ def _stacked(tensors: dict[str, Array]) -> dict[str, Array]:
             made[name.replace("router.scale", "ffn_gate_inp.scale")] = values
         elif re.fullmatch(r"model\.layers\.\d+\.experts\.\w+", name):
             made[name] = values  # gate and up in one, as Gemma 4's are kept
+        elif name.endswith("mlp.experts.down_proj") and f"{name}_bias" not in tensors:
+            made[f"{name}.weight"] = values  # Hunyuan 4's: gate's outputs before those of up
+        elif name.endswith("mlp.experts.gate_up_proj") and f"{name}_bias" not in tensors:
+            gate, up = np.split(values, 2, axis=1)
+            where = name.removesuffix("gate_up_proj")
+            made |= {f"{where}gate_proj.weight": gate, f"{where}up_proj.weight": up}
         elif both := re.fullmatch(r"(.*\.experts\.)(gate_up|down)_proj(_bias)?", name):
             kind = "bias" if both[3] else "weight"
             outputs = values if both[3] else values.swapaxes(1, 2)
@@ -285,6 +358,10 @@ def _multiplied(config: dict[str, Any], name: str, values: Array) -> Array:
 def _converted(family: str, config: dict[str, Any], name: str, values: Array) -> Array:
     if family == "falcon_h1":
         values = _multiplied(config, name, values)
+    if family == "hy_v4":
+        return in_pairs(config, name, values)
+    if values.dtype == np.int64:
+        return values.astype(np.int32)
     if family in INTERLEAVED and ".q_proj." in name:
         return interleaved(values, config["num_attention_heads"])
     if family in INTERLEAVED and ".k_proj." in name:
@@ -349,6 +426,25 @@ def interleaved(values: Array, n_heads: int) -> Array:
     return made
 
 
+def in_pairs(config: dict[str, Any], name: str, values: Array) -> Array:
+    """One of Hunyuan 4's tensors with rotated pairs side by side, as in the makers' checkpoint.
+
+    transformers' modules turn halves: of one checkpoint they compute something else than llama.cpp
+    and vLLM, which agree.
+    """
+    turned = config["qk_rope_head_dim"]
+    heads_of = {".q_b_proj.": config["num_attention_heads"]}
+    heads_of |= {".indexer.wq_b.": config["index_n_heads"]}
+    heads_of |= dict.fromkeys((".kv_a_proj_with_mqa.", ".indexer.wk.", ".indexer.k_norm."), 1)
+    n_heads = next((n for part, n in heads_of.items() if part in name), None)
+    if n_heads is None:
+        return values
+    heads = values.reshape(n_heads, -1, *values.shape[1:])
+    pairs = [n for pair in range(turned // 2) for n in (pair, turned // 2 + pair)]
+    ends = heads[:, -turned:][:, pairs]
+    return np.concatenate((heads[:, :-turned], ends), 1).reshape(values.shape)
+
+
 def _as_it_is(name: str, values: Array) -> tuple[Array, None]:
     return values, None
 
@@ -382,12 +478,12 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters", {"rope_theta": 10000.0})
-    of_all = rope.get("full_attention", rope)
+    of_all = rope.get("full_attention", rope.get("main", rope))
     made = {
         "block_count": len(config.get("layers_block_type", ())) or config["num_hidden_layers"],
         "context_length": config.get("max_position_embeddings") or config["model_max_length"],
         "embedding_length": config["hidden_size"],
-        "feed_forward_length": config["intermediate_size"],
+        "feed_forward_length": config.get("intermediate_size"),
         "attention.head_count": heads,
         "attention.head_count_kv": config.get("num_key_value_heads"),
         "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
@@ -474,11 +570,20 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
                 "rope.dimension_count": rotated,
             }
         case "glm_moe_dsa":
-            made |= _latents(config, rope) | _grouped_experts(config)
-            made |= {
-                "attention.indexer.head_count": config["index_n_heads"],
-                "attention.indexer.key_length": config["index_head_dim"],
-                "attention.indexer.top_k": config["index_topk"],
+            made |= _latents(config, rope) | _grouped_experts(config) | _indexer(config)
+        case "deepseek_v4":
+            made |= _compressed(config, rope)
+        case "hy_v4":
+            n_dense = config["mlp_layer_types"].count("dense")
+            made |= _latents(config, rope) | _grouped_experts(config | {"n_group": None})
+            made |= _indexer(config) | {
+                "leading_dense_block_count": n_dense,
+                "expert_group_used_count": None,
+                "swiglu_clamp_exp": [config["swiglu_limit"]] * config["num_hidden_layers"],
+                "hyper_connection.count": config["hc_mult"],
+                "hyper_connection.epsilon": config["hc_eps"],
+                "hyper_connection.magnitude": config["hc_magnitude"],
+                "attention.indexer.types": [kind == "full" for kind in config["indexer_types"]],
             }
         case "kimi_linear":
             spelled = {
@@ -683,6 +788,52 @@ def _latents(config: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
             "rope.scaling.factor": rope["factor"],
             "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
             "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"],
+        }
+    return made
+
+
+def _indexer(config: dict[str, Any]) -> dict[str, Any]:
+    """Keys of what chooses positions."""
+    return {
+        "attention.indexer.head_count": config["index_n_heads"],
+        "attention.indexer.key_length": config["index_head_dim"],
+        "attention.indexer.top_k": config["index_topk"],
+    }
+
+
+def _compressed(config: dict[str, Any], ropes: dict[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V4's keys."""
+    rates = config["compress_rates"] | {"sliding_attention": 0}
+    rope, limits = ropes["compress"], [config["swiglu_limit"]] * config["num_hidden_layers"]
+    made = _indexer(config) | {
+        "rope.freq_base": ropes["main"]["rope_theta"],
+        "rope.dimension_count": config["qk_rope_head_dim"],
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.sliding_window": config["sliding_window"],
+        "attention.output_group_count": config["o_groups"],
+        "attention.output_lora_rank": config["o_lora_rank"],
+        "attention.compress_ratios": [rates[kind] for kind in config["layer_types"]] + [0],
+        "attention.compress_rope_freq_base": rope["rope_theta"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_weights_norm": True,
+        "expert_gating_func": 4,
+        "swiglu_clamp_exp": limits,
+        "swiglu_clamp_shexp": limits,
+        "hash_layer_count": config["mlp_layer_types"].count("hash_moe"),
+        "hyper_connection.count": config["hc_mult"],
+        "hyper_connection.epsilon": config["hc_eps"],
+        "hyper_connection.sinkhorn_iterations": config["hc_sinkhorn_iters"],
+        "embedding_length_out": config["hc_mult"] * config["hidden_size"],
+    }
+    if rope["rope_type"] == "yarn":
+        made |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+            "rope.scaling.yarn_beta_fast": rope["beta_fast"],
+            "rope.scaling.yarn_beta_slow": rope["beta_slow"],
         }
     return made
 
