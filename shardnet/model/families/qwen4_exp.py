@@ -209,10 +209,10 @@ def _read_gguf_ngrams(fields: Fields) -> dict[str, Any]:
     if fields.missing("ple.layers"):
         return {}
     layers, rows = fields.take("ple.layers", list), fields.take("ple.head_vocab_sizes", list)
-    if len(layers) != 1:
+    if len(layers) != 1 or type(layers[0]) is not int:
         raise fields.unsupported("ple.layers", layers, "a single one")
     begins = fields.take("ple.head_offsets", list)
-    if begins != [0, *accumulate(rows)][:-1]:
+    if begins != [0, *accumulate(one for one in rows if type(one) is int)][:-1]:
         raise fields.damaged(f"ple.head_offsets {shown(begins)} do not follow each other")
     fields.ignore("ple.image_token_id")
     return {
