@@ -71,6 +71,58 @@ _DELTA_NETS: dict[str, Any] = {
     "full_attention_interval": 4,
     "rope.dimension_sections": [11, 11, 10, 0],
 }
+_PRIMES = (
+    *(200003, 200009, 200017, 200023, 200029, 200033, 200041, 200063),
+    *(200087, 200117, 200131, 200153, 200159, 200171, 200177, 200183),
+)
+"""Rows of each head of n-grams: a hundredth of the model's own."""
+_NGRAMS: dict[str, Any] = {
+    "ssm.time_step_rank": 48,
+    "ssm.inner_size": 6144,
+    "attention.recurrent_layers": [True, True, False],
+    "attention.compress_ratios": [0, 0, 4],
+    "attention.indexer.head_count": 4,
+    "attention.indexer.key_length": 128,
+    "attention.indexer.top_k": 2048,
+    "expert_shared_feed_forward_length": 640,
+    "hyper_connection.count": 4,
+    "hyper_connection.low_rank": 320,
+    "embedding_length_per_layer_input": 160,
+    "ple.layers": [1],
+    "ple.ngram_size": 3,
+    "ple.heads_per_ngram": 8,
+    "ple.conv_kernel": 4,
+    "ple.eos_token_id": 2,
+    "ple.layer_multipliers": [23703586573543, 11984620175489, 33640498272851],
+    "ple.head_vocab_sizes": list(_PRIMES),
+    "ple.head_offsets": [sum(_PRIMES[:n]) for n in range(len(_PRIMES))],
+}
+_POOLED: dict[str, Any] = {
+    "rope.dimension_count": 0,
+    "attention.layer_norm_epsilon": 1e-6,
+    "attention.head_count_kv": [0, 1],
+    "attention.value_length": 512,
+    "attention.kv_lora_rank": 512,
+    "attention.q_lora_rank": 1536,
+    "attention.key_length_mla": 256,
+    "attention.value_length_mla": 256,
+    "attention.indexer.head_count": 32,
+    "attention.indexer.key_length": 128,
+    "attention.indexer.top_k": 2048,
+    "attention.indexer.kpool": 4,
+    "attention.indexer.kpool_select_tail": True,
+    "attention.indexer.types": [True, True],
+    "leading_dense_block_count": 1,
+    "expert_weights_scale": 2.5,
+    "hyper_connection.count": 4,
+    "hyper_connection.sinkhorn_iterations": 20,
+    "hyper_connection.epsilon": 1e-6,
+    "kda.head_dim": 128,
+    "kda.gate_lower_bound": -5.0,
+    "ssm.conv_kernel": 4,
+    "swiglu_clamp_exp": [10.0, 10.0],
+    "swiglu_clamp_shexp": [10.0, 10.0],
+}
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -242,6 +294,33 @@ SHAPES = {
             },
         ),
         Shape(
+            name="Qwen3.8-Flash-Next",
+            architecture="qwen4exp",
+            n_layers=3,
+            hidden=2560,
+            vocab=248320,
+            heads=(24, 2, 256),
+            inner=640,
+            moe=Moe(n_experts=512, top_k=10, inner=640, shared=640),
+            rotated=64,
+            pattern="LN*",
+            more=_DELTA_NETS | _NGRAMS,
+        ),
+        Shape(
+            name="GLM-5.3-Flash",
+            architecture="glm5-next",
+            n_layers=2,
+            hidden=4096,
+            vocab=154880,
+            heads=(64, 1, 512),
+            inner=12288,
+            moe=Moe(n_experts=288, top_k=8, inner=2048, shared=2048),
+            n_dense=1,
+            pattern="L*",
+            latents=Latents(nope=256, rope=0, values=256, index=(32, 128)),
+            more=_GROUPED | _POOLED,
+        ),
+        Shape(
             name="DeepSeek-V3",
             architecture="deepseek2",
             n_layers=1,
@@ -375,11 +454,12 @@ def _values(kind: str, name: str, shape: tuple[int, ...], seed: int) -> Iterator
         first = np.random.default_rng(seed).integers(0, _FEWEST, (n_tokens, 1), np.int32)
         yield first + np.arange(n_each, dtype=np.int32)
         return
-    if kind == "F32":
+    if kind in ("F32", "F16"):
         values = np.random.default_rng(seed).standard_normal(shape, np.float32) * SIZE
-        if name.endswith(("norm.weight", "scale.weight", ".scale")) or "ffw_norm" in name:
+        if name.endswith(("norm.weight", "scale.weight", ".scale")) or "_norm_" in name:
             values += 1
-        yield -np.abs(values) - 0.1 if name.endswith("ssm_a") else values
+        values = -np.abs(values) - 0.1 if name.endswith("ssm_a") else values
+        yield values.astype(np.float16 if kind == "F16" else np.float32)
         return
     pool = _pool(kind)
     n_bytes = _n_bytes(gguf.GGMLQuantizationType[kind], shape)
@@ -410,5 +490,8 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
             writer.add_float32(key, value)
         case str():
             writer.add_string(key, value)
+        case list() if key.endswith(("multipliers", "vocab_sizes", "offsets")):
+            kind = gguf.GGUFValueType
+            writer.add_key_value(key, value, kind.ARRAY, sub_type=kind.UINT64)
         case _:
             writer.add_array(key, value)

@@ -11,13 +11,22 @@ from typing import Any
 
 Tensors = dict[str, tuple[int, ...]]
 """Shapes by name, outputs before inputs."""
-_WITH_HEAD_NORMS = ("qwen3", "qwen3moe", "gemma3", "gemma4", "qwen35", "qwen35moe", "lfm2moe")
+_WITH_HEAD_NORMS = (
+    *("qwen3", "qwen3moe", "gemma3", "gemma4", "qwen35", "qwen35moe", "lfm2moe", "qwen4exp"),
+)
 _WITH_BIASED_ROUTERS = (
     *("glm4moe", "deepseek2", "lfm2moe", "nemotron_h_moe"),
-    *("deepseek4", "hy_v4"),
+    *("deepseek4", "hy_v4", "glm5-next"),
 )
 _BOTH = ("weight", "bias")
-_IN_FLOAT32 = ("ffn_gate_inp", "conv1d", "shortconv.conv", "_ape.", "hc_", "indexer.proj")
+_IN_FLOAT32 = ("ffn_gate_inp", "conv1d", "shortconv.conv", "_ape.", "_fn.", "indexer.proj")
+_KEPT = {
+    "qwen4exp": ("indexer.",),
+    "glm5-next": (
+        *("indexer", "ssm_f_", "ssm_g_", "ssm_beta", "attn_kv_a_mqa", "attn_k_b", "attn_v_b"),
+    ),
+}
+"""What the quantiser leaves in float16, by architecture."""
 _INSTEAD = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 """The type where rows are no whole blocks of 256."""
 
@@ -65,8 +74,8 @@ class Shape:
     local_heads: tuple[int, int] = (0, 0)
     """Heads of keys and their size in layers with a window, where these differ (Gemma 4)."""
     pattern: str = ""
-    """A letter for each layer of a hybrid: Mamba-2, Experts, Convolution, attention (*), which may
-    have a Window.
+    """A letter for each layer of a hybrid: Mamba-2, Experts, Convolution, Linear attention, also
+    with N-grams, attention (*), which may have a Window.
     """
     rotated: int = 0
     """Columns of a head that are rotated; 0 is all."""
@@ -85,7 +94,11 @@ class Shape:
                 made[f"blk.{layer}.{name}"] = shape
         if self.architecture == "gemma4":
             made["rope_freqs.weight"] = (self.heads[2] // 2,)
-        if "hyper_connection.count" in self.more:
+        if self.architecture == "qwen4exp":
+            table = (sum(self.more["ple.head_vocab_sizes"]), self.hidden // 16)
+            made |= {"per_layer_token_embd.weight": table}
+            return made | self._gated_streams("output_hc")
+        if self.architecture in ("deepseek4", "hy_v4"):
             made |= self._mixer("output_hc", 4, 1)
         norm = "token_embd_norm" if self.architecture == "lfm2moe" else "output_norm"
         return made | {f"{norm}.weight": (self.hidden,)}
@@ -93,6 +106,8 @@ class Shape:
     def _layer(self, layer: int) -> Tensors:
         if self.architecture == "nemotron_h_moe":
             return {"attn_norm.weight": (self.hidden,)} | self._single(layer)
+        if self.architecture == "qwen4exp":
+            return self._ngram_layer(layer)
         second = "ffn_norm" if self._has_ffn_norm else "post_attention_norm"
         made: Tensors = {"attn_norm.weight": (self.hidden,), f"{second}.weight": (self.hidden,)}
         if self.architecture in ("gemma3", "gemma4"):
@@ -107,7 +122,7 @@ class Shape:
         else:
             mlp = self._experts(self.moe)
         if "hyper_connection.count" in self.more:
-            n_kinds, n_out = (3, 24) if self.architecture == "deepseek4" else (2, 8)
+            n_kinds, n_out = (2, 8) if self.architecture == "hy_v4" else (3, 24)
             made |= self._mixer("hc_attn", n_out, n_kinds) | self._mixer("hc_ffn", n_out, n_kinds)
         if layer < self.more.get("hash_layer_count", 0) and self.moe is not None:
             del mlp["exp_probs_b.bias"]
@@ -131,6 +146,10 @@ class Shape:
                 return self._latent_attention() | self._gate_and_indexer(layer)
             case "deepseek4":
                 return self._compressed_attention(layer)
+            case "glm5-next":
+                return self._kda() if self.pattern[layer] == "L" else self._pooled_latents()
+            case "qwen4exp" if self.pattern[layer] != "*":
+                return self._delta_net()
             case "qwen35" | "qwen35moe" if (layer + 1) % 4:
                 return self._delta_net()
             case "lfm2moe" if self.pattern[layer] == "C":
@@ -138,7 +157,7 @@ class Shape:
         n_heads, n_keys, size = self.heads
         is_local = self.architecture == "gemma4" and self.pattern[layer] == "W"
         n_keys, size = self.local_heads if is_local else (n_keys, size)
-        gates = 2 if self.architecture in ("qwen35", "qwen35moe") else 1
+        gates = 2 if self.architecture in ("qwen35", "qwen35moe", "qwen4exp") else 1
         outputs = {"q": gates * n_heads * size, "k": n_keys * size, "v": n_keys * size}
         if self.architecture == "gemma4" and not is_local:
             del outputs["v"]  # values are the keys
@@ -172,10 +191,13 @@ class Shape:
             "attn_gate.weight": (self.heads[0] * self.latents.values, self.hidden),
         }
         if self.more["attention.indexer.types"][layer]:
-            size = self.latents.index[1]
-            made |= self._indexer() | {f"indexer.k_norm.{kind}": (size,) for kind in _BOTH}
-            made["indexer.attn_k.weight"] = (size, self.hidden)
+            made |= self._key_indexer()
         return made
+
+    def _key_indexer(self) -> Tensors:
+        size = self.latents.index[1]
+        made = self._indexer() | {f"indexer.k_norm.{kind}": (size,) for kind in _BOTH}
+        return made | {"indexer.attn_k.weight": (size, self.hidden)}
 
     def _indexer(self) -> Tensors:
         n_heads, size = self.latents.index
@@ -215,7 +237,7 @@ class Shape:
         }
 
     def _delta_net(self) -> Tensors:
-        keys, values, size = 16, 32, 128
+        keys, values, size = 16, self.more["ssm.time_step_rank"], 128
         mixed = (2 * keys + values) * size
         return {
             "attn_qkv.weight": (mixed, self.hidden),
@@ -228,6 +250,57 @@ class Shape:
             "ssm_norm.weight": (size,),
             "ssm_out.weight": (self.hidden, values * size),
         }
+
+    def _ngram_layer(self, layer: int) -> Tensors:
+        """Name a layer of Qwen 3.8 between its streams, with an index or with n-grams."""
+        assert self.moe is not None
+        made = self._attention(layer) | self._experts(self.moe)
+        for block in ("hc_attn", "hc_ffn"):
+            made |= self._gated_streams(block) | {f"{block}_inject.weight": (4, 4 * self.hidden)}
+        if self.pattern[layer] == "*":
+            made |= {"indexer.q_proj.weight": (512, self.hidden)}
+            made |= {"indexer.k_proj.weight": (128, self.hidden)}
+            made |= {f"indexer.{kind}_norm.weight": (128,) for kind in "qk"}
+        if self.pattern[layer] == "N":
+            made |= {"ple_key.weight": (4 * self.hidden, self.hidden)}
+            made |= {"ple_value.weight": (self.hidden, self.hidden)}
+            made |= {f"ple_norm_{k}.weight": (4 * self.hidden,) for k in ("key", "query", "conv")}
+            made |= {"ple_conv1d.weight": (4 * self.hidden, 4)}
+        return made
+
+    def _gated_streams(self, name: str) -> Tensors:
+        wide, rank = 4 * self.hidden, 320
+        return {
+            f"{name}_norm.weight": (wide,),
+            f"{name}_down.weight": (rank, wide),
+            f"{name}_up.weight": (wide, rank),
+        }
+
+    def _kda(self) -> Tensors:
+        n_heads, size = self.heads[0], 128
+        width = n_heads * size
+        made: Tensors = {f"attn_{kind}.weight": (width, self.hidden) for kind in "qkv"}
+        made |= {f"ssm_conv1d_{kind}.weight": (1, width, 1, 4) for kind in "qkv"}
+        made |= {f"ssm_{kind}_a.weight": (size, self.hidden) for kind in "fg"}
+        made |= {f"ssm_{kind}_b.weight": (width, size) for kind in "fg"}
+        return made | {
+            "ssm_beta.weight": (n_heads, self.hidden),
+            "ssm_a": (n_heads,),
+            "ssm_dt.bias": (width,),
+            "ssm_norm.weight": (size,),
+            "attn_output.weight": (self.hidden, width),
+        }
+
+    def _pooled_latents(self) -> Tensors:
+        size = self.latents.index[1]
+        return (
+            self._latent_attention()
+            | self._key_indexer()
+            | {
+                "indexer_compressor_gate.weight": (size, self.hidden),
+                "indexer_compressor_ape.weight": (4, size),
+            }
+        )
 
     def _convolution(self) -> Tensors:
         return {
@@ -282,7 +355,7 @@ class Shape:
             made |= _gated(self.hidden, moe.shared, "_shexp")
         if self.architecture in _WITH_BIASED_ROUTERS:
             made["exp_probs_b.bias"] = (n,)
-        if self.architecture == "qwen35moe":
+        if self.architecture in ("qwen35moe", "qwen4exp"):
             made["ffn_gate_inp_shexp.weight"] = (self.hidden,)
         if self.architecture == "gpt-oss":
             made["ffn_gate_inp.bias"] = (n,)
@@ -322,12 +395,16 @@ class Shape:
             return "F32"
         if "tid2eid" in name:
             return "I32"
+        if any(part in name for part in _KEPT.get(self.architecture, ())):
+            return "F16"
         if self.is_mxfp4:
             return "MXFP4" if "_exps" in name else "Q8_0"
         is_more = name == "output.weight" or (self.is_tied and name.startswith("token_embd"))
         if "attn_v." in name or "ffn_down" in name:
             is_more = int(name.split(".")[1]) % 2 == 0
         kind = "Q6_K" if is_more else "Q4_K"
+        if self.architecture == "glm5-next" and "attn_q_" in name:
+            return "Q8_0"
         return _INSTEAD[kind] if shape[-1] % 256 else kind
 
 

@@ -20,7 +20,7 @@ from shardnet.model.kernels.float_linear import PanelPacking, fills_panels
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import KernelChoice, Linear, join_biases, linear_of_panels
 from shardnet.model.kernels.panel_linear import PanelLinear
-from shardnet.model.kernels.panels import Panels, pack_into
+from shardnet.model.kernels.panels import Panels, pack_into, unpack_whole
 from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.stage.estimate.stored_dtype import STORED_FLOATS
 from shardnet.stage.packs.pack_cache import PackCache
@@ -181,13 +181,15 @@ class QuantizedWeights:
 class FileTable:
     """A table whose rows [N, E] stay in files: those that are looked up are read each time.
 
-    The system keeps in memory what it has room for. `ends` are the rows behind each of the `parts`.
+    The system keeps in memory what it has room for. `ends` are the rows behind each of the `parts`,
+    `stored` their type, or how rows of blocks are packed.
     """
 
     parts: Sequence[FilePart]
     ends: Tensor  # [parts], int64
-    stored: torch.dtype
+    stored: torch.dtype | RowPacking
     width: int
+    row_bytes: int
     dtype: torch.dtype
     device: torch.device
 
@@ -195,16 +197,23 @@ class FileTable:
     def of(
         cls, reader: TensorReader, weights: Sequence[str], dtype: torch.dtype, device: torch.device
     ) -> FileTable:
-        """Find parameters in their files. Raises CheckpointError unless all are rows of floats."""
-        for name in weights:
-            if not reader.tensor(name).is_stored_matrix:
-                raise CheckpointError(f"{name} is not stored as rows, which are looked up there")
-        stored = STORED_FLOATS[reader.tensor(weights[0]).dtype or ""]
+        """Find parameters in their files. Raises CheckpointError unless all are rows there."""
+        tables = [reader.tensor(name) for name in weights]
+        first = tables[0]
+        for table in tables:
+            if not (table.is_stored_matrix or table.is_stored_blocks):
+                raise CheckpointError(
+                    f"{table.name} is not stored as rows, which are looked up there"
+                )
+        is_plain = first.packed is None
         return cls(
             parts=[part for name in weights for part in reader.parts(name)],
             ends=torch.tensor([reader.shape(name)[0] for name in weights]).cumsum(0),
-            stored=torch_dtype(stored),
-            width=reader.shape(weights[0])[1],
+            stored=torch_dtype(STORED_FLOATS[first.dtype or ""])
+            if is_plain
+            else RowPacking.of(first),
+            width=first.shape[1],
+            row_bytes=first.size_bytes // first.shape[0],
             dtype=dtype,
             device=device,
         )
@@ -213,22 +222,30 @@ class FileTable:
         """Read the rows `ids` [T]: a new tensor [T, E]. Raises CheckpointError."""
         wanted, places = map(torch.from_numpy, np.unique(ids.cpu().numpy(), return_inverse=True))
         numbers = torch.bucketize(wanted, self.ends, right=True)
-        found = torch.empty(len(wanted), self.width, dtype=self.stored)
+        found = torch.empty(len(wanted), self.row_bytes, dtype=torch.uint8)
         for number in sorted(set(numbers.tolist())):
             begin = int(self.ends[number - 1]) if number else 0
             own = (numbers == number).nonzero()[:, 0]
             self._read(self.parts[number], (wanted[own] - begin).tolist(), found, own.tolist())
-        return found[places].to(self.device, self.dtype)
+        return self._values(found)[places].to(self.device, self.dtype)
+
+    def _values(self, found: Tensor) -> Tensor:
+        """Return what rows [n, bytes] hold: [n, E]."""
+        if isinstance(self.stored, torch.dtype):
+            return found.view(self.stored)
+        form, shape = self.stored.form, (len(found), self.width)
+        packed = torch.empty(form.packed_shape(*shape), dtype=torch.uint8)
+        self.stored(found, packed)
+        return unpack_whole([Panels(packed=packed, form=form, shape=shape)], torch.float32)
 
     def _read(
         self, part: FilePart, rows: Sequence[int], found: Tensor, places: Sequence[int]
     ) -> None:
-        row_bytes, raw = self.width * found.itemsize, found.view(torch.uint8)
         try:
             with part.opened() as file:
                 for row, place in zip(rows, places, strict=True):
-                    file.seek(part.offset + row * row_bytes)
-                    fill(file, raw[place])
+                    file.seek(part.offset + row * self.row_bytes)
+                    fill(file, found[place])
         except FileChanged:
             raise file_changed(part.path) from None
         except OSError as error:

@@ -75,6 +75,12 @@ LLAMA4 = {
     "attn_temperature_tuning": True,
 }
 KINDS = ["linear_attention", "full_attention", "linear_attention"]
+GLM5 = FAMILIES["glm5_next_text"] | {
+    "num_hidden_layers": 4,
+    "linear_num_heads": 6,
+    "layer_types": ["indexed_attention", "linear_attention"],
+    "mlp_layer_types": None,
+}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({"attention_bias": True, "mlp_bias": True}, {}),
     "llama-llama3-tied": (
@@ -197,9 +203,31 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
         {
             "feed_forward_length": None,
+            "full_attention_interval": 2,  # which counts where nothing says it of each layer
+            "attention__recurrent_layers": [True, True, True, False, False],
             "block_count": 5,
             "nextn_predict_layers": 1,  # the last layer, which is left out
             "extra": {"blk.4.nextn.eh_proj.weight": np.zeros((4, 8), np.float32)},
+        },
+    ),
+    "qwen4_exp_text": (FAMILIES["qwen4_exp_text"] | {"ple_layer_ids": [3]}, {}),
+    "qwen4_exp_text-plain": (
+        {"num_hidden_layers": 2, "output_gate_type": "sigmoid", "tie_word_embeddings": True},
+        {},
+    ),
+    "glm5_next_text": (
+        GLM5 | {"layer_types": ["linear_attention", "indexed_attention"] * 2},
+        {},
+    ),
+    "glm5_next_text-ahead": (
+        GLM5 | {"num_hidden_layers": 2, "linear_lower_bound": None, "norm_topk_prob": False},
+        {
+            "block_count": 3,
+            "nextn_predict_layers": 1,
+            "attention__head_count_kv": [1, 0, 1],
+            "swiglu_clamp_exp": [0.05] * 3,
+            "swiglu_clamp_shexp": [0.05] * 3,
+            "extra": {"blk.2.nextn.eh_proj.weight": np.zeros((4, 4), np.float32)},
         },
     ),
     "glm4_moe": ({"num_hidden_layers": 2, "attention_bias": True}, {}),

@@ -63,6 +63,22 @@ CASES: dict[str, tuple[dict[str, Any], Mapping[str, str]]] = {
         {"attn_qkv": "Q4_0", "attn_gate": "Q8_0", "ssm_out": "Q5_0", "ssm_ba": "Q8_0"}
         | {"attn_q.": "Q8_0", "gate_exps": "Q4_0", "down_exps": "Q5_1", "shexp": "Q8_0"},
     ),
+    "qwen4_exp_text": (  # a table of n-grams whose rows are read from the file, and its padding
+        {"hidden_size": 64, "linear_value_head_dim": 16, "num_hidden_layers": 2, "hc_lowrank": 32}
+        | {"moe_intermediate_size": 32, "full_attention_interval": 2, "layer_types": None}
+        | {"output_gate_type": "sigmoid", "ple_layer_ids": [1], "ple_embed_dim": 128}
+        | {"ngram_vocab_size_base": 50, "heads_per_ngram": 2, "split_ngram_parts": 3},
+        {"per_layer_token_embd": "Q8_0", "hc_attn_down": "Q4_0", "hc_ffn_inject": "Q8_0"}
+        | {"ple_key": "Q8_0", "indexer.q_proj": "Q8_0", "indexer.k_proj": "Q8_0"}
+        | {"attn_qkv": "Q4_0", "ssm_out": "Q5_0", "gate_exps": "Q4_0", "token_embd": "Q8_0"},
+    ),
+    "glm5_next_text": (  # latents and what chooses among them, and KDA
+        {"hidden_size": 64, "num_hidden_layers": 2, "q_lora_rank": 32, "kv_lora_rank": 32}
+        | {"linear_num_heads": 6, "layer_types": ["linear_attention", "indexed_attention"]}
+        | {"mlp_layer_types": ["dense", "sparse"], "moe_intermediate_size": 32, "index_topk": 32},
+        {"attn_q.": "Q4_0", "attn_v": "Q8_0", "ssm_f_a": "Q8_0", "attn_q_b": "Q8_0"}
+        | {"indexer.attn_k": "Q8_0", "indexer_compressor_gate": "Q8_0", "down_exps": "Q5_1"},
+    ),
     "gemma2": (
         {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 20, "hidden_size": 96}
         | {"num_hidden_layers": 2},

@@ -39,7 +39,10 @@ _MTP = {
     **{name: name for name in ("eh_proj", "enorm", "hnorm")},
     "shared_head.norm": "shared_head_norm",
 }
+_LOOKED_UP = "per_layer_token_embd"
+"""The one table of which rows are looked up."""
 _BLOCK = re.compile(r"blk\.(\d+)\.")
+_NORM = re.compile(r"norm(_(key|query|conv))?\.weight$")
 
 
 def arrange(
@@ -53,7 +56,8 @@ def arrange(
     names, family = _tensor_names(config, arch), family_of(config)
     left = dict(stored)
     made: dict[str, ModelTensor] = {}
-    for name, shape in stage_tensors(config, LayerRange(0, config.n_layers)).all.items():
+    tensors = stage_tensors(config, LayerRange(0, config.n_layers))
+    for name, shape in tensors.all.items():
         expert = _find_expert(family, name)
         if expert is not None:
             found_expert = _expert_tensor(config, name, expert, stored)
@@ -74,12 +78,15 @@ def arrange(
                 left.pop(source.name, None)
             continue
         found = _mtp_name(config, name) or _block_name(family, name)
+        found = _LOOKED_UP if name in tensors.looked_up else found
         known = _renamed(family, name)
         for spelled in (family.name_prefix + known, known):
             found = found or names.get_name(spelled, try_suffixes=(".weight", ".bias"))
         info = stored.get(found) or stored.get(f"{found}.weight") if found is not None else None
         if info is not None:
             left.pop(info.name, None)
+            if name in tensors.looked_up and info.shape[0] > shape[0]:
+                info = info.rows(0, shape[0])  # those behind are padding
             is_vector = len(shape) == 1 and math.prod(info.shape) == shape[0]
             if is_vector or [n for n in info.shape if n > 1] == [n for n in shape if n > 1]:
                 info = replace(info, shape=shape)  # axes of one are left out, vectors grouped
@@ -290,7 +297,7 @@ def _changes(config: ModelConfig, name: str, info: StoredTensor) -> _Changes:
         return _Changes(is_decay=True)
     if gguf.plain_norm is not None and name.endswith(gguf.plain_norm):
         return _Changes()
-    if config.norm_offset and name.endswith("norm.weight"):
+    if config.norm_offset and _NORM.search(name):
         return _Changes(added=config.norm_offset)
     is_transposed = bool(gguf.transposed) and name.startswith(gguf.transposed)
     return _Changes(transposed=is_transposed and len(info.shape) == 2)

@@ -57,6 +57,12 @@ class ModelTensor:
             return False
         return self.sources[0].strides is None
 
+    @property
+    def is_stored_blocks(self) -> bool:
+        """Whether it is one matrix in one file, whose rows are packed each for itself, in order."""
+        is_one = len(self.sources) == 1 and self.sources[0].shape == self.shape
+        return is_one and self.packed is not None and self.packed.in_order
+
 
 def as_stored(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return the one stored tensor as the parameter."""

@@ -10,6 +10,7 @@ from collections.abc import Container, Mapping
 from typing import Any, Final
 
 from shardnet.errors import shown
+from shardnet.model.config.decoder_config import FULL, LINEAR
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import NORM_EPS, THETAS
 
@@ -161,6 +162,7 @@ def read_gguf_delta_net(fields: Fields, *, takes_turns: bool = False) -> dict[st
     inner, n_heads = fields.positive("ssm.inner_size"), fields.positive("ssm.time_step_rank")
     if inner % n_heads:
         raise fields.damaged(f"ssm.inner_size {inner} is no multiple of {n_heads} value heads")
+    kinds = fields.take("attention.recurrent_layers", list, None)
     return {
         "linear_conv_kernel_dim": fields.positive("ssm.conv_kernel"),
         "linear_key_head_dim": fields.positive("ssm.state_size"),
@@ -170,7 +172,7 @@ def read_gguf_delta_net(fields: Fields, *, takes_turns: bool = False) -> dict[st
         "linear_heads_take_turns": takes_turns,
         "linear_gate_is_split": True,
         "full_attention_interval": fields.positive("full_attention_interval", 4),
-    }
+    } | ({} if kinds is None else {"layer_types": [LINEAR if own else FULL for own in kinds]})
 
 
 def gguf_biases(tensors: Container[str]) -> dict[str, bool]:

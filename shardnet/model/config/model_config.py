@@ -419,7 +419,8 @@ class Ngrams:
     heads; a head has a prime number of rows, `least_rows` or more, and the table of a layer, in
     `n_parts`, a multiple of `divisor`. Before an `end_id` there is nothing. Features pass a
     convolution over `n_taps` positions, each `longest` apart. `layers` are the absolute numbers of
-    the layers that add them.
+    the layers that add them; of a single one `given_rows` are those of each head and
+    `given_factors` what ids are multiplied by, where files say so.
     """
 
     width: int
@@ -432,6 +433,8 @@ class Ngrams:
     end_id: int
     n_taps: int
     layers: tuple[int, ...]
+    given_rows: tuple[int, ...] = ()
+    given_factors: tuple[int, ...] = ()
 
     @property
     def n_heads(self) -> int:

@@ -6,6 +6,7 @@ Knows the arithmetic of transformers' modeling_qwen4_exp.py. Imports no torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import count, islice
 from typing import Final
@@ -20,7 +21,10 @@ _OF_LAYER: Final = 10007
 def head_rows(own: Ngrams, layer: int) -> tuple[int, ...]:
     """Return how many rows each head of the absolute `layer` has: different primes."""
     n, number = own.n_heads, own.layers.index(layer)
-    return _primes(own.least_rows, n * len(own.layers))[n * number : n * (number + 1)]
+    return (
+        own.given_rows
+        or _primes(own.least_rows, n * len(own.layers))[n * number : n * (number + 1)]
+    )
 
 
 def part_rows(own: Ngrams, layer: int) -> list[int]:
@@ -30,8 +34,10 @@ def part_rows(own: Ngrams, layer: int) -> list[int]:
     return [min(step, n_rows - begin) for begin in range(0, n_rows, step)]
 
 
-def factors(own: Ngrams, layer: int, vocab_size: int) -> list[int]:
+def factors(own: Ngrams, layer: int, vocab_size: int) -> Sequence[int]:
     """Return what token ids of the absolute `layer` are multiplied by: the newest one's first."""
+    if own.given_factors:
+        return own.given_factors
     most = max(1, ((1 << 63) - 1) // vocab_size // 2)
     seed = own.seed + _OF_LAYER * own.layers.index(layer)
     return [2 * (_mixed(seed + _GAMMA * (n + 1)) % most) + 1 for n in range(own.longest)]

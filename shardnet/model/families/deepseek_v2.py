@@ -175,10 +175,12 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     config = read_gguf_sizes(fields, factors)
     fields.ignore("attention.head_count_kv", "attention.key_length", "attention.value_length")
     own = "_mla" if fields.given("attention.key_length_mla") else ""
-    rope_size = fields.positive("rope.dimension_count")
+    rope_size = fields.take("rope.dimension_count", int)
     whole = fields.positive(f"attention.key_length{own}")
-    if whole <= rope_size:
-        raise fields.damaged(f"attention.key_length{own} is {whole}, expected over {rope_size}")
+    if not 0 <= rope_size < whole:
+        raise fields.damaged(
+            f"attention.key_length{own} is {whole}, rope.dimension_count {rope_size}"
+        )
     scaling, log = config["rope_scaling"], "rope.scaling.yarn_log_multiplier"
     multiplier = fields.nonzero(log)
     if scaling is not None and multiplier is not None:

@@ -7,11 +7,19 @@ all MLPs are clamped.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.model.config.decoder_config import FULL, LINEAR, check_state_size, read_layer_kinds
 from shardnet.model.config.fields import Fields
+from shardnet.model.config.gguf_keys import (
+    Factors,
+    read_gguf_clamp,
+    read_gguf_indexer,
+    read_gguf_streams,
+)
+from shardnet.model.config.limits import NORM_EPS
 from shardnet.model.config.model_config import (
     DeltaNet,
     Indexer,
@@ -26,7 +34,7 @@ from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
 from shardnet.model.families.indexed_table import read_choosing, read_indexer
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import LATENT_HEADS, Part
-from shardnet.model.families.tensor_shapes import Table
+from shardnet.model.families.tensor_shapes import STREAM_NAMES, Table
 
 if TYPE_CHECKING:
     from shardnet.model.layers.modules import Attention
@@ -84,7 +92,7 @@ def _read_config(fields: Fields) -> ModelConfig:
         streams=Streams(
             count=fields.positive("hc_mult", 4),
             kind=StreamKind.BALANCED,
-            eps=fields.number("hc_eps", 1e-6),
+            eps=fields.number("hc_eps", 1e-6, within=NORM_EPS),
             n_rounds=fields.positive("hc_sinkhorn_iters", 20, at_most=1000),
             has_head=False,
         ),
@@ -173,6 +181,39 @@ def _load_mixer(config: ModelConfig, weights: WeightSource, layer: int) -> Atten
     return kimi_linear.load_low_rank(config, own, weights, f"model.layers.{layer}.self_attn")
 
 
+def _read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata: Kimi Linear's, and of what GLM's layers have beside."""
+    config = kimi_linear.read_gguf(fields, tensors, factors)
+    n_layers, n_dense = config["num_hidden_layers"], config["first_k_dense_replace"]
+    clamps = ("swiglu_clamp_exp", "swiglu_clamp_shexp")
+    chooses = [f"blk.{n}.indexer.proj.weight" in tensors for n in range(n_layers)]
+    fields.ignore("attention.indexer.types")  # the tensors say so
+    fields.ignore("attention.layer_norm_epsilon")  # of the index, where it is a constant
+    fields.require("attention.indexer.kpool_select_tail", only=True)
+    return (
+        config
+        | read_gguf_indexer(fields)
+        | read_gguf_streams(fields)
+        | {
+            "mlp_layer_types": ["dense" if n < n_dense else "sparse" for n in range(n_layers)],
+            "linear_lower_bound": fields.take("kda.gate_lower_bound", float, None),
+            "index_kpool": fields.positive("attention.indexer.kpool"),
+            "indexer_types": ["full" if own else "shared" for own in chooses],
+            "swiglu_limit": read_gguf_clamp(fields, n_layers, *clamps),
+            "hc_sinkhorn_iters": fields.positive("hyper_connection.sinkhorn_iterations"),
+        }
+    )
+
+
+_INDEX: Final = {
+    "k_norm.weight": "indexer.k_norm.weight",
+    "k_norm.bias": "indexer.k_norm.bias",
+    "weights_proj.weight": "indexer.proj.weight",
+    "wk.weight": "indexer.attn_k.weight",
+    "wq_b.weight": "indexer.attn_q_b.weight",
+    "pool_gate.weight": "indexer_compressor_gate.weight",
+    "index_kpool_compress_ape": "indexer_compressor_ape.weight",
+}
 FAMILY = record(
     "glm5_next_text",
     "Glm5NextTextModel",
@@ -186,5 +227,15 @@ FAMILY = record(
     ),
     ignored_tensors=r"model\.layers\.(45\..*|\d+\.shared_head\..*)",
     **STACKED,
+    gguf=replace(
+        kimi_linear.GGUF,
+        architecture="glm5-next",
+        read=_read_gguf,
+        named_as="kimi-linear",
+        block_names=(
+            *STREAM_NAMES,
+            *((f"self_attn.indexer.{own}", stored) for own, stored in _INDEX.items()),
+        ),
+    ),
     has_whole_heads=True,
 )

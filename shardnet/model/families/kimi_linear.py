@@ -228,6 +228,12 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     }
 
 
+GGUF: Final = GgufFormat(
+    architecture="kimi-linear",
+    read=read_gguf,
+    decay=".A_log",
+    renamed=(("correction_bias", "correction.bias"), (".dt_bias", ".dt_proj.bias")),
+)
 FAMILY = record(
     "kimi_linear",
     "KimiLinearForCausalLM",
@@ -240,11 +246,6 @@ FAMILY = record(
         (".w3.", ".up_proj."),
     ),
     **STACKED,
-    gguf=GgufFormat(
-        architecture="kimi-linear",
-        read=read_gguf,
-        decay=".A_log",
-        renamed=(("correction_bias", "correction.bias"), (".dt_bias", ".dt_proj.bias")),
-    ),
+    gguf=GGUF,
     has_whole_heads=True,
 )

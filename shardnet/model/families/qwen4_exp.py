@@ -5,10 +5,15 @@ Attention is over blocks of positions that an indexer chooses.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Final
 
-from shardnet.model.config.fields import Fields
+from shardnet.errors import shown
+from shardnet.model.config.decoder_config import FULL, LINEAR
+from shardnet.model.config.fields import MAX_SIZE, Fields
+from shardnet.model.config.gguf_keys import Factors, read_gguf_delta_net, read_gguf_each
 from shardnet.model.config.model_config import (
     Activation,
     DeltaNet,
@@ -24,6 +29,7 @@ from shardnet.model.families.family import decoder_stage
 from shardnet.model.families.layout import record
 from shardnet.model.families.parts import Part
 from shardnet.model.families.qwen3_5 import LAYOUT, read_text_config
+from shardnet.model.families.qwen3_next import gguf_format, read_gguf_hybrid
 from shardnet.model.families.tensor_shapes import Table, linears
 
 if TYPE_CHECKING:
@@ -101,17 +107,29 @@ def _read_ngrams(fields: Fields, config: ModelConfig, linear: tuple[int, ...]) -
         divisor=fields.positive("make_ngram_vocab_size_divisible_by", 128),
         n_parts=fields.positive("split_ngram_parts", 512, at_most=MAX_PARTS),
         seed=fields.take("seed", int, 1234),
-        end_id=config.eos_token_ids[0] if config.eos_token_ids else 0,
+        end_id=fields.take("ple_eos_token_id", int, next(iter(config.eos_token_ids), -1)),
         n_taps=fields.positive("ple_conv_kernel_size", 4, at_most=_MOST),
         layers=tuple(sorted({n - 1 for n in numbers if isinstance(n, int)})),
+        given_rows=_read_given(fields, "ple_head_rows", MAX_SIZE),
+        given_factors=_read_given(fields, "ple_factors", ((1 << 63) - 1) // config.vocab_size),
     )
     if not numbers:
         return None
+    if (len(own.given_rows), len(own.given_factors)) not in ((0, 0), (own.n_heads, own.longest)):
+        raise fields.damaged("ple_head_rows or ple_factors are not one of each head and token")
     if not set(own.layers) <= set(linear):
         raise fields.damaged(f"ple_layer_ids {numbers} are not all of layers with DeltaNets")
-    if own.longest < 2 or own.width % own.n_heads or not config.eos_token_ids:
+    if own.longest < 2 or own.width % own.n_heads or own.end_id < 0:
         raise fields.damaged("ple_layer_ids without n-grams, whole heads of them or an end of text")
     return own
+
+
+def _read_given(fields: Fields, key: str, most: int) -> tuple[int, ...]:
+    """Read what a GGUF says of hashes, in place of what they follow from: positive integers."""
+    found = fields.take(key, list, [])
+    if any(type(one) is not int or not 1 <= one <= most for one in found):
+        raise fields.damaged(f"{key} holds {shown(found)}, expected 1 to {most}")
+    return tuple(found)
 
 
 def _tensors(config: ModelConfig, layer: int) -> Table:
@@ -160,6 +178,83 @@ def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer
     return replace(made, attention=NgramSublayer(features=features, attention=made.attention))
 
 
+def _read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata; llama.cpp knows no other gate of DeltaNets."""
+    config = read_gguf_hybrid(fields, tensors, factors) | read_gguf_delta_net(
+        fields, takes_turns=True
+    )
+    key, n_layers = "attention.compress_ratios", config["num_hidden_layers"]
+    ratios = read_gguf_each(fields, key, int, n_layers)
+    kinds = [FULL if ratio else LINEAR for ratio in ratios]
+    if config.setdefault("layer_types", kinds) != kinds:
+        raise fields.unsupported(key, ratios, "above 0 in layers with attention, and in no others")
+    return (
+        config
+        | _read_gguf_ngrams(fields)
+        | {
+            "output_gate_type": "sigmoid",
+            "hc_count": fields.positive("hyper_connection.count"),
+            "hc_lowrank": fields.positive("hyper_connection.low_rank"),
+            "indexer_n_heads": fields.positive("attention.indexer.head_count"),
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": fields.positive("attention.indexer.key_length"),
+            "indexer_budget": fields.positive("attention.indexer.top_k"),
+            "indexer_compress_ratio": max(ratios),
+        }
+    )
+
+
+def _read_gguf_ngrams(fields: Fields) -> dict[str, Any]:
+    """Read of n-grams how they are hashed, and in which layer they are added."""
+    if fields.missing("ple.layers"):
+        return {}
+    layers, rows = fields.take("ple.layers", list), fields.take("ple.head_vocab_sizes", list)
+    if len(layers) != 1 or type(layers[0]) is not int:
+        raise fields.unsupported("ple.layers", layers, "a single one")
+    begins = fields.take("ple.head_offsets", list)
+    if begins != [0, *accumulate(one for one in rows if type(one) is int)][:-1]:
+        raise fields.damaged(f"ple.head_offsets {shown(begins)} do not follow each other")
+    fields.ignore("ple.image_token_id")
+    return {
+        "ple_layer_ids": [layers[0] + 1],
+        "ple_embed_dim": fields.positive("embedding_length_per_layer_input") * len(rows),
+        "ngram_size": fields.positive("ple.ngram_size"),
+        "heads_per_ngram": fields.positive("ple.heads_per_ngram"),
+        "ple_conv_kernel_size": fields.positive("ple.conv_kernel"),
+        "ple_eos_token_id": fields.take("ple.eos_token_id", int),
+        "ple_head_rows": rows,
+        "ple_factors": fields.take("ple.layer_multipliers", list),
+        "make_ngram_vocab_size_divisible_by": 1,
+        "split_ngram_parts": 1,
+    }
+
+
+_MIXER: Final = {
+    "norm": "hc_norm",
+    "down": "input_mix_weight_down",
+    "up": "input_mix_weight_up",
+    "inject": "block_inject_weight",
+}
+_BLOCK_NAMES: Final = (
+    *((f"attn_hc.{own}.weight", f"hc_attn_{name}.weight") for name, own in _MIXER.items()),
+    *((f"ffn_hc.{own}.weight", f"hc_ffn_{name}.weight") for name, own in _MIXER.items()),
+    *((f"model.hc_head.{own}.weight", f"output_hc_{name}.weight") for name, own in _MIXER.items()),
+    *((f"self_attn.indexer.{k}_layernorm.weight", f"indexer.{k}_norm.weight") for k in "qk"),
+    *((f"ple.{kind}_proj.weight", f"ple_{kind}.weight") for kind in ("key", "value")),
+    *((f"ple.norm_{k}.weight", f"ple_norm_{k}.weight") for k in ("key", "query", "conv")),
+    ("ple.conv1d.weight", "ple_conv1d.weight"),
+)
+_GGUF: Final = replace(
+    gguf_format("qwen4exp", _read_gguf),
+    named_as="qwen35moe",
+    block_names=_BLOCK_NAMES,
+    joined_names=(
+        (
+            "self_attn.indexer.index_qk_proj.weight",
+            ("indexer.q_proj.weight", "indexer.k_proj.weight"),
+        ),
+    ),
+)
 FAMILY: Final = replace(
     record(
         "qwen4_exp_text",
@@ -173,6 +268,7 @@ FAMILY: Final = replace(
         ),
         ignored_tensors=r"mtp\..*|.*\.ple_embedding\.(layer_multipliers|ngram_heads_\w+)",
         **STACKED,
+        gguf=_GGUF,
         pretokenizer="qwen35",
         looked_up_tensors=_looked_up,
         has_whole_heads=True,

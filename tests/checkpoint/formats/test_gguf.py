@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support.models.checkpoints import make_decoder, make_llama
+from support.models.family_cases import CASES as FAMILIES
 from support.models.gguf_files import Array, converted, pack_as, write_gguf
 from support.oracles.plain_blocks import BLOCKS
 
@@ -277,6 +278,31 @@ class TestRefusals:
         folder = make_llama(tmp_path / "source", with_tokenizer=False)
         path = write_gguf(folder, tmp_path / "m.gguf", **metadata)
         with pytest.raises(ShardnetError, match=r"m\.gguf(, as config\.json)?: " + message):
+            Checkpoint.open(path)
+
+    @pytest.mark.parametrize(
+        ("metadata", "message"),
+        [
+            ({"ple__layers": [0, 2]}, r"ple\.layers = \[0, 2\] is not supported; .* a single one"),
+            ({"ple__head_offsets": [0, 1, 2]}, r"ple\.head_offsets \[0, 1, 2\] do not follow each"),
+            (
+                {"ple__heads_per_ngram": 3},
+                "ple_head_rows or ple_factors are not one of each head and token",
+            ),
+            (
+                {"attention__compress_ratios": [0, 0, 0, 0]},
+                r"attention\.compress_ratios = \[0, 0, 0, 0\] is not supported; supported: above 0",
+            ),
+        ],
+        ids=["layers", "offsets", "heads", "ratios"],
+    )
+    def test_ngrams_and_blocks(
+        self, tmp_path: Path, metadata: dict[str, object], message: str
+    ) -> None:
+        config = FAMILIES["qwen4_exp_text"] | {"ple_layer_ids": [3]}
+        folder = make_decoder(tmp_path, "qwen4_exp_text", with_tokenizer=False, **config)
+        path = write_gguf(folder, tmp_path / "m.gguf", **metadata)
+        with pytest.raises(ShardnetError, match=message):
             Checkpoint.open(path)
 
     def test_clamps_of_experts_that_differ(self, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import gguf
 import pytest
 import torch
 from support.cluster.bulk_peers import Sources, open_sources
-from support.models.checkpoints import make_llama
+from support.models.checkpoints import make_decoder, make_llama
 from support.models.consolidated_checkpoints import to_meta
 from support.models.gguf_files import pack_as, write_gguf
 from support.models.torch_checkpoints import to_torch_files
@@ -38,6 +38,13 @@ def make_source(form: str, folder: Path) -> Path:
             source = make_llama(folder / "hf", hidden_size=96, intermediate_size=160)
             pack = pack_as(gguf.GGMLQuantizationType.Q8_0)
             return write_gguf(source, folder / "model.gguf", pack=pack)
+        case "gguf-table":  # whose rows are looked up in a file that the other node has, too
+            ngrams = {"ple_layer_ids": [2], "ngram_vocab_size_base": 30, "heads_per_ngram": 2}
+            sizes = {"split_ngram_parts": 1, "make_ngram_vocab_size_divisible_by": 1}
+            kinds = {"layer_types": ["linear_attention"] * 3 + ["indexed_attention"]}
+            config = ngrams | sizes | kinds | {"output_gate_type": "sigmoid"}
+            source = make_decoder(folder / "hf", "qwen4_exp_text", **config)
+            return write_gguf(source, folder / "model.gguf")
         case "torch":
             return to_torch_files(make_llama(folder.parent / "hf"), folder, 2)
         case "consolidated":
@@ -78,7 +85,7 @@ async def fetch(sources: Sources, folder: Path) -> Fetched:
         await sources.disk.run(replica.close)
 
 
-@pytest.mark.parametrize("form", ["safetensors", "gguf", "torch", "consolidated"])
+@pytest.mark.parametrize("form", ["safetensors", "gguf", "gguf-table", "torch", "consolidated"])
 def test_a_stage_comes_from_another_node(form: str, tmp_path: Path) -> None:
     source = make_source(form, tmp_path / "source")
     replica = tmp_path / "replica"

@@ -48,6 +48,8 @@ ARCHITECTURES = {
     "minimax_m2": "minimax-m2",
     "mimo_v2_flash": "mimo2",
     "kimi_linear": "kimi-linear",
+    "qwen4_exp_text": "qwen4exp",
+    "glm5_next_text": "glm5-next",
     "afmoe": "afmoe",
     "olmoe": "olmoe",
     "exaone4": "exaone4",
@@ -135,9 +137,50 @@ OWN_NAMES = {
         **{f"hc_head.hc_head_{kind}": f"output_hc_{kind}" for kind in ("fn", "base", "scale")},
         **HYPER,
     },
+    "qwen4_exp_text": {
+        **{
+            f"{own}.{kind}": f"{stored}_{short}"
+            for own, stored in (
+                ("attn_hyper_connection", "hc_attn"),
+                ("mlp_hyper_connection", "hc_ffn"),
+                ("hyper_connection_mixer", "output_hc"),
+            )
+            for kind, short in (
+                ("hc_norm", "norm"),
+                ("input_mix_weight_down", "down"),
+                ("input_mix_weight_up", "up"),
+                ("block_inject_weight", "inject"),
+            )
+        },
+        "per_layer_token_embd": "per_layer_token_embd",
+        "self_attn.indexer.q_proj": "indexer.q_proj",
+        "self_attn.indexer.k_proj": "indexer.k_proj",
+        "self_attn.indexer.q_layernorm": "indexer.q_norm",
+        "self_attn.indexer.k_layernorm": "indexer.k_norm",
+        "ple.key_proj": "ple_key",
+        "ple.value_proj": "ple_value",
+        "ple.norm_key": "ple_norm_key",
+        "ple.norm_query": "ple_norm_query",
+        "ple.norm_conv": "ple_norm_conv",
+        "ple.conv1d": "ple_conv1d",
+    },
+    "glm5_next_text": {
+        **{name: name for name in HYPER.values()},
+        "self_attn.indexer.index_kpool_compress_gate": "indexer_compressor_gate",
+        "self_attn.indexer.index_kpool_compress_ape": "indexer_compressor_ape",
+        "self_attn.indexer.k_norm": "indexer.k_norm",
+        "self_attn.indexer.weights_proj": "indexer.proj",
+        "self_attn.indexer.wk": "indexer.attn_k",
+        "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    },
 }
 """What the converter calls what the `gguf` package does not know, by the makers' names."""
-NAMED_AS = {"deepseek4": "deepseek2", "hy_v4": "glm-dsa"}
+NAMED_AS = {
+    "deepseek4": "deepseek2",
+    "hy_v4": "glm-dsa",
+    "qwen4exp": "qwen35moe",
+    "glm5-next": "kimi-linear",
+}
 """Architectures that the package does not know: another one with the other names."""
 INTERLEAVED = (
     *("llama", "mistral", "mixtral", "granite", "smollm3", "ministral3", "arcee", "olmo"),
@@ -165,11 +208,11 @@ def write_gguf(
     has whole keys. `architecture` is another one than the family's. With `has_whole_latents`
     DeepSeek's kv_b_proj is one tensor, as in older files.
     """
-    config = json.loads((source / "config.json").read_text())
+    config = _text_config(source)
     arch = architecture or ARCHITECTURES[config["model_type"]]
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=split_max_tensors)
     own = gguf_metadata(config) | {key.replace("__", "."): value for key, value in metadata.items()}
-    for key, value in own.items():
+    for key, value in (own | _ngram_factors(source)).items():
         if value is not None:
             add_value(writer, f"{arch}.{key}", value)
     ids = {f"tokenizer.ggml.{role}_token_id": config[f"{role}_token_id"] for role in ("bos", "eos")}
@@ -187,6 +230,11 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _text_config(source: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    return config.get("text_config", config)
 
 
 def _halves(config: dict[str, Any], name: str, values: Array) -> list[tuple[str, Array]]:
@@ -213,7 +261,7 @@ def pack_as(kind: gguf.GGMLQuantizationType) -> Pack:
 
 def converted(source: Path) -> dict[str, Array]:
     """The tensors of a checkpoint folder under GGUF's names, as the converter changes them."""
-    config = json.loads((source / "config.json").read_text())
+    config = _text_config(source)
     family, arch = config["model_type"], ARCHITECTURES[config["model_type"]]
     n_layers = config.get("num_hidden_layers") or config.get("n_layer", 9)
     known = NAMED_AS.get(arch, arch)
@@ -223,6 +271,11 @@ def converted(source: Path) -> dict[str, Array]:
     stored = load_file(source / "model.safetensors")
     if family == "kimi_linear":  # transformers saves MLPs under the name of experts
         stored = {name.replace("block_sparse_moe", "mlp"): stored[name] for name in stored}
+    if family == "glm5_next_text":
+        plain = {name.replace("language_model.", ""): stored[name] for name in stored}
+        stored = {name: plain[name] for name in plain if ".visual." not in name}
+    if family == "qwen4_exp_text":
+        stored = _with_one_table(config, stored)
     tensors = _stacked(stored)
     for name, values in _with_split_gates(config, tensors).items():
         spoken = name.replace("correction_bias", "correction.bias")
@@ -249,8 +302,9 @@ def _own_name(family: str, name: str) -> str | None:
     part = place[2].removeprefix("hc_pre.")
     if part == "ffn.gate.bias":
         return f"blk.{place[1]}.exp_probs_b.bias"
-    stored = OWN_NAMES.get(family, {}).get(part.removesuffix(".weight"))
-    return stored and (f"blk.{place[1]}.{stored}.weight" if place[1] else f"{stored}.weight")
+    kind = "bias" if part.endswith("k_norm.bias") else "weight"
+    stored = OWN_NAMES.get(family, {}).get(part.removesuffix(f".{kind}"))
+    return stored and (f"blk.{place[1]}.{stored}.{kind}" if place[1] else f"{stored}.{kind}")
 
 
 def _stacked(tensors: dict[str, Array]) -> dict[str, Array]:
@@ -332,6 +386,29 @@ def _with_split_gates(config: dict[str, Any], tensors: dict[str, Array]) -> dict
     return made
 
 
+def _ngram_factors(source: Path) -> dict[str, Any]:
+    """What Qwen 3.8's token ids are multiplied by."""
+    stored = load_file(source / "model.safetensors")
+    found = [stored[name] for name in stored if name.endswith(".layer_multipliers")]
+    return {"ple.layer_multipliers": found[0].tolist()} if found else {}
+
+
+def _with_one_table(config: dict[str, Any], tensors: dict[str, Array]) -> dict[str, Array]:
+    """Qwen 3.8's table of n-grams in one, its queries and keys of an index apart, and no hashes."""
+    made = {name: tensors[name] for name in tensors if ".ple_embedding." not in name}
+    parts = {name: tensors[name] for name in tensors if ".ngram_embedding.shard_" in name}
+    if parts:
+        ordered = sorted(parts, key=lambda name: int(name.split("shard_")[1].split(".")[0]))
+        made["per_layer_token_embd.weight"] = np.concatenate([parts[name] for name in ordered])
+    for name in [name for name in made if "index_qk_proj" in name]:
+        both, n_keys = made.pop(name), config["indexer_head_dim"]
+        made |= {
+            name.replace("index_qk", "q"): both[:-n_keys],
+            name.replace("index_qk", "k"): both[-n_keys:],
+        }
+    return made
+
+
 def _multiplied(config: dict[str, Any], name: str, values: Array) -> Array:
     """Falcon-H1's weights with the config's factors in them."""
     gate, down = config["mlp_multipliers"]
@@ -369,7 +446,8 @@ def _converted(family: str, config: dict[str, Any], name: str, values: Array) ->
     if "linear_num_key_heads" in config:
         return _converted_hybrid(config, name, values)
     if name.endswith("A_log") and "linear_num_key_heads" not in config:
-        return -np.exp(values) if family == "kimi_linear" else -np.exp(values)[:, None]
+        is_flat = family in ("kimi_linear", "glm5_next_text")
+        return -np.exp(values) if is_flat else -np.exp(values)[:, None]
     if name.endswith((".mamba.D", ".mixer.D")):
         return values[:, None]
     if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
@@ -390,8 +468,11 @@ def _converted(family: str, config: dict[str, Any], name: str, values: Array) ->
 
 def _converted_hybrid(config: dict[str, Any], name: str, values: Array) -> Array:
     """Decays, norms, the convolution; in Qwen 3.5 value heads take turns over the key heads."""
-    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+    is_norm = name.endswith("norm.weight") or ".ple.norm_" in name
+    if is_norm and not name.endswith("linear_attn.norm.weight"):
         return values + 1
+    if name.endswith(".ple.conv1d.weight"):
+        return values.squeeze()
     if ".linear_attn." not in name or name.endswith("norm.weight"):
         return values
     keys = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
@@ -460,6 +541,9 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
             writer.add_float32(key, value)
         case str():  # also an empty one, which add_string leaves out
             writer.add_key_value(key, value, gguf.GGUFValueType.STRING)
+        case _ if any(type(one) is int and one >= 1 << 31 for one in value):
+            kind = gguf.GGUFValueType
+            writer.add_key_value(key, value, kind.ARRAY, sub_type=kind.UINT64)
         case _:
             writer.add_array(key, value)
 
@@ -508,7 +592,7 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
             "expert_used_count": config["num_experts_per_tok"],
         }
     match config["model_type"]:
-        case "qwen2_moe" | "qwen3_next" | "qwen3_5_moe_text":
+        case "qwen2_moe" | "qwen3_next" | "qwen3_5_moe_text" | "qwen4_exp_text":
             made |= {
                 "expert_feed_forward_length": config["moe_intermediate_size"],
                 "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
@@ -585,6 +669,8 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
                 "hyper_connection.magnitude": config["hc_magnitude"],
                 "attention.indexer.types": [kind == "full" for kind in config["indexer_types"]],
             }
+        case "glm5_next_text":
+            made |= _glm5(config)
         case "kimi_linear":
             spelled = {
                 "norm_topk_prob": "moe_renormalize",
@@ -692,10 +778,80 @@ def gguf_metadata(config: dict[str, Any]) -> dict[str, Any]:
             "ssm.group_count": config["linear_num_key_heads"],
             "ssm.time_step_rank": n_values,
             "ssm.inner_size": n_values * size,
-            "full_attention_interval": 1 + config["layer_types"].index("full_attention"),
             "rope.dimension_sections": [11, 11, 10, 0],
         }
+        if config["model_type"] == "qwen4_exp_text":
+            return made | _qwen4(config)
+        made["full_attention_interval"] = 1 + config["layer_types"].index("full_attention")
     return made
+
+
+def _qwen4(config: dict[str, Any]) -> dict[str, Any]:
+    """Qwen 3.8's keys beside Qwen 3.5's."""
+    ratio, hidden = config["indexer_compress_ratio"], config["hidden_size"]
+    is_linear = [kind == "linear_attention" for kind in config["layer_types"]]
+    made = {
+        "feed_forward_length": None,
+        "full_attention_interval": 4,
+        "attention.recurrent_layers": is_linear,
+        "hyper_connection.count": config["hc_count"],
+        "hyper_connection.low_rank": config["hc_lowrank"],
+        "attention.indexer.head_count": config["indexer_n_heads"],
+        "attention.indexer.key_length": config["indexer_head_dim"],
+        "attention.indexer.top_k": config["indexer_budget"],
+        "attention.compress_ratios": [0 if own else ratio for own in is_linear],
+    }
+    if not config["ple_layer_ids"]:
+        return made
+    n_heads = (config["ngram_size"] - 1) * config["heads_per_ngram"]
+    primes = _first_primes(config["ngram_vocab_size_base"], n_heads)
+    return made | {
+        "ple.layers": [n - 1 for n in config["ple_layer_ids"]],
+        "ple.ngram_size": config["ngram_size"],
+        "ple.heads_per_ngram": config["heads_per_ngram"],
+        "ple.conv_kernel": config["ple_conv_kernel_size"],
+        "ple.eos_token_id": config["eos_token_id"],
+        "ple.image_token_id": 7,
+        "ple.head_vocab_sizes": primes,
+        "ple.head_offsets": [sum(primes[:n]) for n in range(n_heads)],
+        "embedding_length_per_layer_input": (config["ple_embed_dim"] or hidden) // n_heads,
+    }
+
+
+def _first_primes(least: int, count: int) -> list[int]:
+    found: list[int] = []
+    while len(found) < count:
+        if all(least % divisor for divisor in range(2, least)):
+            found.append(least)
+        least += 1
+    return found
+
+
+def _glm5(config: dict[str, Any]) -> dict[str, Any]:
+    """GLM-5.3-Flash's keys."""
+    n_layers, limit = config["num_hidden_layers"], config["swiglu_limit"]
+    kinds = config["mlp_layer_types"]
+    made = _latents(config, {"rope_type": "default"}) | _grouped_experts(config)
+    return made | {
+        "rope.freq_base": None,
+        "attention.layer_norm_epsilon": 1e-6,
+        "attention.head_count_kv": [
+            int(kind != "linear_attention") for kind in config["layer_types"]
+        ],
+        "leading_dense_block_count": kinds.index("sparse") if "sparse" in kinds else n_layers,
+        "kda.head_dim": config["linear_head_dim"],
+        "kda.gate_lower_bound": config["linear_lower_bound"],
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        **_indexer(config),
+        "attention.indexer.kpool": config["index_kpool"],
+        "attention.indexer.kpool_select_tail": True,
+        "attention.indexer.types": [kind == "full" for kind in config["indexer_types"]],
+        "hyper_connection.count": config["hc_mult"],
+        "hyper_connection.sinkhorn_iterations": config["hc_sinkhorn_iters"],
+        "hyper_connection.epsilon": config["hc_eps"],
+        "swiglu_clamp_exp": [limit] * n_layers,
+        "swiglu_clamp_shexp": [limit] * n_layers,
+    }
 
 
 def _heads_of_two_kinds(config: dict[str, Any], size: int, rope: dict[str, Any]) -> dict[str, Any]:

@@ -140,6 +140,7 @@ PROJECTORS = {
     "qwen2_5_vl": "qwen2.5vl_merger",
     "qwen3_vl": "qwen3vl_merger",
     "qwen3_5": "qwen3vl_merger",
+    "qwen4_exp": "qwen3vl_merger",
 }
 
 
@@ -257,7 +258,7 @@ def _metadata(
         own["clip.vision.image_max_pixels"] = settings["size"]["longest_edge"]
         levels = [key for key in ("image_mean", "image_std") if key in settings]
         own |= {f"clip.vision.{key}": settings[key] for key in levels}
-    if wrapper.startswith("qwen3"):
+    if wrapper.startswith(("qwen3", "qwen4")):
         deep = tower.get("deepstack_visual_indexes", ())
         is_deep = [layer in deep for layer in range(tower["depth"])]
         own |= {"clip.vision.is_deepstack_layers": is_deep} if deep else {}
