@@ -19,6 +19,7 @@ from shardnet.checkpoint.tensors.model_tensor import (
     Make,
     ModelTensor,
     as_stored,
+    divide,
     rotary_halves,
     unchanged,
 )
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(weight|bias)")
+_GROUP = re.compile(r"(model\.layers\.(\d+)\.self_attn\.o_a_proj)\.\d+\.weight")
+_GROUPS = "attn_output_a.weight"
 _MTP = {
     **{name: name for name in ("eh_proj", "enorm", "hnorm")},
     "shared_head.norm": "shared_head_norm",
@@ -65,6 +68,12 @@ def arrange(
                 made[name] = found_expert
                 for stack in (*expert.stacks, *expert.own, expert.fused):
                     left.pop(stack, None)
+            continue
+        if (group := _GROUP.fullmatch(name)) is not None and config.compressed is not None:
+            whole, info = f"{group[1]}.weight", left.pop(f"blk.{group[2]}.{_GROUPS}", None)
+            if info is not None:  # once for all groups
+                of_all = _parameter(whole, info, _changes(config, whole, info))
+                made |= divide(of_all, config.compressed.n_groups)
             continue
         if name.endswith(".kv_b_proj.weight") and (halves := _latent_halves(config, name, stored)):
             made[name] = halves

@@ -309,7 +309,6 @@ _GGUF_NAMES: Final = (
     ("self_attn.q_a_norm.weight", "attn_q_a_norm.weight"),
     ("self_attn.kv_proj.weight", "attn_kv.weight"),
     ("self_attn.kv_norm.weight", "attn_kv_a_norm.weight"),
-    ("self_attn.o_a_proj.weight", "attn_output_a.weight"),
     ("self_attn.o_b_proj.weight", "attn_output_b.weight"),
     ("self_attn.sinks", "attn_sinks.weight"),
     ("mlp.gate.tid2eid", "ffn_gate_tid2eid.weight"),
