@@ -36,6 +36,8 @@ from shardnet.model.config.model_config import (
     Temperature,
 )
 from shardnet.model.families.registry import parse_config
+from shardnet.model.families.stage_tensors import stage_tensors
+from shardnet.types import LayerRange
 
 FOLDER = Path(__file__).parent / "published"
 NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
@@ -366,6 +368,21 @@ BY_MODULES: dict[str, dict[str, Any]] = {
     },
 }
 """What the config that transformers' modules are made of has of some."""
+BILLIONS = {
+    "deepseek-v3.2": 671,
+    "deepseek-v4-flash": 284,
+    "glm-5.3-flash": 320,
+    "hy3-preview": 295,
+    "hy4-preview": 770,
+    "kimi-k2.5": 1026,
+    "llama-4-maverick": 400,
+    "llama-4-scout": 109,
+    "longcat-flash-chat": 560,
+    "minimax-m3": 428,
+    "qwen3.8-flash-next": 125 + 51,
+    "step-3.7-flash": 196,
+}
+"""How many parameters some have in their makers' words, of whom some count what sees or drafts."""
 REFUSED = {"deepseek-v4.1-flash"}
 """Those of whose classes transformers has none, which is said by their names."""
 
@@ -407,6 +424,14 @@ def test_transformers_reads_what_its_modules_are_made_of(name: str) -> None:
     assert outline is not None
     made = json.loads(outline.config_text)
     assert {key: made[key] for key in BY_MODULES[name]} == BY_MODULES[name]
+
+
+@pytest.mark.parametrize("name", sorted(BILLIONS))
+def test_a_model_is_as_large_as_its_makers_say(name: str) -> None:
+    config = read(published(name))
+    shapes = stage_tensors(config, LayerRange(0, config.n_layers)).all.values()
+    billions = sum(math.prod(shape) for shape in shapes) / 1e9
+    assert billions == pytest.approx(BILLIONS[name], rel=0.025)
 
 
 def test_a_model_that_transformers_has_no_class_of_is_refused_by_name() -> None:
