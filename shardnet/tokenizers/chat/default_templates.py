@@ -16,12 +16,14 @@ _TEXT: Final = (
 )
 _DEEPSEEK: Final = """\
 {%- set thinks = thinking if thinking is defined else enable_thinking | default(false) %}
-{%- set ns = namespace(last=-1, asks=false) %}
+{%- set ns = namespace(last=-1, asks=false, results=[]) %}
 {%- for message in messages %}{% if message.role not in ('assistant', 'system') %}
 {%- set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {%- set effort = (EFFORT) if thinks else '' %}
 {{- 'SYSTEM' if effort or tools or messages[0].role == 'system' }}{{ effort }}
-{%- for message in messages %}TEXT
+{%- for given in messages %}
+{%- set message = ns.results[0] if ns.results else given %}
+{%- set ns.results = ns.results[1:] %}TEXT
 {%- if message.role == 'system' %}{% set ns.asks = false %}
 {{- 'SYSTEM' if not loop.first }}{{ text }}{% endif %}
 {%- if loop.first and tools %}
@@ -35,7 +37,9 @@ _DEEPSEEK: Final = """\
 {%- if message.role == 'assistant' %}{% set ns.asks = false %}{{ '<｜Assistant｜>' }}
 {%- if thinks and (tools or loop.index0 > ns.last) %}
 {{- '<think>' ~ (message.reasoning_content or '') }}{% endif %}{{ '</think>' ~ text }}
+{%- set behind = messages[loop.index:][:message.tool_calls | length] %}
 {%- for call in message.tool_calls %}
+{%- set ns.results = ns.results + behind | selectattr('tool_call_id', 'eq', call.id) | list %}
 {{- '\\n\\n<｜DSML｜CALLS>\\n' if loop.first }}
 {{- '<｜DSML｜_invoke name="' ~ call.function.name ~ '">\\n' }}
 {%- for key, value in call.function.arguments.items() %}
@@ -43,6 +47,7 @@ _DEEPSEEK: Final = """\
 {{- '">' ~ (value if value is string else value | tojson) ~ '</｜DSML｜_parameter>\\n' }}
 {%- else %}{{ '\\n' }}{% endfor %}{{ '</｜DSML｜_invoke>\\n' }}
 {{- '</｜DSML｜CALLS>' if loop.last }}{% endfor %}{{ '<｜end▁of▁sentence｜>' }}
+{%- set ns.results = ns.results if ns.results | length == behind | length else [] %}
 {%- elif message.role != 'system' %}{{ '\\n\\n' if ns.asks else '<｜User｜>' }}
 {%- set ns.asks = true %}
 {{- '<tool_result>' ~ text ~ '</tool_result>' if message.role == 'tool' else text }}{% endif %}

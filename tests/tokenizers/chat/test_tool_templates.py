@@ -274,6 +274,8 @@ CALL = """<｜DSML｜tool_calls>
 </｜DSML｜invoke>
 </｜DSML｜tool_calls>"""
 
+ORDER = {"c": "third", "a": "first", "b": "second"}
+
 
 @pytest.mark.parametrize("is_new", [False, True], ids=["V4", "V4.1"])
 def test_deepseeks_without_a_template_are_asked_in_the_form_of_their_makers(
@@ -316,6 +318,12 @@ def test_deepseeks_without_a_template_are_asked_in_the_form_of_their_makers(
         "<｜end▁of▁sentence｜><｜User｜><tool_result>20 °C</tool_result>\n\n"
         "<tool_result>wet</tool_result><｜Assistant｜><think>"
     )
+    answers = [{"role": "tool", "content": say, "tool_call_id": key} for key, say in ORDER.items()]
+    asked = [*talk[:1], {**said, "tool_calls": [dict(calls[1], id=key) for key in "abc"]}]
+    sorted_by_calls = "".join(f"\n\n<tool_result>{ORDER[key]}</tool_result>" for key in "abc")
+    assert sorted_by_calls.replace("\n\n", "<｜User｜>", 1) in text([*asked, *answers, *talk[:1]])
+    as_given = "<tool_result>third</tool_result>\n\n<tool_result>first</tool_result>"
+    assert f"<｜User｜>{as_given}\n\nq<｜A" in text([*asked, *answers[:2], *talk[:1]])
     alone = text(talk[:1], json.dumps(TOOLS))
     assert alone.startswith(f"<s>{system}\n\n## Tools")
 
