@@ -206,6 +206,17 @@ OWN_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """What some families ask for beside that."""
 
+NOBODY: Final[Mapping[str, str]] = {
+    "cpmant": "one model of 10 billion parameters, of 2022, which one machine holds",
+    "minimax": "its makers' later ones, M2 and M3, run",
+    "openai-gpt": "GPT-1 of 2018, 117 million parameters and 512 positions",
+    "prophetnet": "summaries of 2020, by at most 0.4 billion parameters",
+    "rwkv": "RWKV-4 of 2023, of at most 14 billion parameters, which one machine holds; later ones "
+    "come with code of their own",
+    "xlstm": "one model of 7 billion parameters, which one machine holds",
+}
+"""Why nobody runs some of what is refused by several machines: who made them, and how large."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
@@ -398,9 +409,18 @@ def table(found: Iterable[Found]) -> str:
         count = len(by_how.get(how, ()))
         parts.append(textwrap.fill(f"**{how}** ({count}): {names}", 120, break_on_hyphens=False))
     refused = by_how.get("refused", [])
-    rows = [f"| `{one.family}` | {_cell(one.why)} |" for one in refused]
+    rows = [f"| `{one.family}` | {_cell(_reason(one))} |" for one in refused]
     head = [f"**refused** ({len(refused)}):", "", "| family | why |", "|---|---|"]
     return "\n\n".join([*parts, "\n".join([*head, *rows])])
+
+
+def _reason(one: Found) -> str:
+    """Say why a family is refused, and why nobody misses it, as far as that is known."""
+    config = CONFIG_MAPPING[one.family]
+    decodes = getattr(config, "is_encoder_decoder", False)
+    of_two = ("the decoder of a model that reads with an encoder",) if decodes else ()
+    known = (NOBODY[one.family],) if one.family in NOBODY else ()
+    return "; ".join((one.why, *of_two, *known))
 
 
 def _cell(why: str) -> str:

@@ -172,6 +172,20 @@ def test_logits_are_those_of_transformers_at_every_split(folder: Path) -> None:
         assert torch.equal(step(stages, rows(2, 0, one[:20])), mine[:20])
 
 
+@pytest.mark.parametrize("folder", ["longcat_flash"], indirect=True)
+def test_experts_that_compute_nothing_have_no_weights_as_published(folder: Path) -> None:
+    """transformers keeps room for half of theirs, and does not load files without it."""
+    ids, path = random_prompt(20, VOCAB_SIZE, seed=4), folder / "model.safetensors"
+    wanted = reference_logits(made_reference(folder), ids)
+    tensors = load_file(path)
+    theirs = [name for name in tensors if ".experts.4." in name or ".experts.5." in name]
+    assert theirs
+    kept = {name: tensors[name] for name in tensors if name not in theirs}
+    save_file(kept, path, metadata={"format": "pt"})
+    stages = load(folder, [LayerRange(0, 2), LayerRange(2, 4)])
+    torch.testing.assert_close(step(stages, rows(0, 0, ids)), wanted, rtol=0, atol=CLOSE)
+
+
 @pytest.mark.parametrize("folder", ["persimmon"], indirect=True)
 def test_positions_are_taken_back_and_copied(folder: Path) -> None:
     """As rejected drafts and shared prefixes need it; windows too are kept whole for it."""

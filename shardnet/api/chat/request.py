@@ -145,8 +145,6 @@ OptionValue: TypeAlias = bool | int | float | str | None
 _SWITCHES: Final = ("enable_thinking", "thinking")
 """What chat templates call the switch of reasoning: Qwen, GLM, Gemma and SmolLM have the first
 name, DeepSeek, Granite and Kimi the second."""
-_EFFORTS: Final = {"minimal": "low", "xhigh": "high", "max": "high"}
-"""Efforts that few chat templates know, and the nearest of low, medium and high."""
 
 
 def thinking_options(
@@ -164,7 +162,7 @@ def thinking_options(
     if not options.keys() & set(_SWITCHES):
         options |= dict.fromkeys(_SWITCHES, is_on)
     if is_on and isinstance(wanted, str):
-        options.setdefault("reasoning_effort", _EFFORTS.get(wanted, wanted))
+        options.setdefault("reasoning_effort", wanted)
     return options
 
 

@@ -9,7 +9,12 @@ from typing import Any, Final, Literal
 
 from shardnet.api.chat_formats.deepseek import DeepSeekReader, DsmlReader
 from shardnet.api.chat_formats.gemma import GemmaReader
-from shardnet.api.chat_formats.glm import Glm4Reader, GlmReader
+from shardnet.api.chat_formats.glm import (
+    Glm4Reader,
+    GlmReader,
+    hunyuan_reader,
+    suffix_of,
+)
 from shardnet.api.chat_formats.harmony import HarmonyReader
 from shardnet.api.chat_formats.json_text import Tool, read_tools
 from shardnet.api.chat_formats.kimi import KimiElementsReader, KimiReader
@@ -277,6 +282,7 @@ FORMATS: Final = (
     ),
     ChatFormat(name="deepseek-dsml", signs=("｜DSML｜",), reader=DsmlReader),
     ChatFormat(name="deepseek", signs=("<｜tool▁calls▁begin｜>",), reader=DeepSeekReader),
+    ChatFormat(name="hy", signs=("<tool_calls", "<arg_key"), reader=hunyuan_reader("")),
     ChatFormat(name="glm", signs=("<arg_key>", "<tool_call>"), reader=GlmReader),
     ChatFormat(name="minimax", signs=("<minimax:tool_call>",), reader=MinimaxReader),
     ChatFormat(name="seed", signs=("<seed:tool_call>",), reader=SeedReader),
@@ -303,12 +309,11 @@ def choose_format(template: str, tokens: Mapping[int, TokenText]) -> ChatFormat:
     The template decides. Where it names no format the tokens do, but only if there is no template
     or it knows tools; else the model writes none.
     """
-    for found in FORMATS:
-        if all(sign in template for sign in found.signs):
-            return found
-    if not template or "tools" in template:
-        written = {token.text for token in tokens.values()}
+    written = [token.text for token in tokens.values()]
+    texts = [template, " ".join(written)] if not template or "tools" in template else [template]
+    for text in texts:
         for found in FORMATS:
-            if all(sign in written for sign in found.signs):
-                return found
+            if all(sign in text for sign in found.signs):
+                suffix = suffix_of(written) if found.name == "hy" else ""
+                return replace(found, reader=hunyuan_reader(suffix)) if suffix else found
     return PLAIN

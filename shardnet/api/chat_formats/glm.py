@@ -1,35 +1,49 @@
 """Tool calls of GLM 4.5 and later: a name, then keys and values between marks that are tokens.
 
-Values are bare text; only the tool's schema says what they are. Before, GLM-4 wrote a line with the
-name and an object, without any mark.
+Values are bare text; only the tool's schema says what they are. Hy3 and Hunyuan 4 write the same in
+a section, by marks with a suffix. Before, GLM-4 wrote a line with the name and an object, without
+any mark.
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from typing import ClassVar, Final
 
 from shardnet.api.chat_formats.json_text import ObjectWriter, Tool
 from shardnet.api.chat_formats.marked import MarkedReader
 from shardnet.api.chat_formats.reader import SPACE, NotACallError, Steps
 
+_SUFFIXED: Final = re.compile(r"<arg_key(:[^<>\s]+)>")
+
 
 class GlmReader(MarkedReader):
     """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>…</arg_value></tool_call>`."""
 
-    MARKS = (
+    SUFFIX: ClassVar[str] = ""
+    MARKS: ClassVar[tuple[str, ...]] = (
         *("<think>", "</think>", "<tool_call>", "</tool_call>"),
         *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     )
     OPENERS = ("<tool_call>",)
+
+    def _char(self, name: str) -> str:
+        """Return the character of the mark of this name, "" for none."""
+        mark = f"<{name}{self.SUFFIX}>"
+        return self.marks.char(mark) if mark in self.MARKS else ""
 
     def calls(self) -> Steps[bool]:
         """Read one call."""
         return (yield from self.attempt(self._call()))
 
     def _call(self) -> Steps[None]:
-        char = self.marks.char
-        close, key_mark = char("</tool_call>"), char("<arg_key>")
+        close, key_mark, divider = map(self._char, ("/tool_call", "arg_key", "tool_sep"))
         self.take()
         yield from self.skip_space()
-        name = (yield from self.until("\n" + key_mark + close)).strip()
+        name = (yield from self.until("\n" + key_mark + close + divider)).strip()
+        yield from self.optional(divider)
         tool = self.tools.get(name, Tool(name, {}))
         self.start_call(name)
         writer = ObjectWriter(self.arguments)
@@ -39,10 +53,10 @@ class GlmReader(MarkedReader):
             if not (yield from self.optional(key_mark)):
                 yield from self.expect(close)
                 break
-            key = yield from self.until(char("</arg_key>"))
+            key = yield from self.until(self._char("/arg_key"))
             self.take()
             yield from self.skip_space()
-            yield from self.expect(char("<arg_value>"))
+            yield from self.expect(self._char("arg_value"))
             writer.begin(key, tool.types_of(key))
             yield from self._value(writer)
             writer.end_value()
@@ -50,8 +64,8 @@ class GlmReader(MarkedReader):
 
     def _value(self, writer: ObjectWriter) -> Steps[None]:
         """Read a value to its closing mark or, where that was forgotten, to that of the call."""
-        own, close = self.marks.char("</arg_value>"), self.marks.char("</tool_call>")
-        opener = self.marks.char("<tool_call>")
+        own, close, opener = map(self._char, ("/arg_value", "/tool_call", "tool_call"))
+        behind = opener + self._char("/tool_calls")
         while True:
             places = [p for c in (own, close) if (p := self._text.find(c, self._at)) >= 0]
             end = min(places, default=len(self._text))
@@ -66,13 +80,43 @@ class GlmReader(MarkedReader):
                 self.take()
                 return
             rest = self._text[end + 1 :].lstrip(SPACE)
-            if rest[:1] == opener or (not rest and self._ended):
+            if (rest and rest[0] in behind) or (not rest and self._ended):
                 return
             if rest:
                 writer.push(self.marks.plain(close))
                 self.take()
             else:
                 yield
+
+
+def suffix_of(tokens: Iterable[str]) -> str:
+    """Return what stands at the end of each of Hunyuan's marks, as in `<think:opensource>`."""
+    return next((found[1] for token in tokens if (found := _SUFFIXED.fullmatch(token))), "")
+
+
+@cache
+def hunyuan_reader(suffix: str) -> type[GlmReader]:
+    """Make the reader of Hy3's and Hunyuan 4's calls, whose marks end with a suffix.
+
+    They stand between `<tool_calls>` and its end; Hy3 writes `<tool_sep>` behind names.
+    """
+
+    def mark(name: str) -> str:
+        return f"<{name}{suffix}>"
+
+    class HunyuanReader(GlmReader):
+        """Reads marks with this suffix."""
+
+        SUFFIX = suffix
+        THINK = ((mark("think"), mark("/think")),)
+        OPENERS = (mark("tool_call"),)
+        AROUND = (mark("tool_calls"), mark("/tool_calls"))
+        MARKS = (
+            *(mark(known[1:-1]) for known in GlmReader.MARKS),
+            *(*AROUND, mark("tool_sep")),
+        )
+
+    return HunyuanReader
 
 
 class Glm4Reader(MarkedReader):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from shardnet.api.chat_formats.glm import suffix_of
 from shardnet.api.chat_formats.json_text import Tool
 from shardnet.api.chat_formats.marks import TokenText
 from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS
@@ -31,6 +32,8 @@ class Lark:
 
     def __init__(self, tokens: Mapping[int, TokenText]) -> None:
         self._ids = {token.text: token_id for token_id, token in tokens.items()}
+        self.suffix = suffix_of(self._ids)
+        """What each of Hunyuan's marks ends with."""
         self._rules: list[str] = []
         self._n_characters = 0
 

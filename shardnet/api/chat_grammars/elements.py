@@ -46,60 +46,69 @@ def _xml(words: Words, newline: str, form: CallForm) -> str:
     return form.repeated(call, "\n")
 
 
-def glm(form: CallForm) -> str:
-    """Write a name, then keys and values between marks."""
+def glm(form: CallForm, *, in_section: bool = False) -> str:
+    """Write a name, then keys and values between marks; Hunyuan's calls are `in_section`."""
     lark = form.lark
-    first, last = lark.mark("<arg_key>"), lark.mark("</arg_key>")
+
+    def mark(name: str) -> str:
+        return lark.mark(f"<{name}{lark.suffix}>")
 
     def write(tool: Tool) -> str:
         inside = "".join(
-            _times(f'{first} {key} {last} "\\n"? {lark.mark("<arg_value>")} {value} "\\n"?', times)
+            _times(
+                f'{mark("arg_key")} {key} {mark("/arg_key")} "\\n"? '
+                f'{mark("arg_value")} {value} "\\n"?',
+                times,
+            )
             for key, value, _, times in _arguments(
                 lark,
                 tool,
-                text=lambda: lark.text_to("</arg_value>"),
-                end=lark.mark("</arg_value>"),
+                text=lambda: lark.text_to(f"</arg_value{lark.suffix}>"),
+                end=mark("/arg_value"),
             )
         )
-        return f'{lark.literal(tool.name)} "\\n"? {inside}'
+        return f'{lark.literal(tool.name)} {divider} "\\n"? {inside}'
 
-    call = f"{lark.mark('<tool_call>')} {form.one_of(write)} {lark.mark('</tool_call>')}"
-    return form.repeated(lark.rule(call), "\n")
+    divider = f"{mark('tool_sep')}?" if "tool_sep" in form.template else ""
+    call = f"{mark('tool_call')} {form.one_of(write)} {mark('/tool_call')}"
+    if not in_section:
+        return form.repeated(lark.rule(call), "\n")
+    calls = form.repeated(lark.rule(f'{call} "\\n"?'))
+    return f'{mark("tool_calls")} "\\n"? {calls} {mark("/tool_calls")}'
 
 
 def dsml(form: CallForm) -> str:
     """Write a section with an `invoke` for each call and a `parameter` for each argument."""
     lark = form.lark
-    word = "tool_calls" if "｜DSML｜tool_calls" in form.template else "function_calls"
+    word = next((each for each in _SECTIONS if f"{each}>" in form.template), _SECTIONS[0])
+    space = " " * word.startswith(" ")  # V4.1 has one before each name
 
     def tag(text: str, begin: str = "<") -> str:
         return f"{lark.literal(begin)} {lark.mark('｜DSML｜')} {lark.literal(text)}"
 
     def text() -> str:
         if not lark.has("｜DSML｜"):
-            return lark.text_to("</｜DSML｜parameter>\n")
-        return f'{lark.text_to("｜DSML｜", "</")} "parameter>\\n"'
+            return lark.text_to(f"</｜DSML｜{space}parameter>\n")
+        return f'{lark.text_to("｜DSML｜", "</")} "{space}parameter>\\n"'
 
     def write(tool: Tool) -> str:
         inside = "".join(
-            _times(
-                f"{tag(_NAMED)} {key} {lark.literal(_IS_TEXT if is_text else _IS_JSON)} {value}",
-                times,
-            )
+            _times(f"{parameter} {key} {kinds[is_text]} {value}", times)
             for key, value, is_text, times in _arguments(
-                lark, tool, text=text, end=tag("parameter>\n", "</")
+                lark, tool, text=text, end=tag(f"{space}parameter>\n", "</")
             )
         )
-        begin = tag(f'invoke name="{tool.name}">\n')
-        return f"{begin} {inside}{tag('invoke>', '</')}"
+        begin = tag(f'{space}invoke name="{tool.name}">\n')
+        return f"{begin} {inside}{tag(f'{space}invoke>', '</')}"
 
+    parameter = tag(f'{space}parameter name="')
+    kinds = [lark.literal(f'" string="{is_text}">') for is_text in ("false", "true")]
     calls = form.repeated(form.one_of(write), "\n")
     return f"{tag(word + '>')} {lark.literal(chr(10))} {calls} {tag(word + '>', chr(10) + '</')}"
 
 
-_NAMED: Final = 'parameter name="'
-_IS_TEXT: Final = '" string="true">'
-_IS_JSON: Final = '" string="false">'
+_SECTIONS: Final = ("function_calls", "tool_calls", " calls")
+"""What V3.2, V4 and V4.1 call a section of calls."""
 
 
 def _times(element: str, times: str) -> str:
@@ -282,6 +291,7 @@ WRITERS: Final[Mapping[str, Callable[[CallForm], str]]] = {
     "minimax": partial(_xml, MINIMAX, ""),
     "seed": partial(_xml, SEED, ""),
     "glm": glm,
+    "hy": partial(glm, in_section=True),
     "deepseek-dsml": dsml,
     "gemma": gemma,
     "lfm2": lfm2,

@@ -80,7 +80,7 @@ def output_constraint(
 
 def may_begin_thought(form: ChatFormat, template: str) -> bool:
     """Say whether prompts by this template may end within reasoning, or behind it."""
-    return any(first in template for first, _ in _thoughts(form.reader))
+    return any(first.partition(":")[0] in template for first, _ in _thoughts(form.reader))
 
 
 def _thoughts(reader: type[Reader]) -> tuple[tuple[str, str], ...]:

@@ -83,6 +83,8 @@ def _read_config(fields: Fields) -> ModelConfig:
         raise fields.unsupported("scoring_func", scoring, "sqrtsoftplus")
     fields.ignore("num_nextn_predict_layers", "topk_method", "n_group", "topk_group")
     fields.ignore("expert_dtype")  # their tensors say so
+    for what in ("block_size", "noise_token_id", "target_layer_ids", "markov_rank"):
+        fields.ignore(f"dspark_{what}")  # predicts further tokens
     return replace(
         config,
         local_rope=ropes["main"],

@@ -49,7 +49,7 @@ def _read_config(fields: Fields) -> ModelConfig:
     )
     every = tuple(range(config.n_layers))
     config = read_experts(fields, config, every, counts=(512, 10), inner=512, shared=512, sums=True)
-    fields.ignore("number_of_conv_states")
+    fields.ignore("number_of_conv_states", "mtp")
     streams = Streams(
         count=fields.positive("hc_count", 4),
         kind=StreamKind.GATED,

@@ -61,6 +61,9 @@ class Conversions:
         own = (getattr(module, key, None) or () for module in model.modules())
         unused = {*_UNUSED, *(pattern for patterns in own for pattern in patterns)}
         self._unused = re.compile("|".join(f"({pattern})" for pattern in sorted(unused)))
+        text = model.config.get_text_config(decoder=True)
+        has_more = getattr(text, "zero_expert_num", None)
+        self._n_computing: int = text.n_routed_experts if has_more else 0
         first: dict[int, str] = {}
         self._tied: dict[str, str] = {}
         """The names of tied parameters, and the ones that they go by."""
@@ -78,6 +81,8 @@ class Conversions:
         plain: dict[str, str] = {}
         groups: dict[str, list[tuple[str, str]]] = {}
         for source in sorted(stored, key=dot_natural_key):
+            if self._is_of_zero_expert(source):
+                continue
             name, pattern = self._renamed(source)
             if name in self._state and pattern is not None:
                 groups.setdefault(name, []).append((source, pattern))
@@ -99,6 +104,11 @@ class Conversions:
     def renamed(self, source: str) -> str:
         """Return the name that the model has for a stored tensor, or for what it is a part of."""
         return self._renamed(source)[0]
+
+    def _is_of_zero_expert(self, source: str) -> bool:
+        """Say whether a tensor is one that transformers saves for an expert without weights."""
+        found = re.search(r"\.experts\.(\d+)\.", source) if self._n_computing else None
+        return found is not None and int(found[1]) >= self._n_computing
 
     def _renamed(self, source: str) -> tuple[str, str | None]:
         prefix = self._model.base_model_prefix

@@ -136,6 +136,9 @@ def build_on_meta(
     model.eval()
     model.requires_grad_(False)
     for module in model.modules():
+        if hasattr(module, "zero_expert_num") and hasattr(module, "down_proj"):
+            n_computing = len(module.down_proj)  # the others have no weights where it is published
+            module.gate_up_proj = nn.Parameter(module.gate_up_proj[:n_computing], False)
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # it looks at token ids
             module.__dict__["warn_if_padding_and_no_attention_mask"] = _say_nothing
     return model

@@ -19,6 +19,7 @@ from shardnet.checkpoint.tensors.manifest import TOOL_TEMPLATE
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.files import decode_text
 from shardnet.guard.helper_process import HelperProcess, JobFailedError, JobLimits
+from shardnet.tokenizers.chat.default_templates import default_template
 
 MAX_TEMPLATE_BYTES = 2**20
 _TOKEN_NAMES = (
@@ -30,51 +31,6 @@ OF_TOOLS: Final = "tool_use"
 """What transformers calls the template for requests with tools, where there are several."""
 CONTINUES = "continue_final_message"
 """The option with which a prompt ends within the last message."""
-_FORMS: Final[Mapping[str, tuple[tuple[str, ...], str, str]]] = {
-    "ChatML": (
-        ("<|im_end|>", "<|im_start|>"),
-        "<|im_start|>{{ message.role }}\n{{ text }}<|im_end|>\n",
-        "<|im_start|>assistant\n",
-    ),
-    "Gemma's form": (
-        ("<end_of_turn>", "<start_of_turn>"),
-        "<start_of_turn>{{ 'model' if message.role == 'assistant' else 'user' }}\n"
-        "{{ text }}<end_of_turn>\n",
-        "<start_of_turn>model\n",
-    ),
-    "Llama 3's form": (
-        ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
-        "<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n{{ text }}<|eot_id|>",
-        "<|start_header_id|>assistant<|end_header_id|>\n\n",
-    ),
-    "Harmony": (
-        ("<|return|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>"),
-        "{% if loop.first %}<|start|>system<|message|>Reasoning: medium\n\n# Valid channels: "
-        "analysis, commentary, final. Channel must be included for every message.<|end|>{% endif %}"
-        "<|start|>{{ 'developer' if message.role == 'system' else message.role }}"
-        "{{ '<|channel|>final' if message.role == 'assistant' }}<|message|>{{ text }}<|end|>",
-        "<|start|>assistant",
-    ),
-}
-"""Of models without a template: the tokens that it takes, the one that ends an answer first; what a
-message is; what an answer begins with."""
-_TEXT = (
-    "{% set text %}{% if message.content is string %}{{ message.content }}{% else %}"
-    "{% for part in message.content or [] %}{{ part.text if part.type == 'text' else image }}"
-    "{% endfor %}{% endif %}{% endset %}"
-)
-_PICTURES = (
-    ("<start_of_image>",),
-    ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
-    ("[IMG]",),
-)
-"""What may stand for a picture in these."""
-_DIALOGUE = (
-    "{% for message in messages %}{% if message.role != 'system' %}"
-    "{{ message.role | capitalize }}: {% endif %}{{ message.content or '' }}\n\n{% endfor %}"
-    "{% if add_generation_prompt %}Assistant:{% endif %}"
-)
-
 _HARMONIES: Final = (("<|return|>", "<|call|>"), ("<|calls|>", "<|flush|>"))
 """What ends a turn in Harmony and its relatives."""
 
@@ -119,20 +75,9 @@ class ChatTemplate:
         """Make the template of a model that has none: of the first form whose marks are `added`
         tokens, else a dialogue in plain text. Prompts begin with `bos`.
         """
-        name, source, stop = "a dialogue in plain text", _DIALOGUE, "\nUser:"
-        for form, (marks, each, begin) in _FORMS.items():
-            if all(mark in added for mark in marks):
-                messages = f"{{% for message in messages %}}{_TEXT}{each}{{% endfor %}}"
-                source = f"{messages}{{% if add_generation_prompt %}}{begin}{{% endif %}}"
-                name, stop = form, marks[0]
-                break
-        pictures = (marks for marks in _PICTURES if all(mark in added for mark in marks))
-        return cls(
-            source="{{ bos_token }}" + source,
-            where=name,
-            tokens={"bos_token": bos, "image": next(map("".join, pictures), "")},
-            stops=(stop,),
-        )
+        name, source, stop, picture = default_template(added)
+        tokens = {"bos_token": bos, "image": picture}
+        return cls(source=source, where=name, tokens=tokens, stops=(stop,))
 
     @classmethod
     def find(cls, folder: Path, own: ChatTemplate | None = None) -> ChatTemplate:

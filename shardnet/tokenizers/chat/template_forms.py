@@ -1,7 +1,8 @@
 """The forms in which a conversation is given to a chat template, until it takes one of them.
 
 Templates differ in what they read: arguments of calls as an object or as text, system messages
-anywhere or one at the beginning. Pure: knows neither jinja2 nor any template.
+anywhere or one at the beginning, some efforts of reasoning. Pure: knows neither jinja2 nor
+any template.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 Shown = dict[str, Any]
 """A message as a template is given it."""
@@ -80,6 +81,37 @@ def forms_of(
     if any(map(only_calls, messages)):
         forms += [replace(form, messages=with_texts(form.messages)) for form in forms]
     return forms
+
+
+EFFORT: Final = "reasoning_effort"
+"""What templates call the effort of reasoning."""
+_EFFORTS: Final = ("minimal", "low", "medium", "high", "xhigh", "max")
+_NEAR: Final = {"minimal": "low", "xhigh": "high", "max": "high"}
+"""Efforts that few templates know, and the nearest of low, medium and high."""
+_OFF: Final = ("no_think", "none")
+"""What templates call no effort: Hunyuan's and Mistral's have no other switch."""
+
+
+def efforts_of(source: str, options: Mapping[str, Any]) -> list[Any]:
+    """List the efforts that a template may be given for the one of the `options`, the best first.
+
+    It knows those that stand in it in quotes. One that it does not know it may refuse: then the
+    nearest is taken that it knows, of two the greater. None is no effort. Where it knows a word for
+    no effort, `enable_thinking` says whether that is meant.
+    """
+    known = [word for word in (*_OFF, *_EFFORTS) if f"'{word}'" in source or f'"{word}"' in source]
+    off = next((word for word in known if word in _OFF), None)
+    wanted = options.get(EFFORT)
+    if off is not None and wanted is None:
+        switch = options.get("enable_thinking")
+        wanted = None if switch is None else "high" if switch else off
+    if wanted in known or wanted not in _EFFORTS:
+        return [wanted]
+    place = _EFFORTS.index
+    near = sorted(
+        set(known) - {*_OFF}, key=lambda word: (abs(d := place(word) - place(wanted)), -d)
+    )
+    return [_NEAR.get(wanted, wanted), *near]
 
 
 def only_calls(said: Shown) -> bool:

@@ -29,10 +29,18 @@ from shardnet.tokenizers.chat.chat_template import (
     NO_OPTIONS,
     PLAIN,
     ChatTemplate,
+    OptionValue,
     TemplateMessage,
     TemplateOptions,
 )
-from shardnet.tokenizers.chat.template_forms import Shown, forms_of, nested_call, read_nested
+from shardnet.tokenizers.chat.template_forms import (
+    EFFORT,
+    Shown,
+    efforts_of,
+    forms_of,
+    nested_call,
+    read_nested,
+)
 
 MAX_TEXT_BYTES = 8 * 2**20
 """Limit of a rendered prompt: more than any context holds."""
@@ -135,7 +143,7 @@ def render_template(
         shown[-1]["content"] = with_end(shown[-1].get("content"))
     variables = {
         **template.tokens,
-        **options.values,
+        **with_known_effort(source, template.tokens, options.values, plain),
         "tools": tools,
         "documents": None,
         "add_generation_prompt": not continues,
@@ -161,6 +169,20 @@ def render_template(
         f"{what} cannot be shown by the chat template ({where}: {failure.why})",
         remedy="correct it, or leave it out",
     )
+
+
+def with_known_effort(
+    source: str,
+    tokens: Mapping[str, str],
+    values: Mapping[str, OptionValue],
+    plain: Sequence[Mapping[str, Any]],
+) -> dict[str, OptionValue]:
+    """Give the options of a template an effort that it takes with a plain conversation."""
+    tries = [{**values, EFFORT: effort} for effort in efforts_of(source, values)]
+    for tried in tries if len(tries) > 1 else ():
+        if shown_text(source, {**tokens, **tried}, plain):
+            return tried
+    return tries[0] if tries[0][EFFORT] is not None or EFFORT in values else dict(values)
 
 
 def rendered(

@@ -108,7 +108,7 @@ def test_options_have_anthropics_names_and_defaults() -> None:
     hard = {"effort": "max"}
     for kind in ("enabled", "adaptive"):
         asked = request(output_config=hard, thinking={"type": kind})
-        assert asked.template_options == {**switched, "reasoning_effort": "high"}
+        assert asked.template_options == {**switched, "reasoning_effort": "max"}
     for off in ({"thinking": {"type": "disabled"}, "output_config": hard}, EFFORTLESS):
         assert request(**off).template_options == {"enable_thinking": False, "thinking": False}
     for choice, meant in (

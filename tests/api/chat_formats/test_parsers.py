@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from shardnet.api.chat_formats.choice import (
     choose_format,
     with_ids,
 )
+from shardnet.api.chat_formats.glm import hunyuan_reader
 from shardnet.api.chat_formats.json_text import json_of, read_tools
 from shardnet.api.chat_formats.marks import (
     CallDelta,
@@ -50,6 +52,7 @@ TOOLS: list[dict[str, Any]] = [
     for name in ("f", "g")
 ]
 BY_NAME = {each.name: each for each in [*FORMATS, PLAIN]}
+BY_NAME["hy:x"] = replace(BY_NAME["hy"], reader=hunyuan_reader(":x"))
 
 Events = list[tuple[int, str]]
 
@@ -62,6 +65,18 @@ CALLS = {
     ],
     "seed": ["<seed:tool_call>", "<function=f>\n<parameter=a>é</parameter>\n</function>"],
     "glm": ["<tool_call>", "f", "<arg_key>", "a", "</arg_key>", "<arg_value>", "é", "</arg_value>"],
+    "hy": [
+        *("<tool_calls>", "<tool_call>", "f", "<tool_sep>", "<arg_key>", "a", "</arg_key>"),
+        *("<arg_value>", "é", "</arg_value>", "</tool_call>", "</tool_calls>"),
+    ],
+    "hy:x": [
+        "<tool_calls:x>",
+        "<tool_call:x>",
+        "f",
+        "</tool_call:x>",
+        "<tool_call>",
+        "</tool_calls:x>",
+    ],
     "deepseek": [
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁call▁begin｜>",
@@ -391,6 +406,40 @@ def test_at_most_one_call_where_there_may_be_one() -> None:
             ],
         ),
         (
+            "hy",
+            [
+                *("<think>", "why", "</think>", "\n", "<tool_calls>", "\n", "<tool_call>", "f"),
+                *("<tool_sep>", "\n", "<arg_key>", "a", "</arg_key>", "\n", "<arg_value>", "x\ny"),
+                *("</arg_value>", "\n", "<arg_key>", "n", "</arg_key>", "\n", "<arg_value>", "1"),
+                *("</arg_value>", "\n", "</tool_call>", "\n", "<tool_call>", "g", "<tool_sep>"),
+                *("\n", "</tool_call>", "\n", "</tool_calls>"),
+            ],
+        ),
+        (
+            "hy:x",
+            [
+                *("<think:x>", "why", "</think:x>", "<tool_calls:x>", "<tool_call:x>", "f"),
+                *("<arg_key:x>", "a", "</arg_key:x>", "<arg_value:x>", "x\ny", "</arg_value:x>"),
+                *("<arg_key:x>", "n", "</arg_key:x>", "<arg_value:x>", "1", "</arg_value:x>"),
+                *("</tool_call:x>", "<tool_call:x>", "g", "</tool_call:x>", "</tool_calls:x>"),
+            ],
+        ),
+        (
+            "deepseek-dsml",
+            [
+                *(
+                    "<think>",
+                    "why",
+                    "</think>",
+                    '\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n',
+                ),
+                '<｜DSML｜ parameter name="a" string="true">x\ny</｜DSML｜ parameter>\n',
+                '<｜DSML｜ parameter name="n" string="false">1</｜DSML｜ parameter>\n',
+                '</｜DSML｜ invoke>\n<｜DSML｜ invoke name="g">\n\n</｜DSML｜ invoke>\n',
+                "</｜DSML｜ calls>",
+            ],
+        ),
+        (
             "hunyuan",
             [
                 *("<think>", "\nwhy\n", "</think>", "\n", "<answer>", "\n", "<tool_calls>"),
@@ -563,6 +612,10 @@ def test_the_format_is_chosen_by_the_template_and_else_by_the_tokens() -> None:
     assert choose_format("", tokens).name == "mistral"
     assert choose_format("{{ tools }}", tokens).name == "mistral"
     assert choose_format("{{ messages }}", tokens) is PLAIN
+    marks = {n: TokenText(mark, False) for n, mark in enumerate(hunyuan_reader(":x").MARKS)}
+    for template in ("{{ tools }}", "'<tool_calls{}>' '<arg_key{}>'", ""):
+        assert choose_format(template, marks).reader is hunyuan_reader(":x")
+    assert choose_format("<tool_calls><tool_call><arg_key>", {}).reader is hunyuan_reader("")
     for written in FORMATS:
         assert choose_format(" ".join(written.signs), {}).name == written.name
 

@@ -31,6 +31,14 @@ from shardnet.tokenizers.token_table import ByteStrings
 EOS = 0
 LETTERS = "".join(map(chr, range(32, 127))) + "\n"
 
+
+def marks_of(suffix: str, *more: str) -> tuple[str, ...]:
+    """Return the tokens of Hy3 and Hunyuan 4."""
+    names = ("think", "tool_calls", "tool_call", "arg_key", "arg_value")
+    pairs = (f"<{slash}{name}{suffix}>" for name in names for slash in ("", "/"))
+    return (*pairs, *(f"<{name}{suffix}>" for name in more))
+
+
 FAMILIES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "hermes": (
         "<tool_call> <think>",
@@ -109,6 +117,49 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
             *('parameter name="a" string="true">é</', "｜DSML｜", "parameter>\n<", "｜DSML｜"),
             *('parameter name="n" string="false">1</', "｜DSML｜", "parameter>\n</", "｜DSML｜"),
             *("invoke>\n</", "｜DSML｜", "function_calls>"),
+        ),
+    ),
+    "deepseek v4": (
+        "'｜DSML｜' + 'tool_calls>'",
+        ("<think>", "</think>", "｜DSML｜"),
+        (
+            *("<", "｜DSML｜", "tool_calls>\n<", "｜DSML｜", 'invoke name="f">\n<', "｜DSML｜"),
+            *('parameter name="a" string="true">é</', "｜DSML｜", "parameter>\n<", "｜DSML｜"),
+            *('parameter name="n" string="false">1</', "｜DSML｜", "parameter>\n</", "｜DSML｜"),
+            *("invoke>\n</", "｜DSML｜", "tool_calls>"),
+        ),
+    ),
+    "deepseek v4.1": (
+        "<｜DSML｜ calls>",
+        ("<think>", "</think>", "｜DSML｜"),
+        (
+            *("<", "｜DSML｜", " calls>\n<", "｜DSML｜", ' invoke name="f">\n<', "｜DSML｜"),
+            *(' parameter name="a" string="true">é</', "｜DSML｜", " parameter>\n<", "｜DSML｜"),
+            *(' parameter name="n" string="false">1</', "｜DSML｜", " parameter>\n</", "｜DSML｜"),
+            *(" invoke>\n</", "｜DSML｜", " calls>"),
+        ),
+    ),
+    "hy3": (
+        "'<think{}>' '<tool_calls{}>' '<tool_sep{}>' '<arg_key{}>'.format(':opensource') tools",
+        marks_of(":opensource", "tool_sep"),
+        (
+            *("<tool_calls:opensource>", "\n", "<tool_call:opensource>", "f"),
+            *("<tool_sep:opensource>", "\n", "<arg_key:opensource>", "a"),
+            *("</arg_key:opensource>", "\n", "<arg_value:opensource>", "é"),
+            *("</arg_value:opensource>", "\n", "<arg_key:opensource>", "n"),
+            *("</arg_key:opensource>", "\n", "<arg_value:opensource>", "1"),
+            *("</arg_value:opensource>", "\n", "</tool_call:opensource>", "\n"),
+            "</tool_calls:opensource>",
+        ),
+    ),
+    "hunyuan 4": (
+        "{{ tools }}",
+        marks_of(":6124c78e"),
+        (
+            *("<tool_calls:6124c78e>", "<tool_call:6124c78e>", "f", "<arg_key:6124c78e>", "a"),
+            *("</arg_key:6124c78e>", "<arg_value:6124c78e>", "é", "</arg_value:6124c78e>"),
+            *("<arg_key:6124c78e>", "n", "</arg_key:6124c78e>", "<arg_value:6124c78e>", "1"),
+            *("</arg_value:6124c78e>", "</tool_call:6124c78e>", "</tool_calls:6124c78e>"),
         ),
     ),
     "mistral": (
@@ -452,6 +503,8 @@ def test_whatever_is_allowed_is_read_as_calls(family: str, seed: int) -> None:
         ("hermes", ["<think>", "hm </thi", "</think>", "\n\n"]),
         ("gemma", ["<|channel>", "thought\nhm", "<channel|>"]),
         ("mistral", ["[THINK]", "hm", "[/THINK]"]),
+        ("hy3", ["<think:opensource>", "hm", "</think:opensource>"]),
+        ("hunyuan 4", ["<think:6124c78e>", "hm", "</think:6124c78e>"]),
         (
             "harmony",
             ["<|channel|>", "analysis", "<|message|>", "hm", "<|end|>", "<|start|>", "assistant"],

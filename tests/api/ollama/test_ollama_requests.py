@@ -92,7 +92,7 @@ def test_options_have_ollamas_names_and_defaults() -> None:
     assert chat(options={"seed": 2**62 + 1}).sampling.seed == 2**62 + 1
     switched = {"enable_thinking": True, "thinking": True}
     assert chat(think=True).template_options == switched
-    assert chat(think="max").template_options == {**switched, "reasoning_effort": "high"}
+    assert chat(think="max").template_options == {**switched, "reasoning_effort": "max"}
     for off in (False, "none"):
         thoughtless = {"enable_thinking": False, "thinking": False}
         assert chat(think=off).template_options == generate(think=off).template_options

@@ -106,7 +106,7 @@ def test_options_have_the_names_of_responses() -> None:
     )
     assert asked.options["max_tokens"] == 7
     assert asked.options["constraint"] == Constraint(kind="json_schema", text='{"type": "array"}')
-    hard = {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
+    hard = {"enable_thinking": True, "thinking": True, "reasoning_effort": "xhigh"}
     assert asked.template_options == hard
     assert request(input="a", reasoning={"summary": "auto"}).template_options == {}
     assert (asked.sampling.n_logprobs, asked.sampling.top_k) == (0, 3)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -77,23 +77,33 @@ def make_parrot(
     return _write(folder, tokenizer, config, _tensors(layers, intermediate, successors))
 
 
-def make_scripted(folder: Path, template: str, answers: Mapping[str, str]) -> Path:
+def make_scripted(
+    folder: Path, template: str | None, answers: Mapping[str, str], tokens: Sequence[str] = ()
+) -> Path:
     """Write a checkpoint whose chat template is a script: the mark that it ends with is answered.
 
-    Each mark is a token, and each line of its answer another one, as is <|im_end|>; no line may
-    occur twice. Prompts have what the template writes of the conversation, so they are as short as
-    it makes them.
+    Each mark is a token, and each line of its answer another one, as are <|im_end|> and `tokens`
+    (which begin with <, where an answer has them); no line may occur twice. Behind an answer that
+    ends with a mark comes that mark's. Prompts have what the template writes of the conversation,
+    so they are as short as it makes them.
     """
     tokenizer = _byte_tokenizer()
+    own = [*answers, *tokens]
+    within = [each for each in (*own, "<|im_end|>") if each.startswith("<")]
+    pattern = "|".join(map(re.escape, sorted(within, key=len, reverse=True)))
+    tokenizer.add_tokens(
+        [AddedToken(each, normalized=False, special=each in answers) for each in own]
+    )
     successors: list[tuple[int, int]] = []
     for mark, answer in answers.items():
         lines = answer.splitlines(keepends=True)
-        parts = (part for line in lines for part in re.split(r"(<\|im_end\|>)", line) if part)
-        pieces = [mark, *parts]
-        added = [AddedToken(piece, normalized=False, special=piece is mark) for piece in pieces]
-        assert tokenizer.add_tokens(added) == len(pieces), f"a line of {answer!r} occurs twice"
-        first = tokenizer.get_vocab_size() - len(pieces)
-        successors += pairwise([*range(first, first + len(pieces)), EOS_ID])
+        pieces = [mark]
+        pieces += (part for line in lines for part in re.split(f"({pattern})", line) if part)
+        added = [AddedToken(piece, normalized=False) for piece in pieces if piece not in own]
+        assert tokenizer.add_tokens(added) == len(added), f"a line of {answer!r} occurs twice"
+        known = tokenizer.get_vocab()
+        ids = [known[piece] for piece in pieces]
+        successors += pairwise(ids if pieces[-1] in answers else [*ids, EOS_ID])
     n_tokens = tokenizer.get_vocab_size()
     assert n_tokens <= HIDDEN, "too many lines"
     config = {**_config(4, 16, LONG), "vocab_size": n_tokens}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -224,6 +225,107 @@ def test_how_hard_to_think_reaches_the_templates_that_read_it_and_no_other(
         for wanted in (None, "none", True, "xhigh")
     ]
     assert told_apart == (4 * told_apart[:1] if texts is None else [*texts])
+
+
+STRICT = """{%- set effort = reasoning_effort | default('xhigh') %}
+{%- if enable_thinking is defined and not enable_thinking %}off
+{%- elif effort not in ('xhigh', 'medium', 'low') %}{{ raise_exception('what is ' ~ effort) }}
+{%- else %}{{ effort }}{% endif %}"""
+NO_THINK = """{%- set effort = reasoning_effort if reasoning_effort is defined else 'DEFAULT' %}
+{%- if effort not in WORDS %}{{ raise_exception('what is ' ~ effort) }}{% endif %}{{ effort }}"""
+HY3 = NO_THINK.replace("DEFAULT", "no_think").replace("WORDS", "['high', 'low', 'no_think']")
+HY4 = NO_THINK.replace("DEFAULT", "high").replace("WORDS", "['high', 'no_think']")
+GLM = "{{ reasoning_effort if reasoning_effort | default('') in ['low', 'high'] else 'max' }}"
+MAXIMAL = "{{ 'more' if thinking and reasoning_effort == 'max' else thinking }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "texts"),
+    [
+        (STRICT, "xhigh off xhigh low low medium xhigh xhigh xhigh"),  # Qwen 3.8
+        (HY3, "no_think no_think high low low high high high high"),
+        (HY4, "high no_think high high high high high high high"),
+        (GLM, "max max max low low max high high max"),
+        (MAXIMAL, " False True True True True True True more"),  # DeepSeek V4
+    ],
+)
+def test_an_effort_that_a_template_does_not_know_is_the_nearest_that_it_knows(
+    process: TemplateProcess, source: str, texts: str
+) -> None:
+    template = ChatTemplate(source=source, where="chat_template.jinja", tokens=TOKENS)
+    efforts = (None, "none", True, "minimal", "low", "medium", "high", "xhigh", "max")
+    said = [{"role": "user", "content": "Hi"}]
+    given = [TemplateOptions(values=thinking_options(effort)) for effort in efforts]
+    assert [process.render(template, said, each) for each in given] == texts.split(" ")
+    odd = TemplateOptions(values={"reasoning_effort": "odd"})
+    if source in (STRICT, HY3, HY4):
+        with pytest.raises(UsageError, match="what is odd"):
+            process.render(template, said, odd)
+
+
+CALL = """<｜DSML｜tool_calls>
+<｜DSML｜invoke name="get_weather">
+<｜DSML｜parameter name="city" string="true">Zürich "old"</｜DSML｜parameter>
+<｜DSML｜parameter name="days" string="false">2</｜DSML｜parameter>
+<｜DSML｜parameter name="deep" string="false">{"a": [1, null, true]}</｜DSML｜parameter>
+</｜DSML｜invoke>
+<｜DSML｜invoke name="get_weather">
+
+</｜DSML｜invoke>
+</｜DSML｜tool_calls>"""
+
+ORDER = {"c": "third", "a": "first", "b": "second"}
+
+
+@pytest.mark.parametrize("is_new", [False, True], ids=["V4", "V4.1"])
+def test_deepseeks_without_a_template_are_asked_in_the_form_of_their_makers(
+    process: TemplateProcess, is_new: bool
+) -> None:
+    system = "<｜System｜>" if is_new else ""
+    marks = ("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "｜DSML｜")
+    template = ChatTemplate.default((*marks, system or "<｜latest_reminder｜>"), "<s>")
+    assert template.stops == ("<｜end▁of▁sentence｜>",)
+    call = CALL
+    if is_new:
+        for old, new in (("tool_calls", " calls"), ("invoke", " invoke"), ("param", " param")):
+            call = call.replace(f"｜DSML｜{old}", f"｜DSML｜{new}")
+
+    def text(talk: list[dict[str, Any]], tools: str = "", **values: Any) -> str:
+        return process.render(template, told(talk), TemplateOptions(tools=tools, values=values))
+
+    said = {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+    talk = [{"role": "user", "content": "q"}, said, {"role": "user", "content": "q"}]
+    past = "<｜User｜>q<｜Assistant｜></think>a<｜end▁of▁sentence｜><｜User｜>q<｜Assistant｜>"
+    assert text(talk) == f"<s>{past}</think>"
+    assert text(talk, enable_thinking=False) == f"<s>{past}</think>"
+    usual = "<｜System｜>Reasoning Effort: 50 (range 1-100)\n\n" if is_new else ""
+    assert text(talk, thinking=True) == f"<s>{usual}{past}<think>"
+    hard = text(TALK[:2], thinking=True, reasoning_effort="max")
+    assert re.fullmatch(
+        rf"<s>{system}Reasoning Effort: (max|100).*\n\nBe brief.*<think>", hard, re.S
+    )
+    assert text(TALK[:2]) == f"<s>{system}Be brief.<｜User｜>Weather?<｜Assistant｜></think>"
+    twice = [*talk[:1], {"role": "user", "content": [{"type": "text", "text": "r"}]}]
+    assert text(twice) == "<s><｜User｜>q\n\nr<｜Assistant｜></think>"
+
+    calls = [*TALK[2]["tool_calls"], {"id": "2", "name": "get_weather", "arguments": {}}]
+    used = [*TALK[:2], {**TALK[2], "tool_calls": calls}, TALK[3], {**TALK[3], "content": "wet"}]
+    whole = text(used, json.dumps(TOOLS), thinking=True)
+    assert whole.startswith(f"<s>{usual or system}Be brief.\n\n## Tools\n\n")
+    assert json.dumps(TOOLS[0]["function"], ensure_ascii=False) in whole
+    assert whole.endswith(
+        f"<｜User｜>Weather?<｜Assistant｜><think>I should look.</think>\n\n{call}"
+        "<｜end▁of▁sentence｜><｜User｜><tool_result>20 °C</tool_result>\n\n"
+        "<tool_result>wet</tool_result><｜Assistant｜><think>"
+    )
+    answers = [{"role": "tool", "content": say, "tool_call_id": key} for key, say in ORDER.items()]
+    asked = [*talk[:1], {**said, "tool_calls": [dict(calls[1], id=key) for key in "abc"]}]
+    sorted_by_calls = "".join(f"\n\n<tool_result>{ORDER[key]}</tool_result>" for key in "abc")
+    assert sorted_by_calls.replace("\n\n", "<｜User｜>", 1) in text([*asked, *answers, *talk[:1]])
+    as_given = "<tool_result>third</tool_result>\n\n<tool_result>first</tool_result>"
+    assert f"<｜User｜>{as_given}\n\nq<｜A" in text([*asked, *answers[:2], *talk[:1]])
+    alone = text(talk[:1], json.dumps(TOOLS))
+    assert alone.startswith(f"<s>{system}\n\n## Tools")
 
 
 @pytest.mark.parametrize("arguments", ["{broken", '"text"', "[1]", "{" * 70])
