@@ -31,8 +31,9 @@ from llama_cpp_model import LlamaCppModel, quantise, start
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import ShardnetError
 from shardnet.model.kernels.linear import KernelChoice, probe
+from shardnet.stage.estimate.memory_estimate import kv_block_bytes, state_bytes
 from shardnet.stage.load import load_stage
-from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS, Arith, LayerRange, SlotId
+from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS, Arith, DType, LayerRange, SlotId
 
 KINDS = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "Q4_0", "IQ4_XS", "Q3_K_M", "BF16")
 N_PROMPT = 512
@@ -73,13 +74,16 @@ class Comparison:
     """Both programs with one file. Ratios above 1 are in favour of shardnet, but for loads.
 
     `limit_gb_s` is the best streaming read of the run; `share_of_limit` what shardnet's decode
-    reads of the file against it; `ring` what two nodes decode against one process. Without
-    llama.cpp what is its own is None.
+    reads of the file against it; `read_bytes` are those of a token, `position_bytes` what keys,
+    values and entries of a position take, `state_bytes` what else a sequence does; `ring` what two
+    nodes decode against one process. Without llama.cpp what is its own is None.
     """
 
     file: str
     file_bytes: int
     read_bytes: int
+    position_bytes: int
+    state_bytes: int
     limit_gb_s: float
     shardnet: Side
     llama_cpp: Side | None
@@ -194,7 +198,8 @@ def compare(
 
     Raises ShardnetError for a file that shardnet does not take.
     """
-    Checkpoint.open(file)
+    config = Checkpoint.open(file).config
+    layers, dtype = LayerRange(0, config.n_layers), DType.BFLOAT16
     _read_once(file)
     ours_loads, theirs_loads = [], []
     for _ in range(rounds):
@@ -219,6 +224,8 @@ def compare(
         file=file.name,
         file_bytes=file.stat().st_size,
         read_bytes=read_bytes,
+        position_bytes=kv_block_bytes(config, layers, dtype) // BLOCK_POSITIONS,
+        state_bytes=state_bytes(config, layers, dtype),
         limit_gb_s=max(limits) / 1e9,
         shardnet=_side(ours_s, ours_prefill_s, ours_loads),
         llama_cpp=_side(theirs_s, theirs_prefill_s, theirs_loads) if theirs else None,
@@ -257,6 +264,9 @@ def print_row(found: Comparison, *, with_head: bool) -> None:
     cells = {
         "file": found.file,
         "MB": f"{found.file_bytes / 1e6:.0f}",
+        "MB a token": f"{found.read_bytes / 1e6:.0f}",
+        "bytes a position": f"{found.position_bytes}",
+        "state, MB": f"{found.state_bytes / 1e6:.1f}",
         "decode tok/s": both(lambda side: f"{side.decode_tok_s:.2f}"),
         "ratio": _bold(found.decode_ratio),
         "of the limit": f"{found.share_of_limit:.2f} of {found.limit_gb_s:.1f} GB/s",
@@ -421,13 +431,14 @@ def _read_once(file: Path) -> None:
 def _read_bytes_per_token(file: Path) -> int:
     """Return the bytes of the tensors that a token reads.
 
-    All but an embedding table of its own, and of experts those that it visits.
+    All but tables of which it reads rows, and of experts those that it visits.
     """
     import gguf
 
     reader = gguf.GGUFReader(file)
     sizes = {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors}
-    embedding = sizes["token_embd.weight"] if "output.weight" in sizes else 0
+    looked_up = sizes["token_embd.weight"] if "output.weight" in sizes else 0
+    looked_up += sizes.get("per_layer_token_embd.weight", 0)
     counts = {
         name.rpartition(".")[2]: int(reader.fields[name].contents())
         for name in reader.fields
@@ -437,7 +448,7 @@ def _read_bytes_per_token(file: Path) -> int:
     unread = (
         of_experts * (1 - counts["expert_used_count"] / counts["expert_count"]) if counts else 0
     )
-    return sum(sizes.values()) - embedding - round(unread)
+    return sum(sizes.values()) - looked_up - round(unread)
 
 
 def _ring(file: Path, threads: int, rounds: int) -> float:
