@@ -22,7 +22,7 @@ from shardnet.model.arithmetic.row_functions import HeadMatmuls
 from shardnet.model.cache.slot_blocks import Replay, SlotState
 from shardnet.model.config.model_config import Compressed, ModelConfig, Rope
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.attention import ForwardStep, Span, attend_row
+from shardnet.model.layers.attention import ForwardStep, Span, attend_row, attention
 from shardnet.model.layers.native_attention import (
     CHOSEN_ROWS,
     AttentionKind,
@@ -115,7 +115,11 @@ class EntryIndexer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedAttention:
-    """Attention of one layer; see Compressed."""
+    """Attention of one layer; see Compressed.
+
+    What predicts further tokens has a window alone, and its keys at all positions of a slot, which
+    is rewound without it.
+    """
 
     config: Compressed
     layer: int
@@ -137,6 +141,7 @@ class CompressedAttention:
         own, attn = config.compressed, f"model.layers.{layer}.self_attn"
         assert own is not None
         sinks = weights.parameter(f"{attn}.sinks").view(1, -1, 1)
+        window = own.window if layer == config.n_layers else None
         grouped = weights.matrix(f"{attn}.o_a_proj").view(own.n_groups, own.output_rank, -1)
         name, compressor, indexer = f"{attn}.compressor", None, None
         if own.rates[layer]:
@@ -151,7 +156,7 @@ class CompressedAttention:
         return cls(
             config=own,
             layer=layer,
-            kind=AttentionKind(sinks=sinks),
+            kind=AttentionKind(sinks=sinks, window=window),
             q_a_proj=weights.linear(f"{attn}.q_a_proj"),
             q_a_norm=weights.norm(f"{attn}.q_a_norm", config.norm_eps),
             q_b_proj=weights.linear(f"{attn}.q_b_proj"),
@@ -171,14 +176,19 @@ class CompressedAttention:
         queries = self.q_b_norm(self.q_b_proj(low_rank).view(n_rows, -1, config.head_size))
         queries = rotate_last(queries, rotary, config.rope_size)
         keys = self.kv_norm(self.kv_proj(hidden))[:, None]
-        keys = rotate_last(keys, rotary, config.rope_size)[:, 0]
-        waiting = self._waiting(hidden)
-        seen = [self._store(span, index, step, keys, waiting) for span in step.spans]
-        chosen = self._choose(hidden, low_rank, rotary, step, [rows for _, rows in seen])
-        parts = []
-        for span, (window, entries) in zip(step.spans, seen, strict=True):
-            parts += self._attend(queries, span, window, entries, chosen, step)
-        attended = torch.cat(parts).view(n_rows, -1, config.head_size)
+        keys = rotate_last(keys, rotary, config.rope_size)
+        if self.kind.window is not None:
+            nothing = keys.new_empty(n_rows, 1, 0)
+            attended = attention(queries, keys, nothing, index, step, self.kind)
+        else:
+            waiting = self._waiting(hidden)
+            seen = [self._store(span, index, step, keys[:, 0], waiting) for span in step.spans]
+            chosen = self._choose(hidden, low_rank, rotary, step, [rows for _, rows in seen])
+            parts = []
+            for span, (window, entries) in zip(step.spans, seen, strict=True):
+                parts += self._attend(queries, span, window, entries, chosen, step)
+            attended = torch.cat(parts)
+        attended = attended.view(n_rows, -1, config.head_size)
         attended = _turn_back(attended, rotary, config.rope_size)
         grouped = self.groups(attended.reshape(n_rows, config.n_groups, -1))
         return self.o_b_proj(grouped.flatten(1))

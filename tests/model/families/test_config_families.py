@@ -433,7 +433,7 @@ def check_compressed(ours: ModelConfig, theirs: Any) -> None:
     assert own is not None
     assert streams is not None
     rates = {"sliding_attention": 0, **theirs.compress_rates}
-    assert own.rates == tuple(rates[kind] for kind in theirs.layer_types)
+    assert own.rates == (*(rates[kind] for kind in theirs.layer_types), 0)
     assert (own.window, own.rope_size) == (theirs.sliding_window, theirs.qk_rope_head_dim)
     assert (own.query_rank, own.n_groups) == (theirs.q_lora_rank, theirs.o_groups)
     assert (own.output_rank, own.indexer.n_chosen) == (theirs.o_lora_rank, theirs.index_topk)
@@ -704,7 +704,7 @@ def test_glm_flash_reads_its_own_keys_as_transformers_does(said: dict[str, Any])
     sizes = (theirs.index_n_heads, theirs.index_head_dim)
     assert (ours.indexer.n_heads, ours.indexer.head_size) == sizes
     full = [n for n, kind in enumerate(theirs.indexer_types) if kind == "full" and n not in kinds]
-    assert ours.indexer.layers == tuple(full)
+    assert ours.indexer.layers == (*full, theirs.num_hidden_layers)  # the last one is MTP's
     assert ours.mlp_limit == theirs.swiglu_limit
     assert ours.experts is not None
     assert ours.experts.swiglu_limit == theirs.swiglu_limit
@@ -722,7 +722,7 @@ def test_layers_of_glm_flash_that_are_measured_choose_as_before() -> None:
     said = {"num_hidden_layers": 8, "layer_types": kinds}
     thin = parse_config(GLM5_NEXT | said, "config.json").thinned(4)  # layers 1, 3, 5, 7
     assert thin.indexer is not None
-    assert thin.indexer.layers == (1, 3)
+    assert thin.indexer.layers == (1, 3, 4)
 
 
 def test_glm_flash_has_a_config_of_its_own_inside_or_none() -> None:

@@ -132,7 +132,7 @@ READ: dict[str, dict[str, Any]] = {
             n_chosen=2048,
             interleaved=False,
             n_pooled=4,
-            layers=tuple(range(3, 45, 4)),
+            layers=(*range(3, 45, 4), 45),
         ),
         "delta_net": DeltaNet(
             n_key_heads=64,
