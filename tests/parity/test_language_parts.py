@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.models.module_vision import CLIP, make_by_modules, write_model
+from support.models.quantized_checkpoints import Made, fp8, modelopt
 from support.oracles.oracle import check_generation, load_reference, reference_logits
 from support.rings.module_stages import load as load_by_modules
 from support.rings.module_stages import rows, step
 from support.rings.stage_chain import StageChain, even_split, random_prompt
+from test_transformers_modules import make as make_causal
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.pictures import open_pictures
@@ -152,6 +158,86 @@ def test_a_language_model_without_a_record_is_computed_by_modules(
             torch.testing.assert_close(again, wanted[9:], rtol=0, atol=1e-4)
     with pytest.raises(UnsupportedModelError, match=f"tower of {case}"):
         open_pictures(checkpoint, {}.get)
+
+
+def as_published(folder: Path, how: str) -> tuple[Path, Path]:
+    """Quantise linears as makers do: a folder with values that are meant, and one as published."""
+    rng, plain = np.random.default_rng(3), load_file(folder / "model.safetensors")
+    packed, meant = dict(plain), dict(plain)
+    for name, values in plain.items():
+        if not QUANTISED[how].search(name):
+            continue
+        own = "nvfp4" if how == "modelopt" and ".experts." in name else WRITTEN[how]
+        *stack, n, k = values.shape
+        made = [WRITERS[own](rng, n, k) for _ in range(stack[0] if stack else 1)]
+        meant[name] = torch.stack([values for _, values in made]).view(values.shape)
+        del packed[name]
+        for suffix in made[0][0]:
+            parts = torch.stack([parts[suffix] for parts, _ in made])
+            packed[name.removesuffix(".weight") + suffix] = parts if stack else parts[0]
+    published = shutil.copytree(folder, folder.with_name("published"))
+    save_file(meant, folder / "model.safetensors", {"format": "pt"})
+    save_file(packed, published / "model.safetensors", {"format": "pt"})
+    config = json.loads((published / "config.json").read_text())
+    config["quantization_config"] = SAID[how]
+    (published / "config.json").write_text(json.dumps(config))
+    return folder, published
+
+
+def mxfp8(rng: np.random.Generator, n: int, k: int) -> Made:
+    parts, meant = modelopt(rng, n, k, kind="mxfp8")
+    return {".weight": parts[".weight"], ".weight_scale_inv": parts[".weight_scale"]}, meant
+
+
+WRITERS = {
+    "fp8": partial(fp8, scales="block", group=4),
+    "mxfp8": mxfp8,
+    "modelopt-mxfp8": partial(modelopt, kind="mxfp8"),
+    "nvfp4": modelopt,
+}
+WRITTEN = {"fp8": "fp8", "stacked": "fp8", "mxfp8": "mxfp8", "modelopt": "modelopt-mxfp8"}
+LINEARS = re.compile(r"layers\.\d+\..*(?<!index_[qk])_proj\.weight|\.w[123]\.weight")
+QUANTISED = dict.fromkeys(WRITTEN, LINEARS) | {
+    "stacked": re.compile(r"layers\.\d+\.moe\.\w+_proj\.weight")
+}
+SAID: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [4, 4], "activation_scheme": "dynamic"},
+    "mxfp8": {"quant_method": "mxfp8", "weight_block_size": [1, 32], "ignored_layers": ["lm_head"]},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": []},
+}
+SAID["stacked"] = SAID["fp8"]
+
+
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        ("step3p7", "stacked"),
+        ("minimax_m3_vl", "mxfp8"),
+        ("minimax_m3_vl", "modelopt"),
+        ("longcat_flash", "fp8"),
+    ],
+)
+def test_quantised_as_its_makers_publish_it(case: str, how: str, tmp_path: Path) -> None:
+    """Step's stacked experts in FP8; MiniMax's linears in MXFP8, or as NVIDIA has them; LongCat's.
+
+    LongCat's experts without weights are in no file.
+    """
+    if case == "longcat_flash":
+        folder = make_causal(tmp_path / "plain", case)
+    else:
+        folder = make(tmp_path / "plain", BY_MODULES[case])
+    plain, published = as_published(folder, how)
+    file = published / "model.safetensors"
+    stored = load_file(file)
+    assert len(stored) > len(load_file(plain / "model.safetensors"))
+    given = {name: part for name, part in stored.items() if not re.search(r"experts\.[45]\.", name)}
+    save_file(given, file, {"format": "pt"})
+    prompt = random_prompt(30, 300, seed=2)
+    wanted = reference_logits(load_reference(plain), prompt)
+    n_layers = Checkpoint.open(published).config.n_layers
+    stages = load_by_modules(published, even_split(n_layers, 2))
+    found = step(stages, rows(0, 0, prompt))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ MLX, modelopt and transformers name experts that are stored as one tensor for al
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -26,7 +27,7 @@ from shardnet.errors import CheckpointError, shown
 from shardnet.model.config.fields import TEXT, Fields
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.registry import family_of
-from shardnet.model.families.stage_tensors import canonical_name, stage_tensors
+from shardnet.model.families.stage_tensors import Shape, canonical_name, stage_tensors
 from shardnet.types import LayerRange
 
 METHODS: Final[Mapping[str, Callable[[Fields], WeightFormat]]] = {
@@ -39,13 +40,14 @@ METHODS: Final[Mapping[str, Callable[[Fields], WeightFormat]]] = {
     "gptq": read_gptq,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
+    "mxfp8": read_fp8,
 }
 """By `quant_method`: what reads the rest of `quantization_config`."""
 _MLX: Final = "quantization"
 """MLX's key."""
 _SWITCH = re.compile(r"(.+\.)switch_mlp\.(gate|up|down)_proj(\..+)")
 _BLOCKS = re.compile(r"(.+\.experts\.)((?:gate_up|down)_proj)(_blocks|_scales)")
-_STACK = re.compile(r"(.+\.experts\.)(gate_up|down)_proj((?:_[a-z0-9]+)*)")
+_STACK = re.compile(r"(.+\.experts\.)(gate_up|down)_proj((?:[._][a-z0-9]+)*)")
 _ONE_BYTE: Final = ("U8", "I8", "F8_E4M3", "F8_E5M2")
 """What the weights of a stack are stored in that has scales beside it."""
 _OF_STACKS: Final = {
@@ -56,6 +58,9 @@ _OF_STACKS: Final = {
     "_weight_scale_2": ".weight_scale_2",
     "_activation_scale": ".activation_scale",
     "_input_scale": ".input_scale",
+    ".weight": ".weight",
+    ".weight_scale": ".weight_scale",
+    ".weight_scale_inv": ".weight_scale_inv",
 }
 """What transformers and modelopt write behind a stack's name, and what a part is called."""
 
@@ -145,12 +150,12 @@ def model_tensors(
         }
         used.update(stem + suffix for suffix in parts)
         shape = shapes.get(name, ())
-        if len(shape) != 2:  # what the model has no place for, the loader refuses by this name
+        if config.outline is not None and ".weight" in parts:  # names are the makers' still
+            shape = _shape_of(parts[".weight"])
+        if len(shape) < 2:  # what the model has no place for, the loader refuses by this name
             made[name] = unchanged(name, stored[stem + marker])
             continue
-        made[name] = weight_format.combine(
-            WeightParts(stem=stem, name=name, shape=shape, parts=parts, where=where)
-        )
+        made[name] = _combined(weight_format, stem, name, shape, parts, where)
     for name, info in stored.items():
         if name in used or name.endswith(weight_format.skipped):
             continue
@@ -161,6 +166,43 @@ def model_tensors(
             )
         made[canonical] = unchanged(canonical, info)
     return made
+
+
+def _shape_of(weight: StoredTensor) -> Shape:
+    """Return the shape of a weight, whose bytes are numbers, or two 4-bit ones in U8."""
+    *rows, last = weight.shape or (0,)
+    return (*rows, 2 * last if weight.dtype == "U8" else last)
+
+
+def _combined(
+    weight_format: WeightFormat,
+    stem: str,
+    name: str,
+    shape: Shape,
+    parts: Mapping[str, StoredTensor],
+    where: str,
+) -> ModelTensor:
+    """Combine the parts of a weight [N, K], or of a stack [X, N, K] row by row."""
+    if len(shape) > 2:
+        flat = {suffix: _flat(part) for suffix, part in parts.items()}
+        rows = (math.prod(shape[:-1]), shape[-1])
+        made = _combined(weight_format, stem, name, rows, flat, where)
+        return replace(
+            made,
+            shape=shape,
+            make=lambda stored, dtype: made.make(stored, dtype).view(shape),
+            packed=None,
+        )
+    return weight_format.combine(
+        WeightParts(stem=stem, name=name, shape=(shape[0], shape[1]), parts=parts, where=where)
+    )
+
+
+def _flat(part: StoredTensor) -> StoredTensor:
+    """Put the rows of all experts into one axis."""
+    if len(part.shape) < 3 or part.strides is not None:
+        return part
+    return replace(part, shape=(math.prod(part.shape[:-1]), part.shape[-1]))
 
 
 def _name(config: ModelConfig, name: str) -> str:
@@ -213,7 +255,8 @@ def split_parts(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict
 
 def _is_part(match: re.Match[str], info: StoredTensor, n_experts: int) -> bool:
     is_whole = info.shape[:1] == (n_experts,) and info.strides is None
-    return is_whole and match[3] in _OF_STACKS and (match[3] != "" or info.dtype in _ONE_BYTE)
+    suffix = _OF_STACKS.get(match[3], "")
+    return is_whole and bool(suffix) and (suffix != ".weight" or info.dtype in _ONE_BYTE)
 
 
 def _parts(

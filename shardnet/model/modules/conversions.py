@@ -136,7 +136,15 @@ class Conversions:
                 f"tensor {sources[0][0]} and those beside it do not make {name}: {one_line(error)}",
                 remedy="fetch the checkpoint again",
             ) from error
-        return {key: one[0] if isinstance(one, list) else one for key, one in made.items()}
+        whole = {key: one[0] if isinstance(one, list) else one for key, one in made.items()}
+        return {key: self._with_idle(key, tensor) for key, tensor in whole.items()}
+
+    def _with_idle(self, name: str, tensor: Tensor) -> Tensor:
+        """Add zeros for experts that compute nothing, which no file has (LongCat)."""
+        n_idle, own = getattr(self._model.config, "zero_expert_num", None), self._state.get(name)
+        if not n_idle or own is None or len(own) != len(tensor) + n_idle:
+            return tensor
+        return torch.cat((tensor, tensor.new_zeros(n_idle, *tensor.shape[1:])))
 
 
 @lru_cache(maxsize=2)
