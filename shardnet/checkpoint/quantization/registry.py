@@ -6,7 +6,6 @@ MLX, modelopt and transformers name experts that are stored as one tensor for al
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -45,7 +44,7 @@ METHODS: Final[Mapping[str, Callable[[Fields], WeightFormat]]] = {
 """By `quant_method`: what reads the rest of `quantization_config`."""
 _MLX: Final = "quantization"
 """MLX's key."""
-_SWITCH = re.compile(r"(.+\.)switch_mlp\.(gate|up|down)_proj(\..+)")
+_SWITCH = re.compile(r"(.+\.)(?:switch_mlp\.|(?<=\.moe\.))(gate|up|down)_proj(\..+)")
 _BLOCKS = re.compile(r"(.+\.experts\.)((?:gate_up|down)_proj)(_blocks|_scales)")
 _STACK = re.compile(r"(.+\.experts\.)(gate_up|down)_proj((?:[._][a-z0-9]+)*)")
 _ONE_BYTE: Final = ("U8", "I8", "F8_E4M3", "F8_E5M2")
@@ -152,10 +151,12 @@ def model_tensors(
         shape = shapes.get(name, ())
         if config.outline is not None and ".weight" in parts:  # names are the makers' still
             shape = _shape_of(parts[".weight"])
-        if len(shape) < 2:  # what the model has no place for, the loader refuses by this name
+        if len(shape) != 2:  # what the model has no place for, the loader refuses by this name
             made[name] = unchanged(name, stored[stem + marker])
             continue
-        made[name] = _combined(weight_format, stem, name, shape, parts, where)
+        made[name] = weight_format.combine(
+            WeightParts(stem=stem, name=name, shape=shape, parts=parts, where=where)
+        )
     for name, info in stored.items():
         if name in used or name.endswith(weight_format.skipped):
             continue
@@ -172,37 +173,6 @@ def _shape_of(weight: StoredTensor) -> Shape:
     """Return the shape of a weight, whose bytes are numbers, or two 4-bit ones in U8."""
     *rows, last = weight.shape or (0,)
     return (*rows, 2 * last if weight.dtype == "U8" else last)
-
-
-def _combined(
-    weight_format: WeightFormat,
-    stem: str,
-    name: str,
-    shape: Shape,
-    parts: Mapping[str, StoredTensor],
-    where: str,
-) -> ModelTensor:
-    """Combine the parts of a weight [N, K], or of a stack [X, N, K] row by row."""
-    if len(shape) > 2:
-        flat = {suffix: _flat(part) for suffix, part in parts.items()}
-        rows = (math.prod(shape[:-1]), shape[-1])
-        made = _combined(weight_format, stem, name, rows, flat, where)
-        return replace(
-            made,
-            shape=shape,
-            make=lambda stored, dtype: made.make(stored, dtype).view(shape),
-            packed=None,
-        )
-    return weight_format.combine(
-        WeightParts(stem=stem, name=name, shape=(shape[0], shape[1]), parts=parts, where=where)
-    )
-
-
-def _flat(part: StoredTensor) -> StoredTensor:
-    """Put the rows of all experts into one axis."""
-    if len(part.shape) < 3 or part.strides is not None:
-        return part
-    return replace(part, shape=(math.prod(part.shape[:-1]), part.shape[-1]))
 
 
 def _name(config: ModelConfig, name: str) -> str:
@@ -239,7 +209,7 @@ def split_parts(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict
     }
     made: dict[str, StoredTensor] = {}
     for name, info in stored.items():
-        is_stack = len(info.shape) > 1 and info.shape[0] == n_experts and info.strides is None
+        is_stack = info.shape[:1] == (n_experts,) and info.strides is None
         if is_stack and (match := _SWITCH.fullmatch(name)):
             ends = f"{linears[match[2]]}{match[3]}"
             made |= _slices(f"{match[1]}experts.", ends, info)

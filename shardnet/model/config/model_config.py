@@ -506,6 +506,7 @@ class ModelConfig:
     residual streams between layers, one behind the other. `compressed` attention is in all layers.
     Layers of `ngrams` add features of n-grams before their recurrence. With an
     `mlp_limit` gate and up of MLPs and shared experts are clamped as those of Experts.
+    `late_limits` clamp experts of each layer, and other MLPs, behind the activation; 0 does not.
 
     Values have `value_size` columns, None for as many as keys, and are multiplied by
     `value_multiplier`.
@@ -579,6 +580,7 @@ class ModelConfig:
     compressed: Compressed | None = None
     ngrams: Ngrams | None = None
     mlp_limit: float | None = None
+    late_limits: tuple[tuple[float, float], ...] = ()
     full_heads: HeadShape | None = None
     value_size: int | None = None
     value_multiplier: float = 1.0
@@ -760,6 +762,9 @@ class ModelConfig:
             rates = tuple(self.compressed.rates[layer] for layer in [*kept, self.n_layers])
             own["compressed"] = replace(self.compressed, rates=rates, indexer=choosing)
         windows = tuple(self.window(layer) for layer in kept) if self.windows else ()
+        for name in ("late_limits", "query_heads"):
+            if each := getattr(self, name):
+                own[name] = tuple(each[layer] for layer in kept)
         return replace(
             self,
             n_layers=n_layers,

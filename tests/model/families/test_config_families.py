@@ -940,6 +940,32 @@ def test_a_thinned_model_has_layers_from_all_over() -> None:
     assert parse(QWEN3_MOE, mlp_only_layers=[0, 1, 2]).thinned(2).sparse_layers == (1,)  # 1, 5
 
 
+@pytest.mark.parametrize(
+    ("change", "error", "named"),
+    [
+        ({"rope_theta": [1e4, 1e5, 1e5, 1e4, 1e5, 1e5, 2e4]}, UnsupportedModelError, "rope_theta"),
+        ({"rope_theta": [1e4] * 8}, CheckpointError, "rope_theta is .*expected 7 numbers"),
+        ({"num_hidden_layers": 2**30}, CheckpointError, "num_hidden_layers is 1073741824"),
+        ({"swiglu_limits": [7] * 6}, CheckpointError, "swiglu_limits is .*expected 7 numbers"),
+        ({"swiglu_limits": [-7.0] * 7}, CheckpointError, "swiglu_limits is"),
+        ({"num_sliding_attention_heads": 5}, CheckpointError, "5 heads"),
+        ({"per_layer_config": {"1": {"head_dim": 8}}}, UnsupportedModelError, "per_layer_config"),
+        ({"attention_other_setting": {"head_dim": 8}}, UnsupportedModelError, "setting.head_dim"),
+        ({"moe_router_activation": "softmax"}, UnsupportedModelError, "moe_router_activation"),
+        ({"yarn_only_types": ["sliding_attention"]}, UnsupportedModelError, "yarn_only_types"),
+    ],
+)
+def test_step_has_the_same_in_all_layers_of_a_kind(
+    change: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    kinds = ["full_attention", *["sliding_attention"] * 2] * 3
+    raw = SIZES | {"model_type": "step3p5", "layer_types": kinds[:7], "sliding_window": 9}
+    assert parse(raw, num_sliding_attention_heads=6).query_heads == (4, 6, 6, 4, 6, 6, 4)
+    assert parse(raw, num_sliding_attention_heads=6).thinned(2).query_heads == (6, 6)
+    with pytest.raises(error, match=named):
+        parse(raw, **change)
+
+
 def test_blocks_of_positions_are_chosen_as_the_config_says() -> None:
     raw = SIZES | {"model_type": "qwen4_exp_text", "layer_types": ["full_attention"] * 7} | QSA
     config = parse_config(raw, "config.json")

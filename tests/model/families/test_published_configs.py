@@ -186,6 +186,14 @@ READ: dict[str, dict[str, Any]] = {
         ),
     },
     "lfm2-8b-a1b": {"sparse_layers": tuple(range(2, 24)), "head_size": 64},
+    "step-3.7-flash": {
+        "wrapper": "step3p7",
+        "windows": ((None, 512, 512, 512) * 12)[:45],
+        "query_heads": ((64, 96, 96, 96) * 12)[:45],
+        "sparse_layers": tuple(range(3, 45)),
+        "late_limits": ((0, 0),) * 43 + ((7, 16),) * 2,
+        "local_rope": Rope(theta=1e4),
+    },
     "minitron-4b": {
         "rope": Rope(share=0.5),
         "activation": Activation.RELU_SQUARED,
