@@ -56,11 +56,6 @@ _UNUSED: Final = (
 """Keys of the makers that say nothing beside others, and those of layers that are not run."""
 
 
-def _covers(fields: Fields) -> bool:
-    """Whether each head has one gate."""
-    return fields.take("gating", (bool, str), True) in (True, "per-head")
-
-
 def _read_config(given: Fields) -> ModelConfig:
     """Read a Step3p7TextConfig, or what its makers publish."""
     fields = _read_names(given)
@@ -69,6 +64,8 @@ def _read_config(given: Fields) -> ModelConfig:
     for key, text in (("moe_router_activation", "sigmoid"), ("yarn_only_types", [FULL])):
         if (value := fields.take(key, type(text), text)) != text:
             raise fields.unsupported(key, value, str(text))
+    if (gating := fields.take("gating", (bool, str), True)) not in (True, "per-head"):
+        raise fields.unsupported("gating", gating, "true, per-head")
     fields.ignore(*_UNUSED)
     ropes = _read_ropes(fields)
     read_rope = partial(gemma4.read_rope, ropes=ropes, may_be_partial=True)
@@ -221,7 +218,6 @@ FAMILY = record(
         attention=laguna.attention_part(gates_soft=False),
         mlp=Part(tensors=DEEPSEEK_EXPERTS.tensors, load=_load_mlp),
     ),
-    covers=_covers,
     renamed_tensors=(
         (".moe.router_bias", ".moe.gate.e_score_correction_bias"),
         (".share_expert.", ".mlp.shared_experts."),

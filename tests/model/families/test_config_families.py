@@ -951,6 +951,7 @@ def test_a_thinned_model_has_layers_from_all_over() -> None:
         ({"num_sliding_attention_heads": 5}, CheckpointError, "5 heads"),
         ({"per_layer_config": {"1": {"head_dim": 8}}}, UnsupportedModelError, "per_layer_config"),
         ({"attention_other_setting": {"head_dim": 8}}, UnsupportedModelError, "setting.head_dim"),
+        ({"gating": "elementwise"}, UnsupportedModelError, "gating"),
         ({"moe_router_activation": "softmax"}, UnsupportedModelError, "moe_router_activation"),
         ({"yarn_only_types": ["sliding_attention"]}, UnsupportedModelError, "yarn_only_types"),
     ],
