@@ -194,23 +194,26 @@ class StageModel:
         return self.family.mtp is not None
 
     @torch.inference_mode()
-    def run_mtp(
-        self, groups: Sequence[RowGroup], token_ids: Sequence[int], normed: Tensor
-    ) -> Tensor:
-        """Run rows through what predicts a further token: [T, E] after a norm, in and out.
+    def run_mtp(self, groups: Sequence[RowGroup], token_ids: Sequence[int], rows: Tensor) -> Tensor:
+        """Run rows through what predicts a further token: [T, E] in and out; see MtpLayer.
 
-        `normed` are the outputs at the positions of `groups`, for which their slots have room, and
+        `rows` are `mtp_inputs` at the positions of `groups`, for which their slots have room, and
         `token_ids` the tokens at the positions after them.
         """
         assert self.family.mtp is not None
         step = step_over(groups, token_ids, self.kv, self.dtype)
-        return self.family.mtp(normed, step)
+        return self.family.mtp(rows, step)
 
     @torch.inference_mode()
     def mtp_logits(self, rows: Tensor) -> Tensor:
         """Apply the LM head to rows that `run_mtp` has given: [R, E] to float32 [R, V]."""
         assert self.family.mtp is not None
-        return self.family.mtp.project(rows).float()
+        return self.family.mtp.logits(rows).float()
+
+    def mtp_inputs(self, rows: Tensor) -> Tensor:
+        """Return what `run_mtp` takes of what the last layer has given, [T, E] each."""
+        is_wide = self.config.layer_streams(self.config.n_layers) is not None
+        return rows if is_wide else self.normed(rows)
 
     @torch.inference_mode()
     def normed(self, rows: Tensor) -> Tensor:

@@ -33,6 +33,8 @@ from shardnet.runtime.stage.stage_order import StageDevice, StageOrder, StagePar
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import LEAST_STATES, LayerRange, SequenceId, SlotId, WireDType
 
+STREAMING = ["deepseek_v4", "hy_v4", "glm5_next_text", "qwen4_exp_text"]
+"""Families with several residual streams."""
 MTP = Speculation(make_draft_source=None, most=9, most_by_ring=3)
 
 
@@ -49,8 +51,8 @@ def stages(folder: Path) -> TorchStages:
 @pytest.mark.parametrize(
     "folder",
     cases(
-        ["deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text"],
-        ["glm4_moe_lite", "qwen3_5_text"],
+        ["deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe_text", *STREAMING],
+        ["glm4_moe_lite", "qwen3_5_text", "glm_moe_dsa"],
     ),
     indirect=True,
 )
@@ -80,7 +82,9 @@ def test_drafts_are_those_of_the_published_module(folder: Path, stages: TorchSta
 
 @pytest.mark.usefixtures("drafts_always_pay")
 @pytest.mark.parametrize(
-    "folder", cases(["qwen3_next", "qwen3_5_text"], ["deepseek_v3", "glm4_moe"]), indirect=True
+    "folder",
+    cases(["qwen3_next", "qwen3_5_text", *STREAMING], ["deepseek_v3", "glm4_moe"]),
+    indirect=True,
 )
 def test_drafts_change_no_token(stages: TorchStages) -> None:
     """Greedy and sampled, at once and one behind the other, which begins with what the first said.
@@ -152,7 +156,11 @@ def test_drafts_where_layers_are_cut_over_devices(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("how", "family"),
-    [("moved", "deepseek_v3"), ("gguf", "deepseek_v3"), ("gguf", "qwen3_5_text")],
+    [
+        *(("moved", family) for family in ["deepseek_v3", *STREAMING]),
+        ("gguf", "deepseek_v3"),
+        ("gguf", "qwen3_5_text"),
+    ],
 )
 def test_drafts_go_on_elsewhere_and_come_from_a_gguf(how: str, family: str, tmp_path: Path) -> None:
     """What the layer has of a sequence is moved with it to the stages of another split."""

@@ -7,6 +7,7 @@ import re
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,9 @@ from support.models.quantized_checkpoints import (
     fp8,
     gptq,
     mlx,
+    modelopt,
     mxfp4,
+    nvfp4,
     quantized,
 )
 from support.oracles.oracle import (
@@ -173,6 +176,102 @@ def test_deepseek_v4_runs_as_it_is_published(tmp_path: Path) -> None:
     rewrite(packed, published, quantization_config=method | {"weight_block_size": [32, 32]})
     prompt = random_prompt(40, 300)
     logits = StageChain.load(packed, even_split(4, 2)).prefill(0, prompt)
+    expected = reference_logits(load_reference(plain), prompt)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32_TOLERANCE)
+
+
+NVFP4_MODELS: dict[str, dict[str, Any]] = {
+    "glm5_next_text": {"moe_intermediate_size": 32},
+    "qwen4_exp_text": {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+}
+
+
+@pytest.mark.parametrize("family", NVFP4_MODELS)
+@pytest.mark.parametrize(
+    "maker", ["modelopt", "modelopt-stacked", "compressed-tensors", "compressed-tensors-mixed"]
+)
+def test_nvfp4_experts_run_as_what_they_mean(maker: str, family: str, tmp_path: Path) -> None:
+    """As GLM-5.3-Flash and Qwen 3.8 are published with them; other linears are plain, or FP8."""
+    sizes = CASES_OF_FAMILIES[family] | NVFP4_MODELS[family] | {"hidden_size": 64}
+    plain = make_decoder(tmp_path / "plain", family, **sizes)
+    tensors, rng = load_file(plain / "model.safetensors"), np.random.default_rng(5)
+    is_compressed = maker.startswith("compressed-tensors")
+    case = CASES["nvfp4" if is_compressed else "modelopt-nvfp4"]
+    writers = {".mlp.experts.": nvfp4 if is_compressed else modelopt}
+    said = case.config
+    if maker == "compressed-tensors-mixed":
+        writers["_proj.weight"] = partial(fp8, scales="row")
+        groups = {
+            f"group_{n}": CASES[name].config["config_groups"]["group_0"]
+            | {"format": CASES[name].config["format"]}
+            for n, name in enumerate(("nvfp4", "float-rows"))
+        }
+        said = said | {"format": "mixed-precision", "config_groups": groups}
+    stored: Parts = {}
+    for name, part in list(tensors.items()):
+        write = next((write for key, write in writers.items() if key in name), None)
+        if write is None or part.ndim != 2 or "visual" in name:
+            stored[name] = part
+            continue
+        parts, tensors[name] = write(rng, *part.shape)
+        stored |= {name.removesuffix(".weight") + suffix: one for suffix, one in parts.items()}
+    if maker == "modelopt-stacked":
+        stored = stacked(stored)
+    packed = shutil.copytree(plain, tmp_path / "packed")
+    rewrite(plain, tensors)
+    rewrite(packed, stored, quantization_config=said)
+    prompt, n_layers = random_prompt(40, 300), Checkpoint.open(packed).config.n_layers
+    logits = StageChain.load(packed, even_split(n_layers, 2)).prefill(0, prompt)
+    expected = reference_logits(load_reference(plain), prompt)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32_TOLERANCE)
+    found = Checkpoint.open(packed).tensors.items()
+    experts = [tensor for name, tensor in found if ".mlp.experts." in name]
+    assert all(expert.packed is not None for expert in experts)
+
+
+def stacked(stored: Parts) -> Parts:
+    """Put all experts of a layer into one tensor for each part, gate's rows before up's."""
+    found: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
+    made: Parts = {}
+    for name, part in stored.items():
+        match = re.fullmatch(r"(.+\.experts\.)(\d+)\.(gate|up|down)_proj\.weight(.*)", name)
+        if match is None:
+            made.update({} if name.endswith(".input_scale") else {name: part})
+            continue
+        linear = "down" if match[3] == "down" else "gate_up"
+        suffix = f"_weight{match[4]}" if match[4] else ""
+        own = found.setdefault(f"{match[1]}{linear}_proj{suffix}", {})
+        own[int(match[2]), match[3]] = part
+    for name, parts in found.items():
+        n_experts = len({number for number, _ in parts})
+        rows = [
+            torch.cat([parts[n, kind].view(-1, *parts[n, kind].shape[1:]) for kind in kinds])
+            for n in range(n_experts)
+            for kinds in (["gate", "up"] if (n, "gate") in parts else ["down"],)
+        ]
+        made[name] = torch.stack(rows)
+    return made
+
+
+def test_stacked_experts_in_fp8_run_as_what_they_mean(tmp_path: Path) -> None:
+    """Mistral 4 as its makers publish it: a scale for all of an expert's gate and up."""
+    plain = make_decoder(tmp_path / "plain", "mistral4", num_hidden_layers=2)
+    tensors = load_file(plain / "model.safetensors")
+    stored, rng = dict(tensors), np.random.default_rng(5)
+    for name in [name for name in tensors if re.search(r"experts\.(gate_up|down)_proj$", name)]:
+        n_experts, n, k = tensors[name].shape
+        made = [fp8(rng, n, k, scales="one") for _ in range(n_experts)]
+        stored[name] = torch.stack([parts[".weight"] for parts, _ in made])
+        scales = [parts[".weight_scale"].view(1, 1) for parts, _ in made]
+        stored |= {f"{name}_scale_inv": torch.stack(scales)}
+        stored[f"{name}_activation_scale"] = torch.ones(n_experts, 1, 1)
+        tensors[name] = torch.stack([meant for _, meant in made])
+    assert len(stored) > len(tensors)
+    packed = shutil.copytree(plain, tmp_path / "packed")
+    rewrite(plain, tensors)
+    rewrite(packed, stored, quantization_config={"quant_method": "fp8"})
+    prompt = random_prompt(40, 300)
+    logits = StageChain.load(packed, even_split(2, 2)).prefill(0, prompt)
     expected = reference_logits(load_reference(plain), prompt)
     torch.testing.assert_close(logits, expected, rtol=0, atol=FLOAT32_TOLERANCE)
 

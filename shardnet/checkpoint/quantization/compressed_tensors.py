@@ -7,13 +7,13 @@ quantised here, whatever the config says of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.checkpoint.quantization.fp8 import ScaleLayout, fp8_tensor, read_scales
 from shardnet.checkpoint.quantization.gptq import order_of_groups
-from shardnet.checkpoint.quantization.mxfp4 import two_in_a_byte
+from shardnet.checkpoint.quantization.mxfp4 import nvfp4_tensor, two_in_a_byte
 from shardnet.checkpoint.quantization.weight_parts import (
     FLOAT_SCALES,
     WeightFormat,
@@ -24,7 +24,7 @@ from shardnet.checkpoint.quantization.weight_parts import (
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.errors import shown
 from shardnet.model.config.fields import MAX_SIZE, Fields
-from shardnet.model.config.panel_form import NVFP4, Minimum, PanelForm, Scale
+from shardnet.model.config.panel_form import Minimum, PanelForm
 from shardnet.model.kernels.codes import Codes
 
 if TYPE_CHECKING:
@@ -39,7 +39,10 @@ _SKIPPED: Final = tuple(
     for prefix in ("input", "output", "q", "k", "v")
     for suffix in ("scale", "zero_point", "global_scale")
 )
-_SHARED: Final = (".weight", ".weight_packed", ".weight_scale", ".weight_shape")
+_MIXED: Final = "mixed-precision"
+"""The format of a checkpoint whose groups have formats of their own."""
+_PACKED: Final = ".weight_packed"
+_SHARED: Final = (".weight", _PACKED, ".weight_scale", ".weight_shape")
 """Suffixes in all formats; the shape repeats what the config says of the model."""
 
 
@@ -71,11 +74,26 @@ def read_compressed_tensors(fields: Fields) -> WeightFormat:
     if not groups:
         raise fields.damaged("quantization_config.config_groups is empty")
     schemes = {_read_group(fields, str(key), group, name) for key, group in groups.items()}
-    if len(schemes) > 1:
+    combines = {known.marker: partial(known.combine, scheme=own) for known, own in schemes}
+    if len(combines) < len(schemes):  # their tensors do not say which is which
         raise fields.unsupported(
             "config_groups", f"{len(groups)} groups", "groups with the same weights"
         )
-    scheme = schemes.pop()
+
+    def combine(parts: WeightParts) -> ModelTensor:
+        marker = _PACKED if _PACKED in parts.parts else ".weight_scale"
+        return combines[marker if marker in combines else next(iter(combines))](parts)
+
+    return WeightFormat(
+        markers=tuple(combines),
+        suffixes=(*_SHARED, *{suffix for known, _ in schemes for suffix in known.suffixes}),
+        combine=combine,
+        skipped=_SKIPPED,
+    )
+
+
+def _format_of(fields: Fields, name: str, scheme: WeightScheme) -> _Format:
+    """Return the format `name`, which must be one that weights of the `scheme` may have."""
     known = _FORMATS.get(f"{scheme.kind}-quantized" if name == "naive-quantized" else name)
     if known is None:
         raise fields.unsupported("format", name, ", ".join(_FORMATS))
@@ -85,15 +103,10 @@ def read_compressed_tensors(fields: Fields) -> WeightFormat:
             f"{scheme.kind} of {scheme.bits} bits",
             f"{known.kind} of {' or '.join(map(str, known.bits))} bits in the format {name}",
         )
-    return WeightFormat(
-        markers=(known.marker,),
-        suffixes=(*_SHARED, *known.suffixes),
-        combine=partial(known.combine, scheme=scheme),
-        skipped=_SKIPPED,
-    )
+    return known
 
 
-def _read_group(fields: Fields, key: str, raw: Any, name: str) -> WeightScheme:
+def _read_group(fields: Fields, key: str, raw: Any, name: str) -> tuple[_Format, WeightScheme]:
     """Read how one group of linears is quantised; which they are, the tensors' names say."""
     if not isinstance(raw, dict) or not isinstance(raw.get("weights"), dict):
         raise fields.damaged(
@@ -101,8 +114,9 @@ def _read_group(fields: Fields, key: str, raw: Any, name: str) -> WeightScheme:
         )
     group = fields.inner(f"config_groups.{key}", raw)
     group.ignore("targets", "input_activations", "output_activations", "weights")
-    if group.take("format", str, name) != name:
-        raise group.unsupported("format", group.take("format", str), name)
+    own = group.take("format", str, name)
+    if own != name and name != _MIXED:
+        raise group.unsupported("format", own, name)
     group.note_the_rest()
     weights = group.inner("weights", raw["weights"])
     weights.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "actorder")
@@ -123,7 +137,7 @@ def _read_group(fields: Fields, key: str, raw: Any, name: str) -> WeightScheme:
     )
     weights.ignore("block_structure")
     weights.note_the_rest()
-    return scheme
+    return _format_of(fields, own, scheme), scheme
 
 
 def _read_block(weights: Fields) -> tuple[int, int]:
@@ -145,7 +159,7 @@ def _combine_integers(parts: WeightParts, *, scheme: WeightScheme) -> ModelTenso
     """
     n_out, n_in = parts.shape
     bits, each = scheme.bits, 32 // scheme.bits
-    is_packed = ".weight_packed" in parts.parts
+    is_packed = _PACKED in parts.parts
     scales, layout = read_scales(parts, ".weight_scale", (1, scheme.group_size or n_in))
     if is_packed:
         weight = parts.part(".weight_packed", ("I32",), (n_out, -(-n_in // each)))
@@ -239,25 +253,8 @@ def _combine_fp8(parts: WeightParts, *, scheme: WeightScheme) -> ModelTensor:
 
 def _combine_nvfp4(parts: WeightParts, *, scheme: WeightScheme) -> ModelTensor:
     """Combine 4-bit floats, two in each byte, with E4M3 scales, divided by one for all of them."""
-    n_out, n_in = parts.shape
     size = scheme.group_size or 16
-    sources = (
-        parts.part(".weight_packed", ("U8",), (n_out, n_in // 2)),
-        parts.part(".weight_scale", ("F8_E4M3",), (n_out, -(-n_in // size))),
-        parts.part(".weight_global_scale", ("F32",), (), (1,)),
-    )
-
-    def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
-        from shardnet.checkpoint.quantization.packed_codes import split_bits
-
-        packed, scales, divisor = stored
-        return Codes(
-            codes=split_bits(packed[begin:end], 4),
-            scales=scales[begin:end].float() / divisor.view(1, 1),
-        )
-
-    form = replace(NVFP4, group=size, scale=Scale.FLOAT32)
-    return coded_tensor(parts.name, parts.shape, sources, form=form, rows=rows)
+    return nvfp4_tensor(parts, ".weight_packed", ".weight_global_scale", size=size, divides=True)
 
 
 def _combine_mxfp4(parts: WeightParts, *, scheme: WeightScheme) -> ModelTensor:
@@ -282,7 +279,7 @@ _FORMATS: Final = {
     "pack-quantized": _Format(
         kind="int",
         bits=(2, 4, 8),
-        marker=".weight_packed",
+        marker=_PACKED,
         combine=_combine_integers,
         suffixes=_INTEGER_PARTS,
     ),
@@ -299,11 +296,11 @@ _FORMATS: Final = {
     "nvfp4-pack-quantized": _Format(
         kind="float",
         bits=(4,),
-        marker=".weight_packed",
+        marker=_PACKED,
         combine=_combine_nvfp4,
         suffixes=(".weight_global_scale",),
     ),
     "mxfp4-pack-quantized": _Format(
-        kind="float", bits=(4,), marker=".weight_packed", combine=_combine_mxfp4
+        kind="float", bits=(4,), marker=_PACKED, combine=_combine_mxfp4
     ),
 }

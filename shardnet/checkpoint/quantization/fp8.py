@@ -1,7 +1,8 @@
 """FP8 weights with a scale for a block, a row or all of them, as several makers store them.
 
-Knows the keys of transformers' `fp8` and `fbgemm_fp8` and the names of their tensors. Must not know
-files. Activations, which these checkpoints are meant to have quantised too, are not.
+Knows the keys of transformers' `fp8` and `fbgemm_fp8` and the names of their tensors; and those of
+NVIDIA's Model Optimizer, which writes 4-bit floats (NVFP4) too. Must not know files. Activations,
+which these checkpoints are meant to have quantised too, are not.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from shardnet.checkpoint.quantization.mxfp4 import two_in_a_byte
+from shardnet.checkpoint.quantization.mxfp4 import nvfp4_tensor, two_in_a_byte
 from shardnet.checkpoint.quantization.weight_parts import (
     FLOATS,
     RowOrder,
@@ -41,6 +42,18 @@ _EXPONENT: Final = "F8_E8M0"
 _IGNORED: Final = (
     "activation_scheme activation_scale_ub fmt scale_fmt modules_to_convert modules_to_not_convert "
     "ignored_layers kv_cache_scheme dequantize"
+)
+
+
+_OF_ALL: Final = ".weight_scale_2"
+"""What multiplies all scales of a weight in NVFP4."""
+_IGNORED_BY_NVIDIA: Final = (
+    "config_groups exclude_modules group_size ignore input_activations kv_cache_quant_algo "
+    "kv_cache_scheme producer quantized_layers weights"
+)
+_ALGORITHMS: Final = (
+    *("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_BLOCK_SCALES"),
+    *("MXFP8", "MIXED_PRECISION"),
 )
 
 
@@ -77,10 +90,31 @@ def read_fp8(fields: Fields) -> WeightFormat:
     )
 
 
+def read_modelopt(fields: Fields) -> WeightFormat:
+    """Read `quantization_config` of Model Optimizer; what is quantised, and how, the tensors say.
+
+    Raises UnsupportedModelError for what is not implemented.
+    """
+    fields.ignore(*_IGNORED_BY_NVIDIA.split())
+    if (algorithm := fields.take("quant_algo", str)) not in _ALGORITHMS:
+        raise fields.unsupported("quant_algo", algorithm, ", ".join(_ALGORITHMS))
+    return WeightFormat(
+        markers=_SCALES,
+        suffixes=(".weight", *_SCALES, _OF_ALL),
+        combine=partial(_combine, block=(128, 128)),
+        skipped=_SKIPPED,
+    )
+
+
 def _combine(parts: WeightParts, *, block: tuple[int, int]) -> ModelTensor:
-    suffix = next(suffix for suffix in parts.parts if suffix != ".weight")
-    if ".weight" in parts.parts and parts.parts[".weight"].dtype == "I8":
+    suffix = next(suffix for suffix in parts.parts if suffix not in (".weight", _OF_ALL))
+    kind = parts.parts[".weight"].dtype if ".weight" in parts.parts else ""
+    if kind == "I8":
         return two_in_a_byte(parts, ".weight", "I8", suffix, (_EXPONENT, "U8"))
+    if kind == "U8":
+        return nvfp4_tensor(parts, ".weight", _OF_ALL, size=16, divides=False)
+    if parts.parts[suffix].dtype == "U8":  # MXFP8
+        block = (1, 32)
     scales, layout = read_scales(parts, suffix, block)
     weight = parts.part(".weight", tuple(FP8_CODES), parts.shape)
     return fp8_tensor(parts.name, weight, scales, layout)
@@ -95,7 +129,7 @@ def read_scales(
     """
     n_out, n_in = parts.shape
     blocks: Shape = (-(-n_out // block[0]), -(-n_in // block[1]))
-    kinds = (*FLOATS, _EXPONENT)
+    kinds = (*FLOATS, _EXPONENT, "U8")
     scales = parts.part(suffix, kinds, (), (1,), (1, 1), (n_out,), (n_out, 1), blocks)
     if scales.shape in ((), (1,), (1, 1)):
         return scales, ScaleLayout(rows=n_out, columns=0)
@@ -121,6 +155,8 @@ def fp8_tensor(
         import torch
 
         codes, factors = stored
+        if factors.dtype is torch.uint8:  # powers of two
+            factors = factors.view(torch.float8_e8m0fnu)
         taken = codes[begin:end] if order is None else codes[order(begin, end)]
         return Codes(
             codes=taken.contiguous().view(torch.uint8),

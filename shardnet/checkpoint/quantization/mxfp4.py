@@ -6,12 +6,13 @@ Knows the names of its tensors. Must not know files.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from shardnet.checkpoint.quantization.weight_parts import WeightFormat, WeightParts, coded_tensor
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.panel_form import GGUF_FORMS, PanelForm
+from shardnet.model.config.panel_form import GGUF_FORMS, NVFP4, PanelForm, Scale
 from shardnet.model.kernels.codes import Codes
 
 if TYPE_CHECKING:
@@ -76,3 +77,32 @@ def two_in_a_byte(
         return Codes(codes=split_bits(packed, 4), scales=exponents.contiguous())
 
     return coded_tensor(parts.name, parts.shape, sources, form=MXFP4_FORM, rows=rows)
+
+
+def nvfp4_tensor(
+    parts: WeightParts, codes: str, factor: str, *, size: int, divides: bool
+) -> ModelTensor:
+    """Combine 4-bit floats [N, K / 2], two in each byte, with E4M3 scales for `size` inputs each.
+
+    `codes` and `factor` are what follows the parameter's name: the factor `divides` all scales, or
+    multiplies them.
+    """
+    n_out, n_in = parts.shape
+    sources = (
+        parts.part(codes, _BYTES, (n_out, n_in // 2)),
+        parts.part(".weight_scale", ("F8_E4M3",), (n_out, -(-n_in // size))),
+        parts.part(factor, ("F32",), (), (1,)),
+    )
+
+    def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
+        from shardnet.checkpoint.quantization.packed_codes import split_bits
+
+        packed, scales, of_all = stored
+        of_groups, one = scales[begin:end].float(), of_all.view(1, 1)
+        return Codes(
+            codes=split_bits(packed[begin:end], 4),
+            scales=of_groups / one if divides else of_groups * one,
+        )
+
+    form = replace(NVFP4, group=size, scale=Scale.FLOAT32)
+    return coded_tensor(parts.name, parts.shape, sources, form=form, rows=rows)

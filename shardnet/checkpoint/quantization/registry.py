@@ -1,7 +1,7 @@
 """All makers' formats of quantised weights, and how a checkpoint finds its own.
 
-Knows the makers' modules by `quant_method`, and nothing of what stands in them; and how gpt-oss and
-MLX name experts that are stored as one tensor for all of a layer.
+Knows the makers' modules by `quant_method`, and nothing of what stands in them; and how gpt-oss,
+MLX, modelopt and transformers name experts that are stored as one tensor for all of a layer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardnet.checkpoint.quantization.auto_round import read_auto_round
 from shardnet.checkpoint.quantization.awq import read_awq
 from shardnet.checkpoint.quantization.bitsandbytes import read_bitsandbytes
 from shardnet.checkpoint.quantization.compressed_tensors import read_compressed_tensors
-from shardnet.checkpoint.quantization.fp8 import read_fp8
+from shardnet.checkpoint.quantization.fp8 import read_fp8, read_modelopt
 from shardnet.checkpoint.quantization.gptq import read_gptq
 from shardnet.checkpoint.quantization.mlx import read_mlx
 from shardnet.checkpoint.quantization.mxfp4 import read_mxfp4
@@ -26,7 +26,7 @@ from shardnet.errors import CheckpointError, shown
 from shardnet.model.config.fields import TEXT, Fields
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.registry import family_of
-from shardnet.model.families.stage_tensors import canonical_name, stage_tensors
+from shardnet.model.families.stage_tensors import Shape, canonical_name, stage_tensors
 from shardnet.types import LayerRange
 
 METHODS: Final[Mapping[str, Callable[[Fields], WeightFormat]]] = {
@@ -37,13 +37,31 @@ METHODS: Final[Mapping[str, Callable[[Fields], WeightFormat]]] = {
     "fbgemm_fp8": read_fp8,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
+    "mxfp8": read_fp8,
 }
 """By `quant_method`: what reads the rest of `quantization_config`."""
 _MLX: Final = "quantization"
 """MLX's key."""
-_SWITCH = re.compile(r"(.+\.)switch_mlp\.(gate|up|down)_proj(\..+)")
+_SWITCH = re.compile(r"(.+\.)(?:switch_mlp\.|(?<=\.moe\.))(gate|up|down)_proj(\..+)")
 _BLOCKS = re.compile(r"(.+\.experts\.)((?:gate_up|down)_proj)(_blocks|_scales)")
+_STACK = re.compile(r"(.+\.experts\.)(gate_up|down)_proj((?:[._][a-z0-9]+)*)")
+_ONE_BYTE: Final = ("U8", "I8", "F8_E4M3", "F8_E5M2")
+"""What the weights of a stack are stored in that has scales beside it."""
+_OF_STACKS: Final = {
+    "": ".weight",
+    "_scale": ".weight_scale",
+    "_scale_inv": ".weight_scale_inv",
+    "_weight_scale": ".weight_scale",
+    "_weight_scale_2": ".weight_scale_2",
+    "_activation_scale": ".activation_scale",
+    "_input_scale": ".input_scale",
+    ".weight": ".weight",
+    ".weight_scale": ".weight_scale",
+    ".weight_scale_inv": ".weight_scale_inv",
+}
+"""What transformers and modelopt write behind a stack's name, and what a part is called."""
 
 
 def take_format(
@@ -131,6 +149,8 @@ def model_tensors(
         }
         used.update(stem + suffix for suffix in parts)
         shape = shapes.get(name, ())
+        if config.outline is not None and ".weight" in parts:  # names are the makers' still
+            shape = _shape_of(parts[".weight"])
         if len(shape) != 2:  # what the model has no place for, the loader refuses by this name
             made[name] = unchanged(name, stored[stem + marker])
             continue
@@ -147,6 +167,12 @@ def model_tensors(
             )
         made[canonical] = unchanged(canonical, info)
     return made
+
+
+def _shape_of(weight: StoredTensor) -> Shape:
+    """Return the shape of a weight, whose bytes are numbers, or two 4-bit ones in U8."""
+    *rows, last = weight.shape or (0,)
+    return (*rows, 2 * last if weight.dtype == "U8" else last)
 
 
 def _name(config: ModelConfig, name: str) -> str:
@@ -183,15 +209,40 @@ def split_parts(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict
     }
     made: dict[str, StoredTensor] = {}
     for name, info in stored.items():
-        is_stack = len(info.shape) > 1 and info.shape[0] == n_experts and info.strides is None
+        is_stack = info.shape[:1] == (n_experts,) and info.strides is None
         if is_stack and (match := _SWITCH.fullmatch(name)):
             ends = f"{linears[match[2]]}{match[3]}"
             made |= _slices(f"{match[1]}experts.", ends, info)
         elif is_stack and (match := _BLOCKS.fullmatch(name)):
             made |= _slices(match[1], f"{match[2]}{match[3]}", info)
+        elif (match := _STACK.fullmatch(name)) and _is_part(match, info, n_experts):
+            own = (linears["gate"], linears["up"])
+            made |= _parts(match, own if match[2] == "gate_up" else (linears["down"],), info)
         else:
             made[name] = info
     return made
+
+
+def _is_part(match: re.Match[str], info: StoredTensor, n_experts: int) -> bool:
+    is_whole = info.shape[:1] == (n_experts,) and info.strides is None
+    suffix = _OF_STACKS.get(match[3], "")
+    return is_whole and bool(suffix) and (suffix != ".weight" or info.dtype in _ONE_BYTE)
+
+
+def _parts(
+    match: re.Match[str], linears: tuple[str, ...], info: StoredTensor
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Split a stack [X, N, ..] by expert and linear: gate's rows, then up's, or they are down's.
+
+    What is one for all rows is the scale of both.
+    """
+    n = info.shape[1] // len(linears) if len(info.shape) > 1 and info.shape[1] > 1 else 0
+    for number in range(info.shape[0]):
+        one = info.rows(number, number + 1)
+        one = replace(one, shape=one.shape[1:])
+        for at, linear in enumerate(linears):
+            rows = one.rows(at * n, at * n + n) if n else one
+            yield f"{match[1]}{number}.{linear}{_OF_STACKS[match[3]]}", rows
 
 
 def _slices(begins: str, ends: str, info: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:

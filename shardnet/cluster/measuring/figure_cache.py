@@ -51,6 +51,7 @@ _SHAPE_FIELDS = (
     "indexer",
     "streams",
     "mlp_limit",
+    "late_limits",
 )
 """Fields of a config that the time of a step depends on. In which dtype weights are stored decides
 how they are held, and computed, in a ring of another one."""

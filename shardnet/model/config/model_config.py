@@ -201,7 +201,8 @@ class Indexer:
 class Compressed:
     """Attention over a window and over entries that stand for several positions (DeepSeek-V4).
 
-    `rates` say of how many positions an entry of each layer is made, 0 where it has none. Layers of
+    `rates` say of how many positions an entry of each layer is made, 0 where it has none: so in the
+    last one, which predicts further tokens and keeps the keys of all positions. Layers of
     the `indexer` choose among their entries, which are made of the positions before, too, and have
     a key of the indexer each; others attend to all. Keys are values, one of `head_size` columns, of
     which the last `rope_size` are rotated. Queries have rank `query_rank`; heads stand in
@@ -260,7 +261,8 @@ class Streams:
 
     What it gives is multiplied by up to `magnitude`. `eps` is added to factors and to what they are
     divided by, in `n_rounds` of the balance. Gates come of linears of a low `rank`. Without
-    `has_head` the streams' mean goes on behind the last layer.
+    `has_head` the streams' mean goes on behind the last layer. What predicts further tokens takes
+    them all where they are `in_mtp`, else what is joined and normed.
     """
 
     count: int
@@ -270,6 +272,7 @@ class Streams:
     n_rounds: int = 1
     rank: int = 0
     has_head: bool = True
+    in_mtp: bool = False
 
     @property
     def n_kinds(self) -> int:
@@ -506,6 +509,7 @@ class ModelConfig:
     residual streams between layers, one behind the other. `compressed` attention is in all layers.
     Layers of `ngrams` add features of n-grams before their recurrence. With an
     `mlp_limit` gate and up of MLPs and shared experts are clamped as those of Experts.
+    `late_limits` clamp experts of each layer, and other MLPs, behind the activation; 0 does not.
 
     Values have `value_size` columns, None for as many as keys, and are multiplied by
     `value_multiplier`.
@@ -579,6 +583,7 @@ class ModelConfig:
     compressed: Compressed | None = None
     ngrams: Ngrams | None = None
     mlp_limit: float | None = None
+    late_limits: tuple[tuple[float, float], ...] = ()
     full_heads: HeadShape | None = None
     value_size: int | None = None
     value_multiplier: float = 1.0
@@ -642,7 +647,8 @@ class ModelConfig:
         Values beside a latent are the keys that positions are chosen by; else these are behind.
         """
         if self.compressed is not None:
-            size = self.compressed.row_size(layer)
+            is_last = layer == self.n_layers  # it predicts further tokens
+            size = self.head_size if is_last else self.compressed.row_size(layer)
             return HeadShape(n_kv_heads=1, key_size=size, value_size=0)
         if self.full_heads is not None and self.window(layer) is None:
             return self.full_heads
@@ -680,13 +686,18 @@ class ModelConfig:
     def state(self, layer: int) -> StateShape | None:
         """What the absolute `layer` keeps instead of keys and values, or beside them, or None."""
         if self.compressed is not None:
-            return self.compressed.state(layer)
+            return self.compressed.state(layer) if layer < self.n_layers else None
         for own in (self.delta_net, self.short_conv):
             if own is not None and layer in own.layers:
                 if self.ngrams is not None and layer in self.ngrams.layers:
                     return replace(own.state, features=self.ngrams.state(self.row_width))
                 return own.state
         return NOTHING if layer in self.mixerless_layers else None
+
+    def layer_streams(self, layer: int) -> Streams | None:
+        """The residual streams of the absolute `layer`, None where it has one."""
+        own = self.streams
+        return own if own is not None and (own.in_mtp or layer < self.n_layers) else None
 
     def has_kv(self, layer: int) -> bool:
         """Whether the absolute `layer` keeps keys and values."""
@@ -751,9 +762,12 @@ class ModelConfig:
             choosing = replace(
                 self.compressed.indexer, layers=of_kept(self.compressed.indexer.layers)
             )
-            rates = tuple(self.compressed.rates[layer] for layer in kept)
+            rates = tuple(self.compressed.rates[layer] for layer in [*kept, self.n_layers])
             own["compressed"] = replace(self.compressed, rates=rates, indexer=choosing)
         windows = tuple(self.window(layer) for layer in kept) if self.windows else ()
+        for name in ("late_limits", "query_heads"):
+            if each := getattr(self, name):
+                own[name] = tuple(each[layer] for layer in kept)
         return replace(
             self,
             n_layers=n_layers,

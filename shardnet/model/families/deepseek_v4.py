@@ -31,7 +31,7 @@ from shardnet.model.config.model_config import (
 from shardnet.model.config.rope import read_scaling
 from shardnet.model.families import deepseek_v2
 from shardnet.model.families.expert_parts import EXPERTS, load_experts
-from shardnet.model.families.family import GgufFormat
+from shardnet.model.families.family import GgufFormat, MtpNames
 from shardnet.model.families.latent_table import RENAMED
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
@@ -95,6 +95,7 @@ def _read_config(fields: Fields) -> ModelConfig:
             kind=StreamKind.BALANCED,
             eps=fields.number("hc_eps", 1e-6, within=NORM_EPS),
             n_rounds=fields.positive("hc_sinkhorn_iters", 20),
+            in_mtp=True,
         ),
     )
 
@@ -145,7 +146,7 @@ def _read_attention(fields: Fields, config: ModelConfig) -> Compressed:
         raise fields.damaged(f"compress_rates {rates} do not divide a block of 256 positions")
     return Compressed(
         window=fields.positive("sliding_window", 128),
-        rates=tuple(rates[kind] for kind in kinds),
+        rates=(*(rates[kind] for kind in kinds), 0),
         indexer=Indexer(
             n_heads=fields.positive("index_n_heads", 64),
             head_size=fields.positive("index_head_dim", 128),
@@ -354,8 +355,10 @@ FAMILY = record(
         ("^norm.", "model.norm."),
         ("^hc_head_", "model.hc_head.hc_"),
         ("^head.", "lm_head."),
+        (".hc_head_", ".hc_head.hc_"),
     ),
-    ignored_tensors=r"(model\.)?mtp\..*|blk\.\d+\.exp_probs_b_vl\.bias",
+    mtp=MtpNames.PREFIX,
+    ignored_tensors=r"blk\.\d+\.exp_probs_b_vl\.bias",
     experts=EXPERTS,
     gguf=GgufFormat(
         architecture="deepseek4",

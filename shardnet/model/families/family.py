@@ -178,7 +178,7 @@ class MtpNames(enum.Enum):
     LAYER = "layer"
     """Those of the decoder layer behind the last one, with more of its own (DeepSeek-V3)."""
     PREFIX = "prefix"
-    """Below `mtp`, with a decoder layer `mtp.layers.0` (Qwen3-Next)."""
+    """Below `mtp`, `mtp.layers.0` (Qwen3-Next), `mtp.0` (DeepSeek-V4) or `mtp_layers.0`."""
 
 
 class Stacking(enum.Enum):

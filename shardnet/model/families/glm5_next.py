@@ -31,6 +31,7 @@ from shardnet.model.config.model_config import (
 )
 from shardnet.model.families import bailing_hybrid, deepseek_v2, kimi_linear, latent_table
 from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
+from shardnet.model.families.family import MtpNames
 from shardnet.model.families.indexed_table import read_choosing, read_indexer
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import LATENT_HEADS, Part
@@ -85,7 +86,7 @@ def _read_config(fields: Fields) -> ModelConfig:
     config = replace(
         config,
         latent=replace(latent, norm_eps=config.norm_eps),
-        nope_layers=tuple(range(config.n_layers)),
+        nope_layers=tuple(range(config.n_layers + 1)),
         mlp_limit=limit,
         delta_net=_read_delta_net(fields, kinds),
         indexer=_read_indexer(fields, kinds),
@@ -158,6 +159,7 @@ def _read_indexer(fields: Fields, kinds: list[str]) -> Indexer | None:
     if lost := [n for n in latents if n not in choosing and n - 1 not in choosing]:
         before = "a choice of the layer right before"
         raise fields.unsupported("indexer_types", f"shared in layer {lost[0]}", before)
+    choosing.append(len(kinds))  # what predicts further tokens
     read = replace(read_indexer(fields, choosing, 32), n_pooled=n_pooled)
     if read.n_chosen % n_pooled:
         raise fields.damaged(f"index_topk {read.n_chosen} is no multiple of index_kpool {n_pooled}")
@@ -226,6 +228,7 @@ FAMILY = record(
         (".index_kpool_compress_gate", ".pool_gate.weight"),
     ),
     ignored_tensors=r"model\.layers\.(45\..*|\d+\.shared_head\..*)",
+    mtp=MtpNames.LAYER,
     **STACKED,
     gguf=replace(
         kimi_linear.GGUF,

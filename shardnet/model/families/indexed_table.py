@@ -209,7 +209,7 @@ FAMILIES: Final = (
             (".learnable_sink_param", ".sinks"),
             (".linear_gate.", ".gate_proj."),
         ),
-        ignored_tensors=r"model\.mtp_layers\..*",
+        mtp=MtpNames.PREFIX,
         **STACKED,
         gguf=GgufFormat(
             architecture="hy_v4",

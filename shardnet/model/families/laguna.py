@@ -109,11 +109,16 @@ def _attention(config: ModelConfig, layer: int) -> Table:
     return attention(own, layer) | head_norms(own, layer) | gate
 
 
-def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> GatedAttention:
-    from shardnet.model.mixers.mixed_attention import GatedAttention
+def attention_part(*, gates_soft: bool) -> Part:
+    """Make the part of an attention whose gates are softpluses, or sigmoids."""
 
-    plain = GatedAttention.load(_of_layer(config, layer), weights, layer, 1, _GATE)
-    return replace(plain, gates_soft=True)
+    def load(config: ModelConfig, weights: WeightSource, layer: int) -> GatedAttention:
+        from shardnet.model.mixers.mixed_attention import GatedAttention
+
+        plain = GatedAttention.load(_of_layer(config, layer), weights, layer, 1, _GATE)
+        return replace(plain, gates_soft=gates_soft)
+
+    return Part(tensors=_attention, load=load)
 
 
 FAMILY = record(
@@ -121,7 +126,7 @@ FAMILY = record(
     "LagunaForCausalLM",
     _read_config,
     Layout(
-        attention=Part(tensors=_attention, load=_load_attention),
+        attention=attention_part(gates_soft=True),
         mlp=DEEPSEEK_EXPERTS,
     ),
     covers=_covers,

@@ -52,7 +52,7 @@ class Layout:
         made = self.attention.tensors(config, layer) | self.mlp.tensors(config, layer)
         for name in filter(None, self._own_norms(config)):
             made |= self._norm(config, f"model.layers.{layer}.{name}")
-        for mixer in ("attn_hc", "ffn_hc") if config.streams is not None else ():
+        for mixer in ("attn_hc", "ffn_hc") if config.layer_streams(layer) is not None else ():
             made |= stream_mixer(config, f"model.layers.{layer}.{mixer}")
         return made
 
@@ -78,7 +78,7 @@ class Layout:
 
         self_attn = self.attention.load(config, weights, layer)
         inner = self.mlp.load(config, weights, layer)
-        if config.streams is not None:
+        if config.layer_streams(layer) is not None:
             return stream_layer(config, weights, layer, self_attn, inner)
         first, after, second, last = (
             load_norm(config, weights, f"model.layers.{layer}.{name}") if name else None

@@ -25,7 +25,7 @@ from shardnet.model.config.model_config import (
 )
 from shardnet.model.config.ngram_hashes import part_rows
 from shardnet.model.families.expert_parts import STACKED, read_experts
-from shardnet.model.families.family import decoder_stage
+from shardnet.model.families.family import MtpNames, decoder_stage
 from shardnet.model.families.layout import record
 from shardnet.model.families.parts import Part
 from shardnet.model.families.qwen3_5 import LAYOUT, read_text_config
@@ -55,11 +55,13 @@ def _read_config(fields: Fields) -> ModelConfig:
         kind=StreamKind.GATED,
         eps=config.norm_eps,
         rank=fields.positive("hc_lowrank", 320),
+        in_mtp=True,
     )
     own = _read_gate(fields, config)
     linear = () if own is None else own.layers
     attending = tuple(layer for layer in every if layer not in linear)
-    indexer = _read_indexer(fields, config, attending) if attending else None
+    ahead = (*attending, config.n_layers)  # what predicts further tokens attends too
+    indexer = _read_indexer(fields, config, ahead) if attending else None
     ngrams = _read_ngrams(fields, config, linear)
     return replace(config, streams=streams, delta_net=own, indexer=indexer, ngrams=ngrams)
 
@@ -266,7 +268,8 @@ FAMILY: Final = replace(
             (".mlp_hyper_connection.", ".ffn_hc."),
             (".hyper_connection_mixer.", ".hc_head."),
         ),
-        ignored_tensors=r"mtp\..*|.*\.ple_embedding\.(layer_multipliers|ngram_heads_\w+)",
+        ignored_tensors=r".*\.ple_embedding\.(layer_multipliers|ngram_heads_\w+)",
+        mtp=MtpNames.PREFIX,
         **STACKED,
         gguf=_GGUF,
         pretokenizer="qwen35",

@@ -61,6 +61,7 @@ from shardnet.model.families import (
     qwen4_exp,
     sarvam,
     sparse_table,
+    step3p5,
 )
 from shardnet.model.families.family import Family
 from shardnet.model.families.transformers_modules import (
@@ -120,6 +121,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         olmo_hybrid.FAMILY,
         kimi_linear.FAMILY,
         laguna.FAMILY,
+        step3p5.FAMILY,
         nemotron_h.FAMILY,
     )
 }

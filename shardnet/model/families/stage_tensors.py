@@ -14,10 +14,10 @@ import re
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
 
-from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.model_config import ModelConfig, StreamKind
 from shardnet.model.families.family import MtpNames
 from shardnet.model.families.registry import family_of
-from shardnet.model.families.tensor_shapes import Shape, Table
+from shardnet.model.families.tensor_shapes import Shape, Table, linears, stream_mixer
 from shardnet.model.families.wrappers import language_name
 from shardnet.types import LayerRange
 
@@ -47,12 +47,15 @@ _KEPT = (
     ".block_inject_weight.weight",
 )
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_MTP_LAYER = re.compile(r"layers\.(\d{1,4})\.")
+_AHEAD = re.compile(r"(?:model\.)?mtp(?:_layers)?\.(?:(?:layers\.)?(\d{1,4})\.)?")
 _MTP = {
     "fc": "eh_proj",
+    "fc_embedding": "e_proj",
+    "fc_hidden": "h_proj",
     "pre_fc_norm_embedding": "enorm",
     "pre_fc_norm_hidden": "hnorm",
     "norm": "shared_head.norm",
+    "final_layernorm": "shared_head.norm",
 }
 """What is called otherwise where MtpNames is PREFIX."""
 
@@ -112,12 +115,21 @@ def count_parameters(config: ModelConfig) -> int:
 def mtp_tensors(config: ModelConfig) -> Table:
     """Name the parameters of the layer that predicts a further token, by DeepSeek-V3's names.
 
-    It has the embedding and the LM head of the model itself.
+    It has the embedding and the LM head of the model itself. Where it takes all residual streams,
+    it joins them by a mixer of its own, and each with the embedding (DeepSeek-V4, Qwen 3.8).
     """
     prefix, width = f"model.layers.{config.n_layers}", config.hidden_size
-    norms = {f"{prefix}.{name}.weight": (width,) for name in ("enorm", "hnorm", "shared_head.norm")}
-    own: Table = {**norms, f"{prefix}.eh_proj.weight": (width, 2 * width)}
-    return layer_tensors(config, config.n_layers) | own
+    streams = config.layer_streams(config.n_layers)
+    sizes = {"enorm": width, "hnorm": width, "shared_head.norm": width}
+    joins = {"eh_proj": (width, 2 * width)}
+    made = layer_tensors(config, config.n_layers)
+    if streams is not None:
+        joins = {"e_proj": (width, width), "h_proj": (width, width)}
+        made |= stream_mixer(config, f"{prefix}.hc_head", "hc_")
+        if streams.kind is StreamKind.GATED:  # the mixer norms what it joins
+            sizes = {"enorm": width, "hnorm": config.row_width}
+    norms: Table = {f"{prefix}.{name}.weight": (size,) for name, size in sizes.items()}
+    return made | norms | linears(prefix, joins)
 
 
 def embedding_tensors(config: ModelConfig) -> Table:
@@ -158,8 +170,9 @@ def canonical_name(config: ModelConfig, name: str) -> str | None:
     if inner is None:
         return None
     family = family_of(config)
-    if family.mtp is MtpNames.PREFIX and inner.startswith("mtp."):
-        return _mtp_name(config.n_layers, inner.removeprefix("mtp."))
+    ahead = _AHEAD.match(inner) if family.mtp is MtpNames.PREFIX else None
+    if ahead is not None:
+        inner = _mtp_name(config.n_layers + int(ahead[1] or 0), inner[ahead.end() :])
     inner = inner.removeprefix(family.name_prefix)
     for stored, own in family.renamed_tensors:
         if stored.startswith("^"):
@@ -169,16 +182,10 @@ def canonical_name(config: ModelConfig, name: str) -> str | None:
     return inner
 
 
-def _mtp_name(n_layers: int, name: str) -> str:
-    """Return what DeepSeek-V3 calls a parameter that stands below `mtp`.
-
-    The first of several layers counts as the one behind the `n_layers`.
-    """
-    match = _MTP_LAYER.match(name)
-    if match is not None:
-        return f"model.layers.{n_layers + int(match[1])}.{name[match.end() :]}"
+def _mtp_name(layer: int, name: str) -> str:
+    """Return what DeepSeek-V3 calls a parameter of what predicts further tokens."""
     stem, dot, suffix = name.rpartition(".")
-    return f"model.layers.{n_layers}.{_MTP.get(stem, stem)}{dot}{suffix}"
+    return f"model.layers.{layer}.{_MTP.get(stem, stem)}{dot}{suffix}"
 
 
 def lacking(config: ModelConfig, names: Container[str]) -> set[str]:

@@ -281,6 +281,7 @@ _ROWS: Final = (
     _by_modules("llava_next", "LlavaNextForConditionalGeneration", "llama", "mistral", "qwen2"),
     _by_modules("llava_onevision", "LlavaOnevisionForConditionalGeneration", "qwen2"),
     _by_modules("smolvlm", "SmolVLMForConditionalGeneration", "llama"),
+    _by_modules("step3p7", "Step3p7ForConditionalGeneration", "step3p5"),
     _by_modules("video_llama_3", "VideoLlama3ForConditionalGeneration", "qwen2"),
 )
 

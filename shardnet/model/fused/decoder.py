@@ -61,7 +61,8 @@ class DecoderStage:
         if layers.end == config.n_layers:
             self._head = _Head.load(config, weights, final_norm)
         ropes = [_rope(config, layer) for layer in layers]
-        distinct = list(dict.fromkeys(ropes))
+        ahead = [_rope(config, config.n_layers)] if config.has_mtp and self._head else []
+        distinct = list(dict.fromkeys(ropes + ahead))
         self._tables = [
             rotary_tables(rope, size, context, dtype, device) for rope, size in distinct
         ]
@@ -86,7 +87,7 @@ class DecoderStage:
                 weights,
                 layer=NativeSublayers.of(layer, kernels).replace_in(layer),
                 index=len(layers),
-                rotary=self._tables[distinct.index(_rope(config, config.n_layers))],
+                rotary=self._tables[distinct.index(ahead[0])],
                 embed=embedding,
                 project=self._head.project,
             )

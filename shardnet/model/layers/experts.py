@@ -18,10 +18,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardnet.model.config.model_config import Experts
+from shardnet.model.config.model_config import Activation, Experts
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.modules import GatedMlp, Mlp, TwoLayerMlp
-from shardnet.model.layers.norms import Norm, row_sigmoid, row_softmax, row_softplus
+from shardnet.model.layers.norms import Norm, activate, row_sigmoid, row_softmax, row_softplus
 from shardnet.model.shards.gathered import multiply_each
 
 
@@ -329,6 +329,25 @@ class ClampedMlp:
         gate = gate.clamp(max=self.limit)
         up = up.clamp(-self.limit, self.limit)
         return row_sigmoid(gate * self.alpha).mul_(gate) * up.add_(self.added)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateClampedMlp:
+    """A gated MLP by SiLU, which is at most `limit`, and up within -`limit` and `limit` (Step)."""
+
+    limit: float
+    gate_up_proj: Linear
+    down_proj: Linear
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Compute [T, E] from [T, E], each row for itself."""
+        return self.down_proj(self.inner(hidden))
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        """See TwoLayerMlp."""
+        gate, up = self.gate_up_proj(hidden).chunk(2, -1)  # [T, intermediate] each
+        made = activate(Activation.SILU, gate).clamp_(max=self.limit)
+        return made.mul_(up.clamp(-self.limit, self.limit))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,9 @@ Knows its maths by DeepSeek-V3's parameter names. Must not know slots' owners, f
 At position p it joins the model's output there, after the final norm, with the embedding of the
 token at p + 1, and gives the token at p + 2. For one further on it is applied again, to its own
 output. Its keys and values are those of one more layer of the stage.
+
+With several residual streams it may take each of them as the last layer gives it, join it with the
+embedding, and give streams itself, which a mixer of its own joins before the head (DeepSeek-V4).
 """
 
 from __future__ import annotations
@@ -21,15 +24,17 @@ from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import Layer
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.rotary import Rotary
+from shardnet.model.layers.streams import StreamHead
 from shardnet.model.layers.weight_source import WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpLayer:
-    """Norms of both inputs, the linear that joins them, a decoder layer, the norm before the head.
+    """Norms of both inputs, what joins them, a decoder layer, the norm before the head.
 
-    `index` is the layer's number within the stage. `embed` looks tokens [T] up: [T, E]; `project`
-    applies the model's LM head: [R, E] to [R, V].
+    Both are joined by one linear, or with a `head` of streams by one for the embedding and one for
+    each stream. `index` is the layer's number within the stage. `embed` looks tokens [T] up: [T,
+    E]; `project` applies the model's LM head: [R, E] to [R, V].
     """
 
     index: int
@@ -37,9 +42,10 @@ class MtpLayer:
     embed: Callable[[Tensor], Tensor]
     embedding_norm: Norm
     hidden_norm: Norm
-    join: Linear
+    joins: tuple[Linear, ...]
     layer: Layer
-    norm: Norm
+    head: StreamHead | None
+    norm: Norm | None
     project: Callable[[Tensor], Tensor]
 
     @classmethod
@@ -56,29 +62,49 @@ class MtpLayer:
     ) -> MtpLayer:
         """Take its own parameters; those of the `layer` are taken."""
         prefix = f"model.layers.{config.n_layers}"
-        embedding_norm, hidden_norm, norm = (
-            weights.norm(f"{prefix}.{name}", config.norm_eps, config.norm_offset)
-            for name in ("enorm", "hnorm", "shared_head.norm")
-        )
+        has_streams = config.layer_streams(config.n_layers) is not None
+        head = StreamHead.load(config, weights, f"{prefix}.hc_head") if has_streams else None
+
+        def norm(name: str) -> Norm:
+            return weights.norm(f"{prefix}.{name}", config.norm_eps, config.norm_offset)
+
         return cls(
             index=index,
             rotary=rotary,
             embed=embed,
-            embedding_norm=embedding_norm,
-            hidden_norm=hidden_norm,
-            join=weights.linear(f"{prefix}.eh_proj"),
+            embedding_norm=norm("enorm"),
+            hidden_norm=norm("hnorm"),
+            joins=tuple(
+                weights.linear(f"{prefix}.{name}")
+                for name in (("e_proj", "h_proj") if has_streams else ("eh_proj",))
+            ),
             layer=layer,
-            norm=norm,
+            head=head,
+            norm=None if head is not None and head.norms else norm("shared_head.norm"),
             project=project,
         )
 
-    def __call__(self, normed: Tensor, step: ForwardStep) -> Tensor:
-        """Run rows through it: [T, E] in and out, each after a norm.
+    def __call__(self, rows: Tensor, step: ForwardStep) -> Tensor:
+        """Run rows through it: [T, E] in and out, each after a norm, or [T, N x E] of N streams.
 
-        `normed` are the outputs at the step's positions, and the step's token ids those of the
+        `rows` are the outputs at the step's positions, and the step's token ids those of the
         positions after them.
         """
         embedded = self.embedding_norm(self.embed(step.token_ids))
-        joined = self.join(torch.cat((embedded, self.hidden_norm(normed)), -1))
+        normed = self.hidden_norm(rows.view(-1, self.hidden_norm.weight.shape[0])).view_as(rows)
+        if self.head is None:
+            [join] = self.joins
+            joined = join(torch.cat((embedded, normed), -1))
+        else:
+            of_token, of_stream = self.joins
+            streams = of_stream(normed.view(-1, embedded.shape[1])).view(len(rows), -1)
+            joined = streams + of_token(embedded).repeat(1, self.head.count)
         hidden = self.layer(joined, self.index, self.rotary.at(step.positions), step)
-        return self.norm(hidden)
+        return self.norm(hidden) if self.head is None and self.norm is not None else hidden
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Apply the LM head to rows that it has given: [R, E] to [R, V]."""
+        if self.head is not None:
+            rows = self.head(rows)
+            rows = rows if self.norm is None else self.norm(rows)
+        return self.project(rows)

@@ -194,15 +194,22 @@ class StreamHead:
     mixer: StreamMixer | GatedMixer | None
 
     @classmethod
-    def load(cls, config: ModelConfig, weights: WeightSource) -> StreamHead:
-        """Take the parameters, if there are any."""
+    def load(
+        cls, config: ModelConfig, weights: WeightSource, name: str = "model.hc_head"
+    ) -> StreamHead:
+        """Take the parameters of the head `name`, if there are any."""
         assert config.streams is not None
         mixer: StreamMixer | GatedMixer | None = None
         if config.streams.kind is StreamKind.GATED:
-            mixer = GatedMixer.load(config, weights, "model.hc_head", is_last=True)
+            mixer = GatedMixer.load(config, weights, name, is_last=True)
         elif config.streams.has_head:
-            mixer = StreamMixer.load(config, weights, "model.hc_head", "hc_")
+            mixer = StreamMixer.load(config, weights, name, "hc_")
         return cls(count=config.streams.count, mixer=mixer)
+
+    @property
+    def norms(self) -> bool:
+        """Whether what it gives needs no further norm."""
+        return isinstance(self.mixer, GatedMixer)
 
     def __call__(self, streams: Tensor) -> Tensor:
         """Join rows [T, N x E] to [T, E]."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from shardnet.model.cache.slot_blocks import Replay, SlotState
 from shardnet.model.config.model_config import Compressed, ModelConfig, Rope
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.attention import ForwardStep, Span, attend_row
+from shardnet.model.layers.attention import ForwardStep, Span, attend_row, attention
 from shardnet.model.layers.native_attention import (
     CHOSEN_ROWS,
     AttentionKind,
@@ -114,7 +114,11 @@ class EntryIndexer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedAttention:
-    """Attention of one layer; see Compressed."""
+    """Attention of one layer; see Compressed.
+
+    What predicts further tokens has a window alone, and its keys at all positions of a slot, which
+    is rewound without it.
+    """
 
     config: Compressed
     layer: int
@@ -136,6 +140,7 @@ class CompressedAttention:
         own, attn = config.compressed, f"model.layers.{layer}.self_attn"
         assert own is not None
         sinks = weights.parameter(f"{attn}.sinks").view(1, -1, 1)
+        window = own.window if layer == config.n_layers else None
         name, compressor, indexer = f"{attn}.compressor", None, None
         if own.rates[layer]:
             compressor = Compressor.load(config, weights, name)
@@ -149,7 +154,7 @@ class CompressedAttention:
         return cls(
             config=own,
             layer=layer,
-            kind=AttentionKind(sinks=sinks),
+            kind=AttentionKind(sinks=sinks, window=window),
             q_a_proj=weights.linear(f"{attn}.q_a_proj"),
             q_a_norm=weights.norm(f"{attn}.q_a_norm", config.norm_eps),
             q_b_proj=weights.linear(f"{attn}.q_b_proj"),
@@ -169,14 +174,19 @@ class CompressedAttention:
         queries = self.q_b_norm(self.q_b_proj(low_rank).view(n_rows, -1, config.head_size))
         queries = rotate_last(queries, rotary, config.rope_size)
         keys = self.kv_norm(self.kv_proj(hidden))[:, None]
-        keys = rotate_last(keys, rotary, config.rope_size)[:, 0]
-        waiting = self._waiting(hidden)
-        seen = [self._store(span, index, step, keys, waiting) for span in step.spans]
-        chosen = self._choose(hidden, low_rank, rotary, step, [rows for _, rows in seen])
-        parts = []
-        for span, (window, entries) in zip(step.spans, seen, strict=True):
-            parts += self._attend(queries, span, window, entries, chosen, step)
-        attended = torch.cat(parts).view(n_rows, -1, config.head_size)
+        keys = rotate_last(keys, rotary, config.rope_size)
+        if self.kind.window is not None:
+            nothing = keys.new_empty(n_rows, 1, 0)
+            attended = attention(queries, keys, nothing, index, step, self.kind)
+        else:
+            waiting = self._waiting(hidden)
+            seen = [self._store(span, index, step, keys[:, 0], waiting) for span in step.spans]
+            chosen = self._choose(hidden, low_rank, rotary, step, [rows for _, rows in seen])
+            parts = []
+            for span, (window, entries) in zip(step.spans, seen, strict=True):
+                parts += self._attend(queries, span, window, entries, chosen, step)
+            attended = torch.cat(parts)
+        attended = attended.view(n_rows, -1, config.head_size)
         attended = _turn_back(attended, rotary, config.rope_size)
         grouped = attended.view(n_rows, config.n_groups, -1).transpose(0, 1).contiguous()
         parts = [group(rows) for group, rows in zip(self.groups, grouped, strict=True)]

@@ -34,13 +34,13 @@ _PATIENCE, _PAUSE = 2, 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Last:
-    """The output [1, E] at a slot's last position that counts, after the final norm.
+    """What the layer takes [1, E] of the output at a slot's last position that counts.
 
     With `token_id` the layer has run there already; None where the token behind was not known.
     """
 
     position: int
-    normed: Tensor
+    inputs: Tensor
     token_id: int | None
 
 
@@ -50,7 +50,7 @@ class _Part:
 
     group: RowGroup
     position: int
-    normed: list[Tensor] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
 
     @property
@@ -133,8 +133,8 @@ class MtpDrafts:
             return []
         groups = [part.rows for part in parts]
         ids = [token_id for part in parts for token_id in part.token_ids]
-        normed = torch.cat([row for part in parts for row in part.normed])
-        outputs = self._model.run_mtp(groups, ids, normed)  # [T, E]
+        inputs = torch.cat([row for part in parts for row in part.inputs])
+        outputs = self._model.run_mtp(groups, ids, inputs)  # [T, E]
         drafting, end = [], 0
         for part in parts:
             end += len(part.token_ids)
@@ -155,23 +155,23 @@ class MtpDrafts:
         while n_right < n_drafts and token_ids[n_right - n_drafts] == sampled[n_right]:
             n_right += 1
         n_rows = group.n_rows - n_drafts + n_right
-        normed = self._model.normed(hidden[:n_rows])
+        inputs = self._model.mtp_inputs(hidden[:n_rows])
         following = [*token_ids[1:n_rows], *sampled[n_right : n_right + 1]]
         part = _Part(group=group, position=group.position)
         last = self._last.pop(slot, None)
         is_next = last is not None and last.position == group.position - 1
         if last is not None and is_next and last.token_id != token_ids[0]:
             part.position -= 1
-            part.normed.append(last.normed)
+            part.inputs.append(last.inputs)
             part.token_ids.append(token_ids[0])
         self._last[slot] = _Last(
             position=group.position + n_rows - 1,
-            normed=normed[-1:].clone(),
+            inputs=inputs[-1:].clone(),
             token_id=following[-1] if len(following) == n_rows else None,
         )
         if self._ends.get(slot, 0) < part.position:  # what it would attend to is not there
             return _Part(group=group, position=group.position)
-        part.normed.append(normed[: len(following)])
+        part.inputs.append(inputs[: len(following)])
         part.token_ids += following
         self._ends[slot] = part.end
         return part

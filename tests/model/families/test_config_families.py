@@ -441,7 +441,7 @@ def check_compressed(ours: ModelConfig, theirs: Any) -> None:
     assert own is not None
     assert streams is not None
     rates = {"sliding_attention": 0, **theirs.compress_rates}
-    assert own.rates == tuple(rates[kind] for kind in theirs.layer_types)
+    assert own.rates == (*(rates[kind] for kind in theirs.layer_types), 0)
     assert (own.window, own.rope_size) == (theirs.sliding_window, theirs.qk_rope_head_dim)
     assert (own.query_rank, own.n_groups) == (theirs.q_lora_rank, theirs.o_groups)
     assert (own.output_rank, own.indexer.n_chosen) == (theirs.o_lora_rank, theirs.index_topk)
@@ -712,7 +712,7 @@ def test_glm_flash_reads_its_own_keys_as_transformers_does(said: dict[str, Any])
     sizes = (theirs.index_n_heads, theirs.index_head_dim)
     assert (ours.indexer.n_heads, ours.indexer.head_size) == sizes
     full = [n for n, kind in enumerate(theirs.indexer_types) if kind == "full" and n not in kinds]
-    assert ours.indexer.layers == tuple(full)
+    assert ours.indexer.layers == (*full, theirs.num_hidden_layers)  # the last one is MTP's
     assert ours.mlp_limit == theirs.swiglu_limit
     assert ours.experts is not None
     assert ours.experts.swiglu_limit == theirs.swiglu_limit
@@ -730,7 +730,7 @@ def test_layers_of_glm_flash_that_are_measured_choose_as_before() -> None:
     said = {"num_hidden_layers": 8, "layer_types": kinds}
     thin = parse_config(GLM5_NEXT | said, "config.json").thinned(4)  # layers 1, 3, 5, 7
     assert thin.indexer is not None
-    assert thin.indexer.layers == (1, 3)
+    assert thin.indexer.layers == (1, 3, 4)
 
 
 def test_glm_flash_has_a_config_of_its_own_inside_or_none() -> None:
@@ -946,6 +946,33 @@ def test_a_thinned_model_has_layers_from_all_over() -> None:
     assert gemma.thinned(1).windows == (512,)  # layer 6
     assert gemma.thinned(6).windows == (512, 512, None, 512, 512, None)  # 1, 3, 5, 7, 9, 11
     assert parse(QWEN3_MOE, mlp_only_layers=[0, 1, 2]).thinned(2).sparse_layers == (1,)  # 1, 5
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "named"),
+    [
+        ({"rope_theta": [1e4, 1e5, 1e5, 1e4, 1e5, 1e5, 2e4]}, UnsupportedModelError, "rope_theta"),
+        ({"rope_theta": [1e4] * 8}, CheckpointError, "rope_theta is .*expected 7 numbers"),
+        ({"num_hidden_layers": 2**30}, CheckpointError, "num_hidden_layers is 1073741824"),
+        ({"swiglu_limits": [7] * 6}, CheckpointError, "swiglu_limits is .*expected 7 numbers"),
+        ({"swiglu_limits": [-7.0] * 7}, CheckpointError, "swiglu_limits is"),
+        ({"num_sliding_attention_heads": 5}, CheckpointError, "5 heads"),
+        ({"per_layer_config": {"1": {"head_dim": 8}}}, UnsupportedModelError, "per_layer_config"),
+        ({"attention_other_setting": {"head_dim": 8}}, UnsupportedModelError, "setting.head_dim"),
+        ({"gating": "elementwise"}, UnsupportedModelError, "gating"),
+        ({"moe_router_activation": "softmax"}, UnsupportedModelError, "moe_router_activation"),
+        ({"yarn_only_types": ["sliding_attention"]}, UnsupportedModelError, "yarn_only_types"),
+    ],
+)
+def test_step_has_the_same_in_all_layers_of_a_kind(
+    change: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    kinds = ["full_attention", *["sliding_attention"] * 2] * 3
+    raw = SIZES | {"model_type": "step3p5", "layer_types": kinds[:7], "sliding_window": 9}
+    assert parse(raw, num_sliding_attention_heads=6).query_heads == (4, 6, 6, 4, 6, 6, 4)
+    assert parse(raw, num_sliding_attention_heads=6).thinned(2).query_heads == (6, 6)
+    with pytest.raises(error, match=named):
+        parse(raw, **change)
 
 
 def test_blocks_of_positions_are_chosen_as_the_config_says() -> None:

@@ -174,7 +174,7 @@ READ: dict[str, dict[str, Any]] = {
             n_chosen=2048,
             interleaved=False,
             n_pooled=4,
-            layers=tuple(range(3, 45, 4)),
+            layers=(*range(3, 45, 4), 45),
         ),
         "delta_net": DeltaNet(
             n_key_heads=64,
@@ -289,6 +289,14 @@ READ: dict[str, dict[str, Any]] = {
         ),
     },
     "lfm2-8b-a1b": {"sparse_layers": tuple(range(2, 24)), "head_size": 64},
+    "step-3.7-flash": {
+        "wrapper": "step3p7",
+        "windows": ((None, 512, 512, 512) * 12)[:45],
+        "query_heads": ((64, 96, 96, 96) * 12)[:45],
+        "sparse_layers": tuple(range(3, 45)),
+        "late_limits": ((0, 0),) * 43 + ((7, 16),) * 2,
+        "local_rope": Rope(theta=1e4),
+    },
     "minitron-4b": {
         "rope": Rope(share=0.5),
         "activation": Activation.RELU_SQUARED,

@@ -78,6 +78,8 @@ FEW_EXPERTS: dict[str, dict[str, Any]] = {
     | {"n_group": 2, "topk_group": 1, "head_dim": 8, "layer_group_size": 2},
     "laguna": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     | {"head_dim": 16, "shared_expert_intermediate_size": 24},
+    "step3p5": {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    | {"head_dim": 16, "share_expert_dim": 24, "sliding_window": 20},
     "mellum": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     | {"head_dim": 12},
     "deepseek_v4": {
@@ -287,6 +289,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
         "projector_output_dim": 8,
     },
     "mistral3": _SIGLIP | {"model_type": "pixtral", "head_dim": 8},
+    "step3p5": {"width": 12, "layers": 1, "heads": 1, "image_size": 28, "mlp_ratio": 2.0},
     "qwen2_vl": {"depth": 1, "embed_dim": 8, "hidden_size": 48, "num_heads": 1},
     "qwen2_5_vl": _QWEN_EYES | {"out_hidden_size": 48, "fullatt_block_indexes": [0]},
     "qwen3_vl": _QWEN_EYES | {"out_hidden_size": 48, "deepstack_visual_indexes": [0]},
@@ -393,7 +396,8 @@ def _wrapped(family: str, text: dict[str, Any]) -> PreTrainedModel:
     """Put the smallest eyes before a language model."""
     outer = {"tie_word_embeddings": text.get("tie_word_embeddings", False)}
     whole = {"text_config": text | outer, "vision_config": WRAPPED[family], **outer}
-    config = AutoConfig.for_model(family.removesuffix("_text"), **whole)
+    kind = "step3p7" if family == "step3p5" else family.removesuffix("_text")
+    config = AutoConfig.for_model(kind, **whole)
     return AutoModelForImageTextToText.from_config(config)
 
 

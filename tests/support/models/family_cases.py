@@ -402,6 +402,21 @@ CASES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
+    "step3p5": {
+        "num_attention_heads": 4,
+        "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+        "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+        "sliding_window": 20,
+        "num_sliding_attention_heads": 6,
+        "moe_router_scaling_factor": 2.5,
+        "query_pre_attn_scalar": 20,
+        "swiglu_limits": [0.0, 0.0, 0.0, 1.5],
+        "swiglu_limits_shared": [0.0, 2.0, 0.0, 1.0],
+        "rope_parameters": {
+            "full_attention": YARN | {"partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
     "mellum": {
         "num_hidden_layers": 3,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],

@@ -223,6 +223,21 @@ TOWERS = {
         images=lambda: Qwen2VLImageProcessorPil(patch_size=7, min_pixels=196, max_pixels=2000),
         n_rows=6,
     ),
+    "step3p7": Kind(
+        text="step3p5",
+        own_text={"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 16, "share_expert_dim": 24, "sliding_window": 16}
+        | {"layer_types": ["full_attention", "sliding_attention"]}
+        | {"mlp_layer_types": ["dense", "sparse"], "num_sliding_attention_heads": 4}
+        | {"pad_token_id": 0},
+        tower={"width": 32, "layers": 2, "heads": 4, "image_size": 56, "mlp_ratio": 2.0},
+        arrays=lambda: {
+            "pixel_values": _numbers(1, 3, 56, 56),
+            "pixel_values_local": _numbers(2, 3, 28, 28),
+            "num_local_patches": np.array([2]),
+        },
+        n_rows=6,
+    ),
     "video_llama_3": Kind(
         text="qwen2",
         marks=QWEN_MARKS,

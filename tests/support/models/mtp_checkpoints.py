@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file, save_file
 from support.models.checkpoints import make_decoder, make_tokenizer
+from support.oracles.oracle import first_of_equal, reference_logits
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 N_LAYERS = 2
 OWN = ("enorm", "hnorm", "shared_head.norm", "eh_proj")
@@ -24,8 +27,50 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
     "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
+    "deepseek_v4": {
+        "layer_types": [
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "sliding_attention",
+        ],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+        "swiglu_limit": 0.02,
+    },
+    "hy_v4": {
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "indexer_types": ["full", "shared", "full"],
+        "index_topk": 20,
+        "swiglu_limit": 0.02,
+        "hc_mult": 3,
+    },
+    "glm_moe_dsa": {
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "indexer_types": ["full", "shared", "full"],
+        "index_topk": 20,
+    },
+    "glm5_next_text": {
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "indexer_types": ["full"] * 3,
+        "index_kpool": 4,
+        "index_topk": 24,
+        "swiglu_limit": 0.05,
+        "hc_mult": 3,
+    },
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"]
+    },
 }
 """By family: more of its config. The last of three layers is the one that predicts further."""
+_PLACES = {"deepseek_v4": "mtp.0.", "hy_v4": "model.mtp_layers.0."}
+_MIXERS = {
+    "deepseek_v4": ("hc_head.hc_", "hc_head_"),
+    "qwen4_exp_text": ("hyper_connection_mixer.", "hyper_connection_mixer."),
+}
+"""By family whose layer has several streams: before names of what joins the model's, and its."""
+_ONE_STREAM = ("hy_v4", "glm5_next_text")
+_QWEN4 = {"e_proj": "fc_embedding", "h_proj": "fc_hidden"}
 _QWEN = {"shared_head.norm": "norm", "enorm": "pre_fc_norm_embedding"} | {
     "hnorm": "pre_fc_norm_hidden",
     "eh_proj": "fc",
@@ -34,7 +79,7 @@ _QWEN = {"shared_head.norm": "norm", "enorm": "pre_fc_norm_embedding"} | {
 
 def is_qwen(family: str) -> bool:
     """Whether the layer is below `mtp.`, and norms store what exceeds 1."""
-    return family.startswith("qwen3_")
+    return family.startswith("qwen")
 
 
 def make_mtp(folder: Path, family: str, *, seed: int = 0, **config: Any) -> Path:
@@ -46,22 +91,49 @@ def make_mtp(folder: Path, family: str, *, seed: int = 0, **config: Any) -> Path
     whole = make_decoder(folder / "whole", family, with_tokenizer=False, seed=seed, **sizes)
     stored = load_file(whole / "model.safetensors")
     raw = json.loads((whole / "config.json").read_text())
-    own = random_own(raw["hidden_size"], seed, centre=0.0 if is_qwen(family) else 1.0)
-    block = f"model.layers.{N_LAYERS}."
+    text = raw.get("text_config", raw)
+    own = random_own(text["hidden_size"], seed, centre=0.0 if is_qwen(family) else 1.0)
+    if family in _MIXERS:  # each stream is joined, and all of them by another mixer
+        mixer, _ = _MIXERS[family]
+        joins = own.pop("eh_proj").split(text["hidden_size"], 1)
+        own |= {name: part.clone() for name, part in zip(("e_proj", "h_proj"), joins, strict=True)}
+        own |= {
+            f"mixer.{name.split(mixer)[1]}": tensor.flip(0).clone()
+            for name, tensor in stored.items()
+            if mixer in name
+        }
+    if family == "qwen4_exp_text":  # the mixer norms what it joins
+        own["hnorm"] = own["hnorm"].repeat(text["hc_count"])
+        del own["shared_head.norm"]
+    block = next(name for name in stored if f"layers.{N_LAYERS}." in name)
+    block = block[: block.index(f"layers.{N_LAYERS}.")] + f"layers.{N_LAYERS}."
+    usual = "mtp.layers.0." if is_qwen(family) else block
+    place = _PLACES.get(family, usual)
     named: dict[str, Tensor] = {}
     for name, tensor in stored.items():
-        is_ahead = is_qwen(family) and name.startswith(block)
-        named[f"mtp.layers.0.{name.removeprefix(block)}" if is_ahead else name] = tensor
-    for name, tensor in own.items():
-        named[f"mtp.{_QWEN[name]}.weight" if is_qwen(family) else f"{block}{name}.weight"] = tensor
+        if family not in _ONE_STREAM or not (name.startswith(block) and "hc_" in name):
+            named[name.replace(block, place)] = tensor
+    named |= {_own_name(family, place, name): tensor for name, tensor in own.items()}
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
     save_file(own, whole / "own.safetensors")
-    raw["num_hidden_layers"] = N_LAYERS
-    for kinds in raw.keys() & {"layer_types", "mlp_layer_types"}:
-        raw[kinds] = raw[kinds][:N_LAYERS]
+    text["num_hidden_layers"] = N_LAYERS
+    for kinds in text.keys() & {"layer_types", "mlp_layer_types", "indexer_types"}:
+        text[kinds] = text[kinds][:N_LAYERS]
     (folder / "config.json").write_text(json.dumps(raw))
     make_tokenizer(folder)
     return folder
+
+
+def _own_name(family: str, place: str, name: str) -> str:
+    """What a checkpoint calls a parameter that no decoder layer has."""
+    if name.startswith("mixer."):
+        place = place.removesuffix("layers.0.")
+        return place + _MIXERS[family][1] + name.removeprefix("mixer.")
+    if is_qwen(family):
+        return f"mtp.{(_QWEN | _QWEN4)[name]}.weight"
+    norms = {"deepseek_v4": "norm", "hy_v4": "final_layernorm"}
+    own = norms.get(family, name) if name == "shared_head.norm" else name
+    return f"{place}{own}.weight"
 
 
 def random_own(width: int, seed: int, centre: float) -> dict[str, Tensor]:
@@ -75,58 +147,120 @@ class PlainMtp:
     """What the published modules compute: transformers' model, and its last layer behind it.
 
     Norms of embedding and output, joined by a linear; a decoder layer; a norm; the model's head.
+    Of DeepSeek-V4 and Qwen 3.8 each residual stream is joined (vLLM, SGLang), as it leaves the last
+    layer; GLM-5.3's layer and Hunyuan 4's have one.
     """
 
     def __init__(self, folder: Path) -> None:
         """Load what `make_mtp` has written."""
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        whole = json.loads((folder / "whole" / "config.json").read_text())
+        kind = AutoModelForImageTextToText if "text_config" in whole else AutoModelForCausalLM
+        model: PreTrainedModel = kind.from_pretrained(
             folder / "whole",
             attn_implementation="eager",
             experts_implementation="eager",
             dtype=torch.float32,
         ).eval()
         self.model: Any = model
-        self.block: Any = self.model.model.layers[N_LAYERS]
-        del self.model.model.layers[N_LAYERS]
-        self.model.config.num_hidden_layers = N_LAYERS
+        self.base: Any = model.get_decoder()
+        self.config: Any = self.base.config
+        self.block: Any = self.base.layers[N_LAYERS]
+        del self.base.layers[N_LAYERS]
+        self.config.num_hidden_layers = N_LAYERS
         self.own = load_file(folder / "whole" / "own.safetensors")
+        self.has_streams = self.config.model_type in _MIXERS
+        self.mixer: Any = None
+        if self.has_streams:
+            name = "hc_head" if hasattr(self.base, "hc_head") else "hyper_connection_mixer"
+            self.mixer = copy.deepcopy(getattr(self.base, name))
+            own = {name[6:]: t for name, t in self.own.items() if name.startswith("mixer.")}
+            own = {name if "." in name else f"hc_{name}": t for name, t in own.items()}
+            self.mixer.load_state_dict(own)
+        self.streams: list[Tensor] = []
+        self.base.layers[-1].register_forward_hook(
+            lambda _, given, output: self.streams.append(output)
+        )
 
     def norm(self, rows: Tensor, name: str) -> Tensor:
         """Divide by the root mean square; Qwen3-Next stores what exceeds 1."""
-        config = self.model.config
-        weight = self.own[name] + is_qwen(config.model_type)
-        return (
-            rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + config.rms_norm_eps) * weight
-        )
+        weight = self.own[name] + is_qwen(self.config.model_type)
+        rows = rows.unflatten(-1, (-1, len(weight)))
+        scale = torch.rsqrt(rows.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        return (rows * scale * weight).flatten(-2)
 
     @torch.inference_mode()
+    @mock.patch.object(Tensor, "topk", first_of_equal)
     def drafts(self, tokens: list[int], n_drafts: int) -> list[int]:
         """The likeliest drafts behind `tokens`, the last of which the model has just sampled."""
-        base = self.model.model
         known = torch.tensor([tokens[:-1]])
-        states = base(known).last_hidden_state[0]  # after the final norm
+        states = self.base(known).last_hidden_state[0]  # after the final norm
+        if self.has_streams:
+            states = self.streams[-1][0].flatten(1)
         inputs = self._join(states, tokens[1:])
         made: list[int] = []
         while len(made) < n_drafts:
-            positions = torch.arange(len(inputs))[None]
-            mask = torch.full((len(inputs), len(inputs)), -torch.inf).triu(1)[None, None]
-            rotary = base.rotary_emb(inputs[None], positions)
-            out = self.block(inputs[None], attention_mask=mask, position_embeddings=rotary)
+            out = self._layer(inputs, [*tokens[1:], *made])
             out = out[0] if isinstance(out, tuple) else out
-            last = self.norm(out.reshape(-1, out.shape[-1])[-1:], "shared_head.norm")
-            made.append(int(self.model.lm_head(last)[0].argmax()))
+            last = out.reshape(len(inputs), -1)[-1:]
+            if not self.has_streams:
+                last = self.norm(last, "shared_head.norm")
+            made.append(int(self.model.lm_head(self._joined(last))[0].argmax()))
             inputs = torch.cat((inputs, self._join(last, made[-1:])))
         return made
 
-    @torch.inference_mode()
+    def _layer(self, inputs: Tensor, following: list[int]) -> Any:
+        """Run all rows [T, E] through the layer."""
+        base, block, rows = self.base, self.block, inputs[None]
+        positions = torch.arange(len(inputs))[None]
+        mask = torch.full((len(inputs), len(inputs)), -torch.inf).triu(1)[None, None]
+        kind = self.config.model_type
+        if kind == "deepseek_v4":
+            seen = torch.ones(mask.shape[2:]).tril(-self.config.sliding_window)
+            mask.masked_fill_(seen.bool(), -torch.inf)
+            rotary = {
+                each: base.rotary_emb(rows, position_ids=positions, layer_type=each)
+                for each in ("main", "compress")
+            }
+            return block(
+                rows.unflatten(-1, (self.config.hc_mult, -1)),
+                input_ids=torch.tensor([following]),
+                position_embeddings=rotary,
+                position_ids=positions,
+                attention_mask=mask,
+            )
+        if kind not in _ONE_STREAM:
+            is_four = kind == "qwen4_exp_text"
+            rotary = base.rotary_emb(rows, positions.expand(3, 1, -1) if is_four else positions)
+            return block(rows, attention_mask=mask, position_embeddings=rotary)
+        more: dict[str, Any] = {"attention_mask": torch.ones(positions.shape, dtype=torch.bool)}
+        if kind == "hy_v4":
+            rotary = base.rotary_emb(rows, positions)
+            more = {"attention_mask": mask, "position_embeddings": rotary}
+        given = block.self_attn(block.input_layernorm(rows), position_ids=positions, **more)
+        rows = rows + given[0]
+        return rows + block.mlp(block.post_attention_layernorm(rows))
+
+    def _joined(self, last: Tensor) -> Tensor:
+        """What the LM head gets of what the layer gives, and is given again."""
+        if self.mixer is None:
+            return last
+        if self.config.model_type == "qwen4_exp_text":
+            joined: Tensor = self.mixer(last)
+            return joined
+        streams = last.view(1, 1, self.config.hc_mult, -1)
+        return self.norm(self.mixer(streams)[0], "shared_head.norm")
+
     def tokens(self, tokens: list[int], n_tokens: int) -> list[int]:
         """The model's own next tokens, greedily."""
         made = [*tokens]
         for _ in range(n_tokens):
-            made.append(int(self.model(torch.tensor([made])).logits[0, -1].argmax()))
+            made.append(int(reference_logits(self.model, made)[-1].argmax()))
         return made[len(tokens) :]
 
     def _join(self, states: Tensor, following: list[int]) -> Tensor:
-        embedded = self.model.model.embed_tokens(torch.tensor(following))
+        embedded = self.base.embed_tokens(torch.tensor(following))
         both = (self.norm(embedded, "enorm"), self.norm(states, "hnorm"))
-        return torch.cat(both, -1) @ self.own["eh_proj"].T
+        if not self.has_streams:
+            return torch.cat(both, -1) @ self.own["eh_proj"].T
+        streams = both[1].unflatten(-1, (-1, both[0].shape[-1])) @ self.own["h_proj"].T
+        return (streams + (both[0] @ self.own["e_proj"].T)[:, None]).flatten(1)

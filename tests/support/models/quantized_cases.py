@@ -19,6 +19,7 @@ from support.models.quantized_checkpoints import (
     integers,
     mlx,
     mlx_floats,
+    modelopt,
     nvfp4,
 )
 
@@ -123,6 +124,14 @@ AUTO_ROUND: dict[str, Any] = {
     "model_free": True,
     "packing_format": "auto_round:auto_gptq",
     "sym": True,
+}
+MODELOPT: dict[str, Any] = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}},
+    "ignore": ["lm_head", "*.mlp.gate*"],
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+    "producer": {"name": "modelopt", "version": "0.47.0"},
 }
 E5M2 = torch.float8_e5m2
 CASES: dict[str, Case] = (
@@ -265,6 +274,17 @@ CASES: dict[str, Case] = (
             {"num_bits": 4, "strategy": "group", "group_size": 32, "type": "float"},
             lambda *how: as_bytes(mlx_floats(*how, mode="mxfp4")),
             "MXFP4",
+        ),
+        "modelopt-nvfp4": Case(config=MODELOPT, write=modelopt, form="NVFP4", also=(HEAD,)),
+        "modelopt-fp8": Case(
+            config=MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": {}},
+            write=partial(modelopt, kind="fp8"),
+            form="F8_E4M3",
+        ),
+        "modelopt-mxfp8": Case(
+            config=MODELOPT | {"quant_algo": "MXFP8"},
+            write=partial(modelopt, kind="mxfp8"),
+            form="F8_E4M3",
         ),
         "nf4": Case(config=bnb(4), write=partial(bnb_blocks, kind="nf4", nested=False), form="NF4"),
         "nf4-nested": Case(

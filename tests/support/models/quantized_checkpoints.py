@@ -217,6 +217,23 @@ def nvfp4(rng: np.random.Generator, n: int, k: int) -> Made:
     return parts, torch.from_numpy(fp4_values(codes)) * wide
 
 
+def modelopt(rng: np.random.Generator, n: int, k: int, *, kind: str = "nvfp4") -> Made:
+    """A weight [n, k] as Model Optimizer writes it: nvfp4, fp8 with one scale, or mxfp8."""
+    if kind == "nvfp4":
+        parts, meant = nvfp4(rng, n, k)
+        factor = torch.tensor(0.7e-4)
+        stored = {".weight": parts[".weight_packed"], ".weight_scale": parts[".weight_scale"]}
+        stored |= {".weight_scale_2": factor, ".input_scale": torch.tensor(0.5)}
+        return stored, meant * 9000.0 * factor
+    parts, meant = fp8(rng, n, k, scales="one")
+    codes, scale = parts[".weight"], torch.tensor(0.01)
+    if kind == "fp8":
+        return {".weight": codes, ".weight_scale": scale}, codes.float() * scale
+    exponents = torch.from_numpy(rng.integers(119, 123, (n, -(-k // 32)), dtype=np.uint8))
+    wide = (2.0 ** (exponents.float() - 127)).repeat_interleave(32, 1)[:, :k]
+    return {".weight": codes, ".weight_scale": exponents}, codes.float() * wide
+
+
 def bnb_blocks(rng: np.random.Generator, n: int, k: int, *, kind: str, nested: bool) -> Made:
     """A weight [n, k] of bitsandbytes' 4-bit floats in blocks of 64."""
     codes = rng.integers(0, 16, n * k)

@@ -49,12 +49,12 @@ def _without_image_outputs(module: Any, given: Any, output: Any) -> None:
 
 def reference_logits(model: Any, ids: list[int]) -> Tensor:
     """transformers' full forward over `ids`: float32 [T, V]."""
-    with torch.inference_mode(), mock.patch.object(Tensor, "topk", _first_of_equal):
+    with torch.inference_mode(), mock.patch.object(Tensor, "topk", first_of_equal):
         logits: Tensor = model(torch.tensor([ids])).logits[0].float()
     return logits
 
 
-def _first_of_equal(scores: Tensor, k: int, dim: int = -1, *_: bool, **__: bool) -> Any:
+def first_of_equal(scores: Tensor, k: int, dim: int = -1, *_: bool, **__: bool) -> Any:
     """Take the largest, of equal ones the first: topk itself may take any of them."""
     found = scores.sort(dim=dim, descending=True, stable=True)
     return torch.return_types.topk(tuple(part.narrow(dim, 0, k) for part in found))  # type: ignore[attr-defined]
