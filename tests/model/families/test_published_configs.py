@@ -53,7 +53,7 @@ DEEPSEEK_V4: dict[str, Any] = {
     "local_rope": Rope(theta=1e4, share=1 / 8),
     "compressed": Compressed(
         window=128,
-        rates=(0, 0, *(4, 128) * 20, 4),
+        rates=(0, 0, *(4, 128) * 20, 4, 0),
         indexer=Indexer(
             n_heads=64,
             head_size=128,
@@ -68,7 +68,7 @@ DEEPSEEK_V4: dict[str, Any] = {
         n_groups=8,
         output_rank=1024,
     ),
-    "streams": Streams(count=4, kind=StreamKind.BALANCED, eps=1e-6, n_rounds=20),
+    "streams": Streams(count=4, kind=StreamKind.BALANCED, eps=1e-6, n_rounds=20, in_mtp=True),
     "sparse_layers": tuple(range(43)),
 }
 READ: dict[str, dict[str, Any]] = {
@@ -214,9 +214,9 @@ READ: dict[str, dict[str, Any]] = {
             interleaved=False,
             n_pooled=4,
             n_axes=3,
-            layers=tuple(range(3, 48, 4)),
+            layers=(*range(3, 48, 4), 48),
         ),
-        "streams": Streams(count=4, kind=StreamKind.GATED, eps=1e-6, rank=320),
+        "streams": Streams(count=4, kind=StreamKind.GATED, eps=1e-6, rank=320, in_mtp=True),
         "ngrams": Ngrams(
             width=2560,
             longest=3,
@@ -294,7 +294,7 @@ READ: dict[str, dict[str, Any]] = {
         "windows": ((None, 512, 512, 512) * 12)[:45],
         "query_heads": ((64, 96, 96, 96) * 12)[:45],
         "sparse_layers": tuple(range(3, 45)),
-        "late_limits": ((0, 0),) * 43 + ((7, 16),) * 2,
+        "late_limits": ((0, 0),) * 43 + ((7, 0), (7, 16)),
         "local_rope": Rope(theta=1e4),
     },
     "minitron-4b": {
@@ -343,29 +343,6 @@ READ: dict[str, dict[str, Any]] = {
 }
 """What some of the keys mean."""
 BY_MODULES: dict[str, dict[str, Any]] = {
-    "step-3.7-flash": {
-        "model_type": "step3p5",
-        "rms_norm_eps": 1e-5,
-        "eos_token_id": [1, 2, 128007],
-        "num_sliding_attention_heads": 96,
-        "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 42,
-        "rope_parameters": {
-            "full_attention": {
-                "rope_type": "llama3",
-                "rope_theta": 5e6,
-                "partial_rotary_factor": 0.5,
-                "factor": 2.0,
-                "original_max_position_embeddings": 131072,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 32.0,
-            },
-            "sliding_attention": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 1.0,
-            },
-        },
-    },
     "longcat-flash-chat": {"model_type": "longcat_flash", "zero_expert_num": 256, "num_layers": 28},
     "minimax-m3": {
         "model_type": "minimax_m3_vl_text",
