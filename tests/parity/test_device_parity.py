@@ -20,9 +20,9 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import ConfigurationError
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.devices import bits, device_attention
-from shardnet.model.devices import driver as drivers
 from shardnet.model.devices.device_layers import Device
-from shardnet.model.devices.driver import Driver
+from shardnet.model.drivers import driver as drivers
+from shardnet.model.drivers.driver import Driver
 from shardnet.model.kernels.linear import probe
 from shardnet.model.layers.native_attention import AttentionKind
 from shardnet.stage.load import load_stage

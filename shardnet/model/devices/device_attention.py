@@ -11,8 +11,8 @@ from typing import Final
 import numpy as np
 
 from shardnet.model.devices.device_kv import PAGE
-from shardnet.model.devices.driver import Buffer, launch
 from shardnet.model.devices.mixer_device import MixerDevice, StepBuffers
+from shardnet.model.drivers.driver import Buffer, launch
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.modules import Attention, SelfAttention
 from shardnet.model.layers.native_attention import AttentionKind

@@ -16,7 +16,6 @@ import numpy as np
 
 from shardnet.model.arithmetic.row_functions import ACTIVATIONS
 from shardnet.model.config.model_config import Activation, Experts
-from shardnet.model.devices.driver import THREADS, Array, Buffer
 from shardnet.model.devices.products import (
     GATHERED_FROM,
     NO_ACTIVATION,
@@ -27,6 +26,7 @@ from shardnet.model.devices.products import (
     Tiles,
     Visits,
 )
+from shardnet.model.drivers.driver import THREADS, Array, Buffer
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.layers.experts import (

@@ -24,7 +24,7 @@ from shardnet.model.devices.device_states import (
     StateLayer,
     advance,
 )
-from shardnet.model.devices.driver import Array, Buffer, Driver
+from shardnet.model.drivers.driver import Array, Buffer, Driver
 from shardnet.model.layers.attention import Span
 from shardnet.types import BLOCK_POSITIONS, SlotId, StateId, blocks_for
 

@@ -16,9 +16,9 @@ import numpy as np
 
 from shardnet.model.devices.device_attention import Attend
 from shardnet.model.devices.device_kv import PAGE
-from shardnet.model.devices.driver import Array, Buffer
 from shardnet.model.devices.mixer_device import MixerDevice, StepBuffers
 from shardnet.model.devices.products import GATHERED_FROM, TILE, Tiles, Visits
+from shardnet.model.drivers.driver import Array, Buffer
 from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.mixers.latent_attention import LatentAttention
 

@@ -40,14 +40,6 @@ from shardnet.model.devices.device_recurrence import (
     DeviceRecurrence,
 )
 from shardnet.model.devices.device_states import StateLayer
-from shardnet.model.devices.driver import (
-    Array,
-    Buffer,
-    Driver,
-    Kernel,
-    Kernels,
-    launch,
-)
 from shardnet.model.devices.mixer_device import BEFORE, MixerDevice, StepBuffers
 from shardnet.model.devices.products import (
     MANY,
@@ -55,6 +47,14 @@ from shardnet.model.devices.products import (
     DeviceProduct,
     Gating,
     Rows,
+)
+from shardnet.model.drivers.driver import (
+    Array,
+    Buffer,
+    Driver,
+    Kernel,
+    Kernels,
+    launch,
 )
 from shardnet.model.kernels.linear import Linear, ScaledLinear
 from shardnet.model.kernels.panel_linear import PanelLinear

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from shardnet.model.devices.device_states import INPUT_ROWS, Cell
-from shardnet.model.devices.driver import THREADS, Array, Buffer
 from shardnet.model.devices.mixer_device import BEFORE, MixerDevice, StepBuffers
+from shardnet.model.drivers.driver import THREADS, Array, Buffer
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.mixers.gated_delta import GatedDeltaNet, MambaProjection, Projections
 from shardnet.model.mixers.short_conv import ShortConvolution

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from shardnet.model.devices.driver import Array, Buffer, Driver, Kernels
 from shardnet.model.devices.products import DeviceProduct, Rows, Visits
+from shardnet.model.drivers.driver import Array, Buffer, Driver, Kernels
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.panel_linear import PanelLinear
 

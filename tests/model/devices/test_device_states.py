@@ -8,7 +8,7 @@ from support.devices import DEVICE, HostOnce, compared, device_of
 
 from shardnet.model.devices.device_recurrence import STATE_NAMES, STATE_PARTS
 from shardnet.model.devices.device_states import NO_CELL
-from shardnet.model.devices.driver import THREADS, Array, Buffer, Driver, launch, whole_text
+from shardnet.model.drivers.driver import THREADS, Array, Buffer, Driver, launch, whole_text
 
 pytestmark = compared
 KERNEL = """

@@ -27,14 +27,14 @@ from shardnet.cluster.machine.profile import find_devices
 from shardnet.errors import CapacityError, ConfigurationError
 from shardnet.files import made_once
 from shardnet.model.config.panel_form import PanelForm
-from shardnet.model.devices import gpu, opencl
 from shardnet.model.devices.device_attention import ATTENTION_PARTS, attention_macros
 from shardnet.model.devices.device_layers import LAYER_PARTS
 from shardnet.model.devices.device_recurrence import STATE_PARTS
-from shardnet.model.devices.driver import part_of_text, whole_text
-from shardnet.model.devices.gpu import CUDA, HIP, GpuDriver, Maker, compiled
-from shardnet.model.devices.opencl import OpenClDriver
 from shardnet.model.devices.products import PRODUCT_PARTS, ROWS, form_macros
+from shardnet.model.drivers import gpu, opencl
+from shardnet.model.drivers.driver import part_of_text, whole_text
+from shardnet.model.drivers.gpu import CUDA, HIP, GpuDriver, Maker, compiled
+from shardnet.model.drivers.opencl import OpenClDriver
 
 NVIDIA = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 AMD = ("gfx900", "gfx1030", "gfx1100")

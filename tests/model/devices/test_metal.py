@@ -11,9 +11,9 @@ from support.models.random_panels import FORMS
 
 from shardnet.model.devices.device_layers import LAYER_PARTS
 from shardnet.model.devices.device_recurrence import STATE_PARTS
-from shardnet.model.devices.driver import whole_text
-from shardnet.model.devices.metal import as_metal
 from shardnet.model.devices.products import PRODUCT_PARTS, form_macros
+from shardnet.model.drivers.driver import whole_text
+from shardnet.model.drivers.metal import as_metal
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 SHIM = """
