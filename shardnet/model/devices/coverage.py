@@ -12,6 +12,7 @@ from shardnet.model.devices.device_experts import gating_of, linears_of, why_no_
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_latents import why_no_latents
 from shardnet.model.devices.device_recurrence import why_no_recurrence
+from shardnet.model.devices.device_streams import why_no_streams
 from shardnet.model.devices.products import can_multiply
 from shardnet.model.kernels.linear import Linear, ScaledLinear
 from shardnet.model.kernels.panel_linear import PanelLinear
@@ -21,6 +22,7 @@ from shardnet.model.layers.decoder_layer import (
     Layer,
     MlpSublayer,
     NoSublayer,
+    StreamResidual,
     Sublayer,
 )
 from shardnet.model.layers.experts import ClampedMlp
@@ -65,6 +67,8 @@ def _why_no_sublayer(sublayer: Sublayer) -> str:
             why = _why_no_mlp(sublayer.mlp)
         case _:
             return "layers that are no attention and MLP"
+    if isinstance(sublayer.residual, StreamResidual):
+        return why or why_no_streams(sublayer.residual, _is_multiplied)
     if why or not sublayer.residual.is_rms:
         return why or "this norm"
     norms = sublayer.residual.before, sublayer.residual.after

@@ -40,6 +40,7 @@ from shardnet.model.devices.device_recurrence import (
     DeviceRecurrence,
 )
 from shardnet.model.devices.device_states import StateLayer
+from shardnet.model.devices.device_streams import DeviceStreams
 from shardnet.model.devices.mixer_device import BEFORE, MixerDevice, StepBuffers
 from shardnet.model.devices.products import (
     MANY,
@@ -66,6 +67,7 @@ from shardnet.model.layers.decoder_layer import (
     Layer,
     MlpSublayer,
     Residual,
+    StreamResidual,
 )
 from shardnet.model.layers.experts import SparseMlp
 from shardnet.model.layers.modules import (
@@ -247,7 +249,7 @@ class _Sublayer:
 
     index: int
     is_last: bool
-    around: _Around
+    around: _Around | DeviceStreams
     own: Mixer | _Dense | DeviceExperts
 
     def __call__(self, rows: Buffer, inner: Buffer, step: StepBuffers) -> None:
@@ -288,6 +290,18 @@ class DeviceLayers:
         self._n_latent_heads = 0
         self._temperature: Temperature | None = None
         self._with_states: dict[int, StateLayer] = {}
+        self._on = MixerDevice(
+            driver=device.driver,
+            kernels=device.kernels,
+            make=self._product,
+            make_by_id=device.product,
+            put=device.put,
+            scratch=device.scratch,
+            launch=self._launch,
+            pages_of=kv.pages_of,
+            states_of=lambda index: kv.states_on.cells.buffers[index],
+            inputs_of=lambda index: kv.states_on.inputs.buffers[index],
+        )
         self._sublayers = list(self._uploaded(layers))
         kv.compute_on(device.driver, self._with_states)
 
@@ -296,10 +310,13 @@ class DeviceLayers:
             both = [each for each in (layer.attention, layer.mlp) if hasattr(each, "residual")]
             for sublayer in both:
                 assert isinstance(sublayer, AttentionSublayer | ExpertsSublayer | MlpSublayer)
+                residual, around = sublayer.residual, None
+                if isinstance(residual, StreamResidual):
+                    around = DeviceStreams(residual, self._on)
                 yield _Sublayer(
                     index=index,
                     is_last=sublayer is both[-1],
-                    around=_Around.of(self._device, sublayer.residual),
+                    around=around or _Around.of(self._device, residual),
                     own=self._own_of(sublayer, index),
                 )
 
@@ -322,23 +339,11 @@ class DeviceLayers:
         return _Dense(scratch=device.scratch, first=first, down=down, gating=gating)
 
     def _mixer_of(self, own: Attention, index: int) -> Mixer:
-        device = self._device
+        on = self._on
         if isinstance(own, BothMixers):
             assert isinstance(own.self_attn, SelfAttention)
             mixers = self._mixer_of(own.recurrence, index), self._mixer_of(own.self_attn, index)
             return self._both(*mixers, own.self_attn.o_proj.shape[0])
-        on = MixerDevice(
-            driver=device.driver,
-            kernels=device.kernels,
-            make=self._product,
-            make_by_id=device.product,
-            put=device.put,
-            scratch=device.scratch,
-            launch=self._launch,
-            pages_of=self._kv.pages_of,
-            states_of=lambda index: self._kv.states_on.cells.buffers[index],
-            inputs_of=lambda index: self._kv.states_on.inputs.buffers[index],
-        )
         if isinstance(own, GatedDeltaNet):
             self._with_states[index] = recurrence = DeviceRecurrence(own, on)
             return recurrence
@@ -456,20 +461,27 @@ class DeviceLayers:
         """Return the buffer for what a sub-layer gives."""
         return self._device.scratch.of("inner", 4 * shape[0] * shape[1])
 
-    def _input(self, around: _Around, rows: Buffer) -> Buffer:
-        """Return the rows that go into a sub-layer: normed, if there is a norm before it."""
-        return rows if around.before is None else self._device.scratch.of("normed", 0)
+    def _input(self, around: _Around | DeviceStreams, rows: Buffer) -> Buffer:
+        """Return the rows that go into a sub-layer: joined or normed, if that is before it."""
+        is_bare = isinstance(around, _Around) and around.before is None
+        return rows if is_bare else self._device.scratch.of("normed", 0)
 
     def _between(
         self,
-        left: _Around | None,
-        following: _Around | None,
+        left: _Around | DeviceStreams | None,
+        following: _Around | DeviceStreams | None,
         rows: Buffer,
         shape: Sequence[int],
         *,
         rounds: bool = False,
     ) -> None:
-        """Add what a sub-layer gives, and apply the norm before the one that follows, if any."""
+        """Add what a sub-layer gives, and apply what is before the one that follows, if any."""
+        if isinstance(left, DeviceStreams):
+            left.share(rows, self._inner(shape), shape[0], rounds=rounds)
+            left = None
+        if isinstance(following, DeviceStreams):
+            following.join(rows, shape[0])
+            following = None
         before = None if following is None else following.before
         if left is None and before is None:
             return

@@ -21,7 +21,9 @@ BEFORE: Final = 8
 class MakeProduct(Protocol):
     """Uploads linears that are alike, one or one for each id. Raises CapacityError."""
 
-    def __call__(self, *linears: PanelLinear, n_columns: int | None = None) -> DeviceProduct:
+    def __call__(
+        self, *linears: PanelLinear, factors: Array | None = None, n_columns: int | None = None
+    ) -> DeviceProduct:
         """See Device.product."""
 
 

@@ -30,6 +30,7 @@ from shardnet.model.config.panel_form import PanelForm
 from shardnet.model.devices.device_attention import ATTENTION_PARTS, attention_macros
 from shardnet.model.devices.device_layers import LAYER_PARTS
 from shardnet.model.devices.device_recurrence import STATE_PARTS
+from shardnet.model.devices.device_streams import STREAM_PARTS
 from shardnet.model.devices.products import PRODUCT_PARTS, ROWS, form_macros
 from shardnet.model.drivers import gpu, opencl
 from shardnet.model.drivers.driver import part_of_text, whole_text
@@ -50,6 +51,7 @@ def texts(dialect: str, forms: list[PanelForm]) -> list[str]:
     attention = [attention_macros(*each) for each in ((1, 64, 64), (8, 256, 256), (4, 576, 512))]
     looks = [whole_text(dialect, each, *ATTENTION_PARTS) for each in attention]
     layers = [whole_text(dialect, {}, *parts) for parts in (LAYER_PARTS, STATE_PARTS)]
+    layers += [whole_text(dialect, {"STREAMS": n}, *STREAM_PARTS) for n in (4, 14)]
     return [*layers, *looks, *products]
 
 
@@ -312,7 +314,7 @@ def test_what_was_compiled_is_kept_for_the_next_process(
 
 
 def test_every_kernel_waits_for_the_launch_before() -> None:
-    for name in ("attention", "experts", "linear", "many", "rows", "states"):
+    for name in ("attention", "experts", "linear", "many", "rows", "states", "streams"):
         text = part_of_text(name)
         kernels = re.split(r"^(?:    )?(?:KERNEL|MULTIPLY) ", text, flags=re.MULTILINE)[1:]
         assert kernels, name
