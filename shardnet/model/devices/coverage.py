@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardnet.model.devices.device_attention import why_no_attention
+from shardnet.model.devices.device_choice import linears_of_index
 from shardnet.model.devices.device_experts import gating_of, linears_of, why_no_experts
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_latents import why_no_latents
@@ -90,6 +91,7 @@ def _why_no_mixer(own: Attention) -> str:
             return why
         queries = own.queries
         linears = [queries.first, queries.q_b_proj or queries.first, own.kv_a_proj, own.o_proj]
+        linears += [own.gate_proj or own.o_proj, *linears_of_index(own.indexer)]
     else:
         if why := why_no_attention(own):
             return why

@@ -25,6 +25,7 @@ from shardnet.model.devices.device_attention import (
     DeviceAttention,
     blocks_within,
 )
+from shardnet.model.devices.device_choice import bring_choice, chosen_buffers, sees_more
 from shardnet.model.devices.device_experts import (
     DeviceExperts,
     bias_of,
@@ -80,6 +81,7 @@ from shardnet.model.layers.rotary import Rotary
 from shardnet.model.mixers.gated_delta import GatedDeltaNet
 from shardnet.model.mixers.latent_attention import LatentAttention
 from shardnet.model.mixers.mixed_attention import GatedAttention, TemperedAttention, growth_at
+from shardnet.model.mixers.position_indexer import PositionIndexer
 from shardnet.model.mixers.short_conv import ShortConvolution
 
 LAYER_PARTS: Final = ("vectors", "rows", "experts")
@@ -88,6 +90,7 @@ _NAMES: Final = (
     "add_and_norm",
     "rotate_heads",
     "split_latents",
+    "open_rows",
     "route",
     "route_in_groups",
     "group_visits",
@@ -277,10 +280,13 @@ def _either(buffer: Buffer | None, other: Buffer) -> Buffer:
 class DeviceLayers:
     """All layers of a stage on a device. Not thread-safe."""
 
-    def __init__(self, device: Device, layers: Sequence[Layer], kv: DeviceKvCache) -> None:
+    def __init__(
+        self, device: Device, layers: Sequence[Layer], kv: DeviceKvCache, *, hands_on: bool = False
+    ) -> None:
         """Upload layers of which `why_not` says nothing; then `kv` is on the device too.
 
-        Raises CapacityError, and ConfigurationError where a form has other bits.
+        With `hands_on` the layer behind them takes the positions that rows choose here. Raises
+        CapacityError, and ConfigurationError where a form has other bits.
         """
         self._device, self._kv = device, kv
         self._kernels = dict(device.rows_kernels())
@@ -290,6 +296,8 @@ class DeviceLayers:
         self._n_latent_heads = 0
         self._temperature: Temperature | None = None
         self._with_states: dict[int, StateLayer] = {}
+        self._hands_on = hands_on
+        self._indexers: list[PositionIndexer] = []
         self._on = MixerDevice(
             driver=device.driver,
             kernels=device.kernels,
@@ -353,6 +361,7 @@ class DeviceLayers:
         if isinstance(own, LatentAttention):
             latents = DeviceLatents(own, on)
             self._n_latent_heads, self._temperature = latents.n_heads, own.temperature
+            self._indexers += [own.indexer] if own.indexer is not None else []
             return latents
         if isinstance(own, TemperedAttention):
             self._temperature = own.temperature
@@ -385,13 +394,17 @@ class DeviceLayers:
 
         Returns None where the host is to compute: for slots that are not those of the stage, where
         hidden states are rounded otherwise than to bfloat16, where routing is asked for, and with
-        rows of pictures that see each other.
+        rows of pictures that see each other, and where no layer before has chosen positions.
         """
         if step.kv is not self._kv or step.hidden_dtype not in (None, torch.bfloat16):
             return None
         if step.experts is not None or any(span.see_each_other for span in step.spans):
             return None
+        takes_choice = bool(self._indexers) and self._indexers[0].projections is None
+        if takes_choice and not step.choices:
+            return None
         device, n_rows = self._device, len(hidden)
+        chooses = bool(self._indexers) and sees_more(self._indexers[0].config, step.spans)
         places, pages, runs = self._kv.bring(step.spans)
         own = {id(rotary): rotary for rotary in rotaries}
         number = {key: n for n, key in enumerate(own)}
@@ -422,7 +435,10 @@ class DeviceLayers:
             if self._n_latent_heads
             else None,
             kept=device.put_in("kept", runs[:, 4]) if keeps else None,
+            chooses=chooses,
         )
+        if takes_choice and step.choices[-1] is not None:
+            bring_choice(self._on, self._indexers[0].config, step.choices[-1], at)
 
         def launch_all() -> None:
             inner = self._inner(hidden.shape)
@@ -434,10 +450,22 @@ class DeviceLayers:
                 sublayer(self._input(sublayer.around, rows), inner, brought)
                 self._between(sublayer.around, following, rows, hidden.shape, rounds=rounded)
 
-        self._launch_or_replay(n_rows, (n_rows, n_blocks, rounds, keeps, of_layers), launch_all)
+        self._launch_or_replay(
+            n_rows, (n_rows, n_blocks, rounds, keeps, chooses, of_layers), launch_all
+        )
         out = torch.empty_like(hidden)
         device.driver.download(rows, out.numpy())
+        if self._hands_on:
+            step.choices.append(self._chosen(n_rows) if chooses else None)
         return out
+
+    def _chosen(self, n_rows: int) -> Tensor:
+        """Return what rows have chosen last: see Choose."""
+        config = self._indexers[0].config
+        chosen = torch.empty(n_rows, config.n_attended, dtype=torch.int32)
+        buffer, _ = chosen_buffers(self._on, config, n_rows)
+        self._device.driver.download(buffer, chosen.numpy())
+        return chosen
 
     def _launch_or_replay(self, n_rows: int, key: Hashable, launch_all: Callable[[], None]) -> None:
         """Launch a step; like others before it with one call, where the driver records launches.

@@ -35,7 +35,7 @@ one by one.
 """
 PRODUCT_PARTS: Final = ("vectors", "linear", "many")
 """Of the text."""
-NO_ACTIVATION: Final = 4
+NO_ACTIVATION: Final = 5
 _HAS_BIAS, _HAS_FACTORS = 1, 2
 _WIDE: Final = 1
 """The place of rows of floats among what a product takes."""
@@ -90,7 +90,10 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gating:
-    """An activation as numbered in ACTIVATIONS, 3 for gpt-oss's with `limit` and `alpha`."""
+    """An activation as numbered in ACTIVATIONS, 3 for gpt-oss's with `limit` and `alpha`.
+
+    4 is the same but for the 1 that is added there.
+    """
 
     activation: int = NO_ACTIVATION
     limit: float = 0.0

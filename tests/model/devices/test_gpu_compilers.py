@@ -28,6 +28,7 @@ from shardnet.errors import CapacityError, ConfigurationError
 from shardnet.files import made_once
 from shardnet.model.config.panel_form import PanelForm
 from shardnet.model.devices.device_attention import ATTENTION_PARTS, attention_macros
+from shardnet.model.devices.device_choice import CHOICE_PARTS
 from shardnet.model.devices.device_layers import LAYER_PARTS
 from shardnet.model.devices.device_recurrence import STATE_PARTS
 from shardnet.model.devices.device_streams import STREAM_PARTS
@@ -49,9 +50,12 @@ def texts(dialect: str, forms: list[PanelForm]) -> list[str]:
     macros = [form_macros(form, rows) for form in forms for rows in (0, *ROWS)]
     products = [whole_text(dialect, each, *PRODUCT_PARTS) for each in macros]
     attention = [attention_macros(*each) for each in ((1, 64, 64), (8, 256, 256), (4, 576, 512))]
+    attention += [attention_macros(64, 576, 512, is_chosen=True)]
+    attention += [attention_macros(8, 256, 256, value_size=324, is_chosen=True)]
     looks = [whole_text(dialect, each, *ATTENTION_PARTS) for each in attention]
     layers = [whole_text(dialect, {}, *parts) for parts in (LAYER_PARTS, STATE_PARTS)]
     layers += [whole_text(dialect, {"STREAMS": n}, *STREAM_PARTS) for n in (4, 14)]
+    layers += [whole_text(dialect, {"SIZE": 128}, *CHOICE_PARTS)]
     return [*layers, *looks, *products]
 
 
@@ -314,7 +318,7 @@ def test_what_was_compiled_is_kept_for_the_next_process(
 
 
 def test_every_kernel_waits_for_the_launch_before() -> None:
-    for name in ("attention", "experts", "linear", "many", "rows", "states", "streams"):
+    for name in ("attention", "experts", "linear", "many", "rows", "states", "streams", "choice"):
         text = part_of_text(name)
         kernels = re.split(r"^(?:    )?(?:KERNEL|MULTIPLY) ", text, flags=re.MULTILINE)[1:]
         assert kernels, name

@@ -9,6 +9,8 @@ import subprocess
 import pytest
 from support.models.random_panels import FORMS
 
+from shardnet.model.devices.device_attention import ATTENTION_PARTS, attention_macros
+from shardnet.model.devices.device_choice import CHOICE_PARTS
 from shardnet.model.devices.device_layers import LAYER_PARTS
 from shardnet.model.devices.device_recurrence import STATE_PARTS
 from shardnet.model.devices.device_streams import STREAM_PARTS
@@ -45,6 +47,9 @@ def test_metals_words_make_sense() -> None:
     texts = [whole_text("metal", own, *PRODUCT_PARTS) for own in macros]
     texts += [whole_text("metal", {}, *parts) for parts in (LAYER_PARTS, STATE_PARTS)]
     texts += [whole_text("metal", {"STREAMS": 4}, *STREAM_PARTS)]
+    texts += [whole_text("metal", {"SIZE": 128}, *CHOICE_PARTS)]
+    chosen = attention_macros(8, 128, 128, is_chosen=True)
+    texts += [whole_text("metal", chosen, *ATTENTION_PARTS)]
     for text in texts:
         turned = as_metal(text)
         assert re.search(r"constant uint32_t &(n_rows|n_heads|width)", turned)
