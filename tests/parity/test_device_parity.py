@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,30 @@ def _count(first: StageModel, driver: Driver) -> None:
     assert driver.n_waits - before[1] == 1
 
 
+@pytest.mark.parametrize("each", [1, 2], ids=["all stages", "every other stage"])
+@pytest.mark.parametrize("name", ["hy_v4", "glm_moe_dsa", "qwen4_exp_text-plain"])
+def test_streams_and_choices_have_the_same_bits_at_every_split(
+    name: str, each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some layers take the choice of a layer before, of another stage, which may be the host's."""
+    streams = {"hc_count": 4} if name.startswith("qwen4") else {}
+    folder = make_decoder(tmp_path, name.split("-")[0], **CASES[name] | streams)
+    choice = probe(torch.device("cpu"), DType.FLOAT32, None, arith=Arith.PORTABLE)
+    n_layers = Checkpoint.open(folder).config.n_layers
+    expected = StageChain.load(folder, even_split(n_layers, 1), choice).generate(PROMPTS, 3)
+    on, turn = device_of(HOST), itertools.count()
+
+    def load(*args: Any, **more: Any) -> StageModel:
+        return load_stage(*args, **more, on=None if next(turn) % each else on)
+
+    monkeypatch.setattr(stage_chain, "load_stage", load)
+    for n_stages in (n_layers, 1):
+        chain = StageChain.load(folder, even_split(n_layers, n_stages), choice)
+        found = chain.generate(PROMPTS, 3)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert n_stages == 1 or chain.stages[0].choice.by_text or not HAS_VECTORS
+
+
 @pytest.mark.parametrize("length", [60, 64])
 def test_chunks_of_attention_have_the_librarys_bits(
     length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -117,11 +142,15 @@ def test_chunks_of_attention_have_the_librarys_bits(
     assert not torch.equal(expected[1], windows[1])
 
 
+@pytest.mark.parametrize("name", ["qwen3", "hy_v4"])
 def test_the_host_may_compute_any_step_in_between(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys and values go to and fro, those of slots that are copied, rewound and adopted too."""
-    folder = make_decoder(tmp_path, "qwen3", **CASES["qwen3"] | {"hidden_size": 36})
+    """Keys and values go to and fro, those of slots that are copied, rewound and adopted too.
+
+    Beside latents values are what positions are chosen by.
+    """
+    folder = make_decoder(tmp_path, name, **CASES[name] | {"hidden_size": 36})
     choice = probe(torch.device("cpu"), DType.FLOAT32, None, arith=Arith.PORTABLE)
     n_layers = Checkpoint.open(folder).config.n_layers
     expected = _script(StageChain.load(folder, even_split(n_layers, 1), choice), lambda _: None)

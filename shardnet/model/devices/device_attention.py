@@ -40,28 +40,21 @@ _MOST_BLOCK_BYTES: Final = 256 << 20
 
 
 def attention_macros(
-    n_queries: int,
-    size: int,
-    n_columns: int,
-    most_rows: int = 1,
-    n_bytes: int = _GROUP_BYTES,
-    value_size: int | None = None,
-    *,
-    is_chosen: bool = False,
+    n_queries: int, size: int, n_columns: int, most_rows: int = 1, n_bytes: int = _GROUP_BYTES
 ) -> dict[str, int]:
     """Return what the text must know: by query heads of a KV head, their columns, and values'.
 
     A group of threads computes as many of them as its memory of `n_bytes` holds, and of up to
-    `most_rows` rows, a power of two: they read keys together. Stored values have `value_size`
-    columns, None for as many as keys. Rows whose positions are chosen are computed one by one.
+    `most_rows` rows, a power of two: they read keys together. Of 0 rows it is one whose positions
+    are chosen.
     """
     of_query = 4 * (size + n_columns + KEYS + 2 * _BESIDE_COLUMNS)
-    most = min(16, (n_bytes - 4 * KEYS * (_KEY_COLUMNS + is_chosen)) // of_query)
+    most = min(16, (n_bytes - 4 * KEYS * (_KEY_COLUMNS + (most_rows == 0))) // of_query)
     most = most // 4 * 4 or most  # numbers of queries lie four by four
     n_heads = next(n for n in (8, 6, 4, 2, 1) if n <= most and n_queries % n == 0)
-    n_rows = 1 << min(most_rows, most // n_heads).bit_length() - 1
+    n_rows = 1 << min(most_rows or 1, most // n_heads).bit_length() - 1
     macros = {"HEADS": n_heads, "TOGETHER": n_rows, "SIZE": size, "OF_VALUE": n_columns}
-    return macros | {"VALUE_SIZE": value_size or size, "CHOSEN": int(is_chosen), "PAGE": PAGE}
+    return macros | {"CHOSEN": int(most_rows == 0)}
 
 
 def blocks_within(position: int) -> int:
@@ -95,8 +88,9 @@ def why_no_attention(own: Attention) -> str:
 class Attend:
     """Attention of one kind: queries over the pages of their slots.
 
-    Keys have `size` columns, values the first `n_columns` of as many. `row_stride` is from row to
-    row of queries, which may grow with their position.
+    Keys have the first of `sizes` columns, values the first of as many, by the second. `row_stride`
+    is from row to row of queries, which may grow with their position. Rows may have chosen up to
+    `n_chosen` positions.
     """
 
     def __init__(
@@ -104,25 +98,19 @@ class Attend:
         on: MixerDevice,
         kind: AttentionKind,
         n_heads: tuple[int, int],
-        size: int,
-        n_columns: int,
+        sizes: tuple[int, int],
         row_stride: int,
         *,
         has_gates: bool = False,
         grows: bool = False,
-        value_size: int | None = None,
         n_chosen: int = 0,
     ) -> None:
-        """Compile it for query and KV heads; of rows that choose up to `n_chosen` positions too.
-
-        Raises CapacityError.
-        """
+        """Compile it for query and KV heads. Raises CapacityError."""
         n_bytes = _OTHER_GROUP_BYTES.get(on.driver.dialect, _GROUP_BYTES)
-        sizes = n_heads[0] // n_heads[1], size, n_columns
+        size, n_columns = sizes
         of_rows = [
-            attention_macros(*sizes, n_rows, n_bytes, value_size, is_chosen=is_chosen)
-            for n_rows, is_chosen in ((1, False), (_TOGETHER, False), (1, True))
-            if n_chosen or not is_chosen
+            attention_macros(n_heads[0] // n_heads[1], size, n_columns, n_rows, n_bytes)
+            for n_rows in ((1, _TOGETHER, 0) if n_chosen else (1, _TOGETHER))
         ]
         self._few, self._many, *self._chosen = (
             (each["TOGETHER"], each["HEADS"], on.kernels.of(each, ATTENTION_PARTS, ATTENTION_NAMES))
@@ -206,7 +194,7 @@ class DeviceAttention:
         heads, size = (own.n_heads, own.n_kv_heads), own.head_size
         row_stride = self._qkv.shape[0]
         self._attend = Attend(
-            on, own.kind, heads, size, size, row_stride, has_gates=self._has_gates, grows=grows
+            on, own.kind, heads, (size, size), row_stride, has_gates=self._has_gates, grows=grows
         )
 
     def __call__(self, rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:

@@ -8,38 +8,35 @@ Axes in shape comments: T rows, E hidden size, I heads of an index, D columns of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from shardnet.model.config.model_config import Indexer
 from shardnet.model.devices.device_attention import KEYS
 from shardnet.model.devices.device_kv import PAGE
 from shardnet.model.devices.mixer_device import MixerDevice, StepBuffers
-from shardnet.model.drivers.driver import THREADS, Array, Buffer, launch
+from shardnet.model.drivers.driver import THREADS, Array, Buffer, Kernel, launch
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.attention import Span
+from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.mixers.position_indexer import PositionIndexer
 
 CHOICE_PARTS: Final = ("vectors", "choice")
 """Of the text."""
-CHOICE_NAMES: Final = ("index_heads", "score_entries", "choose_entries")
+CHOICE_NAMES: Final = ("index_heads", "score_positions", "choose_positions")
 _MOST_SCORE_BYTES: Final = 64 << 20
 """Rows whose scores take more choose one part after the other."""
-_UNUSED: Final = 0xFFFFFFFF
 
 
 def why_no_choice(own: PositionIndexer | None) -> str:
     """Say what the text does not compute of an indexer but for its linears, "" for nothing."""
-    if own is None or own.projections is None:
+    if own is None:
         return ""
-    if own.projections.pool is not None:
+    if own.config.n_pooled > 1:
         return "a choice of entries"
-    if own.projections.k_norm.bias is None:
-        return "this norm"
-    return ""
+    return "this norm" if own.projections and own.projections.k_norm.bias is None else ""
 
 
 def linears_of_index(own: PositionIndexer | None) -> list[Linear]:
@@ -47,43 +44,6 @@ def linears_of_index(own: PositionIndexer | None) -> list[Linear]:
     if own is None or own.projections is None:
         return []
     return [own.projections.wq_b, own.projections.wk, own.projections.weights_proj]
-
-
-class Chooser:
-    """Chooses among entries by their keys: for each row the best, and those behind the last one."""
-
-    def __init__(self, config: Indexer, on: MixerDevice, factor: float) -> None:
-        """Compile it; weights of heads are multiplied by `factor`."""
-        self._on, self._config, self._factor = on, config, np.float32(factor)
-        self.kernels = on.kernels.of({"SIZE": config.head_size}, CHOICE_PARTS, CHOICE_NAMES)
-
-    def __call__(
-        self, queries: Buffer, weights: Buffer, keys: tuple[Buffer, int], step: StepBuffers
-    ) -> None:
-        """Choose by queries [T, I, D] and weights [T, I], and keys that are so far apart."""
-        on, config, n_rows, (stored, stride) = self._on, self._config, step.n_rows, keys
-        n_pooled, n_entries = config.n_pooled, config.n_chosen // config.n_pooled
-        n_columns = -(-step.n_blocks * KEYS // n_pooled)
-        at_once = max(1, min(n_rows, _MOST_SCORE_BYTES // (4 * n_columns)))
-        scores = on.scratch.of("scores of index", 4 * at_once * n_columns)
-        chosen, looked = chosen_buffers(on, config, n_rows)
-        for first in range(0, n_rows, at_once):
-            n = min(at_once, n_rows - first)
-            launch(
-                on.driver,
-                self.kernels["score_entries"],
-                (-(-n_columns // THREADS), n),
-                [queries, weights, *step.at, stored, scores],
-                *(first, config.n_heads, stride, PAGE // n_pooled, n_pooled, n_entries, n_columns),
-                self._factor,
-            )
-            launch(
-                on.driver,
-                self.kernels["choose_entries"],
-                (n, 1),
-                [scores, step.at[0], chosen, looked],
-                *(first, n_pooled, n_entries, n_columns),
-            )
 
 
 class DeviceIndexer:
@@ -98,8 +58,7 @@ class DeviceIndexer:
         self._norm = on.put(np.stack([norm.weight.float().numpy(), norm.bias.float().numpy()]))
         self._eps = np.float32(norm.eps)
         self._turning = own.config.head_size - own.rope_size if own.config.rotates_last else 0
-        factor = (own.config.n_heads * own.config.head_size) ** -0.5
-        self._chooser = Chooser(own.config, on, factor)
+        self._kernels = on.kernels.of({"SIZE": own.config.head_size}, CHOICE_PARTS, CHOICE_NAMES)
 
     def __call__(self, rows: Buffer, low_rank: Buffer, index: int, step: StepBuffers) -> None:
         """Store the keys of normalised rows [T, E] in layer `index`, and choose what they see."""
@@ -115,32 +74,82 @@ class DeviceIndexer:
             self._queries(low_rank, n_rows, queries)
         launch(
             on.driver,
-            self._chooser.kernels["index_heads"],
+            self._kernels["index_heads"],
             (n_rows, 1 + n_heads * step.chooses),
-            [queries, keys, keys, self._norm, cosines, sines, *step.at, stored],
-            *(n_heads, self._turning, n_rotated, config.width, PAGE, int(config.interleaved)),
-            self._eps,
+            [queries, keys, self._norm, cosines, sines, *step.at, stored],
+            *(n_heads, self._turning, n_rotated, PAGE, int(config.interleaved), self._eps),
         )
         if step.chooses:
-            self._chooser(queries, weights, (stored, config.width), step)
+            choose(on, self._kernels, config, [queries, weights, *step.at, stored], step)
+
+
+def choose(
+    on: MixerDevice,
+    kernels: Mapping[str, Kernel],
+    config: Indexer,
+    given: Sequence[Buffer],
+    step: StepBuffers,
+) -> None:
+    """Choose positions by the `given` queries [T, I, D], weights [T, I], places, pages and keys."""
+    n_rows, n_columns, n_chosen = step.n_rows, step.n_blocks * KEYS, config.n_chosen
+    at_once = max(1, min(n_rows, _MOST_SCORE_BYTES // (4 * n_columns)))
+    scores = on.scratch.of("scores of index", 4 * at_once * n_columns)
+    both = chosen_buffers(on, config, n_rows)
+    factor = np.float32((config.n_heads * config.head_size) ** -0.5)
+    for first in range(0, n_rows, at_once):
+        n = min(at_once, n_rows - first)
+        launch(
+            on.driver,
+            kernels["score_positions"],
+            (-(-n_columns // THREADS), n),
+            [*given, scores],
+            *(first, config.n_heads, PAGE, n_chosen, n_columns, factor),
+        )
+        buffers = [scores, step.at[0], *both]
+        launch(on.driver, kernels["choose_positions"], (n, 1), buffers, first, n_chosen, n_columns)
 
 
 def chosen_buffers(on: MixerDevice, config: Indexer, n_rows: int) -> tuple[Buffer, Buffer]:
     """Return the scratch of what rows have chosen, and of what `places` is for attention there."""
     of = on.scratch.of
-    return of("chosen", 4 * n_rows * config.n_attended), of("looked", 12 * n_rows)
+    return of("chosen", 4 * n_rows * config.n_chosen), of("looked", 12 * n_rows)
 
 
-def bring_choice(on: MixerDevice, config: Indexer, chosen: Tensor, at: Array) -> None:
-    """Upload what rows have chosen, int32 [T, n], on another stage; `at` as for `StepBuffers`."""
-    numbers = chosen.numpy().view(np.uint32)
-    looked = at.copy()
-    looked[:, 0] = (numbers != _UNUSED).sum(1) - 1
-    for buffer, array in zip(chosen_buffers(on, config, len(at)), (numbers, looked), strict=True):
-        on.driver.upload(buffer, np.ascontiguousarray(array))
+class StageChoices:
+    """What a stage's rows have chosen: what comes of a stage before, and what goes to the next.
 
+    With `hands_on` the next one takes it.
+    """
 
-def sees_more(config: Indexer, spans: Sequence[Span]) -> bool:
-    """Whether a row of a step sees more than it may choose."""
-    ends = (span.position + span.end - span.start for span in spans)
-    return max(ends) // config.n_pooled > config.n_chosen // config.n_pooled
+    def __init__(
+        self, indexers: Sequence[PositionIndexer], on: MixerDevice, *, hands_on: bool
+    ) -> None:
+        self._on, self._hands_on = on, hands_on
+        self._config = indexers[0].config if indexers else None
+        self._takes = bool(indexers) and indexers[0].projections is None
+
+    def are_missing(self, step: ForwardStep) -> bool:
+        """Whether a layer takes the choice of one before, which has made none."""
+        return self._takes and not step.choices
+
+    def bring(self, step: ForwardStep, at: Array) -> bool:
+        """Upload what came, by `at` of StepBuffers; say whether rows see more than they choose."""
+        config, chosen = self._config, step.choices[-1] if self._takes else None
+        if config is None:
+            return False
+        if chosen is not None:
+            looked = at.copy()
+            looked[:, 0] = (chosen >= 0).sum(1).numpy() - 1
+            both = chosen_buffers(self._on, config, len(at))
+            for buffer, array in zip(both, (chosen.numpy(), looked), strict=True):
+                self._on.driver.upload(buffer, np.ascontiguousarray(array))
+        return max(span.position + span.end - span.start for span in step.spans) > config.n_chosen
+
+    def hand_on(self, step: ForwardStep, n_rows: int, *, chooses: bool) -> None:
+        """Write down what rows have chosen last, where the next stage takes it: see Choose."""
+        if not self._hands_on or self._config is None:
+            return
+        chosen = torch.empty(n_rows, self._config.n_chosen, dtype=torch.int32)
+        if chooses:
+            self._on.driver.download(self._on.scratch.of("chosen", 0), chosen.numpy())
+        step.choices.append(chosen if chooses else None)

@@ -79,18 +79,11 @@ class DeviceLatents:
         self._gates = None if own.gate_proj is None else on.make(own.gate_proj)
         self._indexer, n_chosen = None, 0
         if own.indexer is not None:
-            n_chosen = own.indexer.config.n_attended
+            n_chosen = own.indexer.config.n_chosen
             if own.indexer.projections is not None:
                 self._indexer = DeviceIndexer(own.indexer, on)
-        self._attend = Attend(
-            on,
-            own.kind,
-            (self.n_heads, 1),
-            width,
-            rank,
-            self.n_heads * width,
-            n_chosen=n_chosen,
-        )
+        heads, stride = (self.n_heads, 1), self.n_heads * width
+        self._attend = Attend(on, own.kind, heads, (width, rank), stride, n_chosen=n_chosen)
 
     def __call__(self, rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
         """Run normalised rows [T, E] through it in layer `index` within the stage: `inner`."""
@@ -117,11 +110,10 @@ class DeviceLatents:
         outputs = of("values of heads", 4 * n_visits * latent.value_size)
         self._values(attended, n_visits, outputs, visits=step.heads)
         if self._gates is not None:
-            gates, n = of("gates of heads", 4 * n_rows * self._gates.shape[0]), self._gates.shape[0]
+            n, n_gates = n_visits * latent.value_size, n_rows * self._gates.shape[0]
+            gates = of("gates of heads", 4 * n_gates)
             self._gates(rows, n_rows, gates)
-            n_outputs = n_visits * latent.value_size
-            groups = -(-n_outputs // THREADS), 1
-            on.launch("open_rows", groups, [outputs, gates], n_outputs, n_outputs // (n_rows * n))
+            on.launch("open_rows", (-(-n // THREADS), 1), [outputs, gates], n, n // n_gates)
         self._output(outputs, n_rows, inner)
 
     def _queries(self, rows: Buffer, index: int, step: StepBuffers) -> Buffer:

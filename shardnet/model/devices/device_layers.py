@@ -25,7 +25,7 @@ from shardnet.model.devices.device_attention import (
     DeviceAttention,
     blocks_within,
 )
-from shardnet.model.devices.device_choice import bring_choice, chosen_buffers, sees_more
+from shardnet.model.devices.device_choice import StageChoices
 from shardnet.model.devices.device_experts import (
     DeviceExperts,
     bias_of,
@@ -296,7 +296,6 @@ class DeviceLayers:
         self._n_latent_heads = 0
         self._temperature: Temperature | None = None
         self._with_states: dict[int, StateLayer] = {}
-        self._hands_on = hands_on
         self._indexers: list[PositionIndexer] = []
         self._on = MixerDevice(
             driver=device.driver,
@@ -311,6 +310,7 @@ class DeviceLayers:
             inputs_of=lambda index: kv.states_on.inputs.buffers[index],
         )
         self._sublayers = list(self._uploaded(layers))
+        self._choices = StageChoices(self._indexers, self._on, hands_on=hands_on)
         kv.compute_on(device.driver, self._with_states)
 
     def _uploaded(self, layers: Sequence[Layer]) -> Iterator[_Sublayer]:
@@ -400,23 +400,11 @@ class DeviceLayers:
             return None
         if step.experts is not None or any(span.see_each_other for span in step.spans):
             return None
-        takes_choice = bool(self._indexers) and self._indexers[0].projections is None
-        if takes_choice and not step.choices:
+        if self._choices.are_missing(step):
             return None
         device, n_rows = self._device, len(hidden)
-        chooses = bool(self._indexers) and sees_more(self._indexers[0].config, step.spans)
         places, pages, runs = self._kv.bring(step.spans)
-        own = {id(rotary): rotary for rotary in rotaries}
-        number = {key: n for n, key in enumerate(own)}
-        of_layers = tuple(number[id(rotary)] for rotary in rotaries)
-        tables = [
-            (
-                device.put_in(f"cosines {n}", rotary.cos.numpy()),
-                device.put_in(f"sines {n}", rotary.sin.numpy()),
-                rotary.cos.shape[-1],
-            )
-            for n, rotary in enumerate(own.values())
-        ]
+        of_layers, tables = self._tables(rotaries)
         rows = device.put_in("hidden", hidden.numpy())
         rounds = step.hidden_dtype is not None
         growth = np.ones(n_rows, np.float32)
@@ -430,15 +418,13 @@ class DeviceLayers:
             n_blocks=n_blocks,
             at=(device.put_in("places", at), device.put_in("pages", pages)),
             runs=device.put_in("runs", runs[:, :4]),
-            tables=[tables[n] for n in of_layers],
+            tables=tables,
             heads=visits_of_heads(n_rows, self._n_latent_heads, device.put_in)
             if self._n_latent_heads
             else None,
             kept=device.put_in("kept", runs[:, 4]) if keeps else None,
-            chooses=chooses,
+            chooses=self._choices.bring(step, at),
         )
-        if takes_choice and step.choices[-1] is not None:
-            bring_choice(self._on, self._indexers[0].config, step.choices[-1], at)
 
         def launch_all() -> None:
             inner = self._inner(hidden.shape)
@@ -450,22 +436,30 @@ class DeviceLayers:
                 sublayer(self._input(sublayer.around, rows), inner, brought)
                 self._between(sublayer.around, following, rows, hidden.shape, rounds=rounded)
 
-        self._launch_or_replay(
-            n_rows, (n_rows, n_blocks, rounds, keeps, chooses, of_layers), launch_all
-        )
+        key = n_rows, n_blocks, rounds, keeps, brought.chooses, of_layers
+        self._launch_or_replay(n_rows, key, launch_all)
         out = torch.empty_like(hidden)
         device.driver.download(rows, out.numpy())
-        if self._hands_on:
-            step.choices.append(self._chosen(n_rows) if chooses else None)
+        self._choices.hand_on(step, n_rows, chooses=brought.chooses)
         return out
 
-    def _chosen(self, n_rows: int) -> Tensor:
-        """Return what rows have chosen last: see Choose."""
-        config = self._indexers[0].config
-        chosen = torch.empty(n_rows, config.n_attended, dtype=torch.int32)
-        buffer, _ = chosen_buffers(self._on, config, n_rows)
-        self._device.driver.download(buffer, chosen.numpy())
-        return chosen
+    def _tables(
+        self, rotaries: Sequence[Rotary]
+    ) -> tuple[tuple[int, ...], list[tuple[Buffer, Buffer, int]]]:
+        """Upload the rotary tables of layers: which one each has, and `tables` of StepBuffers."""
+        put_in = self._device.put_in
+        own = {id(rotary): rotary for rotary in rotaries}
+        number = {key: n for n, key in enumerate(own)}
+        of_layers = tuple(number[id(rotary)] for rotary in rotaries)
+        tables = [
+            (
+                put_in(f"cosines {n}", rotary.cos.numpy()),
+                put_in(f"sines {n}", rotary.sin.numpy()),
+                rotary.cos.shape[-1],
+            )
+            for n, rotary in enumerate(own.values())
+        ]
+        return of_layers, [tables[n] for n in of_layers]
 
     def _launch_or_replay(self, n_rows: int, key: Hashable, launch_all: Callable[[], None]) -> None:
         """Launch a step; like others before it with one call, where the driver records launches.

@@ -160,6 +160,7 @@ class DeviceRecurrence:
         self._output = make(own.out_proj)
         self._numbers, self._has_norm = put(_numbers(own)), own.parameters.norm_weight is not None
         self._eps = np.float32(own.parameters.norm_eps)
+        self._gates_alone = int(own.parameters.gates_alone)
         self._write_scale = np.float32(own.parameters.write_scale)
         places = _Places.of(own)
         begins = places.queries, places.keys, places.values, places.gate
@@ -207,7 +208,7 @@ class DeviceRecurrence:
             *(*widths, self._small_share),
             *(own.n_taps, own.n_key_heads, own.n_value_heads, own.key_size, own.value_size),
             *(int(own.takes_turns), int(own.is_mamba), int(self._has_norm)),
-            *(self._eps, self._write_scale),
+            *(self._gates_alone, self._eps, self._write_scale),
         )
 
     def replay(

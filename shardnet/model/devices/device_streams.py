@@ -15,7 +15,7 @@ import numpy as np
 from shardnet.model.config.model_config import StreamKind
 from shardnet.model.devices.mixer_device import BEFORE, MixerDevice
 from shardnet.model.devices.products import NO_ACTIVATION, Gating
-from shardnet.model.drivers.driver import THREADS, Array, Buffer, launch
+from shardnet.model.drivers.driver import THREADS, Buffer, launch
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.layers.decoder_layer import StreamResidual
@@ -27,6 +27,7 @@ STREAM_PARTS: Final = ("vectors", "streams")
 STREAM_NAMES: Final = ("join_streams", "join_gated", "share_streams")
 _MOST: Final = 14
 """Streams whose mixes the threads of a group have one each."""
+_Norm = tuple[Buffer, np.float32]
 _BY_SILU: Final = Gating(activation=NO_ACTIVATION + 1)
 
 
@@ -60,7 +61,7 @@ class DeviceStreams:
         if isinstance(mixer, GatedMixer):
             self._count, self._width = mixer.norm.weight.shape
             self._linears = [
-                on.make_by_id(linear, factors=_shares(linear, self._count))
+                on.make_by_id(linear, factors=np.full(linear.shape[0], np.float32(1 / self._count)))
                 for linear in (mixer.down, mixer.inject)
                 if isinstance(linear, PanelLinear)
             ] + [on.make(mixer.up)]
@@ -93,13 +94,13 @@ class DeviceStreams:
         wide = of("normed streams", 4 * n_rows * count * width)
         linear, *more = self._linears
         if more:  # of a GatedMixer
-            self._normalize(streams, self._norm, wide, (n_rows * count, width, count))
             inject, up = more
-            low = of("low rank", 4 * n_rows * linear.shape[0])
-            raw, gates = (
-                of("raw mixes", 4 * n_rows * count),
-                of("gates of streams", 4 * n_rows * count * width),
+            self._normalize(streams, self._norm, wide, (n_rows * count, width, count))
+            low, gates = (
+                of(name, 4 * n_rows * made.shape[0])
+                for name, made in (("low rank", linear), ("gates of streams", up))
             )
+            raw = of("raw mixes", 4 * n_rows * count)
             linear(wide, n_rows, low)
             inject(wide, n_rows, raw, behind=linear)
             up(low, n_rows, gates, _BY_SILU)
@@ -128,21 +129,10 @@ class DeviceStreams:
         launch(self._on.driver, self._kernels[name], groups, buffers, self._width, *more)
 
     def _normalize(
-        self,
-        rows: Buffer,
-        norm: tuple[Buffer, np.float32],
-        out: Buffer,
-        shape: tuple[int, int, int],
+        self, rows: Buffer, norm: _Norm, out: Buffer, shape: tuple[int, int, int]
     ) -> None:
         """Norm so many rows of so many columns, with so many weights in turns."""
-        (weight, eps), (n_rows, width, n_turns) = norm, shape
+        (weight, eps), (n_rows, width, n_turns), none = norm, shape, np.float32(0)
         buffers = [rows, rows, weight, weight, out]
-        none = np.float32(0)
-        self._on.launch(
-            "add_and_norm", (n_rows, 1), buffers, width, BEFORE, n_turns, none, none, eps
-        )
-
-
-def _shares(linear: PanelLinear, count: int) -> Array:
-    """Return the factors that divide outputs by a power of two."""
-    return np.full(linear.shape[0], 1 / count, np.float32)
+        numbers = width, BEFORE, n_turns, none, none, eps
+        self._on.launch("add_and_norm", (n_rows, 1), buffers, *numbers)

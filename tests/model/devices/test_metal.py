@@ -48,7 +48,7 @@ def test_metals_words_make_sense() -> None:
     texts += [whole_text("metal", {}, *parts) for parts in (LAYER_PARTS, STATE_PARTS)]
     texts += [whole_text("metal", {"STREAMS": 4}, *STREAM_PARTS)]
     texts += [whole_text("metal", {"SIZE": 128}, *CHOICE_PARTS)]
-    chosen = attention_macros(8, 128, 128, is_chosen=True)
+    chosen = attention_macros(8, 128, 128, 0)
     texts += [whole_text("metal", chosen, *ATTENTION_PARTS)]
     for text in texts:
         turned = as_metal(text)

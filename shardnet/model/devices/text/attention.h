@@ -1,8 +1,8 @@
 /* Attention in the order of docs/exactness.md: blocks of 128 positions, counted from the first, computed apart and
  * joined in their order. A group of threads has HEADS query heads of one KV head for TOGETHER rows, which read keys and
  * values together where they are of one slot; it joins its blocks itself, or, where a row's blocks are spread over several
- * groups, writes them down for `join_blocks`. Keys have SIZE columns, and values the first OF_VALUE of VALUE_SIZE. With
- * CHOSEN a row attends to positions that were chosen, as if they stood one behind the other (choice.h). */
+ * groups, writes them down for `join_blocks`. Keys have SIZE columns, and values the first OF_VALUE of as many. With CHOSEN
+ * a row attends to positions that were chosen, as if they stood one behind the other (choice.h). */
 
 #define KEYS 128
 #define COLUMNS 32
@@ -14,13 +14,8 @@
     (window > CHUNKS ? (position) & (CHUNKS - window) /* chunks of 2^n */ \
      : window && (position) >= window ? (position) - window + 1 : 0)
 
-#if CHOSEN
-#define KEY_AT(i) ((uint64_t)row_of[i] * SIZE)
-#define VALUE_AT(i) ((uint64_t)row_of[i] * VALUE_SIZE)
-#else
-#define KEY_AT(i) (slot + (uint64_t)(i) * SIZE)
-#define VALUE_AT(i) (value_slot + (uint64_t)(i) * VALUE_SIZE)
-#endif
+/* Where the keys and values of the block's position i begin. */
+#define ROW_AT(i) (CHOSEN ? (uint64_t)row_of[i] * SIZE : slot + (uint64_t)(i) * SIZE)
 
 /* Queries are numbered by rows, then heads; those of a key or of a column lie together, four by four. */
 #define QUERIES (TOGETHER * HEADS)
@@ -49,7 +44,7 @@
 #define BRING(begin_column)                                                                        \
     TIMES (k, OF_THREAD) {                                                                         \
         const uint32_t key_at = (k * THREADS + THREAD) / COLUMNS, c = (begin_column) + THREAD % COLUMNS; \
-        if (key_at < high && c < SIZE) MY(coming)[k] = keys[KEY_AT(key_at) + c];                    \
+        if (key_at < high && c < SIZE) MY(coming)[k] = keys[ROW_AT(key_at) + c];                    \
     }
 
 #if TOGETHER == 1 && !CHOSEN
@@ -60,7 +55,7 @@
 /* Adds up the values at `i` for the queries of a thread from `q` on that see it. */
 #define ADD_VALUES(sees)                                                                           \
     {                                                                                              \
-        const float value = values[VALUE_AT(i) + c];                                               \
+        const float value = values[ROW_AT(i) + c];                                               \
         TAKE(weight, PAIR, score + i * QUADS, q)                                                   \
         TIMES (p, PAIR) if (sees) sum[p] = FMA(weight[p], value, sum[p]);                          \
     }
@@ -90,9 +85,7 @@ KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL c
     AWAIT
     SHARED FOUR query[SIZE * QUADS], score[KEYS * QUADS];
     SHARED float total[QUERIES * SUMS], key[KEYS * (COLUMNS + 1)], parts[QUERIES * PARTS], most[QUERIES], best[QUERIES];
-#if CHOSEN
-    SHARED uint32_t row_of[KEYS];
-#endif
+    SHARED uint32_t row_of[CHOSEN ? KEYS : 1];
     OWN(float, coming, OF_THREAD);
     OWN(float, product, EACH);
     const uint32_t head = GROUP_X / n_splits * HEADS, kv_head = head / (n_heads / n_kv_heads);
@@ -115,17 +108,16 @@ KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL c
         for (uint32_t begin = (FIRST_KEY(position) / KEYS + GROUP_X % n_splits) * KEYS; begin < position + n;
              begin += n_splits * KEYS) {
             const uint32_t low = LOW(0), high = HIGH(last), page = pages[places[3 * row + 1] + begin / page_size];
-            const uint64_t first_row = (uint64_t)(page * n_kv_heads + kv_head) * page_size + begin % page_size;
-            const uint64_t slot = first_row * SIZE, value_slot = first_row * VALUE_SIZE;
-#if CHOSEN
-            PHASE {
-                if (THREAD < high) {
-                    const uint32_t at = chosen[(uint64_t)row * n_chosen + begin + THREAD];
-                    const uint32_t its_page = pages[places[3 * row + 1] + at / PAGE];
-                    row_of[THREAD] = (its_page * n_kv_heads + kv_head) * PAGE + at % PAGE;
+            const uint64_t slot = ((uint64_t)(page * n_kv_heads + kv_head) * page_size + begin % page_size) * SIZE;
+            if (CHOSEN) {
+                PHASE {
+                    if (THREAD < high) {
+                        const uint32_t at = chosen[(uint64_t)row * n_chosen + begin + THREAD];
+                        const uint32_t its_page = pages[places[3 * row + 1] + at / page_size];
+                        row_of[THREAD] = (its_page * n_kv_heads + kv_head) * page_size + at % page_size;
+                    }
                 }
             }
-#endif
             PHASE {
                 BRING(0)
                 TIMES (k, EACH) MY(product)[k] = 0;

@@ -79,7 +79,7 @@ KERNEL recur(GLOBAL const float *projected, GLOBAL const float *small, GLOBAL co
              GLOBAL const uint32_t *places, GLOBAL const uint32_t *runs, GLOBAL float *states, GLOBAL float *out,
              uint32_t width, uint32_t small_width, uint32_t small_share, uint32_t n_taps, uint32_t n_key_heads,
              uint32_t n_heads, uint32_t key_size, uint32_t size, uint32_t takes_turns, uint32_t is_mamba,
-             uint32_t has_norm, float eps, float write_scale WHERE) {
+             uint32_t has_norm, uint32_t gates_alone, float eps, float write_scale WHERE) {
     AWAIT
     SHARED float mixed[3 * MOST], parts[2 * PARTS], factor[2], decays[THREADS], writes[THREADS];
     const uint32_t head = GROUP_X, first = GROUP_Y, n_shared = n_heads / n_key_heads, before = n_taps - 1;
@@ -183,7 +183,7 @@ KERNEL recur(GLOBAL const float *projected, GLOBAL const float *small, GLOBAL co
             for (uint32_t c = THREAD; c < size; c += THREADS) {
                 const float read = has_norm ? MUL(MUL(mixed[n_read + c], factor[0]), weight[c]) : mixed[n_read + c];
                 const float gate = projected[(uint64_t)row * width + places[3] + of_value + c];
-                out[((uint64_t)row * n_heads + head) * size + c] = MUL(read, activated(gate, 0));
+                out[((uint64_t)row * n_heads + head) * size + c] = MUL(read, gates_alone ? sigmoid(gate) : activated(gate, 0));
             }
         }
     }
