@@ -292,6 +292,34 @@ def test_latents_wider_than_a_group_of_threads_holds_are_left_to_the_host(
     assert not stage.choice.by_text
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "whys"),
+    [
+        ("deepseek_v4", {}, ["compressed entries"]),
+        ("glm5_next_text", {}, ["decays of single columns", "a choice of entries"]),
+        ("glm5_next_text-shared", {}, ["a choice of entries"]),
+        ("qwen4_exp_text", {"hc_count": 4}, ["n-gram embeddings", "a choice of blocks"]),
+    ],
+)
+def test_what_a_device_leaves_to_the_host_is_named(
+    name: str,
+    sizes: dict[str, Any],
+    whys: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = make_decoder(tmp_path, name.split("-")[0], **CASES[name] | sizes)
+    choice = probe(torch.device("cpu"), DType.FLOAT32, None, arith=Arith.PORTABLE)
+    on = functools.partial(load_stage, on=device_of(HOST))
+    monkeypatch.setattr(stage_chain, "load_stage", on)
+    n_layers = Checkpoint.open(folder).config.n_layers
+    StageChain.load(folder, even_split(n_layers, n_layers), choice)
+    said = capsys.readouterr().err
+    for why in whys if HAS_VECTORS else []:
+        assert f"the kernel text does not compute {why}" in said
+
+
 def test_blocks_that_take_too_much_are_not_written_down(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

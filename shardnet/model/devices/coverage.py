@@ -39,7 +39,7 @@ from shardnet.model.layers.norms import Norm
 from shardnet.model.mixers.gated_delta import GatedDeltaNet
 from shardnet.model.mixers.latent_attention import LatentAttention
 from shardnet.model.mixers.mixed_attention import GatedAttention, TemperedAttention
-from shardnet.model.mixers.short_conv import ShortConvolution
+from shardnet.model.mixers.short_conv import NgramSublayer, ShortConvolution
 
 
 def why_not(layers: Sequence[object], kv: DeviceKvCache) -> str:
@@ -66,6 +66,8 @@ def _why_no_sublayer(sublayer: Sublayer) -> str:
             why = why_no_experts(sublayer.mlp, _is_multiplied)
         case MlpSublayer():
             why = _why_no_mlp(sublayer.mlp)
+        case NgramSublayer():
+            return "n-gram embeddings"
         case _:
             return "layers that are no attention and MLP"
     if isinstance(sublayer.residual, StreamResidual):

@@ -16,6 +16,7 @@ from shardnet.model.drivers.driver import Buffer, launch
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.modules import Attention, SelfAttention
 from shardnet.model.layers.native_attention import AttentionKind
+from shardnet.model.mixers.compressed_attention import CompressedAttention
 from shardnet.model.mixers.mixed_attention import GatedAttention
 
 ATTENTION_PARTS: Final = ("vectors", "attention")
@@ -66,10 +67,12 @@ def why_no_attention(own: Attention) -> str:
     """Say what the text does not compute of an attention but for its linears, "" for nothing."""
     if isinstance(own, GatedAttention):
         if own.indexer is not None:
-            return "a choice of positions"
+            return "a choice of blocks"
         if own.gates_behind:
             return "gates behind values"
         return "" if own.qk_norm.per_head else "a norm over all heads"
+    if isinstance(own, CompressedAttention):
+        return "compressed entries"
     if not isinstance(own, SelfAttention) or own.is_joined:
         return "this attention"
     if own.norms_rotated or own.norms_values or own.is_value_key:

@@ -88,7 +88,7 @@ def why_no_recurrence(own: GatedDeltaNet, is_multiplied: Callable[[Linear], bool
     """Say what the text does not compute of a recurrence, "" for nothing."""
     config = own.config
     if own.native is None or config.has_key_decays:
-        return "this recurrence"
+        return "decays of single columns" if config.has_key_decays else "this recurrence"
     if max(config.key_size, config.value_size) > _MOST:
         return f"a recurrence with heads of more than {_MOST} columns"
     if own.group_norm is not None and own.group_norm.weight.shape[1] % 4:
