@@ -133,11 +133,12 @@ class Device:
         *linears: PanelLinear,
         factors: Array | None = None,
         n_columns: int | None = None,
+        begin: int = 0,
     ) -> DeviceProduct:
         """Upload the weights of a linear, or of one for each expert, all alike.
 
         Outputs of a single linear are multiplied by `factors` [N], float32, if given, and rows of
-        outputs are `n_columns` apart, if given. Raises
+        outputs are `n_columns` apart, if given, with these from `begin` on. Raises
         ConfigurationError for a form with other bits here.
         """
         for part in linears[0].parts:
@@ -147,7 +148,7 @@ class Device:
         parts = [linear.parts for linear in linears]
         bias = bias_of(linears)
         return DeviceProduct(
-            self.kernels, self.driver, self.scratch, parts, bias, factors, n_columns
+            self.kernels, self.driver, self.scratch, parts, bias, factors, n_columns, begin
         )
 
     def _check(self, part: Panels) -> None:

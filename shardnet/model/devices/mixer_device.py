@@ -22,7 +22,11 @@ class MakeProduct(Protocol):
     """Uploads linears that are alike, one or one for each id. Raises CapacityError."""
 
     def __call__(
-        self, *linears: PanelLinear, factors: Array | None = None, n_columns: int | None = None
+        self,
+        *linears: PanelLinear,
+        factors: Array | None = None,
+        n_columns: int | None = None,
+        begin: int = 0,
     ) -> DeviceProduct:
         """See Device.product."""
 

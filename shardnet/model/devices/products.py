@@ -160,12 +160,13 @@ class DeviceProduct:
         bias: Array | None,
         factors: Array | None = None,
         n_columns: int | None = None,
+        begin: int = 0,
     ) -> None:
         """Upload weights, of one linear or of several that are chosen by id; `bias` [..., N].
 
         Outputs of a single linear may be multiplied by `factors` [N]. Rows of outputs are
-        `n_columns` apart, N if that is None. Parts of the same place must
-        be alike in all linears. Raises CapacityError.
+        `n_columns` apart, N if that is None, and have them from `begin` on. Parts of the same place
+        must be alike in all linears. Raises CapacityError.
         """
         self._kernels, self._driver, self._scratch = kernels, driver, scratch
         self._found: dict[tuple[int, str, int], Kernel] = {}
@@ -186,7 +187,7 @@ class DeviceProduct:
                 _Part(
                     form=part.form,
                     n_out=n_out,
-                    first=first,
+                    first=begin + first,
                     weights=self._put(*packed),
                     expert_words=packed[0].nbytes // 4 if len(packed) > 1 else 0,
                     order=None if order is None else self._put(order.numpy().astype(np.uint32)),
