@@ -25,7 +25,7 @@ from shardnet.model.mixers.position_indexer import PositionIndexer
 
 CHOICE_PARTS: Final = ("vectors", "choice")
 """Of the text."""
-CHOICE_NAMES: Final = ("index_heads", "score_positions", "choose_positions")
+CHOICE_NAMES: Final = ("index_heads", "pool_entries", "score_entries", "choose_entries")
 _MOST_SCORE_BYTES: Final = 64 << 20
 """Rows whose scores take more choose one part after the other."""
 
@@ -34,8 +34,8 @@ def why_no_choice(own: PositionIndexer | None) -> str:
     """Say what the text does not compute of an indexer but for its linears, "" for nothing."""
     if own is None:
         return ""
-    if own.config.n_pooled > 1:
-        return "a choice of entries"
+    if PAGE % own.config.n_pooled:
+        return f"entries of {own.config.n_pooled} positions"
     return "this norm" if own.projections and own.projections.k_norm.bias is None else ""
 
 
@@ -43,7 +43,8 @@ def linears_of_index(own: PositionIndexer | None) -> list[Linear]:
     """Return the linears of an indexer."""
     if own is None or own.projections is None:
         return []
-    return [own.projections.wq_b, own.projections.wk, own.projections.weights_proj]
+    made, pool = own.projections, own.projections.pool
+    return [made.wq_b, made.wk, made.weights_proj, *([] if pool is None else [pool.scores])]
 
 
 class DeviceIndexer:
@@ -53,7 +54,9 @@ class DeviceIndexer:
         """Upload it. Raises CapacityError."""
         assert own.projections is not None
         self._on, self._config, norm = on, own.config, own.projections.k_norm
-        self._queries, self._keys, self._weights = map(on.make, linears_of_index(own))
+        products, pool = map(on.make, linears_of_index(own)), own.projections.pool
+        self._queries, self._keys, self._weights, *self._scores = products
+        self._places = None if pool is None else on.put(pool.places.numpy())
         assert norm.bias is not None
         self._norm = on.put(np.stack([norm.weight.float().numpy(), norm.bias.float().numpy()]))
         self._eps = np.float32(norm.eps)
@@ -69,16 +72,26 @@ class DeviceIndexer:
         keys = of("keys of index", 4 * n_rows * size)
         weights = of("weights of index", 4 * n_rows * n_heads)
         self._keys(rows, n_rows, keys)
+        beside = keys
+        for scores in self._scores:
+            beside = of("scores of keys", 4 * n_rows * size)
+            scores(rows, n_rows, beside, behind=self._keys)
         if step.chooses:
-            self._weights(rows, n_rows, weights, behind=self._keys)
+            self._weights(rows, n_rows, weights)
             self._queries(low_rank, n_rows, queries)
         launch(
             on.driver,
             self._kernels["index_heads"],
             (n_rows, 1 + n_heads * step.chooses),
-            [queries, keys, self._norm, cosines, sines, *step.at, stored],
-            *(n_heads, self._turning, n_rotated, PAGE, int(config.interleaved), self._eps),
+            [queries, keys, beside, self._norm, cosines, sines, *step.at, stored],
+            *(n_heads, self._turning, n_rotated, config.width, PAGE, int(config.interleaved)),
+            self._eps,
         )
+        if self._places is not None:
+            entries, n_pooled = on.entries_of(index), config.n_pooled
+            buffers = [*step.at, stored, self._places, entries]
+            launch(on.driver, self._kernels["pool_entries"], (n_rows, 1), buffers, PAGE, n_pooled)
+            stored = entries
         if step.chooses:
             choose(on, self._kernels, config, [queries, weights, *step.at, stored], step)
 
@@ -90,8 +103,12 @@ def choose(
     given: Sequence[Buffer],
     step: StepBuffers,
 ) -> None:
-    """Choose positions by the `given` queries [T, I, D], weights [T, I], places, pages and keys."""
-    n_rows, n_columns, n_chosen = step.n_rows, step.n_blocks * KEYS, config.n_chosen
+    """Choose positions by the `given` queries [T, I, D], weights [T, I], places, pages and keys.
+
+    Keys are those of entries, if these have several positions each.
+    """
+    n_rows, n_pooled, n_chosen = step.n_rows, config.n_pooled, config.n_chosen // config.n_pooled
+    n_columns = -(-step.n_blocks * KEYS // n_pooled)
     at_once = max(1, min(n_rows, _MOST_SCORE_BYTES // (4 * n_columns)))
     scores = on.scratch.of("scores of index", 4 * at_once * n_columns)
     both = chosen_buffers(on, config, n_rows)
@@ -100,19 +117,20 @@ def choose(
         n = min(at_once, n_rows - first)
         launch(
             on.driver,
-            kernels["score_positions"],
+            kernels["score_entries"],
             (-(-n_columns // THREADS), n),
             [*given, scores],
-            *(first, config.n_heads, PAGE, n_chosen, n_columns, factor),
+            *(first, config.n_heads, PAGE // n_pooled, n_pooled, n_chosen, n_columns, factor),
         )
+        sizes = first, n_pooled, n_chosen, n_columns
         buffers = [scores, step.at[0], *both]
-        launch(on.driver, kernels["choose_positions"], (n, 1), buffers, first, n_chosen, n_columns)
+        launch(on.driver, kernels["choose_entries"], (n, 1), buffers, *sizes)
 
 
 def chosen_buffers(on: MixerDevice, config: Indexer, n_rows: int) -> tuple[Buffer, Buffer]:
     """Return the scratch of what rows have chosen, and of what `places` is for attention there."""
     of = on.scratch.of
-    return of("chosen", 4 * n_rows * config.n_chosen), of("looked", 12 * n_rows)
+    return of("chosen", 4 * n_rows * config.n_attended), of("looked", 12 * n_rows)
 
 
 class StageChoices:
@@ -143,13 +161,14 @@ class StageChoices:
             both = chosen_buffers(self._on, config, len(at))
             for buffer, array in zip(both, (chosen.numpy(), looked), strict=True):
                 self._on.driver.upload(buffer, np.ascontiguousarray(array))
-        return max(span.position + span.end - span.start for span in step.spans) > config.n_chosen
+        most, n_pooled = step.positions.max().item() + 1, config.n_pooled
+        return int(most) // n_pooled > config.n_chosen // n_pooled
 
     def hand_on(self, step: ForwardStep, n_rows: int, *, chooses: bool) -> None:
         """Write down what rows have chosen last, where the next stage takes it: see Choose."""
         if not self._hands_on or self._config is None:
             return
-        chosen = torch.empty(n_rows, self._config.n_chosen, dtype=torch.int32)
+        chosen = torch.empty(n_rows, self._config.n_attended, dtype=torch.int32)
         if chooses:
             self._on.driver.download(self._on.scratch.of("chosen", 0), chosen.numpy())
         step.choices.append(chosen if chooses else None)

@@ -79,7 +79,7 @@ class DeviceLatents:
         self._gates = None if own.gate_proj is None else on.make(own.gate_proj)
         self._indexer, n_chosen = None, 0
         if own.indexer is not None:
-            n_chosen = own.indexer.config.n_chosen
+            n_chosen = own.indexer.config.n_attended
             if own.indexer.projections is not None:
                 self._indexer = DeviceIndexer(own.indexer, on)
         heads, stride = (self.n_heads, 1), self.n_heads * width

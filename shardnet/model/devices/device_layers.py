@@ -124,8 +124,9 @@ class Device:
     def put_in(self, name: str, array: Array) -> Buffer:
         """Upload an array to scratch."""
         own = np.ascontiguousarray(array)
-        buffer = self.scratch.of(name, own.nbytes)
-        self.driver.upload(buffer, own)
+        buffer = self.scratch.of(name, max(4, own.nbytes))
+        if own.nbytes:
+            self.driver.upload(buffer, own)
         return buffer
 
     def product(
@@ -307,6 +308,7 @@ class DeviceLayers:
             scratch=device.scratch,
             launch=self._launch,
             pages_of=kv.pages_of,
+            entries_of=kv.entries_of,
             states_of=lambda index: kv.states_on.cells.buffers[index],
             inputs_of=lambda index: kv.states_on.inputs.buffers[index],
         )
@@ -362,7 +364,11 @@ class DeviceLayers:
         if isinstance(own, LatentAttention):
             latents = DeviceLatents(own, on)
             self._n_latent_heads, self._temperature = latents.n_heads, own.temperature
-            self._indexers += [own.indexer] if own.indexer is not None else []
+            if own.indexer is not None:
+                self._indexers.append(own.indexer)
+                projections, n_pooled = own.indexer.projections, own.indexer.config.n_pooled
+                if projections is not None and projections.pool is not None:
+                    self._kv.pooled[index] = n_pooled, projections.pool
             return latents
         if isinstance(own, TemperedAttention):
             self._temperature = own.temperature

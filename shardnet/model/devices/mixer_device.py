@@ -34,8 +34,8 @@ class MakeProduct(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerDevice:
     """What a mixer needs of the stage's device: products of linears, buffers with the host's
-    numbers, scratch memory, launches, kernels of its own, and where the keys, values, states and
-    kept inputs of a layer are.
+    numbers, scratch memory, launches, kernels of its own, and where the keys, values, entries,
+    states and kept inputs of a layer are.
     """
 
     driver: Driver
@@ -46,6 +46,7 @@ class MixerDevice:
     scratch: Rows
     launch: Callable[..., None]
     pages_of: Callable[[int], tuple[Buffer, Buffer]]
+    entries_of: Callable[[int], Buffer]
     states_of: Callable[[int], Buffer]
     inputs_of: Callable[[int], Buffer]
 

@@ -9,16 +9,17 @@
 #define ROW_OF(row, at) (pages[places[3 * (row) + 1] + (at) / page_size] * page_size + (at) % page_size)
 
 /* Head GROUP_Y of the index of row GROUP_X. The first is the key, which is normed, less its mean, by `norm`, weights and
- * biases, and goes to its slot; queries are rotated where they are. What is rotated of a head begins at column `first`. */
-KERNEL index_heads(GLOBAL float *queries, GLOBAL const float *keys, GLOBAL const float *norm, GLOBAL const float *cosines,
-                   GLOBAL const float *sines, GLOBAL const uint32_t *places,
+ * biases, and goes to its slot, [stride], with the columns of `beside` behind it; queries are rotated where they are. What
+ * is rotated of a head begins at column `first`. */
+KERNEL index_heads(GLOBAL float *queries, GLOBAL const float *keys, GLOBAL const float *beside, GLOBAL const float *norm,
+                   GLOBAL const float *cosines, GLOBAL const float *sines, GLOBAL const uint32_t *places,
                    GLOBAL const uint32_t *pages, GLOBAL float *stored, uint32_t n_heads, uint32_t first,
-                   uint32_t n_rotated, uint32_t page_size, uint32_t has_pairs, float eps WHERE) {
+                   uint32_t n_rotated, uint32_t stride, uint32_t page_size, uint32_t has_pairs, float eps WHERE) {
     AWAIT
     SHARED float line[SIZE], parts[PARTS], mean[1], scale[1];
     const uint32_t row = GROUP_X, is_key = GROUP_Y == 0, half_size = n_rotated / 2;
     const uint64_t own = ((uint64_t)row * n_heads + GROUP_Y - 1) * SIZE;
-    GLOBAL float *to = is_key ? stored + (uint64_t)ROW_OF(row, places[3 * row]) * SIZE : queries + own;
+    GLOBAL float *to = is_key ? stored + (uint64_t)ROW_OF(row, places[3 * row]) * stride : queries + own;
     PHASE {
         for (uint32_t i = THREAD; i < SIZE; i += THREADS) line[i] = is_key ? keys[(uint64_t)row * SIZE + i] : queries[own + i];
     }
@@ -44,6 +45,8 @@ KERNEL index_heads(GLOBAL float *queries, GLOBAL const float *keys, GLOBAL const
         PHASE {
             for (uint32_t i = THREAD; i < SIZE; i += THREADS)
                 line[i] = FMA(MUL(ADD(line[i], -mean[0]), scale[0]), norm[i], norm[SIZE + i]);
+            for (uint32_t i = SIZE + THREAD; i < stride; i += THREADS)
+                to[i] = beside[(uint64_t)row * (stride - SIZE) + i - SIZE];
         }
     }
     PHASE {
@@ -62,20 +65,52 @@ KERNEL index_heads(GLOBAL float *queries, GLOBAL const float *keys, GLOBAL const
     }
 }
 
-/* Scores the positions that row `first_row` + GROUP_Y sees, from THREADS * GROUP_X on: the sum over heads of a weight times
- * what is above 0 of a query times the position's key. A thread has a position. Rows that see no more than `n_chosen` are
- * left out. */
-KERNEL score_positions(GLOBAL const float *queries, GLOBAL const float *weights, GLOBAL const uint32_t *places,
-                       GLOBAL const uint32_t *pages, GLOBAL const float *stored, GLOBAL float *scores,
-                       uint32_t first_row, uint32_t n_heads, uint32_t page_size, uint32_t n_chosen, uint32_t n_columns,
-                       float factor WHERE) {
+/* Makes the entry of the `n_pooled` positions up to that of row GROUP_X, if they are whole: of their keys, column by column,
+ * by the softmax of their scores, [SIZE] each behind a key, and what `within` adds to them by place. */
+KERNEL pool_entries(GLOBAL const uint32_t *places, GLOBAL const uint32_t *pages, GLOBAL const float *stored,
+                    GLOBAL const float *within, GLOBAL float *entries, uint32_t page_size, uint32_t n_pooled WHERE) {
+    AWAIT
+    const uint32_t row = GROUP_X, end = places[3 * row] + 1, first_position = end - n_pooled;
+    if (end % n_pooled) return;
+    PHASE {
+        const uint64_t first = ROW_OF(row, first_position), entry = first / n_pooled;
+        for (uint32_t c = THREAD; c < SIZE; c += THREADS) {
+            GLOBAL const float *keys = stored + first * 2 * SIZE + c, *scores = keys + SIZE;
+            float best = -INFINITY, parts[PARTS], sum = 0;
+            for (uint32_t i = 0; i < n_pooled; i++) {
+                const float own = ADD(scores[i * 2 * SIZE], within[i * SIZE + c]);
+                best = is_more(own, best) ? own : best;
+            }
+            TIMES (part, PARTS) {
+                parts[part] = 0;
+                for (uint32_t i = part; i < n_pooled; i += PARTS)
+                    parts[part] = ADD(parts[part], exponential(ADD(ADD(scores[i * 2 * SIZE], within[i * SIZE + c]), -best)));
+            }
+            ADD_UP(parts)
+            for (uint32_t i = 0; i < n_pooled; i++) {
+                const float share = exponential(ADD(ADD(scores[i * 2 * SIZE], within[i * SIZE + c]), -best));
+                const float part = MUL(keys[i * 2 * SIZE], DIV(share, parts[0]));
+                sum = i ? ADD(sum, part) : part;
+            }
+            entries[entry * SIZE + c] = sum;
+        }
+    }
+}
+
+/* Scores the entries that row `first_row` + GROUP_Y sees, each of `n_pooled` positions and `page_size` a page, from
+ * THREADS * GROUP_X on: the sum over heads of a weight times what is above 0 of a query times the entry's key. A thread has
+ * an entry. Rows that see no more than `n_chosen` are left out. */
+KERNEL score_entries(GLOBAL const float *queries, GLOBAL const float *weights, GLOBAL const uint32_t *places,
+                     GLOBAL const uint32_t *pages, GLOBAL const float *stored, GLOBAL float *scores, uint32_t first_row,
+                     uint32_t n_heads, uint32_t page_size, uint32_t n_pooled, uint32_t n_chosen, uint32_t n_columns,
+                     float factor WHERE) {
     AWAIT
     SHARED float key[THREADS * (COLUMNS + 1)];
     SHARED uint32_t row_of[THREADS];
     SHARED FOUR query[COLUMNS * HEADS / 4];
     OWN(float, product, HEADS);
     OWN(float, score, 1);
-    const uint32_t row = first_row + GROUP_Y, seen = places[3 * row] + 1, begin = GROUP_X * THREADS;
+    const uint32_t row = first_row + GROUP_Y, seen = (places[3 * row] + 1) / n_pooled, begin = GROUP_X * THREADS;
     if (seen <= n_chosen || begin >= seen) return;
     PHASE {
         if (begin + THREAD < seen) row_of[THREAD] = ROW_OF(row, begin + THREAD);
@@ -125,22 +160,25 @@ INLINE uint32_t ordered(float score) {
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-/* Writes down the `n_chosen` positions that score highest for row `first_row` + GROUP_X, of equal ones the first, in
- * ascending order, UNUSED behind those of a row that sees fewer. What `places` says of a row `looked` says of these. The
- * smallest score that is taken is found digit by digit. */
-KERNEL choose_positions(GLOBAL const float *scores, GLOBAL const uint32_t *places, GLOBAL uint32_t *chosen,
-                        GLOBAL uint32_t *looked, uint32_t first_row, uint32_t n_chosen, uint32_t n_columns WHERE) {
+/* Writes down the positions of the `n_chosen` entries that score highest for row `first_row` + GROUP_X, of equal ones the
+ * first, in ascending order, and those behind the last whole entry; UNUSED behind them. What `places` says of a row `looked`
+ * says of these. The smallest score that is taken is found digit by digit. */
+KERNEL choose_entries(GLOBAL const float *scores, GLOBAL const uint32_t *places, GLOBAL uint32_t *chosen,
+                      GLOBAL uint32_t *looked, uint32_t first_row, uint32_t n_pooled, uint32_t n_chosen,
+                      uint32_t n_columns WHERE) {
     AWAIT
     SHARED uint32_t counts[DIGITS * THREADS], total[DIGITS], least[1];
     OWN(uint32_t, n_more, DIGITS);
-    const uint32_t row = first_row + GROUP_X, seen = places[3 * row] + 1, n = seen > n_chosen ? seen : 0;
-    const uint32_t each = (n + THREADS - 1) / THREADS;
+    const uint32_t row = first_row + GROUP_X, end = places[3 * row] + 1, seen = end / n_pooled;
+    const uint32_t n = seen > n_chosen ? seen : 0, each = (n + THREADS - 1) / THREADS;
+    const uint32_t width = (n_chosen + 1) * n_pooled - 1, left_out = n ? (seen - n_chosen) * n_pooled : 0;
     GLOBAL const float *own = scores + (uint64_t)GROUP_X * n_columns;
-    GLOBAL uint32_t *taken = chosen + (uint64_t)row * n_chosen;
+    GLOBAL uint32_t *taken = chosen + (uint64_t)row * width;
     PHASE {
-        if (THREAD == 0) least[0] = 0, looked[3 * row] = (n ? n_chosen : seen) - 1;
+        if (THREAD == 0) least[0] = 0, looked[3 * row] = end - left_out - 1;
         if (THREAD == 1) looked[3 * row + 1] = places[3 * row + 1], looked[3 * row + 2] = places[3 * row + 2];
-        for (uint32_t i = THREAD; n == 0 && i < n_chosen; i += THREADS) taken[i] = i < seen ? i : UNUSED;
+        for (uint32_t i = (n ? n_chosen * n_pooled : 0) + THREAD; i < width; i += THREADS)
+            taken[i] = i + left_out < end ? i + left_out : UNUSED;
     }
     for (uint32_t shift = 32; n && shift;) {
         shift -= 4;
@@ -184,7 +222,8 @@ KERNEL choose_positions(GLOBAL const float *scores, GLOBAL const uint32_t *place
         for (uint32_t i = THREAD * each; i < (THREAD + 1) * each && i < n; i++) {
             const uint32_t number = ordered(own[i]);
             if (number > least[0] || (number == least[0] && equal < n_equal))
-                taken[before + (equal < n_equal ? equal : n_equal)] = i;
+                for (uint32_t k = 0; k < n_pooled; k++)
+                    taken[(before + (equal < n_equal ? equal : n_equal)) * n_pooled + k] = i * n_pooled + k;
             before += number > least[0], equal += number == least[0];
         }
     }
