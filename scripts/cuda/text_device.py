@@ -33,8 +33,8 @@ from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.model.devices.bits import open_device
 from shardnet.model.devices.device_layers import Device as TextDevice
-from shardnet.model.devices.driver import Buffer
 from shardnet.model.devices.products import DeviceProduct
+from shardnet.model.drivers.driver import Buffer
 from shardnet.model.kernels.linear import probe
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.stage.load import load_stage

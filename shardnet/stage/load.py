@@ -149,9 +149,6 @@ def load_stage(
             family = load_family_stage(own, layers, source, context, dtype, device, capture)
         if adapted is not None:
             adapted.check_all_used()
-    if on is not None and config.ngrams is not None:
-        log.warning("%s: the kernel text does not compute n-grams: the CPU does", layers.words)
-        on = None
     kv = kv_cache(own, layers, choice, device, room_blocks, cut, followers, on)
     if on is not None:
         with capacity_error_for(f"{on.driver.description} has no memory for {layers.words}"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import ConfigurationError
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.devices import bits, device_attention
-from shardnet.model.devices import driver as drivers
-from shardnet.model.devices.device_layers import Device
-from shardnet.model.devices.driver import Driver
+from shardnet.model.devices.device_layers import Device, DeviceLayers
+from shardnet.model.drivers import driver as drivers
+from shardnet.model.drivers.driver import Driver
 from shardnet.model.kernels.linear import probe
 from shardnet.model.layers.native_attention import AttentionKind
 from shardnet.stage.load import load_stage
@@ -36,6 +37,8 @@ USUAL = [
     *("glm4_moe-groups-host", f"qwen2-windows-{DEVICE}"),
     *("qwen3_5_moe_text-host", "nemotron_h-host", "falcon_h1-host", f"lfm2-{DEVICE}"),
     *("deepseek_v2-host", "mistral4-host", "youtu-host", "mistral3-ministral3-host"),
+    *("hy_v4-host", "deepseek_v32-host", "glm_moe_dsa-host"),
+    *("kimi_linear-ranks-host", "bailing_hybrid-host", "glm5_next_text-host"),
 ]
 ALL = [f"{case}-{kind}" for case in CASES for kind in (HOST, DEVICE)]
 
@@ -59,8 +62,17 @@ def test_a_stage_on_a_device_has_the_librarys_bits(
     monkeypatch.setattr(stage_chain, "load_stage", functools.partial(load_stage, on=device))
     monkeypatch.setattr(device_attention, "_ENOUGH_GROUPS", 64)  # rows of prompts go together
     chain = StageChain.load(folder, even_split(n_layers, 2), choice)
-    before = device.driver.n_launches
+    before, compute = device.driver.n_launches, DeviceLayers.__call__
+    left: list[object] = []  # to the host, of a stage that the text computes
+
+    def computed(self: DeviceLayers, *step: Any) -> torch.Tensor | None:
+        whole = compute(self, *step)
+        left.extend([] if whole is not None else [self])
+        return whole
+
+    monkeypatch.setattr(DeviceLayers, "__call__", computed)
     found = chain.generate(PROMPTS, 3)
+    assert not left
     for logits, expected in zip(found, whole, strict=True):
         assert torch.equal(logits, expected)
     are_computed = [bool(stage.choice.by_text) for stage in chain.stages]
@@ -79,8 +91,34 @@ def _count(first: StageModel, driver: Driver) -> None:
     most = 22 if first.routing else 12
     most += 6 if first.config.family == "falcon_h1" else 0  # two mixers in a layer
     most += 8 if first.config.latent else 0
+    most += 4 if first.config.indexer else 0
+    most += 10 if first.config.streams else 0
     assert driver.n_launches - before[0] <= most * len(first.layers) + 1  # a norm before them
     assert driver.n_waits - before[1] == 1
+
+
+@pytest.mark.parametrize("each", [1, 2], ids=["all stages", "every other stage"])
+@pytest.mark.parametrize("name", ["hy_v4", "glm_moe_dsa", "glm5_next_text", "qwen4_exp_text-plain"])
+def test_streams_and_choices_have_the_same_bits_at_every_split(
+    name: str, each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some layers take the choice of a layer before, of another stage, which may be the host's."""
+    streams = {"hc_count": 4} if name.startswith("qwen4") else {}
+    folder = make_decoder(tmp_path, name.split("-")[0], **CASES[name] | streams)
+    choice = probe(torch.device("cpu"), DType.FLOAT32, None, arith=Arith.PORTABLE)
+    n_layers = Checkpoint.open(folder).config.n_layers
+    expected = StageChain.load(folder, even_split(n_layers, 1), choice).generate(PROMPTS, 3)
+    on, turn = device_of(HOST), itertools.count()
+
+    def load(*args: Any, **more: Any) -> StageModel:
+        return load_stage(*args, **more, on=None if next(turn) % each else on)
+
+    monkeypatch.setattr(stage_chain, "load_stage", load)
+    for n_stages in (n_layers, 1):
+        chain = StageChain.load(folder, even_split(n_layers, n_stages), choice)
+        found = chain.generate(PROMPTS, 3)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert n_stages == 1 or chain.stages[0].choice.by_text or not HAS_VECTORS
 
 
 @pytest.mark.parametrize("length", [60, 64])
@@ -105,11 +143,15 @@ def test_chunks_of_attention_have_the_librarys_bits(
     assert not torch.equal(expected[1], windows[1])
 
 
+@pytest.mark.parametrize("name", ["qwen3", "hy_v4"])
 def test_the_host_may_compute_any_step_in_between(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Keys and values go to and fro, those of slots that are copied, rewound and adopted too."""
-    folder = make_decoder(tmp_path, "qwen3", **CASES["qwen3"] | {"hidden_size": 36})
+    """Keys and values go to and fro, those of slots that are copied, rewound and adopted too.
+
+    Beside latents values are what positions are chosen by.
+    """
+    folder = make_decoder(tmp_path, name, **CASES[name] | {"hidden_size": 36})
     choice = probe(torch.device("cpu"), DType.FLOAT32, None, arith=Arith.PORTABLE)
     n_layers = Checkpoint.open(folder).config.n_layers
     expected = _script(StageChain.load(folder, even_split(n_layers, 1), choice), lambda _: None)
@@ -166,10 +208,10 @@ def _script(chain: StageChain, before: Any) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "kimi_linear-ranks", "glm5_next_text"])
 def test_states_go_to_and_fro(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host computes any step; states are copied, kept, and moved."""
-    folder = make_decoder(tmp_path, name, **CASES[name])
+    folder = make_decoder(tmp_path, name.split("-")[0], **CASES[name])
     choice = probe(torch.device("cpu"), DType.FLOAT32, None, arith=Arith.PORTABLE)
     n_layers = Checkpoint.open(folder).config.n_layers
     expected = _states(StageChain.load(folder, even_split(n_layers, 1), choice), lambda _: None)
@@ -249,6 +291,33 @@ def test_latents_wider_than_a_group_of_threads_holds_are_left_to_the_host(
     monkeypatch.setattr(stage_chain, "load_stage", on)
     [stage] = StageChain.load(folder, even_split(1, 1), choice).stages
     assert not stage.choice.by_text
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "whys"),
+    [
+        ("deepseek_v4", {}, ["compressed entries"]),
+        ("glm5_next_text-shared", {}, ["entries of 3 positions"]),
+        ("qwen4_exp_text", {"hc_count": 4}, ["n-gram embeddings", "a choice of blocks"]),
+    ],
+)
+def test_what_a_device_leaves_to_the_host_is_named(
+    name: str,
+    sizes: dict[str, Any],
+    whys: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = make_decoder(tmp_path, name.split("-")[0], **CASES[name] | sizes)
+    choice = probe(torch.device("cpu"), DType.FLOAT32, None, arith=Arith.PORTABLE)
+    on = functools.partial(load_stage, on=device_of(HOST))
+    monkeypatch.setattr(stage_chain, "load_stage", on)
+    n_layers = Checkpoint.open(folder).config.n_layers
+    StageChain.load(folder, even_split(n_layers, n_layers), choice)
+    said = capsys.readouterr().err
+    for why in whys if HAS_VECTORS else []:
+        assert f"the kernel text does not compute {why}" in said
 
 
 def test_blocks_that_take_too_much_are_not_written_down(

@@ -13,11 +13,11 @@ from typing import Final
 import pytest
 
 from shardnet.errors import ConfigurationError
-from shardnet.model.devices import opencl
 from shardnet.model.devices.bits import open_device
 from shardnet.model.devices.device_layers import Device
-from shardnet.model.devices.driver import Kernel
-from shardnet.model.devices.host import HostDriver
+from shardnet.model.drivers import opencl
+from shardnet.model.drivers.driver import Kernel
+from shardnet.model.drivers.host import HostDriver
 from shardnet.model.kernels.library import Isa, native_kernels
 
 HOST: Final = "host"

@@ -24,6 +24,7 @@ ROOMS: dict[str, list[str]] = {
         "layers",
         "mixers",
         "vision",
+        "drivers",
         "devices",
         "fused",
         "modules",

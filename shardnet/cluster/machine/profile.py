@@ -171,8 +171,8 @@ def _usable_gpus(log: Callable[[str], None]) -> Iterator[Device]:
     """
     import torch
 
-    from shardnet.model.devices.gpu import CUDA as NVIDIAS
-    from shardnet.model.devices.gpu import count_gpus
+    from shardnet.model.drivers.gpu import CUDA as NVIDIAS
+    from shardnet.model.drivers.gpu import count_gpus
 
     by_torch = torch.cuda.device_count() if torch.cuda.is_available() else 0
     by_text = count_gpus(NVIDIAS)

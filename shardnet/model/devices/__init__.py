@@ -1,1 +1,1 @@
-"""Devices that compute by one kernel text: its drivers, and a whole stage on one of them."""
+"""Devices that compute by one kernel text: a whole stage on one of them."""

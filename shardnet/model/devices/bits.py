@@ -17,10 +17,10 @@ from shardnet.model.config.model_config import Activation, DeltaNet
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_layers import Device, DeviceLayers
-from shardnet.model.devices.gpu import CUDA, HIP, GpuDriver, Keep
-from shardnet.model.devices.host import HostDriver
-from shardnet.model.devices.metal import MetalDriver
-from shardnet.model.devices.opencl import OpenClDriver
+from shardnet.model.drivers.gpu import CUDA, HIP, GpuDriver, Keep
+from shardnet.model.drivers.host import HostDriver
+from shardnet.model.drivers.metal import MetalDriver
+from shardnet.model.drivers.opencl import OpenClDriver
 from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.panel_linear import PanelLinear

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardnet.model.devices.device_attention import why_no_attention
+from shardnet.model.devices.device_choice import linears_of_index
 from shardnet.model.devices.device_experts import gating_of, linears_of, why_no_experts
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_latents import why_no_latents
 from shardnet.model.devices.device_recurrence import why_no_recurrence
+from shardnet.model.devices.device_streams import why_no_streams
 from shardnet.model.devices.products import can_multiply
 from shardnet.model.kernels.linear import Linear, ScaledLinear
 from shardnet.model.kernels.panel_linear import PanelLinear
@@ -21,6 +23,7 @@ from shardnet.model.layers.decoder_layer import (
     Layer,
     MlpSublayer,
     NoSublayer,
+    StreamResidual,
     Sublayer,
 )
 from shardnet.model.layers.experts import ClampedMlp
@@ -36,7 +39,7 @@ from shardnet.model.layers.norms import Norm
 from shardnet.model.mixers.gated_delta import GatedDeltaNet
 from shardnet.model.mixers.latent_attention import LatentAttention
 from shardnet.model.mixers.mixed_attention import GatedAttention, TemperedAttention
-from shardnet.model.mixers.short_conv import ShortConvolution
+from shardnet.model.mixers.short_conv import NgramSublayer, ShortConvolution
 
 
 def why_not(layers: Sequence[object], kv: DeviceKvCache) -> str:
@@ -63,8 +66,12 @@ def _why_no_sublayer(sublayer: Sublayer) -> str:
             why = why_no_experts(sublayer.mlp, _is_multiplied)
         case MlpSublayer():
             why = _why_no_mlp(sublayer.mlp)
+        case NgramSublayer():
+            return "n-gram embeddings"
         case _:
             return "layers that are no attention and MLP"
+    if isinstance(sublayer.residual, StreamResidual):
+        return why or why_no_streams(sublayer.residual, _is_multiplied)
     if why or not sublayer.residual.is_rms:
         return why or "this norm"
     norms = sublayer.residual.before, sublayer.residual.after
@@ -86,6 +93,7 @@ def _why_no_mixer(own: Attention) -> str:
             return why
         queries = own.queries
         linears = [queries.first, queries.q_b_proj or queries.first, own.kv_a_proj, own.o_proj]
+        linears += [own.gate_proj or own.o_proj, *linears_of_index(own.indexer)]
     else:
         if why := why_no_attention(own):
             return why

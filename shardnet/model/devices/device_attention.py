@@ -11,17 +11,18 @@ from typing import Final
 import numpy as np
 
 from shardnet.model.devices.device_kv import PAGE
-from shardnet.model.devices.driver import Buffer, launch
 from shardnet.model.devices.mixer_device import MixerDevice, StepBuffers
+from shardnet.model.drivers.driver import Buffer, launch
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.modules import Attention, SelfAttention
 from shardnet.model.layers.native_attention import AttentionKind
+from shardnet.model.mixers.compressed_attention import CompressedAttention
 from shardnet.model.mixers.mixed_attention import GatedAttention
 
 ATTENTION_PARTS: Final = ("vectors", "attention")
 """Of the text."""
 ATTENTION_NAMES: Final = ("attend", "join_blocks")
-_KEYS: Final = 128
+KEYS: Final = 128
 """Positions of a block."""
 _BESIDE_COLUMNS: Final = 17
 """What is written down of a block beside the sums of its values."""
@@ -45,29 +46,33 @@ def attention_macros(
     """Return what the text must know: by query heads of a KV head, their columns, and values'.
 
     A group of threads computes as many of them as its memory of `n_bytes` holds, and of up to
-    `most_rows` rows, a power of two: they read keys together.
+    `most_rows` rows, a power of two: they read keys together. Of 0 rows it is one whose positions
+    are chosen.
     """
-    of_query = 4 * (size + n_columns + _KEYS + 2 * _BESIDE_COLUMNS)
-    most = min(16, (n_bytes - 4 * _KEYS * _KEY_COLUMNS) // of_query)
+    of_query = 4 * (size + n_columns + KEYS + 2 * _BESIDE_COLUMNS)
+    most = min(16, (n_bytes - 4 * KEYS * (_KEY_COLUMNS + (most_rows == 0))) // of_query)
     most = most // 4 * 4 or most  # numbers of queries lie four by four
     n_heads = next(n for n in (8, 6, 4, 2, 1) if n <= most and n_queries % n == 0)
-    n_rows = 1 << min(most_rows, most // n_heads).bit_length() - 1
-    return {"HEADS": n_heads, "TOGETHER": n_rows, "SIZE": size, "OF_VALUE": n_columns}
+    n_rows = 1 << min(most_rows or 1, most // n_heads).bit_length() - 1
+    macros = {"HEADS": n_heads, "TOGETHER": n_rows, "SIZE": size, "OF_VALUE": n_columns}
+    return macros | {"CHOSEN": int(most_rows == 0)}
 
 
 def blocks_within(position: int) -> int:
     """Return a power of two, at least the blocks of a row at a position: it changes seldom."""
-    return int(1 << (position // _KEYS).bit_length())
+    return int(1 << (position // KEYS).bit_length())
 
 
 def why_no_attention(own: Attention) -> str:
     """Say what the text does not compute of an attention but for its linears, "" for nothing."""
     if isinstance(own, GatedAttention):
         if own.indexer is not None:
-            return "a choice of positions"
+            return "a choice of blocks"
         if own.gates_behind:
             return "gates behind values"
         return "" if own.qk_norm.per_head else "a norm over all heads"
+    if isinstance(own, CompressedAttention):
+        return "compressed entries"
     if not isinstance(own, SelfAttention) or own.is_joined:
         return "this attention"
     if own.norms_rotated or own.norms_values or own.is_value_key:
@@ -86,8 +91,9 @@ def why_no_attention(own: Attention) -> str:
 class Attend:
     """Attention of one kind: queries over the pages of their slots.
 
-    Keys have `size` columns, values the first `n_columns` of as many. `row_stride` is from row to
-    row of queries, which may grow with their position.
+    Keys have the first of `sizes` columns, values the first of as many, by the second. `row_stride`
+    is from row to row of queries, which may grow with their position. Rows may have chosen up to
+    `n_chosen` positions.
     """
 
     def __init__(
@@ -95,25 +101,27 @@ class Attend:
         on: MixerDevice,
         kind: AttentionKind,
         n_heads: tuple[int, int],
-        size: int,
-        n_columns: int,
+        sizes: tuple[int, int],
         row_stride: int,
         *,
         has_gates: bool = False,
         grows: bool = False,
+        n_chosen: int = 0,
     ) -> None:
         """Compile it for query and KV heads. Raises CapacityError."""
         n_bytes = _OTHER_GROUP_BYTES.get(on.driver.dialect, _GROUP_BYTES)
+        size, n_columns = sizes
         of_rows = [
             attention_macros(n_heads[0] // n_heads[1], size, n_columns, n_rows, n_bytes)
-            for n_rows in (1, _TOGETHER)
+            for n_rows in ((1, _TOGETHER, 0) if n_chosen else (1, _TOGETHER))
         ]
-        self._few, self._many = (
-            (each["TOGETHER"], on.kernels.of(each, ATTENTION_PARTS, ATTENTION_NAMES))
+        self._few, self._many, *self._chosen = (
+            (each["TOGETHER"], each["HEADS"], on.kernels.of(each, ATTENTION_PARTS, ATTENTION_NAMES))
             for each in of_rows
         )
+        self._n_chosen = n_chosen
         self._driver, self._scratch = on.driver, on.scratch
-        self._n_heads, self._heads_of_group = n_heads, of_rows[0]["HEADS"]
+        self._n_heads = n_heads
         self._n_columns, self._row_stride = n_columns, row_stride
         factor = np.float32(size**-0.5 if kind.scale is None else kind.scale)
         self._soft_cap = np.float32(kind.soft_cap or 0)
@@ -125,11 +133,18 @@ class Attend:
     def __call__(self, heads: Buffer, pages: tuple[Buffer, Buffer], step: StepBuffers) -> Buffer:
         """Attend with the queries in `heads`: [T, heads, columns of a value]."""
         of, columns, (n_heads, n_kv_heads) = self._scratch.of, self._n_columns, self._n_heads
-        n_rows, n_blocks = step.n_rows, step.n_blocks
+        n_rows, n_blocks, (places, numbers) = step.n_rows, step.n_blocks, step.at
         attended = of("attended", 4 * n_rows * n_heads * columns)
-        n_groups = n_heads // self._heads_of_group
+        together, n_together, kernels = self._few
+        if n_rows * (n_heads // n_together) > _ENOUGH_GROUPS:
+            together, n_together, kernels = self._many
+        chosen = heads
+        if self._n_chosen and step.chooses:
+            [(together, n_together, kernels)] = self._chosen
+            n_blocks = min(n_blocks, blocks_within(self._n_chosen - 1))
+            places, chosen = of("looked", 0), of("chosen", 0)
+        n_groups = n_heads // n_together
         n_bytes = 4 * n_rows * n_heads * n_blocks * (columns + _BESIDE_COLUMNS)
-        together, kernels = self._many if n_rows * n_groups > _ENOUGH_GROUPS else self._few
         n_tiles = -(-n_rows // together)
         n_splits = max(1, min(n_blocks, _ENOUGH_GROUPS // (n_tiles * n_groups)))
         if n_bytes > _MOST_BLOCK_BYTES:
@@ -140,17 +155,17 @@ class Attend:
             self._driver,
             kernels["attend"],
             (n_groups * n_splits, n_tiles),
-            [heads, *step.at, *pages, sinks, attended, blocks],
+            [heads, places, numbers, *pages, sinks, attended, blocks, chosen],
             *(n_rows, n_heads, n_kv_heads, self._row_stride, PAGE, *self._of_kind),
             *(n_splits, n_blocks),
-            *(self._grows, self._factor, self._soft_cap),
+            *(self._grows, self._n_chosen, self._factor, self._soft_cap),
         )
         if n_splits > 1:
             launch(
                 self._driver,
                 kernels["join_blocks"],
                 (n_heads, n_rows),
-                [heads, step.at[0], sinks, blocks, attended],
+                [heads, places, sinks, blocks, attended],
                 *(n_heads, self._row_stride, *self._of_kind, n_blocks),
             )
         return attended
@@ -182,7 +197,7 @@ class DeviceAttention:
         heads, size = (own.n_heads, own.n_kv_heads), own.head_size
         row_stride = self._qkv.shape[0]
         self._attend = Attend(
-            on, own.kind, heads, size, size, row_stride, has_gates=self._has_gates, grows=grows
+            on, own.kind, heads, (size, size), row_stride, has_gates=self._has_gates, grows=grows
         )
 
     def __call__(self, rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:

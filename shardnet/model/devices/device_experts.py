@@ -16,7 +16,6 @@ import numpy as np
 
 from shardnet.model.arithmetic.row_functions import ACTIVATIONS
 from shardnet.model.config.model_config import Activation, Experts
-from shardnet.model.devices.driver import THREADS, Array, Buffer
 from shardnet.model.devices.products import (
     GATHERED_FROM,
     NO_ACTIVATION,
@@ -27,6 +26,7 @@ from shardnet.model.devices.products import (
     Tiles,
     Visits,
 )
+from shardnet.model.drivers.driver import THREADS, Array, Buffer
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.layers.experts import (
@@ -59,8 +59,8 @@ def why_no_experts(mlp: SparseMlp, is_multiplied: Callable[[Linear], bool]) -> s
     if _routing(mlp.router) is None or mlp.weighs_inputs:
         return "this router"
     shared = _shared(mlp)
-    gatings = {gating_of(one) for one in (*mlp.experts, *shared)}
-    if len(gatings) > 1 or None in gatings:
+    gatings = {gating_of(one) for one in mlp.experts}
+    if len(gatings) > 1 or None in (*gatings, *map(gating_of, shared)):
         return "these experts"
     pairs = [linears_of(one) for one in (*mlp.experts, *shared)]
     if not all(map(is_multiplied, [*_gates(mlp), *itertools.chain(*pairs)])):
@@ -74,8 +74,8 @@ def gating_of(mlp: Mlp) -> Gating | None:
     if isinstance(mlp, PlainMlp):
         number = _ALONE.get(mlp.activation) if isinstance(mlp.activation, Activation) else None
         return None if number is None else Gating(activation=NO_ACTIVATION + 1 + number)
-    if isinstance(mlp, ClampedMlp) and mlp.added == 1:
-        return Gating(activation=_CLAMPED, limit=mlp.limit, alpha=mlp.alpha)
+    if isinstance(mlp, ClampedMlp) and mlp.added in (0, 1):
+        return Gating(activation=_CLAMPED + (not mlp.added), limit=mlp.limit, alpha=mlp.alpha)
     if isinstance(mlp, GatedMlp) and mlp.activation in ACTIVATIONS:
         return Gating(activation=ACTIVATIONS[mlp.activation])
     return None
@@ -104,7 +104,10 @@ class DeviceExperts:
         self._router, self._gate = router, gates[0] if gates else None
         self._gate_up = make([gate_up for gate_up, _ in experts])
         self._down = make([down for _, down in experts])
-        self._shared = [make([linear]) for one in _shared(mlp) for linear in _panels(one)]
+        self._shared = [
+            (gating_of(one) or gating, [make([linear]) for linear in _panels(one)])
+            for one in _shared(mlp)
+        ]
 
     def __call__(self, rows: Buffer, n_rows: int, inner: Buffer) -> None:
         """Run normalised rows [T, E] through their experts: `inner` [T, E]."""
@@ -123,11 +126,11 @@ class DeviceExperts:
         self._down(both, n_visits, outputs, self._gating, Visits(ids=ids, each=1, tiles=tiles))
         of_shared, gates = outputs, weights
         if self._shared:
-            gate_up, down = self._shared
+            [(gating, (gate_up, down))] = self._shared
             of_shared = of("shared", 4 * n_rows * width)
             both = of("shared gates", 4 * n_rows * gate_up.shape[0])
             gate_up(rows, n_rows, both)
-            down(both, n_rows, of_shared, self._gating)
+            down(both, n_rows, of_shared, gating)
         if self._gate is not None:
             gates = of("gate of shared", 4 * n_rows)
             self._gate(rows, n_rows, gates)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
 
 from shardnet.errors import CapacityError
-from shardnet.model.cache.kv_cache import KvCache
+from shardnet.model.cache.kv_cache import KvCache, Pool
 from shardnet.model.cache.slot_blocks import SlotContents
 from shardnet.model.devices.device_states import (
     Cell,
@@ -24,7 +24,7 @@ from shardnet.model.devices.device_states import (
     StateLayer,
     advance,
 )
-from shardnet.model.devices.driver import Array, Buffer, Driver
+from shardnet.model.drivers.driver import Array, Buffer, Driver
 from shardnet.model.layers.attention import Span
 from shardnet.types import BLOCK_POSITIONS, SlotId, StateId, blocks_for
 
@@ -53,15 +53,21 @@ class DeviceKvCache(KvCache):
 
     _driver: Driver | None = None
 
+    def __init__(self, *of: Any, **more: Any) -> None:
+        super().__init__(*of, **more)
+        self.pooled: dict[int, tuple[int, Pool]] = {}
+        """Layers with entries of so many positions each, which are of a page as positions are."""
+
     def compute_on(self, driver: Driver, layers: Mapping[int, StateLayer]) -> None:
         """Keep pages on a device from now on, and states: `layers` compute those with numbers."""
         self._driver = driver
         self._held: dict[SlotId, _Held] = {}
         self._free_pages: list[int] = []
         self._n_pages = self._n_moved = 0
-        self._buffers: dict[int, tuple[Buffer, Buffer]] = {}
+        self._buffers: dict[int, tuple[Buffer, ...]] = {}
         """Keys and values of each layer: [pages, KV heads, PAGE, head size] each, values of size 0
-        where they are columns of the keys. Where memory ran out some have more pages than others.
+        where they are columns of the keys; and entries, if any, [pages, entries, columns]. Where
+        memory ran out some have more pages than others.
         """
         self.states_on = StateDevice(driver, self._states, layers)
 
@@ -78,7 +84,12 @@ class DeviceKvCache(KvCache):
 
     def pages_of(self, layer: int) -> tuple[Buffer, Buffer]:
         """Return the keys and values of a layer; valid until the next `bring`."""
-        return self._buffers[layer]
+        keys, values, *_ = self._buffers[layer]
+        return keys, values
+
+    def entries_of(self, layer: int) -> Buffer:
+        """Return the entries of a layer; valid until the next `bring`."""
+        return self._buffers[layer][2]
 
     def bring(self, spans: Sequence[Span]) -> tuple[Array, Array, Array]:
         """Have the device hold all that comes before the rows of a step, which it then writes.
@@ -218,24 +229,25 @@ class DeviceKvCache(KvCache):
         n_pages = max(min(2 * before, self.room_blocks), before + missing)
         for layer in range(len(self._heads)):
             each = self._page_bytes(layer)
-            keys, values = (driver.empty(n_pages * n_bytes) for n_bytes in each)
-            for old, new, n_bytes in zip(
-                self._buffers.get(layer, ()), (keys, values), each, strict=False
-            ):
+            made = tuple(driver.empty(n_pages * n_bytes) for n_bytes in each)
+            for old, new, n_bytes in zip(self._buffers.get(layer, ()), made, each, strict=False):
                 if before * n_bytes:
                     driver.copy(old, new, before * n_bytes)
             self._n_moved += 1
-            self._buffers[layer] = keys, values
+            self._buffers[layer] = made
         self._free_pages += range(n_pages - 1, before - 1, -1)
         self._n_pages = n_pages
 
-    def _page_bytes(self, layer: int) -> tuple[int, int]:
-        """Return the bytes of a page of keys and of one of values of a layer."""
+    def _page_bytes(self, layer: int) -> tuple[int, ...]:
+        """Return the bytes of a page of each of a layer's buffers."""
         if layer in self._without_kv:
             return 0, 0
         heads = self._heads[layer]
         each = 4 * heads.n_kv_heads * PAGE
-        return each * heads.key_size, each * heads.value_size
+        both = each * heads.key_size, each * heads.value_size
+        if layer not in self.pooled:
+            return both
+        return *both, both[1] // 2 // self.pooled[layer][0]  # behind keys of positions are scores
 
     def _copy_pages(self, source: _Held, target: _Held, n_positions: int) -> None:
         """Copy the first positions of a slot to pages of another. Raises CapacityError."""
@@ -262,7 +274,9 @@ class DeviceKvCache(KvCache):
             if layer in self._without_kv:
                 continue
             first = self.first(slot, layer)
-            for stored, buffer in zip(self.layer(slot, layer), self._buffers[layer], strict=True):
+            if layer in self.pooled and way == self._up:
+                self._bring_entries(slot, held, layer, begin, end)
+            for stored, buffer in zip(self.layer(slot, layer), self.pages_of(layer), strict=True):
                 at, size = max(begin, first), stored.shape[-1]
                 if size == 0:  # columns of the keys
                     continue
@@ -273,6 +287,18 @@ class DeviceKvCache(KvCache):
                         place = 4 * size * ((page + head) * PAGE + at % PAGE)
                         way(buffer, stored[head, at - first : stop - first], place)
                     at = stop
+
+    def _bring_entries(self, slot: SlotId, held: _Held, layer: int, begin: int, end: int) -> None:
+        """Upload the entries whose last positions are within `[begin, end)`."""
+        n_pooled, pool = self.pooled[layer]
+        entries = self.entries(slot, layer, end // n_pooled, n_pooled, pool)
+        of_page, n_bytes = PAGE // n_pooled, 4 * entries.shape[1]
+        at = begin // n_pooled
+        while at < len(entries):
+            stop = min(len(entries), (at // of_page + 1) * of_page)
+            place = held.pages[at // of_page] * of_page + at % of_page
+            self._up(self._buffers[layer][2], entries[at:stop], place * n_bytes)
+            at = stop
 
     def _up(self, buffer: Buffer, rows: torch.Tensor, place: int) -> None:
         assert self._driver is not None

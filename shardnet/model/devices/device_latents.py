@@ -15,10 +15,11 @@ from typing import Final
 import numpy as np
 
 from shardnet.model.devices.device_attention import Attend
+from shardnet.model.devices.device_choice import DeviceIndexer, why_no_choice
 from shardnet.model.devices.device_kv import PAGE
-from shardnet.model.devices.driver import Array, Buffer
 from shardnet.model.devices.mixer_device import MixerDevice, StepBuffers
 from shardnet.model.devices.products import GATHERED_FROM, TILE, Tiles, Visits
+from shardnet.model.drivers.driver import THREADS, Array, Buffer
 from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.mixers.latent_attention import LatentAttention
 
@@ -28,10 +29,10 @@ _LINE: Final = 4096
 
 def why_no_latents(own: LatentAttention) -> str:
     """Say what the text does not compute of it but for its linears, "" for nothing."""
-    if own.gate_proj is not None or not (own.keys.is_native and own.values.is_native):
+    if not (own.keys.is_native and own.values.is_native):
         return "this attention"
-    if own.indexer is not None:
-        return "a choice of positions"
+    if why := why_no_choice(own.indexer):
+        return why
     if own.latent.width > MAX_HEAD or own.latent.rope_size % 2:
         return f"latents of {own.latent.width} columns"
     rank = 0 if own.queries.q_b_proj is None else own.queries.first.shape[0]
@@ -75,7 +76,14 @@ class DeviceLatents:
         self._values = on.make_by_id(*own.values.linears())
         self._output = on.make(own.o_proj)
         self._grows = int(own.temperature is not None)
-        self._attend = Attend(on, own.kind, (self.n_heads, 1), width, rank, self.n_heads * width)
+        self._gates = None if own.gate_proj is None else on.make(own.gate_proj)
+        self._indexer, n_chosen = None, 0
+        if own.indexer is not None:
+            n_chosen = own.indexer.config.n_attended
+            if own.indexer.projections is not None:
+                self._indexer = DeviceIndexer(own.indexer, on)
+        heads, stride = (self.n_heads, 1), self.n_heads * width
+        self._attend = Attend(on, own.kind, heads, (width, rank), stride, n_chosen=n_chosen)
 
     def __call__(self, rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
         """Run normalised rows [T, E] through it in layer `index` within the stage: `inner`."""
@@ -96,9 +104,16 @@ class DeviceLatents:
             *(int(latent.interleaved), self._grows, eps),
         )
         self._keys(own, n_visits, heads, visits=step.heads)
+        if self._indexer is not None:
+            self._indexer(rows, of("queries", 0), index, step)
         attended = self._attend(heads, (keys, keys), step)
         outputs = of("values of heads", 4 * n_visits * latent.value_size)
         self._values(attended, n_visits, outputs, visits=step.heads)
+        if self._gates is not None:
+            n, n_gates = n_visits * latent.value_size, n_rows * self._gates.shape[0]
+            gates = of("gates of heads", 4 * n_gates)
+            self._gates(rows, n_rows, gates)
+            on.launch("open_rows", (-(-n // THREADS), 1), [outputs, gates], n, n // n_gates)
         self._output(outputs, n_rows, inner)
 
     def _queries(self, rows: Buffer, index: int, step: StepBuffers) -> Buffer:

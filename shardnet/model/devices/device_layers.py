@@ -25,6 +25,7 @@ from shardnet.model.devices.device_attention import (
     DeviceAttention,
     blocks_within,
 )
+from shardnet.model.devices.device_choice import StageChoices
 from shardnet.model.devices.device_experts import (
     DeviceExperts,
     bias_of,
@@ -40,14 +41,7 @@ from shardnet.model.devices.device_recurrence import (
     DeviceRecurrence,
 )
 from shardnet.model.devices.device_states import StateLayer
-from shardnet.model.devices.driver import (
-    Array,
-    Buffer,
-    Driver,
-    Kernel,
-    Kernels,
-    launch,
-)
+from shardnet.model.devices.device_streams import DeviceStreams
 from shardnet.model.devices.mixer_device import BEFORE, MixerDevice, StepBuffers
 from shardnet.model.devices.products import (
     MANY,
@@ -55,6 +49,14 @@ from shardnet.model.devices.products import (
     DeviceProduct,
     Gating,
     Rows,
+)
+from shardnet.model.drivers.driver import (
+    Array,
+    Buffer,
+    Driver,
+    Kernel,
+    Kernels,
+    launch,
 )
 from shardnet.model.kernels.linear import Linear, ScaledLinear
 from shardnet.model.kernels.panel_linear import PanelLinear
@@ -66,6 +68,7 @@ from shardnet.model.layers.decoder_layer import (
     Layer,
     MlpSublayer,
     Residual,
+    StreamResidual,
 )
 from shardnet.model.layers.experts import SparseMlp
 from shardnet.model.layers.modules import (
@@ -78,6 +81,7 @@ from shardnet.model.layers.rotary import Rotary
 from shardnet.model.mixers.gated_delta import GatedDeltaNet
 from shardnet.model.mixers.latent_attention import LatentAttention
 from shardnet.model.mixers.mixed_attention import GatedAttention, TemperedAttention, growth_at
+from shardnet.model.mixers.position_indexer import PositionIndexer
 from shardnet.model.mixers.short_conv import ShortConvolution
 
 LAYER_PARTS: Final = ("vectors", "rows", "experts")
@@ -86,6 +90,7 @@ _NAMES: Final = (
     "add_and_norm",
     "rotate_heads",
     "split_latents",
+    "open_rows",
     "route",
     "route_in_groups",
     "group_visits",
@@ -119,8 +124,9 @@ class Device:
     def put_in(self, name: str, array: Array) -> Buffer:
         """Upload an array to scratch."""
         own = np.ascontiguousarray(array)
-        buffer = self.scratch.of(name, own.nbytes)
-        self.driver.upload(buffer, own)
+        buffer = self.scratch.of(name, max(4, own.nbytes))
+        if own.nbytes:
+            self.driver.upload(buffer, own)
         return buffer
 
     def product(
@@ -128,11 +134,12 @@ class Device:
         *linears: PanelLinear,
         factors: Array | None = None,
         n_columns: int | None = None,
+        begin: int = 0,
     ) -> DeviceProduct:
         """Upload the weights of a linear, or of one for each expert, all alike.
 
         Outputs of a single linear are multiplied by `factors` [N], float32, if given, and rows of
-        outputs are `n_columns` apart, if given. Raises
+        outputs are `n_columns` apart, if given, with these from `begin` on. Raises
         ConfigurationError for a form with other bits here.
         """
         for part in linears[0].parts:
@@ -142,7 +149,7 @@ class Device:
         parts = [linear.parts for linear in linears]
         bias = bias_of(linears)
         return DeviceProduct(
-            self.kernels, self.driver, self.scratch, parts, bias, factors, n_columns
+            self.kernels, self.driver, self.scratch, parts, bias, factors, n_columns, begin
         )
 
     def _check(self, part: Panels) -> None:
@@ -247,7 +254,7 @@ class _Sublayer:
 
     index: int
     is_last: bool
-    around: _Around
+    around: _Around | DeviceStreams
     own: Mixer | _Dense | DeviceExperts
 
     def __call__(self, rows: Buffer, inner: Buffer, step: StepBuffers) -> None:
@@ -275,10 +282,13 @@ def _either(buffer: Buffer | None, other: Buffer) -> Buffer:
 class DeviceLayers:
     """All layers of a stage on a device. Not thread-safe."""
 
-    def __init__(self, device: Device, layers: Sequence[Layer], kv: DeviceKvCache) -> None:
+    def __init__(
+        self, device: Device, layers: Sequence[Layer], kv: DeviceKvCache, *, hands_on: bool = False
+    ) -> None:
         """Upload layers of which `why_not` says nothing; then `kv` is on the device too.
 
-        Raises CapacityError, and ConfigurationError where a form has other bits.
+        With `hands_on` the layer behind them takes the positions that rows choose here. Raises
+        CapacityError, and ConfigurationError where a form has other bits.
         """
         self._device, self._kv = device, kv
         self._kernels = dict(device.rows_kernels())
@@ -288,7 +298,22 @@ class DeviceLayers:
         self._n_latent_heads = 0
         self._temperature: Temperature | None = None
         self._with_states: dict[int, StateLayer] = {}
+        self._indexers: list[PositionIndexer] = []
+        self._on = MixerDevice(
+            driver=device.driver,
+            kernels=device.kernels,
+            make=self._product,
+            make_by_id=device.product,
+            put=device.put,
+            scratch=device.scratch,
+            launch=self._launch,
+            pages_of=kv.pages_of,
+            entries_of=kv.entries_of,
+            states_of=lambda index: kv.states_on.cells.buffers[index],
+            inputs_of=lambda index: kv.states_on.inputs.buffers[index],
+        )
         self._sublayers = list(self._uploaded(layers))
+        self._choices = StageChoices(self._indexers, self._on, hands_on=hands_on)
         kv.compute_on(device.driver, self._with_states)
 
     def _uploaded(self, layers: Sequence[Layer]) -> Iterator[_Sublayer]:
@@ -296,10 +321,13 @@ class DeviceLayers:
             both = [each for each in (layer.attention, layer.mlp) if hasattr(each, "residual")]
             for sublayer in both:
                 assert isinstance(sublayer, AttentionSublayer | ExpertsSublayer | MlpSublayer)
+                residual, around = sublayer.residual, None
+                if isinstance(residual, StreamResidual):
+                    around = DeviceStreams(residual, self._on)
                 yield _Sublayer(
                     index=index,
                     is_last=sublayer is both[-1],
-                    around=_Around.of(self._device, sublayer.residual),
+                    around=around or _Around.of(self._device, residual),
                     own=self._own_of(sublayer, index),
                 )
 
@@ -322,23 +350,11 @@ class DeviceLayers:
         return _Dense(scratch=device.scratch, first=first, down=down, gating=gating)
 
     def _mixer_of(self, own: Attention, index: int) -> Mixer:
-        device = self._device
+        on = self._on
         if isinstance(own, BothMixers):
             assert isinstance(own.self_attn, SelfAttention)
             mixers = self._mixer_of(own.recurrence, index), self._mixer_of(own.self_attn, index)
             return self._both(*mixers, own.self_attn.o_proj.shape[0])
-        on = MixerDevice(
-            driver=device.driver,
-            kernels=device.kernels,
-            make=self._product,
-            make_by_id=device.product,
-            put=device.put,
-            scratch=device.scratch,
-            launch=self._launch,
-            pages_of=self._kv.pages_of,
-            states_of=lambda index: self._kv.states_on.cells.buffers[index],
-            inputs_of=lambda index: self._kv.states_on.inputs.buffers[index],
-        )
         if isinstance(own, GatedDeltaNet):
             self._with_states[index] = recurrence = DeviceRecurrence(own, on)
             return recurrence
@@ -348,6 +364,11 @@ class DeviceLayers:
         if isinstance(own, LatentAttention):
             latents = DeviceLatents(own, on)
             self._n_latent_heads, self._temperature = latents.n_heads, own.temperature
+            if own.indexer is not None:
+                self._indexers.append(own.indexer)
+                projections, n_pooled = own.indexer.projections, own.indexer.config.n_pooled
+                if projections is not None and projections.pool is not None:
+                    self._kv.pooled[index] = n_pooled, projections.pool
             return latents
         if isinstance(own, TemperedAttention):
             self._temperature = own.temperature
@@ -380,25 +401,17 @@ class DeviceLayers:
 
         Returns None where the host is to compute: for slots that are not those of the stage, where
         hidden states are rounded otherwise than to bfloat16, where routing is asked for, and with
-        rows of pictures that see each other.
+        rows of pictures that see each other, and where no layer before has chosen positions.
         """
         if step.kv is not self._kv or step.hidden_dtype not in (None, torch.bfloat16):
             return None
         if step.experts is not None or any(span.see_each_other for span in step.spans):
             return None
+        if self._choices.are_missing(step):
+            return None
         device, n_rows = self._device, len(hidden)
         places, pages, runs = self._kv.bring(step.spans)
-        own = {id(rotary): rotary for rotary in rotaries}
-        number = {key: n for n, key in enumerate(own)}
-        of_layers = tuple(number[id(rotary)] for rotary in rotaries)
-        tables = [
-            (
-                device.put_in(f"cosines {n}", rotary.cos.numpy()),
-                device.put_in(f"sines {n}", rotary.sin.numpy()),
-                rotary.cos.shape[-1],
-            )
-            for n, rotary in enumerate(own.values())
-        ]
+        of_layers, tables = self._tables(rotaries)
         rows = device.put_in("hidden", hidden.numpy())
         rounds = step.hidden_dtype is not None
         growth = np.ones(n_rows, np.float32)
@@ -412,11 +425,12 @@ class DeviceLayers:
             n_blocks=n_blocks,
             at=(device.put_in("places", at), device.put_in("pages", pages)),
             runs=device.put_in("runs", runs[:, :4]),
-            tables=[tables[n] for n in of_layers],
+            tables=tables,
             heads=visits_of_heads(n_rows, self._n_latent_heads, device.put_in)
             if self._n_latent_heads
             else None,
             kept=device.put_in("kept", runs[:, 4]) if keeps else None,
+            chooses=self._choices.bring(step, at),
         )
 
         def launch_all() -> None:
@@ -429,10 +443,30 @@ class DeviceLayers:
                 sublayer(self._input(sublayer.around, rows), inner, brought)
                 self._between(sublayer.around, following, rows, hidden.shape, rounds=rounded)
 
-        self._launch_or_replay(n_rows, (n_rows, n_blocks, rounds, keeps, of_layers), launch_all)
+        key = n_rows, n_blocks, rounds, keeps, brought.chooses, of_layers
+        self._launch_or_replay(n_rows, key, launch_all)
         out = torch.empty_like(hidden)
         device.driver.download(rows, out.numpy())
+        self._choices.hand_on(step, n_rows, chooses=brought.chooses)
         return out
+
+    def _tables(
+        self, rotaries: Sequence[Rotary]
+    ) -> tuple[tuple[int, ...], list[tuple[Buffer, Buffer, int]]]:
+        """Upload the rotary tables of layers: which one each has, and `tables` of StepBuffers."""
+        put_in = self._device.put_in
+        own = {id(rotary): rotary for rotary in rotaries}
+        number = {key: n for n, key in enumerate(own)}
+        of_layers = tuple(number[id(rotary)] for rotary in rotaries)
+        tables = [
+            (
+                put_in(f"cosines {n}", rotary.cos.numpy()),
+                put_in(f"sines {n}", rotary.sin.numpy()),
+                rotary.cos.shape[-1],
+            )
+            for n, rotary in enumerate(own.values())
+        ]
+        return of_layers, [tables[n] for n in of_layers]
 
     def _launch_or_replay(self, n_rows: int, key: Hashable, launch_all: Callable[[], None]) -> None:
         """Launch a step; like others before it with one call, where the driver records launches.
@@ -456,20 +490,27 @@ class DeviceLayers:
         """Return the buffer for what a sub-layer gives."""
         return self._device.scratch.of("inner", 4 * shape[0] * shape[1])
 
-    def _input(self, around: _Around, rows: Buffer) -> Buffer:
-        """Return the rows that go into a sub-layer: normed, if there is a norm before it."""
-        return rows if around.before is None else self._device.scratch.of("normed", 0)
+    def _input(self, around: _Around | DeviceStreams, rows: Buffer) -> Buffer:
+        """Return the rows that go into a sub-layer: joined or normed, if that is before it."""
+        is_bare = isinstance(around, _Around) and around.before is None
+        return rows if is_bare else self._device.scratch.of("normed", 0)
 
     def _between(
         self,
-        left: _Around | None,
-        following: _Around | None,
+        left: _Around | DeviceStreams | None,
+        following: _Around | DeviceStreams | None,
         rows: Buffer,
         shape: Sequence[int],
         *,
         rounds: bool = False,
     ) -> None:
-        """Add what a sub-layer gives, and apply the norm before the one that follows, if any."""
+        """Add what a sub-layer gives, and apply what is before the one that follows, if any."""
+        if isinstance(left, DeviceStreams):
+            left.share(rows, self._inner(shape), shape[0], rounds=rounds)
+            left = None
+        if isinstance(following, DeviceStreams):
+            following.join(rows, shape[0])
+            following = None
         before = None if following is None else following.before
         if left is None and before is None:
             return

@@ -8,6 +8,7 @@ Axes in shape comments: T rows of the micro-batch, E hidden size, C columns of t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -16,15 +17,21 @@ import numpy as np
 import torch
 
 from shardnet.model.devices.device_states import INPUT_ROWS, Cell
-from shardnet.model.devices.driver import THREADS, Array, Buffer
 from shardnet.model.devices.mixer_device import BEFORE, MixerDevice, StepBuffers
+from shardnet.model.drivers.driver import THREADS, Array, Buffer
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.mixers.gated_delta import GatedDeltaNet, MambaProjection, Projections
+from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.mixers.gated_delta import (
+    GatedDeltaNet,
+    LowRankProjections,
+    MambaProjection,
+    Projections,
+)
 from shardnet.model.mixers.short_conv import ShortConvolution
 
 STATE_PARTS: Final = ("vectors", "reals", "states")
 """Of the text."""
-STATE_NAMES: Final = ("recur", "convolve", "keep_rows")
+STATE_NAMES: Final = ("recur", "convolve", "keep_rows", "take_columns")
 _MOST: Final = 256
 """Columns of a head's keys, and of its values, that a group of threads holds."""
 
@@ -54,6 +61,11 @@ class _Places:
             last = 2 * (values + keys)
             begins = 2 * values + keys, 2 * values, values, 0
             return cls._at(begins, (config.key_size, width), (last, last, n_heads))
+        if isinstance(project, LowRankProjections):
+            write = project.qkv_proj.shape[0]
+            gate = write + project.small_proj.shape[0]
+            small = write, gate + project.gate_proj.shape[0], n_heads
+            return cls._at((0, keys, 2 * keys, gate), (config.key_size, width), small)
         assert isinstance(project, Projections)
         share = n_shared if project.groups_ba else n_heads
         if project.groups_qkvz:
@@ -87,7 +99,7 @@ class _Places:
 def why_no_recurrence(own: GatedDeltaNet, is_multiplied: Callable[[Linear], bool]) -> str:
     """Say what the text does not compute of a recurrence, "" for nothing."""
     config = own.config
-    if own.native is None or config.has_key_decays:
+    if own.native is None:
         return "this recurrence"
     if max(config.key_size, config.value_size) > _MOST:
         return f"a recurrence with heads of more than {_MOST} columns"
@@ -102,6 +114,9 @@ def _projections(own: GatedDeltaNet) -> list[Linear]:
     """Return the linears before the recurrence."""
     if isinstance(own.project, MambaProjection):
         return [own.project.in_proj]
+    if isinstance(own.project, LowRankProjections):
+        project = own.project
+        return [project.qkv_proj, project.small_proj, project.gate_proj, project.decay_proj]
     assert isinstance(own.project, Projections)
     return [own.project.qkvz_proj, own.project.ba_proj]
 
@@ -153,21 +168,34 @@ class DeviceRecurrence:
         make, put = on.make, on.put
         self._config, self._scratch, self._launch = own.config, on.scratch, on.launch
         self._states_of = on.states_of
-        self._projections = [make(linear) for linear in _projections(own)]
-        widths = [product.shape[0] for product in self._projections]
+        linears, self._is_low_rank = _projections(own), isinstance(own.project, LowRankProjections)
+        widths = [linear.shape[0] for linear in linears]
+        if self._is_low_rank:  # all in one row
+            *begins, end = itertools.accumulate(widths, initial=0)
+            self._projections = [
+                on.make_by_id(linear, n_columns=end, begin=begin)
+                for linear, begin in zip(linears, begins, strict=True)
+                if isinstance(linear, PanelLinear)
+            ]
+            widths = [end]
+        else:
+            self._projections = [make(linear) for linear in linears]
+        self._widths = widths[0], widths[-1]
         self._kept = _KeptRows(on, widths)
         self.row_bytes = 4 * self._kept.width
         self._output = make(own.out_proj)
         self._numbers, self._has_norm = put(_numbers(own)), own.parameters.norm_weight is not None
         self._eps = np.float32(own.parameters.norm_eps)
+        self._gates_alone = int(own.parameters.gates_alone)
+        self._decay_floor = np.float32(own.parameters.decay_floor)
         self._write_scale = np.float32(own.parameters.write_scale)
         places = _Places.of(own)
-        begins = places.queries, places.keys, places.values, places.gate
+        first = places.queries, places.keys, places.values, places.gate
         others = places.key_stride, places.value_stride, places.write, places.decay
-        self._places = put(np.array([*begins, *others], np.uint32))
+        self._places = put(np.array([*first, *others], np.uint32))
         behind = widths[0] if len(widths) > 1 else 0
         others = *others[:2], others[2] + behind, others[3] + behind
-        self._places_kept = put(np.array([*begins, *others], np.uint32))
+        self._places_kept = put(np.array([*first, *others], np.uint32))
         self._small_share = places.small_share
         norm = own.group_norm
         self._norm = None if norm is None else put(norm.weight.float().numpy())
@@ -177,15 +205,11 @@ class DeviceRecurrence:
     def __call__(self, rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
         """Run normalised rows [T, E] through it in layer `index` within the stage: `inner`."""
         own, of, n_rows = self._config, self._scratch.of, step.n_rows
-        made = []
-        for name, linear in zip(("projected", "small"), self._projections, strict=False):
-            made.append(of(name, 4 * n_rows * linear.shape[0]))
-            linear(rows, n_rows, made[-1])
+        made = self._project(rows, n_rows)
         self._kept.keep(made, index, step)
         outputs = of("recurred", 4 * n_rows * own.value_width)
         given = made[0], made[-1], self._numbers, self._places, step.runs, self._states_of(index)
-        widths = self._projections[0].shape[0], self._projections[-1].shape[0]
-        self._recur([*given, outputs], n_rows, widths)
+        self._recur([*given, outputs], n_rows, self._widths)
         if self._norm is not None:
             n_groups, width = self._norm_shape
             normed = of("normed groups", 4 * n_rows * own.value_width)
@@ -198,6 +222,26 @@ class DeviceRecurrence:
             outputs = normed
         self._output(outputs, n_rows, inner)
 
+    def _project(self, rows: Buffer, n_rows: int) -> list[Buffer]:
+        """Project normalised rows [T, E], to one buffer or two."""
+        of, width, made = self._scratch.of, self._widths[0], list[Buffer]()
+        if not self._is_low_rank:
+            for name, linear in zip(("projected", "small"), self._projections, strict=False):
+                made.append(of(name, 4 * n_rows * linear.shape[0]))
+                linear(rows, n_rows, made[-1])
+            return made
+        projected, (first, small, *others) = of("projected", 4 * n_rows * width), self._projections
+        first(rows, n_rows, projected)
+        small(rows, n_rows, projected, behind=first)
+        ends = first.shape[0], first.shape[0] + small.shape[0]
+        for linear, end in zip(others, ends, strict=True):
+            rank = linear.shape[1]
+            low = of("low rank", 4 * n_rows * rank)
+            sizes = width, end - rank, rank
+            self._launch("take_columns", (-(-rank // THREADS), n_rows), [projected, low], *sizes)
+            linear(low, n_rows, projected)
+        return [projected]
+
     def _recur(self, buffers: Sequence[Buffer], n_rows: int, widths: tuple[int, int]) -> None:
         own = self._config
         self._launch(
@@ -207,7 +251,8 @@ class DeviceRecurrence:
             *(*widths, self._small_share),
             *(own.n_taps, own.n_key_heads, own.n_value_heads, own.key_size, own.value_size),
             *(int(own.takes_turns), int(own.is_mamba), int(self._has_norm)),
-            *(self._eps, self._write_scale),
+            *(self._gates_alone, int(own.has_key_decays)),
+            *(self._eps, self._write_scale, self._decay_floor),
         )
 
     def replay(

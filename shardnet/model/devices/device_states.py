@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardnet.model.cache.slot_blocks import SlotState
 from shardnet.model.config.model_config import StateShape
-from shardnet.model.devices.driver import Array, Buffer, Driver
+from shardnet.model.drivers.driver import Array, Buffer, Driver
 from shardnet.types import DType
 
 NO_CELL = 0xFFFFFFFF

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from shardnet.model.devices.driver import Array, Buffer, Driver, Kernels
 from shardnet.model.devices.products import DeviceProduct, Rows, Visits
+from shardnet.model.drivers.driver import Array, Buffer, Driver, Kernels
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.kernels.panel_linear import PanelLinear
 
@@ -21,15 +21,21 @@ BEFORE: Final = 8
 class MakeProduct(Protocol):
     """Uploads linears that are alike, one or one for each id. Raises CapacityError."""
 
-    def __call__(self, *linears: PanelLinear, n_columns: int | None = None) -> DeviceProduct:
+    def __call__(
+        self,
+        *linears: PanelLinear,
+        factors: Array | None = None,
+        n_columns: int | None = None,
+        begin: int = 0,
+    ) -> DeviceProduct:
         """See Device.product."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerDevice:
     """What a mixer needs of the stage's device: products of linears, buffers with the host's
-    numbers, scratch memory, launches, kernels of its own, and where the keys, values, states and
-    kept inputs of a layer are.
+    numbers, scratch memory, launches, kernels of its own, and where the keys, values, entries,
+    states and kept inputs of a layer are.
     """
 
     driver: Driver
@@ -40,6 +46,7 @@ class MixerDevice:
     scratch: Rows
     launch: Callable[..., None]
     pages_of: Callable[[int], tuple[Buffer, Buffer]]
+    entries_of: Callable[[int], Buffer]
     states_of: Callable[[int], Buffer]
     inputs_of: Callable[[int], Buffer]
 
@@ -52,7 +59,8 @@ class StepBuffers:
     its queries grow, float32. No row attends to more than `n_blocks` blocks of positions. `tables`
     has cosines and sines [T, R] by layer, and their R columns. `heads` says which head each of the
     T x H rows of heads is, None where nobody asks. `kept` says where the inputs of each row are
-    kept, None where those of none are.
+    kept, None where those of none are. Where a row sees more than may be chosen it `chooses`: then
+    what it attends to is in the scratch `chosen` and `looked`, as text/choice.h has them.
     """
 
     n_rows: int
@@ -62,3 +70,4 @@ class StepBuffers:
     tables: Sequence[tuple[Buffer, Buffer, int]]
     heads: Visits | None
     kept: Buffer | None = None
+    chooses: bool = False

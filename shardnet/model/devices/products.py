@@ -13,7 +13,15 @@ import numpy as np
 
 from shardnet.errors import CapacityError
 from shardnet.model.config.panel_form import PANEL, UNIT, PanelForm
-from shardnet.model.devices.driver import THREADS, Array, Buffer, Driver, Kernel, Kernels, launch
+from shardnet.model.drivers.driver import (
+    THREADS,
+    Array,
+    Buffer,
+    Driver,
+    Kernel,
+    Kernels,
+    launch,
+)
 from shardnet.model.kernels.panels import Panels
 
 ROWS: Final = (1, 2, 4, 8)
@@ -27,7 +35,7 @@ one by one.
 """
 PRODUCT_PARTS: Final = ("vectors", "linear", "many")
 """Of the text."""
-NO_ACTIVATION: Final = 4
+NO_ACTIVATION: Final = 5
 _HAS_BIAS, _HAS_FACTORS = 1, 2
 _WIDE: Final = 1
 """The place of rows of floats among what a product takes."""
@@ -82,7 +90,10 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gating:
-    """An activation as numbered in ACTIVATIONS, 3 for gpt-oss's with `limit` and `alpha`."""
+    """An activation as numbered in ACTIVATIONS, 3 for gpt-oss's with `limit` and `alpha`.
+
+    4 is the same but for the 1 that is added there.
+    """
 
     activation: int = NO_ACTIVATION
     limit: float = 0.0
@@ -149,12 +160,13 @@ class DeviceProduct:
         bias: Array | None,
         factors: Array | None = None,
         n_columns: int | None = None,
+        begin: int = 0,
     ) -> None:
         """Upload weights, of one linear or of several that are chosen by id; `bias` [..., N].
 
         Outputs of a single linear may be multiplied by `factors` [N]. Rows of outputs are
-        `n_columns` apart, N if that is None. Parts of the same place must
-        be alike in all linears. Raises CapacityError.
+        `n_columns` apart, N if that is None, and have them from `begin` on. Parts of the same place
+        must be alike in all linears. Raises CapacityError.
         """
         self._kernels, self._driver, self._scratch = kernels, driver, scratch
         self._found: dict[tuple[int, str, int], Kernel] = {}
@@ -175,7 +187,7 @@ class DeviceProduct:
                 _Part(
                     form=part.form,
                     n_out=n_out,
-                    first=first,
+                    first=begin + first,
                     weights=self._put(*packed),
                     expert_words=packed[0].nbytes // 4 if len(packed) > 1 else 0,
                     order=None if order is None else self._put(order.numpy().astype(np.uint32)),

@@ -54,6 +54,7 @@ class DecoderStage:
         final_norm: str = "model.norm",
     ) -> None:
         self._numbers, self._streams = layers, config.streams
+        self._hands_choice_on = layers.end < config.n_layers and config.takes_choice(layers.end)
         self._embedding: _Embedding | None = None
         self._head: _Head | None = None
         if layers.start == 0:
@@ -112,7 +113,8 @@ class DecoderStage:
             head = self._head
             if head is not None and isinstance(head.lm_head, PanelLinear):
                 head = replace(head, lm_head=DeviceLinear(device, head.lm_head))
-            self._on_device = DeviceLayers(device, self._by_linears, kv)
+            hands_on = self._hands_choice_on
+            self._on_device = DeviceLayers(device, self._by_linears, kv, hands_on=hands_on)
             self._head = head
         return why
 

@@ -22,7 +22,8 @@ from shardnet.cluster.machine.device_list import (
 )
 from shardnet.cluster.machine.profile import MEMORY_SHARE, Device, MemoryBudget, find_devices
 from shardnet.errors import ConfigurationError, UsageError
-from shardnet.model.devices import bits, gpu
+from shardnet.model.devices import bits
+from shardnet.model.drivers import gpu
 from shardnet.model.kernels import devices
 
 GIB = 2**30

@@ -11,8 +11,8 @@ from support.devices import HostOnce, compared
 from shardnet.errors import CapacityError
 from shardnet.model.devices.device_kv import PAGE, DeviceKvCache
 from shardnet.model.devices.device_states import Cells
-from shardnet.model.devices.driver import Buffer
 from shardnet.model.devices.products import Rows
+from shardnet.model.drivers.driver import Buffer
 from shardnet.model.layers.attention import Span
 from shardnet.types import SlotId
 

@@ -8,7 +8,7 @@ from support.devices import DEVICE, HostOnce, compared, device_of
 
 from shardnet.model.devices.device_recurrence import STATE_NAMES, STATE_PARTS
 from shardnet.model.devices.device_states import NO_CELL
-from shardnet.model.devices.driver import THREADS, Array, Buffer, Driver, launch, whole_text
+from shardnet.model.drivers.driver import THREADS, Array, Buffer, Driver, launch, whole_text
 
 pytestmark = compared
 KERNEL = """
@@ -82,7 +82,7 @@ def _all(driver: Driver) -> list[Array]:
         states = some(5, heads * key * value + (taps - 1) * columns)
         made = [_put(driver, states), _put(driver, given[0][:, :values])]
         sizes = columns + values, 2 * heads, heads, taps, key_heads, heads, key, value, 0
-        others = is_mamba, 1 - is_mamba, np.float32(1e-6), np.float32(1)
+        others = is_mamba, 1 - is_mamba, is_mamba, 0, np.float32(1e-6), np.float32(1), np.float32(0)
         buffers = [*(_put(driver, each) for each in given), runs, *made]
         launch(driver, kernels["recur"], (heads, n_rows), buffers, *sizes, *others)
         found += [_taken(driver, made[0], states), _taken(driver, made[1], given[0][:, :values])]

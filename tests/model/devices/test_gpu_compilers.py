@@ -27,14 +27,16 @@ from shardnet.cluster.machine.profile import find_devices
 from shardnet.errors import CapacityError, ConfigurationError
 from shardnet.files import made_once
 from shardnet.model.config.panel_form import PanelForm
-from shardnet.model.devices import gpu, opencl
 from shardnet.model.devices.device_attention import ATTENTION_PARTS, attention_macros
+from shardnet.model.devices.device_choice import CHOICE_PARTS
 from shardnet.model.devices.device_layers import LAYER_PARTS
 from shardnet.model.devices.device_recurrence import STATE_PARTS
-from shardnet.model.devices.driver import part_of_text, whole_text
-from shardnet.model.devices.gpu import CUDA, HIP, GpuDriver, Maker, compiled
-from shardnet.model.devices.opencl import OpenClDriver
+from shardnet.model.devices.device_streams import STREAM_PARTS
 from shardnet.model.devices.products import PRODUCT_PARTS, ROWS, form_macros
+from shardnet.model.drivers import gpu, opencl
+from shardnet.model.drivers.driver import part_of_text, whole_text
+from shardnet.model.drivers.gpu import CUDA, HIP, GpuDriver, Maker, compiled
+from shardnet.model.drivers.opencl import OpenClDriver
 
 NVIDIA = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
 AMD = ("gfx900", "gfx1030", "gfx1100")
@@ -48,8 +50,11 @@ def texts(dialect: str, forms: list[PanelForm]) -> list[str]:
     macros = [form_macros(form, rows) for form in forms for rows in (0, *ROWS)]
     products = [whole_text(dialect, each, *PRODUCT_PARTS) for each in macros]
     attention = [attention_macros(*each) for each in ((1, 64, 64), (8, 256, 256), (4, 576, 512))]
+    attention += [attention_macros(64, 576, 512, 0)]
     looks = [whole_text(dialect, each, *ATTENTION_PARTS) for each in attention]
     layers = [whole_text(dialect, {}, *parts) for parts in (LAYER_PARTS, STATE_PARTS)]
+    layers += [whole_text(dialect, {"STREAMS": n}, *STREAM_PARTS) for n in (4, 14)]
+    layers += [whole_text(dialect, {"SIZE": 128}, *CHOICE_PARTS)]
     return [*layers, *looks, *products]
 
 
@@ -312,7 +317,7 @@ def test_what_was_compiled_is_kept_for_the_next_process(
 
 
 def test_every_kernel_waits_for_the_launch_before() -> None:
-    for name in ("attention", "experts", "linear", "many", "rows", "states"):
+    for name in ("attention", "experts", "linear", "many", "rows", "states", "streams", "choice"):
         text = part_of_text(name)
         kernels = re.split(r"^(?:    )?(?:KERNEL|MULTIPLY) ", text, flags=re.MULTILINE)[1:]
         assert kernels, name

@@ -9,11 +9,14 @@ import subprocess
 import pytest
 from support.models.random_panels import FORMS
 
+from shardnet.model.devices.device_attention import ATTENTION_PARTS, attention_macros
+from shardnet.model.devices.device_choice import CHOICE_PARTS
 from shardnet.model.devices.device_layers import LAYER_PARTS
 from shardnet.model.devices.device_recurrence import STATE_PARTS
-from shardnet.model.devices.driver import whole_text
-from shardnet.model.devices.metal import as_metal
+from shardnet.model.devices.device_streams import STREAM_PARTS
 from shardnet.model.devices.products import PRODUCT_PARTS, form_macros
+from shardnet.model.drivers.driver import whole_text
+from shardnet.model.drivers.metal import as_metal
 
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 SHIM = """
@@ -43,9 +46,13 @@ def test_metals_words_make_sense() -> None:
     macros = [form_macros(form, 8) for form in FORMS if form.name in wanted]
     texts = [whole_text("metal", own, *PRODUCT_PARTS) for own in macros]
     texts += [whole_text("metal", {}, *parts) for parts in (LAYER_PARTS, STATE_PARTS)]
+    texts += [whole_text("metal", {"STREAMS": 4}, *STREAM_PARTS)]
+    texts += [whole_text("metal", {"SIZE": 128}, *CHOICE_PARTS)]
+    chosen = attention_macros(8, 128, 128, 0)
+    texts += [whole_text("metal", chosen, *ATTENTION_PARTS)]
     for text in texts:
         turned = as_metal(text)
-        assert re.search(r"constant uint32_t &n_(rows|heads)", turned)
+        assert re.search(r"constant uint32_t &(n_rows|n_heads|width)", turned)
         assert "constant const" not in turned
         read = SHIM + turned.replace("#include <metal_stdlib>", "")
         found = subprocess.run(

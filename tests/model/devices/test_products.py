@@ -17,10 +17,10 @@ from torch import Tensor
 
 from shardnet.errors import ConfigurationError
 from shardnet.model.config.panel_form import FLOAT16, GGUF_FORMS
-from shardnet.model.devices import driver as drivers
 from shardnet.model.devices.device_layers import Device
-from shardnet.model.devices.driver import Array, Buffer
 from shardnet.model.devices.products import DeviceProduct
+from shardnet.model.drivers import driver as drivers
+from shardnet.model.drivers.driver import Array, Buffer
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels

@@ -44,7 +44,7 @@ PRELOADED = [
     *(f"shardnet_cli.commands.{name}" for name in ("pull",)),
     "shardnet.cluster.diagnosis.facts",
     "shardnet.model.fused.layers",
-    "shardnet.model.devices.opencl",
+    "shardnet.model.drivers.opencl",
     "shardnet.runtime.stage.torch_compute",
     *(f"shardnet.stage.{name}" for name in ("load", "packs.pack_writer", "moves.slot_moves")),
     "shardnet.stage.stage_audit",

@@ -1,7 +1,8 @@
 /* Attention in the order of docs/exactness.md: blocks of 128 positions, counted from the first, computed apart and
  * joined in their order. A group of threads has HEADS query heads of one KV head for TOGETHER rows, which read keys and
  * values together where they are of one slot; it joins its blocks itself, or, where a row's blocks are spread over several
- * groups, writes them down for `join_blocks`. Keys have SIZE columns, and values the first OF_VALUE of as many. */
+ * groups, writes them down for `join_blocks`. Keys have SIZE columns, and values the first OF_VALUE of as many. With CHOSEN
+ * a row attends to positions that were chosen, as if they stood one behind the other (choice.h). */
 
 #define KEYS 128
 #define COLUMNS 32
@@ -12,6 +13,9 @@
 #define FIRST_KEY(position)                                              \
     (window > CHUNKS ? (position) & (CHUNKS - window) /* chunks of 2^n */ \
      : window && (position) >= window ? (position) - window + 1 : 0)
+
+/* Where the keys and values of the block's position i begin. */
+#define ROW_AT(i) (CHOSEN ? (uint64_t)row_of[i] * SIZE : slot + (uint64_t)(i) * SIZE)
 
 /* Queries are numbered by rows, then heads; those of a key or of a column lie together, four by four. */
 #define QUERIES (TOGETHER * HEADS)
@@ -40,18 +44,18 @@
 #define BRING(begin_column)                                                                        \
     TIMES (k, OF_THREAD) {                                                                         \
         const uint32_t key_at = (k * THREADS + THREAD) / COLUMNS, c = (begin_column) + THREAD % COLUMNS; \
-        if (key_at < high && c < SIZE) MY(coming)[k] = keys[slot + (uint64_t)key_at * SIZE + c];   \
+        if (key_at < high && c < SIZE) MY(coming)[k] = keys[ROW_AT(key_at) + c];                    \
     }
 
-#if TOGETHER == 1
+#if TOGETHER == 1 && !CHOSEN
 #define VALUES_AHEAD AHEAD
 #else
-#define VALUES_AHEAD AHEAD_8 /* of more queries a thread has no more registers */
+#define VALUES_AHEAD AHEAD_8 /* of more queries or places a thread has no more registers */
 #endif
 /* Adds up the values at `i` for the queries of a thread from `q` on that see it. */
 #define ADD_VALUES(sees)                                                                           \
     {                                                                                              \
-        const float value = values[slot + (uint64_t)i * SIZE + c];                                 \
+        const float value = values[ROW_AT(i) + c];                                               \
         TAKE(weight, PAIR, score + i * QUADS, q)                                                   \
         TIMES (p, PAIR) if (sees) sum[p] = FMA(weight[p], value, sum[p]);                          \
     }
@@ -75,12 +79,13 @@
 
 KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL const uint32_t *pages,
               GLOBAL const float *keys, GLOBAL const float *values, GLOBAL const float *sinks, GLOBAL float *attended,
-              GLOBAL float *blocks, uint32_t n_rows, uint32_t n_heads, uint32_t n_kv_heads, uint32_t row_stride,
-              uint32_t page_size, uint32_t window, uint32_t has_sinks, uint32_t has_gates, uint32_t n_splits,
-              uint32_t n_blocks, uint32_t grows, float factor, float soft_cap WHERE) {
+              GLOBAL float *blocks, GLOBAL const uint32_t *chosen, uint32_t n_rows, uint32_t n_heads, uint32_t n_kv_heads,
+              uint32_t row_stride, uint32_t page_size, uint32_t window, uint32_t has_sinks, uint32_t has_gates, uint32_t n_splits,
+              uint32_t n_blocks, uint32_t grows, uint32_t n_chosen, float factor, float soft_cap WHERE) {
     AWAIT
     SHARED FOUR query[SIZE * QUADS], score[KEYS * QUADS];
     SHARED float total[QUERIES * SUMS], key[KEYS * (COLUMNS + 1)], parts[QUERIES * PARTS], most[QUERIES], best[QUERIES];
+    SHARED uint32_t row_of[CHOSEN ? KEYS : 1];
     OWN(float, coming, OF_THREAD);
     OWN(float, product, EACH);
     const uint32_t head = GROUP_X / n_splits * HEADS, kv_head = head / (n_heads / n_kv_heads);
@@ -104,6 +109,15 @@ KERNEL attend(GLOBAL const float *heads, GLOBAL const uint32_t *places, GLOBAL c
              begin += n_splits * KEYS) {
             const uint32_t low = LOW(0), high = HIGH(last), page = pages[places[3 * row + 1] + begin / page_size];
             const uint64_t slot = ((uint64_t)(page * n_kv_heads + kv_head) * page_size + begin % page_size) * SIZE;
+            if (CHOSEN) {
+                PHASE {
+                    if (THREAD < high) {
+                        const uint32_t at = chosen[(uint64_t)row * n_chosen + begin + THREAD];
+                        const uint32_t its_page = pages[places[3 * row + 1] + at / page_size];
+                        row_of[THREAD] = (its_page * n_kv_heads + kv_head) * page_size + at % page_size;
+                    }
+                }
+            }
             PHASE {
                 BRING(0)
                 TIMES (k, EACH) MY(product)[k] = 0;

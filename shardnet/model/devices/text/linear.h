@@ -21,7 +21,7 @@ INLINE float from_e4m3(uint32_t code) {
 
 /* --- rows */
 
-#define NO_ACTIVATION 4
+#define NO_ACTIVATION 5
 #define HAS_BIAS 1
 #define HAS_FACTORS 2 /* behind the biases, of outputs that are multiplied */
 
@@ -30,7 +30,7 @@ INLINE float finished(float sum, GLOBAL const float *bias, uint32_t at, uint32_t
     return has & HAS_FACTORS ? MUL(sum, bias[n_out + at]) : sum;
 }
 
-/* An input of a row; with an activation it is a gate of [gates, others] times the other, with one from 5 on it is alone. */
+/* An input of a row; with an activation it is a gate of [gates, others] times the other, with one from 6 on it is alone. */
 INLINE float input_at(GLOBAL const float *row, uint32_t i, uint32_t n_in, uint32_t activation, float limit,
                       float alpha) {
     if (activation > NO_ACTIVATION) return activated(row[i], activation - NO_ACTIVATION - 1);

@@ -181,3 +181,12 @@ KERNEL split_latents(GLOBAL const float *queries, GLOBAL const float *cached, GL
         }
     }
 }
+
+/* Multiplies `n` numbers by the sigmoids of gates, one for so many of them each. */
+KERNEL open_rows(GLOBAL float *rows, GLOBAL const float *gates, uint32_t n, uint32_t n_each WHERE) {
+    AWAIT
+    PHASE {
+        const uint32_t at = GROUP_X * THREADS + THREAD;
+        if (at < n) rows[at] = MUL(rows[at], sigmoid(gates[at / n_each]));
+    }
+}

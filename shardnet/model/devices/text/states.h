@@ -74,21 +74,25 @@ INLINE REAL softplus(REAL x) {
 /* A group has value head GROUP_X of the slot whose first row is GROUP_Y. `numbers` has of each head the rate, bias and
  * skip, then the weights of the norm and [taps, columns] and biases of the convolution. `places` has the columns of
  * `projected` where queries, keys, values and gates begin, how far those of a key head and those of its value heads are
- * from the next one's, and the columns of `small` where writes and decays begin: they stand by `small_share` heads. */
+ * from the next one's, and the columns of `small` where writes and decays begin: they stand by `small_share` heads. Each
+ * column of a key may decay by itself, `by_column`: logarithms of decays are then a rate times a softplus, or, with
+ * `decay_floor` below 0, that times a sigmoid. */
 KERNEL recur(GLOBAL const float *projected, GLOBAL const float *small, GLOBAL const float *numbers,
              GLOBAL const uint32_t *places, GLOBAL const uint32_t *runs, GLOBAL float *states, GLOBAL float *out,
              uint32_t width, uint32_t small_width, uint32_t small_share, uint32_t n_taps, uint32_t n_key_heads,
              uint32_t n_heads, uint32_t key_size, uint32_t size, uint32_t takes_turns, uint32_t is_mamba,
-             uint32_t has_norm, float eps, float write_scale WHERE) {
+             uint32_t has_norm, uint32_t gates_alone, uint32_t by_column, float eps, float write_scale,
+             float decay_floor WHERE) {
     AWAIT
-    SHARED float mixed[3 * MOST], parts[2 * PARTS], factor[2], decays[THREADS], writes[THREADS];
+    SHARED float mixed[3 * MOST], parts[2 * PARTS], factor[2], decays[THREADS], writes[THREADS], kept[MOST];
     const uint32_t head = GROUP_X, first = GROUP_Y, n_shared = n_heads / n_key_heads, before = n_taps - 1;
     const uint32_t key_head = takes_turns ? head % n_key_heads : head / n_shared, n_keys = n_key_heads * key_size;
     const uint32_t columns = 2 * n_keys + n_heads * size, n_read = 2 * key_size;
     const uint32_t of_value = head / n_shared * places[5] + head % n_shared * size;
     const uint64_t n_matrix = (uint64_t)n_heads * key_size * size, cell = n_matrix + (uint64_t)before * columns;
     const uint32_t end = FIRST_OF(first) == first ? END_OF(first) : first, source = CELL_BEFORE(first);
-    GLOBAL const float *weight = numbers + 3 * n_heads, *taps = weight + size, *taps_bias = taps + n_taps * columns;
+    GLOBAL const float *skip = numbers + n_heads + n_heads * (by_column ? key_size : 1), *weight = skip + n_heads;
+    GLOBAL const float *taps = weight + size, *taps_bias = taps + n_taps * columns;
     uint32_t last = source;
     for (uint32_t row = first; row < end; row++) {
         const uint32_t target = CELL_AFTER(row), turn_of = (row - first) % THREADS;
@@ -118,6 +122,16 @@ KERNEL recur(GLOBAL const float *projected, GLOBAL const float *small, GLOBAL co
                 }
                 mixed[c] = activated(total, 0);
             }
+            for (uint32_t i = THREAD; i < key_size && by_column; i += THREADS) {
+                const uint32_t column = head * key_size + i;
+                const REAL rate = WIDE(numbers[head]), given = WIDE(small[(uint64_t)row * small_width + places[7] + column]);
+                const REAL sum = REAL_ADD(given, WIDE(numbers[n_heads + column]));
+                if (decay_floor < 0)
+                    kept[i] = NARROW(real_exponential(REAL_DIV(
+                        WIDE(decay_floor), REAL_ADD(REAL_ONE, real_exponential(REAL_MUL(sum, rate))))));
+                else
+                    kept[i] = NARROW(real_exponential(REAL_MUL(rate, softplus(sum))));
+            }
         }
         if (!is_mamba) {
             PHASE {
@@ -146,17 +160,18 @@ KERNEL recur(GLOBAL const float *projected, GLOBAL const float *small, GLOBAL co
                 const uint64_t own = (uint64_t)head * key_size * size + c;
                 GLOBAL const float *old = states + (last == NO_CELL ? 0 : last * cell) + own;
                 GLOBAL float *updated = states + target * cell + own;
-                const float decay = decays[turn_of], write = writes[turn_of], value = mixed[n_read + c];
-                float held = 0, read = is_mamba ? MUL(value, numbers[2 * n_heads + head]) : 0.0f;
+                const float decay = by_column ? 1.0f : decays[turn_of], write = writes[turn_of], value = mixed[n_read + c];
+                float held = 0, read = is_mamba ? MUL(value, skip[head]) : 0.0f;
                 AHEAD for (uint32_t i = 0; i < (is_mamba ? 0 : key_size); i++)
-                    held = FMA(last == NO_CELL ? 0.0f : old[i * size], mixed[key_size + i], held);
+                    held = FMA(last == NO_CELL ? 0.0f : old[i * size],
+                               by_column ? MUL(mixed[key_size + i], kept[i]) : mixed[key_size + i], held);
                 const float added = MUL(is_mamba ? value : FMA(held, -decay, value), write);
                 for (uint32_t i = 0; i < key_size; i += AT_A_TIME) {
                     float state[AT_A_TIME];
                     TIMES (j, AT_A_TIME) state[j] = last == NO_CELL || i + j >= key_size ? 0.0f : old[(i + j) * size];
                     TIMES (j, AT_A_TIME) {
                         if (i + j < key_size) {
-                            state[j] = FMA(state[j], decay, MUL(added, mixed[key_size + i + j]));
+                            state[j] = FMA(state[j], by_column ? kept[i + j] : decay, MUL(added, mixed[key_size + i + j]));
                             updated[(i + j) * size] = state[j];
                             read = FMA(state[j], mixed[i + j], read);
                         }
@@ -183,7 +198,7 @@ KERNEL recur(GLOBAL const float *projected, GLOBAL const float *small, GLOBAL co
             for (uint32_t c = THREAD; c < size; c += THREADS) {
                 const float read = has_norm ? MUL(MUL(mixed[n_read + c], factor[0]), weight[c]) : mixed[n_read + c];
                 const float gate = projected[(uint64_t)row * width + places[3] + of_value + c];
-                out[((uint64_t)row * n_heads + head) * size + c] = MUL(read, activated(gate, 0));
+                out[((uint64_t)row * n_heads + head) * size + c] = MUL(read, gates_alone ? sigmoid(gate) : activated(gate, 0));
             }
         }
     }
@@ -213,6 +228,15 @@ KERNEL convolve(GLOBAL const float *projected, GLOBAL const float *taps, GLOBAL 
             if (has_bias) total = ADD(total, bias[column]);
             out[(uint64_t)row * columns + column] = MUL(projected[((uint64_t)row * 3 + 1) * columns + column], total);
         }
+    }
+}
+
+/* to[row GROUP_Y] = `n` columns of a row of `width`, from `first` on. */
+KERNEL take_columns(GLOBAL const float *from, GLOBAL float *to, uint32_t width, uint32_t first, uint32_t n WHERE) {
+    AWAIT
+    PHASE {
+        const uint32_t column = GROUP_X * THREADS + THREAD;
+        if (column < n) to[(uint64_t)GROUP_Y * n + column] = from[(uint64_t)GROUP_Y * width + first + column];
     }
 }
 

@@ -85,10 +85,10 @@ INLINE float activated(float x, uint32_t activation) {
     return x < 0 ? 0.0f : activation == 3 ? MUL(x, x) : x;
 }
 
-/* A gate, activated, times the other; 3: gpt-oss's activation, which clamps both to `limit`. */
+/* A gate, activated, times the other; 3: gpt-oss's activation, which clamps both to `limit`; 4: without the 1. */
 INLINE float gated(float gate, float up, uint32_t activation, float limit, float alpha) {
-    if (activation != 3) return MUL(activated(gate, activation), up);
+    if (activation < 3) return MUL(activated(gate, activation), up);
     gate = gate > limit ? limit : gate;
     up = up > limit ? limit : up < -limit ? -limit : up;
-    return MUL(MUL(sigmoid(MUL(gate, alpha)), gate), ADD(up, 1.0f));
+    return MUL(MUL(sigmoid(MUL(gate, alpha)), gate), ADD(up, activation == 3 ? 1.0f : 0.0f));
 }

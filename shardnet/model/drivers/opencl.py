@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from shardnet.errors import CapacityError, ConfigurationError
-from shardnet.model.devices.driver import (
+from shardnet.model.drivers.driver import (
     THREADS,
     Argument,
     Array,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shardnet.errors import CapacityError, ConfigurationError
-from shardnet.model.devices.driver import THREADS, Argument, Array, Buffer, Kernel
+from shardnet.model.drivers.driver import THREADS, Argument, Array, Buffer, Kernel
 from shardnet.model.kernels.devices import is_out_of_memory
 
 _SIGNATURE = re.compile(r"KERNEL (\w+)\(([^)]*)WHERE\)")

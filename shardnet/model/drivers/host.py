@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from shardnet.errors import ConfigurationError
-from shardnet.model.devices.driver import Argument, Array, Buffer, Kernel
+from shardnet.model.drivers.driver import Argument, Array, Buffer, Kernel
 
 _OPTIONS: Final = ("-O1", "-shared", "-fPIC", "-w", "-ffp-contract=off", "-fno-math-errno")
 

@@ -83,7 +83,9 @@ def launch(
 @cache
 def part_of_text(name: str) -> str:
     """Read one file of the text."""
-    return (Path(__file__).with_name("text") / f"{name}.h").read_text(encoding="utf-8")
+    return (Path(__file__).parents[1] / "devices" / "text" / f"{name}.h").read_text(
+        encoding="utf-8"
+    )
 
 
 def whole_text(dialect: str, macros: Mapping[str, object], *parts: str) -> str:

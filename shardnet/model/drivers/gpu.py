@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from shardnet.errors import CapacityError, ConfigurationError
-from shardnet.model.devices.driver import THREADS, Argument, Array, Buffer, Kernel
+from shardnet.model.drivers.driver import THREADS, Argument, Array, Buffer, Kernel
 
 _OUT_OF_MEMORY: Final = 2
 """The code of it, of either maker."""
