@@ -42,6 +42,7 @@ def why_no_streams(own: StreamResidual, is_multiplied: Callable[[Linear], bool])
     else:
         if not isinstance(own.before, Norm) or own.before.bias is not None:
             return "this norm"
+        assert isinstance(mixer, StreamMixer)
         count, width = mixer.config.count, own.before.weight.shape[0]
         linears = [mixer.project]
     if count > _MOST or width % 4:
@@ -67,6 +68,7 @@ class DeviceStreams:
             ] + [on.make(mixer.up)]
             self._norm = on.put(mixer.norm.weight.float().numpy()), np.float32(mixer.norm.eps)
         else:
+            assert isinstance(mixer, StreamMixer)
             self._upload(mixer, own.before)
         self._kernels = on.kernels.of({"STREAMS": self._count}, STREAM_PARTS, STREAM_NAMES)
 
