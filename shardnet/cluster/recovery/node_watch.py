@@ -76,8 +76,7 @@ class NodeWatch:
         except ShardnetError as error:
             # until another head lets go of a node, or one that was lost meanwhile is left out
             if isinstance(error, BusyError | LinkError):
-                self._not_before_s = now_s + AGAIN_S * 2**self._n_busy
-                self._n_busy = min(self._n_busy + 1, MOST_DOUBLED)
+                self._put_off(now_s)
             else:
                 self._returns.planned(now_s)
             if self._said != (said := f"the ring stays without the nodes that came: {error}"):
@@ -99,7 +98,9 @@ class NodeWatch:
         if lead is not self.head.latest or lead.plan is not now or lead.is_recovering:
             return  # it was replaced meanwhile
         if _stages(plan) == _stages(now):
-            self._returns.planned(now_s)
+            self._returns.planned(now_s, [out.node for out in plan.silent])
+            if self._returns.is_news(now_s, [NodeId(node.node) for node in now.ring_nodes]):
+                self._put_off(now_s)  # a link to it broke, or it is too busy to answer
             return
         tok_s = now.placement.predicted_tok_s, plan.placement.predicted_tok_s
         is_complete = bool(n_named) and len(plan.ring_nodes) == n_named
@@ -113,6 +114,11 @@ class NodeWatch:
             self._not_before_s = now_s + AGAIN_S
         else:
             self._returns.planned(now_s)
+
+    def _put_off(self, now_s: float) -> None:
+        """Plan again later, each time in turn twice as much later."""
+        self._not_before_s = now_s + AGAIN_S * 2**self._n_busy
+        self._n_busy = min(self._n_busy + 1, MOST_DOUBLED)
 
     async def _open_again(self, lead: Lead) -> None:
         """Have the ring that was given up built again, for requests to come."""
