@@ -66,6 +66,12 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
         "mlp_layer_types": ["dense", "sparse", "dense"],
     },
+    "hy_v4": FAMILY_CASES["hy_v4"]
+    | {
+        "num_hidden_layers": 3,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "indexer_types": ["full", "shared", "full"],
+    },
 }
 OLD = SequenceId(0)
 PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, n_logprobs=1)
@@ -76,7 +82,7 @@ PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, n_lo
     "family",
     cases(
         ["llama", "gemma3_text", "gemma4_text", "qwen3_next", "falcon_h1", "deepseek_v4"],
-        ["deepseek_v2", "qwen4_exp_text", "glm5_next_text"],
+        ["deepseek_v2", "qwen4_exp_text", "glm5_next_text", "hy_v4"],
     ),
 )
 def test_a_sequence_goes_on_with_the_same_bits(family: str, tmp_path: Path) -> None:

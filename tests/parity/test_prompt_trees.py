@@ -79,11 +79,18 @@ KINDS = {
         kv_dtype=KvDType.INT8,
         config=THREE | {"head_dim": 8, "layer_types": [S, F, S], "sliding_window": 64},
     ),
-    "latents": Kind(
-        family="deepseek_v3", form="rows", config=CASES["deepseek_v3"] | {"num_hidden_layers": 3}
+    "chosen latents": Kind(
+        family="hy_v4",
+        form="rows",
+        config=CASES["hy_v4"]
+        | {"num_hidden_layers": 3, "hc_mult": 2, "indexer_types": ["full", "shared", "full"]}
+        | {"mlp_layer_types": ["dense", "sparse", "dense"]},
     ),
 }
 MORE_KINDS = {
+    "latents": Kind(
+        family="deepseek_v3", form="rows", config=CASES["deepseek_v3"] | {"num_hidden_layers": 3}
+    ),
     "dense in int8": replace(KINDS["dense"], kv_dtype=KvDType.INT8),
     "long windows": replace(
         KINDS["windows"],
@@ -111,6 +118,10 @@ MORE_KINDS = {
     "n-grams and chosen blocks": Kind(
         family="qwen4_exp_text", form="states", config=CASES["qwen4_exp_text"]
     ),
+    "KDA and pooled latents": Kind(
+        family="glm5_next_text", form="states", config=CASES["glm5_next_text"]
+    ),
+    "compressed entries": Kind(family="deepseek_v4", form="states", config=CASES["deepseek_v4"]),
     "Lightning and latents": Kind(
         family="bailing_hybrid", form="states", config=CASES["bailing_hybrid"]
     ),

@@ -36,6 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "falcon_h1": {},
     "nemotron_h": {},
     "deepseek_v4": FAMILY_CASES["deepseek_v4"],
+    "qwen4_exp_text": FAMILY_CASES["qwen4_exp_text"],
+    "hy_v4": FAMILY_CASES["hy_v4"],
 }
 PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, n_logprobs=1)
 """What is drawn depends on every token before it, those of the prompt too."""
@@ -46,7 +48,7 @@ PENALISED = SamplingParams(temperature=0.7, seed=5, repetition_penalty=1.3, n_lo
     params=cases(
         ["llama", "gemma3_text", "qwen3_next", "deepseek_v4"],
         [
-            *("mistral", "deepseek_v2", "kimi_linear", "glm5_next_text"),
+            *("mistral", "deepseek_v2", "kimi_linear", "glm5_next_text", "qwen4_exp_text", "hy_v4"),
             *("lfm2", "falcon_h1", "nemotron_h"),
         ],
     ),

@@ -76,8 +76,7 @@ class NodeWatch:
         except ShardnetError as error:
             # until another head lets go of a node, or one that was lost meanwhile is left out
             if isinstance(error, BusyError | LinkError):
-                self._not_before_s = now_s + AGAIN_S * 2**self._n_busy
-                self._n_busy = min(self._n_busy + 1, MOST_DOUBLED)
+                self._put_off(now_s)
             else:
                 self._returns.planned(now_s)
             if self._said != (said := f"the ring stays without the nodes that came: {error}"):
@@ -98,21 +97,27 @@ class NodeWatch:
         plan = await self.planner.replan(opened, now, without, measures=not is_used)
         if lead is not self.head.latest or lead.plan is not now or lead.is_recovering:
             return  # it was replaced meanwhile
-        if _stages(plan) == _stages(now):
-            self._returns.planned(now_s)
-            return
+        unheard = [out.node for out in plan.silent]
+        is_other = _stages(plan) != _stages(now)
         tok_s = now.placement.predicted_tok_s, plan.placement.predicted_tok_s
         is_complete = bool(n_named) and len(plan.ring_nodes) == n_named
-        if is_better(*tok_s, is_complete=is_complete, is_used=lead.ring.is_in_use):
+        if is_other and is_better(*tok_s, is_complete=is_complete, is_used=lead.ring.is_in_use):
             before = {node.node for node in now.ring_nodes}
             came = [node.name for node in plan.ring_nodes if node.node not in before]
             await self.replace(lead, plan, f"{', '.join(came) or 'another order'} joins")
-            self._returns.planned(now_s)
+            self._returns.planned(now_s, unheard)
             self._n_busy = 0
-        elif lead.ring.is_in_use or is_used:
+        elif is_other and (is_used or lead.ring.is_in_use):
             self._not_before_s = now_s + AGAIN_S
         else:
-            self._returns.planned(now_s)
+            self._returns.planned(now_s, unheard)
+            if self._returns.is_news(now_s, [NodeId(node.node) for node in now.ring_nodes]):
+                self._put_off(now_s)  # a link to it broke, or it is too busy to answer
+
+    def _put_off(self, now_s: float) -> None:
+        """Plan again later, each time in turn twice as much later."""
+        self._not_before_s = now_s + AGAIN_S * 2**self._n_busy
+        self._n_busy = min(self._n_busy + 1, MOST_DOUBLED)
 
     async def _open_again(self, lead: Lead) -> None:
         """Have the ring that was given up built again, for requests to come."""

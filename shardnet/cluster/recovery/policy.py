@@ -241,9 +241,9 @@ class Returns:
         settled = self._since_s.keys() - self.unsettled(now_s)
         return bool(settled - self._told - set(used))
 
-    def planned(self, now_s: float) -> None:
-        """Note that a plan has seen the nodes that have settled."""
-        self._told |= self._since_s.keys() - self.unsettled(now_s)
+    def planned(self, now_s: float, unheard: Collection[str] = ()) -> None:
+        """Note that a plan has seen the nodes that have settled, but for those `unheard`."""
+        self._told |= self._since_s.keys() - self.unsettled(now_s) - {*unheard}
 
 
 def is_better(

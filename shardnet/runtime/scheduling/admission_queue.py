@@ -292,8 +292,8 @@ class AdmissionQueue:
         kv, found = self.kv_blocks, []
         for sequence in self.running.values():
             one, slot = sequence.computed, sequence.slot
-            if one is None or slot is None or len(one.token_ids) <= slot.n_kept:
-                continue  # not every stage has come to where it begins
+            if one is None or slot is None:
+                continue
             n_answered, is_prefilling = len(one.token_ids), sequence.is_prefilling
             kept = kv.to_follow(slot, n_answered, is_prefilling=is_prefilling)
             if kept is not None:

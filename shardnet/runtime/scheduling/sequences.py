@@ -305,15 +305,16 @@ class LiveSequence:
     def computed(self) -> ComputedSequence | None:
         """What it has on every stage, and what can go on from there alone; None for nothing.
 
-        Where prompts are scored the tail keeps the row before the next one, and no other stage can
-        take its place.
+        What it begins with does not count alone: not every stage has come to where it begins. Where
+        prompts are scored the tail keeps the row before the next one, and no other stage can take
+        its place.
         """
         slot, outputs = self.slot, self.request.outputs
         if slot is None or self.is_restoring:
             return None
         n_positions = min(slot.n_answered, slot.n_held)
         is_scored = outputs.n_prompt_logprobs is not None and n_positions < self.n_prompt
-        if not n_positions or is_scored:
+        if n_positions <= slot.n_kept or is_scored:
             return None
         return ComputedSequence(
             sequence_id=self.sequence_id,

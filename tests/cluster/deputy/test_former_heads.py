@@ -18,6 +18,7 @@ from support.soak import cases
 from support.waiting import until
 
 from shardnet.api.client import connect
+from shardnet.cluster.peers import node_directory
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.recovery import node_watch, stand_in
 from shardnet.cluster.recovery.stand_in import StandIn
@@ -130,7 +131,12 @@ def test_a_node_joins_again_once_what_kept_it_from_that_is_over(
     monkeypatch.setattr(node_watch, "LOOK_S", 0.02)
     monkeypatch.setattr(node_watch, "AGAIN_S", 0.1)
     model = make_llama(tmp_path / "model", max_position_embeddings=1024, num_hidden_layers=6)
-    n_refused = 0
+    n_refused = n_unheard = 0
+
+    async def break_off(*arguments: object) -> None:
+        nonlocal n_unheard
+        n_unheard += 1
+        raise LinkError("of two links between the same nodes one is given up")
 
     async def refuse(*arguments: object, **named: object) -> None:
         nonlocal n_refused
@@ -153,9 +159,12 @@ def test_a_node_joins_again_once_what_kept_it_from_that_is_over(
             await bert.unplug()
             await saying
             orders = bert.node._stage.orders
+            with monkeypatch.context() as asked:
+                asked.setattr(node_directory, "_ask", break_off)
+                await bert.plug_in()
+                await until(lambda: n_unheard > 2)
             with monkeypatch.context() as used:
                 used.setattr(orders, "load", refuse)
-                await bert.plug_in()
                 await until(lambda: n_refused > 1)
             await until(lambda: is_member_of(bert, anna) and leads(anna))
             again = await say(client, prompts, choice)

@@ -55,3 +55,25 @@ def test_who_was_moved_goes_on_and_others_are_computed_again() -> None:
     groups = [g for each in instructions if isinstance(each, SendStep) for g in each.batch.groups]
     assert {group.position for group in groups if group.sequence_id == ONE} == {n_moved}
     assert {group.position for group in groups if group.sequence_id == TWO} <= {0}
+
+
+def test_a_sequence_has_nothing_elsewhere_before_its_first_step_was_answered() -> None:
+    """Stages may not have come yet to where it begins with what was kept in a slot."""
+    ring = RingLimits(epoch=Epoch(1), n_stages=1, room_blocks=40, context=2048, max_slots=4)
+    scheduler = Scheduler(ring)
+    prompt = tuple(range(300))
+    scheduler.submit(SequenceRequest(sequence_id=ONE, prompt=prompt, max_tokens=3))
+    while scheduler.n_active:
+        answered(scheduler)
+    scheduler.submit(SequenceRequest(sequence_id=TWO, prompt=prompt[::-1], max_tokens=500))
+    while not any(len(one.token_ids) > 300 for one in scheduler.computed()):
+        answered(scheduler)
+    [in_flight] = scheduler.next_instructions()
+    assert isinstance(in_flight, SendStep)
+    scheduler.submit(SequenceRequest(sequence_id=SCORED, prompt=(*prompt, 7, 7, 5), max_tokens=9))
+    [opened] = scheduler.next_instructions()  # the step in flight keeps its rows waiting
+    assert isinstance(opened, OperateSlot)
+    assert isinstance(opened.operation, OpenSequence)
+    assert opened.operation.n_kept == 302
+    scheduler.on_tokens(in_flight.batch.step, [7])
+    assert [one.sequence_id for one in scheduler.computed()] == [TWO]

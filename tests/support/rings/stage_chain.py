@@ -32,6 +32,7 @@ from shardnet.types import (
     SlotId,
     StepId,
     WireDType,
+    blocks_for,
 )
 
 CPU = torch.device("cpu")
@@ -108,7 +109,7 @@ class StageChain:
                     layers,
                     choice=choice,
                     device=device,
-                    room_blocks=ROOM_BLOCKS,
+                    room_blocks=max(ROOM_BLOCKS, blocks_for(context or 0)),
                     progress=lambda done, total: None,
                     context=context,
                     capture=capture,
