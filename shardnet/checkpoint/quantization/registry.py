@@ -122,6 +122,8 @@ def model_tensors(
     made: dict[str, ModelTensor] = {}
     used: set[str] = set()
     for stem, marker in _stems(stored, weight_format.markers):
+        if _name(config, stem + marker) in shapes:  # a parameter that only has a marker's name
+            continue
         name = _name(config, f"{stem}.weight")
         parts = {
             suffix: stored[stem + suffix]
@@ -130,13 +132,18 @@ def model_tensors(
             and (suffix != ".bias" or canonical_name(config, stem + suffix) not in shapes)
         }
         used.update(stem + suffix for suffix in parts)
-        shape = shapes.get(name, ())
-        if len(shape) != 2:  # what the model has no place for, the loader refuses by this name
-            made[name] = unchanged(name, stored[stem + marker])
-            continue
-        made[name] = weight_format.combine(
-            WeightParts(stem=stem, name=name, shape=shape, parts=parts, where=where)
-        )
+        for own in [stem] if name in shapes else _tables_of(stem, stored) or [stem]:
+            name, weight = _name(config, f"{own}.weight"), f"{own}.weight"
+            shape = shapes.get(name, ())
+            if len(shape) != 2:  # what the model has no place for, the loader refuses by this name
+                made[name] = unchanged(name, stored[stem + marker])
+                continue
+            if own != stem:  # a part of a table, all of which has the same scale
+                parts[".weight"] = stored[weight]
+                used.add(weight)
+            made[name] = weight_format.combine(
+                WeightParts(stem=own, name=name, shape=shape, parts={**parts}, where=where)
+            )
     for name, info in stored.items():
         if name in used or name.endswith(weight_format.skipped):
             continue
@@ -154,6 +161,13 @@ def _name(config: ModelConfig, name: str) -> str:
     found = canonical_name(config, name)
     assert found is not None, "such tensors were dropped"
     return found
+
+
+def _tables_of(stem: str, stored: Iterable[str]) -> list[str]:
+    """List the parts of a table that is stored in parts, two axes each."""
+    begin, end = f"{stem}.shard_", ".weight"
+    found = (name for name in stored if name.startswith(begin) and name.endswith(end))
+    return [name.removesuffix(end) for name in found]
 
 
 def _stems(stored: Iterable[str], markers: Iterable[str]) -> list[tuple[str, str]]:
