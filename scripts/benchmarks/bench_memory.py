@@ -44,7 +44,15 @@ from shardnet.model.families.stage_tensors import layer_tensors, stage_tensors
 from shardnet.runtime.loading.model_facts import identify
 from shardnet.stage.estimate.memory_estimate import draft_bytes, kv_block_bytes, state_bytes
 from shardnet.stage_form import StageForm
-from shardnet.types import LEAST_STATES, Arith, DType, LayerRange, SlotId, blocks_for
+from shardnet.types import (
+    BLOCK_POSITIONS,
+    LEAST_STATES,
+    Arith,
+    DType,
+    LayerRange,
+    SlotId,
+    blocks_for,
+)
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -231,6 +239,11 @@ def stored_as(shape: Published, name: str, size: tuple[int, ...]) -> Iterator[St
         if ".shard_0." in name:
             scale = name.partition(".shard_0.")[0] + ".weight_scale"
             yield Stored(name=scale, dtype="BF16", shape=(1,))
+    elif shape.form != "bf16" and name.endswith(
+        "_hc.scale"
+    ):  # which is called otherwise beside the scales of weights
+        stem, _, kind = name.removesuffix("_hc.scale").rpartition(".")
+        yield Stored(name=f"{stem}.hc_{kind}_scale", dtype="BF16", shape=size)
     elif shape.form == "fp4" and ".experts." in name:
         yield Stored(name=name, dtype="I8", shape=(n_out, n_in // 2))
         scale = f"{name}_scale_inv"
@@ -317,8 +330,10 @@ def load(job: dict[str, Any]) -> list[dict[str, int]]:
         context=max(job["contexts"]),
     )
     choice = choose_kernels(checkpoint, form, Arith.FAST, torch.device("cpu"))
-    torch.ones(4, 4).bfloat16() @ torch.ones(4, 4).bfloat16()  # what the libraries take once
-    return [_taken(checkpoint, layer, choice, job["contexts"]) for layer in job["layers"]]
+    layers = job["layers"]
+    if len(layers) > 1:  # narrow ones, beside which what libraries take once would show
+        _taken(checkpoint, layers[0], choice, job["contexts"])
+    return [_taken(checkpoint, layer, choice, job["contexts"]) for layer in layers]
 
 
 def _taken(
@@ -335,7 +350,7 @@ def _taken(
         choice=choice,
         device=torch.device("cpu"),
         room_blocks=blocks_for(max(contexts)) + LEAST_STATES,
-        context=max(contexts),
+        context=BLOCK_POSITIONS,  # rotary tables are those of a stage
         progress=lambda done, total: None,
     )
     taken, kv = {"weights": _private_bytes() - idle}, stage.kv

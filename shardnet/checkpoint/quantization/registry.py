@@ -122,8 +122,6 @@ def model_tensors(
     made: dict[str, ModelTensor] = {}
     used: set[str] = set()
     for stem, marker in _stems(stored, weight_format.markers):
-        if _name(config, stem + marker) in shapes:  # a parameter that only has a marker's name
-            continue
         name = _name(config, f"{stem}.weight")
         parts = {
             suffix: stored[stem + suffix]

@@ -321,7 +321,8 @@ def activation_peak_bytes(
     """Return the peak bytes of activations of a micro-batch of `rows` rows.
 
     `context` bounds the positions of one sequence. Counts the largest of attention (projections,
-    the mask of a chunk), MLP and head (all rows sampled), plus growing one slot by a block.
+    the mask of a chunk), MLP and head (all rows sampled), plus growing one slot by a block and the
+    tables of rotary positions.
     Quantised keys and values of one layer of a sequence are dequantised while attending. A layer
     with a recurrence has float32 columns instead.
     """
@@ -345,7 +346,19 @@ def activation_peak_bytes(
     mixing = 0 if config.streams is None else 12 * rows * config.row_width  # three times in float32
     if config.ngrams is not None:
         mixing += 16 * rows * config.row_width  # gated, normed and convolved, beside the streams
-    return 4 * hidden + mixing + max(attention, mlp, head, recurrence) + growth
+    rotary = rotary_bytes(config, dtype, context)
+    return 4 * hidden + mixing + max(attention, mlp, head, recurrence) + growth + rotary
+
+
+def rotary_bytes(config: ModelConfig, dtype: DType, context: int) -> int:
+    """Return the bytes of the tables of rotary positions: a cosine and a sine of each column."""
+    has_own = config.latent is not None or config.compressed is not None
+    kinds = {
+        (rope, config.head_size if has_own else config.heads(layer).key_size)
+        for layer in range(config.n_layers)
+        if (rope := config.layer_rope(layer)) is not None
+    }
+    return sum(2 * context * rope.rotated(size) * dtype.size_bytes for rope, size in kinds)
 
 
 def _choice_bytes(
