@@ -285,8 +285,8 @@ def _noise(dtype: str) -> bytes:
         return (random.integers(0, 256, 1 << 20, np.uint8) & 0xF7).tobytes()
     values = np.abs(0.02 * random.standard_normal(1 << 20, np.float32))
     if dtype == "BF16":
-        return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
-    return values.tobytes()
+        return bytes((values.view(np.uint32) >> 16).astype(np.uint16))
+    return bytes(values)
 
 
 def empty(path: Path) -> None:
