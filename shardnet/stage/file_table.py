@@ -61,7 +61,8 @@ class FileTable:
         """
         tensors = [reader.tensor(name) for name in weights]
         stored, *scales = tensors[0].sources
-        is_fp8 = stored.dtype == "F8_E4M3" and len(scales) == 1 and math.prod(scales[0].shape) == 1
+        is_fp8 = stored.dtype == "F8_E4M3" and len(scales) == 1
+        is_fp8 = is_fp8 and scales[0].dtype in STORED_FLOATS and math.prod(scales[0].shape) == 1
         for tensor in tensors:
             as_rows = tensor.sources[1:] == tuple(scales) if is_fp8 else tensor.is_stored_matrix
             if not as_rows or tensor.sources[0].dtype != stored.dtype:

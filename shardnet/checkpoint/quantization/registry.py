@@ -121,6 +121,7 @@ def model_tensors(
     shapes = stage_tensors(config, LayerRange(0, config.n_layers)).all
     made: dict[str, ModelTensor] = {}
     used: set[str] = set()
+    tables = _tables_in_parts(stored)
     for stem, marker in _stems(stored, weight_format.markers):
         name = _name(config, f"{stem}.weight")
         parts = {
@@ -130,7 +131,7 @@ def model_tensors(
             and (suffix != ".bias" or canonical_name(config, stem + suffix) not in shapes)
         }
         used.update(stem + suffix for suffix in parts)
-        for own in [stem] if name in shapes else _tables_of(stem, stored) or [stem]:
+        for own in [stem] if name in shapes else tables.get(stem, [stem]):
             name, weight = _name(config, f"{own}.weight"), f"{own}.weight"
             shape = shapes.get(name, ())
             if len(shape) != 2:  # what the model has no place for, the loader refuses by this name
@@ -161,11 +162,14 @@ def _name(config: ModelConfig, name: str) -> str:
     return found
 
 
-def _tables_of(stem: str, stored: Iterable[str]) -> list[str]:
-    """List the parts of a table that is stored in parts, two axes each."""
-    begin, end = f"{stem}.shard_", ".weight"
-    found = (name for name in stored if name.startswith(begin) and name.endswith(end))
-    return [name.removesuffix(end) for name in found]
+def _tables_in_parts(stored: Iterable[str]) -> dict[str, list[str]]:
+    """List where the names of the parts of tables begin, by where those of the tables do."""
+    made: dict[str, list[str]] = {}
+    for name in stored:
+        stem, found, _ = name.partition(".shard_")
+        if found and name.endswith(".weight"):
+            made.setdefault(stem, []).append(name.removesuffix(".weight"))
+    return made
 
 
 def _stems(stored: Iterable[str], markers: Iterable[str]) -> list[tuple[str, str]]:
