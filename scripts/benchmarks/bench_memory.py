@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="the same kinds of layers, narrow")
     parser.add_argument("--folder", type=Path, help="where to write: as much as the largest layer")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--load", help=argparse.SUPPRESS)
+    parser.add_argument("--load", metavar="JOB", help="of the processes that load: a job as JSON")
     options = parser.parse_args()
     if options.load:
         print(json.dumps(load(json.loads(options.load))))
