@@ -395,6 +395,8 @@ def _stage_line(plan: PlanReply, stage: PlannedStage) -> str:
         line += f", sends {stage.wire_dtype}"
     if stage.streamed_layers:
         line += f", {stage.streamed_layers} layers streamed from disk"
+    if stage.looked_up_bytes:
+        line += f", looks up {stage.looked_up_bytes / 2**20:.1f} MiB of tables on its disk"
     if stage.compute_ms is not None:
         line += f", compute {_ms(stage.compute_ms)}"
     if stage.hop_ms is not None:

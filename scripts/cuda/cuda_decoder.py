@@ -22,7 +22,7 @@ from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, probe
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.tables import PlainTable
+from shardnet.model.layers.tables import PlainTable, RowsOf
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.model.shards.cut import Axis
 from shardnet.sampling_params import SamplingParams
@@ -77,7 +77,7 @@ class NoiseWeights:
         """Make a table."""
         return PlainTable(self.matrix(name))
 
-    def stored_table(self, *names: str) -> PlainTable:
+    def stored_table(self, *names: str, rows_of: RowsOf) -> PlainTable:
         """Make a table of the first part's rows."""
         return self.table(names[0])
 

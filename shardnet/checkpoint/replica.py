@@ -97,11 +97,13 @@ def range_tensors(checkpoint: Checkpoint, layers: LayerRange) -> list[str]:
 class StoredLayers:
     """Bytes of each layer as stored, and the ranges of layers of which every tensor is here.
 
-    The embedding counts to the first layer, norm and LM head to the last.
+    The embedding counts to the first layer, norm and LM head to the last. Of each layer's bytes
+    those of tables that are `looked_up` are never loaded.
     """
 
     size_bytes: tuple[int, ...]
     held: tuple[LayerRange, ...]
+    looked_up: tuple[int, ...] = ()
 
 
 NO_LAYERS: Final = StoredLayers(size_bytes=(), held=())
@@ -109,17 +111,19 @@ NO_LAYERS: Final = StoredLayers(size_bytes=(), held=())
 
 def stored_layers(checkpoint: Checkpoint) -> StoredLayers:
     """Return the stored size of each layer, and which layers are here."""
-    sizes, held = [], list[LayerRange]()
+    sizes, tables, held = [], [], list[LayerRange]()
     for layer in range(checkpoint.config.n_layers):
         here = LayerRange(layer, layer + 1)
-        wanted = stage_tensors(checkpoint.config, here).all
-        made = (checkpoint.tensors[name] for name in wanted if name in checkpoint.tensors)
+        wanted = stage_tensors(checkpoint.config, here)
+        made = [checkpoint.tensors[name] for name in wanted.all if name in checkpoint.tensors]
         sources = {source.name: source.size_bytes for tensor in made for source in tensor.sources}
+        own = [tensor.sources[0].size_bytes for tensor in made if tensor.name in wanted.looked_up]
+        tables.append(sum(own))
         sizes.append(sum(sources.values()))
         if not checkpoint.missing(sources):
             begins = held.pop().start if held and held[-1].end == layer else layer
             held.append(LayerRange(begins, layer + 1))
-    return StoredLayers(size_bytes=tuple(sizes), held=tuple(held))
+    return StoredLayers(size_bytes=tuple(sizes), held=tuple(held), looked_up=tuple(tables))
 
 
 class TensorFiles:

@@ -41,7 +41,7 @@ from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import capacity_error_for
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS, Kernel, KernelChoice, Linear, probe
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.tables import Table
+from shardnet.model.layers.tables import RowsOf, Table
 from shardnet.model.layers.weight_source import WeightSource, WholeSource
 from shardnet.model.shards.cut import Axis, Cut, stays_whole
 from shardnet.model.shards.gathered import GatheredLinear, GatheredTable
@@ -184,6 +184,7 @@ def load_stage(
         adapter_ids=frozenset(adapter.adapter_id for adapter in adapters),
         digests=weights.digests,
         experts=weights.experts,
+        tables=tuple(weights.tables),
     )
 
 
@@ -373,9 +374,9 @@ class ShardWeights:
         self._keep(weight, self._cut.rows([n_rows], ())[0], 0)
         return GatheredTable(self._weights.table(name), self._group, ends, width)
 
-    def stored_table(self, *names: str) -> Table:
+    def stored_table(self, *names: str, rows_of: RowsOf) -> Table:
         """See WeightSource."""
-        return self._weights.stored_table(*names)
+        return self._weights.stored_table(*names, rows_of=rows_of)
 
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """See WeightSource."""

@@ -23,6 +23,7 @@ from shardnet.model.shards.group import ShardGroup
 from shardnet.model.vision.picture import PictureEncoder
 from shardnet.output_params import RoutingShape
 from shardnet.stage.adapters.adapted_linear import ActiveAdapters, RowsOfAdapter
+from shardnet.stage.file_table import FileTable
 from shardnet.stage.kept_linears import KeptLinears
 from shardnet.stage.packs.pack_writer import PackWriter
 from shardnet.stage.runs import Run, sampled_rows
@@ -73,6 +74,8 @@ class StageModel:
     """Looks at its weights, None where nothing does."""
     experts: ExpertPool | None = None
     """Those of streamed layers, None where they are read with their layers."""
+    tables: tuple[FileTable, ...] = ()
+    """What is looked up in files for each token."""
 
     def __post_init__(self) -> None:
         self._sampled: tuple[Tensor, Tensor] | None = None

@@ -6,12 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN, file_changed
 from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.config.panel_form import PANEL, PanelForm, Quantization
 from shardnet.model.kernels.codec import torch_dtype
@@ -25,7 +23,7 @@ from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.stage.estimate.stored_dtype import STORED_FLOATS
 from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.packs.pack_writer import PackWriter
-from shardnet.stage.streaming.buffers import FileChanged, FilePart, fill
+from shardnet.stage.streaming.buffers import FilePart
 from shardnet.stage.streaming.streamed_linear import Place, StreamedLinear
 from shardnet.stage.tensor_reader import TensorReader
 
@@ -51,7 +49,7 @@ class PlainWeights:
         if not fills_panels(n_outs) or not all(map(self._reader.is_read_by_rows, weights)):
             return None
         shape = self.shape(weights)
-        packed = torch.empty(form.packed_shape(*shape), dtype=torch.uint8)
+        packed = self._reader.panel_memory.take(form.packed_shape(*shape))
         packings = [
             PanelPacking(native=native, n_in=shape[1], dtype=self.stored_type(name), form=form)
             for name in weights
@@ -175,83 +173,6 @@ class QuantizedWeights:
         if is_streamed or self.device.type != "cpu":
             self.writer.finish(self.reader.report)  # else it would stay in memory until written
         return packed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileTable:
-    """A table whose rows [N, E] stay in files: those that are looked up are read each time.
-
-    The system keeps in memory what it has room for. `ends` are the rows behind each of the `parts`,
-    `stored` their type, or how rows of blocks are packed.
-    """
-
-    parts: Sequence[FilePart]
-    ends: Tensor  # [parts], int64
-    stored: torch.dtype | RowPacking
-    width: int
-    row_bytes: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(
-        cls, reader: TensorReader, weights: Sequence[str], dtype: torch.dtype, device: torch.device
-    ) -> FileTable:
-        """Find parameters in their files. Raises CheckpointError unless all are rows there."""
-        tables = [reader.tensor(name) for name in weights]
-        first = tables[0]
-        for table in tables:
-            if not (table.is_stored_matrix or table.is_stored_blocks):
-                raise CheckpointError(
-                    f"{table.name} is not stored as rows, which are looked up there"
-                )
-        is_plain = first.packed is None
-        return cls(
-            parts=[part for name in weights for part in reader.parts(name)],
-            ends=torch.tensor([reader.shape(name)[0] for name in weights]).cumsum(0),
-            stored=torch_dtype(STORED_FLOATS[first.dtype or ""])
-            if is_plain
-            else RowPacking.of(first),
-            width=first.shape[1],
-            row_bytes=first.size_bytes // first.shape[0],
-            dtype=dtype,
-            device=device,
-        )
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Read the rows `ids` [T]: a new tensor [T, E]. Raises CheckpointError."""
-        wanted, places = map(torch.from_numpy, np.unique(ids.cpu().numpy(), return_inverse=True))
-        numbers = torch.bucketize(wanted, self.ends, right=True)
-        found = torch.empty(len(wanted), self.row_bytes, dtype=torch.uint8)
-        for number in sorted(set(numbers.tolist())):
-            begin = int(self.ends[number - 1]) if number else 0
-            own = (numbers == number).nonzero()[:, 0]
-            self._read(self.parts[number], (wanted[own] - begin).tolist(), found, own.tolist())
-        return self._values(found)[places].to(self.device, self.dtype)
-
-    def _values(self, found: Tensor) -> Tensor:
-        """Return what rows [n, bytes] hold: [n, E]."""
-        if isinstance(self.stored, torch.dtype):
-            return found.view(self.stored)
-        form, shape = self.stored.form, (len(found), self.width)
-        packed = torch.empty(form.packed_shape(*shape), dtype=torch.uint8)
-        self.stored(found, packed)
-        return unpack_whole([Panels(packed=packed, form=form, shape=shape)], torch.float32)
-
-    def _read(
-        self, part: FilePart, rows: Sequence[int], found: Tensor, places: Sequence[int]
-    ) -> None:
-        try:
-            with part.opened() as file:
-                for row, place in zip(rows, places, strict=True):
-                    file.seek(part.offset + row * self.row_bytes)
-                    fill(file, found[place])
-        except FileChanged:
-            raise file_changed(part.path) from None
-        except OSError as error:
-            raise CheckpointError(
-                f"{part.path} cannot be read ({error.strerror})", remedy=AGAIN
-            ) from error
 
 
 def make_panels(reader: TensorReader, names: Sequence[str], device: torch.device) -> list[Panels]:

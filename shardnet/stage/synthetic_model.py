@@ -28,7 +28,7 @@ from shardnet.model.kernels.devices import synchronize
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, probe
 from shardnet.model.layers.attention import plan_step
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.tables import PlainTable, Table
+from shardnet.model.layers.tables import PlainTable, RowsOf, Table
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.model.shards.cut import Axis
 from shardnet.sampling_params import SamplingParams
@@ -285,7 +285,7 @@ class _Noise:
         """Make a table."""
         return PlainTable(self.matrix(name))
 
-    def stored_table(self, *names: str) -> Table:
+    def stored_table(self, *names: str, rows_of: RowsOf) -> Table:
         """Make a small table in the place of a large one."""
         _, width = self._shapes[f"{names[0]}.weight"]
         return _SomeRows(PlainTable(self._noise((_N_ROWS, width)).to(self._device)))

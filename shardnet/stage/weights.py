@@ -35,13 +35,13 @@ from shardnet.model.kernels.packing import FLOAT_FORMS
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels, unpack_whole
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.tables import PanelTable, PlainTable, Table
+from shardnet.model.layers.tables import PanelTable, PlainTable, RowsOf, Table
 from shardnet.model.shards.cut import Axis
+from shardnet.stage.file_table import FileTable
 from shardnet.stage.kept_linears import KeptLinears, LinearKey
 from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.packs.pack_writer import PackWriter
 from shardnet.stage.stored_weights import (
-    FileTable,
     JoinedLinear,
     PlainWeights,
     QuantizedWeights,
@@ -110,6 +110,8 @@ class StageWeights:
         self._kept = kept or KeptLinears(exact_rows=choice.exact_rows)
         self._kept.drop_others(tensors.all.keys() - self._streamed.keys() - self._tied)
         self._made: dict[LinearKey, Linear] = {}
+        self.tables: list[FileTable] = []
+        """Those that stay in their files."""
         self.digests = WeightDigests()
         """Of what is in memory, for audits."""
 
@@ -338,15 +340,17 @@ class StageWeights:
             return PlainTable(unpack_whole([panels], torch_dtype(self._choice.dtype)))
         return PanelTable(panels, torch_dtype(self._choice.dtype))
 
-    def stored_table(self, *names: str) -> Table:
+    def stored_table(self, *names: str, rows_of: RowsOf) -> Table:
         """Return the rows of all `NAME.weight`, which stay in their files.
 
-        Raises CheckpointError for those that are not stored as rows of floats.
+        Raises CheckpointError as `FileTable.of`.
         """
         weights = [f"{name}.weight" for name in names]
         self._reader.skip(weights)
         self._reader.report()
-        return FileTable.of(self._reader, weights, torch_dtype(self._choice.dtype), self._device)
+        dtype = torch_dtype(self._choice.dtype)
+        self.tables.append(FileTable.of(self._reader, weights, dtype, self._device, rows_of))
+        return self.tables[-1]
 
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Copy `NAME.weight`: [N, K] in the compute dtype."""

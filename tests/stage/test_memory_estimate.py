@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import sys
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 from support.models.checkpoints import make_decoder, make_gpt2
+from support.models.family_cases import CASES
 from support.models.pictured_model import make_pictured
 from support.needs import HAS_VECTORS
-from support.own_process import figures_of, make_large
-from support.rings.stage_chain import CPU
+from support.own_process import END_S, ROOT, figures_of, make_large
+from support.rings.stage_chain import CPU, StageChain, probed
 from support.rings.stage_forms import form_of
 from support.soak import cases
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.cluster.planning.model_shape import model_shape
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import FAMILIES, family_of
+from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.runtime.loading import loading
 from shardnet.runtime.loading.loading import load
@@ -29,16 +34,21 @@ from shardnet.runtime.loading.model_facts import tower_of
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
+    activation_peak_bytes,
     embedding_weight_bytes,
     head_weight_bytes,
     kv_block_bytes,
     layer_weight_bytes,
     layers_weight_bytes,
+    least_state_bytes,
     read_bytes_per_step,
+    rotary_bytes,
     stage_weight_bytes,
 )
 from shardnet.types import DType, KvDType, LayerRange, SlotId
 
+LARGEST = ("deepseek_v4", "glm5_next_text", "qwen4_exp_text", "hy_v4")
+"""Families whose layers cache in several ways."""
 TIED = ("llama", "gpt2", "gemma3_text", "qwen3_moe", "deepseek_v3", "qwen3_next", "lfm2")
 USUAL = [*product(FAMILIES, ["own-head"]), *product(TIED, ["tied"])]
 OTHERS = [each for each in product(FAMILIES, ["tied"]) if each not in USUAL]
@@ -120,12 +130,12 @@ def unvisited(config: ModelConfig, dtype: DType) -> int:
 
 
 def test_a_block_has_room_for_entries_of_several_positions(tmp_path: Path) -> None:
-    """Of GLM-5.3, in layers that choose: 16 columns of every 4 positions, twice as they grow."""
+    """Of GLM-5.3, in layers that choose: 16 columns of every 4 positions."""
     sizes = {"layer_types": ["linear_attention", *["indexed_attention"] * 3], "index_kpool": 4}
     more = {"index_topk": 40, "indexer_types": ["full", "full", "shared", "full"]}
     folder = make_decoder(tmp_path, "glm5_next_text", with_tokenizer=False, **sizes, **more)
     config = Checkpoint.open(folder).config
-    latents, keys, entries = 3 * 16, 2 * 2 * 16, 2 * 2 * 16 // 4
+    latents, keys, entries = 3 * 16, 2 * 2 * 16, 2 * 16 // 4
     for dtype in (DType.FLOAT32, DType.BFLOAT16):
         planned = kv_block_bytes(config, LayerRange(0, 4), dtype)
         assert planned == 256 * (latents + keys + entries) * dtype.size_bytes
@@ -154,6 +164,62 @@ def test_a_block_costs_what_the_cache_says(
     held = sum(tensor.nbytes for layer in range(3) for tensor in cache.layer(SlotId(0), layer))
     planned = kv_block_bytes(config, LayerRange(1, 4), dtype, kv_dtype)
     assert planned == cache.block_bytes == held
+
+
+@pytest.mark.parametrize("case", [*LARGEST, "falcon_h1", "llama"])
+def test_a_plan_counts_keys_values_and_states_layer_by_layer(case: str, tmp_path: Path) -> None:
+    """As the stage does that has just these layers; layers need not be alike."""
+    folder = make_decoder(tmp_path, case, with_tokenizer=False, **CASES.get(case, {}))
+    config, dtype = Checkpoint.open(folder).config, DType.BFLOAT16
+    for context in (256, 512):
+        shape, n = model_shape(config, dtype, context), config.n_layers
+        for layers in (LayerRange(*ends) for ends in combinations(range(n + 1), 2)):
+            blocks = context // 256 * kv_block_bytes(config, layers, dtype)
+            assert shape.kv_bytes(layers) == blocks + least_state_bytes(config, layers, dtype)
+            needed = shape.memory_bytes(layers)
+            if layers.start > 0 and layers.end < n:
+                assert needed <= shape.most_memory_bytes(len(layers))
+                assert shape.most_memory_bytes(len(layers)) <= needed + shape.memory_bytes(layers)
+
+
+@pytest.mark.parametrize("family", [*LARGEST, "llama", "gemma3_text", "smollm3"])
+def test_tables_of_rotary_positions_are_counted(family: str, tmp_path: Path) -> None:
+    """Of each kind that layers have; only GLM's latents are not rotated at all."""
+    make_decoder(tmp_path, family, with_tokenizer=False, **CASES.get(family, {}))
+    choice = probed(CPU, DType.FLOAT32, None)
+    n_layers = Checkpoint.open(tmp_path).config.n_layers
+    [stage] = StageChain.load(tmp_path, [LayerRange(0, n_layers)], choice).stages
+    assert isinstance(stage.family, DecoderStage)
+    held = sum(table.cos.nbytes + table.sin.nbytes for table in stage.family._tables)
+    assert rotary_bytes(stage.config, DType.FLOAT32, stage.context) == held
+
+
+@pytest.mark.parametrize("case", LARGEST)
+def test_what_chooses_positions_bounds_what_a_chunk_takes(case: str, tmp_path: Path) -> None:
+    """No scores of all positions for each head, which would be as large as a model."""
+    more = {"max_position_embeddings": 1 << 20}
+    folder = make_decoder(tmp_path, case, with_tokenizer=False, **CASES.get(case, {}) | more)
+    config, one = Checkpoint.open(folder).config, LayerRange(1, 2)
+    most = activation_peak_bytes(config, one, 256, DType.BFLOAT16, 1 << 20)
+    assert most < (1 << 20) * 4096
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not HAS_VECTORS, reason="reads /proc")
+@pytest.mark.parametrize(
+    "model",
+    cases(["qwen3.8-flash-next"], ["deepseek-v4-flash", "glm-5.3-flash", "hy4-preview"]),
+)
+def test_layers_times_their_number_take_what_a_plan_says(model: str, tmp_path: Path) -> None:
+    """Narrow layers of every kind; docs/benchmarks.md has those of published sizes."""
+    script = str(ROOT / "scripts/benchmarks/bench_memory.py")
+    command = [sys.executable, script, model, "--small", "--json", "--folder", str(tmp_path)]
+    command += ["--contexts", "16384"]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=END_S)
+    [row] = json.loads(done.stdout)
+    caches = row["keys, values and states of 16384"]
+    assert 0.97 < caches["planned / taken"] < 1.03
+    # beside some 60 MB of weights in each layer, a last large page shows
+    assert 0.95 < row["weights"]["planned / taken"] < 1.03
 
 
 MEASURE = """

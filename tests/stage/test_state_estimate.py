@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -118,7 +120,7 @@ def test_a_stage_needs_room_for_the_least_states(config: ModelConfig, layers: La
 def test_further_memory_is_for_states_and_blocks_in_proportion(config: ModelConfig) -> None:
     layers, form = LayerRange(0, 4), WeightForm(dtype=DTYPE)
     one, block = state_bytes(config, layers, DTYPE), kv_block_bytes(config, layers, DTYPE)
-    least = next(n for n in range(0, 1 << 30, 1 << 16) if _fits(config, layers, form, n))
+    least = bisect_left(range(1 << 30), True, key=partial(_fits, config, layers, form))
     room = kv_room(config, layers, form, 512, least + 100 * (one + 4 * block))
     assert abs(room.states - LEAST_STATES - 100) <= 4
     assert abs(room.blocks - 400) <= 8

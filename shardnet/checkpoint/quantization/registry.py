@@ -139,6 +139,7 @@ def model_tensors(
     shapes = stage_tensors(config, LayerRange(0, config.n_layers)).all
     made: dict[str, ModelTensor] = {}
     used: set[str] = set()
+    tables = _tables_in_parts(stored)
     for stem, marker in _stems(stored, weight_format.markers):
         name = _name(config, f"{stem}.weight")
         parts = {
@@ -148,15 +149,20 @@ def model_tensors(
             and (suffix != ".bias" or canonical_name(config, stem + suffix) not in shapes)
         }
         used.update(stem + suffix for suffix in parts)
-        shape = shapes.get(name, ())
-        if config.outline is not None and ".weight" in parts:  # names are the makers' still
-            shape = _shape_of(parts[".weight"])
-        if len(shape) != 2:  # what the model has no place for, the loader refuses by this name
-            made[name] = unchanged(name, stored[stem + marker])
-            continue
-        made[name] = weight_format.combine(
-            WeightParts(stem=stem, name=name, shape=shape, parts=parts, where=where)
-        )
+        for own in [stem] if name in shapes else tables.get(stem, [stem]):
+            name, weight = _name(config, f"{own}.weight"), f"{own}.weight"
+            shape = shapes.get(name, ())
+            if config.outline is not None and ".weight" in parts:  # names are the makers' still
+                shape = _shape_of(parts[".weight"])
+            if len(shape) != 2:  # what the model has no place for, the loader refuses by this name
+                made[name] = unchanged(name, stored[stem + marker])
+                continue
+            if own != stem:  # a part of a table, all of which has the same scale
+                parts[".weight"] = stored[weight]
+                used.add(weight)
+            made[name] = weight_format.combine(
+                WeightParts(stem=own, name=name, shape=shape, parts={**parts}, where=where)
+            )
     for name, info in stored.items():
         if name in used or name.endswith(weight_format.skipped):
             continue
@@ -180,6 +186,16 @@ def _name(config: ModelConfig, name: str) -> str:
     found = canonical_name(config, name)
     assert found is not None, "such tensors were dropped"
     return found
+
+
+def _tables_in_parts(stored: Iterable[str]) -> dict[str, list[str]]:
+    """List where the names of the parts of tables begin, by where those of the tables do."""
+    made: dict[str, list[str]] = {}
+    for name in stored:
+        stem, found, _ = name.partition(".shard_")
+        if found and name.endswith(".weight"):
+            made.setdefault(stem, []).append(name.removesuffix(".weight"))
+    return made
 
 
 def _stems(stored: Iterable[str], markers: Iterable[str]) -> list[tuple[str, str]]:

@@ -173,9 +173,8 @@ def _memory_bytes(shape: ModelShape, room: Room, n_layers: int) -> int:
     if room[StageRole.ALONE]:
         return shape.memory_bytes(shape.whole)
     limits: list[float] = [shape.memory_bytes(shape.whole) - 1]
-    alike = replace(shape, spared_bytes=())
     if room[StageRole.MIDDLE] < n_layers - 2:
-        limits.append(alike.memory_bytes(LayerRange(1, 2 + room[StageRole.MIDDLE])) - 1)
+        limits.append(shape.most_memory_bytes(1 + room[StageRole.MIDDLE]) - 1)
     if room[StageRole.FIRST] < n_layers - 1:
         limits.append(shape.memory_bytes(LayerRange(0, room[StageRole.FIRST] + 1)) - 1)
     if room[StageRole.LAST] < n_layers - 1:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -58,6 +59,7 @@ class Sizes:
     activation_bytes: int
     activation_position_bytes: int = 0
     state_bytes: int = 0
+    layer_kv: tuple[tuple[int, int], ...] = ()
     spared_bytes: tuple[int, ...] = ()
     tied_bytes: int = 0
 
@@ -172,11 +174,12 @@ class ModelShape(Sizes):
     `layer_read_bytes` is what one row reads of a layer, None if that is all of it; it is less if
     there are experts. `layer_bytes` is the size of the largest layer, and `spared_bytes` how much
     less each one takes, () if all are equal. A stage with both embedding and LM head takes
-    `tied_bytes` less than the two. `state_bytes` are the states of all slots in a layer that keeps
-    states, which then has no KV blocks; 0 where no layer does.
-    The last stage has `n_tail_layers` more that keep keys and values; their weights are part of
-    `head_bytes`. `streaming` is None if weights have to be converted on loading, so cannot be
-    streamed.
+    `tied_bytes` less than the two. `state_bytes` are the states of all slots in a layer; 0 where no
+    layer keeps one. Where layers differ, `layer_kv` are the bytes of a block and of the states of
+    each, and the two are the most of any.
+    The last stage has `n_tail_layers` more that keep keys and values, which are the last ones of
+    `layer_kv`; their weights are part of `head_bytes`. `streaming` is None if weights have to be
+    converted on loading, so cannot be streamed.
     `narrow_hops` are the `hop_bytes` from one node to another where that link has its own dtype.
     `gathers` is None where a stage cannot span several nodes.
     """
@@ -199,8 +202,14 @@ class ModelShape(Sizes):
 
     @property
     def kv_layer_bytes(self) -> int:
-        """One layer's KV cache for one sequence of the whole context, or its states if larger."""
-        return max(self.n_blocks * self.kv_block_bytes, self.state_bytes)
+        """The most that one layer's KV cache for one sequence of the whole context takes."""
+        return max(self._each_kv)
+
+    @property
+    def _each_kv(self) -> list[int]:
+        """KV cache and states of each layer, those behind the last one included."""
+        alike = ((self.kv_block_bytes, self.state_bytes),) * (self.n_layers + self.n_tail_layers)
+        return [self.n_blocks * block + states for block, states in self.layer_kv or alike]
 
     @property
     def whole(self) -> LayerRange:
@@ -230,6 +239,10 @@ class ModelShape(Sizes):
                 "activation_bytes": math.ceil(sizes.activation_bytes * activations),
                 "activation_position_bytes": int(sizes.activation_position_bytes * activations),
                 "state_bytes": math.ceil(sizes.state_bytes * states),
+                "layer_kv": tuple(
+                    (math.ceil(block * kv), math.ceil(own * states))
+                    for block, own in sizes.layer_kv
+                ),
             }
 
         quantized = tuple(replace(sizes, **several(sizes)) for sizes in self.quantized_sizes)
@@ -263,9 +276,9 @@ class ModelShape(Sizes):
         return n_streamed * self.streaming.read_bytes
 
     def kv_bytes(self, layers: LayerRange) -> int:
-        """KV cache of a stage for one sequence of the whole context."""
+        """KV cache and states of a stage for one sequence of the whole context."""
         n_more = self.n_tail_layers if layers.end == self.n_layers else 0
-        return (len(layers) + n_more) * self.kv_layer_bytes
+        return sum(self._each_kv[layers.start : layers.end + n_more])
 
     def memory_bytes(self, layers: LayerRange, n_streamed: int = 0) -> int:
         """Memory a stage needs for one sequence of the whole context; see `weight_bytes`."""
@@ -274,6 +287,14 @@ class ModelShape(Sizes):
         if n_streamed and self.streaming is not None:
             used += self.streaming.working_bytes
         return int(used * (1 + MARGIN))
+
+    def most_memory_bytes(self, n: int) -> int:
+        """Memory that a stage of any `n` layers needs that has neither the first nor the last."""
+        spared = self.spared_bytes or (0,) * self.n_layers
+        each = [kv - less for kv, less in zip(self._each_kv, spared, strict=False)]
+        sums = [0, *accumulate(each[1:-1])]
+        most = max(end - begin for begin, end in zip(sums, sums[n:], strict=False))
+        return int((n * self.layer_bytes + most + self.activation_bytes) * (1 + MARGIN))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,14 +41,13 @@ def role_of(rank: int, n_stages: int) -> StageRole:
 def room_of(shape: ModelShape, memory_bytes: int) -> Room:
     """Count the layers that fit a node's memory, in every role.
 
-    For a stage in the middle, which may begin anywhere, all layers count as the largest one.
+    A stage in the middle may begin anywhere: there any so many layers fit.
     """
     n_layers = shape.n_layers
-    alike = replace(shape, spared_bytes=())
 
     def needed(n: int, role: StageRole) -> int:
         if role is StageRole.MIDDLE:
-            return alike.memory_bytes(LayerRange(1, 1 + n))
+            return shape.most_memory_bytes(n)
         start = 0 if role & StageRole.FIRST else n_layers - n
         return shape.memory_bytes(LayerRange(start, start + n))
 

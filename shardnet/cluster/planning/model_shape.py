@@ -157,6 +157,12 @@ def _quantized_sizes(
     one_layer, dtype = LayerRange(config.n_layers - 1, config.n_layers), form.dtype
     plain = replace(config, has_mtp=False)
     each_layer = [LayerRange(layer, layer + 1) for layer in range(config.n_layers)]
+    blocks = [kv_block_bytes(plain, n, form.kv, kv_dtype, dtype) for n in each_layer]
+    states = [least_state_bytes(config, n, dtype) for n in each_layer]
+    if config.has_mtp:  # whose layer is counted with the last one
+        blocks.append(kv_block_bytes(config, one_layer, form.kv, kv_dtype, dtype) - blocks[-1])
+        states.append(0)
+    layer_kv = tuple(zip(blocks, states, strict=True))
 
     def activation_bytes(positions: int) -> int:
         rows = PREFILL_CHUNK_ROWS
@@ -173,8 +179,9 @@ def _quantized_sizes(
         spared_bytes=_spared(layers),
         head_bytes=tail_weight_bytes(config, form),
         tied_bytes=shared_weight_bytes(config, form),
-        kv_block_bytes=max(kv_block_bytes(plain, n, form.kv, kv_dtype) for n in each_layer),
-        state_bytes=max(least_state_bytes(config, n, dtype) for n in each_layer),
+        kv_block_bytes=max(blocks),
+        state_bytes=max(states),
+        layer_kv=layer_kv if len({*layer_kv}) > 1 else (),
         activation_bytes=activation_bytes(context),
         activation_position_bytes=more_bytes // max(1, n_more),
     )

@@ -365,6 +365,7 @@ class Plan:
         return mtp_weight_bytes(self.facts.config, self.weight_form(self.forms[-1]))
 
     def _stages(self) -> list[PlannedStage]:
+        looked_up = self.facts.layers.looked_up
         return [
             PlannedStage(
                 rank=rank,
@@ -388,6 +389,7 @@ class Plan:
                 shares=[*stage.shares],
                 parts=[_part(part) for part in stage.parts],
                 parts_why=explanation(stage.parts_why),
+                looked_up_bytes=sum(looked_up[stage.layers.start : stage.layers.end]),
             )
             for rank, (node, stage, form) in enumerate(
                 zip(self.nodes, self.placement.stages, self.forms, strict=True)

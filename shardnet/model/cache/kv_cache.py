@@ -76,11 +76,11 @@ class _Entries:
     rows: Tensor
     n: int = 0
 
-    def add(self, more: Tensor) -> None:
-        """Put entries behind those that are here."""
+    def add(self, more: Tensor, capacity: int) -> None:
+        """Put entries behind those that are here, in memory for `capacity` of them or as it is."""
         end = self.n + len(more)
         if end > len(self.rows):
-            grown = self.rows.new_empty(max(end, 2 * len(self.rows)), more.shape[1])
+            grown = self.rows.new_empty(capacity, more.shape[1])
             grown[: self.n] = self.rows[: self.n]
             self.rows = grown
         self.rows[self.n : end] = more
@@ -629,7 +629,8 @@ class KvCache:
             stored = held.contents.rows(layer, made.n * n_pooled, n * n_pooled, values=True)
             with self._enough_memory(slot, "what positions are chosen by"):
                 heads = self.dequantize(stored, self._value_columns[layer])
-                made.add(pool(heads.transpose(0, 1).flatten(1)))
+                more = pool(heads.transpose(0, 1).flatten(1))
+                made.add(more, held.blocks * BLOCK_POSITIONS // n_pooled)
         return made.rows[:n]
 
     def value_columns(self, layer: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from shardnet.errors import UnsupportedModelError
 from shardnet.model.config.fields import TEXT, Fields
 from shardnet.model.config.limits import MAX_LAYER_EXPERTS, MAX_VOCABULARY, MAX_WIDTH
 from shardnet.model.config.model_config import ModelConfig
@@ -126,6 +127,11 @@ FAMILIES: Final[Mapping[str, Family]] = {
     )
 }
 """By `model_type`."""
+_NOT_COMPUTED: Final = {
+    "deepseek_v41": "layers of DeepSeek-V4.1 share compressed keys and what they choose of them, "
+    "and look n-grams up in tables (Engram), which those of deepseek_v4 do not"
+}
+"""What the layers of models do by which they are no other family's, by `model_type`."""
 _OTHER_NAMES: Final = {"kimi_k2": "deepseek_v3"}
 """Names of `model_type` that stand for another one."""
 
@@ -225,6 +231,9 @@ def _find_family(fields: Fields, *, is_part: bool) -> Family:
     if family is None or not family.covers(fields):
         family = find_modules_family(fields, model_type, is_part=is_part)
     if family is None:
+        if (why := _NOT_COMPUTED.get(model_type)) is not None:
+            where = f"{fields.where}: model_type = {model_type!r} is not supported"
+            raise UnsupportedModelError(f"{where}: {why}", remedy="use another model")
         known = ", ".join(sorted((*FAMILIES, *WRAPPERS)))
         raise fields.unsupported("model_type", model_type, known)
     whole = family.architecture

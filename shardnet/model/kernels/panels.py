@@ -35,7 +35,10 @@ from shardnet.model.kernels.packing import (
 )
 
 _QUAD: Final = 4
-_PIECE_BYTES: Final = 32 << 20
+_PIECE_BYTES: Final = 128 << 20
+"""Its last large page is wasted, a hundredth of it at the most."""
+_MAX_RESTS: Final = 4
+"""Pieces of which weights that find room there still get a part."""
 _LINE_BYTES: Final = 64
 _DTYPES: Final[Mapping[Code, torch.dtype]] = {
     Code.BFLOAT16: torch.bfloat16,
@@ -80,24 +83,29 @@ class Panels:
 class PanelMemory:
     """Memory for packed weights, of which many lie in one piece.
 
-    Only together do weights smaller than a large page lie in one (docs/adr/0083-large-pages.md).
+    Only together do weights smaller than a large page lie in one (docs/adr/0083-large-pages.md),
+    and of larger ones each would waste half a page. A piece holds a whole number of the weights
+    that it was made for.
     """
 
     def __init__(self) -> None:
-        self._rest = torch.empty(0, dtype=torch.uint8)
-        """What nobody has yet of the last piece."""
+        self._rests: list[Tensor] = []
+        """What nobody has yet of the last pieces."""
 
     def take(self, shape: Sequence[int]) -> Tensor:
         """Return memory for packed weights: uint8 of `shape`, not written yet."""
         n_bytes = math.prod(shape)
+        lines_bytes = max(1, -(-n_bytes // _LINE_BYTES)) * _LINE_BYTES
         if n_bytes > _PIECE_BYTES // 2:
             return torch.empty(*shape, dtype=torch.uint8)
-        if n_bytes > self._rest.shape[0]:
-            self._rest = torch.empty(_PIECE_BYTES, dtype=torch.uint8)
-        own, self._rest = (
-            self._rest[:n_bytes],
-            self._rest[-(-n_bytes // _LINE_BYTES) * _LINE_BYTES :],
-        )
+        place = next((n for n, rest in enumerate(self._rests) if lines_bytes <= len(rest)), None)
+        if place is None:
+            piece_bytes = _PIECE_BYTES // lines_bytes * lines_bytes
+            rest = torch.empty(piece_bytes, dtype=torch.uint8)
+        else:
+            rest = self._rests.pop(place)
+        own, rest = rest[:n_bytes], rest[lines_bytes:]
+        self._rests = [*self._rests, *([rest] if len(rest) else [])][-_MAX_RESTS:]
         return own.view(*shape)
 
 

@@ -5,6 +5,7 @@ Must not know files, nor who looks up.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 from shardnet.model.kernels.panels import Panels, look_up
+
+RowsOf = Callable[[Tensor], Tensor]
+"""Says which rows token ids [T], int64 on the CPU, need: [T, any]."""
 
 
 class Table(Protocol):

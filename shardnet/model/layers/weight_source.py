@@ -14,7 +14,7 @@ from torch import Tensor
 from shardnet.model.config.model_config import ModelConfig, NormKind
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.norms import BareNorm, Norm
-from shardnet.model.layers.tables import Table
+from shardnet.model.layers.tables import RowsOf, Table
 from shardnet.model.shards.cut import Axis
 
 
@@ -49,10 +49,11 @@ class WeightSource(Protocol):
     def table(self, name: str) -> Table:
         """Return `NAME.weight` to look up rows in."""
 
-    def stored_table(self, *names: str) -> Table:
+    def stored_table(self, *names: str, rows_of: RowsOf) -> Table:
         """Return the rows of all `NAME.weight`, to look up where they are stored.
 
-        They are not loaded: what is looked up is read from the file each time.
+        They are not loaded: what is looked up is read from the file each time, and before that
+        where tokens are known early, of which `rows_of` says what they need.
         """
 
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:

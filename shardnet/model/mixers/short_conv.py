@@ -102,6 +102,11 @@ class NgramHashes:
             begins=rows.cumsum(0) - rows,
         )
 
+    def of_text(self, ids: Tensor) -> Tensor:
+        """Return the rows [T, H] of token `ids` [T], int64 on the CPU, with which a text begins."""
+        before = ids.new_full((self.config.longest - 1,), self.config.end_id)
+        return self(torch.cat((before, ids)))
+
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the rows [T, H] of token `ids` [longest - 1 + T], int64 on the CPU.
 
@@ -138,13 +143,15 @@ class NgramFeatures:
         """Take the parameters of the absolute `layer`."""
         own, name = config.ngrams, f"model.layers.{layer}.ple"
         assert own is not None
-        parts = f"{name}.ple_embedding.ngram_embedding.shard_"
+        hashes = NgramHashes.of(own, layer, config.vocab_size)
+        table = f"{name}.ple_embedding.ngram_embedding.shard_"
+        parts = [f"{table}{number}" for number in range(len(part_rows(own, layer)))]
         key, query, conv = (
             stream_norm(config, weights, f"{name}.norm_{kind}") for kind in ("key", "query", "conv")
         )
         return cls(
-            hashes=NgramHashes.of(own, layer, config.vocab_size),
-            table=weights.stored_table(*(f"{parts}{n}" for n in range(len(part_rows(own, layer))))),
+            hashes=hashes,
+            table=weights.stored_table(*parts, rows_of=hashes.of_text),
             key_proj=weights.linear(f"{name}.key_proj"),
             value_proj=weights.linear(f"{name}.value_proj"),
             norm_key=key,

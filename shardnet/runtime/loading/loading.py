@@ -444,7 +444,7 @@ def kv_room(
         activations += graph_bytes(config, dtype)
     one_state = state_bytes(config, layers, dtype)
     fixed = weights + activations + least_state_bytes(config, layers, dtype)
-    block_bytes = kv_block_bytes(config, layers, form.kv, kv_dtype)
+    block_bytes = kv_block_bytes(config, layers, form.kv, kv_dtype, dtype)
     needed = blocks_for(context) * block_bytes
     if fixed + needed > memory_bytes:
         raise CapacityError(

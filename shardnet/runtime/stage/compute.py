@@ -135,6 +135,18 @@ StepResult = Activations | Samples | ShardnetError
 
 
 @runtime_checkable
+class AheadCompute(Protocol):
+    """A StageCompute that looks tokens up in files, which are read sooner for steps that wait."""
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether it has such files."""
+
+    def read_ahead(self, token_ids: Sequence[int]) -> None:
+        """Have files read what steps with these tokens need. From any thread; never waits."""
+
+
+@runtime_checkable
 class PassCompute(Protocol):
     """A StageCompute that computes several steps in one pass, as layers from disk want it."""
 

@@ -128,6 +128,17 @@ class TorchCompute:
         return is_plain and torch.get_num_threads() == 1
 
     @property
+    def reads_ahead(self) -> bool:
+        """Whether something is looked up in files for each token."""
+        return isinstance(self._model, StageModel) and bool(self._model.tables)
+
+    def read_ahead(self, token_ids: Sequence[int]) -> None:
+        """Have files read what steps with these tokens will need. From any thread; never waits."""
+        assert isinstance(self._model, StageModel)
+        for table in self._model.tables:
+            table.read_ahead(token_ids)
+
+    @property
     def is_lost(self) -> bool:
         """Whether a shard of the stage is lost, so that it cannot compute any more."""
         return self._model.is_lost

@@ -28,6 +28,7 @@ from shardnet.errors import (
 )
 from shardnet.runtime.processors.alertness import Alertness
 from shardnet.runtime.stage.compute import (
+    AheadCompute,
     AnyThreadCompute,
     PassCompute,
     StageCompute,
@@ -149,6 +150,9 @@ class StageWorker:
         self.open_sequences: set[SequenceId] = set()
         """Sequences that own a slot on this stage, as far as its inputs have arrived."""
         self._together = self.compute if isinstance(self.compute, PassCompute) else None
+        self._ahead = None
+        if isinstance(self.compute, AheadCompute) and self.compute.reads_ahead:
+            self._ahead = self.compute
         self._limit = _QUEUED if self._together is None else _QUEUED_FOR_A_PASS
         self._waiting: deque[StageInput] = deque()  # the loop appends, the compute thread takes
         # Counts of inputs, each with one writer: taken and passed on by the loop, sent and given
@@ -213,6 +217,8 @@ class StageWorker:
         self._n_taken += 1
         self._waiting.append(arrived)
         if not is_for_here:
+            if self._ahead is not None and isinstance(arrived, StepArrived):
+                self._ahead.read_ahead(arrived.batch.token_ids)
             is_first = self.executor.is_idle
             self.executor.post(self._process, self._pass_on, self._fail)
             if is_first:

@@ -29,7 +29,7 @@ from shardnet.model.kernels.linear import (
     make_linear,
 )
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.tables import Table
+from shardnet.model.layers.tables import RowsOf, Table
 from shardnet.model.layers.weight_source import WholeSource
 from shardnet.model.shards.cut import Axis
 from shardnet.types import DType
@@ -268,9 +268,9 @@ class AdaptedWeights:
         """See WeightSource."""
         return self.weights.table(name)
 
-    def stored_table(self, *names: str) -> Table:
+    def stored_table(self, *names: str, rows_of: RowsOf) -> Table:
         """See WeightSource."""
-        return self.weights.stored_table(*names)
+        return self.weights.stored_table(*names, rows_of=rows_of)
 
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """See WeightSource."""

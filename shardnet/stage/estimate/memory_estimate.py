@@ -245,11 +245,16 @@ def _unread_bytes(config: ModelConfig, layer: int, form: WeightForm) -> int:
 
 
 def kv_block_bytes(
-    config: ModelConfig, layers: LayerRange, dtype: DType, kv_dtype: KvDType = KvDType.AUTO
+    config: ModelConfig,
+    layers: LayerRange,
+    dtype: DType,
+    kv_dtype: KvDType = KvDType.AUTO,
+    computed: DType | None = None,
 ) -> int:
     """Return the bytes of one KV block (256 positions) over the stage's layers.
 
-    Layers that keep a state take none.
+    Layers that keep a state take none. Entries that positions are chosen by are in the dtype
+    `computed`, None for `dtype`.
     """
     if config.outline is not None:
         return config.outline.block_bytes(layers, dtype)
@@ -257,19 +262,16 @@ def kv_block_bytes(
     if config.has_mtp and layers.end == config.n_layers:
         caching.append(config.n_layers)
     position = sum(_kv_position_bytes(config.heads(layer), dtype, kv_dtype) for layer in caching)
-    return position * BLOCK_POSITIONS + _entry_bytes(config, caching, dtype)
+    return position * BLOCK_POSITIONS + _entry_bytes(config, caching, computed or dtype)
 
 
 def _entry_bytes(config: ModelConfig, layers: Sequence[int], dtype: DType) -> int:
-    """Return the bytes of what a block's positions are chosen by where entries are made of them.
-
-    Their memory doubles as it grows.
-    """
+    """Return the bytes of what a block's positions are chosen by where entries are made of them."""
     own = config.indexer
     if own is None or own.n_pooled == 1:
         return 0
     n_choosing = len({*layers} & {*own.layers})
-    return n_choosing * 2 * own.head_size * dtype.size_bytes * BLOCK_POSITIONS // own.n_pooled
+    return n_choosing * own.head_size * dtype.size_bytes * BLOCK_POSITIONS // own.n_pooled
 
 
 def state_bytes(config: ModelConfig, layers: LayerRange, dtype: DType) -> int:
@@ -319,7 +321,8 @@ def activation_peak_bytes(
     """Return the peak bytes of activations of a micro-batch of `rows` rows.
 
     `context` bounds the positions of one sequence. Counts the largest of attention (projections,
-    the mask of a chunk), MLP and head (all rows sampled), plus growing one slot by a block.
+    the mask of a chunk), MLP and head (all rows sampled), plus growing one slot by a block and the
+    tables of rotary positions.
     Quantised keys and values of one layer of a sequence are dequantised while attending. A layer
     with a recurrence has float32 columns instead.
     """
@@ -343,7 +346,19 @@ def activation_peak_bytes(
     mixing = 0 if config.streams is None else 12 * rows * config.row_width  # three times in float32
     if config.ngrams is not None:
         mixing += 16 * rows * config.row_width  # gated, normed and convolved, beside the streams
-    return 4 * hidden + mixing + max(attention, mlp, head, recurrence) + growth
+    rotary = rotary_bytes(config, dtype, context)
+    return 4 * hidden + mixing + max(attention, mlp, head, recurrence) + growth + rotary
+
+
+def rotary_bytes(config: ModelConfig, dtype: DType, context: int) -> int:
+    """Return the bytes of the tables of rotary positions: a cosine and a sine of each column."""
+    has_own = config.latent is not None or config.compressed is not None
+    kinds = {
+        (rope, config.head_size if has_own else config.heads(layer).key_size)
+        for layer in range(config.n_layers)
+        if (rope := config.layer_rope(layer)) is not None
+    }
+    return sum(2 * context * rope.rotated(size) * dtype.size_bytes for rope, size in kinds)
 
 
 def _choice_bytes(
@@ -426,7 +441,12 @@ def _expert_bytes(config: ModelConfig, dtype: DType, rows: int) -> int:
 
 
 def _score_bytes(config: ModelConfig, rows: int, dtype: DType, context: int) -> int:
-    """Return the bytes of a chunk's masks, one per window, and of unfused scores of one KV head."""
+    """Return the bytes of a chunk's masks, one per window, and of unfused scores of one KV head.
+
+    Where an indexer chooses positions, rows see no more than are chosen.
+    """
+    if config.indexer is not None:
+        context = min(context, config.indexer.n_attended)
     n_masks = len(set(config.windows)) or 1
     masks = n_masks * rows * context * dtype.size_bytes
     if config.attention_soft_cap is None and not config.has_sinks:
@@ -443,7 +463,8 @@ def _kv_position_bytes(heads: HeadShape, dtype: DType, kv_dtype: KvDType) -> int
 
 def _widest_position_bytes(config: ModelConfig, dtype: DType, kv_dtype: KvDType) -> int:
     """Return those bytes of the layer that has the most."""
-    return max(_kv_position_bytes(heads, dtype, kv_dtype) for heads in _distinct_heads(config))
+    caching = {config.heads(layer) for layer in range(config.n_layers) if config.has_kv(layer)}
+    return max((_kv_position_bytes(heads, dtype, kv_dtype) for heads in caching), default=0)
 
 
 def _key_columns(config: ModelConfig) -> int:

@@ -130,7 +130,8 @@ class PlannedShard(Strict, frozen=True, kw_only=True):
 class PlannedStage(Strict, frozen=True, kw_only=True):
     """One stage of a plan: its memory, compute and way to the next stage as predicted.
 
-    `streamed_layers` of its layers are streamed from disk. `fetch_bytes` have to be fetched first,
+    `streamed_layers` of its layers are streamed from disk, where tables of `looked_up_bytes` stay
+    whose rows are read as tokens need them. `fetch_bytes` have to be fetched first,
     from other nodes, `fetch_from` among them; `fetch_s` is null where that was not measured. The
     node computes in `dtype`, with linear weights in `weight_dtype` where they are not quantised,
     and sends in `wire_dtype`, "" from the tail. Stages of equal `arithmetic` give equal bits. The
@@ -160,6 +161,7 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     shares: Shares = []
     parts: Annotated[list[PlannedPart], Meta(max_length=MAX_DEVICES)] = []
     parts_why: Explanation = ""
+    looked_up_bytes: Count = 0
 
 
 class PlannedAdapter(Row, frozen=True, array_like=True):

@@ -301,6 +301,15 @@ def test_what_is_fetched_first_is_said() -> None:
     assert plan_text(plan).splitlines()[3].endswith(", fetches 3.0 MiB from other nodes first")
 
 
+def test_what_is_looked_up_on_disk_is_told_beside_what_is_in_memory() -> None:
+    first = msgspec.structs.replace(PLAN.stages[0], looked_up_bytes=5 * 2**30)
+    plan = msgspec.structs.replace(PLAN, stages=[first, PLAN.stages[1]])
+    lines = plan_text(plan).splitlines()
+    assert "KV cache 1.0 MiB, looks up 5120.0 MiB of tables on its disk, compute" in lines[2]
+    assert "looks up" not in lines[3]
+    assert [stage["looked_up_bytes"] for stage in plan_json(plan)["stages"]] == [5 * 2**30, 0]
+
+
 def test_what_was_measured_while_busy_is_marked() -> None:
     busy = [msgspec.structs.replace(PLAN.nodes[0], is_steady=False), PLAN.nodes[1]]
     links = [msgspec.structs.replace(PLAN.links[0], is_steady=False)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import gguf
@@ -11,8 +12,10 @@ import torch
 from support.cluster.bulk_peers import Sources, open_sources
 from support.models.checkpoints import make_decoder, make_llama
 from support.models.consolidated_checkpoints import to_meta
+from support.models.family_cases import CASES
 from support.models.gguf_files import pack_as, write_gguf
 from support.models.torch_checkpoints import to_torch_files
+from support.rings.stage_chain import CPU, Rows, StageChain, batch_of, probed
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica import (
@@ -25,7 +28,7 @@ from shardnet.checkpoint.replica import (
 from shardnet.cluster.sharing.bulk_client import BulkClient
 from shardnet.cluster.sharing.fetching import Fetch, Fetched
 from shardnet.model.families.stage_tensors import stage_tensors
-from shardnet.types import LayerRange
+from shardnet.types import DType, LayerRange
 
 LAYERS = LayerRange(1, 2)
 
@@ -69,7 +72,15 @@ async def begin(sources: Sources, source: Path, folder: Path) -> None:
     begin_replica(folder, model_id, client.name)
 
 
-async def fetch(sources: Sources, folder: Path) -> Fetched:
+async def fetched_from(source: Path, replica: Path, layers: LayerRange = LAYERS) -> Fetched:
+    """Fetch layers of a checkpoint from a node that has it."""
+    async with open_sources() as sources:
+        sources.add("anna", source, replica.parent / "cache")
+        await begin(sources, source, replica)
+        return await fetch(sources, replica, layers)
+
+
+async def fetch(sources: Sources, folder: Path, layers: LayerRange) -> Fetched:
     replica = Replica(folder)
     try:
         return await Fetch(
@@ -80,7 +91,7 @@ async def fetch(sources: Sources, folder: Path) -> Fetched:
             writer=sources.disk,
             on_progress=lambda done, total: None,
             log=print,
-        ).run(range_tensors(replica.checkpoint, LAYERS))
+        ).run(range_tensors(replica.checkpoint, layers))
     finally:
         await sources.disk.run(replica.close)
 
@@ -90,14 +101,7 @@ def test_a_stage_comes_from_another_node(form: str, tmp_path: Path) -> None:
     source = make_source(form, tmp_path / "source")
     replica = tmp_path / "replica"
     replica.mkdir()
-
-    async def scenario() -> Fetched:
-        async with open_sources() as sources:
-            sources.add("anna", source, tmp_path / "cache")
-            await begin(sources, source, replica)
-            return await fetch(sources, replica)
-
-    fetched = asyncio.run(scenario())
+    fetched = asyncio.run(fetched_from(source, replica))
     whole, part = Checkpoint.open(source), Checkpoint.open(replica)
     wanted = stage_tensors(whole.config, LAYERS).all
     assert fetched.n_bytes == sum(whole.tensors[name].size_bytes for name in wanted)
@@ -107,3 +111,23 @@ def test_a_stage_comes_from_another_node(form: str, tmp_path: Path) -> None:
         assert torch.equal(part.read(name), whole.read(name))
     sources = {source.name for name in wanted for source in whole.tensors[name].sources}
     assert set(part.missing(part.stored)) == part.stored.keys() - sources
+
+
+def test_a_table_comes_from_another_node_and_is_looked_up_in_the_copy(tmp_path: Path) -> None:
+    """No row is asked of the other node afterwards: its files are gone."""
+    layers, config = LayerRange(2, 3), CASES["qwen4_exp_text"]
+    source = make_decoder(tmp_path / "source", "qwen4_exp_text", with_tokenizer=False, **config)
+    replica, choice = tmp_path / "replica", probed(CPU, DType.FLOAT32, None)
+    whole = StageChain.load(source, [layers], choice).stages[0]
+    batch = batch_of([Rows(slot=0, position=0, ids=[5, 6, 1, 7, 8, 5, 6], n_sampled=0)])
+    hidden = torch.randn(7, whole.width)
+    wanted = whole.forward(batch, hidden)
+    replica.mkdir()
+    fetched = asyncio.run(fetched_from(source, replica, layers))
+    tables = stage_tensors(whole.config, layers).looked_up
+    held = Checkpoint.open(replica)
+    assert 0 < sum(held.tensors[name].size_bytes for name in tables) < fetched.n_bytes
+    shutil.rmtree(source)
+    stage = StageChain.load(replica, [layers], choice).stages[0]
+    assert {part.path.parent for table in stage.tables for part in table.parts} == {replica}
+    assert torch.equal(stage.forward(batch, hidden), wanted)

@@ -313,7 +313,7 @@ def test_codes_that_the_library_would_misread_are_refused() -> None:
 def test_weights_lie_side_by_side_and_large_ones_alone() -> None:
     memory = PanelMemory()
     small = [memory.take((n, 3, 100)) for n in (1, 2, 7)]
-    large = memory.take((1, 1, 20 << 20))
+    large = memory.take((1, 1, 70 << 20))
     later = memory.take((5, 1, 64))
     pieces = {weights.untyped_storage().data_ptr() for weights in (*small, later)}
     assert len(pieces) == 1
@@ -327,7 +327,18 @@ def test_weights_lie_side_by_side_and_large_ones_alone() -> None:
 
 def test_weights_that_find_no_room_begin_another_piece() -> None:
     memory = PanelMemory()
-    first, second, third = (memory.take((1, 1, 15 << 20)) for _ in range(3))
-    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-    assert third.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-    assert third.shape == (1, 1, 15 << 20)
+    first, second, third, fourth = (memory.take((1, 1, 50 << 20)) for _ in range(4))
+    pieces = [weights.untyped_storage().data_ptr() for weights in (first, second, third, fourth)]
+    assert pieces[0] == pieces[1] != pieces[2] == pieces[3]
+    assert fourth.shape == (1, 1, 50 << 20)
+
+
+@pytest.mark.parametrize("sizes", [(3_379_200, 1_689_600), (9_126_805, 4_563_402), (50_000, 7_000)])
+def test_pieces_have_little_room_that_nobody_takes(sizes: tuple[int, int]) -> None:
+    """Of experts whose two weights come by turns, as of several that are published."""
+    memory = PanelMemory()
+    made = [memory.take((1, 1, sizes[number % 2])) for number in range(2 * (1 << 30) // sum(sizes))]
+    pieces = {own.untyped_storage().data_ptr(): own.untyped_storage().nbytes() for own in made}
+    [*full, _] = pieces.values()
+    taken = sum(own.nbytes for own in made)
+    assert 0.99 * sum(full) < taken < sum(pieces.values())

@@ -69,8 +69,8 @@ class Compute:
 class Stage:
     """A worker that runs, and both its ends: source and sink."""
 
-    def __init__(self) -> None:
-        self.compute = Compute()
+    def __init__(self, compute: Compute | None = None) -> None:
+        self.compute = compute or Compute()
         self.executor = Executor("stage")
         self.inputs: asyncio.Queue[StageInput] = asyncio.Queue()
         self.sent: list[int] = []
@@ -130,9 +130,9 @@ class Stage:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[Stage]:
+async def running(stage: Stage | None = None) -> AsyncIterator[Stage]:
     """A stage, its worker as a task; the way it ends is not looked at."""
-    stage = Stage()
+    stage = stage or Stage()
     async with asyncio.timeout(DEADLINE_S):
         task = stage.task = asyncio.create_task(stage.worker.run())
         try:
@@ -374,3 +374,34 @@ def test_steps_that_wait_are_computed_together_in_order() -> None:
             await main()
 
     asyncio.run(within_deadline())
+
+
+class AheadCompute(Compute):
+    """Computes the first step only once the files of the next one were read ahead."""
+
+    reads_ahead = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[Sequence[int]] = []
+        self.may_compute.clear()
+
+    def read_ahead(self, token_ids: Sequence[int]) -> None:
+        self.read.append(token_ids)
+        if len(self.read) == 2:
+            assert not self.computed
+            self.may_compute.set()
+
+
+def test_files_are_read_for_a_step_that_waits_while_another_is_computed() -> None:
+    async def main() -> None:
+        stage = Stage(compute := AheadCompute())
+        async with running(stage):
+            for step in (1, 2):
+                stage.inputs.put_nowait(arrived(step))
+            while len(stage.sent) < 2:
+                await stage.at_drain.get()
+                await stage.idle()
+            assert (stage.sent, compute.read) == ([1, 2], [(1,), (1,)])
+
+    asyncio.run(main())

@@ -1,0 +1,160 @@
+"""Tables whose rows stay in files: looked up there, and asked for as soon as tokens are known.
+
+Knows how rows are stored. Must not know which rows a token needs, nor who looks up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardnet.checkpoint.tensors.stored_tensor import AGAIN, file_changed
+from shardnet.errors import CheckpointError, ShardnetError
+from shardnet.model.kernels.codec import torch_dtype
+from shardnet.model.kernels.panels import Panels, unpack_whole
+from shardnet.model.layers.tables import RowsOf
+from shardnet.stage.estimate.stored_dtype import STORED_FLOATS
+from shardnet.stage.stored_weights import RowPacking
+from shardnet.stage.streaming.buffers import FileChanged, FilePart, fill
+from shardnet.stage.tensor_reader import TensorReader
+from shardnet.threads import DaemonThreads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTable:
+    """A table whose rows [N, E] stay in files: those that are looked up are read each time.
+
+    The system keeps in memory what it has room for. `ends` are the rows behind each of the `parts`,
+    `stored` their type, or how rows of blocks are packed; codes of FP8 (E4M3) are multiplied by
+    `scale`, None for others. `rows_of` says which rows token ids need, and a thread asks for these
+    before they are read.
+    """
+
+    parts: Sequence[FilePart]
+    ends: Tensor  # [parts], int64
+    stored: torch.dtype | RowPacking
+    scale: float | None
+    width: int
+    row_bytes: int
+    dtype: torch.dtype
+    device: torch.device
+    rows_of: RowsOf
+    ahead: DaemonThreads
+
+    @classmethod
+    def of(
+        cls,
+        reader: TensorReader,
+        weights: Sequence[str],
+        dtype: torch.dtype,
+        device: torch.device,
+        rows_of: RowsOf,
+    ) -> FileTable:
+        """Find parameters in their files.
+
+        Raises CheckpointError unless all are rows of floats, or of FP8 with one scale.
+        """
+        tensors = [reader.tensor(name) for name in weights]
+        first = tensors[0]
+        stored, *scales = first.sources
+        is_fp8 = stored.dtype == "F8_E4M3" and len(scales) == 1
+        is_fp8 = is_fp8 and scales[0].dtype in STORED_FLOATS and math.prod(scales[0].shape) == 1
+        for tensor in tensors:
+            as_rows = tensor.is_stored_matrix or tensor.is_stored_blocks
+            as_rows = tensor.sources[1:] == tuple(scales) if is_fp8 else as_rows
+            if not as_rows or tensor.sources[0].dtype != stored.dtype:
+                name = tensor.name
+                raise CheckpointError(f"{name} is not stored as rows, which are looked up there")
+        scale = None
+        if is_fp8:
+            read = torch.empty(1, 1, dtype=torch_dtype(STORED_FLOATS[scales[0].dtype]))
+            _fill_rows(reader.parts(weights[0])[1], [0], read.view(torch.uint8), [0])
+            scale = float(read)
+        return cls(
+            parts=[reader.parts(name)[0] for name in weights],
+            ends=torch.tensor([reader.shape(name)[0] for name in weights]).cumsum(0),
+            stored=RowPacking.of(first)
+            if first.is_stored_blocks
+            else torch.float8_e4m3fn
+            if is_fp8
+            else torch_dtype(STORED_FLOATS[stored.dtype]),
+            scale=scale,
+            width=first.shape[1],
+            row_bytes=stored.size_bytes // first.shape[0],
+            dtype=dtype,
+            device=device,
+            rows_of=rows_of,
+            ahead=DaemonThreads(1, "shardnet-ahead"),
+        )
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Read the rows `ids` [T]: a new tensor [T, E]. Raises CheckpointError."""
+        wanted, places = map(torch.from_numpy, np.unique(ids.cpu().numpy(), return_inverse=True))
+        found = torch.empty(len(wanted), self.row_bytes, dtype=torch.uint8)
+        for part, rows, own in self._by_part(wanted):
+            _fill_rows(part, rows, found, own)
+        return self._values(found)[places].to(self.device, self.dtype)
+
+    def _values(self, found: Tensor) -> Tensor:
+        """Return what rows [n, bytes] hold: [n, E]."""
+        if isinstance(self.stored, torch.dtype):
+            values = found.view(self.stored)
+            return values if self.scale is None else values.float() * self.scale
+        form, shape = self.stored.form, (len(found), self.width)
+        packed = torch.empty(form.packed_shape(*shape), dtype=torch.uint8)
+        self.stored(found, packed)
+        return unpack_whole([Panels(packed=packed, form=form, shape=shape)], torch.float32)
+
+    def read_ahead(self, token_ids: Sequence[int]) -> None:
+        """Have the rows of tokens read into the page cache, on a thread; waits for nothing."""
+        self.ahead.post(partial(self._ask_for, token_ids))
+
+    def _ask_for(self, token_ids: Sequence[int]) -> None:
+        with contextlib.suppress(FileChanged, OSError, ShardnetError):  # as reading will say
+            wanted = torch.from_numpy(np.unique(self.rows_of(torch.tensor(token_ids)).numpy()))
+            for part, rows, _ in self._by_part(wanted):
+                _ask_for_rows(part, rows, self.row_bytes)
+
+    def _by_part(self, wanted: Tensor) -> Iterator[tuple[FilePart, list[int], list[int]]]:
+        """List the parts with the rows `wanted`, which rows of each these are, and their places."""
+        numbers = torch.bucketize(wanted, self.ends, right=True)
+        for number in sorted(set(numbers.tolist())):
+            begin = int(self.ends[number - 1]) if number else 0
+            own = (numbers == number).nonzero()[:, 0]
+            yield self.parts[number], (wanted[own] - begin).tolist(), own.tolist()
+
+
+def _ask_for_rows(part: FilePart, rows: Sequence[int], row_bytes: int) -> None:
+    """Have rows of a file read into the page cache: by the system, else here."""
+    with part.opened() as file:
+        for row in rows:
+            begin = part.offset + row * row_bytes
+            if sys.platform == "linux":
+                os.posix_fadvise(file.fileno(), begin, row_bytes, os.POSIX_FADV_WILLNEED)
+            else:
+                file.seek(begin)
+                file.read(row_bytes)
+
+
+def _fill_rows(part: FilePart, rows: Sequence[int], raw: Tensor, places: Sequence[int]) -> None:
+    """Read rows of a file to `places` of the rows `raw`, uint8. Raises CheckpointError."""
+    try:
+        with part.opened() as file:
+            for row, place in zip(rows, places, strict=True):
+                file.seek(part.offset + row * raw.shape[1])
+                fill(file, raw[place])
+    except FileChanged:
+        raise file_changed(part.path) from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{part.path} cannot be read ({error.strerror})", remedy=AGAIN
+        ) from error

@@ -1,0 +1,217 @@
+"""Tables that stay in their files: what is read of them, when, and in which dtypes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.models.checkpoints import make_decoder
+from support.models.family_cases import CASES
+from support.rings.stage_chain import CPU, Rows, StageChain, batch_of, probed
+
+from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.checkpoint.replica import stored_layers
+from shardnet.cluster.planning.placing import make_plan
+from shardnet.errors import CheckpointError
+from shardnet.model.families.stage_tensors import stage_tensors
+from shardnet.runtime.loading.model_facts import identify
+from shardnet.runtime.stage.torch_compute import TorchCompute
+from shardnet.stage import file_table
+from shardnet.stage.stage_model import StageModel
+from shardnet.stage.streaming.buffers import FilePart
+from shardnet.types import DType, LayerRange, WireDType
+from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.plans import ModelChoice
+
+CASE = CASES["qwen4_exp_text"]
+PROMPT = [25, 6, 7, 1, 8, 9, 10, 25, 6, 11]
+WAIT_S = 30.0
+
+Read = tuple[int, int]
+"""Where in a file, and how many bytes."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_decoder(tmp_path / "model", "qwen4_exp_text", with_tokenizer=False, **CASE)
+
+
+def load(folder: Path) -> StageChain:
+    return StageChain.load(folder, [LayerRange(0, 4)], probed(CPU, DType.FLOAT32, None))
+
+
+class Reads:
+    """The rows that were asked for ahead, and those that steps then read."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.ahead: set[Read] = set()
+        self.read: set[Read] = set()
+        ask, fill = file_table._ask_for_rows, file_table._fill_rows
+
+        def asked(part: FilePart, rows: list[int], row_bytes: int) -> None:
+            ask(part, rows, row_bytes)
+            self.ahead |= {(part.offset + row * row_bytes, row_bytes) for row in rows}
+
+        def filled(part: FilePart, rows: list[int], raw: torch.Tensor, places: list[int]) -> None:
+            fill(part, rows, raw, places)
+            self.read |= {(part.offset + row * raw.shape[1], raw.shape[1]) for row in rows}
+
+        patch.setattr(file_table, "_ask_for_rows", asked)
+        patch.setattr(file_table, "_fill_rows", filled)
+
+
+def read_ahead(stage: StageModel) -> None:
+    """Have a prompt's rows read, and wait for it."""
+    compute = TorchCompute(stage, None, WireDType.FLOAT32)
+    assert compute.reads_ahead
+    compute.read_ahead(PROMPT)
+    for table in stage.tables:
+        table.ahead.submit(lambda: None).result(WAIT_S)
+
+
+@pytest.mark.parametrize("system", [sys.platform, "win32", "darwin"])
+def test_what_a_prompt_needs_is_asked_for_before_and_nothing_else(
+    system: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the system's own call where there is one, else by reading."""
+    chain, reads = load(folder), Reads(monkeypatch)
+    monkeypatch.setattr(sys, "platform", system)
+    read_ahead(chain.stages[0])
+    assert reads.ahead
+    assert not reads.read
+    chain.step(Rows(slot=0, position=0, ids=PROMPT, n_sampled=1))
+    assert reads.read == reads.ahead
+
+
+@pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="Linux says what is in the page cache")
+def test_what_was_asked_for_is_in_the_page_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, reads = load(folder), Reads(monkeypatch)
+    [path] = {part.path for table in chain.stages[0].tables for part in table.parts}
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    read_ahead(chain.stages[0])
+    assert all(is_cached(path, read) for read in sorted(reads.ahead))
+
+
+def is_cached(path: Path, read: Read) -> bool:
+    """Say whether bytes are read without waiting for a disk, which may be about to have them."""
+    offset, n_bytes = read
+    for _ in range(1000):
+        with path.open("rb") as file, memoryview(bytearray(n_bytes)) as buffer:
+            try:
+                return os.preadv(file.fileno(), [buffer], offset, os.RWF_NOWAIT) == n_bytes
+            except BlockingIOError:
+                os.sched_yield()
+            except OSError as error:
+                pytest.skip(f"this file system does not say ({error.strerror})")
+    return False
+
+
+def test_a_file_that_has_changed_is_told_by_the_step_that_reads_it(folder: Path) -> None:
+    chain = load(folder)
+    [path] = {part.path for table in chain.stages[0].tables for part in table.parts}
+    path.write_bytes(path.read_bytes()[:-1])
+    read_ahead(chain.stages[0])
+    with pytest.raises(CheckpointError, match="has changed since it was opened"):
+        chain.step(Rows(slot=0, position=0, ids=PROMPT, n_sampled=1))
+
+
+def in_fp8(folder: Path, target: Path) -> tuple[Path, Path]:
+    """Store tables in FP8 with one scale for each, as Qwen does, and the same values plainly."""
+    [file] = folder.glob("*.safetensors")
+    stored = load_file(file)
+    coded, plain = dict(stored), dict(stored)
+    for name, number in tables_of(stored):
+        scale = torch.tensor([0.03 + number / 100], dtype=torch.bfloat16)
+        stem = name.partition(".shard_")[0]
+        coded[name] = (stored[name] / scale.float()).to(torch.float8_e4m3fn)
+        coded[f"{stem}.weight_scale"] = scale
+        plain[name] = coded[name].float() * scale.float()
+    for path, tensors in ((target / "fp8", coded), (target / "plain", plain)):
+        path.mkdir(parents=True)
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        raw = json.loads((folder / "config.json").read_text())
+        if path.name == "fp8":
+            raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        (path / "config.json").write_text(json.dumps(raw))
+    return target / "fp8", target / "plain"
+
+
+def tables_of(stored: dict[str, torch.Tensor]) -> Iterator[tuple[str, int]]:
+    """List the parts of tables, with the number of their layer."""
+    for name in stored:
+        if ".ngram_embedding.shard_" in name:
+            yield name, int(name.partition("layers.")[2].partition(".")[0])
+
+
+def test_rows_in_fp8_with_a_scale_are_what_they_stand_for(folder: Path, tmp_path: Path) -> None:
+    coded, plain = in_fp8(folder, tmp_path)
+    batch = batch_of([Rows(slot=0, position=0, ids=PROMPT, n_sampled=1)])
+    answers = [load(path).stages[0].forward(batch, None) for path in (coded, plain)]
+    assert torch.equal(*answers)
+    sizes = [sum(stored_layers(Checkpoint.open(path)).looked_up) for path in (coded, plain)]
+    assert sizes[1] == 4 * sizes[0] > 0
+
+
+def test_rows_in_fp8_with_a_scale_each_are_refused(folder: Path, tmp_path: Path) -> None:
+    coded, _ = in_fp8(folder, tmp_path)
+    file = coded / "model.safetensors"
+    stored = load_file(file)
+    for name, _ in list(tables_of(stored)):
+        stem, _, number = name.removesuffix(".weight").partition(".shard_")
+        stored.pop(f"{stem}.weight_scale", None)
+        n_rows = stored[name].shape[0]
+        stored[f"{stem}.shard_{number}.weight_scale"] = torch.ones(n_rows)
+    save_file(stored, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match="is not stored as rows, which are looked up there"):
+        load(coded)
+
+
+def node(name: str) -> NodeInfo:
+    return NodeInfo(
+        node=f"id-{name}",
+        name=name,
+        address=f"{name}:1",
+        version="0",
+        device="cpu",
+        memory_bytes=1 << 30,
+        memory_free_bytes=1 << 30,
+        cores=2,
+        threads=1,
+        dtypes=["bfloat16", "float32"],
+        host_id="h",
+    )
+
+
+def test_a_plan_says_which_stages_look_up_and_counts_no_memory_for_it(folder: Path) -> None:
+    facts, nodes = identify(folder), [node("anna"), node("bert")]
+    choice = ModelChoice(model=str(folder), nodes=["anna:1", "bert:1"], layers=[(0, 1), (1, 4)])
+    stages = make_plan(choice, facts, nodes).reply(1).stages
+    tables = [stage_tensors(facts.config, LayerRange(*stage.layers)).looked_up for stage in stages]
+    sizes = [sum(4 * n * width for n, width in table.values()) for table in tables]
+    assert [stage.looked_up_bytes for stage in stages] == sizes
+    assert min(sizes) > 0
+    [path] = folder.glob("*.safetensors")
+    assert sum(stage.weight_bytes for stage in stages) < path.stat().st_size - sum(sizes)
+
+
+def test_tables_of_another_kind_are_refused_by_name(tmp_path: Path) -> None:
+    """DeepSeek-V4.1's Engram, should it stand in a checkpoint that says it is DeepSeek-V4."""
+    folder = make_decoder(tmp_path, "deepseek_v4", with_tokenizer=False)
+    [file] = folder.glob("*.safetensors")
+    stored = load_file(file)
+    stored["layers.1.engram.embed.weight"] = torch.zeros(10, 4)
+    save_file(stored, file, {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"tensor layers\.1\.engram\.embed\.weight .* no place"
+    ):
+        load(folder)
