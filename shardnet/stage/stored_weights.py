@@ -18,7 +18,7 @@ from shardnet.model.kernels.float_linear import PanelPacking, fills_panels
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import KernelChoice, Linear, join_biases, linear_of_panels
 from shardnet.model.kernels.panel_linear import PanelLinear
-from shardnet.model.kernels.panels import Panels, pack_into, unpack_whole
+from shardnet.model.kernels.panels import Panels, pack_into
 from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.stage.estimate.stored_dtype import STORED_FLOATS
 from shardnet.stage.packs.pack_cache import PackCache
