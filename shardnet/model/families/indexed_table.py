@@ -132,7 +132,7 @@ def read_choosing(fields: Fields, n_layers: int, regular: tuple[int, int]) -> li
     offset = fields.take("index_skip_topk_offset", int, regular[1])
     found: Any = ["FS"[max(n - offset + 1, 0) % step != 0] for n in range(n_layers)]
     for key in ("index_topk_pattern", "indexer_types"):
-        found = fields.take(key, object, None) or found
+        found = fields.take(key, (list, str), None) or found
     kinds = [str(each)[:1].upper() for each in found]
     if len(kinds) != n_layers or not set(kinds) <= {"F", "S"}:
         raise fields.damaged(f"indexer_types {found} are not full or shared for each layer")
@@ -141,6 +141,8 @@ def read_choosing(fields: Fields, n_layers: int, regular: tuple[int, int]) -> li
 
 def read_indexer(fields: Fields, layers: Iterable[int], n_heads: int) -> Indexer:
     """Read what chooses positions in `layers`; with `n_heads` by default."""
+    if fields.given("q_lora_rank") and fields.missing("q_lora_rank"):
+        raise fields.unsupported("q_lora_rank", None, "a rank, which positions are chosen by")
     return Indexer(
         n_heads=fields.positive("index_n_heads", n_heads),
         head_size=fields.positive("index_head_dim", 128),
