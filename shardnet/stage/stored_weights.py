@@ -205,6 +205,8 @@ class FileTable:
                 raise CheckpointError(
                     f"{table.name} is not stored as rows, which are looked up there"
                 )
+        if len({table.sources[0].dtype for table in tables}) > 1:
+            raise CheckpointError(f"parts of the table {first.name} are stored in different types")
         is_plain = first.packed is None
         return cls(
             parts=[part for name in weights for part in reader.parts(name)],

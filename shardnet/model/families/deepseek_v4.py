@@ -9,6 +9,7 @@ from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from shardnet.errors import CheckpointError
 from shardnet.model.config.decoder_config import read_decoder, read_expert_counts
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import (
@@ -258,6 +259,12 @@ def _load_experts(config: ModelConfig, weights: WeightSource, layer: int) -> Spa
     is_hashed = layer in experts.hashed_layers
     name = "tid2eid" if is_hashed else "e_score_correction_bias"
     said = weights.parameter(f"{block}.gate.{name}")
+    of_tokens = said.to(torch.int32) if is_hashed else None
+    if of_tokens is not None and not 0 <= of_tokens.min() <= of_tokens.max() < experts.n_experts:
+        raise CheckpointError(
+            f"{block}.gate.{name} names experts that are none of {experts.n_experts}",
+            remedy="fetch the checkpoint again",
+        )
     each = load_experts(config, weights, f"{block}.experts", experts.n_experts)
     common = GatedMlp.load(config, weights, f"{block}.shared_experts")
     *clamped, shared = (
@@ -268,7 +275,7 @@ def _load_experts(config: ModelConfig, weights: WeightSource, layer: int) -> Spa
         experts=experts,
         gate=weights.linear(f"{block}.gate", wide=True),
         bias=None if is_hashed else said,
-        of_tokens=said.to(torch.int32) if is_hashed else None,
+        of_tokens=of_tokens,
     )
     return SparseMlp(router=router, experts=clamped, shared=shared, by_token=is_hashed)
 
