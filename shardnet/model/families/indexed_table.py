@@ -91,10 +91,6 @@ def _read_hunyuan(fields: Fields) -> ModelConfig:
         has_kv_heads=False,
     )
     fields.ignore("layer_types", "learnable_sink_init", "num_nextn_predict_layers")
-    fields.ignore("enable_lm_head_fp32", "mtp_loss_factor")
-    for key in ("enable_ihc", "gated_mla", "learnable_sink"):
-        fields.require(key, only=True)
-    fields.require("gating_type", only="elementwise")
     config = read_experts(fields, config, _HUNYUAN_EXPERTS)
     limit = fields.number("swiglu_limit", 10.0)
     if config.experts is not None and limit > 0:
