@@ -245,3 +245,15 @@ def test_a_table_of_ngrams_in_several_types_is_refused(tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match="are stored in different types"):
         StageChain.load(tmp_path, even_split(4, 2))
+
+
+@pytest.mark.parametrize("shape", [(), (9, 32)])
+def test_a_linear_without_its_groups_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    make_decoder(tmp_path, "deepseek_v4", **CASES["deepseek_v4"])
+    [file] = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in tensors if ".o_a_proj." in name or ".wo_a." in name)
+    tensors[name] = np.zeros(shape, np.float32)
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"o_a_proj|wo_a"):
+        StageChain.load(tmp_path, even_split(4, 2))
