@@ -41,6 +41,7 @@ from shardnet.stage.estimate.memory_estimate import (
     least_state_bytes,
     stage_weight_bytes,
 )
+from shardnet.stage.tensor_reader import EXPERTS_OF_TOKENS
 from shardnet.types import (
     BLOCK_POSITIONS,
     PREFILL_CHUNK_ROWS,
@@ -235,6 +236,7 @@ class _Noise:
     ) -> None:
         tensors = stage_tensors(config, LayerRange(0, config.n_layers))
         self._shapes, self._head = tensors.all, tensors.head.keys()
+        self._n_experts = config.experts.n_experts if config.experts else 0
         self._choice = choice
         self._device = device
         self._tick = tick
@@ -296,8 +298,12 @@ class _Noise:
         return self._noise(self._shapes[f"{name}.weight"]).to(self._device)
 
     def parameter(self, name: str, *, rows: Axis | None = None) -> Tensor:
-        """Make a parameter."""
-        return self._noise(self._shapes[name]).to(self._device, torch.float32)
+        """Make a parameter; of experts by token, others for each token."""
+        shape = self._shapes[name]
+        if name.endswith(EXPERTS_OF_TOKENS):
+            numbers = torch.arange(math.prod(shape)) % self._n_experts
+            return numbers.view(shape).to(self._device, torch.float32)
+        return self._noise(shape).to(self._device, torch.float32)
 
     def _noise(self, shape: Shape) -> Tensor:
         return _spread(self._values, shape)

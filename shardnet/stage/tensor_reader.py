@@ -36,7 +36,7 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total); an exception it raises aborts the loading."""
 
 _FLOATS = frozenset({"F32", "F16", "BF16"})
-_NUMBERS = ".tid2eid"
+EXPERTS_OF_TOKENS: Final = ".tid2eid"
 """Ends the names of tables of experts, which are whole numbers."""
 _READ_AHEAD_BYTES: Final = 1 << 26
 """Bytes that are read ahead at most while other tensors are packed."""
@@ -276,7 +276,7 @@ def _check(checkpoint: Checkpoint, name: str, expected: Shape) -> None:
             f"{where} has shape {list(tensor.shape)}, the config asks for {list(expected)}",
             remedy="config and tensors are of different models: fetch the checkpoint again",
         )
-    is_whole = name.endswith(_NUMBERS) and tensor.dtype in ("I32", "I64")
+    is_whole = name.endswith(EXPERTS_OF_TOKENS) and tensor.dtype in ("I32", "I64")
     if tensor.dtype is not None and tensor.dtype not in _FLOATS and not is_whole:
         raise CheckpointError(
             f"{where} is stored as {tensor.dtype}; supported: {', '.join(sorted(_FLOATS))}",

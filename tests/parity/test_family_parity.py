@@ -222,3 +222,38 @@ def test_a_float16_checkpoint_is_computed_in_float32(
     is_near = error.square().mean(-1) < 0.01**2 * exact.square().mean(-1)
     # A row for which two experts are nearly as likely may take the other one.
     assert int((~is_near).sum()) <= (1 if config.experts is not None else 0)
+
+
+@pytest.mark.parametrize("wrong", [-1, 8])
+def test_a_table_that_names_no_expert_is_refused_at_loading(tmp_path: Path, wrong: int) -> None:
+    make_decoder(tmp_path, "deepseek_v4", **CASES["deepseek_v4"])
+    [file] = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    table = next(name for name in tensors if name.endswith("tid2eid"))
+    tensors[table][-1, -1] = wrong
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match="tid2eid names experts that are none of 8"):
+        StageChain.load(tmp_path, even_split(4, 2))
+
+
+def test_a_table_of_ngrams_in_several_types_is_refused(tmp_path: Path) -> None:
+    make_decoder(tmp_path, "qwen4_exp_text", **CASES["qwen4_exp_text"])
+    [file] = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    [*_, table] = (name for name in sorted(tensors) if ".ngram_embedding.shard_" in name)
+    tensors[table] = tensors[table].astype(np.float16)
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match="are stored in different types"):
+        StageChain.load(tmp_path, even_split(4, 2))
+
+
+@pytest.mark.parametrize("shape", [(), (9, 32)])
+def test_a_linear_without_its_groups_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    make_decoder(tmp_path, "deepseek_v4", **CASES["deepseek_v4"])
+    [file] = tmp_path.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in tensors if ".o_a_proj." in name or ".wo_a." in name)
+    tensors[name] = np.zeros(shape, np.float32)
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"o_a_proj|wo_a"):
+        StageChain.load(tmp_path, even_split(4, 2))

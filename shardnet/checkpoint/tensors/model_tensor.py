@@ -106,7 +106,12 @@ def cut_tensor(tensor: ModelTensor, ranges: Sequence[Range], axis: int = 0) -> M
 
 
 def divide(tensor: ModelTensor, n_groups: int) -> dict[str, ModelTensor]:
-    """Describe a linear whose groups of outputs have their own inputs as one for each: NAME.0."""
+    """Describe a linear whose groups of outputs have their own inputs as one for each: NAME.0.
+
+    One that has no such groups stays: the loader refuses its name.
+    """
+    if not tensor.shape or tensor.shape[0] % n_groups:
+        return {tensor.name: tensor}
     n, base = tensor.shape[0] // n_groups, tensor.name.removesuffix(".weight")
     cuts = {f"{base}.{at}.weight": [(at * n, (at + 1) * n)] for at in range(n_groups)}
     return {name: replace(cut_tensor(tensor, own), name=name) for name, own in cuts.items()}

@@ -175,7 +175,7 @@ class Fields:
                 raise self.damaged(f"{self._prefix}{key} holds {shown(value)}, expected {within}")
         return tuple(float(value) for value in values)
 
-    def require(self, key: str, only: bool | float | str) -> None:
+    def require(self, key: str, only: bool | float) -> None:
         """Raise UnsupportedModelError for any value but `only`; an absent key counts as `only`."""
         value = self.take(key, type(only), only)
         if value != only:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from shardnet.errors import shown
 from shardnet.model.config.decoder_config import FULL, LINEAR
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.limits import NORM_EPS, THETAS
+from shardnet.model.config.limits import MAX_LAYERS, NORM_EPS, THETAS
 
 Factors = Mapping[str, tuple[float, ...]]
 """Factors of rotary frequencies, which GGUF stores as tensors, by tensor name."""
@@ -66,7 +66,7 @@ def read_gguf_sizes(
 ) -> dict[str, Any]:
     """Read the sizes that do not depend on the heads' layout. Raises as `read_gguf_decoder`."""
     return {
-        "num_hidden_layers": fields.positive("block_count"),
+        "num_hidden_layers": fields.positive("block_count", at_most=MAX_LAYERS),
         "max_position_embeddings": fields.positive("context_length"),
         "hidden_size": fields.positive("embedding_length"),
         "intermediate_size": fields.positive(

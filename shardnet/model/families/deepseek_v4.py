@@ -9,6 +9,7 @@ from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from shardnet.errors import CheckpointError
 from shardnet.model.config.decoder_config import read_decoder, read_expert_counts
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import (
@@ -55,6 +56,8 @@ _SLIDING, _CHOSEN, _HEAVY = (
 )
 _OLD_RATES: Final = {"0": _SLIDING, "4": _CHOSEN, "128": _HEAVY}
 """Kinds of layers by how many positions make an entry, in older configs."""
+_MOST_GROUPS: Final = 256
+"""Of heads, each with a linear of its own: far more than any model has."""
 
 
 def _read_config(fields: Fields) -> ModelConfig:
@@ -94,7 +97,7 @@ def _read_config(fields: Fields) -> ModelConfig:
             count=fields.positive("hc_mult", 4),
             kind=StreamKind.BALANCED,
             eps=fields.number("hc_eps", 1e-6, within=NORM_EPS),
-            n_rounds=fields.positive("hc_sinkhorn_iters", 20),
+            n_rounds=fields.positive("hc_sinkhorn_iters", 20, at_most=1000),
             in_mtp=True,
         ),
     )
@@ -142,8 +145,14 @@ def _read_attention(fields: Fields, config: ModelConfig) -> Compressed:
     kinds = (fields.take("layer_types", list, None) or kinds)[:n]
     if len(kinds) != n or not set(map(str, kinds)) <= rates.keys():
         raise fields.damaged(f"layer_types {kinds} do not say the kinds of {n} layers")
-    if any(rate and (256 % rate or rate > 128) for rate in rates.values()):
+    own = [rate for kind, rate in rates.items() if kind != _SLIDING]
+    if rates[_SLIDING] != 0 or not all(
+        type(rate) is int and 1 <= rate <= 128 and 256 % rate == 0 for rate in own
+    ):
         raise fields.damaged(f"compress_rates {rates} do not divide a block of 256 positions")
+    n_groups = fields.positive("o_groups", 8, at_most=_MOST_GROUPS)
+    if config.n_heads * config.head_size % n_groups:
+        raise fields.damaged(f"o_groups {n_groups} do not divide the columns of the heads")
     return Compressed(
         window=fields.positive("sliding_window", 128),
         rates=(*(rates[kind] for kind in kinds), 0),
@@ -158,7 +167,7 @@ def _read_attention(fields: Fields, config: ModelConfig) -> Compressed:
         head_size=config.head_size,
         rope_size=config.rope.rotated(config.head_size),
         query_rank=fields.positive("q_lora_rank", 1024),
-        n_groups=fields.positive("o_groups", 8),
+        n_groups=n_groups,
         output_rank=fields.positive("o_lora_rank", 1024),
     )
 
@@ -250,6 +259,12 @@ def _load_experts(config: ModelConfig, weights: WeightSource, layer: int) -> Spa
     is_hashed = layer in experts.hashed_layers
     name = "tid2eid" if is_hashed else "e_score_correction_bias"
     said = weights.parameter(f"{block}.gate.{name}")
+    of_tokens = said.to(torch.int32) if is_hashed else None
+    if of_tokens is not None and not 0 <= of_tokens.min() <= of_tokens.max() < experts.n_experts:
+        raise CheckpointError(
+            f"{block}.gate.{name} names experts that are none of {experts.n_experts}",
+            remedy="fetch the checkpoint again",
+        )
     each = load_experts(config, weights, f"{block}.experts", experts.n_experts)
     common = GatedMlp.load(config, weights, f"{block}.shared_experts")
     *clamped, shared = (
@@ -260,7 +275,7 @@ def _load_experts(config: ModelConfig, weights: WeightSource, layer: int) -> Spa
         experts=experts,
         gate=weights.linear(f"{block}.gate", wide=True),
         bias=None if is_hashed else said,
-        of_tokens=said.to(torch.int32) if is_hashed else None,
+        of_tokens=of_tokens,
     )
     return SparseMlp(router=router, experts=clamped, shared=shared, by_token=is_hashed)
 

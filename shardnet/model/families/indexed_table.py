@@ -91,10 +91,6 @@ def _read_hunyuan(fields: Fields) -> ModelConfig:
         has_kv_heads=False,
     )
     fields.ignore("layer_types", "learnable_sink_init", "num_nextn_predict_layers")
-    fields.ignore("enable_lm_head_fp32", "mtp_loss_factor")
-    for key in ("enable_ihc", "gated_mla", "learnable_sink"):
-        fields.require(key, only=True)
-    fields.require("gating_type", only="elementwise")
     config = read_experts(fields, config, _HUNYUAN_EXPERTS)
     limit = fields.number("swiglu_limit", 10.0)
     if config.experts is not None and limit > 0:
@@ -132,7 +128,7 @@ def read_choosing(fields: Fields, n_layers: int, regular: tuple[int, int]) -> li
     offset = fields.take("index_skip_topk_offset", int, regular[1])
     found: Any = ["FS"[max(n - offset + 1, 0) % step != 0] for n in range(n_layers)]
     for key in ("index_topk_pattern", "indexer_types"):
-        found = fields.take(key, object, None) or found
+        found = fields.take(key, (list, str), None) or found
     kinds = [str(each)[:1].upper() for each in found]
     if len(kinds) != n_layers or not set(kinds) <= {"F", "S"}:
         raise fields.damaged(f"indexer_types {found} are not full or shared for each layer")
@@ -141,6 +137,8 @@ def read_choosing(fields: Fields, n_layers: int, regular: tuple[int, int]) -> li
 
 def read_indexer(fields: Fields, layers: Iterable[int], n_heads: int) -> Indexer:
     """Read what chooses positions in `layers`; with `n_heads` by default."""
+    if fields.given("q_lora_rank") and fields.missing("q_lora_rank"):
+        raise fields.unsupported("q_lora_rank", None, "a rank, which positions are chosen by")
     return Indexer(
         n_heads=fields.positive("index_n_heads", n_heads),
         head_size=fields.positive("index_head_dim", 128),

@@ -14,6 +14,7 @@ from shardnet.errors import shown
 from shardnet.model.config.decoder_config import FULL, LINEAR, check_state_size, read_layer_kinds
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_each
+from shardnet.model.config.limits import MAX_LAYERS
 from shardnet.model.config.model_config import DeltaNet, Experts, Latent, ModelConfig
 from shardnet.model.families import deepseek_v2
 from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
@@ -215,7 +216,7 @@ def load_delta_net(
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata: layers with KDA have no heads of keys, and as many of KDA as others."""
-    n_layers = fields.positive("block_count")
+    n_layers = fields.positive("block_count", at_most=MAX_LAYERS)
     each = read_gguf_each(fields, "attention.head_count_kv", int, n_layers)
     fields.require("expert_gating_func", 2)  # sigmoid
     config = deepseek_v2.read_gguf(fields, tensors, factors)

@@ -39,9 +39,11 @@ _SAME: Final = {
     "share_expert_dims": "share_expert_dim",
 }
 """Other names of keys, which count where the keys themselves are missing."""
+_LIMITS: Final = ("swiglu_limits", "swiglu_limits_shared")
+"""What clamps the experts of each layer, and the shared one."""
 _EACH: Final = (
-    *("layer_types", "mlp_layer_types", "swiglu_limits", "swiglu_limits_shared"),
-    *("rope_theta", "partial_rotary_factors"),
+    *("layer_types", "mlp_layer_types", "rope_theta", "partial_rotary_factors"),
+    *_LIMITS,
 )
 """Lists by layer, which may go on with layers that predict further tokens."""
 _ONLY: Final = {
@@ -85,7 +87,7 @@ def _read_config(given: Fields) -> ModelConfig:
         fields, config.n_layers, fields.optional("sliding_window"), lambda _: False
     )
     query_heads = _read_query_heads(fields, config, windows)
-    limits = [_read_each(fields, key, config.n_layers, 0.0) for key in _EACH[2:4]]
+    limits = [_read_each(fields, key, config.n_layers, 0.0) for key in _LIMITS]
     config = replace(
         config,
         n_heads=max(query_heads),

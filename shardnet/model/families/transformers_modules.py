@@ -86,7 +86,7 @@ def find_wrapper(
     from shardnet.model.modules.meta_model import part_class, read_module_config
 
     inner = read_module_config(raw, where).get_text_config(decoder=True)
-    kind_of_text = inner.model_type
+    kind_of_text = str(inner.model_type)
     if kind_of_text not in families and not (
         causal_class(kind_of_text) or part_class(kind_of_text)
     ):

@@ -86,9 +86,12 @@ class StreamsStruct(ctypes.Structure):
     @classmethod
     def of(cls, mixer: Mixer, width: int) -> StreamsStruct:
         """Point to a mixer of streams of `width` columns, of which `mixer_linears` says that the
-        library computes it. It must outlive this."""
+        library computes it. It must outlive this. Raises ValueError for linears of other shapes.
+        """
         linears = mixer_linears(mixer)
         assert linears is not None
+        for linear, shape in zip(linears, _mixer_shapes(mixer, width), strict=True):
+            check_shape("a mixer's linear", linear, *shape)
         matmuls = [linear.native_matmul() for linear in linears]
         own = cls(
             project=matmuls[0].address,
@@ -137,6 +140,17 @@ def mixer_linears(mixer: Mixer) -> list[NativeLinear] | None:
     linears = (mixer.down, mixer.up, mixer.inject)
     found = [linear for linear in linears if is_native(linear) and linear.weights_stay]
     return found if len(found) == len(linears) else None
+
+
+def _mixer_shapes(mixer: Mixer, width: int) -> list[tuple[int, int]]:
+    """Return what shapes the linears of a mixer of streams of `width` columns have."""
+    count, wide = mixer.count, mixer.count * width
+    if isinstance(mixer, StreamMixer):
+        is_balanced = mixer.config.kind is StreamKind.BALANCED
+        return [(count * (2 + count * is_balanced), wide)]
+    assert isinstance(mixer, GatedMixer)
+    rank = mixer.down.shape[0]
+    return [(rank, wide), (wide, rank), (count, wide)]
 
 
 def is_joined(residual: Residual) -> bool:

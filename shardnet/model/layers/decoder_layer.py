@@ -73,7 +73,7 @@ class StreamResidual(Residual):
 
     @property
     def is_rms(self) -> bool:
-        """False: what has one stream does not compute it."""
+        """False: sub-layers that know one stream do not compute it; others look at `has_rms`."""
         return False
 
     @property

@@ -90,6 +90,8 @@ _NEAR: Final = {"minimal": "low", "xhigh": "high", "max": "high"}
 """Efforts that few templates know, and the nearest of low, medium and high."""
 _OFF: Final = ("no_think", "none")
 """What templates call no effort: Hunyuan's and Mistral's have no other switch."""
+_NONE: Final = re.compile(r"effort[^%{}]*['\"]none['\"]")
+"""Where `none` is an effort: elsewhere it is a choice of tools, or a type."""
 
 
 def efforts_of(source: str, options: Mapping[str, Any]) -> list[Any]:
@@ -100,6 +102,7 @@ def efforts_of(source: str, options: Mapping[str, Any]) -> list[Any]:
     no effort, `enable_thinking` says whether that is meant.
     """
     known = [word for word in (*_OFF, *_EFFORTS) if f"'{word}'" in source or f'"{word}"' in source]
+    known = [word for word in known if word != "none" or _NONE.search(source)]
     off = next((word for word in known if word in _OFF), None)
     wanted = options.get(EFFORT)
     if off is not None and wanted is None:

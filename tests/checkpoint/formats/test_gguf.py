@@ -267,6 +267,7 @@ class TestRefusals:
             ({"nextn_predict_layers": -1}, r"llama\.nextn_predict_layers is -1, expected 1"),
             ({"nextn_predict_layers": 4}, r"llama\.block_count is 0, expected 1"),
             ({"block_count": 0}, r"llama\.block_count is 0, expected 1"),
+            ({"block_count": 2**31 - 1}, r"llama\.block_count is 2147483647, expected 1 to"),
             ({"attention__value_length": 3}, r"llama\.attention\.value_length = 3 is not support"),
             ({"rope__dimension_count": 4}, r"partial_rotary_factor = 0\.5 is not supported"),
             ({"rope__scaling__type": "ntk"}, r"llama\.rope\.scaling\.type = 'ntk' is not support"),

@@ -18,7 +18,7 @@ import pytest
 from transformers import AutoConfig
 
 from shardnet.checkpoint.quantization.registry import take_format
-from shardnet.errors import UnsupportedModelError
+from shardnet.errors import CheckpointError, UnsupportedModelError
 from shardnet.model.config.model_config import (
     Activation,
     Compressed,
@@ -458,3 +458,32 @@ def test_nemotron_h_says_the_same_in_other_words() -> None:
     for change in ({"attention_head_dim": 64}, {"rms_norm_eps": 1e-6}):
         with pytest.raises(UnsupportedModelError, match=next(iter(change))):
             parse_config(more | {"head_dim": 128} | change, "config.json")
+
+
+CHOSEN = "compressed_sparse_attention"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named"),
+    [
+        ("deepseek-v4-flash", {"o_groups": 2**31 - 1}, "o_groups is 2147483647, expected 1 to 256"),
+        ("deepseek-v4-flash", {"o_groups": 3}, "o_groups 3 do not divide"),
+        ("deepseek-v4-flash", {"hc_sinkhorn_iters": 10**9}, "hc_sinkhorn_iters is 1000000000"),
+        ("deepseek-v4-flash", {"compress_rates": {CHOSEN: "x"}}, "compress_rates .* do not divide"),
+        ("deepseek-v4-flash", {"compress_rates": {CHOSEN: -4}}, "compress_rates .* do not divide"),
+        ("deepseek-v4-flash", {"compress_rates": {CHOSEN: 0}}, "compress_rates .* do not divide"),
+        ("hy4-preview", {"indexer_types": 5}, "indexer_types is 5, expected list or str"),
+        ("hy4-preview", {"q_lora_rank": None}, "q_lora_rank = None is not supported"),
+    ],
+)
+def test_a_damaged_config_is_refused_by_the_key(
+    name: str, change: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(CheckpointError, match=named):
+        read(published(name) | change)
+
+
+def test_a_language_model_whose_type_is_no_text_is_refused() -> None:
+    raw = published("glm-5.3-flash")
+    with pytest.raises(CheckpointError):
+        read(raw | {"text_config": raw["text_config"] | {"model_type": []}})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -73,3 +75,14 @@ def test_one_call_gives_the_bits_of_many(
 
         assert torch.equal(native.around(streams, sublayer), mixer.around(streams, sublayer))
         assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("kind", StreamKind)
+def test_linears_of_other_shapes_are_refused(kind: StreamKind) -> None:
+    """The library trusts their sizes: it would write behind its buffers."""
+    kernels = kernels_of("portable")
+    make = partial(gated, 3) if kind is StreamKind.GATED else partial(mixed, kind, 3)
+    own, other = (make(width, kernels) for width in (32, 64))
+    name = "inject" if kind is StreamKind.GATED else "project"
+    with pytest.raises(ValueError, match="a mixer's linear has shape"):
+        NativeMixer(replace(own, **{name: getattr(other, name)}), 32, kernels)

@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.models.checkpoints import make_decoder
+from support.models.family_cases import CASES as FAMILIES
 from support.needs import needs_vectors
 from support.rings.stage_chain import probed
 
@@ -192,8 +194,10 @@ def test_the_threads_of_a_loaded_stage_stay_as_they_were() -> None:
     assert torch.get_num_threads() == before
 
 
-def test_steps_of_a_sample_visit_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Always the same few would stay in the cache, and the layer would look fast."""
+def experts_of_steps(
+    sample: ModelConfig, n_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> list[dict[int, torch.Tensor]]:
+    """The experts of each row, by layers, in steps of one row."""
     chosen: list[dict[int, torch.Tensor]] = []
 
     def plan(*arguments: Any) -> ForwardStep:
@@ -202,16 +206,34 @@ def test_steps_of_a_sample_visit_all_experts(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(synthetic_model, "plan_step", plan)
     cpu = torch.device("cpu")
+    model = SyntheticModel(sample, probed(cpu, DType.FLOAT32, None), cpu, no_tick)
+    for _ in range(n_steps):
+        model.step(1)
+    return chosen
+
+
+def test_steps_of_a_sample_visit_all_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Always the same few would stay in the cache, and the layer would look fast."""
     sample = synthetic_config(config(QWEN3_MOE), WeightForm(dtype=DType.FLOAT32), GIB)
     assert sample is not None
-    model = SyntheticModel(sample, probed(cpu, DType.FLOAT32, None), cpu, no_tick)
-    for _ in range(80):
-        model.step(1)
+    chosen = experts_of_steps(sample, 80, monkeypatch)
     visited = {
         layer: {expert for step in chosen for expert in step[layer].flatten().tolist()}
         for layer in chosen[0]
     }
     assert {layer: len(experts) for layer, experts in visited.items()} == {1: 16, 2: 16}
+
+
+def test_a_token_of_a_sample_has_several_experts_where_a_table_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library does not take a table that names an expert twice, as none of DeepSeek-V4 does."""
+    make_decoder(tmp_path, "deepseek_v4", with_tokenizer=False, **FAMILIES["deepseek_v4"])
+    sample = read_config((tmp_path / "config.json").read_text(), "config.json")
+    assert sample.experts is not None
+    for step in experts_of_steps(sample, 3, monkeypatch):
+        for layer in sample.experts.hashed_layers:
+            assert all(len(set(row)) == sample.experts.top_k for row in step[layer].tolist())
 
 
 def test_a_sample_has_the_heads_of_each_layer() -> None:

@@ -235,6 +235,8 @@ NO_THINK = """{%- set effort = reasoning_effort if reasoning_effort is defined e
 {%- if effort not in WORDS %}{{ raise_exception('what is ' ~ effort) }}{% endif %}{{ effort }}"""
 HY3 = NO_THINK.replace("DEFAULT", "no_think").replace("WORDS", "['high', 'low', 'no_think']")
 HY4 = NO_THINK.replace("DEFAULT", "high").replace("WORDS", "['high', 'no_think']")
+MISTRAL = NO_THINK.replace("DEFAULT", "none").replace("WORDS", "['none', 'high']")
+OTHER_NONE = "{{ reasoning_effort | default('medium') }}{{ 'x' if tool_choice == 'none' }}"
 GLM = "{{ reasoning_effort if reasoning_effort | default('') in ['low', 'high'] else 'max' }}"
 MAXIMAL = "{{ 'more' if thinking and reasoning_effort == 'max' else thinking }}"
 
@@ -245,6 +247,8 @@ MAXIMAL = "{{ 'more' if thinking and reasoning_effort == 'max' else thinking }}"
         (STRICT, "xhigh off xhigh low low medium xhigh xhigh xhigh"),  # Qwen 3.8
         (HY3, "no_think no_think high low low high high high high"),
         (HY4, "high no_think high high high high high high high"),
+        (MISTRAL, "none none high high high high high high high"),
+        (OTHER_NONE, "medium medium medium low low medium high high high"),
         (GLM, "max max max low low max high high max"),
         (MAXIMAL, " False True True True True True True more"),  # DeepSeek V4
     ],

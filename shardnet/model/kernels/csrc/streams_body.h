@@ -123,9 +123,9 @@ INLINE TARGET void NAME(share_streams_some)(const struct residual *r, int64_t be
     static TARGET void NAME(name)(const void *argument, int64_t begin, int64_t end) {    \
         const struct residual *r = argument;                                             \
         if (r->is_bf16)                                                                  \
-            NAME(name##_some)(of, begin, end, 1)  ;                                      \
+            NAME(name##_some)(of, begin, end, 1);                                        \
         else                                                                             \
-            NAME(name##_some)(of, begin, end, 0)  ;                                      \
+            NAME(name##_some)(of, begin, end, 0);                                        \
     }
 
 INLINE TARGET void NAME(norm_streams_some)(const struct residual *r, int64_t begin, int64_t end, const int is_bf16) {
