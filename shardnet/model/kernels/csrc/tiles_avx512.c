@@ -243,7 +243,10 @@ INLINE WITH_AVX512 void avx512_levels_of(const int n_rows, const int bits, const
     for (int r = 0; r < n_rows; r++) total[r] = _mm512_setzero_ps();
     for (int64_t b = blocks_of_panel(p); b; b--, w += f->block_bytes) {
         const uint8_t *unit = w + f->header_bytes, *level = w + 2 * PANEL * f->block_scales;
-        avx512_touch(w, (f->header_bytes + QUAD_BYTES - 1) / QUAD_BYTES);
+        const int n_lines = (f->header_bytes + QUAD_BYTES - 1) / QUAD_BYTES;
+        avx512_touch(w, n_lines);
+        if (prefetches)
+            for (int line = 0; line < n_lines; line++) avx512_prefetch(w + line * QUAD_BYTES);
         for (int token = 0; token < f->block / f->token_group; token++, x_scales++) {
             __m512i sum[MAX_TILE], others[MAX_TILE];
             for (int r = 0; r < n_rows; r++) sum[r] = others[r] = _mm512_setzero_si512();
