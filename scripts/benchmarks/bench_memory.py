@@ -391,7 +391,7 @@ def _make_entries(kv: KvCache, context: int, n_pooled: int, n_columns: int) -> N
 def _private_bytes() -> int:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
 

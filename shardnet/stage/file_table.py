@@ -48,7 +48,6 @@ class FileTable:
     dtype: torch.dtype
     device: torch.device
     rows_of: RowsOf
-    ahead: DaemonThreads
 
     @classmethod
     def of(
@@ -93,7 +92,6 @@ class FileTable:
             dtype=dtype,
             device=device,
             rows_of=rows_of,
-            ahead=DaemonThreads(1, "shardnet-ahead"),
         )
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -116,7 +114,7 @@ class FileTable:
 
     def read_ahead(self, token_ids: Sequence[int]) -> None:
         """Have the rows of tokens read into the page cache, on a thread; waits for nothing."""
-        self.ahead.post(partial(self._ask_for, token_ids))
+        DaemonThreads(1, "shardnet-ahead").post(partial(self._ask_for, token_ids))  # ends behind it
 
     def _ask_for(self, token_ids: Sequence[int]) -> None:
         with contextlib.suppress(FileChanged, OSError, ShardnetError):  # as reading will say

@@ -234,7 +234,7 @@ from shardnet.types import DType, LayerRange
 
 def private_bytes():
     ctypes.CDLL(None).malloc_trim(0)  # else what was freed counts, until loading gives it back
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
 def load(layers, progress):

@@ -406,7 +406,7 @@ from shardnet.stage.load import load_stage
 from shardnet.types import *
 
 def resident_bytes():
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    lines = Path("/proc/self/smaps_rollup").read_text(encoding="utf-8").splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Rss:"))
 
 def load(layers, n_streamed):
