@@ -155,9 +155,8 @@ def _mixer_shapes(mixer: Mixer, width: int) -> list[tuple[int, int]]:
 
 def is_joined(residual: Residual) -> bool:
     """Whether the library computes norms and streams around a sub-layer."""
-    if isinstance(residual, StreamResidual):
-        return residual.has_rms and mixer_linears(residual.mixer) is not None
-    return residual.is_rms
+    is_mixed = not isinstance(residual, StreamResidual) or mixer_linears(residual.mixer) is not None
+    return residual.is_rms and is_mixed
 
 
 class ResidualStruct(ctypes.Structure):

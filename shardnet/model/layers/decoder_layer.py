@@ -71,16 +71,6 @@ class StreamResidual(Residual):
 
     mixer: Mixer
 
-    @property
-    def is_rms(self) -> bool:
-        """False: sub-layers that know one stream do not compute it; others look at `has_rms`."""
-        return False
-
-    @property
-    def has_rms(self) -> bool:
-        """Whether the norm, if any, is an RMSNorm with a weight."""
-        return self.before is None or (isinstance(self.before, Norm) and self.before.bias is None)
-
     def around(self, hidden: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """Run rows [T, N x E], of N streams, through a sub-layer of [T, E]: [T, N x E]."""
         return self.mixer.around(hidden, lambda joined: sublayer(self.normalize(joined)))

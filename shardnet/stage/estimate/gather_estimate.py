@@ -82,19 +82,15 @@ def _mlp_gathers(config: ModelConfig, layer: int) -> Columns:
         return () if has_none else dense
     name = f"model.layers.{layer}.mlp.down_proj.weight"
     is_beside = layer < config.n_layers and name in layer_tensors(config, layer)
-    found = dense if is_beside else ()
-    return found + _expert_gathers(experts, width, by_library=config.streams is None)
+    return (dense if is_beside else ()) + _expert_gathers(experts, width)
 
 
-def _expert_gathers(experts: Experts, width: int, *, by_library: bool) -> Columns:
+def _expert_gathers(experts: Experts, width: int) -> Columns:
     """Return the gathers of a mixture; a shared expert that is as wide as the others joins them.
 
-    What a row's experts give is added up before it travels, where the library computes them; torch
-    does between residual streams, and a shared expert by itself.
+    What a row's experts give is added up before it travels, where the library computes them.
     """
     visits, shared = experts.top_k * experts.intermediate_size, experts.shared_intermediate_size
-    if not by_library:
-        return visits, width, *((shared, width) if shared else ())
     if shared in (0, experts.intermediate_size):
         return visits + shared, width
     return visits, shared, width

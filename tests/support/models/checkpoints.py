@@ -461,6 +461,10 @@ def _save(
             if name in stored and buffer.is_floating_point():
                 centre = name.endswith("layer_scalar")
                 buffer.copy_(centre + 0.15 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith(".tid2eid"):  # each token has experts of its own
+                own = torch.Generator().manual_seed(seed + len(buffer))
+                scores = torch.rand(len(buffer), model.config.n_routed_experts, generator=own)
+                buffer.copy_(scores.argsort(1)[:, : buffer.shape[1]])
     if dtype is not torch.float32:
         with warnings.catch_warnings():  # Llama 4's eyes have a buffer of complex numbers
             warnings.filterwarnings("ignore", "Casting complex values")
