@@ -20,6 +20,7 @@ import ctypes
 import gc
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -66,6 +67,8 @@ N_NODES: Final = 4
 NODE_BYTES: Final = 128 * 10**9
 NOISE_BYTES: Final = 4 << 30
 """Of each file at most: the rest of a layer is zeros, which take as much memory."""
+RETURNED: Final = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16), "MALLOC_ARENA_MAX": "1"}
+"""Gives the system back what is freed at once; the C library keeps some by what came before."""
 TOUCHED_POSITIONS: Final = 512
 """Positions of which entries are made at a time, as in prompts."""
 
@@ -308,7 +311,7 @@ def measured(
     plan = next(iter(plans.values()))
     job = {"folder": str(folder), "layers": layers, "contexts": [*plans], "quant": shape.quant}
     command = [sys.executable, __file__, "--load", json.dumps(job | {"dtype": plan.dtype.value})]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ | RETURNED)
     for path in paths:
         empty(path)
     return list(json.loads(done.stdout))
