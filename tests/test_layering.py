@@ -215,7 +215,7 @@ def test_no_other_room_asks_which_family_a_model_is_of() -> None:
         ("shardnet/runtime/scheduling/scheduler.py", "import random"),
         ("shardnet/runtime/scheduling/scheduler.py", "from shardnet.runtime import engine"),
         ("shardnet/cluster/placement/placement.py", "import torch.nn"),
-        ("shardnet/cluster/placement/search.py", "import random"),
+        ("shardnet/cluster/placement/split.py", "import random"),
         ("shardnet/cluster/machine/profile.py", "from shardnet.cluster.ring import ring"),
         ("shardnet/cluster/sharing/sharing.py", "from shardnet.cluster.head.head import Head"),
         ("shardnet/model/config/fields.py", "import torch"),

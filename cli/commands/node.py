@@ -48,8 +48,8 @@ from ..output.exit_codes import run_command, say, write_out
 
 if TYPE_CHECKING:  # it imports torch
     from shardnet.cluster.machine.profile import MemoryBudget
-    from shardnet.cluster.node.drain import NodeDrain
     from shardnet.cluster.node.node import Node
+    from shardnet.cluster.node.pressure import NodeDrain
     from shardnet.transport.identity import Identity
 
 REGISTER_S = 2.0

@@ -25,9 +25,8 @@ from shardnet.cluster.diagnosis.facts import (
     remedy_for,
 )
 from shardnet.cluster.diagnosis.multicast_findings import multicast_findings
-from shardnet.cluster.diagnosis.network_findings import network_findings
 from shardnet.cluster.diagnosis.peer_findings import key_findings, pair_findings, seconds_apart
-from shardnet.cluster.diagnosis.windows_findings import windows_findings
+from shardnet.cluster.diagnosis.system_findings import network_findings, windows_findings
 from shardnet.cluster.machine import kernels
 from shardnet.cluster.machine.addresses import Verdict, is_loopback
 from shardnet.cluster.placement.figures import CandidateNode, HeldModel, ModelShape

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from shardnet.cluster.head.head import Head
-from shardnet.cluster.measuring.gather_benchmark import GatherBenchmark
+from shardnet.cluster.measuring.link_benchmark import GatherBenchmark
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.node.parts import StageParts
 from shardnet.cluster.peers.control_link import ControlLink, Handler, MessageHandlers

@@ -18,8 +18,7 @@ from shardnet import __version__
 from shardnet.cluster.machine.folders import PACKS_FOLDER, PREFIXES_FOLDER
 from shardnet.cluster.machine.temperature import runs_on_battery
 from shardnet.cluster.measuring.figure_cache import FigureCache
-from shardnet.cluster.measuring.gather_benchmark import GatherBenchmark
-from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
+from shardnet.cluster.measuring.link_benchmark import GatherBenchmark, LinkBenchmark
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.member.kv_orders import HostedKv, KvOrders, StageAnswers

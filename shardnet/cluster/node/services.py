@@ -27,9 +27,8 @@ from shardnet.cluster.machine.device_list import CUDA, NVIDIA
 from shardnet.cluster.machine.temperature import OwnerUse, gpu_use, memory_stalled
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.node.dispatcher import Dispatcher, NodeMessages
-from shardnet.cluster.node.drain import NodeDrain
 from shardnet.cluster.node.parts import LinkParts, StageParts
-from shardnet.cluster.node.pressure import NodePressure, UnusedModels
+from shardnet.cluster.node.pressure import NodeDrain, NodePressure, UnusedModels
 from shardnet.cluster.node.reporter import NodeReporter, RingWatch
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers.control_link import MessageHandlers
@@ -37,9 +36,8 @@ from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.planning.wire_loss import WireLoss
 from shardnet.cluster.pressure.policy import MemoryLook, OwnerLook
 from shardnet.cluster.recovery.audits import Audits
-from shardnet.cluster.recovery.node_watch import NodeWatch
 from shardnet.cluster.recovery.recovery import Recovery
-from shardnet.cluster.recovery.ring_replacement import PlannedChanges
+from shardnet.cluster.recovery.ring_replacement import NodeWatch, PlannedChanges
 from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.cluster.recovery.standbys import Standbys
 from shardnet.cluster.ring.stage_port import LocalPort

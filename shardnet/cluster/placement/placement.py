@@ -32,8 +32,7 @@ from shardnet.cluster.placement.figures import (
     Placement,
 )
 from shardnet.cluster.placement.room import shortest_ring
-from shardnet.cluster.placement.search import find_ring
-from shardnet.cluster.placement.split import RingSplit, even_split, given_split
+from shardnet.cluster.placement.split import RingSplit, even_split, find_ring, given_split
 from shardnet.cluster.placement.streams import best_streamed_ring, streamed_ring
 from shardnet.cluster.placement.words import (
     assumption_words,

@@ -35,8 +35,7 @@ from shardnet.cluster.placement.figures import (
     StageSpeed,
 )
 from shardnet.cluster.placement.placement import place, place_exactly
-from shardnet.cluster.placement.search import find_ring
-from shardnet.cluster.placement.split import Problem, RingSplit
+from shardnet.cluster.placement.split import Problem, RingSplit, find_ring
 from shardnet.cluster.placement.words import LISTED, ms_words, rings_words
 from shardnet.errors import PlanError
 from shardnet.model.shards.cut import MAX_SHARDS

@@ -37,8 +37,17 @@ from shardnet.cluster.placement.room import (
     room_of,
     rooms_of,
 )
-from shardnet.cluster.placement.search import SAME, best_of, best_pair, best_single, rings_with
-from shardnet.cluster.placement.split import Problem, RingSplit, ranges_of, stages_of
+from shardnet.cluster.placement.split import (
+    SAME,
+    Problem,
+    RingSplit,
+    best_of,
+    best_pair,
+    best_single,
+    ranges_of,
+    rings_with,
+    stages_of,
+)
 from shardnet.cluster.placement.streams import (
     StreamedRing,
     StreamedStage,

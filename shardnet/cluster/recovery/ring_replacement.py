@@ -1,8 +1,8 @@
-"""Replace a ring that still works: because a node leaves it, or another plan is better.
+"""Replace a ring that still works: a node leaves it, or one that came makes another plan better.
 
-Knows the order: the next ring's stages are loaded while this one goes on; then requests are held
-for a moment, what they have in KV caches is moved, and they go on. What cannot be moved is computed
-again. Must not know why a ring is replaced, nor how rows travel.
+Knows when to plan again for nodes that came (by policy.py), and the order: the next ring's stages
+are loaded while this one goes on; then requests are held for a moment, what they have in KV caches
+is moved, and they go on. What cannot be moved is computed again. Must not know how rows travel.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -22,9 +22,11 @@ from shardnet.cluster.head.led_ring import unless_lost
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Planner
+from shardnet.cluster.recovery.policy import Returns, is_better
+from shardnet.cluster.recovery.recovery import Recovery
 from shardnet.cluster.ring.ring import Ring
 from shardnet.cluster.ring.ring_moves import RingMoves
-from shardnet.errors import CapacityError, PeerFailedError, ShardnetError
+from shardnet.errors import BusyError, CapacityError, LinkError, PeerFailedError, ShardnetError
 from shardnet.transport.loop import finish
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
@@ -235,3 +237,121 @@ async def _ended(replacing: asyncio.Future[None]) -> None:
     await asyncio.wait([replacing])
     if not replacing.cancelled():
         replacing.exception()
+
+
+LOOK_S: Final = 1.0
+"""Interval of the looks at which nodes are here."""
+AGAIN_S: Final = 5.0
+"""When to plan again for a ring, or with a node, that is in use now."""
+MOST_DOUBLED: Final = 4
+"""How often that is doubled for such a node: requests wait a moment at each attempt."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class NodeWatch:
+    """Watches the nodes beside `head`; `linked` returns those that are here.
+
+    `replace` puts the ring of a plan in the place of a lead's, for a reason that requests see.
+    """
+
+    head: Head
+    recovery: Recovery
+    replace: Callable[[Lead, Plan, str], Awaitable[None]]
+    planner: Planner
+    linked: Callable[[], Sequence[NodeId]]
+    log: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._returns = Returns()
+        self._not_before_s = 0.0
+        self._said = ""
+        self._n_busy = 0
+        """How often a node was not to be had, since the last plan was carried out."""
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Use a node that has come, if it is time to and worth it."""
+        now_s = time.monotonic()
+        lead = self.head.latest
+        left_out = self.recovery.left_out(lead) if lead is not None else {}
+        self._returns.look(now_s, [node for node in self.linked() if node not in left_out])
+        if lead is None or lead.is_recovering or now_s < self._not_before_s:
+            return
+        used = [NodeId(node.node) for node in lead.plan.ring_nodes] if lead.stands else []
+        if not self._returns.is_news(now_s, used):
+            return
+        try:
+            if lead.stands:
+                await self._consider(lead)
+            else:
+                self._returns.planned(now_s)
+                if lead.is_given_up:
+                    await self._open_again(lead)
+        except ShardnetError as error:
+            # until another head lets go of a node, or one that was lost meanwhile is left out
+            if isinstance(error, BusyError | LinkError):
+                self._put_off(now_s)
+            else:
+                self._returns.planned(now_s)
+            if self._said != (said := f"the ring stays without the nodes that came: {error}"):
+                self._said = said
+                self.log(said)
+
+    async def _consider(self, lead: Lead) -> None:
+        """Plan with the nodes that came; replace the ring if that gains enough."""
+        opened, now = lead.opened, lead.plan
+        now_s = time.monotonic()
+        n_named = len(opened.choice.nodes)
+        if n_named and len(now.ring_nodes) == n_named:
+            self._returns.planned(now_s)
+            return
+        without = dict.fromkeys(self._returns.unsettled(now_s), "it has come just now")
+        without |= self.recovery.left_out(lead)
+        is_used = lead.ring.is_in_use
+        plan = await self.planner.replan(opened, now, without, measures=not is_used)
+        if lead is not self.head.latest or lead.plan is not now or lead.is_recovering:
+            return  # it was replaced meanwhile
+        unheard = [out.node for out in plan.silent]
+        is_other = _stages(plan) != _stages(now)
+        tok_s = now.placement.predicted_tok_s, plan.placement.predicted_tok_s
+        is_complete = bool(n_named) and len(plan.ring_nodes) == n_named
+        if is_other and is_better(*tok_s, is_complete=is_complete, is_used=lead.ring.is_in_use):
+            before = {node.node for node in now.ring_nodes}
+            came = [node.name for node in plan.ring_nodes if node.node not in before]
+            await self.replace(lead, plan, f"{', '.join(came) or 'another order'} joins")
+            self._returns.planned(now_s, unheard)
+            self._n_busy = 0
+        elif is_other and (is_used or lead.ring.is_in_use):
+            self._not_before_s = now_s + AGAIN_S
+        else:
+            self._returns.planned(now_s, unheard)
+            if self._returns.is_news(now_s, [NodeId(node.node) for node in now.ring_nodes]):
+                self._put_off(now_s)  # a link to it broke, or it is too busy to answer
+
+    def _put_off(self, now_s: float) -> None:
+        """Plan again later, each time in turn twice as much later."""
+        self._not_before_s = now_s + AGAIN_S * 2**self._n_busy
+        self._n_busy = min(self._n_busy + 1, MOST_DOUBLED)
+
+    async def _open_again(self, lead: Lead) -> None:
+        """Have the ring that was given up built again, for requests to come."""
+        choice = lead.opened.choice
+        async with self.head.lead(
+            choice, on_plan=lambda plan: None, on_progress=lambda *_: None
+        ) as found:
+            if isinstance(found, Lead):
+                names = ", ".join(node.name for node in found.plan.nodes)
+                self.log(f"{choice.model} is served again, over {names}")
+
+
+def _stages(plan: Plan) -> list[tuple[str, int, int]]:
+    return [
+        (node, stage.layers.start, stage.layers.end)
+        for stage in plan.placement.stages
+        for node in (stage.node, *stage.shards)
+    ]

@@ -20,7 +20,7 @@ from support.waiting import until
 from shardnet.api.client import connect
 from shardnet.cluster.peers import node_directory
 from shardnet.cluster.peers.control_link import ControlLink
-from shardnet.cluster.recovery import node_watch, stand_in
+from shardnet.cluster.recovery import ring_replacement, stand_in
 from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.errors import BusyError, LinkError, ShardnetError
 from shardnet.types import NodeId
@@ -57,7 +57,7 @@ def test_a_head_that_stood_still_gives_way_and_joins_whoever_leads(
     without, and with that as deputy; or nodes refuse it first.
     """
     monkeypatch.setattr("shardnet.cluster.recovery.policy.SETTLE_S", 0.05)
-    monkeypatch.setattr(node_watch, "LOOK_S", 0.02)
+    monkeypatch.setattr(ring_replacement, "LOOK_S", 0.02)
     model = make_llama(tmp_path / "model", max_position_embeddings=1024, num_hidden_layers=6)
     prompts = [random_prompt(20, 300, seed=1)]
 
@@ -128,8 +128,8 @@ def test_a_node_joins_again_once_what_kept_it_from_that_is_over(
     error: ShardnetError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shardnet.cluster.recovery.policy.SETTLE_S", 0.05)
-    monkeypatch.setattr(node_watch, "LOOK_S", 0.02)
-    monkeypatch.setattr(node_watch, "AGAIN_S", 0.1)
+    monkeypatch.setattr(ring_replacement, "LOOK_S", 0.02)
+    monkeypatch.setattr(ring_replacement, "AGAIN_S", 0.1)
     model = make_llama(tmp_path / "model", max_position_embeddings=1024, num_hidden_layers=6)
     n_refused = n_unheard = 0
 

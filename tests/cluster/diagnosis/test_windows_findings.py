@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 from support.cluster.checkup_facts import NO_KEY, facts
 
-from shardnet.cluster.diagnosis.windows_findings import windows_findings
+from shardnet.cluster.diagnosis.system_findings import windows_findings
 from shardnet.cluster.machine import windows_system
 from shardnet.cluster.machine.windows_system import (
     Firewall,

@@ -12,8 +12,8 @@ import pytest
 from msgspec.structs import replace
 from support.transport_harness import HARNESSES, OPTIONS, Harness, hello
 
-from shardnet.cluster.measuring import gather_benchmark
-from shardnet.cluster.measuring.gather_benchmark import (
+from shardnet.cluster.measuring import link_benchmark
+from shardnet.cluster.measuring.link_benchmark import (
     END,
     LARGE,
     LEAST,
@@ -94,8 +94,8 @@ async def ends(harness: Harness) -> AsyncIterator[Ends]:
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a machine that runs other tests take its time."""
-    for name in ("PART_S", "MOST_S", "LONGEST_S", "GIVE_UP_S"):
-        monkeypatch.setattr(gather_benchmark, name, 60.0)
+    for name in ("PART_S", "MOST_S", "LONGEST_S", "GATHER_GIVE_UP_S"):
+        monkeypatch.setattr(link_benchmark, name, 60.0)
 
 
 @pytest.mark.usefixtures("patience")
@@ -133,7 +133,7 @@ def test_who_computes_is_not_disturbed(who: str, n_looks: int) -> None:
 
 
 def test_a_silent_peer_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_benchmark, "PART_S", 0.05)
+    monkeypatch.setattr(link_benchmark, "PART_S", 0.05)
 
     async def silent(link: Link) -> None:
         connection = await link.detach()
@@ -152,7 +152,7 @@ def test_a_silent_peer_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("patience")
 def test_a_link_that_takes_too_long_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_benchmark, "MOST_S", 0.0)
+    monkeypatch.setattr(link_benchmark, "MOST_S", 0.0)
 
     async def scenario(harness: Harness) -> None:
         async with ends(harness) as both:
@@ -162,7 +162,7 @@ def test_a_link_that_takes_too_long_has_no_figures(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_node_that_nobody_can_dial_has_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather_benchmark, "GIVE_UP_S", 0.01)
+    monkeypatch.setattr(link_benchmark, "GATHER_GIVE_UP_S", 0.01)
 
     async def dial(node: NodeId) -> Link:
         await asyncio.Event().wait()

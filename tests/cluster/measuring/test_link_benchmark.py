@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardnet.cluster.measuring import link_benchmark
-from shardnet.cluster.measuring.gather_benchmark import GatherFigures
 from shardnet.cluster.measuring.link_benchmark import (
     FIRST_PAYLOAD_BYTES,
     GOOD_FOR_S,
     PAYLOADS_S,
     QUICK_RATE_BYTES,
     UNSTEADY_GOOD_FOR_S,
+    GatherFigures,
     LinkBenchmark,
     best_rate,
 )

@@ -6,7 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
-from shardnet.cluster.node.drain import NodeDrain
+from shardnet.cluster.node.pressure import NodeDrain
 from shardnet.errors import PlanError, ShardnetError
 from shardnet.wire.messages.stages import LeaveRing
 

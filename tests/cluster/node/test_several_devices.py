@@ -15,7 +15,7 @@ from support.rings.stage_chain import random_prompt
 from shardnet.api.client import Client, connect
 from shardnet.cluster.machine.profile import Device, MemoryBudget
 from shardnet.cluster.node.node import Node, listening, running
-from shardnet.cluster.recovery import node_watch
+from shardnet.cluster.recovery import ring_replacement
 from shardnet.runtime.stage.compute import ComputePlugin
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import DType, NodeId
@@ -82,7 +82,7 @@ def test_to_its_ring_it_is_one_node(
     unmeasured: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same text as of one device, also when the other node of its ring is lost."""
-    monkeypatch.setattr(node_watch, "LOOK_S", 0.02)
+    monkeypatch.setattr(ring_replacement, "LOOK_S", 0.02)
     folder = make_llama(tmp_path / "llama", num_hidden_layers=6, max_position_embeddings=512)
 
     async def main() -> None:

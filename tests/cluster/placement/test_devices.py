@@ -10,8 +10,7 @@ import pytest
 from support.rings.clusters import MIB, candidate, equal_links, shape, speed, splits
 from support.soak import cases
 
-from shardnet.cluster.placement.device_cuts import HANDOVER_S, cut_over
-from shardnet.cluster.placement.devices import as_one, place_over_devices
+from shardnet.cluster.placement.devices import HANDOVER_S, as_one, cut_over, place_over_devices
 from shardnet.cluster.placement.figures import (
     Gathers,
     HeldModel,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.rings.clusters import MIB, Links, candidate, naive_best_s, random_cluster, shape
 from support.soak import cases, examples, is_soak
 
-from shardnet.cluster.placement import search
+from shardnet.cluster.placement import split
 from shardnet.cluster.placement.estimate import measured_problem
 from shardnet.cluster.placement.figures import (
     CandidateNode,
@@ -23,14 +23,14 @@ from shardnet.cluster.placement.figures import (
     StageSpeed,
 )
 from shardnet.cluster.placement.placement import place
-from shardnet.cluster.placement.search import (
+from shardnet.cluster.placement.split import (
     EXACT_WIDTH,
+    Problem,
     best_pair,
     best_single,
     find_ring,
     width_for,
 )
-from shardnet.cluster.placement.split import Problem
 
 MOST_LOOKS = 350_000
 """At longer paths, before the best ring of 16 nodes is found."""
@@ -156,7 +156,7 @@ def test_sixteen_nodes_and_128_layers_are_placed_with_little_work(
     Room for the model is scarce in these clusters: rings of 10 to 16 stages, the slowest to find.
     """
     looks = count()
-    for rules in (search._SumRules, search._SlowestRules):
+    for rules in (split._SumRules, split._SlowestRules):
 
         def counted(*place: Any, floor: Callable[..., float] = rules.floor) -> float:
             next(looks)

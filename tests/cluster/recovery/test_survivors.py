@@ -20,7 +20,7 @@ from shardnet.api.client import Client, connect
 from shardnet.cluster.machine.profile import MemoryBudget
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.node.node import Node, listening
-from shardnet.cluster.recovery import node_watch
+from shardnet.cluster.recovery import ring_replacement
 from shardnet.errors import CapacityError, PeerUnreachableError, PlanError, ShardnetError
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import NodeId
@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quick(unmeasured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes that come are used at once, and nothing is measured."""
     monkeypatch.setattr("shardnet.cluster.recovery.policy.SETTLE_S", 0.05)
-    monkeypatch.setattr(node_watch, "LOOK_S", 0.02)
+    monkeypatch.setattr(ring_replacement, "LOOK_S", 0.02)
 
 
 async def started(

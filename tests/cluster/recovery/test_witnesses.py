@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from shardnet.cluster.recovery import witnesses
+from shardnet.cluster.recovery import stand_in
 from shardnet.errors import LinkClosedError
 from shardnet.types import NodeId
 
@@ -53,8 +53,8 @@ def test_nobody_is_lost_because_nobody_answers(
     lost: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(witnesses, "SEEN_S", 0.05)
-    monkeypatch.setattr(witnesses, "AGAIN_S", 0.005)
+    monkeypatch.setattr(stand_in, "SEEN_S", 0.05)
+    monkeypatch.setattr(stand_in, "AGAIN_S", 0.005)
     nodes = dict(zip(OTHERS, (Node(bert), Node(cleo)), strict=True))
     n_looks = 0
 
@@ -65,14 +65,14 @@ def test_nobody_is_lost_because_nobody_answers(
         n_looks += 1
         return Node(True) if back_after is not None and n_looks > back_after else None
 
-    assert asyncio.run(witnesses.is_lost(HEAD, OTHERS, cast(Any, link_of))) is lost
+    assert asyncio.run(stand_in.is_lost(HEAD, OTHERS, cast(Any, link_of))) is lost
 
 
 def test_with_nobody_to_ask_the_head_is_waited_for_a_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(witnesses, "ALONE_S", 0.02)
-    assert asyncio.run(witnesses.is_lost(HEAD, [], lambda _: None))
+    monkeypatch.setattr(stand_in, "ALONE_S", 0.02)
+    assert asyncio.run(stand_in.is_lost(HEAD, [], lambda _: None))
 
 
 @pytest.mark.parametrize(
@@ -88,17 +88,17 @@ def test_with_nobody_to_ask_the_head_is_waited_for_a_moment(
 def test_a_node_waits_for_a_deputy_as_long_as_there_is_one(
     bert: Node, is_linked: bool, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(witnesses, "ASK_S", 0.05)
-    monkeypatch.setattr(witnesses, "AGAIN_S", 0.005)
+    monkeypatch.setattr(stand_in, "ASK_S", 0.05)
+    monkeypatch.setattr(stand_in, "AGAIN_S", 0.005)
     links: Any = SimpleNamespace(
         linked=lambda: [bert, Node(False)], link_of=lambda _: Node(True) if is_linked else None
     )
-    asyncio.run(witnesses.until_succeeded(HEAD, links, lambda: True))
+    asyncio.run(stand_in.until_succeeded(HEAD, links, lambda: True))
     assert min(max(bert.n_stands_by, 0), max(left, 1)) == left
 
 
 def test_nobody_is_waited_for_once_another_ring_has_this_node() -> None:
     bert = Node(False, 10**6)
     links: Any = SimpleNamespace(linked=lambda: [bert], link_of=lambda _: None)
-    asyncio.run(witnesses.until_succeeded(HEAD, links, lambda: bert.n_stands_by > 10**6 - 2))
+    asyncio.run(stand_in.until_succeeded(HEAD, links, lambda: bert.n_stands_by > 10**6 - 2))
     assert bert.n_stands_by == 10**6 - 2
