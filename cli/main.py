@@ -18,13 +18,11 @@ from typer.core import TyperGroup
 
 from shardnet import __version__
 from shardnet.cluster.machine.folders import config_path
-from shardnet.errors import ConfigurationError
 
 from .flags.config import SHELLS, completes_here, install, one_of, read_config, script
 from .flags.lazy_group import LazyGroup
 from .output.exit_codes import (
     exit_codes,
-    fail,
     open_missing_streams,
     prepare_streams,
     restore_at_sigterm,
@@ -111,10 +109,7 @@ def _install_completion(shell: str) -> None:
     if not shell:
         return
     _check_shell(shell)
-    try:
-        file, reads = install(shell, Path.home())
-    except ConfigurationError as error:
-        fail(str(error))
+    file, reads = install(shell, Path.home())
     say(f"wrote {file}{f', which {reads} reads' if reads else ''}: it counts in new shells")
     raise typer.Exit
 
@@ -153,10 +148,7 @@ def configure(
 ) -> None:
     """One language model over the machines of a home lab."""
     assert isinstance(context.command, TyperGroup)
-    try:
-        context.default_map = read_config(config_path(os.environ), context.command)
-    except ConfigurationError as error:
-        fail(str(error))
+    context.default_map = read_config(config_path(os.environ), context.command)
 
 
 def main() -> None:

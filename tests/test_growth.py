@@ -106,7 +106,7 @@ AN_OPTION = {
     "cli/flags/ring_options.py": [
         (
             "    ignore_unknown_config: IgnoreUnknownConfig = False\n",
-            '    added: str = flag("", "--added X", "Added.")\n',
+            '    added: str = env_flag("", "--added X", "Added.")\n',
         ),
         ("            mtp=self.mtp,\n", "            added=self.added,\n"),
     ],

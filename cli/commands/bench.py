@@ -21,7 +21,7 @@ from shardnet.wire.messages.plans import PlanReply
 
 from ..finding.target import Target, open_target
 from ..flags.lazy_group import examples
-from ..flags.options import Access, Json, flag, takes_groups
+from ..flags.options import Access, Json, flag, reading, takes_groups
 from ..flags.ring_options import OnlineRingOptions, Wanted
 from ..output.exit_codes import counted, one_line, run_command, say, write_out
 from ..output.generation_output import print_json
@@ -150,14 +150,8 @@ def _pieces(file: str, n_characters: int) -> list[str]:
 
     Raises typer.BadParameter for a file that cannot be read, is not UTF-8 or holds no text.
     """
-    try:
+    with reading(file, "--perplexity"):
         text = read_text(Path(file))
-    except OSError as error:
-        raise typer.BadParameter(f"{file}: {error.strerror}", param_hint="--perplexity") from error
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(
-            f"{file} is not UTF-8 text: {error}", param_hint="--perplexity"
-        ) from error
     pieces = cut_text(text, n_characters)
     if not pieces:
         raise typer.BadParameter(f"{file} holds no text", param_hint="--perplexity")

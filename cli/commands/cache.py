@@ -14,7 +14,7 @@ import typer
 
 from shardnet.cluster.machine.folders import PACKS_FOLDER, PREFIXES_FOLDER, cache_dir
 from shardnet.cluster.store.model_cache import CachedModel, ModelCache
-from shardnet.errors import BusyError, ShardnetError, ShortageError, UsageError
+from shardnet.errors import BusyError, ShortageError, UsageError
 from shardnet.files import CacheFolder
 from shardnet.stage.packs.pack_cache import packed_models
 from shardnet.stage.prefixes.prefix_store import stored_prefixes
@@ -35,10 +35,7 @@ cache_app = typer.Typer(
 def list_models(as_json: Json = False) -> None:
     """List models, quantised weights and prompts, each used last first."""
     cache = ModelCache(cache_dir(os.environ))
-    try:
-        models = cache.models()
-    except ShardnetError as error:
-        fail(str(error))
+    models = cache.models()
     packs = packed_models(cache.folder / PACKS_FOLDER)
     prompts = stored_prefixes(cache.folder / PREFIXES_FOLDER)
     if as_json:
@@ -89,19 +86,16 @@ def remove(
     cache = ModelCache(cache_dir(os.environ))
     packs = packed_models(cache.folder / PACKS_FOLDER)
     prompts = stored_prefixes(cache.folder / PREFIXES_FOLDER)
-    try:
-        models = cache.models()
-        if model_id:
-            ids = [model.model_id for model in models]
-            ids += [one.folder.name for one in (*packs, *prompts)]
-            model_id = _one_id(ids, model_id, cache)
-        _delete("quantised weights", packs, model_id)
-        _delete("prompts", prompts, model_id)
-        for model in models:
-            if model.model_id.startswith(model_id):
-                _delete_model(cache, model, everything)
-    except ShardnetError as error:
-        fail(str(error))
+    models = cache.models()
+    if model_id:
+        ids = [model.model_id for model in models]
+        ids += [one.folder.name for one in (*packs, *prompts)]
+        model_id = _one_id(ids, model_id, cache)
+    _delete("quantised weights", packs, model_id)
+    _delete("prompts", prompts, model_id)
+    for model in models:
+        if model.model_id.startswith(model_id):
+            _delete_model(cache, model, everything)
 
 
 def _delete_model(cache: ModelCache, model: CachedModel, everything: bool) -> None:

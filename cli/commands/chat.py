@@ -29,7 +29,7 @@ from ..flags.lazy_group import examples
 from ..flags.options import Access, option, takes_groups
 from ..flags.ring_options import RingOptions, Wanted
 from ..flags.sampling_options import MaxTokens, SamplingOptions
-from ..output.exit_codes import EXIT_FAILURE, exit_codes, say, standard_input
+from ..output.exit_codes import EXIT_FAILURE, say, standard_input
 
 if TYPE_CHECKING:
     from shardnet.api.client import Client
@@ -103,11 +103,10 @@ def chat(
     wanted = ring.wanted(access)
     options["adapters"] = sampling.adapters(wanted.choice)
     warn_of_base_model(wanted.choice.model)
-    with exit_codes():
-        from shardnet.api.blocking import opened
+    from shardnet.api.blocking import opened
 
-        with opened(_client(wanted)) as client:
-            _talk(Conversation(client, params, options, sampling.system, plain=plain))
+    with opened(_client(wanted)) as client:
+        _talk(Conversation(client, params, options, sampling.system, plain=plain))
 
 
 def warn_of_base_model(model: str) -> None:

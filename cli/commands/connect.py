@@ -19,7 +19,7 @@ from shardnet.checkpoint.model_names import nearest_name
 from shardnet.errors import UsageError, shown
 
 from ..flags.options import option
-from ..output.exit_codes import exit_codes, say, write_out
+from ..output.exit_codes import say, write_out
 
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 
@@ -33,38 +33,33 @@ def connect(
     ] = "",
     *,
     url: Annotated[
-        str,
-        option("--url URL", "Where the server is, as the program sees it."),
+        str, option("--url URL", "Where the server is, as the program sees it.")
     ] = DEFAULT_URL,
     api_key: Annotated[
-        str,
-        option("--api-key KEY", "The key that the program is to send."),
+        str, option("--api-key KEY", "The key that the program is to send.")
     ] = KEY_PLACEHOLDER,
     model: Annotated[
-        str,
-        option("--model NAME", "The model, by a name of /v1/models."),
+        str, option("--model NAME", "The model, by a name of /v1/models.")
     ] = DEFAULT_MODEL_NAME,
     context: Annotated[
-        int,
-        option("--context N", "The context of the ring, in tokens.", min=1),
+        int, option("--context N", "The context of the ring, in tokens.", min=1)
     ] = DEFAULT_CONTEXT,
 ) -> None:
     """Print the settings with which a program asks `shardnet serve`; nothing is written.
 
     Where they belong is said on standard error.
     """
-    with exit_codes():
-        if not client:
-            width = max(map(len, PROGRAMS))
-            for name, program in PROGRAMS.items():
-                write_out(f"{name:{width}}  {program.where}")
-            return
-        program = _find(client)
-        served = Served(url=server_address(url), key=api_key, model=model, context=context)
-        say(f"for {program.where}:")
-        write_out(program.write(served))
-        if program.note:
-            say(program.note)
+    if not client:
+        width = max(map(len, PROGRAMS))
+        for name, program in PROGRAMS.items():
+            write_out(f"{name:{width}}  {program.where}")
+        return
+    program = _find(client)
+    served = Served(url=server_address(url), key=api_key, model=model, context=context)
+    say(f"for {program.where}:")
+    write_out(program.write(served))
+    if program.note:
+        say(program.note)
 
 
 def _find(client: str) -> Program:

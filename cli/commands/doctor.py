@@ -53,8 +53,7 @@ def doctor(
     peer: Peer = None,
     search: Search,
     timeout: Annotated[
-        float,
-        option("--timeout S", "Seconds to wait for the nodes' reports.", min=0.1),
+        float, option("--timeout S", "Seconds to wait for the nodes' reports.", min=0.1)
     ] = 10.0,
     access: Access,
     as_json: Json = False,

@@ -71,13 +71,9 @@ def generate(
             "Many prompts, one per line, as text or JSON; - reads standard input.",
         ),
     ] = "",
-    n: Annotated[
-        int,
-        option("--n N", "Samples of each prompt.", min=1, hides_default=True),
-    ] = 1,
+    n: Annotated[int, option("--n N", "Samples of each prompt.", min=1, hides_default=True)] = 1,
     chat: Annotated[
-        bool,
-        option("--chat", "PROMPT is a user's message: use the model's chat template."),
+        bool, option("--chat", "PROMPT is a user's message: use the model's chat template.")
     ] = False,
     image: Annotated[
         list[str] | None,
@@ -97,12 +93,10 @@ def generate(
         ),
     ] = None,
     prompt_logprobs: Annotated[
-        int | None,
-        option("--prompt-logprobs K", "The same for the prompt's tokens."),
+        int | None, option("--prompt-logprobs K", "The same for the prompt's tokens.")
     ] = None,
     priority: Annotated[
-        int,
-        option("--priority N", "Run before requests with a lower priority.", min=-100, max=100),
+        int, option("--priority N", "Run before requests with a lower priority.", min=-100, max=100)
     ] = 0,
     deadline: Annotated[
         float | None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from shardnet.api.client import GREEDY
-from shardnet.errors import ConfigurationError, SamplingError, ShardnetError
+from shardnet.errors import ConfigurationError, ShardnetError
 from shardnet.files import expanded, replacing
 from shardnet.output_params import ALL_ROWS, OutputParams
 from shardnet.types import whole_number
@@ -20,7 +20,7 @@ from shardnet.wire.messages.plans import PlanReply
 
 from ..finding.target import open_target
 from ..flags.lazy_group import examples
-from ..flags.options import Access, Json, flag, option, takes_groups
+from ..flags.options import Access, Json, flag, naming, option, takes_groups
 from ..flags.ring_options import OnlineRingOptions, Wanted
 from ..output.exit_codes import counted, run_command, say, write_out
 from ..output.progress import LoadBars
@@ -127,10 +127,8 @@ def _outputs(of: RowOptions) -> OutputParams:
     )
     if not params.asks:
         raise typer.BadParameter("with --logits none and --hidden none nothing is written")
-    try:
+    with naming("--hidden"):
         params.check()
-    except SamplingError as error:
-        raise typer.BadParameter(error.message, param_hint="--hidden") from error
     return params
 
 

@@ -13,10 +13,10 @@ import typer
 
 from shardnet.api.connections import key_path
 from shardnet.cluster.machine.folders import ClusterKey, load_key, store_key
-from shardnet.errors import ConfigurationError, ShardnetError, UsageError
+from shardnet.errors import ConfigurationError, UsageError
 
 from ..flags.options import Access, KeyFile, option
-from ..output.exit_codes import fail, no_text, say, standard_input, write_out
+from ..output.exit_codes import no_text, say, standard_input, write_out
 
 TRIES = 3
 """Attempts to type the key at a terminal."""
@@ -32,17 +32,14 @@ Replace = Annotated[
 def new(key_file: KeyFile = "", replace: Replace = False) -> None:
     """Make a key for a new cluster, store it here and print it for the other machines."""
     path = key_path(key_file)
-    try:
-        if not replace and load_key(path) is not None:
-            raise ConfigurationError(
-                f"{path} holds a key already",
-                remedy="print it with `shardnet key show`, or make another with --replace, which "
-                "every machine of the cluster then has to join",
-            )
-        key = ClusterKey.make()
-        store_key(key, path, replace=replace)
-    except ShardnetError as error:
-        fail(str(error))
+    if not replace and load_key(path) is not None:
+        raise ConfigurationError(
+            f"{path} holds a key already",
+            remedy="print it with `shardnet key show`, or make another with --replace, which "
+            "every machine of the cluster then has to join",
+        )
+    key = ClusterKey.make()
+    store_key(key, path, replace=replace)
     write_out(key.text())
     _tell("stored the new key", key, path)
     say("run `shardnet key join` on every other machine and type it there")
@@ -63,11 +60,8 @@ def join(
             "keeps them; run `shardnet key join` and type it"
         )
     path = key_path(key_file)
-    try:
-        key = _type_key() if not source and sys.stdin.isatty() else _read_key()
-        store_key(key, path, replace=replace)
-    except ShardnetError as error:
-        fail(str(error))
+    key = _type_key() if not source and sys.stdin.isatty() else _read_key()
+    store_key(key, path, replace=replace)
     _tell("stored the key", key, path)
 
 
@@ -75,10 +69,7 @@ def join(
 def show(key_file: KeyFile = "") -> None:
     """Print the stored key, and the fingerprint that names its cluster."""
     path = key_path(key_file)
-    try:
-        key = Access(key_file=key_file).key()
-    except ShardnetError as error:
-        fail(str(error))
+    key = Access(key_file=key_file).key()
     write_out(key.text())
     _tell("this is the key", key, path)
 
@@ -91,10 +82,7 @@ def authority(key_file: KeyFile = "") -> None:
     """
     from shardnet.api.serve.authority import HttpAuthority
 
-    try:
-        key = Access(key_file=key_file).key()
-    except ShardnetError as error:
-        fail(str(error))
+    key = Access(key_file=key_file).key()
     write_out(HttpAuthority(key.secret).certificate().decode(), end="")
     say("trust it where you ask from: docs/server.md says how")
 

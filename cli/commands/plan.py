@@ -7,7 +7,6 @@ import os
 from typing import Annotated
 
 import msgspec
-import typer
 
 from shardnet.api.client import connect
 from shardnet.api.requests import check_request
@@ -15,11 +14,11 @@ from shardnet.cluster.head.last_run import read_last_run
 from shardnet.cluster.machine.folders import cache_dir
 from shardnet.errors import UsageError
 from shardnet.wire.messages.generation import LastRun
-from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanRequest
+from shardnet.wire.messages.plans import NodeProgress, PlanRequest
 
 from ..finding.target import connect_here, open_target
 from ..flags.lazy_group import examples
-from ..flags.options import Access, Json, option, takes_groups
+from ..flags.options import Access, Json, naming, option, takes_groups
 from ..flags.ring_options import OnlineRingOptions, Wanted
 from ..output.columns import terminal_width, wrapped
 from ..output.exit_codes import run_command, write_out
@@ -42,23 +41,15 @@ def plan(
         bool, option("--again", "Measure nodes and links again; ignore stored figures.")
     ] = False,
     last: Annotated[
-        bool,
-        option("--last", "Compare the last run's prediction with what was measured."),
+        bool, option("--last", "Compare the last run's prediction with what was measured.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Show the plan that would be used, why, what was measured, and which nodes were left out."""
     wanted = ring.wanted(access)
-    _check(wanted.choice)
+    with naming(None):
+        check_request(PlanRequest(request=0, choice=wanted.choice))
     run_command(_show_last(wanted, as_json) if last else _show(wanted, again, as_json))
-
-
-def _check(choice: ModelChoice) -> None:
-    """Raise typer.BadParameter for values that do not fit into the message."""
-    try:
-        check_request(PlanRequest(request=0, choice=choice))
-    except UsageError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 async def _show(wanted: Wanted, again: bool, as_json: bool) -> None:

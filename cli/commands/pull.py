@@ -14,12 +14,11 @@ import typer
 from shardnet.checkpoint.hub_cache import HubName, pulled_folder
 from shardnet.cluster.machine.folders import cache_dir
 from shardnet.cluster.store.model_cache import ModelCache
-from shardnet.errors import ShardnetError, UsageError
 from shardnet.types import LayerRange, parse_layer_range
 
-from ..flags.options import Json, Offline, keep_offline, option
+from ..flags.options import Json, Offline, keep_offline, naming, option
 from ..output.bars import DownloadBars
-from ..output.exit_codes import EXIT_INTERRUPTED, fail, say, write_out
+from ..output.exit_codes import EXIT_INTERRUPTED, say, write_out
 from ..output.generation_output import print_json
 
 if TYPE_CHECKING:
@@ -72,16 +71,11 @@ def pull(
     elif here is not None:
         write_out(here)
     elif layers:
-        _pull_layers(name, _one_range(layers), as_json=as_json)
+        with naming("--layers"):
+            wanted = parse_layer_range(layers)
+        _pull_layers(name, wanted, as_json=as_json)
     else:
         _pull_model(name, as_json=as_json)
-
-
-def _one_range(layers: str) -> LayerRange:
-    try:
-        return parse_layer_range(layers)
-    except UsageError as error:
-        raise typer.BadParameter(str(error), param_hint="--layers") from error
 
 
 def _refuse_paths_and_urls(model: str) -> None:
@@ -104,13 +98,10 @@ def _refuse_paths_and_urls(model: str) -> None:
 
 @contextlib.contextmanager
 def _downloading() -> Iterator[DownloadBars]:
-    """Show progress; exit with a message where the download fails or is interrupted."""
+    """Show progress; exit with a message where the download is interrupted."""
     with DownloadBars() as bars:
         try:
             yield bars
-        except ShardnetError as error:
-            bars.stop()
-            fail(str(error))
         except KeyboardInterrupt:
             bars.stop()
             say("interrupted: run the command again to go on")

@@ -27,7 +27,7 @@ from ..flags.options import (
     takes_groups,
 )
 from ..flags.ring_options import RingOptions, Wanted
-from ..output.exit_codes import counted, exit_codes, run_command, say, write_out
+from ..output.exit_codes import counted, run_command, say, write_out
 from .node import stop_signal
 
 DEFAULT_PORT = 8000
@@ -37,12 +37,10 @@ DEFAULT_PORT = 8000
 def serve(
     *,
     host: Annotated[
-        str,
-        option("--host H", "Address to listen on; another than loopback needs --api-key."),
+        str, option("--host H", "Address to listen on; another than loopback needs --api-key.")
     ] = LOOPBACK_HOST,
     port: Annotated[
-        int,
-        option("--port N", "Port to listen on; 0 takes a free one.", min=0, max=65535),
+        int, option("--port N", "Port to listen on; 0 takes a free one.", min=0, max=65535)
     ] = DEFAULT_PORT,
     http: HttpOptions,
     ring: RingOptions,
@@ -57,8 +55,7 @@ def serve(
     on the network; without any, the model runs in this process. Prints one line when it is ready.
     """
     take_log_format(log_format)
-    with exit_codes():
-        listening = http.listening(host, port, access)
+    listening = http.listening(host, port, access)
     wanted = replace(ring.wanted(access), prefix_cache_bytes=parse_prefix_cache(prefix_cache))
     run_command(_run(listening, wanted, as_json=as_json))
 

@@ -33,8 +33,7 @@ def top(
     *,
     nodes: Nodes = "",
     every: Annotated[
-        float,
-        option("--every S", "Seconds between two looks.", min=LEAST_S),
+        float, option("--every S", "Seconds between two looks.", min=LEAST_S)
     ] = EVERY_S,
     count: Annotated[
         int | None,

@@ -15,7 +15,7 @@ from shardnet.files import decode_text, expanded
 from shardnet.permissions import others_at, privacy_command
 
 from ..output.exit_codes import say
-from .options import Access, check_choices, flag, is_loopback
+from .options import Access, check_choices, env_flag, flag, is_loopback, naming
 
 MAX_KEY_FILE_BYTES = 1 << 20
 _STORED_KEY = Access()
@@ -25,14 +25,13 @@ _STORED_KEY = Access()
 class HttpOptions:
     """The flags, in the order in which --help shows them."""
 
-    api_key: list[str] | None = flag(
+    api_key: list[str] | None = env_flag(
         None,
         "--api-key KEY|NAME:KEY[:LIMIT[:TOKENS]]",
         "A key that programs must send; LIMIT is how many requests it may have at once, "
         "TOKENS how many tokens a minute; 0 is any number. May be given several times.",
-        env=True,
     )
-    api_key_file: str = flag("", "--api-key-file F", "A file with such keys, one a line.", env=True)
+    api_key_file: str = env_flag("", "--api-key-file F", "A file with such keys, one a line.")
     cors_origin: list[str] | None = flag(
         None,
         "--cors-origin URL",
@@ -54,25 +53,22 @@ class HttpOptions:
     tls_cert: str = flag("", "--tls-cert F", "Serve HTTPS with this certificate (PEM).")
     tls_key: str = flag("", "--tls-key F", "The private key of --tls-cert (PEM).")
 
-    switch: str = flag(
+    switch: str = env_flag(
         "idle",
         "--switch idle|never",
         "What a request for another model does: idle waits until the ring has nothing to do, "
         "then changes its model; never refuses.",
-        env=True,
     )
-    idle_unload: str = flag(
+    idle_unload: str = env_flag(
         "",
         "--idle-unload 30m",
         "Free a model that no request has used for so long. Default: keep it.",
-        env=True,
     )
-    deputy: str = flag(
+    deputy: str = env_flag(
         "off",
         "--deputy off|auto",
         "auto copies requests and their tokens to a second node, which goes on if the first "
         "one of the ring is lost.",
-        env=True,
     )
     tls: bool = flag(
         False,
@@ -120,10 +116,8 @@ class HttpOptions:
         """Return --idle-unload in seconds, None without it. Raises typer.BadParameter."""
         if not self.idle_unload:
             return None
-        try:
+        with naming("--idle-unload"):
             return parse_duration(self.idle_unload)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--idle-unload") from error
 
     def _settings(self) -> Settings:
         check_choices(self)

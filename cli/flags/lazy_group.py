@@ -13,68 +13,40 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from shardnet.cluster.machine.folders import config_path
 
+from ..output.exit_codes import exit_codes
 from .config import with_words
 
-SECTIONS: Final = MappingProxyType(
-    {
-        "Which model, and how": (
-            *(
-                "--model",
-                "--model-folder",
-                "--layers",
-                "--context",
-                "--dtype",
-                "--arith",
-                "--wire-dtype",
-            ),
-            *(
-                "--quant",
-                "--kv-dtype",
-                "--mmproj",
-                "--mtp",
-                "--lora",
-                "--stream-layers",
-                "--optimise",
-            ),
-            "--ignore-unknown-config",
-        ),
-        "Where a model runs": (
-            *("--nodes", "--local", "--peer", "--no-mdns", "--tailnet"),
-            *("--key-file", "--insecure"),
-            *("--offline", "--threads", "--standby", "--nodes-per-stage"),
-        ),
-        "Prompts": (
-            *("--token-ids", "--n", "--prompts-file", "--chat", "--system", "--bos"),
-            *("--image", "--priority", "--deadline"),
-        ),
-        "Sampling": (
-            *("--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty"),
-            *("--presence-penalty", "--frequency-penalty", "--logit-bias", "--seed"),
-            "--use-lora",
-        ),
-        "The form of a text": ("--json-schema", "--regex", "--grammar"),
-        "The end of a text": (
-            *("--max-tokens", "--min-tokens", "--stop", "--stop-token-id", "--ignore-eos"),
-        ),
-        "Speculation and determinism": ("--speculate", "--draft-tokens", "--deterministic"),
-        "Output": (
-            *("--json", "--logprobs", "--prompt-logprobs", "--jsonl", "--keep-special-tokens"),
-            *("--every", "--count", "--trace", "--log-format"),
-        ),
-        "HTTP": (
-            *(
-                "--http",
-                "--api-key",
-                "--api-key-file",
-                "--cors-origin",
-                "--allowed-host",
-                "--alias",
-            ),
-            *("--root-path", "--tls", "--tls-cert", "--tls-key"),
-            *("--switch", "--idle-unload", "--deputy", "--fetch-images", "--equal-calls"),
-        ),
-    }
-)
+_FLAGS: Final = {
+    "Which model, and how": (
+        "--model --model-folder --layers --context --dtype --arith --wire-dtype --quant "
+        "--kv-dtype --mmproj --mtp --lora --stream-layers --optimise "
+        "--ignore-unknown-config"
+    ),
+    "Where a model runs": (
+        "--nodes --local --peer --no-mdns --tailnet --key-file --insecure --offline "
+        "--threads --standby --nodes-per-stage"
+    ),
+    "Prompts": (
+        "--token-ids --n --prompts-file --chat --system --bos --image --priority --deadline"
+    ),
+    "Sampling": (
+        "--temperature --top-k --top-p --min-p --repetition-penalty --presence-penalty "
+        "--frequency-penalty --logit-bias --seed --use-lora"
+    ),
+    "The form of a text": "--json-schema --regex --grammar",
+    "The end of a text": "--max-tokens --min-tokens --stop --stop-token-id --ignore-eos",
+    "Speculation and determinism": "--speculate --draft-tokens --deterministic",
+    "Output": (
+        "--json --logprobs --prompt-logprobs --jsonl --keep-special-tokens --every "
+        "--count --trace --log-format"
+    ),
+    "HTTP": (
+        "--http --api-key --api-key-file --cors-origin --allowed-host --alias "
+        "--root-path --tls --tls-cert --tls-key --switch --idle-unload --deputy "
+        "--fetch-images --equal-calls"
+    ),
+}
+SECTIONS: Final = MappingProxyType({name: flags.split() for name, flags in _FLAGS.items()})
 """The sections with their flags. A flag of one command alone stands in none."""
 OWN: Final = "Options"
 """The section of a command's own flags, the first one unless only --help is in it."""
@@ -136,9 +108,10 @@ class CommandGroup(TyperGroup):
     """Commands whose refused values are reported in our words, not those of a library."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. Raises typer.BadParameter in our words."""
+        """Run the command; errors end it as `exit_codes` says, wrong values as BadParameter."""
         try:
-            return super().invoke(ctx)
+            with exit_codes():
+                return super().invoke(ctx)
         except typer.BadParameter as error:
             refused = _first_refused(error.__cause__)
             if refused is None:

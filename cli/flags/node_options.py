@@ -13,7 +13,6 @@ import typer
 
 from shardnet.cluster.machine.addresses import NODE_PORT
 from shardnet.cluster.machine.device_list import parse_devices, parse_tensor_parallel
-from shardnet.errors import UsageError
 from shardnet.plugins import COMPUTES, installed_names
 from shardnet.types import whole_number
 
@@ -26,7 +25,8 @@ from .options import (
     PrefixCache,
     Tailnet,
     check_addresses,
-    flag,
+    env_flag,
+    naming,
     parse_prefix_cache,
     parse_size,
 )
@@ -42,99 +42,76 @@ _MAX_NAME: Final = 64
 class NodeOptions:
     """The flags, in the order in which --help shows them. "" and 0 where one was not given."""
 
-    host: str = flag(
-        "",
-        "--host H",
-        "Address to listen on. Default: all with a cluster key, else loopback.",
-        env=True,
+    host: str = env_flag(
+        "", "--host H", "Address to listen on. Default: all with a cluster key, else loopback."
     )
-    port: int = flag(
-        NODE_PORT,
-        "--port N",
-        "Port to listen on; 0 takes a free one.",
-        env=True,
-        min=0,
-        max=MAX_PORT,
+    port: int = env_flag(
+        NODE_PORT, "--port N", "Port to listen on; 0 takes a free one.", min=0, max=MAX_PORT
     )
-    name: str = flag(
-        "", "--name NAME", "Name that is shown to people. Default: the host's name.", env=True
+    name: str = env_flag(
+        "", "--name NAME", "Name that is shown to people. Default: the host's name."
     )
-    device: str = flag(
+    device: str = env_flag(
         "auto",
         "--device auto|cpu|nvidia|cuda|mps|opencl|A,B",
         "Compute device, or a list of them: cuda:0,cuda:1 or cuda:0,cpu, or cpu:0,cpu:1 for "
         "equal groups of cores; nvidia has the CPU's bits, cuda is torch's; auto takes what is "
         "faster of GPUs and CPU, or both. Also the name of a plug-in.",
-        env=True,
         words=one_of(
             *("auto", "cpu", "nvidia:0", "cuda", "mps", "opencl:0"),
             *("cuda:0,cuda:1", "cuda:0,cpu", "cpu:0,cpu:1"),
         ),
     )
-    tensor_parallel: str = flag(
+    tensor_parallel: str = env_flag(
         "auto",
         "--tensor-parallel auto|N",
         "How many of the devices share each layer; 1 cuts layers over them. Default: the plan "
         "decides.",
-        env=True,
         words=one_of("auto", "1", "2", "4"),
         hides_default=True,
     )
-    memory: str = flag(
-        "",
-        "--memory 8GiB",
-        "Memory for weights and KV cache. Default: most of what is available.",
-        env=True,
+    memory: str = env_flag(
+        "", "--memory 8GiB", "Memory for weights and KV cache. Default: most of what is available."
     )
-    threads: int = flag(
+    threads: int = env_flag(
         0,
         "--threads N",
         "Compute threads. Default: a share of the cores among the nodes of this machine.",
-        env=True,
         min=0,
         max=4096,
         hides_default=True,
     )
-    cache_limit: str = flag(
+    cache_limit: str = env_flag(
         "",
         "--cache-limit 50GiB",
         "Disk space for weights from other nodes. Default: half of what is free.",
-        env=True,
     )
-    share_rate: str = flag(
+    share_rate: str = env_flag(
         "",
         "--share-rate 50MiB",
         "Most bytes of weights per second sent to other nodes. Default: no limit.",
-        env=True,
     )
     prefix_cache: PrefixCache = ""
-    yields: bool = flag(
-        False,
-        "--yield",
-        "Give the layers to other nodes while the owner of this machine uses it.",
-        env=True,
+    yields: bool = env_flag(
+        False, "--yield", "Give the layers to other nodes while the owner of this machine uses it."
     )
-    audit: float = flag(
+    audit: float = env_flag(
         0.5,
         "--audit PERCENT",
         "Time that stages of a ring led here are audited for wrong bits; 0 for never.",
-        env=True,
         min=0,
         max=50,
     )
     peer: Peer = None
     no_mdns: NoMdns = False
     tailnet: Tailnet = False
-    no_spin: bool = flag(
-        False,
-        "--no-spin",
-        "Let processors sleep while the next step is awaited, as on battery.",
-        env=True,
+    no_spin: bool = env_flag(
+        False, "--no-spin", "Let processors sleep while the next step is awaited, as on battery."
     )
     offline: Offline = False
     model_folder: ModelFolder = None
-    http: str = flag(
-        "", "--http H:P", "Serve HTTP at this address too, as `shardnet serve` does.", env=True
+    http: str = env_flag(
+        "", "--http H:P", "Serve HTTP at this address too, as `shardnet serve` does."
     )
 
     def check(self) -> None:
@@ -190,7 +167,5 @@ class NodeOptions:
 
 def _value(flag: str, parse: Callable[[str, A], T], text: str, among: A) -> T:
     """Read the value of a flag. Raises typer.BadParameter, which names it."""
-    try:
+    with naming(flag):
         return parse(text, among)
-    except UsageError as error:
-        raise typer.BadParameter(str(error), param_hint=flag) from error

@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 from ipaddress import ip_address
@@ -65,10 +66,39 @@ def option(
     )
 
 
+env_option: Final = functools.partial(option, env=True)
+"""Of a flag that SHARDNET_NAME sets too."""
+
+
 def flag(default: T, spelled: str, help: str, **more: Any) -> T:
     """Make a field of a group that is a flag; the other arguments are those of `option`."""
     metadata = {"option": option(spelled, help, **more)}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def env_flag(default: T, spelled: str, help: str, **more: Any) -> T:
+    """Make such a field that SHARDNET_NAME sets too."""
+    return flag(default, spelled, help, env=True, **more)
+
+
+@contextmanager
+def naming(flag: str | None) -> Iterator[None]:
+    """Raise typer.BadParameter, which names `flag`, where the body finds its value wrong."""
+    try:
+        yield
+    except (UsageError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint=flag) from error
+
+
+@contextmanager
+def reading(name: str, flag: str) -> Iterator[None]:
+    """Raise typer.BadParameter, which names `flag`, where file `name` is not there or no text."""
+    try:
+        yield
+    except OSError as error:
+        raise typer.BadParameter(f"{name}: {error.strerror}", param_hint=flag) from error
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"{name} is not UTF-8 text: {error}", param_hint=flag) from error
 
 
 def check_choices(group: Any) -> None:
@@ -145,48 +175,39 @@ _UNITS: Final = {
 
 Nodes = Annotated[
     str,
-    option(
+    env_option(
         "--nodes H:P,H:P",
         "Exactly these nodes, in this order; the first is the head.",
-        env=True,
         words=node_addresses,
     ),
 ]
 Peer = Annotated[
     list[str] | None,
-    option(
+    env_option(
         "--peer H:P",
         "A node on the network to ask or to link to; may be given several times.",
-        env=True,
         words=node_addresses,
     ),
 ]
-NoMdns = Annotated[
-    bool,
-    option("--no-mdns", "Neither advertise nor look for nodes by mDNS.", env=True),
-]
+NoMdns = Annotated[bool, env_option("--no-mdns", "Neither advertise nor look for nodes by mDNS.")]
 Tailnet = Annotated[
     bool,
-    option(
-        "--tailnet",
-        "Ask the local Tailscale for your other machines, and look for nodes there.",
-        env=True,
+    env_option(
+        "--tailnet", "Ask the local Tailscale for your other machines, and look for nodes there."
     ),
 ]
 Offline = Annotated[
     bool,
-    option(
+    env_option(
         "--offline",
         "Download nothing from the Internet. Nodes that already run decide for themselves.",
-        env=True,
     ),
 ]
 IgnoreUnknownConfig = Annotated[
     bool,
-    option(
+    env_option(
         "--ignore-unknown-config",
         "Load a model whose config has keys that are not known here, as if they were not there.",
-        env=True,
     ),
 ]
 ModelFolder = Annotated[
@@ -199,17 +220,13 @@ ModelFolder = Annotated[
 ]
 KeyFile = Annotated[
     str,
-    option(
-        "--key-file F",
-        "Where the cluster key is. Default: cluster.key beside the configuration.",
-        env=True,
+    env_option(
+        "--key-file F", "Where the cluster key is. Default: cluster.key beside the configuration."
     ),
 ]
 Insecure = Annotated[
     bool,
-    option(
-        "--insecure", "Use no cluster key: links are neither encrypted nor authenticated.", env=True
-    ),
+    env_option("--insecure", "Use no cluster key: links are neither encrypted nor authenticated."),
 ]
 LogFormat = Annotated[
     str,
@@ -221,10 +238,9 @@ LogFormat = Annotated[
 ]
 PrefixCache = Annotated[
     str,
-    option(
+    env_option(
         "--prefix-cache 20GiB",
         "Disk space for long prompts that are not computed again. Default: none.",
-        env=True,
     ),
 ]
 Json = Annotated[bool, option("--json", "Print JSON on standard output.")]
@@ -285,10 +301,8 @@ def check_model(model: str, flag: str = "--model") -> str:
 
     Raises typer.BadParameter, which names `flag`, for a URL.
     """
-    try:
+    with naming(flag):
         return name_model(model)
-    except UsageError as error:
-        raise typer.BadParameter(str(error), param_hint=flag) from error
 
 
 def split_nodes(text: str) -> list[str]:
@@ -302,10 +316,8 @@ def check_addresses(addresses: Sequence[str] | None, flag: str = "--peer") -> li
     The error names `flag`.
     """
     for address in addresses or ():
-        try:
+        with naming(flag):
             split_address(address)
-        except UsageError as error:
-            raise typer.BadParameter(str(error), param_hint=flag) from error
     return list(addresses or ())
 
 

@@ -14,7 +14,6 @@ import typer
 from msgspec import structs
 
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.errors import UsageError
 from shardnet.files import expanded
 from shardnet.model.shards.cut import MAX_SHARDS
 from shardnet.slot_operations import MAX_ADAPTERS
@@ -35,9 +34,10 @@ from .options import (
     check_addresses,
     check_choices,
     check_model,
-    flag,
+    env_flag,
     keep_model_folders,
     keep_offline,
+    naming,
     split_nodes,
 )
 
@@ -70,22 +70,20 @@ class Wanted:
 class RingOptions:
     """The flags, in the order in which --help shows them. "" and 0 where one was not given."""
 
-    model: str = flag(
+    model: str = env_flag(
         DEFAULT_MODEL_NAME,
         "--model PATH|NAME",
         "Checkpoint folder, GGUF file, name or part of one that `shardnet models` lists, or a "
         "model of the Hugging Face Hub, ORG/NAME[:GGUF]. Nodes without it fetch it from one "
         "that has it, else from the Hub. Default: the bundled model.",
-        env=True,
         words=model_names,
         hides_default=True,
     )
     nodes: Nodes = ""
-    local: int = flag(
+    local: int = env_flag(
         0,
         "--local N",
         "Start N node processes on this machine for this run.",
-        env=True,
         min=0,
         hides_default=True,
     )
@@ -94,114 +92,95 @@ class RingOptions:
     tailnet: Tailnet = False
     offline: Offline = False
     model_folder: ModelFolder = None
-    layers: str = flag(
-        "",
-        "--layers 0-8,8-12",
-        "Layers of each stage in ring order; 0-8 are the layers 0 to 7.",
-        env=True,
+    layers: str = env_flag(
+        "", "--layers 0-8,8-12", "Layers of each stage in ring order; 0-8 are the layers 0 to 7."
     )
-    context: int = flag(
+    context: int = env_flag(
         0,
         "--context N",
         "Most tokens of one sequence. Default: the smaller of the model's and 8192.",
-        env=True,
         min=0,
         hides_default=True,
     )
-    dtype: str = flag(
-        "auto",
-        "--dtype auto|bfloat16|float16|float32",
-        "Data type that the ring computes in.",
-        env=True,
+    dtype: str = env_flag(
+        "auto", "--dtype auto|bfloat16|float16|float32", "Data type that the ring computes in."
     )
-    wire_dtype: str = flag(
+    wire_dtype: str = env_flag(
         "",
         "--wire-dtype bfloat16|float16|int8|LINK=…",
         "Quantise activations on every link, or on those named: slow=int8, 0-1=int8, "
         "desk-pi=int8, gather=int8 for parts of layers; `plan` measures the error. Default: "
         "the ring's dtype.",
-        env=True,
         words=one_of("bfloat16", "float16", "int8", "slow=int8"),
     )
-    arith: str = flag(
+    arith: str = env_flag(
         "auto",
         "--arith auto|portable|fast",
         "How CPUs compute: portable gives the same bits on all, fast uses bfloat16 "
         "instructions. Default: portable where the ring's CPUs are unlike.",
-        env=True,
     )
-    quant: str = flag(
+    quant: str = env_flag(
         "none",
         "--quant none|int8|int4",
         "Quantise weights at load: about half the memory with int8, a quarter with int4, which "
         "costs quality; and faster.",
-        env=True,
     )
-    kv_dtype: str = flag(
+    kv_dtype: str = env_flag(
         "auto",
         "--kv-dtype auto|int8",
         "Quantise keys and values: about half the memory of a long context.",
-        env=True,
     )
-    mmproj: str = flag(
+    mmproj: str = env_flag(
         "",
         "--mmproj FILE",
         "GGUF that reads pictures for the model, on the ring's first node. Default: the one "
         "beside the model's.",
-        env=True,
     )
-    mtp: bool = flag(
+    mtp: bool = env_flag(
         False,
         "--mtp",
         "Load the layer of the model that predicts further tokens, for --speculate mtp, which "
         "asks for it too.",
-        env=True,
     )
-    stream_layers: str = flag(
+    stream_layers: str = env_flag(
         "",
         "--stream-layers auto|N",
         "Read layers from disk at every step: N of each stage, or as few as make it fit.",
-        env=True,
     )
     ignore_unknown_config: IgnoreUnknownConfig = False
-    threads: int = flag(
+    threads: int = env_flag(
         0,
         "--threads N",
         "Compute threads per node. Default: its share of the machine's cores.",
-        env=True,
         min=0,
         hides_default=True,
     )
-    optimise: str = flag(
+    optimise: str = env_flag(
         "",
         "--optimise latency|throughput",
         "Plan for the speed of one sequence (default), or of many at once: then nodes may make "
         "several rings, each with the whole model, behind one head.",
-        env=True,
     )
-    standby: str = flag(
+    standby: str = env_flag(
         "kv",
         "--standby kv|auto|off",
         "Nodes with memory to spare follow a neighbour's KV cache while a long prompt is read and "
         "answered, to load its layers and go on in its place when it is lost; with auto they hold "
         "its layers from the start.",
-        env=True,
     )
-    nodes_per_stage: str = flag(
+    nodes_per_stage: str = env_flag(
         "auto",
         "--nodes-per-stage auto|N",
         "How many nodes share each layer, over a fast network: auto where no nodes are named "
         "and it was measured to pay.",
-        env=True,
         words=one_of("auto", "1", "2"),
     )
 
-    lora: list[str] | None = flag(
+    lora: list[str] | None = env_flag(
         None,
         "--lora NAME=PATH",
         "Load a LoRA adapter, a PEFT folder or a GGUF file on the ring's first node, for "
         "requests that name it; can be repeated.",
-        env=True,
     )
 
     def wanted(self, access: Access) -> Wanted:
@@ -219,7 +198,8 @@ class RingOptions:
     def choice(self) -> ModelChoice:
         """Make the choice of model that is sent. Raises typer.BadParameter for a wrong value."""
         check_choices(self)
-        _check_wires(self.wire_dtype)
+        with naming("--wire-dtype"):
+            parse_wires(self.wire_dtype)
         return ModelChoice(
             model=check_model(self.model, "--model"),
             nodes=split_nodes(self.nodes),
@@ -250,10 +230,8 @@ class OnlineRingOptions(RingOptions):
 
 
 def _ranges(layers: str) -> list[tuple[int, int]]:
-    try:
+    with naming("--layers"):
         return [(part.start, part.end) for part in parse_layers(layers)] if layers else []
-    except UsageError as error:
-        raise typer.BadParameter(str(error), param_hint="--layers") from error
 
 
 def _adapters(named: Sequence[str]) -> list[NamedAdapter]:
@@ -274,13 +252,6 @@ def _adapters(named: Sequence[str]) -> list[NamedAdapter]:
             f"{len(adapters)} adapters, a ring has at most {MAX_ADAPTERS}", param_hint="--lora"
         )
     return adapters
-
-
-def _check_wires(text: str) -> None:
-    try:
-        parse_wires(text)
-    except UsageError as error:
-        raise typer.BadParameter(str(error), param_hint="--wire-dtype") from error
 
 
 def _nodes_per_stage(text: str) -> int:

@@ -20,13 +20,13 @@ from msgspec import UNSET, UnsetType, structs
 from shardnet.api.requests import GenerationOptions, Prompt, name_model
 from shardnet.api.validation import find_half_pair, find_refused
 from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS, Constraint, ConstraintKind
-from shardnet.errors import SamplingError, UsageError
+from shardnet.errors import UsageError
 from shardnet.files import decode_text, expanded, read_text
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.generation import RecommendedName
 from shardnet.wire.messages.plans import ModelChoice
 
-from .options import check_choices, flag, option
+from .options import check_choices, flag, naming, option, reading
 
 RECOMMENDED: Final[tuple[RecommendedName, ...]] = get_args(RecommendedName)
 
@@ -159,10 +159,8 @@ class SamplingOptions:
             seed=secrets.randbits(32) if self.seed is None else self.seed,
             n_logprobs=n_logprobs,
         )
-        try:
+        with naming(None):
             params.check()
-        except SamplingError as error:
-            raise typer.BadParameter(str(error)) from error
         return params
 
     def left_to_the_model(self) -> list[RecommendedName]:
@@ -172,10 +170,8 @@ class SamplingOptions:
     def generation(self) -> GenerationOptions:
         """Make the options of a request. Raises typer.BadParameter for a wrong value."""
         check_choices(self)
-        try:
+        with naming("--speculate"):
             speculate = read_speculate(self.speculate)
-        except UsageError as error:
-            raise typer.BadParameter(str(error), param_hint="--speculate") from error
         return {
             "max_tokens": self.max_tokens,
             "stop": self.stop or [],
@@ -200,29 +196,14 @@ class SamplingOptions:
         if len(said) > 1:
             raise typer.BadParameter(f"choose one of {' and '.join(flag for flag, _, _ in said)}")
         for name, kind, text in said:
-            is_file = name == "--grammar" or (name == "--json-schema" and text.strip()[:1] != "{")
-            constraint = Constraint(
-                kind=cast("ConstraintKind", kind), text=_read(name, text) if is_file else text
-            )
-            try:
+            if name == "--grammar" or (name == "--json-schema" and text.strip()[:1] != "{"):
+                with reading(text, name):
+                    text = read_text(expanded(text), MAX_CONSTRAINT_CHARACTERS + 1)
+            constraint = Constraint(kind=cast("ConstraintKind", kind), text=text)
+            with naming(name):
                 constraint.check()
-            except UsageError as error:
-                raise typer.BadParameter(str(error), param_hint=name) from error
             return constraint
         return None
-
-
-def _read(flag: str, name: str) -> str:
-    """Read a file of at most as many characters as a constraint may have, and one more.
-
-    Raises typer.BadParameter for one that cannot be read.
-    """
-    try:
-        return read_text(expanded(name), MAX_CONSTRAINT_CHARACTERS + 1)
-    except OSError as error:
-        raise typer.BadParameter(f"{name}: {error.strerror}", param_hint=flag) from error
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"{name} is not UTF-8 text: {error}", param_hint=flag) from error
 
 
 def read_speculate(text: str) -> str:
@@ -301,13 +282,9 @@ def read_prompts(name: str, sampling: SamplingParams) -> tuple[list[int], list[P
 
     Raises typer.BadParameter, which names the line, for a line that is not a prompt.
     """
-    try:
+    with reading(name, FLAG):
         raw = sys.stdin.buffer.read() if name == "-" else expanded(name).read_bytes()
         lines = decode_text(raw).split("\n")
-    except OSError as error:
-        raise typer.BadParameter(f"{name}: {error.strerror}", param_hint=FLAG) from error
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"{name} is not UTF-8 text: {error}", param_hint=FLAG) from error
     numbered = list(_prompts(name, lines, sampling))
     if not numbered:
         raise typer.BadParameter(f"{name} has no prompts", param_hint=FLAG)

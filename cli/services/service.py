@@ -72,19 +72,16 @@ def install(
     """
     kind, *flags = command or ["node"]
     _check(kind, flags)
-    try:
-        files = _files(kind, flags, system=system)
-        if dry_run:
-            _show(files)
-            return
-        _check_root(system)
-        _write(files)
-        for line in files.before:
-            _succeeds(line)
-        for line in files.start:
-            _run(line)
-    except ShardnetError as error:
-        fail(str(error))
+    files = _files(kind, flags, system=system)
+    if dry_run:
+        _show(files)
+        return
+    _check_root(system)
+    _write(files)
+    for line in files.before:
+        _succeeds(line)
+    for line in files.start:
+        _run(line)
     for line in files.afterwards:
         try:
             _run(line)
@@ -116,8 +113,6 @@ def uninstall(kind: Kind = "node", system: System = False, dry_run: DryRun = Fal
             _run(line)
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}")
-    except ShardnetError as error:
-        fail(str(error))
     say(f"removed {files.name}")
 
 
@@ -125,11 +120,8 @@ def uninstall(kind: Kind = "node", system: System = False, dry_run: DryRun = Fal
 def status(kind: Kind = "node", system: System = False, as_json: Json = False) -> None:
     """Say whether the service is installed, and whether it runs."""
     _check(kind, ())
-    try:
-        files = _files(kind, (), system=system)
-        runs = files.path.exists() and _succeeds(files.ask)
-    except ShardnetError as error:
-        fail(str(error))
+    files = _files(kind, (), system=system)
+    runs = files.path.exists() and _succeeds(files.ask)
     is_there = files.path.exists()
     if as_json:
         told = {"service": files.name, "file": str(files.path), "installed": is_there}

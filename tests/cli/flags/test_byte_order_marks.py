@@ -22,7 +22,7 @@ from shardnet_cli.commands.bench import _pieces
 from shardnet_cli.conversation.conversation import load
 from shardnet_cli.flags.config import read_config
 from shardnet_cli.flags.http_options import HttpOptions
-from shardnet_cli.flags.sampling_options import _read, read_prompts
+from shardnet_cli.flags.sampling_options import SamplingOptions, read_prompts
 from shardnet_cli.main import app
 from shardnet_cli.output.exit_codes import standard_input
 
@@ -56,7 +56,11 @@ READERS = MappingProxyType[str, tuple[str, Callable[[Path], object], object]](
             lambda path: read_prompts(str(path), SamplingParams())[1],
             [Prompt("é"), Prompt("b")],
         ),
-        "schema": ("{}\r\n", lambda path: _read("--json-schema", str(path)), "{}\n"),
+        "schema": (
+            "{}\r\n",
+            lambda path: SamplingOptions(json_schema=str(path)).generation()["constraint"].text,  # type: ignore[union-attr]
+            "{}\n",
+        ),
         "text for its perplexity": ("é\r\nb", lambda path: _pieces(str(path), 9), ["é\nb"]),
         "chat template": ("{{ é }}", _read_text, "{{ é }}"),
     }
