@@ -19,9 +19,7 @@ from shardnet.cluster.diagnosis.facts import (
     ModelAsked,
     Severity,
     age,
-    good,
-    hint,
-    problem,
+    at,
     remedy_for,
 )
 from shardnet.cluster.diagnosis.multicast_findings import multicast_findings
@@ -46,7 +44,7 @@ def model_findings(facts: Facts) -> Iterator[Finding]:
     if asked is None:
         return
     if asked.shape is None:
-        yield problem("model", asked.model, asked.failure, asked.remedy or _NO_FOLDER)
+        yield at("model", asked.model).problem(asked.failure, asked.remedy or _NO_FOLDER)
         return
     yield _memory(facts, asked, asked.shape)
     for reply in facts.replies:
@@ -70,19 +68,19 @@ def _memory(facts: Facts, asked: ModelAsked, shape: ModelShape) -> Finding:
     )
     if not candidates:
         why = "no node takes layers now" if facts.infos else "no node was there to ask"
-        return good("model", asked.model, f"{needs}; {why}")
+        return at("model", asked.model).good(f"{needs}; {why}")
     alone = [
         c.name
         for c, room in zip(candidates, rooms, strict=True)
         if room[StageRole.ALONE] >= shape.n_layers
     ]
     if alone:
-        return good("model", asked.model, f"{needs}: fits alone on {', '.join(alone)}")
+        return at("model", asked.model).good(f"{needs}: fits alone on {', '.join(alone)}")
     ring = shortest_ring(rooms, shape.n_layers)
     if ring is None:
-        return problem("model", asked.model, shortfall_words(shape, candidates))
+        return at("model", asked.model).problem(shortfall_words(shape, candidates))
     names = ", ".join(f"{candidates[n].name} ({size(candidates[n].memory_bytes)})" for n in ring)
-    return good("model", asked.model, f"{needs}: fits on no node alone, together on {names}")
+    return at("model", asked.model).good(f"{needs}: fits on no node alone, together on {names}")
 
 
 def _checkpoint(
@@ -93,11 +91,9 @@ def _checkpoint(
     if report is None or info is None:
         return
     if report.model_id == asked.model_id:
-        yield good("model", where, f"has the checkpoint {asked.model}")
+        yield at("model", where).good(f"has the checkpoint {asked.model}")
     elif report.model_id:
-        yield problem(
-            "model",
-            where,
+        yield at("model", where).problem(
             f"{asked.model} is another model there: {report.model_id[:12]}, and "
             f"{asked.model_id[:12]} here",
             "copy one checkpoint to both",
@@ -108,15 +104,13 @@ def _checkpoint(
         if _somebody_has(facts, asked):
             what = f"it has not got {asked.model}, and takes its part from a node that has"
         if report.disk_free_bytes is not None and report.disk_free_bytes < part:
-            yield problem(
-                "model",
-                where,
+            yield at("model", where).problem(
                 f"{what}; and its disk has {size(report.disk_free_bytes)} free, its part may take "
                 f"{size(part)}",
                 "free some space there",
             )
         else:
-            yield hint("model", where, what)
+            yield at("model", where).hint(what)
 
 
 def _somebody_has(facts: Facts, asked: ModelAsked) -> bool:
@@ -158,29 +152,23 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 def _asking(facts: Facts) -> Iterator[Finding]:
     for view in facts.deaf:
-        yield problem(
-            "node",
-            HERE,
+        yield at("node", HERE).problem(
             f"the node at {view.address} does not answer: "
             + view.why.removeprefix(f"{view.address}: "),
             _RESTART if view.seen == "other key" and facts.key.fingerprint else remedy_for(view),
         )
     if not facts.asked and not facts.deaf:
-        yield hint(
-            "node",
-            HERE,
+        yield at("node", HERE).hint(
             "no node runs here, so only what shows from outside was checked",
             "start one with `shardnet node`",
         )
     elif facts.asked and not facts.replies:
-        yield problem(
-            "node",
-            facts.asked,
+        yield at("node", facts.asked).problem(
             f"it gave no report: {facts.failure or 'it was too slow'}",
             "read that node's output, or restart it",
         )
     elif facts.failure:
-        yield problem("node", facts.asked, f"not every report came: {facts.failure}")
+        yield at("node", facts.asked).problem(f"not every report came: {facts.failure}")
 
 
 def _named(facts: Facts) -> Iterator[Finding]:
@@ -192,9 +180,9 @@ def _named(facts: Facts) -> Iterator[Finding]:
 def _reached(where: str, view: AddressView) -> Finding:
     if view.seen == "answers":
         rtt = "" if view.rtt_s is None else f", round trip {view.rtt_s * 1e3:.2g} ms"
-        return good("port", where, f"{view.address} answers{rtt}")
+        return at("port", where).good(f"{view.address} answers{rtt}")
     topic = TOPICS.get(view.seen, "port")
-    return problem(topic, where, view.why or f"{view.address}: {view.seen}", remedy_for(view))
+    return at(topic, where).problem(view.why or f"{view.address}: {view.seen}", remedy_for(view))
 
 
 # --- one node -----------------------------------------------------------------------------------
@@ -203,9 +191,9 @@ def _reached(where: str, view: AddressView) -> Finding:
 def _node(facts: Facts, reply: ReportReply) -> Iterator[Finding]:
     where, report = facts.label(reply.node), reply.report
     if report is None or reply.info is None:
-        yield hint("node", where, f"its own view is missing: {reply.failure}")
+        yield at("node", where).hint(f"its own view is missing: {reply.failure}")
         return
-    yield good("node", where, _self_words(reply.info, report))
+    yield at("node", where).good(_self_words(reply.info, report))
     yield _addresses(where, reply.info, report)
     yield from pressure_findings(where, reply.info, report)
     yield from _wrong_bits(facts, report)
@@ -214,9 +202,7 @@ def _node(facts: Facts, reply: ReportReply) -> Iterator[Finding]:
         if view.address not in told:
             yield _reached(where, view)
     if reply.clock_ahead_s is not None and abs(reply.clock_ahead_s) > CLOCKS_DIFFER_S:
-        yield hint(
-            "clock",
-            where,
+        yield at("clock", where).hint(
             f"its clock is {seconds_apart(reply.clock_ahead_s)} that of {facts.asked}",
             "nothing here depends on it; set it, so that logs can be compared",
         )
@@ -229,7 +215,7 @@ def _wrong_bits(facts: Facts, report: NodeReport) -> Iterator[Finding]:
         what = f"wrong bits in layer {found.layer} {ago} ago: {found.what}"
         if found.good_at:
             what += f" (nothing was found {age(max(0.0, found.at - found.good_at))} before)"
-        yield problem("bits", facts.label(found.node), what, found.remedy)
+        yield at("bits", facts.label(found.node)).problem(what, found.remedy)
 
 
 def _told(view: PeerView) -> Iterator[str]:
@@ -247,9 +233,7 @@ def _addresses(where: str, info: NodeInfo, report: NodeReport) -> Finding:
     """Report at which of its addresses a node is announced, and why not at the others."""
     told = [f"{a.host} ({a.interface})" for a in report.interfaces if a.is_told]
     if report.cluster and not told:
-        return hint(
-            "address",
-            where,
+        return at("address", where).hint(
             f"it is announced at {info.address} only, where other machines do not come",
             "start it without --host, or with the address of a real network",
         )
@@ -259,7 +243,7 @@ def _addresses(where: str, info: NodeInfo, report: NodeReport) -> Finding:
             is_good = address.verdict == Verdict.LAN.value
             why = "it does not listen there" if is_good else address.verdict
             words += f"; not {address.host} ({address.interface}): {why}"
-    return good("address", where, words)
+    return at("address", where).good(words)
 
 
 # --- all nodes together -------------------------------------------------------------------------
@@ -275,17 +259,13 @@ def _names(facts: Facts) -> Iterator[Finding]:
     for name, nodes in sorted(by_name.items()):
         if len(nodes) > 1:
             labels = ", ".join(sorted(facts.label(node) for node in nodes))
-            yield problem(
-                "name",
-                name,
+            yield at("name", name).problem(
                 f"{len(nodes)} nodes have this name: {labels}",
                 "give each its own with `shardnet node --name`",
             )
     for node, hosts in machines.items():
         if len(hosts) > 1:
-            yield problem(
-                "name",
-                facts.label(node),
+            yield at("name", facts.label(node)).problem(
                 f"two machines, {' and '.join(sorted(hosts))}, say that they are node {node}",
                 "restart both nodes: each makes itself an id at its start",
             )
@@ -298,14 +278,12 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
     """
     what = f"no compiled kernels here: {kernels.SLOWER}"
     if not facts.replies and not facts.has_kernels:
-        yield hint("kernels", HERE, what, kernels.REMEDY)
+        yield at("kernels", HERE).hint(what, kernels.REMEDY)
     for info in facts.infos:
         if info.isa == kernels.NONE:
-            yield problem("kernels", facts.label(info.node), what, kernels.REMEDY)
+            yield at("kernels", facts.label(info.node)).problem(what, kernels.REMEDY)
         elif info.isa == kernels.OFF:
-            yield hint(
-                "kernels",
-                facts.label(info.node),
+            yield at("kernels", facts.label(info.node)).hint(
                 f"SHARDNET_ISA=off: no compiled kernels are used, {kernels.SLOWER}",
                 "start it without SHARDNET_ISA",
             )
@@ -316,27 +294,22 @@ def _versions(facts: Facts) -> Iterator[Finding]:
     versions = {node: version for node, version in facts.versions.items() if version}
     others = {node: v for node, v in versions.items() if v != facts.software}
     for node, version in others.items():
-        yield problem(
-            "version",
-            facts.label(node),
+        yield at("version", facts.label(node)).problem(
             f"it runs shardnet {version} and this machine {facts.software}",
             "install the same version on both",
         )
     if versions and not others:
         what = f"every node runs shardnet {facts.software}"
-        yield good("version", HERE, what)
+        yield at("version", HERE).good(what)
 
 
 def pressure_findings(where: str, info: NodeInfo, report: NodeReport) -> Iterator[Finding]:
     """Say why a node takes no layers, and whether programs on its machine wait for memory."""
     if info.is_draining:
-        yield hint("node", where, "it is draining and takes no layers")
+        yield at("node", where).hint("it is draining and takes no layers")
     if info.rests:
-        yield hint(
-            "node",
-            where,
-            f"it rests and takes no layers: {info.rests}",
-            "it takes part again by itself",
+        yield at("node", where).hint(
+            f"it rests and takes no layers: {info.rests}", "it takes part again by itself"
         )
     pressure = report.pressure
     if pressure is None:
@@ -351,4 +324,4 @@ def pressure_findings(where: str, info: NodeInfo, report: NodeReport) -> Iterato
         if look.stalled is not None:
             what += f", and programs waited for memory in {look.stalled:.0%} of the last 10 s"
         remedy = "end other programs there, or start the node with less --memory"
-        yield problem("memory", where, what, remedy)
+        yield at("memory", where).problem(what, remedy)

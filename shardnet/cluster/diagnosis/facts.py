@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from shardnet.cluster.machine.addresses import NODE_PORT
 from shardnet.cluster.machine.virtual_networks import VirtualNetworks
@@ -59,11 +59,11 @@ class Severity(enum.Enum):
     PROBLEM = "problem"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One result of a diagnosis: `where` names a node, a pair of nodes or this machine."""
 
-    severity: Severity = Severity.OK
+    severity: Severity
     topic: Topic
     where: str
     what: str
@@ -80,19 +80,27 @@ class Finding:
         return "".join(c if c.isprintable() else "?" for c in words)
 
 
-def problem(topic: Topic, where: str, what: str, remedy: str = "") -> Finding:
-    """Make a finding with the severity PROBLEM; the arguments are those of Finding."""
-    return Finding(severity=Severity.PROBLEM, topic=topic, where=where, what=what, remedy=remedy)
+class Place(NamedTuple):
+    """Where a finding is made, and of what."""
+
+    topic: Topic
+    where: str
+
+    def problem(self, what: str, remedy: str = "") -> Finding:
+        """Make a finding with the severity PROBLEM."""
+        return Finding(Severity.PROBLEM, self.topic, self.where, what, remedy)
+
+    def good(self, what: str) -> Finding:
+        """Make a finding of something that is as it should be."""
+        return Finding(Severity.OK, self.topic, self.where, what)
+
+    def hint(self, what: str, remedy: str = "") -> Finding:
+        """Make a finding with the severity INFO."""
+        return Finding(Severity.INFO, self.topic, self.where, what, remedy)
 
 
-def good(topic: Topic, where: str, what: str) -> Finding:
-    """Make a finding of something that is as it should be."""
-    return Finding(topic=topic, where=where, what=what)
-
-
-def hint(topic: Topic, where: str, what: str, remedy: str = "") -> Finding:
-    """Make a finding with the severity INFO; the arguments are those of Finding."""
-    return Finding(severity=Severity.INFO, topic=topic, where=where, what=what, remedy=remedy)
+at = Place
+"""It is read with what follows: at("port", where).problem(...)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

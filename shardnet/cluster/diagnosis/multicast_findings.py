@@ -14,11 +14,9 @@ from shardnet.cluster.diagnosis.facts import (
     Facts,
     Finding,
     age,
-    good,
-    hint,
+    at,
     listed,
     open_port,
-    problem,
 )
 from shardnet.cluster.machine.addresses import NODE_PORT, is_in_tailnet, is_loopback
 from shardnet.transport.address import host_of
@@ -52,24 +50,18 @@ def _state(where: str, report: NodeReport) -> Iterator[Finding]:
     multicast = report.multicast
     match multicast.state:
         case "off":
-            yield hint(
-                "multicast",
-                where,
+            yield at("multicast", where).hint(
                 "it neither announces itself nor looks for others by mDNS",
                 "start it without --no-mdns if your network passes multicast",
             )
         case "failed":
-            yield problem(
-                "multicast",
-                where,
+            yield at("multicast", where).problem(
                 f"mDNS does not work there: {multicast.failure or 'it has just begun'}",
                 "check its network, or name other nodes with --peer and give --no-mdns",
             )
         case "on":
-            yield good(
-                "multicast",
-                where,
-                f"announces itself and looks for others on {', '.join(multicast.hosts)}",
+            yield at("multicast", where).good(
+                f"announces itself and looks for others on {', '.join(multicast.hosts)}"
             )
 
 
@@ -90,9 +82,7 @@ def _lonely(facts: Facts) -> Iterator[Finding]:
         yield _alone(where, f"it was started {age(report.uptime_s)} ago", "try again in a moment")
     elif facts.unknown:
         others = listed(f"{each.name} ({each.address})" for each in facts.unknown)
-        yield problem(
-            "multicast",
-            where,
+        yield at("multicast", where).problem(
             f"it does not find {others} by mDNS, which answers: {_cause(reply, report)}",
             _IN_TAILNET
             if all(is_in_tailnet(host_of(each.address)) for each in facts.unknown)
@@ -110,7 +100,9 @@ def _lonely(facts: Facts) -> Iterator[Finding]:
 def _unheard_of(reply: ReportReply, report: NodeReport, where: str) -> Iterator[Finding]:
     names = _interfaces(report)
     if _is_deaf(reply, report):
-        yield problem("multicast", where, f"it knows no other node: {_cause(reply, report)}", _OPEN)
+        yield at("multicast", where).problem(
+            f"it knows no other node: {_cause(reply, report)}", _OPEN
+        )
     elif report.multicast.others:
         yield _alone(
             where,
@@ -126,7 +118,7 @@ def _unheard_of(reply: ReportReply, report: NodeReport, where: str) -> Iterator[
 
 
 def _alone(where: str, why: str, remedy: str) -> Finding:
-    return hint("link", where, f"it knows no other node: {why}", remedy)
+    return at("link", where).hint(f"it knows no other node: {why}", remedy)
 
 
 def _cause(reply: ReportReply, report: NodeReport) -> str:
@@ -198,7 +190,7 @@ def _heard(facts: Facts) -> Iterator[Finding]:
     elif shut := _hear_nobody(facts):
         what += f"; no machine at all is heard on {listed(shut)}"
         remedy = f"{_OPEN} there, or see whether {_KEPT_APART}"
-    yield hint("multicast", facts.asked, what, remedy)
+    yield at("multicast", facts.asked).hint(what, remedy)
 
 
 def _hear_nobody(facts: Facts) -> list[str]:
@@ -214,14 +206,14 @@ def _heard_of(facts: Facts, where: str, report: NodeReport, view: PeerView) -> F
     heard = {h.interface: h.age_s for h in report.multicast.heard if h.node == view.node}
     if heard:
         words = ", ".join(f"{name} {age(age_s)} ago" for name, age_s in sorted(heard.items()))
-        return good("multicast", where, f"heard by multicast on {words}")
+        return at("multicast", where).good(f"heard by multicast on {words}")
     other = _report_of(facts, view)
     if other is not None and other.multicast.state == "off":
-        return hint("multicast", where, "linked without mDNS, which is switched off there")
+        return at("multicast", where).hint("linked without mDNS, which is switched off there")
     listened_s = min(_together_s(facts, report, view), report.multicast.listening_s)
     has_record = any(record.node == view.node for record in report.multicast.records)
     if has_record and (not report.multicast.listening or listened_s < UNHEARD_S):
-        return good("multicast", where, "found by mDNS")
+        return at("multicast", where).good("found by mDNS")
     return None
 
 
@@ -243,22 +235,17 @@ def _found(facts: Facts) -> Iterator[Finding]:
     if facts.found is None or (facts.replies and facts.is_asked_here):
         return
     if not facts.found:
-        yield hint(
-            "multicast",
-            HERE,
-            "no node shows itself by mDNS",
-            f"{_START}, {_OPEN} on both, or {_PEER}",
+        yield at("multicast", HERE).hint(
+            "no node shows itself by mDNS", f"{_START}, {_OPEN} on both, or {_PEER}"
         )
     for record in facts.others_found:
         if record.protocol != facts.protocol:
-            yield problem(
-                "version",
-                _label(record),
+            yield at("version", _label(record)).problem(
                 f"it speaks protocol version {record.protocol} and this machine {facts.protocol}",
                 "install the same version of shardnet on both",
             )
         elif record.cluster == facts.key.fingerprint:
-            yield good("multicast", _label(record), "it shows itself by mDNS")
+            yield at("multicast", _label(record)).good("it shows itself by mDNS")
 
 
 def _label(record: MdnsRecord) -> str:

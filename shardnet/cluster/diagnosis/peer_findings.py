@@ -20,10 +20,8 @@ from shardnet.cluster.diagnosis.facts import (
     Severity,
     Topic,
     age,
-    good,
-    hint,
+    at,
     listed,
-    problem,
     remedy_for,
 )
 from shardnet.cluster.peers.peer_table import MDNS
@@ -69,28 +67,24 @@ def has_other_key(report: NodeReport, view: PeerView) -> MdnsRecord | None:
 def _own(facts: Facts) -> Finding:
     key = facts.key
     if key.failure:
-        return problem("key", HERE, key.failure, key.remedy)
+        return at("key", HERE).problem(key.failure, key.remedy)
     if key.is_set_aside:
-        return hint(
-            "key", HERE, "--insecure: no key is used, links are neither encrypted nor authenticated"
+        return at("key", HERE).hint(
+            "--insecure: no key is used, links are neither encrypted nor authenticated"
         )
     if key.fingerprint:
-        return good("key", HERE, f"holds the key of cluster {key.fingerprint} ({key.path})")
+        return at("key", HERE).good(f"holds the key of cluster {key.fingerprint} ({key.path})")
     with_key = [record for record in facts.others_found if record.cluster]
     if with_key:
         nodes = listed(f"{record.name} ({record.address})" for record in with_key)
         clusters = listed(dict.fromkeys(record.cluster for record in with_key))
-        return problem(
-            "key",
-            HERE,
+        return at("key", HERE).problem(
             "it has no cluster key, so its node listens on loopback only, while nodes of cluster "
             f"{clusters} are on this network: {nodes}",
             f"run `shardnet key show` on {with_key[0].name} and `shardnet key join` with that key "
             "here, then start the node here again",
         )
-    return hint(
-        "key",
-        HERE,
+    return at("key", HERE).hint(
         f"there is no cluster key at {key.path}, so nodes here listen on loopback only",
         "run `shardnet key new` on the first machine and `shardnet key join` on others",
     )
@@ -150,7 +144,7 @@ def _pair_finding(pair: _Pair, *, ours: str, theirs: str) -> Finding:
     else:
         what = f"different keys: that of cluster {theirs} on {seen}, that of {ours} on {viewers}"
         remedy = f"if they belong together: {SHARE_KEY}"
-    return problem("key", where, what, remedy)
+    return at("key", where).problem(what, remedy)
 
 
 # --- hosts that were refused
@@ -249,7 +243,7 @@ def _view(where: str, report: NodeReport, view: PeerView) -> Iterator[Finding]:
         if view.told_by and has_other_key(report, view) is None:
             records = [record for record in report.multicast.records if record.node == view.node]
             other_version = any(record.protocol != report.protocol for record in records)
-            yield problem("version" if other_version else "link", where, view.refusal)
+            yield at("version" if other_version else "link", where).problem(view.refusal)
     elif view.is_linked:
         yield _link(where, view)
         yield from _addresses(where, view)
@@ -266,13 +260,10 @@ def _link(where: str, view: PeerView) -> Finding:
         megabytes = view.bytes_per_s / 1e6
         words += f", about {megabytes:.0f} MB/s" if megabytes >= 10 else f", {megabytes:.2g} MB/s"
     if view.rtt_s is not None and view.rtt_s > SLOW_S:
-        return hint(
-            "link",
-            where,
-            words,
-            "every token waits for it at each hop: use a cable, or a nearer node",
+        return at("link", where).hint(
+            words, "every token waits for it at each hop: use a cable, or a nearer node"
         )
-    return good("link", where, words)
+    return at("link", where).good(words)
 
 
 def _addresses(where: str, view: PeerView) -> Iterator[Finding]:
@@ -308,7 +299,7 @@ def _no_link(where: str, view: PeerView) -> Finding:
         what = "it answers and is not linked yet; run this again in some seconds"
     else:
         what = "only its last report is left" + (f": {_each(tried)}" if tried else "")
-    return hint("link", where, what)
+    return at("link", where).hint(what)
 
 
 # --- nodes that are not reached
@@ -343,9 +334,7 @@ def _closed(facts: Facts) -> Iterator[Finding]:
         by_cause.setdefault(cause, []).append(closed)
     for alike in by_cause.values():
         first = alike[0]
-        yield problem(
-            first.topic,
-            f"{first.viewers} → {listed(each.seen for each in alike)}",
+        yield at(first.topic, f"{first.viewers} → {listed(each.seen for each in alike)}").problem(
             f"{first.lead}: {_each([a for each in alike for a in each.addresses])}"
             f"{first.elsewhere}",
             first.remedy,
@@ -430,9 +419,7 @@ def _mtus(facts: Facts) -> Iterator[Finding]:
             compared.add(pair)
             near, far = ends
             if near.mtu and far.mtu and near.mtu != far.mtu:
-                yield hint(
-                    "mtu",
-                    f"{facts.label(node)} ↔ {facts.label(view.node)}",
+                yield at("mtu", f"{facts.label(node)} ↔ {facts.label(view.node)}").hint(
                     f"largest packets differ: {near.mtu} bytes on {near.interface} and "
                     f"{far.mtu} bytes on {far.interface}",
                     "if large transfers stall, set both to the smaller one",

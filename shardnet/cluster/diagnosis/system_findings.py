@@ -15,10 +15,8 @@ from shardnet.cluster.diagnosis.facts import (
     Finding,
     Severity,
     age,
-    good,
-    hint,
+    at,
     listed,
-    problem,
 )
 from shardnet.cluster.machine.addresses import NODE_PORT
 from shardnet.cluster.machine.windows_system import WindowsSystem
@@ -36,16 +34,12 @@ def windows_findings(facts: Facts) -> Iterator[Finding]:
     if facts.key.fingerprint:  # else nobody is to come in
         yield from _firewall(found, facts.ports)
     if found.sleeps_after_s:
-        yield hint(
-            "node",
-            HERE,
+        yield at("node", HERE).hint(
             f"it goes to sleep after {age(found.sleeps_after_s)} without input, and its node too",
             "`powercfg /change standby-timeout-ac 0` keeps it awake on mains power",
         )
     if found.has_long_paths is False:
-        yield hint(
-            "node",
-            HERE,
+        yield at("node", HERE).hint(
             "files whose names have more than 260 characters cannot be opened",
             f"{_AS_ADMINISTRATOR} `{_LONG} /d 1 /f`",
         )
@@ -63,24 +57,18 @@ def _firewall(system: WindowsSystem, ports: tuple[int, ...]) -> Iterator[Finding
     allow = f"`netsh advfirewall firewall add rule name=shardnet dir=in action=allow {program}`"
     if any(is_forbidden for found in shut.values() for is_forbidden in found):
         forget = f"`netsh advfirewall firewall delete rule name=all dir=in {program}`"
-        yield problem(
-            "port",
-            HERE,
+        yield at("port", HERE).problem(
             f"a rule of Windows' firewall keeps others from {words} of {system.program}, as after "
             "Cancel in its question",
             f"{_AS_ADMINISTRATOR} {forget}, then {allow}",
         )
     elif words:
-        yield problem(
-            "port",
-            HERE,
+        yield at("port", HERE).problem(
             f"Windows' firewall lets nobody in to {words} of {system.program}",
             f"{_AS_ADMINISTRATOR} {allow}",
         )
     for name in firewall.public:
-        yield hint(
-            "multicast",
-            HERE,
+        yield at("multicast", HERE).hint(
             f"Windows takes the network of {name} for a public one, and hides this machine there",
             f"if it is your home's, {_AS_ADMINISTRATOR} `powershell Set-NetConnectionProfile "
             f"-InterfaceAlias '{name}' -NetworkCategory Private`",
@@ -121,9 +109,7 @@ def _wsl(facts: Facts) -> Iterator[Finding]:
         )
     elif networks.wsl:
         what = "it is WSL2 in mirrored mode" if networks.wsl == "mirrored" else "it is WSL2"
-        yield hint(
-            "wsl",
-            HERE,
+        yield at("wsl", HERE).hint(
             f"{what}, where mDNS often does not pass and Windows' firewall keeps others out",
             f"name nodes with --peer; others come in after {_HYPER_V}",
         )
@@ -132,17 +118,15 @@ def _wsl(facts: Facts) -> Iterator[Finding]:
 def _tailnet(facts: Facts) -> Iterator[Finding]:
     networks = facts.networks
     if networks.tailnet_failure:
-        yield hint("tailnet", HERE, networks.tailnet_failure)
+        yield at("tailnet", HERE).hint(networks.tailnet_failure)
     if not networks.tailnet_hosts:
         return
     what = f"it is in a tailnet as {listed(networks.tailnet_hosts)}"
     views = [v for r in facts.replies if r.report is not None for v in r.report.peers]
     if any(TAILNET in view.told_by for view in views):
-        yield good("tailnet", HERE, f"{what}, where nodes find each other")
+        yield at("tailnet", HERE).good(f"{what}, where nodes find each other")
     else:
-        yield hint(
-            "tailnet",
-            HERE,
+        yield at("tailnet", HERE).hint(
             f"{what}, where mDNS does not pass",
             "start nodes with --tailnet for them to find each other there",
         )
