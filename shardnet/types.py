@@ -127,6 +127,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 _Names = TypeVar("_Names", bound=enum.Enum)
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def _named(names: type[_Names], name: str, what: str) -> _Names:
@@ -449,3 +451,11 @@ class LiveState(enum.Enum):
     PAUSED = "paused"
     RESUMED = "resumed"
     RECOVERING = "recovering"
+
+
+def remember(known: dict[K, V], key: K, value: V, most: int) -> None:
+    """Put what is known of `key` last, and forget the first where there are more than `most`."""
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > most:
+        del known[next(iter(known))]

@@ -11,6 +11,7 @@ import msgspec
 
 from shardnet.api.client import Client
 from shardnet.errors import PeerSilentError
+from shardnet.transport.loop import at_most
 from shardnet.types import BLOCK_POSITIONS, LayerRange
 
 from ..finding.target import named_or_here
@@ -51,10 +52,9 @@ async def _run(addresses: list[str], access: Access, as_json: bool) -> None:
 
 async def _ask(client: Client) -> ReportReply:
     """Ask a node for its own report. Raises PeerSilentError when it takes too long."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(ANSWER_S), aclosing(client.report()) as answers:
-            async for reply in answers:
-                return reply
+    async with at_most(ANSWER_S), aclosing(client.report()) as answers:
+        async for reply in answers:
+            return reply
     raise PeerSilentError(
         f"{client.address} did not report its state within {ANSWER_S:.0f} s",
         remedy="look at its output",

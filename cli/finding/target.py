@@ -40,6 +40,7 @@ from shardnet.errors import (
     UsageError,
 )
 from shardnet.threads import DaemonThreads
+from shardnet.transport.loop import at_most
 from shardnet.wire.messages.plans import ModelChoice
 
 from ..flags.options import Access, Search
@@ -130,11 +131,8 @@ async def find_nearest(
 
     async def ask(candidate: NodeRecord) -> ProbeAnswer | None:
         addresses = format_addresses(dial_order(candidate.hosts, local), candidate.port)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(answer_s):
-                return (
-                    await compare(candidate.node, addresses, dial_as_client, grace_s=QUIET_S)
-                ).best
+        async with at_most(answer_s):
+            return (await compare(candidate.node, addresses, dial_as_client, grace_s=QUIET_S)).best
         return None
 
     async def by_mdns() -> list[ProbeAnswer | None]:

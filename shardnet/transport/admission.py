@@ -9,13 +9,13 @@ turns by host. Where there is no room, the host that holds most makes it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Final
 
 from shardnet.errors import ShardnetError
+from shardnet.types import remember
 
 GRACE_S: Final = 1.0
 """A handshake may take this long before it can be ended in favour of another one."""
@@ -32,15 +32,11 @@ class KnownHosts:
 
     def __init__(self, *, most: int = MAX_HOSTS) -> None:
         self._most = most
-        self._names: OrderedDict[str, None] = OrderedDict()
+        self._names: dict[str, None] = {}
 
     def add(self, address: str) -> None:
         """Remember the host of an IP address; the longest unseen one is forgotten for it."""
-        name = host_name(address)
-        self._names[name] = None
-        self._names.move_to_end(name)
-        if len(self._names) > self._most:
-            self._names.popitem(last=False)
+        remember(self._names, host_name(address), None, self._most)
 
     def __contains__(self, address: str) -> bool:
         return host_name(address) in self._names
@@ -50,15 +46,13 @@ class ReportedFailures:
     """Which kinds of failures of which hosts were reported, so that each is once."""
 
     def __init__(self) -> None:
-        self._by_host: OrderedDict[str, set[type[ShardnetError]]] = OrderedDict()
+        self._by_host: dict[str, set[type[ShardnetError]]] = {}
 
     def is_news(self, address: str, error: ShardnetError) -> bool:
         """Return whether to report `error`: once per host and kind, until `clear`."""
         name = host_name(address)
-        reported = self._by_host.setdefault(name, set())
-        self._by_host.move_to_end(name)
-        if len(self._by_host) > MAX_HOSTS:
-            self._by_host.popitem(last=False)
+        reported = self._by_host.get(name, set())
+        remember(self._by_host, name, reported, MAX_HOSTS)
         if type(error) in reported:
             return False
         reported.add(type(error))

@@ -6,11 +6,14 @@ On Windows that is the proactor loop, the only one there that can start processe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
+from shardnet.errors import ShardnetError, first_error
 from shardnet.windows import Handle, library
 
 T = TypeVar("T")
@@ -59,6 +62,24 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         return runner.run(main)
+
+
+@asynccontextmanager
+async def together() -> AsyncIterator[asyncio.TaskGroup]:
+    """Run tasks side by side. Raises the first ShardnetError of them, which cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except* ShardnetError as group:
+        raise first_error(group) from None
+
+
+@asynccontextmanager
+async def at_most(wait_s: float | None) -> AsyncIterator[None]:
+    """Do what is in the body for so long; whatever it waits for then is given up."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(wait_s):
+            yield
 
 
 async def finish(work: Coroutine[Any, Any, T]) -> T:

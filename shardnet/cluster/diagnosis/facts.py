@@ -59,11 +59,11 @@ class Severity(enum.Enum):
     PROBLEM = "problem"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """One result of a diagnosis: `where` names a node, a pair of nodes or this machine."""
 
-    severity: Severity
+    severity: Severity = Severity.OK
     topic: Topic
     where: str
     what: str
@@ -88,15 +88,15 @@ class Place(NamedTuple):
 
     def problem(self, what: str, remedy: str = "") -> Finding:
         """Make a finding with the severity PROBLEM."""
-        return Finding(Severity.PROBLEM, self.topic, self.where, what, remedy)
+        return Finding(severity=Severity.PROBLEM, **self._asdict(), what=what, remedy=remedy)
 
     def good(self, what: str) -> Finding:
         """Make a finding of something that is as it should be."""
-        return Finding(Severity.OK, self.topic, self.where, what)
+        return Finding(**self._asdict(), what=what)
 
     def hint(self, what: str, remedy: str = "") -> Finding:
         """Make a finding with the severity INFO."""
-        return Finding(Severity.INFO, self.topic, self.where, what, remedy)
+        return Finding(severity=Severity.INFO, **self._asdict(), what=what, remedy=remedy)
 
 
 at = Place

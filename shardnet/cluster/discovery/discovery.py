@@ -35,8 +35,8 @@ from shardnet.cluster.discovery.service_browser import (
     to_service,
 )
 from shardnet.cluster.machine.addresses import LocalAddress, multicast_hosts, rank, read_interfaces
-from shardnet.transport.loop import finish
-from shardnet.types import NodeId
+from shardnet.transport.loop import at_most, finish
+from shardnet.types import NodeId, remember
 
 MDNS_PORT: Final = 5353
 GROUP_V4: Final = "224.0.0.251"
@@ -122,11 +122,7 @@ class MdnsListener:
             node = name.removesuffix(self._suffix)
             if node == name or not node.isprintable() or len(node) > 63:
                 continue
-            key = (NodeId(node), interface)
-            self._heard.pop(key, None)
-            self._heard[key] = time.monotonic()
-            if len(self._heard) > MAX_HEARD:
-                del self._heard[next(iter(self._heard))]
+            remember(self._heard, (NodeId(node), interface), time.monotonic(), MAX_HEARD)
 
 
 class _Receiver(asyncio.DatagramProtocol):
@@ -288,9 +284,8 @@ class Discovery:
 
     async def _until_due(self) -> None:
         """Wait until a record is to be announced."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._reannounce_s):
-                await self._is_due.wait()
+        async with at_most(self._reannounce_s):
+            await self._is_due.wait()
         self._is_due.clear()
 
     def _interfaces(self, record: NodeRecord) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ answer there.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -23,7 +22,7 @@ from zeroconf import ServiceInfo, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from shardnet.cluster.machine.addresses import format_addresses
-from shardnet.transport.loop import finish
+from shardnet.transport.loop import at_most, finish
 from shardnet.types import NodeId
 
 SERVICE_TYPE: Final = "_shardnet._tcp.local."
@@ -186,9 +185,8 @@ async def open_mdns(interfaces: Sequence[str]) -> AsyncIterator[AsyncZeroconf]:
         await finish(zeroconf.zeroconf.async_wait_for_start())
         yield zeroconf
     finally:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GOODBYE_S):
-                await zeroconf.async_unregister_all_services()
+        async with at_most(GOODBYE_S):
+            await zeroconf.async_unregister_all_services()
         await zeroconf.async_close()
 
 

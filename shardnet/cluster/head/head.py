@@ -31,6 +31,7 @@ from shardnet.errors import (
     SupersededError,
     error_for_code,
 )
+from shardnet.transport.loop import at_most
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.diagnostics import RingLoad, RingWork
@@ -265,10 +266,9 @@ class Head:
         It says so itself as soon as it can: it is waited for.
         """
         epoch = self.led.epoch
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(TOLD_S):
-                while self._gave_way[0] < epoch:
-                    await self._gives_way.wait()
+        async with at_most(TOLD_S):
+            while self._gave_way[0] < epoch:
+                await self._gives_way.wait()
         return self._gave_way[1] if self._gave_way[0] >= epoch else ""
 
     def elsewhere(self) -> Elsewhere | None:
@@ -308,10 +308,9 @@ class Head:
 
         A ring that is being built is freed by its builder, once the client has gone.
         """
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S), self.led.lock:
-                if self.led.lead is not None:
-                    await self.led.lead.ring.unload()
+        async with at_most(CLOSE_S), self.led.lock:
+            if self.led.lead is not None:
+                await self.led.lead.ring.unload()
         await self.led.forget()
 
     def ring_broken(

@@ -30,11 +30,12 @@ from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.local_models import HeldModel, dated, find_models
 from shardnet.cluster.store.model_cache import ModelCache
-from shardnet.errors import CheckpointError, RemoteProtocolError, ShardnetError, first_error
+from shardnet.errors import CheckpointError, RemoteProtocolError, ShardnetError
 from shardnet.model.families.stage_tensors import count_parameters
 from shardnet.runtime.encoding.encoder_facts import EncoderFacts, find_encoder
 from shardnet.runtime.loading.model_facts import stamp
-from shardnet.types import NodeId
+from shardnet.transport.loop import together
+from shardnet.types import NodeId, remember
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.diagnostics import MAX_REASON
 from shardnet.wire.messages.handshake import explanation
@@ -91,17 +92,14 @@ class ModelLists:
         if not message.nodes and not message.names_only:
             nodes = (await self.directory.candidates(())).nodes
             message = replace(message, nodes=list(nodes[:MAX_FIT_NODES]))
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                if message.with_peers:
-                    for peer in self.peers.links.linked():
-                        tasks.create_task(self._relay(control, message, peer))
-                async with aclosing(self._own(message)) as pieces:
-                    async for piece in pieces:
-                        control.send(piece)
-                        await control.link.drain(shared=True)
-        except* ShardnetError as group:
-            raise first_error(group) from None
+        async with together() as tasks:
+            if message.with_peers:
+                for peer in self.peers.links.linked():
+                    tasks.create_task(self._relay(control, message, peer))
+            async with aclosing(self._own(message)) as pieces:
+                async for piece in pieces:
+                    control.send(piece)
+                    await control.link.drain(shared=True)
         control.send(Done(request=message.request))
 
     async def resolve(self, model: str, in_use: Collection[str | None] = ()) -> str:
@@ -126,10 +124,10 @@ class ModelLists:
                 return broken  # what it lacks can be downloaded
             raise CheckpointError(f"{broken} on {self.own_info().name}: {unusable[broken]}")
         if found is not None:
-            _remember(self._meanings, model, found)
+            remember(self._meanings, model, found, MAX_MEANINGS)
             return found
         near = nearest_name(model, names)
-        _remember(self._nearest, model, near)
+        remember(self._nearest, model, near, MAX_MEANINGS)
         if HubName.parse(model) is not None:
             return model
         raise self.hinted(
@@ -334,11 +332,3 @@ def _listed_encoder(held: HeldModel, facts: EncoderFacts, nodes: Sequence[NodeIn
 def _pieces(models: list[M], n_at_most: int) -> Iterator[list[M]]:
     for at in range(0, len(models), n_at_most):
         yield models[at : at + n_at_most]
-
-
-def _remember(names: dict[str, str], name: str, what: str) -> None:
-    """Add to a table of names, whose oldest goes when it is full."""
-    names.pop(name, None)
-    names[name] = what
-    if len(names) > MAX_MEANINGS:
-        del names[next(iter(names))]

@@ -25,6 +25,7 @@ from shardnet.guard.pictures import PictureProcess
 from shardnet.model.vision.picture import PictureProcessor, PreparedPicture
 from shardnet.runtime.engine.requests import RequestPicture
 from shardnet.slot_operations import PICTURE_DIGEST_BYTES, PicturePlace
+from shardnet.types import remember
 from shardnet.wire.messages.chat import MAX_ADDED_TEXT, MAX_PICTURES_BYTES, Picture
 from shardnet.wire.messages.generation import Generate
 
@@ -211,10 +212,7 @@ class Pictures:
 
     def _keep(self, read: ReadPicture, prepared: PreparedPicture | None) -> None:
         """Remember a picture, with its pixels if there is room: its request has them dropped."""
-        self._known.pop(read.digest, None)
-        self._known[read.digest] = read.shape
-        if len(self._known) > MAX_KNOWN:
-            del self._known[next(iter(self._known))]
+        remember(self._known, read.digest, read.shape, MAX_KNOWN)
         if prepared is not None:
             n_waiting = sum(one.n_bytes for one in self._waiting.values())
             if n_waiting + prepared.n_bytes <= MAX_PIXELS_BYTES:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from shardnet.errors import ConfigurationError
+from shardnet.transport.loop import at_most
 
 MAX_OUTPUT_BYTES: Final = 16 << 20
 _KILLED_S: Final = 1.0
@@ -67,9 +67,8 @@ async def ask(command: Sequence[str], environment: Mapping[str, str], *, answer_
     finally:
         code = program.get_returncode()
         program.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_KILLED_S):
-                await output.has_ended.wait()
+        async with at_most(_KILLED_S):
+            await output.has_ended.wait()
     if output.is_too_long:
         raise ConfigurationError(f"{name} printed more than {MAX_OUTPUT_BYTES} bytes")
     if code:

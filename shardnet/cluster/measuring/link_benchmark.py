@@ -15,11 +15,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 from msgspec.structs import asdict, replace
 
+from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.rtt_probe import N_PINGS, ping
 from shardnet.cluster.placement.figures import LinkSpeed
@@ -70,16 +71,6 @@ class GatherFigures(msgspec.Struct, frozen=True, kw_only=True):
     gather_bytes_per_s: float
 
 
-class ComputeThread(Protocol):
-    """The thread on which a node's stage computes."""
-
-    def check_idle(self) -> None:
-        """Raise BusyError while sequences are open here; from any thread."""
-
-    def between_sequences(self, job: Callable[[], T]) -> asyncio.Future[T]:
-        """Queue a short job. Raises as `check_idle`, PeerFailedError when this node shuts down."""
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class GatherBenchmark:
     """Measures gathers with other nodes, and answers those that measure.
@@ -88,7 +79,7 @@ class GatherBenchmark:
     while no sequences are open here.
     """
 
-    compute: ComputeThread
+    compute: StageHost
     dial: Callable[[NodeId], Awaitable[Link]]
     _is_at_work: bool = field(default=False, init=False)
 

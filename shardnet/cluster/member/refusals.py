@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from shardnet.cluster.member.ring_membership import RingMembership
 from shardnet.errors import BusyError, PeerFailedError, SupersededError, TakenError, UsageError
 from shardnet.model.shards.cut import MAX_SHARDS
-from shardnet.types import LayerRange
+from shardnet.types import LayerRange, remember
 from shardnet.wire.messages.stages import LoadStage
 
 MAX_SUPERSEDED = 64
@@ -33,10 +33,7 @@ class Refusals:
 
     def supersede(self, former: str, epoch: int, owner: str) -> None:
         """Note that a ring of `owner`, of this epoch, took the place of those of a former head."""
-        self._superseded.pop(former, None)
-        self._superseded[former] = epoch, owner
-        if len(self._superseded) > MAX_SUPERSEDED:
-            del self._superseded[next(iter(self._superseded))]
+        remember(self._superseded, former, (epoch, owner), MAX_SUPERSEDED)
 
     def head_lost(self, owner: str) -> None:
         """Note that a head is lost: whoever it took the place of may lead again.

@@ -32,6 +32,7 @@ from shardnet.runtime.stage.handover import Lane
 from shardnet.runtime.stage.stage_order import ONE_DEVICE, StageDevice, StageOrder
 from shardnet.stage.packs.pack_cache import drop_pages
 from shardnet.transport.link import Link
+from shardnet.transport.loop import at_most
 from shardnet.types import Epoch, LayerRange, WireDType
 from shardnet.wire.messages.diagnostics import StageState
 from shardnet.wire.messages.handshake import Hello
@@ -567,12 +568,11 @@ class StageHost:
         self._loader.cancel(leaving())
         threads = (self._loader, self._compute, self._moves_thread, self._prefix_disk)
         for give_up in (thread.close for thread in threads):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_S), self._changing:
-                    await self._leave()
-                    if self.loaded is not None:
-                        await self._prefix_disk.settle(self.loaded)
-                    self.loaded = None
+            async with at_most(CLOSE_S), self._changing:
+                await self._leave()
+                if self.loaded is not None:
+                    await self._prefix_disk.settle(self.loaded)
+                self.loaded = None
             give_up()
 
     def _has_joined_another(self, ring: str) -> bool:

@@ -235,7 +235,7 @@ class StageParts:
             rate=SendRate(settings.share_rate),
             disk=self.disk,
             log=settings.log,
-            kv=HostedKv(self.host),
+            kv=HostedKv(self.host).held,
         )
         self.orders = StageOrders(
             host=self.host,

@@ -33,9 +33,10 @@ from shardnet.cluster.recovery.audits import Audits
 from shardnet.cluster.recovery.recovery import RecoveryRecord
 from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.cluster.router.router import Router
-from shardnet.errors import AuthenticationError, ShardnetError, UsageError, first_error
+from shardnet.errors import AuthenticationError, ShardnetError, UsageError
 from shardnet.runtime.loading.model_facts import config_text, identify_at
 from shardnet.transport.address import host_of, split_address
+from shardnet.transport.loop import together
 from shardnet.transport.memory import MEMORY_HOSTS
 from shardnet.types import SequenceId
 from shardnet.wire.framing.frames import PROTOCOL_VERSION
@@ -124,14 +125,11 @@ class NodeReporter:
             with contextlib.suppress(ShardnetError, TimeoutError):  # each node says what it lacks
                 async with asyncio.timeout(IDENTIFY_S):
                     message = replace(message, model=await self.lists.resolve(message.model))
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                if message.with_peers:
-                    for peer in self.links.peers.links.linked():
-                        tasks.create_task(self._relay(control, message, peer))
-                control.send(await self._own(message, received_at))
-        except* ShardnetError as group:
-            raise first_error(group) from None
+        async with together() as tasks:
+            if message.with_peers:
+                for peer in self.links.peers.links.linked():
+                    tasks.create_task(self._relay(control, message, peer))
+            control.send(await self._own(message, received_at))
         control.send(Done(request=message.request))
 
     def _check_member(self, control: ControlLink) -> None:

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 from shardnet.cluster.peers.advertisement import Advertisement
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.peers import Peers
-from shardnet.errors import ShardnetError, UsageError, first_error
+from shardnet.errors import ShardnetError, UsageError
+from shardnet.transport.loop import together
 from shardnet.types import NodeId
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.membership import NodeInfo, Status, StatusReply
@@ -74,11 +75,8 @@ class NodeDirectory:
             if leads:
                 stay = (own, *stay)
             return NodeCandidates(nodes=stay, silent=(*silent, *map(_away, away)), away=away)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                asks = [tasks.create_task(self._at(address)) for address in addresses]
-        except* ShardnetError as group:
-            raise first_error(group) from None
+        async with together() as tasks:
+            asks = [tasks.create_task(self._at(address)) for address in addresses]
         infos = [ask.result() for ask in asks]
         for place, info in enumerate(infos):
             if info.node in {other.node for other in infos[:place]}:

@@ -20,6 +20,7 @@ from shardnet.cluster.peers.rtt_probe import N_PINGS, ping
 from shardnet.cluster.peers.supervision import supervised
 from shardnet.errors import LinkError, PeerSilentError, ShardnetError
 from shardnet.transport.link import Link
+from shardnet.transport.loop import at_most
 from shardnet.types import NodeId
 from shardnet.wire.messages.activity import ClockRead, ReadClock
 from shardnet.wire.messages.membership import PeersKnown
@@ -198,9 +199,8 @@ class PeerLinks:
         Keep it if the other one has ended meanwhile.
         """
         while not peer_link.ended.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self.retire_s):
-                    await peer_link.ended.wait()
+            async with at_most(self.retire_s):
+                await peer_link.ended.wait()
             if peer.links and peer.peer_link is peer_link:
                 peer_link.is_retired = False
                 return

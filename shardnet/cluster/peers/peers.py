@@ -28,6 +28,7 @@ from shardnet.cluster.peers.rtt_probe import DialAsClient, ProbeAnswer, compare
 from shardnet.errors import LinkError, ShardnetError, UsageError
 from shardnet.transport.address import host_of
 from shardnet.transport.link import Link
+from shardnet.transport.loop import at_most
 from shardnet.types import NodeId
 from shardnet.wire.framing.schema import MAX_PEER_ADDRESSES
 from shardnet.wire.messages.handshake import explanation
@@ -344,9 +345,8 @@ class Peers:
                 tasks.create_task(self._visit(known))
             next_due = self._table.next_due()
             wait_s = max(0.05, next_due - now) if next_due is not None else None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._changed.wait()
+            async with at_most(wait_s):
+                await self._changed.wait()
 
     async def _visit(self, known: KnownNode) -> None:
         """Probe the addresses of a node, and link to it at the best one if it is not linked."""

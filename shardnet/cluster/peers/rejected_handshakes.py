@@ -5,13 +5,13 @@ Pure: takes hosts, errors and times. Knows nothing of their use.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
 
 from msgspec import UNSET, UnsetType
 
 from shardnet.errors import AuthenticationError, ShardnetError, VersionMismatchError
+from shardnet.types import remember
 from shardnet.wire.messages.diagnostics import MAX_REASON, MAX_VIEWS, RefusedHost
 from shardnet.wire.messages.handshake import explained
 
@@ -31,20 +31,16 @@ class RejectedHandshakes:
 
     def __init__(self, *, most: int = MAX_VIEWS) -> None:
         self._most: Final = most
-        self._by_host: OrderedDict[tuple[str, int], _Rejected] = OrderedDict()
+        self._by_host: dict[tuple[str, int], _Rejected] = {}
 
     def note(self, host: str, error: ShardnetError, now: float) -> None:
         """Record a failed handshake of `host`. `now` is in seconds of any one clock."""
         key = (_plain(host), error.code)
-        rejected = self._by_host.setdefault(
-            key, _Rejected(why="", remedy=UNSET, n_times=0, last=now)
-        )
+        rejected = self._by_host.get(key) or _Rejected(why="", remedy=UNSET, n_times=0, last=now)
         rejected.why, rejected.remedy = explained(error, MAX_REASON)
         rejected.last = now
         rejected.n_times += 1
-        self._by_host.move_to_end(key)
-        if len(self._by_host) > self._most:
-            self._by_host.popitem(last=False)
+        remember(self._by_host, key, rejected, self._most)
 
     def forget(self, host: str) -> None:
         """Forget what was wrong with a host's key or version: a node there has linked since."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace, nsmallest
 from itertools import accumulate, groupby, pairwise, permutations
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from shardnet.cluster.placement.figures import Objective
 from shardnet.cluster.placement.room import Room, StageRole, shortest_ring
@@ -351,27 +351,6 @@ def _longer(paths: _Paths, rules: Rules, n_nodes: int) -> _Paths:
     return longer
 
 
-class Rules(Protocol):
-    """How an objective rates paths: by a cost, called worth, that is to be minimised.
-
-    A path is dropped unless its worth plus its floor is below `limit`, a ring unless its worth is.
-    """
-
-    limit: float
-
-    def start(self, head: int) -> float:
-        """Return the worth of a path that is only its head."""
-
-    def steps(self, head: int, last: int) -> Sequence[float]:
-        """Return what each node, as the next one, adds to a path's worth."""
-
-    def floor(self, mask: int, last: int) -> float:
-        """Return a lower bound of what completing the ring adds to the worth of its path."""
-
-    def closed(self, worth: float, path: tuple[int, ...]) -> float:
-        """Return the worth of the path closed to a ring."""
-
-
 def rules_for(problem: Problem, limit_s: float) -> Rules:
     """Return the rules of the problem's objective for rings that cost less than `limit_s`."""
     if problem.objective is Objective.LATENCY:
@@ -477,3 +456,13 @@ class _SlowestRules:
 
     def closed(self, worth: float, path: tuple[int, ...]) -> float:
         return worth + self._last[path[-1]][path[0]]
+
+
+Rules = _SumRules | _SlowestRules
+"""How an objective rates paths: by a cost, called worth, that is to be minimised.
+
+A path is dropped unless its worth plus its floor is below `limit`, a ring unless its worth is.
+`start` is the worth of a path that is only its head; `steps` what each node, as the next one, adds
+to it; `floor` a lower bound of what completing the ring adds; `closed` the worth of the path closed
+to a ring.
+"""

@@ -8,7 +8,6 @@ is moved, and they go on. What cannot be moved is computed again. Must not know 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from shardnet.cluster.recovery.recovery import Recovery
 from shardnet.cluster.ring.ring import Ring
 from shardnet.cluster.ring.ring_moves import RingMoves
 from shardnet.errors import BusyError, CapacityError, LinkError, PeerFailedError, ShardnetError
-from shardnet.transport.loop import finish
+from shardnet.transport.loop import at_most, finish
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.stages import LeaveRing
@@ -221,9 +220,8 @@ class PlannedChanges:
 
 async def _drop(moves: RingMoves) -> None:
     """Free what was made ready, for as long as that may keep others from building a ring."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(DROP_S):
-            await moves.drop()
+    async with at_most(DROP_S):
+        await moves.drop()
 
 
 def _check_works(lead: Lead) -> None:

@@ -13,7 +13,6 @@ from then on, and it gives way as soon as it hears of it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +33,8 @@ from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.router.router import Router
 from shardnet.errors import PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.engine.engine import Engine
-from shardnet.types import U32_MAX, Epoch, LiveState, NodeId
+from shardnet.transport.loop import at_most
+from shardnet.types import U32_MAX, Epoch, LiveState, NodeId, remember
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.deputies import (
     AnswerFound,
@@ -350,10 +350,7 @@ class StandIn:
 
     def _succeed(self, former: NodeId, epoch: int) -> None:
         """Note that a ring of this node, of this epoch, came in the place of that of another."""
-        self._former.pop(former, None)
-        self._former[former] = epoch
-        if len(self._former) > MAX_FORMER:
-            del self._former[next(iter(self._former))]
+        remember(self._former, former, epoch, MAX_FORMER)
         if (control := self.links.link_of(former)) is not None:
             self._tell_former(control)
 
@@ -475,9 +472,8 @@ class StandIn:
 async def _until_begun(duty: Duty) -> None:
     """Wait a moment until this node stands in: a head's end is noticed here as it was elsewhere."""
     if duty.standing_in is None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ASK_S):
-                await duty.begun.wait()
+        async with at_most(ASK_S):
+            await duty.begun.wait()
 
 
 def _may_change(error: ShardnetError) -> bool:

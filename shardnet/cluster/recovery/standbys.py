@@ -25,6 +25,7 @@ from shardnet.cluster.ring.ring_moves import RingMoves
 from shardnet.cluster.ring.stage_port import StagePort
 from shardnet.errors import CapacityError, PeerSilentError, ShardnetError, UsageError
 from shardnet.runtime.scheduling.sequences import ComputedSequence
+from shardnet.transport.loop import at_most
 from shardnet.types import BLOCK_POSITIONS, NodeId, SequenceId
 
 LOOK_S: Final = 0.5
@@ -165,9 +166,8 @@ class Standbys:
             elif ring.is_busy:
                 await asyncio.sleep(FOLLOW_S)
             else:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
-                        await ring.wait_until_used()
+                async with at_most(LOOK_S):
+                    await ring.wait_until_used()
             await self.look()
 
     async def look(self) -> None:

@@ -23,12 +23,11 @@ from shardnet.errors import (
     PeerFailedError,
     ShardnetError,
     WrongValuesError,
-    first_error,
     internal_error,
 )
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.ring.pipeline import Pipeline, StuckStage
-from shardnet.transport.loop import finish
+from shardnet.transport.loop import finish, together
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.framing.schema import Phase
 from shardnet.wire.messages.diagnostics import RingLoad, RingWork, StageWork
@@ -352,15 +351,12 @@ class Ring:
         that waits for it.
         """
         loads: dict[Seat, asyncio.Task[StageReady]] = {}
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for seat in sorted(self.seats, key=lambda at: at.port.node):
-                    taken = asyncio.Event()
-                    load = self._load_stage(seat, on_progress, taken)
-                    loads[seat] = tasks.create_task(load)
-                    await taken.wait()
-        except* ShardnetError as group:
-            raise first_error(group) from None
+        async with together() as tasks:
+            for seat in sorted(self.seats, key=lambda at: at.port.node):
+                taken = asyncio.Event()
+                load = self._load_stage(seat, on_progress, taken)
+                loads[seat] = tasks.create_task(load)
+                await taken.wait()
         return [loads[seat].result() for seat in self.seats]
 
     async def _load_stage(
@@ -403,12 +399,9 @@ class Ring:
         )
 
     async def _connect(self, pipeline: Pipeline) -> None:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for seat in self.seats:
-                    tasks.create_task(self._connect_stage(seat, pipeline))
-        except* ShardnetError as group:
-            raise first_error(group) from None
+        async with together() as tasks:
+            for seat in self.seats:
+                tasks.create_task(self._connect_stage(seat, pipeline))
 
     async def _connect_stage(self, seat: Seat, pipeline: Pipeline) -> None:
         """Have a stage dial the next one. If it cannot, that is blamed; the head never is.

@@ -5,11 +5,10 @@ Knows how each command reaches a stage. Must not know why it is given.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -18,9 +17,10 @@ from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import PhaseProgress, StageOrders
 from shardnet.cluster.peers.control_link import Answer, ControlLink
 from shardnet.cluster.peers.peer_links import ClockOffset, PeerLinks, compare_clock, same_clock
-from shardnet.errors import ShardnetError, first_error
+from shardnet.errors import ShardnetError
 from shardnet.runtime.engine.encoding import FirstStage
 from shardnet.runtime.ring.pipeline import Pipeline
+from shardnet.transport.loop import together
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.stages import (
@@ -35,61 +35,9 @@ T = TypeVar("T")
 
 async def ask_all(asked: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Wait for what several nodes were asked; raise the first error of any."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(each) for each in asked]
-    except* ShardnetError as group:
-        raise first_error(group) from None
+    async with together() as tasks:
+        running = [tasks.create_task(each) for each in asked]
     return [each.result() for each in running]
-
-
-class StagePort(Protocol):
-    """A node that can hold a stage."""
-
-    @property
-    def node(self) -> NodeId:
-        """The node's id, the same for every head."""
-
-    @property
-    def name(self) -> str:
-        """The display name of the node."""
-
-    @property
-    def node_name(self) -> str:
-        """The name of the node alone, without its address."""
-
-    @property
-    def last_step(self) -> int:
-        """The last step that it is known to have completed."""
-
-    async def load(self, message: LoadStage, on_progress: PhaseProgress) -> StageReady:
-        """Have the stage loaded. The port numbers the request itself.
-
-        The first call of `on_progress` means that the node has accepted the order. Raises
-        TakenError if another head is building a ring with it, and what loading raises.
-        """
-
-    async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
-        """Have the node connect to its neighbours. Only the head's own port uses `pipeline`."""
-
-    async def order(self, message: Order, expected: type[Answer]) -> Answer:
-        """Have the stage do something; return its `expected` answer. The port numbers the request.
-
-        Raises what the stage raises, and LinkError if its node is lost.
-        """
-
-    @property
-    def first_stage(self) -> FirstStage | None:
-        """The head's own stage, None for a peer's."""
-
-    async def unload(self, ring: str) -> None:
-        """Have the stage freed."""
-
-    async def compare_clock(self) -> ClockOffset:
-        """Compare the clock of the stage with the head's."""
-
-    def watch(self, on_lost: Callable[[ShardnetError], None]) -> Callable[[], None]:
-        """Call `on_lost` when the node is lost. Returns what ends the watching."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -116,7 +64,11 @@ class LocalPort:
         return self.host.progress[1]
 
     async def load(self, message: LoadStage, on_progress: PhaseProgress) -> StageReady:
-        """Load the stage here."""
+        """Load the stage here. A port numbers the request itself.
+
+        The first call of `on_progress` means that the node has accepted the order. Raises
+        TakenError if another head is building a ring with it, and what loading raises.
+        """
         return await self.stages.load(
             message,
             owner=self.node,
@@ -126,11 +78,17 @@ class LocalPort:
         )
 
     async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
-        """Connect to both neighbours, with `pipeline` as the source of steps."""
+        """Connect to both neighbours, with `pipeline` as the source of steps.
+
+        Only the head's own port uses `pipeline`.
+        """
         await self.host.join(ring, epoch, pipeline)
 
     async def order(self, message: Order, expected: type[Answer]) -> Answer:
-        """Have this node's own stage do it."""
+        """Have this node's own stage do it; return its `expected` answer.
+
+        Raises what the stage raises, and for another node's LinkError if that is lost.
+        """
         answer = await self.answers.answer(message)
         assert isinstance(answer, expected)
         return answer
@@ -149,7 +107,10 @@ class LocalPort:
         return same_clock()
 
     def watch(self, on_lost: Callable[[ShardnetError], None]) -> Callable[[], None]:
-        """Watch nothing: a head does not lose itself."""
+        """Call `on_lost` when the node is lost. A head does not lose itself.
+
+        Returns what ends the watching.
+        """
         return lambda: None
 
 
@@ -223,3 +184,7 @@ class RemotePort:
     def watch(self, on_lost: Callable[[ShardnetError], None]) -> Callable[[], None]:
         """Watch the control link."""
         return self.links.watch(self._control, on_lost)
+
+
+StagePort = LocalPort | RemotePort
+"""A node that can hold a stage."""

@@ -39,6 +39,7 @@ from shardnet.errors import (
 )
 from shardnet.runtime.engine.requests import MadeToken
 from shardnet.transport.link import Link
+from shardnet.transport.loop import at_most
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.framing.schema import MAX_STAGES, Numbered
 from shardnet.wire.messages.activity import KeepRing, RingKept
@@ -125,9 +126,8 @@ class Keeping:
             if answer != told or now_s - told_s >= TELL_S:
                 control.send(answer)
                 told, told_s = answer, now_s
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await kept.is_over.wait()
+            async with at_most(LOOK_S):
+                await kept.is_over.wait()
 
 
 FREE_S = 5.0

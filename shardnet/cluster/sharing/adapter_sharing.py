@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from shardnet.checkpoint.adapters.layer_files import AdapterFacts, LayerPart
-from shardnet.cluster.sharing.bulk_client import AdapterClient, SourceRefused
+from shardnet.cluster.sharing.bulk_client import AdapterClient, SourceRefused, ended
 from shardnet.cluster.store.adapter_store import AdapterStore
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import (
@@ -139,9 +139,7 @@ class AdapterSharing:
     ) -> None:
         """Fetch parts from one node, and take them off `lacking`. Raises what ends that."""
         disk = self._disk.at(self._store.folder)
-        link = await self._dial(source)
-        is_done = False
-        try:
+        async with ended(await self._dial(source)) as link:
             client = AdapterClient(link)
             while lacking:
                 on_progress(total - sum(part.size_bytes for _, part in lacking), total)
@@ -149,12 +147,6 @@ class AdapterSharing:
                 content = await client.part(name, part)
                 await disk.run(partial(self._store.keep, name, part, content))
                 lacking.pop(0)
-            is_done = True
-        finally:
-            if is_done:
-                await link.close()
-            else:
-                link.abort("the fetch has ended")
 
 
 def layer_part(layer: AdapterLayer) -> LayerPart:

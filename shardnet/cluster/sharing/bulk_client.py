@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -68,6 +69,17 @@ Answer = TypeVar("Answer", bound=BulkMessage)
 
 class SourceRefused(Exception):
     """The source answered that it does not send the requested data; the message says why."""
+
+
+@asynccontextmanager
+async def ended(link: Link) -> AsyncIterator[Link]:
+    """Close a link behind the body, or abort it where that fails."""
+    try:
+        yield link
+    except BaseException:
+        link.abort("the fetch has ended")
+        raise
+    await link.close()
 
 
 class BulkAsker:
@@ -226,14 +238,12 @@ BURST_S = 0.25
 ReadRows = Callable[[int, int], Awaitable[memoryview]]
 
 
-class KvHolder(Protocol):
-    """Has the keys and values of sequences, which go on while they are read."""
+HeldKv = Callable[[FetchKv], Awaitable[tuple[KvRows, ReadRows]]]
+"""Says what is here of keys and values, and what copies positions `[begin, end)` of it.
 
-    async def held(self, ask: FetchKv) -> tuple[KvRows, ReadRows]:
-        """Say what is here of what is asked for, and what copies positions `[begin, end)` of it.
-
-        A state comes before them. Raises UsageError if it cannot be given.
-        """
+A state comes before them; the sequence goes on while they are read. Raises UsageError if it cannot
+be given.
+"""
 
 
 @dataclass(eq=False, repr=False)
@@ -249,7 +259,7 @@ class BulkServer:
     rate: SendRate
     clock: Callable[[], float]
     adapters: AdapterStore
-    kv: KvHolder | None = None
+    kv: HeldKv | None = None
 
     async def serve(self, link: Link) -> None:
         """Answer requests until the link ends; raises its LinkError then.
@@ -365,7 +375,7 @@ class BulkServer:
         """Send rows in parts of one block at most: computing goes on between them."""
         if self.kv is None:
             raise UsageError("this node has no sequences")
-        rows, read = await self.kv.held(ask)
+        rows, read = await self.kv(ask)
         link.send(bulk_frame(rows))
         digest = hashlib.sha256()
         parts = [(rows.first, ask.end)] if rows.is_state else block_spans(rows.first, ask.end)

@@ -17,17 +17,17 @@ from functools import partial
 from typing import Final
 
 from shardnet.checkpoint.replica import Replica, TensorPart
-from shardnet.cluster.sharing.bulk_client import ANSWER_S, BulkClient, SourceRefused
+from shardnet.cluster.sharing.bulk_client import ANSWER_S, BulkClient, SourceRefused, ended
 from shardnet.cluster.sharing.replica_sources import FetchPlan
 from shardnet.errors import (
     CheckpointError,
     LinkError,
     PeerFailedError,
     ShardnetError,
-    first_error,
 )
 from shardnet.runtime.stage.executor import JobThread
 from shardnet.transport.link import Link
+from shardnet.transport.loop import together
 from shardnet.wire.messages.bulk import MAX_DIGESTS
 
 WINDOW: Final = 2
@@ -94,19 +94,16 @@ class Fetch:
         after a cancellation.
         """
         parts = self.replica.parts(tensors)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                await self._verify_stored(tensors)
-                self._total_bytes = self.replica.lacking_bytes(tensors)
-                self._report()
-                fetching = [tasks.create_task(self._fetch_from(s)) for s in self.sources]
-                await self._settle_digests(parts)
-                while not self._plan.finished:
-                    await self._news.wait()
-                for task in fetching:
-                    task.cancel()
-        except* ShardnetError as group:
-            raise first_error(group) from None
+        async with together() as tasks:
+            await self._verify_stored(tensors)
+            self._total_bytes = self.replica.lacking_bytes(tensors)
+            self._report()
+            fetching = [tasks.create_task(self._fetch_from(s)) for s in self.sources]
+            await self._settle_digests(parts)
+            while not self._plan.finished:
+                await self._news.wait()
+            for task in fetching:
+                task.cancel()
         if self._fetched_bytes:
             files = {part.file for part in parts}
             await self.writer.run(lambda: self.replica.seal(files))
@@ -325,15 +322,8 @@ class Fetch:
         except ShardnetError as error:
             raise LinkError(f"{source} refuses a link: {error}") from error
         self._names[source] = link.peer.name
-        is_done = False
-        try:
+        async with ended(link):
             yield BulkClient(link, self.model_id, answer_s=self.times.answer_s)
-            is_done = True
-        finally:
-            if is_done:
-                await link.close()
-            else:
-                link.abort("the fetch has ended")
 
     def _name(self, source: str) -> str:
         name = self._names.get(source)

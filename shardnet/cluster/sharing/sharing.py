@@ -25,7 +25,7 @@ from shardnet.cluster.sharing.adapter_sharing import AdapterSharing
 from shardnet.cluster.sharing.bulk_client import (
     BulkClient,
     BulkServer,
-    KvHolder,
+    HeldKv,
     SendRate,
     SourceRefused,
 )
@@ -44,12 +44,11 @@ from shardnet.errors import (
     ShardnetError,
     ShortageError,
     UsageError,
-    first_error,
 )
 from shardnet.runtime.loading.loading import check_layers
 from shardnet.runtime.loading.model_facts import ModelFacts, check_model_id, find_folder, stamp
 from shardnet.transport.link import Link
-from shardnet.transport.loop import finish
+from shardnet.transport.loop import at_most, finish, together
 from shardnet.types import LayerRange, NodeId
 from shardnet.wire.framing.schema import MAX_STAGES
 from shardnet.wire.messages.handshake import Hello, PeerRole
@@ -86,7 +85,7 @@ class Sharing:
     rate: SendRate
     disk: DiskJobs
     log: Callable[[str], None]
-    kv: KvHolder | None = None
+    kv: HeldKv | None = None
 
     def __post_init__(self) -> None:
         self._models = LocalModels(self.cache)
@@ -141,11 +140,10 @@ class Sharing:
     async def close(self) -> None:
         """Close all bulk links, and wait up to CLOSE_S for disk writes."""
         await asyncio.gather(*(link.close() for link in [*self._links]))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
-                while self._n_at_work:
-                    await self._idle.wait()
-                await self.disk.drain()
+        async with at_most(CLOSE_S):
+            while self._n_at_work:
+                await self._idle.wait()
+            await self.disk.drain()
         self.release()
 
     # --- requests of this node
@@ -206,11 +204,8 @@ class Sharing:
         the plan first, in order, also those without the model. Raises the error of a plan's node
         that does not answer; other peers that fail to are left out.
         """
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                asks = [tasks.create_task(self._ask_node(facts, model, node)) for node in nodes]
-        except* ShardnetError as group:
-            raise first_error(group) from None
+        async with together() as tasks:
+            asks = [tasks.create_task(self._ask_node(facts, model, node)) for node in nodes]
         found = [ask.result() for ask in asks]
         if all(source.is_complete for source in found):
             return found
@@ -270,13 +265,10 @@ class Sharing:
                 on_progress(*latest)
                 await asyncio.sleep(REPORT_S)
 
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                repeating = tasks.create_task(repeat())
-                folder = await self._fetch_stage(order, report)
-                repeating.cancel()
-        except* ShardnetError as group:
-            raise first_error(group) from None
+        async with together() as tasks:
+            repeating = tasks.create_task(repeat())
+            folder = await self._fetch_stage(order, report)
+            repeating.cancel()
         return folder
 
     async def _fetch_stage(self, order: LoadStage, on_progress: FetchProgress) -> Path:

@@ -21,6 +21,7 @@ import psutil
 from shardnet.errors import BusyError, DiskSilentError, PeerFailedError
 from shardnet.runtime.processors.processor_use import NO_FIGURE
 from shardnet.threads import DaemonThreads
+from shardnet.types import remember
 
 T = TypeVar("T")
 
@@ -125,10 +126,7 @@ class DiskJobs:
 
     def answers(self, lane: _Lane) -> None:
         """Note that a job has ended."""
-        self._answered.pop(lane.place, None)
-        self._answered[lane.place] = None
-        if len(self._answered) > MAX_ANSWERED:
-            del self._answered[next(iter(self._answered))]
+        remember(self._answered, lane.place, None, MAX_ANSWERED)
         if self._stuck.get(lane.place) is lane:
             del self._stuck[lane.place]
 

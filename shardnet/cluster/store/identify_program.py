@@ -5,34 +5,24 @@ Must not know nodes or links.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from shardnet.guard.job_loop import serve
-from shardnet.runtime.loading.model_facts import identify
+from shardnet.runtime.loading.model_facts import ModelFacts, identify
+
+NOT_TOLD: Final = ("path", "config", "adapters")
+"""Who asks knows them, or reads them from the text of the config."""
 
 
 def identified(path: str) -> tuple[object, bytes]:
     """Identify the checkpoint at `path`; give what ModelFacts is made of."""
     facts = identify(Path(path))
-    told = {
-        "model_id": facts.model_id,
-        "config_text": facts.config_text,
-        "stamp": facts.stamp,
-        "is_complete": facts.is_complete,
-        "stored_dtype": facts.stored_dtype,
-        "linear_dtype": facts.linear_dtype,
-        "packed": facts.packed,
-        "form": facts.form,
-        "size_bytes": facts.size_bytes,
-        "unknown_keys": facts.unknown_keys,
-        "recommended": dict(facts.recommended),
-        "layers": facts.layers,
-        "has_mtp": facts.has_mtp,
-        "tower_bytes": dict(facts.tower_bytes),
-        "picture_layers": facts.picture_layers,
-    }
+    told = {name: getattr(facts, name) for name in ModelFacts.__slots__ if name not in NOT_TOLD}
+    told = {name: dict(of) if isinstance(of, Mapping) else of for name, of in told.items()}
     return msgspec.to_builtins(told), b""
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 import msgspec
 
@@ -33,7 +33,7 @@ from shardnet.checkpoint.program_stores import (
     ollama_models,
     ollama_roots,
 )
-from shardnet.checkpoint.replica import StoredLayers, TensorFiles, TensorPart, part_of
+from shardnet.checkpoint.replica import TensorFiles, TensorPart, part_of
 from shardnet.checkpoint.replica_journal import JOURNAL_FILE, FileStamp
 from shardnet.checkpoint.tensors.checkpoint_files import find_file, folder_entries, open_file
 from shardnet.checkpoint.tensors.manifest import is_blob
@@ -45,9 +45,7 @@ from shardnet.files import make_own_folder, open_own, read_own
 from shardnet.guard.helper_process import HelperProcess, JobFailedError, JobLimits
 from shardnet.model.families.registry import parse_config
 from shardnet.runtime.loading.model_facts import ModelFacts, Stamp, find_folder, identify, stamp
-from shardnet.stage.estimate.packed_sizes import PackedSizes
 from shardnet.threads import DaemonThreads
-from shardnet.types import DType
 
 OWN_STORE: Final = "shardnet"
 REPLICA_STORE: Final = "other nodes"
@@ -205,25 +203,10 @@ def _size_bytes(file: Path) -> int:
 
 
 def _facts(path: Path, value: dict[str, Any]) -> ModelFacts:
-    return ModelFacts(
-        model_id=value["model_id"],
-        path=path,
-        config=parse_config(json.loads(value["config_text"]), str(path), []),
-        config_text=value["config_text"],
-        stamp=tuple((name, size, time_ns) for name, size, time_ns in value["stamp"]),
-        is_complete=value["is_complete"],
-        stored_dtype=msgspec.convert(value["stored_dtype"], DType | None),
-        linear_dtype=msgspec.convert(value["linear_dtype"], DType | None),
-        packed=msgspec.convert(value["packed"], PackedSizes | None),
-        form=value["form"],
-        size_bytes=value["size_bytes"],
-        unknown_keys=tuple(value["unknown_keys"]),
-        recommended=value["recommended"],
-        layers=msgspec.convert(value["layers"], StoredLayers),
-        has_mtp=value["has_mtp"],
-        tower_bytes=msgspec.convert(value["tower_bytes"], dict[DType, int]),
-        picture_layers=value["picture_layers"],
-    )
+    types = get_type_hints(ModelFacts)
+    told = {name: msgspec.convert(of, types[name]) for name, of in value.items()}
+    config = parse_config(json.loads(told["config_text"]), str(path), [])
+    return ModelFacts(path=path, config=config, **told)
 
 
 MAX_BYTES = 1 << 28

@@ -98,29 +98,8 @@ class Limits:
 
     def caps(self, kind: FrameKind) -> tuple[int, int]:
         """Return the largest meta and payload of `kind`, in bytes."""
-        match kind:
-            case FrameKind.HELLO:
-                return self.hello_meta_bytes, 0
-            case FrameKind.ERROR:
-                return self.error_meta_bytes, 0
-            case FrameKind.CONTROL:
-                return self.control_meta_bytes, 0
-            case FrameKind.DATA:
-                return self.data_meta_bytes, self.data_payload_bytes
-            case FrameKind.TOKENS:
-                return self.tokens_meta_bytes, self.tokens_payload_bytes
-            case FrameKind.EXTRAS:
-                return self.extras_meta_bytes, 0
-            case FrameKind.SEQUENCE:
-                return self.sequence_meta_bytes, 0
-            case FrameKind.BULK:
-                return self.bulk_meta_bytes, self.bulk_payload_bytes
-            case FrameKind.ROWS:
-                return self.rows_meta_bytes, self.rows_payload_bytes
-            case FrameKind.PART:
-                return self.part_meta_bytes, self.part_payload_bytes
-            case FrameKind.HEARTBEAT | FrameKind.BYE:
-                return 0, 0
+        name = kind.name.lower()
+        return getattr(self, f"{name}_meta_bytes", 0), getattr(self, f"{name}_payload_bytes", 0)
 
 
 class Header(msgspec.Struct, frozen=True):

@@ -11,18 +11,7 @@ from typing import Annotated, Final, TypeAlias
 from msgspec import Meta
 
 from shardnet.types import U32, U64, LiveState, PathText, Positions, Row, Strict
-from shardnet.wire.framing.schema import (
-    MAX_STAGES,
-    Count,
-    Explanation,
-    Moment,
-    Name,
-    Numbered,
-    Phase,
-    Priority,
-    Rank,
-    Seconds,
-)
+from shardnet.wire.framing import schema
 from shardnet.wire.messages.diagnostics import RingBehind, RingLoad
 from shardnet.wire.messages.extras import Microseconds, StageTiming
 from shardnet.wire.messages.plans import ModelChoice, PlanReply
@@ -39,14 +28,14 @@ MAX_TRACED_STEPS: Final = 1 << 14
 MAX_PIECE_STEPS: Final = 256
 
 
-class GetActivity(Numbered, frozen=True, kw_only=True):
+class GetActivity(schema.Numbered, frozen=True, kw_only=True):
     """Ask for the ring that a node leads. Answered by RingActivity, or Redirect to its head.
 
     Steps up to number `after_step` of the ring `known_ring` are left out, and its plan too.
     """
 
-    known_ring: Name = ""
-    after_step: Count = 0
+    known_ring: schema.Name = ""
+    after_step: schema.Count = 0
 
 
 class StepRecord(Row, frozen=True, array_like=True):
@@ -55,13 +44,13 @@ class StepRecord(Row, frozen=True, array_like=True):
     `n_prompt_rows` of its rows sampled nothing; `n_tokens` were kept of what the others sampled.
     """
 
-    step: Count
+    step: schema.Count
     sent_us: Microseconds
     round_trip_us: Microseconds
     n_rows: U32
     n_prompt_rows: U32
     n_tokens: U32
-    timings: Annotated[list[StageTiming], Meta(max_length=MAX_STAGES)]
+    timings: Annotated[list[StageTiming], Meta(max_length=schema.MAX_STAGES)]
 
 
 class RequestProgress(Strict, frozen=True, kw_only=True):
@@ -78,28 +67,28 @@ class RequestProgress(Strict, frozen=True, kw_only=True):
     n_kept: Positions
     n_tokens: U32
     max_tokens: U32
-    age_s: Seconds
-    priority: Priority = 0
+    age_s: schema.Seconds
+    priority: schema.Priority = 0
     ahead: U32 = 0
-    waits_for: Explanation = ""
-    expected_s: Seconds = 0.0
+    waits_for: schema.Explanation = ""
+    expected_s: schema.Seconds = 0.0
 
 
 class StageProgress(Row, frozen=True, array_like=True):
     """How far the node of a stage is with what it does before the ring is there."""
 
-    rank: Rank
-    phase: Phase
-    done_bytes: Count
-    total_bytes: Count
+    rank: schema.Rank
+    phase: schema.Phase
+    done_bytes: schema.Count
+    total_bytes: schema.Count
 
 
 class RingOpening(Strict, frozen=True, kw_only=True):
     """A ring that is being looked for or built, for a request; counts are those of NodeProgress."""
 
     model: PathText
-    age_s: Seconds
-    stages: Annotated[list[StageProgress], Meta(max_length=MAX_STAGES)]
+    age_s: schema.Seconds
+    stages: Annotated[list[StageProgress], Meta(max_length=schema.MAX_STAGES)]
 
 
 class RecoveryReport(Strict, frozen=True, kw_only=True):
@@ -110,21 +99,21 @@ class RecoveryReport(Strict, frozen=True, kw_only=True):
     that had run had a token again. The next ring has the nodes `nodes`, and not those in `lost`.
     """
 
-    at_s: Moment
-    why: Explanation
+    at_s: schema.Moment
+    why: schema.Explanation
     n_requests: U32
-    notice_s: Seconds
-    plan_s: Seconds
-    load_s: Seconds
-    replay_s: Seconds
+    notice_s: schema.Seconds
+    plan_s: schema.Seconds
+    load_s: schema.Seconds
+    replay_s: schema.Seconds
     n_attempts: U32
-    lost: Annotated[list[Name], Meta(max_length=MAX_STAGES)]
-    nodes: Annotated[list[Name], Meta(max_length=MAX_STAGES)]
+    lost: Annotated[list[schema.Name], Meta(max_length=schema.MAX_STAGES)]
+    nodes: Annotated[list[schema.Name], Meta(max_length=schema.MAX_STAGES)]
     is_over: bool
-    error: Explanation = ""
+    error: schema.Explanation = ""
 
 
-class RingActivity(Numbered, frozen=True, kw_only=True):
+class RingActivity(schema.Numbered, frozen=True, kw_only=True):
     """Answers GetActivity. `ring` is the name of the ring, "" without one.
 
     `plan` is there unless the asking side knows the ring. `age_us` is the time since it was built,
@@ -134,7 +123,7 @@ class RingActivity(Numbered, frozen=True, kw_only=True):
     first.
     """
 
-    ring: Name = ""
+    ring: schema.Name = ""
     is_broken: bool = False
     is_recovering: bool = False
     age_us: Microseconds = 0
@@ -145,10 +134,10 @@ class RingActivity(Numbered, frozen=True, kw_only=True):
     steps: Annotated[list[StepRecord], Meta(max_length=MAX_STEPS_SEEN)] = []
     recoveries: Annotated[list[RecoveryReport], Meta(max_length=MAX_RECOVERIES_SEEN)] = []
 
-    rings: Annotated[list[RingBehind], Meta(max_length=MAX_STAGES)] = []
+    rings: Annotated[list[RingBehind], Meta(max_length=schema.MAX_STAGES)] = []
 
 
-class KeepRing(Numbered, frozen=True, kw_only=True):
+class KeepRing(schema.Numbered, frozen=True, kw_only=True):
     """Have the head of a ring build it for `choice`, keep it, and tell how it is until cancelled.
 
     Answered by NodeProgress while it is built, PlanReply, and RingKept again and again; by Failed
@@ -158,28 +147,28 @@ class KeepRing(Numbered, frozen=True, kw_only=True):
     choice: ModelChoice
 
 
-class RingKept(Numbered, frozen=True, kw_only=True):
+class RingKept(schema.Numbered, frozen=True, kw_only=True):
     """Answers KeepRing: what the ring has in hand. While it `is_recovering` others should do it."""
 
     load: RingLoad
     is_recovering: bool = False
 
 
-class CancelSequence(Numbered, frozen=True, kw_only=True):
+class CancelSequence(schema.Numbered, frozen=True, kw_only=True):
     """Ask the head to cancel a request of its ring, whoever sent it. Answered by Done or Redirect.
 
     The request fails with code 41.
     """
 
-    ring: Name
+    ring: schema.Name
     sequence: U64
 
 
-class ReadClock(Numbered, frozen=True, kw_only=True):
+class ReadClock(schema.Numbered, frozen=True, kw_only=True):
     """Ask for the clock by which a node times its stage. Answered by ClockRead at once."""
 
 
-class ClockRead(Numbered, frozen=True, kw_only=True):
+class ClockRead(schema.Numbered, frozen=True, kw_only=True):
     """Answers ReadClock: the clock when the request came, and when this left. Its 0 is anywhere."""
 
     received_us: Microseconds
@@ -193,17 +182,17 @@ class TracedStep(Row, frozen=True, array_like=True):
     `n_sampled` were sampled. `timings` are in ring order.
     """
 
-    step: Count
+    step: schema.Count
     position: Positions
     n_rows: U32
     n_sampled: U32
     n_batch_rows: U32
     sent_us: Microseconds
     answered_us: Microseconds
-    timings: Annotated[list[StageTiming], Meta(max_length=MAX_STAGES)]
+    timings: Annotated[list[StageTiming], Meta(max_length=schema.MAX_STAGES)]
 
 
-class TracePiece(Numbered, frozen=True, kw_only=True):
+class TracePiece(schema.Numbered, frozen=True, kw_only=True):
     """The next steps of a Generate with `trace`; precedes Finished.
 
     `nodes` are the names of the ring's nodes in order. Their clocks are known to within
@@ -211,8 +200,8 @@ class TracePiece(Numbered, frozen=True, kw_only=True):
     were not traced.
     """
 
-    nodes: Annotated[list[Name], Meta(max_length=MAX_STAGES)]
-    clocks_within_us: Annotated[list[Microseconds], Meta(max_length=MAX_STAGES)]
+    nodes: Annotated[list[schema.Name], Meta(max_length=schema.MAX_STAGES)]
+    clocks_within_us: Annotated[list[Microseconds], Meta(max_length=schema.MAX_STAGES)]
     submitted_us: Microseconds
     steps: Annotated[list[TracedStep], Meta(max_length=MAX_PIECE_STEPS)]
     n_left_out: U32 = 0

@@ -13,17 +13,8 @@ from msgspec import Meta
 
 from shardnet.errors import RemoteProtocolError
 from shardnet.types import U32, U64, Digest, LayerNumber, Positions, Row, Strict
+from shardnet.wire.framing import schema
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
-from shardnet.wire.framing.schema import (
-    Count,
-    Explanation,
-    FileName,
-    Name,
-    Numbered,
-    OfRing,
-    decode,
-    encode,
-)
 
 MAX_FILES: Final = 4096
 MAX_DIGESTS: Final = 256
@@ -33,7 +24,7 @@ MAX_RANGES: Final = 1 << 16
 TensorName = Annotated[str, Meta(max_length=1024)]
 
 
-class FetchSkeleton(Numbered, frozen=True, kw_only=True):
+class FetchSkeleton(schema.Numbered, frozen=True, kw_only=True):
     """Ask which files a model has. Answered by Skeleton."""
 
     model_id: Digest
@@ -42,32 +33,32 @@ class FetchSkeleton(Numbered, frozen=True, kw_only=True):
 class HeadRange(Row, frozen=True, array_like=True):
     """Bytes of a file that the model's id covers."""
 
-    offset: Count
-    n_bytes: Count
+    offset: schema.Count
+    n_bytes: schema.Count
 
 
 class SkeletonFile(Strict, frozen=True, kw_only=True):
     """A file of a model, and which of its bytes its id covers: in order, without overlap."""
 
-    name: FileName
-    size_bytes: Count
+    name: schema.FileName
+    size_bytes: schema.Count
     heads: Annotated[list[HeadRange], Meta(max_length=MAX_RANGES)]
 
 
-class Skeleton(Numbered, frozen=True, kw_only=True):
+class Skeleton(schema.Numbered, frozen=True, kw_only=True):
     """Answers FetchSkeleton."""
 
     files: Annotated[list[SkeletonFile], Meta(max_length=MAX_FILES)]
 
 
-class FetchHead(Numbered, frozen=True, kw_only=True):
+class FetchHead(schema.Numbered, frozen=True, kw_only=True):
     """Ask for the bytes of a file that the id covers, in order. Answered by Piece frames."""
 
     model_id: Digest
-    file: FileName
+    file: schema.FileName
 
 
-class FetchPart(Numbered, frozen=True, kw_only=True):
+class FetchPart(schema.Numbered, frozen=True, kw_only=True):
     """Ask for part number `part` of a tensor. Answered by Piece frames."""
 
     model_id: Digest
@@ -75,7 +66,7 @@ class FetchPart(Numbered, frozen=True, kw_only=True):
     part: U32
 
 
-class Piece(Numbered, frozen=True, kw_only=True):
+class Piece(schema.Numbered, frozen=True, kw_only=True):
     """The payload is what follows the bytes of the Piece before. The last one completes them."""
 
 
@@ -86,27 +77,27 @@ class PartName(Row, frozen=True, array_like=True):
     part: U32
 
 
-class FetchDigests(Numbered, frozen=True, kw_only=True):
+class FetchDigests(schema.Numbered, frozen=True, kw_only=True):
     """Ask for the SHA-256 of parts. Answered by Digests."""
 
     model_id: Digest
     parts: Annotated[list[PartName], Meta(max_length=MAX_DIGESTS)]
 
 
-class Digests(Numbered, frozen=True, kw_only=True):
+class Digests(schema.Numbered, frozen=True, kw_only=True):
     """Answers FetchDigests: SHA-256 in hex, in its order, null for a part that is not here."""
 
     sha256: Annotated[list[Digest | None], Meta(max_length=MAX_DIGESTS)]
 
 
-class FetchAdapter(Numbered, frozen=True, kw_only=True):
+class FetchAdapter(schema.Numbered, frozen=True, kw_only=True):
     """Ask for one layer's part of a LoRA adapter. Answered by Piece frames."""
 
     adapter_id: Digest
     layer: LayerNumber
 
 
-class FetchKv(OfRing, frozen=True, kw_only=True):
+class FetchKv(schema.OfRing, frozen=True, kw_only=True):
     """Ask for positions `[begin, end)` of one layer of a sequence, or for the layer's state.
 
     The sequence owns `slot` in the ring and epoch. `form` is what rows look like at the sender's.
@@ -119,32 +110,32 @@ class FetchKv(OfRing, frozen=True, kw_only=True):
     layer: LayerNumber
     begin: Positions
     end: Positions
-    form: Name
+    form: schema.Name
     state: U32 | None = None
 
 
-class KvRows(Numbered, frozen=True, kw_only=True):
+class KvRows(schema.Numbered, frozen=True, kw_only=True):
     """What follows: `n_bytes` of rows from position `first` on, or of a state and rows beside it.
 
     Rows before `first` are gone.
     """
 
     first: Positions
-    n_bytes: Count
+    n_bytes: schema.Count
     is_state: bool = False
 
 
-class KvSent(Numbered, frozen=True, kw_only=True):
+class KvSent(schema.Numbered, frozen=True, kw_only=True):
     """All bytes of a FetchKv were sent; `sha256` is that of all of them, in hex."""
 
     sha256: Digest
 
 
-class Refused(Numbered, frozen=True, kw_only=True):
+class Refused(schema.Numbered, frozen=True, kw_only=True):
     """Answers any request of a bulk link, also after pieces: it failed. Codes as in ERROR."""
 
     code: U32
-    message: Explanation
+    message: schema.Explanation
 
 
 WeightsRequest = FetchSkeleton | FetchHead | FetchPart | FetchDigests
@@ -156,12 +147,12 @@ _decoder: msgspec.msgpack.Decoder[BulkMessage] = msgspec.msgpack.Decoder(BulkMes
 
 def bulk_frame(message: BulkMessage, payload: Buffer = b"") -> Frame:
     """Make a BULK frame. Only a Piece has a payload."""
-    return Frame(kind=FrameKind.BULK, meta=encode(message), payload=payload)
+    return Frame(kind=FrameKind.BULK, meta=schema.encode(message), payload=payload)
 
 
 def read_bulk(frame: Frame) -> BulkMessage:
     """Read a BULK frame. Raises RemoteProtocolError when it breaks the schema."""
-    message = decode(_decoder, frame)
+    message = schema.decode(_decoder, frame)
     if len(frame.payload) and not isinstance(message, Piece):
         raise RemoteProtocolError(
             f"a {type(message).__name__} came with {len(frame.payload)} bytes of payload"

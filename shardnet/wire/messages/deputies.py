@@ -12,17 +12,7 @@ from msgspec import Meta
 
 from shardnet.slot_operations import MAX_ADAPTERS
 from shardnet.types import U32, Digest, Positions, Row, Strict, Tagged
-from shardnet.wire.framing.schema import (
-    MAX_STAGES,
-    Address,
-    ArithName,
-    Explanation,
-    Logprob,
-    Name,
-    Numbered,
-    RequestKey,
-    Seconds,
-)
+from shardnet.wire.framing import schema
 from shardnet.wire.messages.extras import LikelyTokens
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.plans import ModelChoice
@@ -42,8 +32,8 @@ MAX_LISTED_BYTES: Final = 3 << 20
 class RingNode(Strict, frozen=True, kw_only=True):
     """A node of a ring, and where its head reaches it."""
 
-    node: Name
-    address: Address
+    node: schema.Name
+    address: schema.Address
 
 
 class StandBy(Tagged, frozen=True, kw_only=True):
@@ -57,10 +47,10 @@ class StandBy(Tagged, frozen=True, kw_only=True):
     epoch: U32
     choice: ModelChoice
     model_id: Digest
-    dtype: Name
-    arith: ArithName
+    dtype: schema.Name
+    arith: schema.ArithName
     context: Positions
-    nodes: Annotated[list[RingNode], Meta(max_length=MAX_STAGES)]
+    nodes: Annotated[list[RingNode], Meta(max_length=schema.MAX_STAGES)]
     adapters: Annotated[list[RingAdapter], Meta(max_length=MAX_ADAPTERS)] = []
 
 
@@ -74,7 +64,7 @@ class CopiedToken(Row, frozen=True, array_like=True):
     """A token of an answer, with its logprob and the likeliest ones where those were asked for."""
 
     token_id: U32
-    logprob: Logprob | None
+    logprob: schema.Logprob | None
     top: LikelyTokens
 
 
@@ -84,7 +74,7 @@ class CopiedTokens(Row, frozen=True, array_like=True):
     `end` says whether more will come, it is complete, its client has left, or it failed.
     """
 
-    key: RequestKey
+    key: schema.RequestKey
     first: U32
     tokens: Annotated[list[CopiedToken], Meta(max_length=MAX_COPIED_TOKENS)]
     end: Literal["", "complete", "left", "failed"]
@@ -96,7 +86,7 @@ class TokensCopied(Tagged, frozen=True, kw_only=True):
     rows: Annotated[list[CopiedTokens], Meta(max_length=MAX_COPIED_ROWS)]
 
 
-class TakeOver(Numbered, frozen=True, kw_only=True):
+class TakeOver(schema.Numbered, frozen=True, kw_only=True):
     """Tell the deputy to take over: the sender ends, and has let go of the ring."""
 
 
@@ -109,61 +99,61 @@ class TakenOver(Tagged, frozen=True, kw_only=True):
 class StandByRefused(Tagged, frozen=True, kw_only=True):
     """Tell a head, unasked, that the sender does not stand by for it, and why."""
 
-    why: Explanation
+    why: schema.Explanation
 
 
-class FindNode(Numbered, frozen=True, kw_only=True):
+class FindNode(schema.Numbered, frozen=True, kw_only=True):
     """Ask a node whether it has a control link to another one, and stands by for it."""
 
-    node: Name
+    node: schema.Name
 
 
-class NodeFound(Numbered, frozen=True, kw_only=True):
+class NodeFound(schema.Numbered, frozen=True, kw_only=True):
     """Answers FindNode. It `stands_by` where it has copies of requests that run there."""
 
     is_linked: bool
     stands_by: bool = False
 
 
-class FindAnswer(Numbered, frozen=True, kw_only=True):
+class FindAnswer(schema.Numbered, frozen=True, kw_only=True):
     """Ask a node whether it has the answer to a Generate with `key`, its own or copied there."""
 
-    key: RequestKey
+    key: schema.RequestKey
 
 
-class AnswerFound(Numbered, frozen=True, kw_only=True):
+class AnswerFound(schema.Numbered, frozen=True, kw_only=True):
     """Answers FindAnswer."""
 
     is_kept: bool
 
 
-class CopiedTo(Numbered, frozen=True, kw_only=True):
+class CopiedTo(schema.Numbered, frozen=True, kw_only=True):
     """Tells a client that what its Generate makes is copied to the node at `address`.
 
     If the link ends, Resume there has the rest.
     """
 
-    address: Address
+    address: schema.Address
 
 
-class Resume(Numbered, frozen=True, kw_only=True):
+class Resume(schema.Numbered, frozen=True, kw_only=True):
     """Ask for the rest of the answer to a Generate that had `key`, from token `n_tokens` on.
 
     Answered as that was, or by Redirect.
     """
 
-    key: RequestKey
+    key: schema.RequestKey
     n_tokens: U32 = 0
 
 
 class ValueName(Strict, frozen=True, kw_only=True):
     """What a value is found by: `owner` is the name of the API key that it came with."""
 
-    owner: Name
-    name: Name
+    owner: schema.Name
+    name: schema.Name
 
 
-class KeepValue(Numbered, frozen=True, kw_only=True):
+class KeepValue(schema.Numbered, frozen=True, kw_only=True):
     """Have a node keep a value in memory, in place of the one of this name.
 
     One that a client sends is copied to one more node. Answered by Done.
@@ -173,7 +163,7 @@ class KeepValue(Numbered, frozen=True, kw_only=True):
     value: Annotated[bytes, Meta(max_length=MAX_VALUE)]
 
 
-class FindValue(Numbered, frozen=True, kw_only=True):
+class FindValue(schema.Numbered, frozen=True, kw_only=True):
     """Ask for a value. For a client the node asks others, where it has none itself.
 
     Answered by ValueFound.
@@ -182,13 +172,13 @@ class FindValue(Numbered, frozen=True, kw_only=True):
     of: ValueName
 
 
-class ValueFound(Numbered, frozen=True, kw_only=True):
+class ValueFound(schema.Numbered, frozen=True, kw_only=True):
     """Answers FindValue; null where nobody has one."""
 
     value: Annotated[bytes, Meta(max_length=MAX_VALUE)] | None
 
 
-class ListValues(Numbered, frozen=True, kw_only=True):
+class ListValues(schema.Numbered, frozen=True, kw_only=True):
     """Ask for the owner's small values whose names begin with that of `of`.
 
     For a client the node asks all others, too. Answered by ValuesListed.
@@ -200,18 +190,18 @@ class ListValues(Numbered, frozen=True, kw_only=True):
 class ListedValue(Row, frozen=True, array_like=True):
     """A value, and how long ago it came to whoever has the latest."""
 
-    name: Name
-    age_s: Seconds
+    name: schema.Name
+    age_s: schema.Seconds
     value: Annotated[bytes, Meta(max_length=MAX_LISTED_VALUE)]
 
 
-class ValuesListed(Numbered, frozen=True, kw_only=True):
+class ValuesListed(schema.Numbered, frozen=True, kw_only=True):
     """Answers ListValues: the latest, as many as fit."""
 
     values: Annotated[list[ListedValue], Meta(max_length=MAX_VALUES_LISTED)]
 
 
-class DropValue(Numbered, frozen=True, kw_only=True):
+class DropValue(schema.Numbered, frozen=True, kw_only=True):
     """Have a node keep a value no longer; for a client, all nodes. Answered by Done."""
 
     of: ValueName

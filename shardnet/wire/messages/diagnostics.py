@@ -12,22 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.types import U32, LayerNumber, PathText, Strict
-from shardnet.wire.framing.schema import (
-    MAX_DEVICES,
-    MAX_PEER_ADDRESSES,
-    MAX_STAGES,
-    Address,
-    Count,
-    DigestOrNone,
-    Explanation,
-    Figure,
-    Layers,
-    Moment,
-    Name,
-    Rank,
-    Seconds,
-    Text,
-)
+from shardnet.wire.framing import schema
 
 MAX_VIEWS = 64
 """Most peers, records and refused hosts in one report, of each."""
@@ -62,10 +47,10 @@ class InterfaceAddress(Strict, frozen=True, kw_only=True):
     `is_told`: it is advertised to others. `mtu` and `speed_mbit` are 0 where unknown.
     """
 
-    interface: Name
-    host: Name
+    interface: schema.Name
+    host: schema.Name
     prefix: Annotated[int, Meta(ge=0, le=128)]
-    verdict: Name
+    verdict: schema.Name
     mtu: U32
     speed_mbit: U32
     is_told: bool
@@ -74,20 +59,20 @@ class InterfaceAddress(Strict, frozen=True, kw_only=True):
 class MulticastHeard(Strict, frozen=True, kw_only=True):
     """A node that was heard by multicast on an interface, and how long ago for the last time."""
 
-    node: Name
-    interface: Name
-    age_s: Seconds
+    node: schema.Name
+    interface: schema.Name
+    age_s: schema.Seconds
 
 
 class MdnsRecord(Strict, frozen=True, kw_only=True):
     """The mDNS record of another node: public, and not proved."""
 
-    node: Name
-    name: Name
-    version: Name
+    node: schema.Name
+    name: schema.Name
+    version: schema.Name
     protocol: U32
-    cluster: Name
-    address: Address
+    cluster: schema.Name
+    address: schema.Address
 
 
 class MulticastState(Strict, frozen=True, kw_only=True):
@@ -99,22 +84,22 @@ class MulticastState(Strict, frozen=True, kw_only=True):
     """
 
     state: Literal["off", "on", "failed"]
-    failure: Explanation = ""
-    hosts: Annotated[list[Name], Meta(max_length=MAX_VIEWS)] = []
-    listening: Annotated[list[Name], Meta(max_length=MAX_VIEWS)] = []
-    listening_s: Seconds = 0.0
+    failure: schema.Explanation = ""
+    hosts: Annotated[list[schema.Name], Meta(max_length=MAX_VIEWS)] = []
+    listening: Annotated[list[schema.Name], Meta(max_length=MAX_VIEWS)] = []
+    listening_s: schema.Seconds = 0.0
     heard: Annotated[list[MulticastHeard], Meta(max_length=4 * MAX_VIEWS)] = []
     records: Annotated[list[MdnsRecord], Meta(max_length=MAX_VIEWS)] = []
-    others: Annotated[list[Name], Meta(max_length=MAX_VIEWS)] = []
+    others: Annotated[list[schema.Name], Meta(max_length=MAX_VIEWS)] = []
 
 
 class AddressView(Strict, frozen=True, kw_only=True):
     """One address of a peer: what came of the last attempt, why it is not used if it is not."""
 
-    address: Address
+    address: schema.Address
     seen: Seen
     why: Reason = ""
-    rtt_s: Seconds | None = None
+    rtt_s: schema.Seconds | None = None
     remedy: Advice = msgspec.UNSET
 
 
@@ -126,16 +111,16 @@ class PeerView(Strict, frozen=True, kw_only=True):
     why it is not linked to.
     """
 
-    node: Name
-    name: Name
-    version: Name
+    node: schema.Name
+    name: schema.Name
+    version: schema.Name
     is_linked: bool
-    address: Address
-    rtt_s: Seconds | None
-    bytes_per_s: Figure | None = None
-    told_by: Annotated[list[Name], Meta(max_length=MAX_TELLERS)]
-    refusal: Explanation
-    addresses: Annotated[list[AddressView], Meta(max_length=MAX_PEER_ADDRESSES)]
+    address: schema.Address
+    rtt_s: schema.Seconds | None
+    bytes_per_s: schema.Figure | None = None
+    told_by: Annotated[list[schema.Name], Meta(max_length=MAX_TELLERS)]
+    refusal: schema.Explanation
+    addresses: Annotated[list[AddressView], Meta(max_length=schema.MAX_PEER_ADDRESSES)]
 
 
 class RefusedHost(Strict, frozen=True, kw_only=True):
@@ -144,11 +129,11 @@ class RefusedHost(Strict, frozen=True, kw_only=True):
     `age_s` is how long ago the last one was, `n_times` how many there were.
     """
 
-    host: Name
+    host: schema.Name
     code: U32
     why: Reason
     n_times: U32
-    age_s: Seconds
+    age_s: schema.Seconds
     remedy: Advice = msgspec.UNSET
 
 
@@ -158,11 +143,11 @@ class PrefixState(Strict, frozen=True, kw_only=True):
     `bytes_per_s` is how fast they were read, 0 if none was.
     """
 
-    used_bytes: Count
-    limit_bytes: Count
-    saved_positions: Count = 0
-    restored_positions: Count = 0
-    bytes_per_s: Figure = 0.0
+    used_bytes: schema.Count
+    limit_bytes: schema.Count
+    saved_positions: schema.Count = 0
+    restored_positions: schema.Count = 0
+    bytes_per_s: schema.Figure = 0.0
 
 
 class StandbyState(Strict, frozen=True, kw_only=True):
@@ -171,24 +156,24 @@ class StandbyState(Strict, frozen=True, kw_only=True):
     `weight_bytes` is 0 where it does not hold them: they are loaded when that is lost.
     """
 
-    node: Name
-    layers: Layers
-    weight_bytes: Count
+    node: schema.Name
+    layers: schema.Layers
+    weight_bytes: schema.Count
 
 
 class DeputyState(Strict, frozen=True, kw_only=True):
     """A head's deputy, or a head that a node is the deputy of: its name, and answers copied."""
 
-    node: Name
+    node: schema.Name
     n_requests: U32
 
 
 class PartState(Strict, frozen=True, kw_only=True):
     """Layers of a stage that one of its node's `devices` has, or several, each a shard of them."""
 
-    layers: Layers
-    devices: Annotated[list[Name], Meta(max_length=MAX_DEVICES)]
-    weight_bytes: Count
+    layers: schema.Layers
+    devices: Annotated[list[schema.Name], Meta(max_length=schema.MAX_DEVICES)]
+    weight_bytes: schema.Count
 
 
 class StageState(Strict, frozen=True, kw_only=True):
@@ -200,20 +185,20 @@ class StageState(Strict, frozen=True, kw_only=True):
     """
 
     model: PathText
-    layers: Layers
-    dtype: Name
-    kernel: Name
-    weight_bytes: Count
+    layers: schema.Layers
+    dtype: schema.Name
+    kernel: schema.Name
+    weight_bytes: schema.Count
     room_blocks: U32
     used_blocks: U32
     n_open: U32 = 0
-    rank: Rank = 0
-    n_stages: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
+    rank: schema.Rank = 0
+    n_stages: Annotated[int, Meta(ge=0, le=schema.MAX_STAGES)] = 0
     epoch: U32 = 0
-    head: Name = ""
+    head: schema.Name = ""
     prefixes: PrefixState | None = None
     standby: StandbyState | None = None
-    parts: Annotated[list[PartState], Meta(max_length=MAX_DEVICES)] = []
+    parts: Annotated[list[PartState], Meta(max_length=schema.MAX_DEVICES)] = []
 
 
 def waiting_words(what: str, expected_s: float) -> str:
@@ -232,8 +217,8 @@ class RingWait(Strict, frozen=True, kw_only=True):
     """
 
     kind: RingWaitKind
-    what: Explanation
-    expected_s: Seconds = 0.0
+    what: schema.Explanation
+    expected_s: schema.Seconds = 0.0
 
 
 class RingLoad(Strict, frozen=True, kw_only=True):
@@ -251,7 +236,7 @@ class RingLoad(Strict, frozen=True, kw_only=True):
     used_blocks: U32
     room_blocks: U32
     room_slots: U32 = 0
-    restored_positions: Count = 0
+    restored_positions: schema.Count = 0
     wait: RingWait | None = None
 
 
@@ -262,23 +247,23 @@ class RingBehind(Strict, frozen=True, kw_only=True):
     `n_taken_over` from rings that were lost.
     """
 
-    node: Name
-    address: Address
-    names: Annotated[list[Name], Meta(max_length=MAX_STAGES)]
-    why: Explanation = ""
+    node: schema.Name
+    address: schema.Address
+    names: Annotated[list[schema.Name], Meta(max_length=schema.MAX_STAGES)]
+    why: schema.Explanation = ""
     n_requests: U32 = 0
-    n_taken_over: Count = 0
+    n_taken_over: schema.Count = 0
     load: RingLoad | None = None
-    predicted_tok_s: Figure | None = None
+    predicted_tok_s: schema.Figure | None = None
 
 
 class StageWork(Strict, frozen=True, kw_only=True):
     """What one stage has done since its ring was built, microseconds by its own clock."""
 
-    rank: Rank
-    name: Name
-    compute_us: Count
-    queue_us: Count
+    rank: schema.Rank
+    name: schema.Name
+    compute_us: schema.Count
+    queue_us: schema.Count
 
 
 class RingWork(Strict, frozen=True, kw_only=True):
@@ -293,20 +278,20 @@ class RingWork(Strict, frozen=True, kw_only=True):
     """
 
     load: RingLoad
-    n_steps: Count
-    wire_us: Count
-    stages: Annotated[list[StageWork], Meta(max_length=MAX_STAGES)]
-    n_prompts: Count = 0
-    n_prefix_hits: Count = 0
-    n_prompt_tokens: Count = 0
-    n_prefix_tokens: Count = 0
-    n_recoveries: Count = 0
-    recovery_us: Count = 0
-    n_drafted: Count = 0
-    n_accepted: Count = 0
-    n_flown: Count = 0
-    n_wasted: Count = 0
-    n_disk_tokens: Count = 0
+    n_steps: schema.Count
+    wire_us: schema.Count
+    stages: Annotated[list[StageWork], Meta(max_length=schema.MAX_STAGES)]
+    n_prompts: schema.Count = 0
+    n_prefix_hits: schema.Count = 0
+    n_prompt_tokens: schema.Count = 0
+    n_prefix_tokens: schema.Count = 0
+    n_recoveries: schema.Count = 0
+    recovery_us: schema.Count = 0
+    n_drafted: schema.Count = 0
+    n_accepted: schema.Count = 0
+    n_flown: schema.Count = 0
+    n_wasted: schema.Count = 0
+    n_disk_tokens: schema.Count = 0
 
     @property
     def reused(self) -> dict[str, int]:
@@ -322,14 +307,14 @@ class LinkTraffic(Strict, frozen=True, kw_only=True):
     that lives, and `n_resent` the segments that TCP had to send again; null where it does not say.
     """
 
-    name: Name
+    name: schema.Name
     purpose: Literal["control", "data", "bulk", "parts"]
     n_links: U32
-    n_failed: Count
-    sent_bytes: Count
-    received_bytes: Count
+    n_failed: schema.Count
+    sent_bytes: schema.Count
+    received_bytes: schema.Count
     round_trip_us: U32 | None = None
-    n_resent: Count | None = None
+    n_resent: schema.Count | None = None
 
 
 class PressureState(Strict, frozen=True, kw_only=True):
@@ -340,11 +325,11 @@ class PressureState(Strict, frozen=True, kw_only=True):
     `yields` it does so too while its owner uses the machine.
     """
 
-    available_bytes: Count
-    total_bytes: Count
+    available_bytes: schema.Count
+    total_bytes: schema.Count
     stalled: Annotated[float, Meta(ge=0, le=1)] | None = None
-    n_drops: Count = 0
-    n_rests: Count = 0
+    n_drops: schema.Count = 0
+    n_rests: schema.Count = 0
     yields: bool = False
 
 
@@ -355,13 +340,13 @@ class AuditFinding(Strict, frozen=True, kw_only=True):
     wrong. Without `is_left_out` it still computes: it is the head, or another one may be wrong.
     """
 
-    node: Name
-    name: Name
+    node: schema.Name
+    name: schema.Name
     layer: LayerNumber
-    at: Moment
-    good_at: Moment
-    what: Explanation
-    remedy: Explanation
+    at: schema.Moment
+    good_at: schema.Moment
+    what: schema.Explanation
+    remedy: schema.Explanation
     is_left_out: bool
 
 
@@ -372,9 +357,9 @@ class AuditState(Strict, frozen=True, kw_only=True):
     were. Of the ring that stands other nodes have computed `n_confirmed` layers alike.
     """
 
-    n_audits: Count
-    busy_s: Seconds
-    looked_bytes: Count
+    n_audits: schema.Count
+    busy_s: schema.Seconds
+    looked_bytes: schema.Count
     n_confirmed: U32
     findings: Annotated[list[AuditFinding], Meta(max_length=MAX_FINDINGS)]
 
@@ -393,27 +378,27 @@ class NodeReport(Strict, frozen=True, kw_only=True):
     is null for who has audited nothing.
     """
 
-    cluster: Name
+    cluster: schema.Name
     protocol: U32
-    uptime_s: Seconds
-    received_at: Moment
-    sent_at: Moment
+    uptime_s: schema.Seconds
+    received_at: schema.Moment
+    sent_at: schema.Moment
     interfaces: Annotated[list[InterfaceAddress], Meta(max_length=MAX_VIEWS)]
     multicast: MulticastState
     peers: Annotated[list[PeerView], Meta(max_length=MAX_VIEWS)]
     unreached: Annotated[list[AddressView], Meta(max_length=MAX_VIEWS)]
     refused: Annotated[list[RefusedHost], Meta(max_length=MAX_VIEWS)]
-    disk_free_bytes: Count | None
+    disk_free_bytes: schema.Count | None
     n_requests: U32 = 0
     stage: StageState | None = None
-    model_id: DigestOrNone = ""
-    model_failure: Explanation = ""
-    model_config: Text = ""
+    model_id: schema.DigestOrNone = ""
+    model_failure: schema.Explanation = ""
+    model_config: schema.Text = ""
     temperature_c: Annotated[float, Meta(ge=-100, le=1000)] | None = None
     ring: RingWork | None = None
     pressure: PressureState | None = None
     deputy: DeputyState | None = None
-    deputy_of: Annotated[list[DeputyState], Meta(max_length=MAX_STAGES)] = []
+    deputy_of: Annotated[list[DeputyState], Meta(max_length=schema.MAX_STAGES)] = []
     links: Annotated[list[LinkTraffic], Meta(max_length=MAX_TRAFFIC)] = []
-    rings: Annotated[list[RingBehind], Meta(max_length=MAX_STAGES)] = []
+    rings: Annotated[list[RingBehind], Meta(max_length=schema.MAX_STAGES)] = []
     audit: AuditState | None = None

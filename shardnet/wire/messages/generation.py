@@ -17,22 +17,7 @@ from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.sampling_params import MAX_LOGPROBS, SamplingParams
 from shardnet.slot_operations import MAX_PICTURES
 from shardnet.types import MAX_LAYERS, U32, LiveState, PathText, Positions, Row, Strict
-from shardnet.wire.framing.schema import (
-    MAX_STAGES,
-    Count,
-    Explanation,
-    Figure,
-    Logprob,
-    Moment,
-    Name,
-    Numbered,
-    Priority,
-    Rank,
-    RequestKey,
-    Seconds,
-    Text,
-    TokenIds,
-)
+from shardnet.wire.framing import schema
 from shardnet.wire.messages.chat import ChatMessage, Picture, TemplateOptions, ToolsText
 from shardnet.wire.messages.plans import ModelChoice, PlanReply
 
@@ -70,7 +55,7 @@ class Constraint(Strict, frozen=True, kw_only=True):
 Turn = Literal["", "new", "begun"]
 
 
-class Generate(Numbered, frozen=True, kw_only=True):
+class Generate(schema.Numbered, frozen=True, kw_only=True):
     """Ask for the continuation of one prompt: `token_ids` if there are any, else `messages` in the
     model's chat template, else `prompt`. The template gets `tools` and `template_options` too.
 
@@ -88,8 +73,8 @@ class Generate(Numbered, frozen=True, kw_only=True):
 
     choice: ModelChoice
     sampling: SamplingParams
-    prompt: Text = ""
-    token_ids: TokenIds | None = None
+    prompt: schema.Text = ""
+    token_ids: schema.TokenIds | None = None
     messages: Annotated[list[ChatMessage], Meta(max_length=1 << 14)] | None = None
     tools: ToolsText = ""
     template_options: TemplateOptions = []
@@ -105,19 +90,19 @@ class Generate(Numbered, frozen=True, kw_only=True):
     lockstep: bool = False
     lockstep_set: U32 = 0
     lockstep_size: Annotated[int, Meta(ge=0, le=MAX_LOCKSTEP_SET)] = 0
-    priority: Priority = 0
-    deadline_s: Seconds | None = None
+    priority: schema.Priority = 0
+    deadline_s: schema.Seconds | None = None
     outputs: OutputParams = NO_OUTPUTS
     recommended: Annotated[list[RecommendedName], Meta(max_length=5)] = []
     constraint: Constraint | None = None
     trace: bool = False
-    key: RequestKey = ""
-    made: TokenIds = []
+    key: schema.RequestKey = ""
+    made: schema.TokenIds = []
     pictures: Annotated[list[Picture], Meta(max_length=MAX_PICTURES)] = []
     turn: Turn = ""
 
 
-class StateChanged(Numbered, frozen=True, kw_only=True):
+class StateChanged(schema.Numbered, frozen=True, kw_only=True):
     """Tells how a Generate stands that has not ended. `ahead` requests go before it in the queue.
 
     When it begins to run its prompt has `n_prompt` tokens, and the first `n_kept` positions of
@@ -132,11 +117,11 @@ class StateChanged(Numbered, frozen=True, kw_only=True):
     n_prompt: Positions = 0
     n_kept: Positions = 0
     prompt_tail: Annotated[str, Meta(max_length=MAX_PROMPT_TAIL)] = ""
-    why: Explanation = ""
-    expected_s: Seconds = 0.0
+    why: schema.Explanation = ""
+    expected_s: schema.Seconds = 0.0
 
 
-class Cancel(Numbered, frozen=True, kw_only=True):
+class Cancel(schema.Numbered, frozen=True, kw_only=True):
     """Give a running request up. It is answered by Failed with code 41 or its own end."""
 
 
@@ -144,34 +129,34 @@ class TopToken(Row, frozen=True, array_like=True):
     """One of the most likely tokens of a row, with its text."""
 
     token_id: U32
-    token: Text
-    logprob: Logprob
+    token: schema.Text
+    logprob: schema.Logprob
 
 
 class TokenDetail(Strict, frozen=True, kw_only=True):
     """The logprob of a generated token and of the most likely ones in its place."""
 
     token_id: U32
-    token: Text
+    token: schema.Text
     bytes: Annotated[list[Annotated[int, Meta(ge=0, le=255)]], Meta(max_length=4096)]
-    logprob: Logprob
+    logprob: schema.Logprob
     top: Annotated[list[TopToken], Meta(max_length=MAX_LOGPROBS)]
 
 
-class TextPiece(Numbered, frozen=True, kw_only=True):
+class TextPiece(schema.Numbered, frozen=True, kw_only=True):
     """More of the answer: new tokens, and the text that is whole by now.
 
     `prompt_logprobs` are those of the prompt's next tokens, the second one first.
     """
 
-    token_ids: TokenIds
-    tokens: Annotated[list[Text], Meta(max_length=1 << 20)]
-    text: Text
+    token_ids: schema.TokenIds
+    tokens: Annotated[list[schema.Text], Meta(max_length=1 << 20)]
+    text: schema.Text
     logprobs: Annotated[list[TokenDetail], Meta(max_length=1 << 14)] | None = None
     prompt_logprobs: Annotated[list[TokenDetail], Meta(max_length=1 << 14)] | None = None
 
 
-class RowsPiece(Numbered, frozen=True, kw_only=True):
+class RowsPiece(schema.Numbered, frozen=True, kw_only=True):
     """The next rows of what a Generate's `outputs` ask for, the first at `position`.
 
     `data` is float32, little-endian, row after row of `width` elements. A mean is at position 0.
@@ -190,30 +175,30 @@ class RowsPiece(Numbered, frozen=True, kw_only=True):
 class MeanStageTime(Strict, frozen=True, kw_only=True):
     """Where the time of a mean decode step went, for one stage."""
 
-    rank: Rank
-    compute_ms: Figure
-    queue_ms: Figure
-    wire_ms: Figure
+    rank: schema.Rank
+    compute_ms: schema.Figure
+    queue_ms: schema.Figure
+    wire_ms: schema.Figure
 
 
 class Timing(Strict, frozen=True, kw_only=True):
     """Timing of a request by the head's clock; how many tokens were drafted and accepted."""
 
-    load_s: Seconds
-    ttft_s: Seconds
-    decode_tok_s: Figure
-    total_s: Seconds
-    per_stage: Annotated[tuple[MeanStageTime, ...], Meta(max_length=MAX_STAGES)]
+    load_s: schema.Seconds
+    ttft_s: schema.Seconds
+    decode_tok_s: schema.Figure
+    total_s: schema.Seconds
+    per_stage: Annotated[tuple[MeanStageTime, ...], Meta(max_length=schema.MAX_STAGES)]
     n_drafted: U32 = 0
     n_accepted: U32 = 0
 
 
-class Finished(Numbered, frozen=True, kw_only=True):
+class Finished(schema.Numbered, frozen=True, kw_only=True):
     """The answer is complete. `text` is what was held back until now."""
 
-    finish_reason: Name
-    prompt_token_ids: TokenIds
-    text: Text
+    finish_reason: schema.Name
+    prompt_token_ids: schema.TokenIds
+    text: schema.Text
     timing: Timing
 
 
@@ -222,16 +207,16 @@ class ExpertCount(Strict, frozen=True, kw_only=True):
     step, and how many of these had to be read from disk.
     """
 
-    rank: Rank
-    n_used: Count
-    n_read: Count
+    rank: schema.Rank
+    n_used: schema.Count
+    n_read: schema.Count
 
 
-class LastRunRequest(Numbered, frozen=True, kw_only=True):
+class LastRunRequest(schema.Numbered, frozen=True, kw_only=True):
     """Ask for the last generation of the ring this node leads. Answered by LastRun or Redirect."""
 
 
-class LastRun(Numbered, frozen=True, kw_only=True):
+class LastRun(schema.Numbered, frozen=True, kw_only=True):
     """Answers LastRunRequest: a generation's plan, and what became of it. It ended at `ended_at_s`,
     counted from 1970.
     """
@@ -239,11 +224,11 @@ class LastRun(Numbered, frozen=True, kw_only=True):
     plan: PlanReply
     timing: Timing
     n_tokens: U32
-    ended_at_s: Moment
-    experts: Annotated[list[ExpertCount], Meta(max_length=MAX_STAGES)] = []
+    ended_at_s: schema.Moment
+    experts: Annotated[list[ExpertCount], Meta(max_length=schema.MAX_STAGES)] = []
 
 
-class Unload(Numbered, frozen=True, kw_only=True):
+class Unload(schema.Numbered, frozen=True, kw_only=True):
     """Ask a node to free the model of its ring on every node. Answered by Done or Redirect.
 
     With `model` nothing is done unless the ring has that model. A ring that a request has used less
@@ -251,10 +236,10 @@ class Unload(Numbered, frozen=True, kw_only=True):
     """
 
     model: PathText = ""
-    idle_s: Seconds = 0.0
+    idle_s: schema.Seconds = 0.0
 
 
-class Tokenize(Numbered, frozen=True, kw_only=True):
+class Tokenize(schema.Numbered, frozen=True, kw_only=True):
     """Ask for the token ids of the prompt of `generate`, which is not generated.
 
     Answered by Tokenized or Redirect; the ring is built if needed, as for Generate.
@@ -263,14 +248,14 @@ class Tokenize(Numbered, frozen=True, kw_only=True):
     generate: Generate
 
 
-class Tokenized(Numbered, frozen=True, kw_only=True):
+class Tokenized(schema.Numbered, frozen=True, kw_only=True):
     """Answers Tokenize. `context` is the most tokens of one sequence; there may be more ids."""
 
-    token_ids: TokenIds
+    token_ids: schema.TokenIds
     context: Positions
 
 
-class Detokenize(Numbered, frozen=True, kw_only=True):
+class Detokenize(schema.Numbered, frozen=True, kw_only=True):
     """Ask for the text of token ids. Answered by Detokenized or Redirect."""
 
     choice: ModelChoice
@@ -278,14 +263,14 @@ class Detokenize(Numbered, frozen=True, kw_only=True):
     keep_special_tokens: bool = False
 
 
-class Detokenized(Numbered, frozen=True, kw_only=True):
+class Detokenized(schema.Numbered, frozen=True, kw_only=True):
     """Answers Detokenize: the whole text, and the text of each token by itself."""
 
-    text: Text
-    tokens: Annotated[list[Text], Meta(max_length=MAX_DETOKENIZED)]
+    text: schema.Text
+    tokens: Annotated[list[schema.Text], Meta(max_length=MAX_DETOKENIZED)]
 
 
-class Encode(Numbered, frozen=True, kw_only=True):
+class Encode(schema.Numbered, frozen=True, kw_only=True):
     """Ask an encoder for the vectors of texts, or with a `query` how well each answers that.
 
     Without texts it is only described. `pooling` "" is the model's own. `instruction` says what a
@@ -296,17 +281,17 @@ class Encode(Numbered, frozen=True, kw_only=True):
     """
 
     model: PathText
-    texts: Annotated[list[Text | TokenIds], Meta(max_length=MAX_ENCODED)] = []
-    query: Text | None = None
-    instruction: Text = ""
+    texts: Annotated[list[schema.Text | schema.TokenIds], Meta(max_length=MAX_ENCODED)] = []
+    query: schema.Text | None = None
+    instruction: schema.Text = ""
     pooling: Literal["", "mean", "cls", "last"] = ""
     special_tokens: bool = True
     truncate: bool = False
     first: U32 = 0
-    keep_s: Seconds | None = None
+    keep_s: schema.Seconds | None = None
 
 
-class Encoded(Numbered, frozen=True, kw_only=True):
+class Encoded(schema.Numbered, frozen=True, kw_only=True):
     """Answers Encode: what the model is, "" for no encoder, and how many tokens each text had.
 
     `values` are float32, little-endian, `width` for each text: a vector, which is not scaled, or a

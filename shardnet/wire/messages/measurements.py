@@ -11,27 +11,13 @@ from typing import Annotated, Final, TypeAlias
 from msgspec import Meta
 
 from shardnet.types import PathText, Strict
+from shardnet.wire.framing import schema
 from shardnet.wire.framing.frames import Limits
-from shardnet.wire.framing.schema import (
-    MAX_DEVICES,
-    MAX_STAGES,
-    Count,
-    Explanation,
-    Figure,
-    Layers,
-    LinkFigures,
-    Moment,
-    Name,
-    Numbered,
-    OfModel,
-    Seconds,
-    Threads,
-)
 
 MAX_PAYLOAD_BYTES: Final = Limits().data_payload_bytes
 
 
-class MeasureStage(OfModel, frozen=True, kw_only=True):
+class MeasureStage(schema.OfModel, frozen=True, kw_only=True):
     """Ask a node how fast it is with a model, with or without its checkpoint.
 
     `model` is where the checkpoint may be, for the speed of the disk. With `again` a figure that
@@ -48,11 +34,11 @@ class StageSeconds(Strict, frozen=True, kw_only=True):
     `step_s` is what a token costs it as head beside all computing.
     """
 
-    layer_s: Seconds
-    layer_256_s: Seconds
-    embed_s: Seconds
-    head_s: Seconds
-    step_s: Seconds = 0.0
+    layer_s: schema.Seconds
+    layer_256_s: schema.Seconds
+    embed_s: schema.Seconds
+    head_s: schema.Seconds
+    step_s: schema.Seconds = 0.0
 
 
 class DeviceMeasured(Strict, frozen=True, kw_only=True):
@@ -61,16 +47,16 @@ class DeviceMeasured(Strict, frozen=True, kw_only=True):
     `memory_bytes` is what a part of a stage may take there now.
     """
 
-    name: Name
-    memory_bytes: Count
+    name: schema.Name
+    memory_bytes: schema.Count
     seconds: StageSeconds | None = None
     is_steady: bool = True
 
 
-DevicesMeasured = Annotated[list[DeviceMeasured], Meta(max_length=MAX_DEVICES)]
+DevicesMeasured = Annotated[list[DeviceMeasured], Meta(max_length=schema.MAX_DEVICES)]
 
 
-class StageMeasured(Numbered, frozen=True, kw_only=True):
+class StageMeasured(schema.Numbered, frozen=True, kw_only=True):
     """Answers MeasureStage. `measured_at_s` counts from 1970, by that node's clock.
 
     `memory_bytes` is what a stage may take now, `disk_bytes_per_s` null without a checkpoint there.
@@ -80,49 +66,49 @@ class StageMeasured(Numbered, frozen=True, kw_only=True):
     """
 
     seconds: StageSeconds
-    kernel: Name
-    threads: Threads
-    measured_at_s: Moment
+    kernel: schema.Name
+    threads: schema.Threads
+    measured_at_s: schema.Moment
     is_steady: bool = True
-    memory_bytes: Count
-    disk_bytes_per_s: Figure | None = None
+    memory_bytes: schema.Count
+    disk_bytes_per_s: schema.Figure | None = None
     devices: DevicesMeasured = []
-    gather_s: Seconds | None = None
+    gather_s: schema.Seconds | None = None
 
 
-class StageObserved(OfModel, frozen=True, kw_only=True):
+class StageObserved(schema.OfModel, frozen=True, kw_only=True):
     """Tell a node how long its stage took for one token in a generation, `compute_s`.
 
     It corrects its figure where that says something else by far. `layers` are the stage's.
     `step_s` is for the head: what a token took beside computing and wire. Answered by Done.
     """
 
-    layers: Layers
-    compute_s: Seconds
-    step_s: Seconds | None = None
+    layers: schema.Layers
+    compute_s: schema.Seconds
+    step_s: schema.Seconds | None = None
 
 
-class MeasureLinks(Numbered, frozen=True, kw_only=True):
+class MeasureLinks(schema.Numbered, frozen=True, kw_only=True):
     """Ask a node how fast its links to others are. Some minutes old figures do.
 
     `payload_bytes` is the size of the largest frame of the model at hand.
     """
 
-    nodes: Annotated[list[Name], Meta(max_length=MAX_STAGES)]
+    nodes: Annotated[list[schema.Name], Meta(max_length=schema.MAX_STAGES)]
     payload_bytes: Annotated[int, Meta(ge=0, le=MAX_PAYLOAD_BYTES)]
     again: bool = False
 
 
-class LinkMeasured(LinkFigures, frozen=True, kw_only=True):
+class LinkMeasured(schema.LinkFigures, frozen=True, kw_only=True):
     """The way to `node`."""
 
-    node: Name
+    node: schema.Name
 
 
-class LinksMeasured(Numbered, frozen=True, kw_only=True):
+class LinksMeasured(schema.Numbered, frozen=True, kw_only=True):
     """Answers MeasureLinks, without the nodes that have no link or are at work."""
 
-    links: Annotated[list[LinkMeasured], Meta(max_length=MAX_STAGES)]
+    links: Annotated[list[LinkMeasured], Meta(max_length=schema.MAX_STAGES)]
 
 
 class NodeMeasured(Strict, frozen=True, kw_only=True):
@@ -132,26 +118,26 @@ class NodeMeasured(Strict, frozen=True, kw_only=True):
     in StageMeasured.
     """
 
-    node: Name
-    name: Name
-    memory_bytes: Count
+    node: schema.Name
+    name: schema.Name
+    memory_bytes: schema.Count
     seconds: StageSeconds | None = None
-    kernel: Name = ""
-    threads: Threads = 0
-    measured_at_s: Moment | None = None
+    kernel: schema.Name = ""
+    threads: schema.Threads = 0
+    measured_at_s: schema.Moment | None = None
     is_steady: bool = True
-    disk_bytes_per_s: Figure | None = None
-    why_not: Explanation = ""
-    isa: Name = ""
+    disk_bytes_per_s: schema.Figure | None = None
+    why_not: schema.Explanation = ""
+    isa: schema.Name = ""
     devices: DevicesMeasured = []
-    gather_s: Seconds | None = None
+    gather_s: schema.Seconds | None = None
 
 
-class WayMeasured(LinkFigures, frozen=True, kw_only=True):
+class WayMeasured(schema.LinkFigures, frozen=True, kw_only=True):
     """What was measured between two candidates of a plan; it counts for both directions."""
 
-    sender: Name
-    receiver: Name
+    sender: schema.Name
+    receiver: schema.Name
 
 
 MeasuringRequest: TypeAlias = MeasureStage | StageObserved | MeasureLinks

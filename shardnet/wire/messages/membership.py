@@ -11,23 +11,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from msgspec import Meta
 
 from shardnet.types import U32, PathText, Strict, Tagged
-from shardnet.wire.framing.schema import (
-    MAX_DEVICES,
-    MAX_PEER_ADDRESSES,
-    MAX_STAGES,
-    Address,
-    Count,
-    Difference,
-    DigestOrNone,
-    Explanation,
-    Layers,
-    Name,
-    Numbered,
-    PingPayload,
-    Rank,
-    Seconds,
-    Threads,
-)
+from shardnet.wire.framing import schema
 from shardnet.wire.messages.diagnostics import NodeReport, Reason, RingLoad
 
 MAX_FIT_NODES: Final = 64
@@ -40,20 +24,20 @@ class StageInfo(Strict, frozen=True, kw_only=True):
     """The stage that a node has loaded. `rank` is null where its ring is over."""
 
     model: PathText
-    layers: Layers
-    rank: Rank | None
+    layers: schema.Layers
+    rank: schema.Rank | None
 
 
 class DeviceInfo(Strict, frozen=True, kw_only=True):
     """One of several devices of a node, called `name`; the other fields as in NodeInfo."""
 
-    name: Name
-    device: Name
-    memory_bytes: Count
-    threads: Threads
-    dtypes: Annotated[list[Name], Meta(max_length=16)]
-    isa: Name = ""
-    arithmetic: Name = ""
+    name: schema.Name
+    device: schema.Name
+    memory_bytes: schema.Count
+    threads: schema.Threads
+    dtypes: Annotated[list[schema.Name], Meta(max_length=16)]
+    isa: schema.Name = ""
+    arithmetic: schema.Name = ""
 
 
 class NodeInfo(Strict, frozen=True, kw_only=True):
@@ -69,34 +53,34 @@ class NodeInfo(Strict, frozen=True, kw_only=True):
     the plan decides.
     """
 
-    node: Name
-    name: Name
-    address: Address
-    version: Name
-    device: Name
-    memory_bytes: Count
-    memory_free_bytes: Count
-    cores: Threads
-    threads: Threads
-    dtypes: Annotated[list[Name], Meta(max_length=16)]
-    host_id: Name
+    node: schema.Name
+    name: schema.Name
+    address: schema.Address
+    version: schema.Name
+    device: schema.Name
+    memory_bytes: schema.Count
+    memory_free_bytes: schema.Count
+    cores: schema.Threads
+    threads: schema.Threads
+    dtypes: Annotated[list[schema.Name], Meta(max_length=16)]
+    host_id: schema.Name
     stage: StageInfo | None = None
-    isa: Name = ""
-    arithmetic: Name = ""
-    uptime_s: Seconds = 0.0
+    isa: schema.Name = ""
+    arithmetic: schema.Name = ""
+    uptime_s: schema.Seconds = 0.0
     is_draining: bool = False
-    rests: Explanation = ""
-    devices: Annotated[list[DeviceInfo], Meta(max_length=MAX_DEVICES)] = []
-    tensor_parallel: Threads = 0
+    rests: schema.Explanation = ""
+    devices: Annotated[list[DeviceInfo], Meta(max_length=schema.MAX_DEVICES)] = []
+    tensor_parallel: schema.Threads = 0
 
 
-class Status(Numbered, frozen=True, kw_only=True):
+class Status(schema.Numbered, frozen=True, kw_only=True):
     """Ask a node who it is and, with `with_peers`, who those are that it knows."""
 
     with_peers: bool
 
 
-class StatusReply(Numbered, frozen=True, kw_only=True):
+class StatusReply(schema.Numbered, frozen=True, kw_only=True):
     """Answers Status. `load` is that of the ring which the node leads."""
 
     node: NodeInfo
@@ -104,23 +88,23 @@ class StatusReply(Numbered, frozen=True, kw_only=True):
     load: RingLoad | None = None
 
 
-class Ping(Numbered, frozen=True, kw_only=True):
+class Ping(schema.Numbered, frozen=True, kw_only=True):
     """Ask for an answer at once, to measure the round trip. Answered by Done.
 
     `payload` only takes its time. With `as_step` the answer waits for a turn of the compute thread,
     as a step does. A node that computes for somebody refuses both.
     """
 
-    payload: PingPayload = b""
+    payload: schema.PingPayload = b""
     as_step: bool = False
 
 
 class KnownPeer(Strict, frozen=True, kw_only=True):
     """A node, and the addresses at which others may reach it, best first."""
 
-    node: Name
-    name: Name
-    addresses: Annotated[list[Address], Meta(max_length=MAX_PEER_ADDRESSES)]
+    node: schema.Name
+    name: schema.Name
+    addresses: Annotated[list[schema.Address], Meta(max_length=schema.MAX_PEER_ADDRESSES)]
 
 
 class PeersKnown(Tagged, frozen=True, kw_only=True):
@@ -131,10 +115,10 @@ class PeersKnown(Tagged, frozen=True, kw_only=True):
     """
 
     peers: Annotated[list[KnownPeer], Meta(max_length=1024)]
-    rests: Explanation = ""
+    rests: schema.Explanation = ""
 
 
-class ReportRequest(Numbered, frozen=True, kw_only=True):
+class ReportRequest(schema.Numbered, frozen=True, kw_only=True):
     """Ask a node what it knows. Answered by one ReportReply, and Done.
 
     With `probe` it first dials the addresses of all peers, with `with_peers` a ReportReply
@@ -146,21 +130,21 @@ class ReportRequest(Numbered, frozen=True, kw_only=True):
     model: PathText = ""
 
 
-class ReportReply(Numbered, frozen=True, kw_only=True):
+class ReportReply(schema.Numbered, frozen=True, kw_only=True):
     """What a node knows, or `failure`: why it could not be asked.
 
     `clock_ahead_s` is how far its clock is ahead of the clock of the node that asked it.
     """
 
-    node: Name
-    name: Name
+    node: schema.Name
+    name: schema.Name
     info: NodeInfo | None = None
     report: NodeReport | None = None
-    failure: Explanation = ""
-    clock_ahead_s: Difference | None = None
+    failure: schema.Explanation = ""
+    clock_ahead_s: schema.Difference | None = None
 
 
-class ListModels(Numbered, frozen=True, kw_only=True):
+class ListModels(schema.Numbered, frozen=True, kw_only=True):
     """Ask a node which models it has. Answered by ModelsListed, as many as it takes, and Done.
 
     With `with_peers` it asks those that it is linked to as well, and passes their lists on. With
@@ -187,40 +171,40 @@ class ListedModel(Strict, frozen=True, kw_only=True):
     """
 
     name: PathText
-    store: Name
-    size_bytes: Count = 0
-    held_bytes: Count = 0
-    family: Name = ""
-    form: Name = ""
+    store: schema.Name
+    size_bytes: schema.Count = 0
+    held_bytes: schema.Count = 0
+    family: schema.Name = ""
+    form: schema.Name = ""
     context: U32 = 0
-    parameters: Count = 0
-    licence: Name = ""
-    modified_s: Count = 0
+    parameters: schema.Count = 0
+    licence: schema.Name = ""
+    modified_s: schema.Count = 0
     fits: bool | None = None
     failure: Reason = ""
     kind: Literal["", "embedding", "reranker"] = ""
 
 
-class ModelsListed(Numbered, frozen=True, kw_only=True):
+class ModelsListed(schema.Numbered, frozen=True, kw_only=True):
     """Answers ListModels: some of the models of a node, or `failure`, why it does not say."""
 
-    node: Name
-    name: Name
+    node: schema.Name
+    name: schema.Name
     models: Annotated[list[ListedModel], Meta(max_length=MAX_MODELS_LISTED)]
-    failure: Explanation = ""
+    failure: schema.Explanation = ""
 
 
-class IdentifyModel(Numbered, frozen=True, kw_only=True):
+class IdentifyModel(schema.Numbered, frozen=True, kw_only=True):
     """Ask a node which model it has for a path, or else whether it has parts of `model_id`.
 
     It answers from what it has itself, and asks nobody.
     """
 
     model: PathText
-    model_id: DigestOrNone = ""
+    model_id: schema.DigestOrNone = ""
 
 
-class ModelIdentity(Numbered, frozen=True, kw_only=True):
+class ModelIdentity(schema.Numbered, frozen=True, kw_only=True):
     """Answers IdentifyModel. `model_id` is hexadecimal SHA-256, "" for nothing there.
 
     `complete`: it is a checkpoint folder with every tensor, not parts that came from other nodes.
@@ -228,10 +212,10 @@ class ModelIdentity(Numbered, frozen=True, kw_only=True):
     more: the id has it.
     """
 
-    model_id: DigestOrNone
+    model_id: schema.DigestOrNone
     complete: bool
-    sample: DigestOrNone = ""
-    layers: Annotated[list[Layers], Meta(max_length=MAX_STAGES)] = []
+    sample: schema.DigestOrNone = ""
+    layers: Annotated[list[schema.Layers], Meta(max_length=schema.MAX_STAGES)] = []
 
 
 MembershipRequest: TypeAlias = Status | Ping | ReportRequest | IdentifyModel | ListModels

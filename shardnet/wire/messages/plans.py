@@ -24,28 +24,7 @@ from shardnet.types import (
     Row,
     Strict,
 )
-from shardnet.wire.framing.schema import (
-    MAX_DEVICES,
-    MAX_STAGES,
-    AdapterName,
-    Address,
-    Addresses,
-    ArithName,
-    Count,
-    Difference,
-    Explanation,
-    Figure,
-    Layers,
-    Name,
-    Numbered,
-    Phase,
-    Rank,
-    Seconds,
-    Share,
-    Shares,
-    StreamLayers,
-    Threads,
-)
+from shardnet.wire.framing import schema
 from shardnet.wire.messages.extras import RecommendedSampling
 from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
 
@@ -56,14 +35,14 @@ MIXED_WIRES: Final = "mixed"
 class NamedAdapter(Row, frozen=True, array_like=True):
     """A LoRA adapter: what requests call it, and its path on the head."""
 
-    name: AdapterName
+    name: schema.AdapterName
     path: PathText
 
 
 class AdapterScale(Row, frozen=True, array_like=True):
     """An adapter by the name that the ring knows it by, and what its part is multiplied by."""
 
-    name: AdapterName
+    name: schema.AdapterName
     scale: Annotated[float, Meta(ge=-MAX_ADAPTER_SCALE, le=MAX_ADAPTER_SCALE)]
 
 
@@ -79,17 +58,17 @@ class ModelChoice(StageOptions, frozen=True, kw_only=True):
     whose names are among the ring's.
     """
 
-    nodes: Addresses = []
-    layers: Annotated[list[Layers], Meta(max_length=MAX_STAGES)] = []
+    nodes: schema.Addresses = []
+    layers: Annotated[list[schema.Layers], Meta(max_length=schema.MAX_STAGES)] = []
     context: Positions = 0
-    dtype: Name = "auto"
-    threads: Threads = 0
-    wire_dtype: Name = ""
+    dtype: schema.Name = "auto"
+    threads: schema.Threads = 0
+    wire_dtype: schema.Name = ""
     optimise: Literal["", "latency", "throughput"] = ""
-    stream_layers: StreamLayers = 0
+    stream_layers: schema.StreamLayers = 0
     arith: Literal["auto", "portable", "fast"] = "auto"
     standby: Literal["", "kv", "auto"] = ""
-    nodes_per_stage: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
+    nodes_per_stage: Annotated[int, Meta(ge=0, le=schema.MAX_STAGES)] = 0
     adapters: Annotated[list[NamedAdapter], Meta(max_length=MAX_ADAPTERS)] = []
     used_adapters: Annotated[list[AdapterScale], Meta(max_length=MAX_ADAPTERS)] = []
 
@@ -98,7 +77,7 @@ class ModelChoice(StageOptions, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, used_adapters=former.used_adapters)
 
 
-class PlanRequest(Numbered, frozen=True, kw_only=True):
+class PlanRequest(schema.Numbered, frozen=True, kw_only=True):
     """Ask for the plan that would be used. Answered by PlanReply or Redirect.
 
     With `again` everything is measured anew. Nodes whose ids are in `without` are not used.
@@ -106,25 +85,25 @@ class PlanRequest(Numbered, frozen=True, kw_only=True):
 
     choice: ModelChoice
     again: bool = False
-    without: Annotated[list[Name], Meta(max_length=MAX_STAGES)] = []
+    without: Annotated[list[schema.Name], Meta(max_length=schema.MAX_STAGES)] = []
 
 
 class PlannedPart(Strict, frozen=True, kw_only=True):
     """Layers of a stage on one of its node's `devices`, or shared by several: as PlannedStage."""
 
-    layers: Layers
-    devices: Annotated[list[Name], Meta(max_length=MAX_DEVICES)]
-    weight_bytes: Count
-    kv_bytes: Count
-    compute_ms: Figure | None = None
+    layers: schema.Layers
+    devices: Annotated[list[schema.Name], Meta(max_length=schema.MAX_DEVICES)]
+    weight_bytes: schema.Count
+    kv_bytes: schema.Count
+    compute_ms: schema.Figure | None = None
 
 
 class PlannedShard(Strict, frozen=True, kw_only=True):
     """One more node that a stage spans."""
 
-    node: Name
-    name: Name
-    address: Address
+    node: schema.Name
+    name: schema.Name
+    address: schema.Address
 
 
 class PlannedStage(Strict, frozen=True, kw_only=True):
@@ -140,42 +119,42 @@ class PlannedStage(Strict, frozen=True, kw_only=True):
     Where the node has several devices, `parts` say which has what, and `parts_why` for what reason.
     """
 
-    rank: Rank
-    node: Name
-    name: Name
-    address: Address
-    layers: Layers
-    weight_bytes: Count
-    kv_bytes: Count
-    compute_ms: Figure | None = None
-    hop_ms: Figure | None = None
+    rank: schema.Rank
+    node: schema.Name
+    name: schema.Name
+    address: schema.Address
+    layers: schema.Layers
+    weight_bytes: schema.Count
+    kv_bytes: schema.Count
+    compute_ms: schema.Figure | None = None
+    hop_ms: schema.Figure | None = None
     streamed_layers: LayerNumber = 0
-    fetch_bytes: Count = 0
-    fetch_s: Figure | None = None
-    fetch_from: Annotated[list[Name], Meta(max_length=MAX_STAGES)] = []
-    dtype: Name = ""
-    weight_dtype: Name = ""
-    wire_dtype: Name = ""
-    arithmetic: Name = ""
-    shards: Annotated[list[PlannedShard], Meta(max_length=MAX_STAGES)] = []
-    shares: Shares = []
-    parts: Annotated[list[PlannedPart], Meta(max_length=MAX_DEVICES)] = []
-    parts_why: Explanation = ""
-    looked_up_bytes: Count = 0
+    fetch_bytes: schema.Count = 0
+    fetch_s: schema.Figure | None = None
+    fetch_from: Annotated[list[schema.Name], Meta(max_length=schema.MAX_STAGES)] = []
+    dtype: schema.Name = ""
+    weight_dtype: schema.Name = ""
+    wire_dtype: schema.Name = ""
+    arithmetic: schema.Name = ""
+    shards: Annotated[list[PlannedShard], Meta(max_length=schema.MAX_STAGES)] = []
+    shares: schema.Shares = []
+    parts: Annotated[list[PlannedPart], Meta(max_length=schema.MAX_DEVICES)] = []
+    parts_why: schema.Explanation = ""
+    looked_up_bytes: schema.Count = 0
 
 
 class PlannedAdapter(Row, frozen=True, array_like=True):
     """A LoRA adapter of a plan, and what it weighs in all stages together."""
 
-    name: AdapterName
-    weight_bytes: Count
+    name: schema.AdapterName
+    weight_bytes: schema.Count
 
 
 class PlannedRing(Strict, frozen=True, kw_only=True):
     """One of several rings behind one head: its stages, and what is predicted of it alone."""
 
-    stages: Annotated[list[PlannedStage], Meta(max_length=MAX_STAGES)]
-    predicted_tok_s: Figure | None = None
+    stages: Annotated[list[PlannedStage], Meta(max_length=schema.MAX_STAGES)]
+    predicted_tok_s: schema.Figure | None = None
 
 
 class PlannedStandby(Strict, frozen=True, kw_only=True):
@@ -185,12 +164,12 @@ class PlannedStandby(Strict, frozen=True, kw_only=True):
     most `kv_bytes`.
     """
 
-    rank: Rank
-    node: Name
-    name: Name
-    layers: Layers
-    weight_bytes: Count
-    kv_bytes: Count
+    rank: schema.Rank
+    node: schema.Name
+    name: schema.Name
+    layers: schema.Layers
+    weight_bytes: schema.Count
+    kv_bytes: schema.Count
 
 
 class PlannedTurns(Strict, frozen=True, kw_only=True):
@@ -202,10 +181,10 @@ class PlannedTurns(Strict, frozen=True, kw_only=True):
 
     n_prompt: Positions
     n_next: Positions
-    first_s: Seconds
-    next_s: Seconds
-    resumed_s: Seconds
-    disk_bytes_per_s: Figure
+    first_s: schema.Seconds
+    next_s: schema.Seconds
+    resumed_s: schema.Seconds
+    disk_bytes_per_s: schema.Figure
 
 
 class KeptPositions(Strict, frozen=True, kw_only=True):
@@ -216,19 +195,19 @@ class KeptPositions(Strict, frozen=True, kw_only=True):
     """
 
     n_prompt: Positions
-    conversations: Count
-    positions: Count
-    kv_bytes: Count
-    states: Count = 0
-    state_bytes: Count = 0
+    conversations: schema.Count
+    positions: schema.Count
+    kv_bytes: schema.Count
+    states: schema.Count = 0
+    state_bytes: schema.Count = 0
 
 
 class LeftOut(Strict, frozen=True, kw_only=True):
     """A node that a plan does not use, and why."""
 
-    node: Name
-    name: Name
-    why: Explanation
+    node: schema.Name
+    name: schema.Name
+    why: schema.Explanation
 
 
 class WireError(Strict, frozen=True, kw_only=True):
@@ -241,9 +220,9 @@ class WireError(Strict, frozen=True, kw_only=True):
 
     n_rows: U32
     n_changed: U32
-    max_error: Share
-    rms_error: Share
-    kl: Share
+    max_error: schema.Share
+    rms_error: schema.Share
+    kl: schema.Share
 
 
 class NarrowWire(Strict, frozen=True, kw_only=True):
@@ -253,11 +232,11 @@ class NarrowWire(Strict, frozen=True, kw_only=True):
     round. Where there is no `error`, `why` says so.
     """
 
-    row_bytes: Count
-    exact_row_bytes: Count
-    saves_ms: Difference | None
+    row_bytes: schema.Count
+    exact_row_bytes: schema.Count
+    saves_ms: schema.Difference | None
     error: WireError | None
-    why: Explanation
+    why: schema.Explanation
 
 
 class RingExactness(Strict, frozen=True, kw_only=True):
@@ -270,10 +249,10 @@ class RingExactness(Strict, frozen=True, kw_only=True):
     split: bool
     batch: bool
     threads: bool
-    why: Explanation
+    why: schema.Explanation
 
 
-class PlanReply(Numbered, frozen=True, kw_only=True):
+class PlanReply(schema.Numbered, frozen=True, kw_only=True):
     """A plan. It answers PlanRequest, and precedes the tokens of Generate.
 
     `wire_dtype` is `mixed` where links differ.
@@ -289,34 +268,34 @@ class PlanReply(Numbered, frozen=True, kw_only=True):
 
     model: PathText
     model_id: Digest
-    dtype: Name
-    wire_dtype: Name
+    dtype: schema.Name
+    wire_dtype: schema.Name
     context: Positions
-    stages: Annotated[list[PlannedStage], Meta(max_length=MAX_STAGES)]
+    stages: Annotated[list[PlannedStage], Meta(max_length=schema.MAX_STAGES)]
     left_out: Annotated[list[LeftOut], Meta(max_length=1024)] = []
-    predicted_tok_s: Figure | None = None
-    why: Explanation
+    predicted_tok_s: schema.Figure | None = None
+    why: schema.Explanation
     optimise: Literal["latency", "throughput"] = "latency"
     nodes: Annotated[list[NodeMeasured], Meta(max_length=1024)] = []
     links: Annotated[list[WayMeasured], Meta(max_length=1 << 14)] = []
     wire: NarrowWire | None = None
     quant: Quant = ""
     kv_dtype: KvDTypeName = "auto"
-    warnings: Annotated[list[Explanation], Meta(max_length=16)] = []
+    warnings: Annotated[list[schema.Explanation], Meta(max_length=16)] = []
     recommended: RecommendedSampling | None = None
-    arith: ArithName = "fast"
+    arith: schema.ArithName = "fast"
     exact: RingExactness | None = None
-    standbys: Annotated[list[PlannedStandby], Meta(max_length=MAX_STAGES)] = []
-    mtp_bytes: Count = 0
-    tower_bytes: Count = 0
-    picture_s: Seconds | None = None
-    rings: Annotated[list[PlannedRing], Meta(max_length=MAX_STAGES)] = []
+    standbys: Annotated[list[PlannedStandby], Meta(max_length=schema.MAX_STAGES)] = []
+    mtp_bytes: schema.Count = 0
+    tower_bytes: schema.Count = 0
+    picture_s: schema.Seconds | None = None
+    rings: Annotated[list[PlannedRing], Meta(max_length=schema.MAX_STAGES)] = []
     adapters: Annotated[list[PlannedAdapter], Meta(max_length=MAX_ADAPTERS)] = []
     turns: PlannedTurns | None = None
     kept: KeptPositions | None = None
 
 
-class NodeProgress(Numbered, frozen=True, kw_only=True):
+class NodeProgress(schema.Numbered, frozen=True, kw_only=True):
     """Tells the client of a Generate how far the node of a stage is with loading.
 
     With the phase `waiting`: that it is waited for, since another head uses it. With `measuring`,
@@ -324,7 +303,7 @@ class NodeProgress(Numbered, frozen=True, kw_only=True):
     is told of the latter, and how far the head, rank 0, is with measuring a narrower wire.
     """
 
-    rank: Rank
-    done_bytes: Count
-    total_bytes: Count
-    phase: Phase = "loading"
+    rank: schema.Rank
+    done_bytes: schema.Count
+    total_bytes: schema.Count
+    phase: schema.Phase = "loading"

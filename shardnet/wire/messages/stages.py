@@ -27,27 +27,7 @@ from shardnet.types import (
     Tagged,
     WireDType,
 )
-from shardnet.wire.framing.schema import (
-    MAX_DEVICES,
-    MAX_STAGES,
-    AdapterName,
-    Address,
-    Addresses,
-    Count,
-    DeviceNumbers,
-    DigestOrNone,
-    Explanation,
-    Figure,
-    Layers,
-    Name,
-    Numbered,
-    OfRing,
-    Phase,
-    Rank,
-    Seconds,
-    Shares,
-    Threads,
-)
+from shardnet.wire.framing import schema
 
 MAX_ADAPTER_LAYER_BYTES: Final = 1 << 28
 MAX_AUDITED_BYTES: Final = 1 << 20
@@ -58,8 +38,8 @@ AuditedRows = Annotated[bytes, Meta(max_length=MAX_AUDITED_BYTES)]
 class DevicePart(Row, frozen=True, array_like=True):
     """Layers of a stage on one device of its node, or on several, each with a shard of them."""
 
-    layers: Layers
-    devices: DeviceNumbers
+    layers: schema.Layers
+    devices: schema.DeviceNumbers
 
 
 class AdapterLayer(Row, frozen=True, array_like=True):
@@ -74,12 +54,12 @@ class AdapterLayer(Row, frozen=True, array_like=True):
 class RingAdapter(Strict, frozen=True, kw_only=True):
     """A LoRA adapter of a ring, and its parts for some of the layers."""
 
-    name: AdapterName
+    name: schema.AdapterName
     adapter_id: Digest
     layers: Annotated[list[AdapterLayer], Meta(max_length=MAX_LAYERS)]
 
 
-class LoadStage(OfRing, frozen=True, kw_only=True):
+class LoadStage(schema.OfRing, frozen=True, kw_only=True):
     """Tell a node to load its stage of a ring. A node with another model than the form's refuses.
 
     `addresses` are the nodes of the ring in order; `threads` 0 leaves the number to the node.
@@ -98,36 +78,36 @@ class LoadStage(OfRing, frozen=True, kw_only=True):
     """
 
     form: StageForm
-    rank: Rank
-    n_stages: Annotated[int, Meta(ge=1, le=MAX_STAGES)]
-    layers: Layers
+    rank: schema.Rank
+    n_stages: Annotated[int, Meta(ge=1, le=schema.MAX_STAGES)]
+    layers: schema.Layers
     wire_dtype: WireDType
     received_dtype: WireDType
-    threads: Threads
-    addresses: Addresses
-    sources: Addresses = []
+    threads: schema.Threads
+    addresses: schema.Addresses
+    sources: schema.Addresses = []
     n_streamed: LayerNumber = 0
     beside: bool = False
-    stands_for: Name = ""
+    stands_for: schema.Name = ""
     kv_only: bool = False
     arith: Arith = Arith.FAST
-    instead_of: Name = ""
-    shard_nodes: Addresses = []
-    shard: Rank = 0
-    shares: Shares = []
-    parts: Annotated[list[DevicePart], Meta(max_length=MAX_DEVICES)] = []
+    instead_of: schema.Name = ""
+    shard_nodes: schema.Addresses = []
+    shard: schema.Rank = 0
+    shares: schema.Shares = []
+    parts: Annotated[list[DevicePart], Meta(max_length=schema.MAX_DEVICES)] = []
     adapters: Annotated[list[RingAdapter], Meta(max_length=MAX_ADAPTERS)] = []
 
 
-class LoadProgress(Numbered, frozen=True, kw_only=True):
+class LoadProgress(schema.Numbered, frozen=True, kw_only=True):
     """How far a LoadStage or MeasureStage is. Sent every few seconds: it is not silence."""
 
-    done_bytes: Count
-    total_bytes: Count
-    phase: Phase = "loading"
+    done_bytes: schema.Count
+    total_bytes: schema.Count
+    phase: schema.Phase = "loading"
 
 
-class StageReady(Numbered, frozen=True, kw_only=True):
+class StageReady(schema.Numbered, frozen=True, kw_only=True):
     """Answers LoadStage: the stage is loaded. `kernel` names the matrix products' path.
 
     `room_blocks` is the KV room that is really there; `reused` that the weights were there already.
@@ -138,13 +118,13 @@ class StageReady(Numbered, frozen=True, kw_only=True):
     layers that keep one.
     """
 
-    weight_bytes: Count
+    weight_bytes: schema.Count
     room_blocks: U32
     reused: bool
-    kernel: Name
-    load_s: Seconds
+    kernel: schema.Name
+    load_s: schema.Seconds
     exact_rows: U32
-    arithmetic: DigestOrNone = ""
+    arithmetic: schema.DigestOrNone = ""
     shares_blocks: bool = False
     room_states: U32 = 0
 
@@ -156,63 +136,63 @@ class RingBroken(Tagged, frozen=True, kw_only=True):
     unless that is why.
     """
 
-    ring: Name
+    ring: schema.Name
     epoch: U32
     code: U32
-    message: Explanation
-    silent: Name = ""
+    message: schema.Explanation
+    silent: schema.Name = ""
 
 
-class ConnectRing(OfRing, frozen=True, kw_only=True):
+class ConnectRing(schema.OfRing, frozen=True, kw_only=True):
     """Tell a node to open its data link to the next node of a ring."""
 
 
-class UnloadStage(Numbered, frozen=True, kw_only=True):
+class UnloadStage(schema.Numbered, frozen=True, kw_only=True):
     """Tell a node to free its stage of a ring."""
 
-    ring: Name
+    ring: schema.Name
 
 
-class Drain(Numbered, frozen=True, kw_only=True):
+class Drain(schema.Numbered, frozen=True, kw_only=True):
     """Tell a node to give its layers to others, and to end when it is empty.
 
     After `deadline_s` seconds it ends in any case.
     """
 
-    deadline_s: Seconds
+    deadline_s: schema.Seconds
 
 
-class LeaveRing(Numbered, frozen=True, kw_only=True):
+class LeaveRing(schema.Numbered, frozen=True, kw_only=True):
     """Ask the head of a ring to do without the sender: it is draining, or `why` it rests."""
 
-    ring: Name
-    why: Explanation = ""
+    ring: schema.Name
+    why: schema.Explanation = ""
 
 
-class DropWarm(Numbered, frozen=True, kw_only=True):
+class DropWarm(schema.Numbered, frozen=True, kw_only=True):
     """Ask the head of a ring to free what it keeps in KV caches for requests to come."""
 
-    ring: Name
+    ring: schema.Name
 
 
-class FindPrefix(OfRing, frozen=True, kw_only=True):
+class FindPrefix(schema.OfRing, frozen=True, kw_only=True):
     """Ask a stage which of a prompt's first blocks it has on disk."""
 
     keys: BlockKeys
 
 
-class PrefixFound(Numbered, frozen=True, kw_only=True):
+class PrefixFound(schema.Numbered, frozen=True, kw_only=True):
     """Answers FindPrefix: bit `n % 8` of byte `n // 8` is 1 if the first `n + 1` can be restored.
 
     Reading one takes `block_bytes`, at `bytes_per_s` as measured, 0 if it was not.
     """
 
     restorable: Annotated[bytes, Meta(max_length=-(-MAX_STORED_BLOCKS // 8))]
-    block_bytes: Count
-    bytes_per_s: Figure = 0.0
+    block_bytes: schema.Count
+    bytes_per_s: schema.Figure = 0.0
 
 
-class RestorePrefix(OfRing, frozen=True, kw_only=True):
+class RestorePrefix(schema.OfRing, frozen=True, kw_only=True):
     """Tell a stage to read all blocks of `keys`, for a sequence that is opened then.
 
     `token_ids` are those of their positions, u32 little-endian. Without keys what was read for the
@@ -224,7 +204,7 @@ class RestorePrefix(OfRing, frozen=True, kw_only=True):
     token_ids: Annotated[bytes, Meta(max_length=4 * BLOCK_POSITIONS * MAX_STORED_BLOCKS)] = b""
 
 
-class PrefixRestored(Numbered, frozen=True, kw_only=True):
+class PrefixRestored(schema.Numbered, frozen=True, kw_only=True):
     """Answers RestorePrefix: whether all of it is there. Nothing is kept if not."""
 
     is_whole: bool
@@ -233,11 +213,11 @@ class PrefixRestored(Numbered, frozen=True, kw_only=True):
 class KvSource(Row, frozen=True, array_like=True):
     """The node at `address` has `layers` in the ring that goes on."""
 
-    layers: Layers
-    address: Address
+    layers: schema.Layers
+    address: schema.Address
 
 
-class MoveKv(OfRing, frozen=True, kw_only=True):
+class MoveKv(schema.OfRing, frozen=True, kw_only=True):
     """Tell a node to bring the first positions of a sequence to its stage for ring `to`.
 
     They are in `slot` of the stages of `ring` and `epoch`, which `sources` are. `token_ids` are
@@ -247,23 +227,23 @@ class MoveKv(OfRing, frozen=True, kw_only=True):
     slots hold.
     """
 
-    to: Name
+    to: schema.Name
     sequence_id: U64
     slot: U32
     token_ids: Annotated[bytes, Meta(max_length=4 * BLOCK_POSITIONS * MAX_STORED_BLOCKS)]
-    sources: Annotated[list[KvSource], Meta(max_length=MAX_STAGES)]
+    sources: Annotated[list[KvSource], Meta(max_length=schema.MAX_STAGES)]
     is_last: bool = False
     state: U32 | None = None
 
 
-class KvMoved(Numbered, frozen=True, kw_only=True):
+class KvMoved(schema.Numbered, frozen=True, kw_only=True):
     """Answers MoveKv: whether all of it is there. `n_bytes` came over links for it."""
 
     is_whole: bool
-    n_bytes: Count
+    n_bytes: schema.Count
 
 
-class AuditStage(OfRing, frozen=True, kw_only=True):
+class AuditStage(schema.OfRing, frozen=True, kw_only=True):
     """Have a stage look at some of its memory, and compute rows that it computes each time.
 
     It looks at memory for as long as the rows have taken. Those before and after `layer` are asked
@@ -275,7 +255,7 @@ class AuditStage(OfRing, frozen=True, kw_only=True):
     with_rows: bool = True
 
 
-class StageAudited(Numbered, frozen=True, kw_only=True):
+class StageAudited(schema.Numbered, frozen=True, kw_only=True):
     """Answers AuditStage: nothing is wrong. The stage was kept from steps for `took_s`.
 
     It has looked at `looked_bytes` of `weight_bytes`. Rows `before` the model's first layer are
@@ -283,27 +263,27 @@ class StageAudited(Numbered, frozen=True, kw_only=True):
     arithmetic promises no bits.
     """
 
-    took_s: Seconds
-    looked_bytes: Count
-    weight_bytes: Count
+    took_s: schema.Seconds
+    looked_bytes: schema.Count
+    weight_bytes: schema.Count
     before: AuditedRows = b""
     after: AuditedRows = b""
 
 
-class CountExperts(OfRing, frozen=True, kw_only=True):
+class CountExperts(schema.OfRing, frozen=True, kw_only=True):
     """Ask how many of the experts that steps used were read from disk, of streamed layers."""
 
 
-class ExpertsCounted(Numbered, frozen=True, kw_only=True):
+class ExpertsCounted(schema.Numbered, frozen=True, kw_only=True):
     """Answers CountExperts: the experts that each step's rows used, since the stage was loaded, and
     how many of them had to be read.
     """
 
-    n_used: Count
-    n_read: Count
+    n_used: schema.Count
+    n_read: schema.Count
 
 
-class ComputeLayer(OfRing, frozen=True, kw_only=True):
+class ComputeLayer(schema.OfRing, frozen=True, kw_only=True):
     """Have a node of a ring compute rows with a layer that it reads from its checkpoint for this.
 
     It need not be a layer of its stage. LoadProgress precedes the answer where it takes long.
@@ -313,10 +293,10 @@ class ComputeLayer(OfRing, frozen=True, kw_only=True):
     before: AuditedRows
 
 
-class LayerComputed(Numbered, frozen=True, kw_only=True):
+class LayerComputed(schema.Numbered, frozen=True, kw_only=True):
     """Answers ComputeLayer, in `took_s` of one thread."""
 
-    took_s: Seconds
+    took_s: schema.Seconds
     after: AuditedRows
 
 

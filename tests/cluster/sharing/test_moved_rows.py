@@ -53,7 +53,7 @@ def served(tmp_path: Path, use: Callable[[KvClient], Awaitable[None]]) -> None:
         disk = DiskJobs("test-share")
         models = LocalModels(ModelCache(tmp_path))
         adapters = AdapterStore(tmp_path / "adapters")
-        server = BulkServer(models, disk, SendRate(None), lambda: 0.0, adapters, Holder())
+        server = BulkServer(models, disk, SendRate(None), lambda: 0.0, adapters, Holder().held)
         near, far = await memory_pair(hello("near"), hello("far"))
         serving = asyncio.ensure_future(server.serve(far))
         await use(KvClient(near))
