@@ -12,13 +12,7 @@ from typing import Annotated, Final
 import typer
 
 from shardnet.api.events import GenerationEvent
-from shardnet.api.requests import (
-    ContentPart,
-    GenerationOptions,
-    Message,
-    Prompt,
-    make_requests,
-)
+from shardnet.api.requests import ContentPart, GenerationOptions, Message, Prompt, make_requests
 from shardnet.api.traces import RequestTrace, chrome_trace
 from shardnet.errors import ConfigurationError, UsageError
 from shardnet.files import expanded, write_whole

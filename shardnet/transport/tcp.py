@@ -15,12 +15,7 @@ import socket
 import sys
 from typing import Any, Final
 
-from shardnet.errors import (
-    LinkClosedError,
-    PeerUnreachableError,
-    ShardnetError,
-    UsageError,
-)
+from shardnet.errors import LinkClosedError, PeerUnreachableError, ShardnetError, UsageError
 from shardnet.transport.address import format_address
 from shardnet.transport.admission import KnownHosts
 from shardnet.transport.deadline import deadline

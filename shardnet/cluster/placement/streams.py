@@ -11,12 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardnet.cluster.placement.estimate import Pace, PlacedStage, paces_of, ways_s
-from shardnet.cluster.placement.figures import (
-    CandidateNode,
-    Links,
-    ModelShape,
-    Objective,
-)
+from shardnet.cluster.placement.figures import CandidateNode, Links, ModelShape, Objective
 from shardnet.types import LayerRange
 
 

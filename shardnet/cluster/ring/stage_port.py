@@ -23,12 +23,7 @@ from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.transport.loop import together
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
-from shardnet.wire.messages.stages import (
-    ConnectRing,
-    LoadStage,
-    StageReady,
-    UnloadStage,
-)
+from shardnet.wire.messages.stages import ConnectRing, LoadStage, StageReady, UnloadStage
 
 T = TypeVar("T")
 

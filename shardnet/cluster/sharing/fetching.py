@@ -19,12 +19,7 @@ from typing import Final
 from shardnet.checkpoint.replica import Replica, TensorPart
 from shardnet.cluster.sharing.bulk_client import ANSWER_S, BulkClient, SourceRefused, ended
 from shardnet.cluster.sharing.replica_sources import FetchPlan
-from shardnet.errors import (
-    CheckpointError,
-    LinkError,
-    PeerFailedError,
-    ShardnetError,
-)
+from shardnet.errors import CheckpointError, LinkError, PeerFailedError, ShardnetError
 from shardnet.runtime.stage.executor import JobThread
 from shardnet.transport.link import Link
 from shardnet.transport.loop import together

@@ -22,12 +22,7 @@ from shardnet.checkpoint.adapters.layer_files import (
 )
 from shardnet.checkpoint.adapters.stored_adapter import StoredAdapter
 from shardnet.checkpoint.replica import disk_error
-from shardnet.errors import (
-    CapacityError,
-    CheckpointError,
-    UnsupportedModelError,
-    telling_shortages,
-)
+from shardnet.errors import CapacityError, CheckpointError, UnsupportedModelError, telling_shortages
 from shardnet.files import DiskShare, make_own_folder, read_own, write_whole
 from shardnet.runtime.loading.model_facts import ModelFacts, Stamp, stamp
 from shardnet.slot_operations import MAX_ADAPTERS
