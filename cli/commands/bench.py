@@ -102,11 +102,7 @@ class BenchOptions:
 )
 @takes_groups
 def bench(
-    *,
-    ring: OnlineRingOptions,
-    options: BenchOptions,
-    access: Access,
-    as_json: Json = False,
+    *, ring: OnlineRingOptions, options: BenchOptions, access: Access, as_json: Json = False
 ) -> None:
     """Measure the ring: time to the first token and tokens per second, or --perplexity of a text.
 
@@ -284,10 +280,7 @@ class _Bench:
         ]
 
     async def _generate(
-        self,
-        prompts: Sequence[list[int] | str],
-        n_tokens: int,
-        outputs: OutputParams = NO_OUTPUTS,
+        self, prompts: Sequence[list[int] | str], n_tokens: int, outputs: OutputParams = NO_OUTPUTS
     ) -> list[GenerationResult]:
         with LoadBars() as bars:
 

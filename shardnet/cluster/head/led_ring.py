@@ -211,11 +211,7 @@ class LedRing:
         return prepared.ring(Epoch(self.epoch), give_up, lead.ring)
 
     async def put_instead(
-        self,
-        lead: Lead,
-        plan: Plan,
-        ring: Ring,
-        on_progress: OnStageProgress = lambda *_: None,
+        self, lead: Lead, plan: Plan, ring: Ring, on_progress: OnStageProgress = lambda *_: None
     ) -> None:
         """Build a ring that `ring_instead` has prepared; the requests of `lead` go over to it.
 
@@ -234,11 +230,7 @@ class LedRing:
         self._watch(lead)
 
     async def build_instead(
-        self,
-        lead: Lead,
-        plan: Plan,
-        on_ring: Callable[[Ring], None],
-        on_progress: OnStageProgress,
+        self, lead: Lead, plan: Plan, on_ring: Callable[[Ring], None], on_progress: OnStageProgress
     ) -> None:
         """Build the ring of `plan`, to which the requests of `lead` go over.
 

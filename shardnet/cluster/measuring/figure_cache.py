@@ -109,10 +109,7 @@ class FigureCache:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        log: Callable[[str], None],
-        now_s: Callable[[], float] = time.time,
+        self, folder: Path, log: Callable[[str], None], now_s: Callable[[], float] = time.time
     ) -> None:
         self._folder = folder / FOLDER
         self._log = log

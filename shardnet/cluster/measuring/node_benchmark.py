@@ -105,11 +105,7 @@ class NodeBenchmark:
         return structs.replace(answer, devices=self._told(figures), gather_s=gather_s)
 
     async def _figure(
-        self,
-        message: MeasureStage,
-        asker: str,
-        on_progress: Callable[[int, int], None],
-        place: int,
+        self, message: MeasureStage, asker: str, on_progress: Callable[[int, int], None], place: int
     ) -> Figure:
         """Return the figure of one device, the known one or a new one; raises as `measure`."""
         config, dtype, quant, key = self._subject(message, asker, place)

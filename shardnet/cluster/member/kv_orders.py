@@ -252,9 +252,7 @@ class KvOrders:
                 del buffer[:size]
 
                 def write(
-                    moves: Moves,
-                    part: tuple[int, int] = part,
-                    data: bytearray = data,
+                    moves: Moves, part: tuple[int, int] = part, data: bytearray = data
                 ) -> None:
                     moves.part_of(layer).write(sequence_id, layer, *part, data)
 

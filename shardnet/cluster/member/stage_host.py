@@ -125,12 +125,7 @@ class StageHost:
         return (self.membership.epoch, self.membership.last_step) if self.membership else (0, 0)
 
     async def enter_ring(
-        self,
-        message: LoadStage,
-        *,
-        owner: str,
-        owner_name: str,
-        on_broken: OnBroken,
+        self, message: LoadStage, *, owner: str, owner_name: str, on_broken: OnBroken
     ) -> RingMembership:
         """Become a member of the ring of `message`, and leave the ring that this node was in.
 

@@ -54,11 +54,7 @@ class Services:
     """What plans, leads rings and answers; its parts are built in the order of the methods."""
 
     def __init__(
-        self,
-        settings: NodeSettings,
-        links: LinkParts,
-        stage: StageParts,
-        tasks: asyncio.TaskGroup,
+        self, settings: NodeSettings, links: LinkParts, stage: StageParts, tasks: asyncio.TaskGroup
     ) -> None:
         self._settings, self._links, self._stage = settings, links, stage
         self._tasks, self._log = tasks, settings.log

@@ -324,10 +324,7 @@ def place_over_devices(
 
 
 def with_parts(
-    placement: Placement,
-    candidates: Sequence[CandidateNode],
-    n_layers: int,
-    objective: Objective,
+    placement: Placement, candidates: Sequence[CandidateNode], n_layers: int, objective: Objective
 ) -> Placement:
     """Say for each stage of a node with several devices which of them has what, and why."""
     by_node = {each.node: each for each in candidates}
@@ -416,11 +413,7 @@ def _speed(cut: DeviceCut, layers: LayerRange, objective: Objective) -> StageSpe
 
 
 def cut_words(
-    stage: StagePlan,
-    chosen: DeviceCut,
-    n_layers: int,
-    devices: NodeDevices,
-    objective: Objective,
+    stage: StagePlan, chosen: DeviceCut, n_layers: int, devices: NodeDevices, objective: Objective
 ) -> str:
     """Explain which cut was chosen for a stage, against the best of every other kind."""
     words = _words_of(chosen, devices)

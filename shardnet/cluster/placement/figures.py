@@ -117,10 +117,7 @@ class Gathers:
         return found
 
     def added_to(
-        self,
-        speed: StageSpeed,
-        gather_s: Callable[[int, int], float],
-        n_shards: int,
+        self, speed: StageSpeed, gather_s: Callable[[int, int], float], n_shards: int
     ) -> StageSpeed:
         """Return the speed of what computes so fast and gathers, too.
 

@@ -135,11 +135,7 @@ def _rings(candidates: Sequence[CandidateNode]) -> Iterator[list[CandidateNode]]
 
 
 def _stage(
-    shape: ModelShape,
-    candidate: CandidateNode,
-    pace: Pace,
-    layers: LayerRange,
-    n_asked: int | None,
+    shape: ModelShape, candidate: CandidateNode, pace: Pace, layers: LayerRange, n_asked: int | None
 ) -> StreamedStage | None:
     """Make a stage; None where it does not fit, or layers have to be converted for its node."""
     held = candidate.held(shape).shape

@@ -57,10 +57,7 @@ def device_infos(info: NodeInfo) -> list[NodeInfo]:
 
 
 def node_devices(
-    info: NodeInfo,
-    config: ModelConfig,
-    measured: Measured,
-    held: Callable[[NodeInfo], HeldModel],
+    info: NodeInfo, config: ModelConfig, measured: Measured, held: Callable[[NodeInfo], HeldModel]
 ) -> NodeDevices | None:
     """Describe the devices of a node, None for a node of one.
 
@@ -141,11 +138,7 @@ NO_HOLDINGS: Holdings = MappingProxyType({})
 
 
 def forms_of(
-    facts: ModelFacts,
-    nodes: Sequence[NodeInfo],
-    dtype: DType,
-    requested: str,
-    arith: Arith,
+    facts: ModelFacts, nodes: Sequence[NodeInfo], dtype: DType, requested: str, arith: Arith
 ) -> dict[NodeId, NodeForm]:
     """Tell in which form each node holds the model in a ring of `dtype` and `arith`."""
     ariths = node_ariths(requested, arith, nodes)

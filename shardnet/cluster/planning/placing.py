@@ -520,10 +520,7 @@ def _context(choice: ModelChoice, config: ModelConfig) -> int:
 
 
 def _chunk_s(
-    placement: Placement,
-    shape: ModelShape,
-    measured: Measured,
-    disks: Mapping[str, float | None],
+    placement: Placement, shape: ModelShape, measured: Measured, disks: Mapping[str, float | None]
 ) -> float | None:
     """Return the seconds that a chunk takes in all stages, reading from their disks included.
 

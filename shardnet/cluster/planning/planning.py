@@ -110,12 +110,7 @@ class Planner:
         return plan
 
     async def replan(
-        self,
-        opened: Plan,
-        now: Plan,
-        without: Mapping[NodeId, str],
-        *,
-        measures: bool = False,
+        self, opened: Plan, now: Plan, without: Mapping[NodeId, str], *, measures: bool = False
     ) -> Plan:
         """Plan again what `opened` was planned for, led by this node.
 

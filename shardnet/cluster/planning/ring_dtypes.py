@@ -259,11 +259,7 @@ def wire_name(wires: Sequence[WireDType], dtype: DType) -> str:
 
 
 def _wire(
-    choice: WireChoice,
-    dtype: DType,
-    pair: tuple[NodeInfo, NodeInfo],
-    rank_name: str,
-    links: Links,
+    choice: WireChoice, dtype: DType, pair: tuple[NodeInfo, NodeInfo], rank_name: str, links: Links
 ) -> WireDType:
     """Return the wire dtype of one link, from the first node of `pair` to the second."""
     names = (rank_name, f"{pair[0].name}-{pair[1].name}")

@@ -204,11 +204,7 @@ class Recovery:
                 self.log(record.words)
 
     async def _attempt(
-        self,
-        lead: Lead,
-        record: RecoveryRecord,
-        without: Mapping[NodeId, str],
-        tried: list[Ring],
+        self, lead: Lead, record: RecoveryRecord, without: Mapping[NodeId, str], tried: list[Ring]
     ) -> None:
         """Plan, build, and have the requests go on."""
         began_s = time.monotonic()

@@ -172,9 +172,7 @@ class EngineMaker:
         )
 
     def pipeline(
-        self,
-        on_answered: Callable[[StepAnswered], None],
-        on_failed: Callable[[StepFailed], None],
+        self, on_answered: Callable[[StepAnswered], None], on_failed: Callable[[StepFailed], None]
     ) -> Pipeline:
         """Make a pipeline that calls these with answers and with failed steps.
 

@@ -131,11 +131,7 @@ class AdapterSharing:
             )
 
     async def _fetch_from(
-        self,
-        source: str,
-        lacking: list[Part],
-        total: int,
-        on_progress: Callable[[int, int], None],
+        self, source: str, lacking: list[Part], total: int, on_progress: Callable[[int, int], None]
     ) -> None:
         """Fetch parts from one node, and take them off `lacking`. Raises what ends that."""
         disk = self._disk.at(self._store.folder)

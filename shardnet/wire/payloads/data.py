@@ -117,11 +117,7 @@ def read_data(frame: Frame) -> StepData:
 
 
 def tokens_frame(
-    token_ids: Sequence[int],
-    *,
-    epoch: int,
-    step: int,
-    timings: Sequence[StageTiming] = (),
+    token_ids: Sequence[int], *, epoch: int, step: int, timings: Sequence[StageTiming] = ()
 ) -> Frame:
     """Make the TOKENS frame that answers a step: one id per sampled row, possibly none.
 
