@@ -23,8 +23,7 @@ from ..finding.target import Target, open_target
 from ..flags.lazy_group import examples
 from ..flags.options import Access, Json, flag, reading, takes_groups
 from ..flags.ring_options import OnlineRingOptions, Wanted
-from ..output.exit_codes import counted, one_line, run_command, say, write_out
-from ..output.generation_output import print_json
+from ..output.exit_codes import counted, one_line, run_command, say, write_json, write_out
 from ..output.plan_text import dtype_words
 from ..output.progress import LoadBars
 
@@ -260,7 +259,7 @@ class _Bench:
         """Print plan and figures as one JSON object, with --json."""
         if self._job.as_json and self._plan is not None:
             plan = self._plan
-            print_json(
+            write_json(
                 {
                     "model": plan.model,
                     "dtype": plan.dtype,

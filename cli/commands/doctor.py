@@ -6,7 +6,6 @@ import os
 import sys
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 from shardnet.api.connections import key_path
@@ -26,7 +25,7 @@ from ..flags.options import (
     option,
     takes_groups,
 )
-from ..output.exit_codes import EXIT_FAILURE, one_line, run_command, write_out
+from ..output.exit_codes import EXIT_FAILURE, one_line, write_json, write_out
 
 if TYPE_CHECKING:
     from shardnet.cluster.diagnosis.facts import Finding, KeyFacts
@@ -39,7 +38,7 @@ _STYLES = {"ok": "green", "info": "cyan", "problem": "bold red"}
 
 
 @takes_groups
-def doctor(
+async def doctor(
     *,
     model: Annotated[
         str,
@@ -62,26 +61,14 @@ def doctor(
 
     Prints one line per finding. The exit code is 1 when something is wrong.
     """
-    model = check_model(model) if model else ""
-    named = check_addresses(peer)
-    run_command(_run(model, named, access, search, timeout, as_json, ignore_unknown_config))
-
-
-async def _run(
-    model: str,
-    named: list[str],
-    access: Access,
-    search: Search,
-    timeout_s: float,
-    as_json: bool,
-    ignore_unknown_config: bool,
-) -> None:
     from shardnet.api.diagnostics import FactSources, gather_facts
     from shardnet.cluster.diagnosis.diagnosis import diagnose
     from shardnet.cluster.diagnosis.facts import Severity
 
     from ..finding.target import browse_all, look_in_tailnet
 
+    model = check_model(model) if model else ""
+    named = check_addresses(peer)
     key, identity = _key(access)
     if search.tailnet:
         answers = await look_in_tailnet(identity, insecure=access.insecure)
@@ -94,13 +81,13 @@ async def _run(
             named=named,
             browse=None if search.no_mdns else browse_all,
             model=model,
-            timeout_s=timeout_s,
+            timeout_s=timeout,
             ignore_unknown_config=ignore_unknown_config,
         )
     )
     findings = diagnose(facts)
     if as_json:
-        write_out(msgspec.json.encode([_as_json(finding) for finding in findings]).decode())
+        write_json(findings)
     else:
         _print(findings)
     if any(finding.severity is Severity.PROBLEM for finding in findings):
@@ -139,13 +126,3 @@ def _print(findings: list[Finding]) -> None:
     console = Console(highlight=False)
     for word, line in lines:
         console.print(Text(f"{word:7}", style=_STYLES[word]), Text(one_line(line)), soft_wrap=True)
-
-
-def _as_json(finding: Finding) -> dict[str, str]:
-    return {
-        "severity": finding.severity.value,
-        "topic": finding.topic,
-        "where": finding.where,
-        "what": finding.what,
-        "remedy": finding.remedy,
-    }

@@ -21,8 +21,8 @@ from shardnet.wire.messages.plans import PlanReply
 from ..finding.target import open_target
 from ..flags.lazy_group import examples
 from ..flags.options import Access, Json, flag, naming, option, takes_groups
-from ..flags.ring_options import OnlineRingOptions, Wanted
-from ..output.exit_codes import counted, run_command, say, write_out
+from ..flags.ring_options import OnlineRingOptions
+from ..output.exit_codes import counted, say, write_json, write_out
 from ..output.progress import LoadBars
 from .generate import parse_ids
 
@@ -68,7 +68,7 @@ class RowOptions:
     "shardnet inspect --token-ids 1,2,3 --hidden 0,8 --rows 1 --local 2 --out few.safetensors",
 )
 @takes_groups
-def inspect(
+async def inspect(
     *,
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="Text to compute.", show_default=False)
@@ -90,27 +90,40 @@ def inspect(
     path = expanded(out)
     if not path.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {path.parent}", param_hint="--out")
-    job = _Job(
-        prompt=parse_ids(token_ids) if token_ids else prompt or "",
-        wanted=ring.wanted(access).adapted(),
-        outputs=_outputs(rows),
-        max_tokens=rows.max_tokens,
-        path=path,
-        as_json=as_json,
-    )
-    run_command(_run(job))
+    asked = parse_ids(token_ids) if token_ids else prompt or ""
+    wanted, outputs = ring.wanted(access).adapted(), _outputs(rows)
+    async with open_target(wanted) as target:
+        with LoadBars() as bars:
+            plan: list[PlanReply] = []
 
+            def on_plan(found: PlanReply) -> None:
+                bars.expect(found)
+                plan[:] = [found]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """What to compute, and where to write it."""
-
-    prompt: str | list[int]
-    wanted: Wanted
-    outputs: OutputParams
-    max_tokens: int
-    path: Path
-    as_json: bool
+            events = target.client.generate(
+                asked,
+                GREEDY,
+                model=target.choice,
+                max_tokens=rows.max_tokens,
+                ignore_eos=True,
+                outputs=outputs,
+                on_plan=on_plan,
+                on_loading=bars.update,
+            )
+            async with contextlib.aclosing(events):
+                results = [event.result async for event in events if event.result is not None]
+    [result] = results
+    n_layers = plan[0].stages[-1].layers[1] if plan else 0
+    arrays = _arrays(result, outputs, n_layers)
+    _write(path, arrays, _metadata(result, outputs))
+    shapes = {name: [*array.shape] for name, array in arrays.items()}
+    if as_json:
+        said = {"file": str(path), "tensors": shapes, "text": result.text}
+        write_json({"model": result.model, **said})
+        return
+    for name, shape in shapes.items():
+        write_out(f"{name:<16} {' x '.join(map(str, shape))}")
+    say(f"wrote {counted(len(shapes), 'tensor')} to {path}")
 
 
 def _outputs(of: RowOptions) -> OutputParams:
@@ -143,34 +156,6 @@ def _n_rows(text: str, flag: str) -> int:
     raise typer.BadParameter(
         f"'{text:.40}' is not {none}last, all or a number above 0", param_hint=flag
     )
-
-
-async def _run(job: _Job) -> None:
-    async with open_target(job.wanted) as target:
-        with LoadBars() as bars:
-            plan: list[PlanReply] = []
-
-            def on_plan(found: PlanReply) -> None:
-                bars.expect(found)
-                plan[:] = [found]
-
-            events = target.client.generate(
-                job.prompt,
-                GREEDY,
-                model=target.choice,
-                max_tokens=job.max_tokens,
-                ignore_eos=True,
-                outputs=job.outputs,
-                on_plan=on_plan,
-                on_loading=bars.update,
-            )
-            async with contextlib.aclosing(events):
-                results = [event.result async for event in events if event.result is not None]
-    [result] = results
-    n_layers = plan[0].stages[-1].layers[1] if plan else 0
-    arrays = _arrays(result, job.outputs, n_layers)
-    _write(job.path, arrays, _metadata(result, job.outputs))
-    _tell(job, result, arrays)
 
 
 def _arrays(result: GenerationResult, outputs: OutputParams, n_layers: int) -> Arrays:
@@ -235,14 +220,3 @@ def _write(path: Path, arrays: Arrays, metadata: Mapping[str, str]) -> None:
         raise ConfigurationError(
             f"--out: {path} cannot be written: {error.strerror}", remedy="name another file"
         ) from error
-
-
-def _tell(job: _Job, result: GenerationResult, arrays: Arrays) -> None:
-    shapes = {name: [*array.shape] for name, array in arrays.items()}
-    if job.as_json:
-        said = {"file": str(job.path), "tensors": shapes, "text": result.text}
-        write_out(json.dumps({"model": result.model, **said}, ensure_ascii=False))
-        return
-    for name, shape in shapes.items():
-        write_out(f"{name:<16} {' x '.join(map(str, shape))}")
-    say(f"wrote {counted(len(shapes), 'tensor')} to {job.path}")

@@ -7,8 +7,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.wire.messages.membership import ListedModel, ModelsListed
 from shardnet.wire.messages.plans import ModelChoice
@@ -28,11 +26,11 @@ from ..flags.options import (
 )
 from ..flags.ring_options import Wanted
 from ..output.columns import columns, terminal_width
-from ..output.exit_codes import run_command, say, write_out
+from ..output.exit_codes import picked, say, write_json, write_out
 
 
 @takes_groups
-def models(
+async def models(
     *,
     nodes: Nodes = "",
     peer: Peer = None,
@@ -56,16 +54,12 @@ def models(
         search=search,
         access=access,
     )
-    run_command(_run(wanted, as_json))
-
-
-async def _run(wanted: Wanted, as_json: bool) -> None:
     lists: list[ModelsListed] = []
     async with open_target(wanted) as target, aclosing(target.client.models()) as pieces:
         async for piece in pieces:
             lists.append(piece)
     if as_json:
-        write_out(msgspec.json.encode(models_json(lists)).decode())
+        write_json(models_json(lists))
         return
     for line in model_lines(lists, terminal_width()):
         write_out(line)
@@ -100,9 +94,7 @@ def models_json(lists: Sequence[ModelsListed]) -> dict[str, Any]:
                 "name": one.model.name,
                 "node": one.node,
                 "node_name": one.node_name,
-                "store": one.model.store,
-                "size_bytes": one.model.size_bytes,
-                "held_bytes": one.model.held_bytes,
+                **picked(one.model, "store", "size_bytes", "held_bytes"),
                 "family": one.model.family or None,
                 "kind": one.model.kind or "generation",
                 "form": one.model.form or None,

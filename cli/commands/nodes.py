@@ -9,7 +9,6 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
 from shardnet.api.client import connect
@@ -34,7 +33,7 @@ from ..flags.options import (
     takes_groups,
 )
 from ..output.columns import columns, terminal_width
-from ..output.exit_codes import run_command, say, write_out
+from ..output.exit_codes import picked, say, write_json, write_out
 
 if TYPE_CHECKING:  # not every command needs the library behind it
     from shardnet.transport.identity import Identity
@@ -49,7 +48,7 @@ LONGEST_S = 86_400.0
 
 
 @takes_groups
-def nodes(
+async def nodes(
     *,
     nodes: Nodes = "",
     peer: Peer = None,
@@ -65,16 +64,10 @@ def nodes(
     if watch and as_json:
         raise typer.BadParameter("choose one of --watch and --json; `shardnet top --json` has both")
     named = [*split_nodes(nodes), *check_addresses(peer)]
-    run_command(_run(named, access, search, watch, as_json))
-
-
-async def _run(
-    named: list[str], access: Access, search: Search, watch: bool, as_json: bool
-) -> None:
     if not watch:
         infos = await _gather(named, access, search)
         if as_json:
-            write_out(msgspec.json.encode([_as_json(info) for info in infos]).decode())
+            write_json([_as_json(info) for info in infos])
         elif infos:
             for line in node_lines(infos, terminal_width()):
                 write_out(line)
@@ -135,25 +128,14 @@ async def _ask(address: str, identity: Identity | None) -> list[NodeInfo]:
 
 def _as_json(info: NodeInfo) -> dict[str, Any]:
     return {
-        "node": info.node,
-        "name": info.name,
-        "address": info.address,
-        "version": info.version,
+        **picked(info, "node", "name", "address", "version"),
         "uptime_s": round(info.uptime_s, 3),
         "device": info.device,
         "devices": [device.name for device in info.devices] or [info.device],
-        "memory_bytes": info.memory_bytes,
-        "memory_free_bytes": info.memory_free_bytes,
-        "threads": info.threads,
+        **picked(info, "memory_bytes", "memory_free_bytes", "threads"),
         "draining": info.is_draining,
         "rests": info.rests or None,
-        "stage": None
-        if info.stage is None
-        else {
-            "model": info.stage.model,
-            "layers": list(info.stage.layers),
-            "rank": info.stage.rank,
-        },
+        "stage": info.stage and picked(info.stage, "model", "layers", "rank"),
     }
 
 
@@ -185,7 +167,7 @@ def node_lines(infos: Sequence[NodeInfo], width: int | None) -> list[str]:
 
 @examples("shardnet drain attic", "shardnet drain 192.168.1.12:7433 --deadline 300")
 @takes_groups
-def drain(
+async def drain(
     *,
     node: Annotated[str, typer.Argument(metavar="NODE", help="Name, address or id of the node.")],
     deadline: Annotated[
@@ -206,16 +188,10 @@ def drain(
     Requests go on over the other nodes. A node that leads the requests of others ends
     with them, unless its deputy goes on with them.
     """
-    run_command(_drain(node, deadline, check_addresses(peer), access, search))
-
-
-async def _drain(
-    node: str, deadline_s: float, peers: list[str], access: Access, search: Search
-) -> None:
-    address = await _find(node, peers, access, search)
+    address = await _find(node, check_addresses(peer), access, search)
     async with connect(address, access.identity()) as client:
         say(f"draining {client.node_name} ({address})")
-        await client.drain(deadline_s)
+        await client.drain(deadline)
         say(f"{client.node_name} is empty, and ends")
 
 
@@ -247,13 +223,9 @@ def _is_address(node: str) -> bool:
 
 
 @takes_groups
-def unload(*, nodes: Nodes = "", peer: Peer = None, access: Access) -> None:
+async def unload(*, nodes: Nodes = "", peer: Peer = None, access: Access) -> None:
     """Free the model of the ring that the node of this machine, or a named node, is part of."""
-    run_command(_unload([*split_nodes(nodes), *check_addresses(peer)], access))
-
-
-async def _unload(addresses: list[str], access: Access) -> None:
-    had_any = False
+    addresses, had_any = [*split_nodes(nodes), *check_addresses(peer)], False
     async with contextlib.AsyncExitStack() as stack:
         for client in await named_or_here(stack, addresses, access):
             had_any |= (await client.status(with_peers=False)).node.stage is not None

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Annotated
-
-import msgspec
+from typing import Annotated, Any
 
 from shardnet.api.client import connect
 from shardnet.api.requests import check_request
@@ -19,9 +17,9 @@ from shardnet.wire.messages.plans import NodeProgress, PlanRequest
 from ..finding.target import connect_here, open_target
 from ..flags.lazy_group import examples
 from ..flags.options import Access, Json, naming, option, takes_groups
-from ..flags.ring_options import OnlineRingOptions, Wanted
+from ..flags.ring_options import OnlineRingOptions
 from ..output.columns import terminal_width, wrapped
-from ..output.exit_codes import run_command, write_out
+from ..output.exit_codes import write_json, write_out
 from ..output.plan_text import WireBar, plan_json, plan_text, run_json, run_text
 from ..output.progress import LoadBars
 
@@ -33,7 +31,7 @@ from ..output.progress import LoadBars
     "shardnet plan --last",
 )
 @takes_groups
-def plan(
+async def plan(
     *,
     ring: OnlineRingOptions,
     access: Access,
@@ -49,10 +47,10 @@ def plan(
     wanted = ring.wanted(access)
     with naming(None):
         check_request(PlanRequest(request=0, choice=wanted.choice))
-    run_command(_show_last(wanted, as_json) if last else _show(wanted, again, as_json))
-
-
-async def _show(wanted: Wanted, again: bool, as_json: bool) -> None:
+    if last:
+        run = await _last_run([*wanted.choice.nodes[:1], *wanted.peers[:1]], access)
+        _show(run_json(run) if as_json else run_text(run))
+        return
     async with open_target(wanted) as target:
         with LoadBars() as planning, WireBar(wanted.choice.wire_dtype) as bar:
 
@@ -64,19 +62,15 @@ async def _show(wanted: Wanted, again: bool, as_json: bool) -> None:
                     bar.update(report)
 
             reply = await target.client.plan(target.choice, update, again=again)
-    write_out(
-        msgspec.json.encode(plan_json(reply)).decode() if as_json else _fitted(plan_text(reply))
-    )
+    _show(plan_json(reply) if as_json else plan_text(reply))
 
 
-async def _show_last(wanted: Wanted, as_json: bool) -> None:
-    run = await _last_run([*wanted.choice.nodes[:1], *wanted.peers[:1]], wanted.access)
-    write_out(msgspec.json.encode(run_json(run)).decode() if as_json else _fitted(run_text(run)))
-
-
-def _fitted(text: str) -> str:
-    """Break lines that are longer than the terminal."""
-    return "\n".join(wrapped(text.splitlines(), terminal_width()))
+def _show(told: dict[str, Any] | str) -> None:
+    """Print JSON, or a text whose lines are broken where they are longer than the terminal."""
+    if isinstance(told, str):
+        write_out("\n".join(wrapped(told.splitlines(), terminal_width())))
+    else:
+        write_json(told)
 
 
 async def _last_run(addresses: list[str], access: Access) -> LastRun:

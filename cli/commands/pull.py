@@ -18,8 +18,7 @@ from shardnet.types import LayerRange, parse_layer_range
 
 from ..flags.options import Json, Offline, keep_offline, naming, option
 from ..output.bars import DownloadBars
-from ..output.exit_codes import EXIT_INTERRUPTED, say, write_out
-from ..output.generation_output import print_json
+from ..output.exit_codes import EXIT_INTERRUPTED, picked, say, write_json, write_out
 
 if TYPE_CHECKING:
     from shardnet.cluster.download.hub import PulledModel
@@ -67,7 +66,7 @@ def pull(
         raise typer.BadParameter(f"'{text}' is not ORG/NAME, ORG/NAME:GGUF or NAME")
     here = pulled_folder(name) if offline else None
     if here is not None and as_json:
-        print_json({"model": str(name), "folder": str(here), "new_bytes": 0})
+        write_json({"model": str(name), "folder": str(here), "new_bytes": 0})
     elif here is not None:
         write_out(here)
     elif layers:
@@ -114,7 +113,7 @@ def _pull_model(name: HubName, *, as_json: bool) -> None:
     with _downloading() as bars:
         pulled = hub.pull(name, bars.update)
     if as_json:
-        print_json(_as_object(pulled))
+        write_json(_as_object(pulled))
         return
     for file in sorted(pulled.files, key=lambda file: -file.size_bytes):
         digest = f"  sha256 {file.sha256}" if file.sha256 else ""
@@ -130,11 +129,10 @@ def _pull_layers(name: HubName, layers: LayerRange, *, as_json: bool) -> None:
     with _downloading() as bars:
         pulled = pull_layers(name, layers, bars.update, ModelCache(cache_dir(os.environ)))
     if as_json:
-        print_json(
+        write_json(
             {
                 "model": pulled.name,
-                "commit": pulled.commit,
-                "model_id": pulled.model_id,
+                **picked(pulled, "commit", "model_id"),
                 "layers": [layers.start, layers.end],
                 "folder": str(pulled.folder),
                 "new_bytes": pulled.n_new_bytes,

@@ -9,7 +9,6 @@ from typing import Annotated
 
 from shardnet import __version__
 from shardnet.api.serve.server import serving
-from shardnet.api.server.settings import Listening
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
 from shardnet.errors import ShardnetError
 from shardnet.transport.address import split_address
@@ -26,15 +25,15 @@ from ..flags.options import (
     take_log_format,
     takes_groups,
 )
-from ..flags.ring_options import RingOptions, Wanted
-from ..output.exit_codes import counted, run_command, say, write_out
+from ..flags.ring_options import RingOptions
+from ..output.exit_codes import counted, say, write_out
 from .node import stop_signal
 
 DEFAULT_PORT = 8000
 
 
 @takes_groups
-def serve(
+async def serve(
     *,
     host: Annotated[
         str, option("--host H", "Address to listen on; another than loopback needs --api-key.")
@@ -57,10 +56,6 @@ def serve(
     take_log_format(log_format)
     listening = http.listening(host, port, access)
     wanted = replace(ring.wanted(access), prefix_cache_bytes=parse_prefix_cache(prefix_cache))
-    run_command(_run(listening, wanted, as_json=as_json))
-
-
-async def _run(listening: Listening, wanted: Wanted, *, as_json: bool) -> None:
     async with open_target(wanted) as target:
         stopping = stop_signal(until_stdin_closes=False)  # before, Ctrl-C ends it as it does others
         target.client.choice, target.client.if_busy = target.choice, ""  # others ask here

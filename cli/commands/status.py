@@ -17,7 +17,7 @@ from shardnet.types import BLOCK_POSITIONS, LayerRange
 from ..finding.target import named_or_here
 from ..flags.options import Access, Json, Nodes, split_nodes, takes_groups
 from ..output.columns import terminal_width, wrapped
-from ..output.exit_codes import counted, one_line, run_command, write_out
+from ..output.exit_codes import counted, one_line, picked, write_json, write_out
 
 if TYPE_CHECKING:
     from shardnet.wire.messages.diagnostics import NodeReport, RingBehind, StageState
@@ -31,19 +31,15 @@ ANSWER_S = 3.0
 
 
 @takes_groups
-def status(*, nodes: Nodes = "", access: Access, as_json: Json = False) -> None:
+async def status(*, nodes: Nodes = "", access: Access, as_json: Json = False) -> None:
     """Show what the node of this machine, or each named node, has loaded and runs."""
-    run_command(_run(split_nodes(nodes), access, as_json))
-
-
-async def _run(addresses: list[str], access: Access, as_json: bool) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        clients = await named_or_here(stack, addresses, access)
+        clients = await named_or_here(stack, split_nodes(nodes), access)
         for reply in await asyncio.gather(*(_ask(client) for client in clients)):
             assert reply.info is not None
             assert reply.report is not None
             if as_json:
-                write_out(msgspec.json.encode(_as_json(reply.info, reply.report)).decode())
+                write_json(_as_json(reply.info, reply.report))
             else:
                 lines = map(one_line, _as_lines(reply.info, reply.report))
                 for line in wrapped(lines, terminal_width(), indent=len(_INDENT)):
@@ -64,16 +60,10 @@ async def _ask(client: Client) -> ReportReply:
 def _as_json(info: NodeInfo, report: NodeReport) -> dict[str, Any]:
     stage = report.stage
     return {
-        "node": info.node,
-        "name": info.name,
-        "address": info.address,
-        "version": info.version,
+        **picked(info, "node", "name", "address", "version"),
         "cluster": report.cluster or None,
         "uptime_s": report.uptime_s,
-        "device": info.device,
-        "memory_bytes": info.memory_bytes,
-        "memory_free_bytes": info.memory_free_bytes,
-        "threads": info.threads,
+        **picked(info, "device", "memory_bytes", "memory_free_bytes", "threads"),
         "draining": info.is_draining,
         "rests": info.rests or None,
         "pressure": None if report.pressure is None else msgspec.structs.asdict(report.pressure),
@@ -97,22 +87,13 @@ def _stage_as_json(info: NodeInfo, report: NodeReport, stage: StageState) -> dic
         "stages": stage.n_stages if in_ring else None,
         "head": _head_name(info, report, stage) if in_ring else None,
         "epoch": stage.epoch if in_ring else None,
-        "dtype": stage.dtype,
-        "kernel": stage.kernel,
-        "weight_bytes": stage.weight_bytes,
+        **picked(stage, "dtype", "kernel", "weight_bytes"),
         "kv_positions": stage.room_blocks * BLOCK_POSITIONS,
         "kv_used_positions": stage.used_blocks * BLOCK_POSITIONS,
         "sequences": stage.n_open,
         "prefixes": None if stage.prefixes is None else msgspec.structs.asdict(stage.prefixes),
         "standby": None if stage.standby is None else msgspec.structs.asdict(stage.standby),
-        "parts": [
-            {
-                "layers": list(part.layers),
-                "devices": part.devices,
-                "weight_bytes": part.weight_bytes,
-            }
-            for part in stage.parts
-        ],
+        "parts": [picked(part, "layers", "devices", "weight_bytes") for part in stage.parts],
     }
 
 

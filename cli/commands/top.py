@@ -13,7 +13,7 @@ import msgspec
 from ..finding.target import named_or_here
 from ..flags.options import Access, Json, Nodes, option, split_nodes, takes_groups
 from ..output.columns import terminal_width
-from ..output.exit_codes import run_command, write_out
+from ..output.exit_codes import write_out
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -29,7 +29,7 @@ LEAST_S = 0.1
 
 
 @takes_groups
-def top(
+async def top(
     *,
     nodes: Nodes = "",
     every: Annotated[
@@ -55,21 +55,9 @@ def top(
     is_live = sys.stdout.isatty() and not as_json
     if count is None:
         count = 0 if is_live or as_json else 1
-    run_command(_run(split_nodes(nodes), access, every, count, is_live=is_live, as_json=as_json))
-
-
-async def _run(
-    addresses: list[str],
-    access: Access,
-    every_s: float,
-    count: int,
-    *,
-    is_live: bool,
-    as_json: bool,
-) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        client = (await named_or_here(stack, addresses[:1], access))[0]
-        looks = await stack.enter_async_context(contextlib.aclosing(views(client, every_s, count)))
+        client = (await named_or_here(stack, split_nodes(nodes)[:1], access))[0]
+        looks = await stack.enter_async_context(contextlib.aclosing(views(client, every, count)))
         if is_live:
             await _show(looks)
             return

@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import Parameter, Signature
@@ -25,7 +25,7 @@ from shardnet.errors import ConfigurationError, UsageError
 from shardnet.files import expanded
 from shardnet.transport.address import split_address
 
-from ..output.exit_codes import FORMATS, keep_log_format
+from ..output.exit_codes import FORMATS, keep_log_format, run_command
 from ..output.exit_codes import VARIABLE as LOG_FORMAT_VARIABLE
 from .config import Complete, node_addresses, one_of
 
@@ -113,11 +113,14 @@ def check_choices(group: Any) -> None:
             check_choice(f"--{field.name.replace('_', '-')}", value, words)
 
 
-def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
+def takes_groups(
+    command: Callable[..., None] | Callable[..., Coroutine[Any, Any, None]],
+) -> Callable[..., None]:
     """Replace each dataclass parameter of `command` by the flags among its fields, for typer.
 
     A field is a flag if `flag` made it or its type is Annotated; others keep their defaults, so a
-    subclass removes a flag with a plain default. The command receives the dataclass.
+    subclass removes a flag with a plain default. The command receives the dataclass. One that is a
+    coroutine is run to its end.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, tuple[type[Any], list[str]]] = {}
@@ -136,7 +139,9 @@ def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
     def with_flags(**values: Any) -> None:
         for name, (group, flags) in groups.items():
             values[name] = group(**{flag: values.pop(flag) for flag in flags})
-        command(**values)
+        main = command(**values)
+        if main is not None:
+            run_command(main)
 
     shown = Signature(parameters, return_annotation=None)
     with_flags.__signature__ = shown  # type: ignore[attr-defined]  # inspect looks for it

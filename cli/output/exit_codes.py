@@ -205,6 +205,18 @@ def write_out(text: object = "", *, end: str = "\n") -> None:
     write_raw((printable(str(text)) if sys.stdout.isatty() else str(text)) + end)
 
 
+def write_json(value: object) -> None:
+    """Print a value as one line of JSON."""
+    import msgspec  # --help has no use for it
+
+    write_out(msgspec.json.encode(value).decode())
+
+
+def picked(told: object, *names: str) -> dict[str, Any]:
+    """Return fields of an object by their names, for JSON."""
+    return {name: getattr(told, name) for name in names}
+
+
 def printable(text: str) -> str:
     """Escape control characters but line ends and tabs."""
     return text.replace("\r", "").translate(_IN_TEXTS)

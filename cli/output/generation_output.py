@@ -25,7 +25,7 @@ from shardnet.api.events import (
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.plans import PlanReply
 
-from .exit_codes import StreamedText, counted, say, write_out
+from .exit_codes import StreamedText, counted, picked, say, write_json
 from .progress import ProgressLine
 
 _NAME_WIDTH = 20
@@ -129,7 +129,7 @@ class OneText:
         if event.result is None:
             return
         if self._as_json:
-            print_json(as_object(event.result, self.plan))
+            write_json(as_object(event.result, self.plan))
         else:
             _say_logprobs(event.result)
         say(_closing_line(event.result))
@@ -254,7 +254,7 @@ class ListedTexts:
             if self._as_json:
                 if prompt.result is not None:
                     self._progress.clear()
-                    print_json(listed_object(prompt.result, self.plan, self._n_samples))
+                    write_json(listed_object(prompt.result, self.plan, self._n_samples))
             else:
                 self._show_text(prompt)
             if not prompt.has_ended:
@@ -312,7 +312,7 @@ class EventLines(ListedTexts):
     def _display(self, event: GenerationEvent) -> None:
         self._progress.clear()
         for value in _event_objects(event, self.plan):
-            print_json({"index": event.index, "sample": event.sample, **value})
+            write_json({"index": event.index, "sample": event.sample, **value})
 
 
 def _event_objects(event: GenerationEvent, plan: PlanReply | None) -> Iterator[dict[str, Any]]:
@@ -345,14 +345,8 @@ def listed_object(
 def as_object(result: GenerationResult, plan: PlanReply | None) -> dict[str, Any]:
     """Return the object of `generate --json`; its keys are part of the command-line contract."""
     return {
-        "model": result.model,
-        "prompt_token_ids": result.prompt_token_ids,
-        "token_ids": result.token_ids,
-        "tokens": result.tokens,
-        "text": result.text,
-        "finish_reason": result.finish_reason,
-        "seed": result.seed,
-        "sample_index": result.sample_index,
+        **picked(result, "model", "prompt_token_ids", "token_ids", "tokens", "text"),
+        **picked(result, "finish_reason", "seed", "sample_index"),
         "logprobs": None if result.logprobs is None else [*map(_as_entry, result.logprobs)],
         "prompt_logprobs": None
         if result.prompt_logprobs is None
@@ -361,11 +355,6 @@ def as_object(result: GenerationResult, plan: PlanReply | None) -> dict[str, Any
         "stages": _stages(plan),
         "timing": msgspec.to_builtins(result.timing),
     }
-
-
-def print_json(value: dict[str, Any]) -> None:
-    """Print `value` as one line of JSON on standard output."""
-    write_out(msgspec.json.encode(value).decode())
 
 
 def _as_entry(logprob: TokenLogprob) -> dict[str, Any]:

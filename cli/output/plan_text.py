@@ -23,7 +23,7 @@ from shardnet.wire.messages.plans import (
 )
 
 from .bars import make_bars
-from .exit_codes import counted, one_line, say
+from .exit_codes import counted, one_line, picked, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -135,10 +135,7 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
         stage |= {key: stage[key] or None for key in ("wire_dtype", "parts_why")}
     return told | {
         "quant": plan.quant or "none",
-        "adapters": [
-            {"name": adapter.name, "weight_bytes": adapter.weight_bytes}
-            for adapter in plan.adapters
-        ],
+        "adapters": [picked(adapter, "name", "weight_bytes") for adapter in plan.adapters],
         "rings": [
             {
                 "nodes": [stage.node for stage in ring.stages],
@@ -290,27 +287,18 @@ def run_json(run: LastRun) -> dict[str, Any]:
     """Return the object that `plan --last --json` prints."""
     plan, timing = run.plan, run.timing
     return {
-        "model": plan.model,
-        "dtype": plan.dtype,
+        **picked(plan, "model", "dtype"),
         "quant": plan.quant or "none",
-        "kv_dtype": plan.kv_dtype,
-        "wire_dtype": plan.wire_dtype,
-        "context": plan.context,
-        "optimise": plan.optimise,
-        "n_tokens": run.n_tokens,
-        "ended_at_s": run.ended_at_s,
+        **picked(plan, "kv_dtype", "wire_dtype", "context", "optimise"),
+        **picked(run, "n_tokens", "ended_at_s"),
         "predicted_tok_s": plan.predicted_tok_s,
-        "decode_tok_s": timing.decode_tok_s,
-        "ttft_s": timing.ttft_s,
+        **picked(timing, "decode_tok_s", "ttft_s"),
         "stages": [
             {
-                "rank": stage.rank,
-                "node": stage.node,
-                "name": stage.name,
+                **picked(stage, "rank", "node", "name"),
                 "layers": list(stage.layers),
                 "predicted_compute_ms": stage.compute_ms,
-                "compute_ms": share.compute_ms,
-                "queue_ms": share.queue_ms,
+                **picked(share, "compute_ms", "queue_ms"),
                 "predicted_hop_ms": stage.hop_ms,
                 "hop_ms": share.wire_ms if len(plan.stages) > 1 else None,
             }
@@ -352,12 +340,9 @@ def _node_json(node: NodeMeasured) -> dict[str, Any]:
     told = _builtins(node) | _speeds_json(node.seconds, "embed", "step")
     told |= {key: told[key] or None for key in ("kernel", "isa", "threads", "why_not")}
     told["devices"] = [
-        {
-            "name": device.name,
-            "memory_bytes": device.memory_bytes,
-            **_speeds_json(device.seconds),
-            "is_steady": device.is_steady,
-        }
+        picked(device, "name", "memory_bytes")
+        | _speeds_json(device.seconds)
+        | picked(device, "is_steady")
         for device in node.devices
     ]
     told["gather_ms"] = node.gather_s and _in_ms(node.gather_s)

@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -73,5 +74,7 @@ def test_a_server_that_is_still_starting_ends_at_ctrl_c(monkeypatch: pytest.Monk
 
     module = import_module("shardnet_cli.commands.serve")
     monkeypatch.setattr(module, "open_target", open_target)
+    monkeypatch.setattr(module, "replace", Mock())
+    asked: Any = Mock()
     with pytest.raises(KeyboardInterrupt):
-        run(module._run(None, None, as_json=False))
+        run(module.serve.__wrapped__(http=asked, ring=asked, access=asked))

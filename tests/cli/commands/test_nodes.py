@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,8 @@ def test_a_list_that_nobody_sees_live_is_printed_at_each_look(
 
     monkeypatch.setattr(nodes, "_gather", gathered)
     monkeypatch.setattr(nodes, "REFRESH_S", 0.0)
+    looking: Any = nodes.nodes
     with pytest.raises(ShardnetError, match="no more"):
-        asyncio.run(nodes._run([], Access(), Search(no_mdns=True), watch=True, as_json=False))
+        asyncio.run(looking.__wrapped__(access=Access(), search=Search(no_mdns=True), watch=True))
     head, empty = nodes.node_lines([], None), ""
     assert capsys.readouterr().out.splitlines() == [*head, empty] * 2
