@@ -17,7 +17,7 @@ from support.system.nodes import Crew
 from support.system.parrot import Parrots
 
 from shardnet.api.client import connect
-from shardnet.cluster.head.led_ring import OTHERS_S
+from shardnet.cluster.head.lead import OTHERS_S
 from shardnet.cluster.node.parts import Dialer
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.errors import BusyError

@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coro
 from dataclasses import dataclass
 from typing import Any
 
-from shardnet.cluster.head.lead import Lead, Opening
-from shardnet.cluster.head.led_ring import LedRing, unless_lost
+from shardnet.cluster.head.lead import Lead, LedRing, Opening, unless_lost
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.member.refusals import draining, resting
 from shardnet.cluster.member.stage_host import StageHost

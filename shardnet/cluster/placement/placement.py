@@ -15,11 +15,13 @@ from collections.abc import Iterable, Sequence
 
 from shardnet.cluster.placement.estimate import (
     PlacedStage,
+    best_streamed_ring,
     bytes_problem,
     fetching_problem,
     measured_problem,
     paces_of,
     placement_of,
+    streamed_ring,
     unmeasured_nodes,
 )
 from shardnet.cluster.placement.figures import (
@@ -33,7 +35,6 @@ from shardnet.cluster.placement.figures import (
 )
 from shardnet.cluster.placement.room import shortest_ring
 from shardnet.cluster.placement.split import RingSplit, even_split, find_ring, given_split
-from shardnet.cluster.placement.streams import best_streamed_ring, streamed_ring
 from shardnet.cluster.placement.words import (
     assumption_words,
     choice_words,

@@ -11,8 +11,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 from shardnet.cluster.placement.estimate import (
+    StreamedRing,
+    StreamedStage,
+    best_streamed_ring,
     hops_of,
     measured_link,
+    streamed_ring,
     unmeasured_hops,
     unmeasured_nodes,
 )
@@ -47,12 +51,6 @@ from shardnet.cluster.placement.split import (
     ranges_of,
     rings_with,
     stages_of,
-)
-from shardnet.cluster.placement.streams import (
-    StreamedRing,
-    StreamedStage,
-    best_streamed_ring,
-    streamed_ring,
 )
 from shardnet.types import LayerRange
 

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardnet.cluster.head.head import Head
-from shardnet.cluster.head.lead import Lead
-from shardnet.cluster.head.led_ring import unless_lost
+from shardnet.cluster.head.lead import Lead, unless_lost
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Planner

@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from shardnet.cluster.head.led_ring import LedRing
+from shardnet.cluster.head.lead import LedRing
 from shardnet.cluster.recovery import ring_replacement
 from shardnet.cluster.recovery.ring_replacement import PlannedChanges
 from shardnet.errors import PeerFailedError

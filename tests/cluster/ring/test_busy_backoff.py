@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shardnet.cluster.head.led_ring import ASK_EVERY_S, OTHERS_S, BusyBackoff
+from shardnet.cluster.head.lead import ASK_EVERY_S, OTHERS_S, BusyBackoff
 from shardnet.errors import BusyError, TakenError
 
 TAKEN = TakenError("anna: this node is loading /m for bert")
