@@ -62,7 +62,7 @@ class Bench:
 
     def audit_of(self, node: Node) -> StageAudit:
         """Return what audits the stage of a node."""
-        loaded = node._stage.host.loaded
+        loaded = node.stage.host.loaded
         assert loaded is not None
         assert loaded.audit is not None
         return loaded.audit

@@ -194,13 +194,12 @@ class Client:
         message = Status(request=0, with_peers=with_peers)
         control = await self._reach()
         try:
-            numbered = replace(message, request=control.next_request())
-            return await control.ask(numbered, StatusReply)
+            return await control.ask(message, StatusReply)
         except LinkError:  # as in `_conversation`
             if not _has_ended(control):
                 raise
         control = await self._reach()
-        return await control.ask(replace(message, request=control.next_request()), StatusReply)
+        return await control.ask(message, StatusReply)
 
     async def report(
         self, *, probe: bool = False, with_peers: bool = False, model: str = ""
@@ -486,8 +485,7 @@ class Client:
         """
         for may_repeat in (True, False):
             control = await self._reach(address)
-            numbered = replace(message, request=control.next_request())
-            async with control.conversation(numbered) as answers:
+            async with control.conversation(message) as answers:
                 try:
                     first = await anext(answers)
                 except LinkError:

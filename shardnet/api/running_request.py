@@ -95,13 +95,13 @@ class RunningRequest:
 
         One that was sent on after its first tokens goes on behind them.
         """
-        number, message = control.next_request(), self.request.message
+        message = self.request.message
         made = [*message.made, *self.token_ids]
-        asked: Generate | Resume = replace(message, request=number, made=made)
+        asked: Generate | Resume = replace(message, made=made)
         if self.resumes:
-            asked = Resume(request=number, key=message.key, n_tokens=len(self.token_ids))
-        control.begin(asked, on_answer)
-        self.control, self.number = control, number
+            asked = Resume(request=0, key=message.key, n_tokens=len(self.token_ids))
+        self.number = control.begin(asked, on_answer)
+        self.control = control
 
     def detach(self, *, give_up: bool) -> None:
         """Stop receiving answers; with `give_up` also cancel the request on the node."""

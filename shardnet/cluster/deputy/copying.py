@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Final, TypeVar
 
-from msgspec.structs import replace
-
 from shardnet.cluster.deputy.copied_requests import CopiedRequest, CopiedRequests, End, written
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.errors import LinkError, ShardnetError, SupersededError
@@ -302,7 +300,7 @@ class KeptValues:
         """Keep a value; one of a client on another node too, if there is one that answers."""
         self._take(message)
         for peer in self._others(control):
-            if await _asked(peer, message, Done) is not None:
+            if await peer.try_to_ask(message, Done, PEER_S) is not None:
                 break
         control.send(Done(request=message.request))
 
@@ -372,18 +370,5 @@ async def _all_asked(
     message: FindValue | ListValues | DropValue,
     expected: type[Answer],
 ) -> list[Answer]:
-    answers = await asyncio.gather(*(_asked(peer, message, expected) for peer in peers))
+    answers = await asyncio.gather(*(peer.try_to_ask(message, expected, PEER_S) for peer in peers))
     return [answer for answer in answers if answer is not None]
-
-
-async def _asked(
-    peer: ControlLink,
-    message: KeepValue | FindValue | ListValues | DropValue,
-    expected: type[Answer],
-) -> Answer | None:
-    """Ask another node; None if it does not answer in time, or not so."""
-    try:
-        async with asyncio.timeout(PEER_S):
-            return await peer.ask(replace(message, request=peer.next_request()), expected)
-    except (ShardnetError, TimeoutError):
-        return None

@@ -261,8 +261,8 @@ class ModelLists:
             why = explanation(error)
         except TimeoutError:
             why = f"no answer for {SILENCE_S:g} s"
-        if why and not control.link.closed:
-            control.send(
+        if why:
+            control.tell(
                 ModelsListed(
                     request=message.request,
                     node=hello.node,
@@ -283,7 +283,6 @@ class ModelLists:
                 "version understand each other's lists"
             )
         n_listed = 0
-        message = replace(message, request=peer.next_request())
         async with peer.conversation(message) as answers:
             while n_listed <= MAX_OF_PEER:
                 async with asyncio.timeout(SILENCE_S):

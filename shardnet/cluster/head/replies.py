@@ -37,16 +37,8 @@ def report_progress(
     control: ControlLink, request: int, rank: int, phase: Phase, done_bytes: int, total_bytes: int
 ) -> None:
     """Send a client the progress of a node in bytes, unless the client has gone."""
-    if not control.link.closed:
-        control.send(
-            NodeProgress(
-                request=request,
-                rank=rank,
-                done_bytes=done_bytes,
-                total_bytes=total_bytes,
-                phase=phase,
-            )
-        )
+    told = NodeProgress(request=request, rank=rank, done_bytes=done_bytes, total_bytes=total_bytes)
+    control.tell(replace(told, phase=phase))
 
 
 def token_piece(message: Generate, event: TokenGenerated, tokenizer: Tokenizer | None) -> TextPiece:

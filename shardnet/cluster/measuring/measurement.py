@@ -7,10 +7,10 @@ cannot be measured remains a candidate. Must not know how a node measures, nor p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final, NamedTuple
 
 from msgspec.structs import asdict, replace
 
@@ -70,14 +70,14 @@ class StageRun:
     step_s: float | None = None
 
 
-class Instruments(Protocol):
-    """How nodes are measured, this one included."""
+class Instruments(NamedTuple):
+    """How nodes, this one included, and their links are measured.
 
-    async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
-        """Have a node measure itself. Raises the error it reports, LinkError if it is lost."""
+    Both raise the error that a node reports, LinkError if it is lost.
+    """
 
-    async def measure_links(self, node: NodeInfo, message: MeasureLinks) -> LinksMeasured:
-        """Have a node measure its links. Raises as `measure_stage`."""
+    measure_stage: Callable[[NodeInfo, MeasureStage], Awaitable[StageMeasured]]
+    measure_links: Callable[[NodeInfo, MeasureLinks], Awaitable[LinksMeasured]]
 
 
 Ariths = Mapping[NodeId, Arith]

@@ -12,10 +12,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from msgspec.structs import replace
-
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
-from shardnet.cluster.measuring.measurement import Ariths, Measured, OnMeasured, StageRun, gather
+from shardnet.cluster.measuring.measurement import (
+    Ariths,
+    Instruments,
+    Measured,
+    OnMeasured,
+    StageRun,
+    gather,
+)
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.errors import ShardnetError, UsageError
@@ -34,7 +39,6 @@ from shardnet.wire.messages.measurements import (
 )
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import ModelChoice
-from shardnet.wire.messages.stages import LoadProgress
 
 TELL_S: Final = 2.0
 """How long nodes have to take what was observed of them."""
@@ -58,7 +62,7 @@ class MeasurementService:
         ariths: Ariths,
         *,
         again: bool = False,
-        on_measured: OnMeasured,
+        on_measured: OnMeasured = lambda n_done, n_all: None,
     ) -> Measured:
         """Have the nodes and the links between them measured for a model.
 
@@ -67,7 +71,8 @@ class MeasurementService:
         ask = await self._ask(choice, facts, dtype, again=again)
         largest = PREFILL_CHUNK_ROWS * facts.config.row_width * dtype.size_bytes
         payload_bytes = min(largest, MAX_PAYLOAD_BYTES)
-        instruments = self if facts.config.outline is None else _LinksOnly(self)
+        of_stage = self.measure_stage if facts.config.outline is None else _not_measured
+        instruments = Instruments(of_stage, self.measure_links)
         return await gather(nodes, ask, payload_bytes, instruments, on_measured, ariths)
 
     async def known(
@@ -75,24 +80,27 @@ class MeasurementService:
     ) -> Measured:
         """Return the known figures of this node, without measuring."""
         ask = await self._ask(choice, facts, dtype, again=False)
-        is_ours = facts.config.outline is None
-        instruments = _KnownFigures(self.own) if is_ours else _LinksOnly(self)
-        return await gather([node], ask, 0, instruments, ariths=ariths)
+        of_stage = self._known if facts.config.outline is None else _not_measured
+        return await gather(
+            [node], ask, 0, Instruments(of_stage, self.measure_links), ariths=ariths
+        )
+
+    async def _known(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
+        return self.own.known(message)
 
     async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
-        """Have a node measure itself (measurement.Instruments)."""
+        """Have a node measure itself (Instruments)."""
         if node.node == self.node:
             return await self.own.measure(message, "this node", lambda done, total: None)
         control = await self.control_to(node)
-        numbered = replace(message, request=control.next_request())
-        return await control.ask(numbered, StageMeasured, on_progress=lambda report: None)
+        return await control.ask(message, StageMeasured, on_progress=lambda report: None)
 
     async def measure_links(self, node: NodeInfo, message: MeasureLinks) -> LinksMeasured:
-        """Have a node measure its links (measurement.Instruments)."""
+        """Have a node measure its links (Instruments)."""
         if node.node == self.node:
             return await self.links.measure(message)
         control = await self.control_to(node)
-        return await control.ask(replace(message, request=control.next_request()), LinksMeasured)
+        return await control.ask(message, LinksMeasured)
 
     async def observed(
         self,
@@ -125,7 +133,7 @@ class MeasurementService:
                         self.own.observe(message, "this node")
                     else:
                         control = await self.control_to(by_id[run.node])
-                        await control.ask(replace(message, request=control.next_request()), Done)
+                        await control.ask(message, Done)
 
         await asyncio.gather(*(tell(run) for run in runs))
 
@@ -144,12 +152,7 @@ class MeasurementService:
 
     async def _answer_stage(self, control: ControlLink, message: MeasureStage) -> None:
         def progress(done_bytes: int, total_bytes: int) -> None:
-            if not control.link.closed:
-                control.send(
-                    LoadProgress(
-                        request=message.request, done_bytes=done_bytes, total_bytes=total_bytes
-                    )
-                )
+            control.tell_progress(message.request, done_bytes, total_bytes)
 
         control.send(await self.own.measure(message, control.peer_name, progress))
 
@@ -184,31 +187,6 @@ def _measured_as(choice: ModelChoice, facts: ModelFacts) -> Quant:
             return choice.quant
 
 
-class _KnownFigures:
-    """Instruments that return known figures only."""
-
-    def __init__(self, own: NodeBenchmark) -> None:
-        self._own = own
-
-    async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
-        """Return the known figure. Raises UsageError without one."""
-        return self._own.known(message)
-
-    async def measure_links(self, node: NodeInfo, message: MeasureLinks) -> LinksMeasured:
-        """Return no figures."""
-        return LinksMeasured(request=0, links=[])
-
-
-class _LinksOnly:
-    """Instruments that measure links, for a model that transformers' own modules compute."""
-
-    def __init__(self, all_of_it: MeasurementService) -> None:
-        self._all = all_of_it
-
-    async def measure_stage(self, node: NodeInfo, message: MeasureStage) -> StageMeasured:
-        """Raise UsageError: there is no model of such a shape in random weights."""
-        raise UsageError("a model that transformers' own modules compute is not measured")
-
-    async def measure_links(self, node: NodeInfo, message: MeasureLinks) -> LinksMeasured:
-        """Have a node measure its links."""
-        return await self._all.measure_links(node, message)
+async def _not_measured(node: NodeInfo, message: MeasureStage) -> StageMeasured:
+    """Raise UsageError: there is no model of such a shape in random weights."""
+    raise UsageError("a model that transformers' own modules compute is not measured")

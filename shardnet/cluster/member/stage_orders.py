@@ -30,7 +30,6 @@ from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.stages import (
     ConnectRing,
-    LoadProgress,
     LoadStage,
     RingBroken,
     StageReady,
@@ -139,15 +138,7 @@ class StageOrders:
         """
 
         def progress(phase: Phase, done_bytes: int, total_bytes: int) -> None:
-            if not control.link.closed:
-                control.send(
-                    LoadProgress(
-                        request=message.request,
-                        done_bytes=done_bytes,
-                        total_bytes=total_bytes,
-                        phase=phase,
-                    )
-                )
+            control.tell_progress(message.request, done_bytes, total_bytes, phase)
 
         def broken(error: ShardnetError, silent: NodeId | None) -> None:
             head = self.latest(control)

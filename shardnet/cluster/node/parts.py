@@ -1,6 +1,6 @@
 """The first parts of a node: its links to others, and its stage. node/services.py has the rest.
 
-What a part reports to one that is built later goes through NodeEvents.
+What a part reports to one that is built later goes through the Node.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from dataclasses import replace as with_options
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 from msgspec.structs import replace
@@ -28,7 +28,6 @@ from shardnet.cluster.member.stage_orders import StageOrders, stage_devices
 from shardnet.cluster.node.pressure import OwnState
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers.advertisement import Advertisement
-from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
@@ -47,6 +46,9 @@ from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.traffic import Traffic
 from shardnet.types import NodeId
 from shardnet.wire.messages.handshake import MEASURED_RING, Hello, PeerRole, Purpose
+
+if TYPE_CHECKING:
+    from shardnet.cluster.node.node import Node
 
 BULK_FRAMES = 8
 """Pieces of weights that may wait to be written, per link."""
@@ -132,31 +134,10 @@ class Dialer:
         return link
 
 
-class NodeEvents(Protocol):
-    """What parts that are built first report; nothing happens before the node is complete."""
-
-    def addresses_changed(self) -> None:
-        """Take note that this node's own addresses have changed."""
-
-    def heartbeat_progress(self) -> tuple[int, int]:
-        """Return (epoch, last completed step) for a heartbeat."""
-
-    def rests(self) -> str:
-        """Return why this node takes no layers now, "" while it does."""
-
-    def named_peer_answered(self, address: str) -> None:
-        """Take note that a node answers at an address that a person has named."""
-
-    async def message_received(self, control: ControlLink, message: Incoming) -> None:
-        """Handle one control message. Raises ShardnetError: the request fails with it."""
-
-
 class LinkParts:
     """What opens, keeps and counts links to other nodes: it needs nothing else of the node."""
 
-    def __init__(
-        self, settings: NodeSettings, events: NodeEvents, tasks: asyncio.TaskGroup
-    ) -> None:
+    def __init__(self, settings: NodeSettings, events: Node, tasks: asyncio.TaskGroup) -> None:
         self.settings = settings
         self.traffic = Traffic(settings.node)
         self.dialer = Dialer(

@@ -137,7 +137,7 @@ class NodeDrain:
         control = self.link_of(NodeId(membership.owner))
         if control is None:  # it is dialled again, or lost
             return
-        message = LeaveRing(request=control.next_request(), ring=membership.ring, why=why)
+        message = LeaveRing(request=0, ring=membership.ring, why=why)
         try:
             await control.ask(message, Done, on_progress=lambda report: None)
         except ShardnetError as error:
@@ -247,7 +247,7 @@ class NodePressure:
         if membership is None or membership.is_over or membership.owner == self.head.node:
             self.head.drop_warm()
         elif (control := self.link_of(NodeId(membership.owner))) is not None:
-            message = DropWarm(request=control.next_request(), ring=membership.ring)
+            message = DropWarm(request=0, ring=membership.ring)
             try:
                 async with asyncio.timeout(ASK_S):
                     await control.ask(message, Done)
@@ -344,7 +344,7 @@ class UnusedModels:
         control = self.link_of(NodeId(membership.owner))
         if control is None:
             return False
-        await control.ask(Unload(request=control.next_request(), idle_s=idle_s), Done)
+        await control.ask(Unload(request=0, idle_s=idle_s), Done)
         return True
 
 

@@ -13,26 +13,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
 from shardnet import __version__
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead, Opening
-from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.machine.addresses import is_loopback
 from shardnet.cluster.machine.temperature import Thermometer
-from shardnet.cluster.node.parts import LinkParts, StageParts
-from shardnet.cluster.node.pressure import NodePressure
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.peers.peer_links import clock_ahead
 from shardnet.cluster.peers.peer_table import KnownNode
 from shardnet.cluster.peers.rtt_probe import judge, probe
-from shardnet.cluster.recovery.audits import Audits
 from shardnet.cluster.recovery.recovery import RecoveryRecord
-from shardnet.cluster.recovery.stand_in import StandIn
-from shardnet.cluster.router.router import Router
 from shardnet.errors import AuthenticationError, ShardnetError, UsageError
 from shardnet.runtime.loading.model_facts import config_text, identify_at
 from shardnet.transport.address import host_of, split_address
@@ -69,6 +63,9 @@ from shardnet.wire.messages.diagnostics import (
 from shardnet.wire.messages.handshake import explained, explanation
 from shardnet.wire.messages.membership import ReportReply, ReportRequest
 
+if TYPE_CHECKING:
+    from shardnet.cluster.node.services import Services
+
 PEER_REPORT_S: Final = 4.0
 """How long a peer may take for its report, its probes included."""
 PROBES_AT_ONCE: Final = 32
@@ -86,21 +83,11 @@ class _Model:
     config: str = ""
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class NodeReporter:
     """Answers ReportRequest for one node."""
 
-    links: LinkParts
-    stage: StageParts
-    head: Head
-    router: Router
-    lists: ModelLists
-    stand_in: StandIn
-    audits: Audits
-    pressure: NodePressure
-
-    def __post_init__(self) -> None:
-        settings = self.links.settings
+    def __init__(self, of: Services) -> None:
+        self.of, settings = of, of.settings
         self.cluster = settings.cluster
         """The fingerprint of the key, None without one."""
         self._disk = settings.cache
@@ -124,10 +111,10 @@ class NodeReporter:
         if message.model and message.with_peers:
             with contextlib.suppress(ShardnetError, TimeoutError):  # each node says what it lacks
                 async with asyncio.timeout(IDENTIFY_S):
-                    message = replace(message, model=await self.lists.resolve(message.model))
+                    message = replace(message, model=await self.of.lists.resolve(message.model))
         async with together() as tasks:
             if message.with_peers:
-                for peer in self.links.peers.links.linked():
+                for peer in self.of.links.peers.links.linked():
                     tasks.create_task(self._relay(control, message, peer))
             control.send(await self._own(message, received_at))
         control.send(Done(request=message.request))
@@ -150,8 +137,7 @@ class NodeReporter:
             late = f"no report within {PEER_REPORT_S:g} s"
             why = explanation(error if isinstance(error, ShardnetError) else late)
             reply = ReportReply(request=message.request, node=node, name=name, failure=why)
-        if not control.link.closed:
-            control.send(reply)
+        control.tell(reply)
 
     async def _ask(self, message: ReportRequest, peer: ControlLink) -> ReportReply:
         """Ask a peer for its own report, and compare its clock with ours."""
@@ -161,9 +147,7 @@ class NodeReporter:
                 f"it runs shardnet {hello.version} and this node {__version__}; only nodes of one "
                 "version understand each other's reports"
             )
-        request = ReportRequest(
-            request=peer.next_request(), probe=message.probe, model=message.model
-        )
+        request = ReportRequest(request=0, probe=message.probe, model=message.model)
         asked_at = time.time()
         async with asyncio.timeout(PEER_REPORT_S):
             reply = await peer.ask(request, ReportReply)
@@ -182,7 +166,7 @@ class NodeReporter:
         )
 
     async def _own(self, message: ReportRequest, received_at: float) -> ReportReply:
-        info = self.stage.own.info()
+        info = self.of.stage.own.info()
         views, model = await asyncio.gather(
             self._views(message.probe), self._look_for(message.model)
         )
@@ -196,23 +180,24 @@ class NodeReporter:
             multicast=self._multicast(now),
             peers=views,
             unreached=[
-                _unreached(address, error) for address, error in self.links.peers.unreached.items()
+                _unreached(address, error)
+                for address, error in self.of.links.peers.unreached.items()
             ][:MAX_VIEWS],
-            refused=self.links.refusals.report(now),
+            refused=self.of.links.refusals.report(now),
             disk_free_bytes=free_bytes(self._disk),
-            n_requests=self.head.n_requests,
-            stage=self.stage.host.state(),
+            n_requests=self.of.head.n_requests,
+            stage=self.of.stage.host.state(),
             model_id=model.model_id,
             model_failure=model.failure,
             model_config=model.config,
             temperature_c=self._temperature(),
-            ring=self.head.work,
-            rings=self.router.rings,
-            pressure=self.pressure.state(),
-            deputy=self.stand_in.deputy,
-            deputy_of=self.stand_in.deputy_of,
-            audit=self.audits.state,
-            links=self.links.traffic.counts(),
+            ring=self.of.head.work,
+            rings=self.of.router.rings,
+            pressure=self.of.pressure.state(),
+            deputy=self.of.stand_in.deputy,
+            deputy_of=self.of.stand_in.deputy_of,
+            audit=self.of.audits.state,
+            links=self.of.links.traffic.counts(),
             sent_at=time.time(),
         )
         return ReportReply(
@@ -226,7 +211,7 @@ class NodeReporter:
         try:
             async with asyncio.timeout(IDENTIFY_S):
                 look = partial(identify_at, model, ignore_unknown_config=True)
-                facts = await self.stage.disk.run(model, look)
+                facts = await self.of.stage.disk.run(model, look)
                 return _Model(model_id=facts.model_id, config=config_text(facts))
         except ShardnetError as error:
             return _Model(failure=explanation(error))
@@ -234,19 +219,23 @@ class NodeReporter:
             return _Model(failure=f"its files were not read within {IDENTIFY_S:g} s")
 
     async def _views(self, with_probes: bool) -> list[PeerView]:
-        nodes = sorted(self.links.peers.known(), key=lambda known: not known.is_linked)[:MAX_VIEWS]
+        nodes = sorted(self.of.links.peers.known(), key=lambda known: not known.is_linked)[
+            :MAX_VIEWS
+        ]
         return list(await asyncio.gather(*(self._view(known, with_probes) for known in nodes)))
 
     async def _view(self, known: KnownNode, with_probes: bool) -> PeerView:
-        addresses = self.links.peers.order(known.addresses)[:MAX_PEER_ADDRESSES]
+        addresses = self.of.links.peers.order(known.addresses)[:MAX_PEER_ADDRESSES]
         bytes_per_s = None
         if with_probes and not known.refusal and (known.is_linked or known.reported_by):
-            views = await probe(known.node, addresses, self.links.dialer.probe, self._probe_slots)
+            views = await probe(
+                known.node, addresses, self.of.links.dialer.probe, self._probe_slots
+            )
             if known.is_linked:
-                bytes_per_s = await self.stage.links.quick_rate(known.node)
+                bytes_per_s = await self.of.stage.links.quick_rate(known.node)
         else:
             views = [_remembered(known, address) for address in addresses]
-        link, record = self.links.peers.links.link_of(known.node), None
+        link, record = self.of.links.peers.links.link_of(known.node), None
         if self._discovery is not None:
             record = self._discovery.records.get(known.node)
         version = link.link.peer.version if link else record.version if record else ""
@@ -264,7 +253,7 @@ class NodeReporter:
         )
 
     def _interfaces(self) -> list[InterfaceAddress]:
-        told = {split_address(address)[0] for address in self.links.advertisement.addresses}
+        told = {split_address(address)[0] for address in self.of.links.advertisement.addresses}
         return [
             InterfaceAddress(
                 interface=address.interface,
@@ -275,7 +264,7 @@ class NodeReporter:
                 speed_mbit=address.speed_mbit,
                 is_told=address.host in told,
             )
-            for address in self.links.advertisement.local[:MAX_VIEWS]
+            for address in self.of.links.advertisement.local[:MAX_VIEWS]
         ]
 
     def _multicast(self, now: float) -> MulticastState:

@@ -56,7 +56,7 @@ class Services:
     def __init__(
         self, settings: NodeSettings, links: LinkParts, stage: StageParts, tasks: asyncio.TaskGroup
     ) -> None:
-        self._settings, self._links, self._stage = settings, links, stage
+        self.settings, self.links, self.stage = settings, links, stage
         self._tasks, self._log = tasks, settings.log
         self._link_of = links.peers.links.link_of
         self.handlers = MessageHandlers()
@@ -79,7 +79,7 @@ class Services:
 
     def _build_head(self) -> None:
         """Build what plans, leads rings and replaces them."""
-        settings, stage, peers = self._settings, self._stage, self._links.peers
+        settings, stage, peers = self.settings, self.stage, self.links.peers
         self.planner = Planner(
             node=settings.node,
             directory=stage.directory,
@@ -143,7 +143,7 @@ class Services:
 
     def _build_answers(self) -> None:
         """Build what answers clients."""
-        settings, stage, peers = self._settings, self._stage, self._links.peers
+        settings, stage, peers = self.settings, self.stage, self.links.peers
         self.copying = Copying(link_of=self._link_of, log=self._log)
         self.drafts = Drafts(
             disk=stage.disk,
@@ -190,21 +190,21 @@ class Services:
 
     def _build_router(self) -> None:
         """Build what gives requests to one of several rings, and what goes on for a lost head."""
-        peers = self._links.peers
+        peers = self.links.peers
         self.router = Router(
             head=self.head,
             planner=self.planner,
             clients=self.clients,
             encoders=self.encoders,
             copying=self.copying,
-            own_link=partial(own_client, self._links, self.dispatcher),
+            own_link=partial(own_client, self.links, self.dispatcher),
             link_to=peers.link_to,
             address_of=peers.address_of,
             tasks=self._tasks,
             log=self._log,
         )
         self.stand_in = StandIn(
-            node=self._settings.node,
+            node=self.settings.node,
             head=self.head,
             planner=self.planner,
             router=self.router,
@@ -217,7 +217,7 @@ class Services:
 
     def _build_yielding(self) -> None:
         """Build what gives layers, memory and processors back."""
-        settings, host = self._settings, self._stage.host
+        settings, host = self.settings, self.stage.host
         self.drain = NodeDrain(
             head=self.head,
             host=host,
@@ -241,29 +241,19 @@ class Services:
             unused=self.unused,
             drafts=self.drafts,
             encoders=self.encoders,
-            disk=self._stage.disk,
+            disk=self.stage.disk,
             link_of=self._link_of,
             memory=_memory_look(settings) if has_cpu else None,
             owner=_owner_look(settings, self.head, host) if settings.yields else None,
-            on_changed=self._links.peers.rest_changed,
+            on_changed=self.links.peers.rest_changed,
             log=self._log,
         )
 
     def _register(self) -> None:
         """Fill the table of message handlers."""
-        stage, peers = self._stage, self._links.peers
-        reporter = NodeReporter(
-            links=self._links,
-            stage=stage,
-            head=self.head,
-            router=self.router,
-            lists=self.lists,
-            stand_in=self.stand_in,
-            audits=self.audits,
-            pressure=self.pressure,
-        )
+        stage, peers = self.stage, self.links.peers
         watch = RingWatch(self.head, self.recovery.records, lambda: self.router.rings)
-        own = (NodeMessages(stage=stage, peers=peers, head=self.head), reporter, watch)
+        own = (NodeMessages(stage=stage, peers=peers, head=self.head), NodeReporter(self), watch)
         orders = (stage.orders, stage.answers)
         ring = (self.head, self.planned, self.drain, self.stand_in)
         kept = KeptValues(peers.links.linked)

@@ -14,6 +14,8 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from shardnet.errors import (
     CancelledRequestError,
     PeerSilentError,
@@ -26,7 +28,7 @@ from shardnet.errors import (
 from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
 from shardnet.wire.framing.frames import FrameKind
-from shardnet.wire.framing.schema import Numbered
+from shardnet.wire.framing.schema import Numbered, Phase
 from shardnet.wire.messages.activity import ActivityRequest
 from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import (
@@ -117,20 +119,28 @@ class ControlLink:
         """Whether no request is pending in either direction, as far as this side knows."""
         return not self._answers and not self._handling
 
-    def next_request(self) -> int:
-        """Return the next unused request number of this side of the link."""
-        return next(self._numbers)
-
     def send(self, message: Numbered | Notice) -> None:
         """Send one message. Raises LinkError if the link has ended."""
         self.link.send(control_frame(message))
+
+    def tell(self, message: Numbered | Notice) -> None:
+        """Send one message, unless the link has ended."""
+        if not self.link.closed:
+            self.send(message)
+
+    def tell_progress(
+        self, request: int, done_bytes: int, total_bytes: int, phase: Phase = "loading"
+    ) -> None:
+        """Tell the peer how far its request is."""
+        done = LoadProgress(request=request, done_bytes=done_bytes, total_bytes=total_bytes)
+        self.tell(replace(done, phase=phase))
 
     async def report_until(self, request: int, work: asyncio.Future[Any]) -> None:
         """Send progress for a request of the peer until its `work` has ended."""
         while not work.done():
             await asyncio.wait([work], timeout=REPORT_S)
             if not work.done():
-                self.send(LoadProgress(request=request, done_bytes=0, total_bytes=0))
+                self.tell_progress(request, 0, 0)
 
     async def answer_with(self, request: int, work: Coroutine[Any, Any, Numbered]) -> None:
         """Send progress for a request of the peer while `work` runs, then what it returns.
@@ -151,7 +161,7 @@ class ControlLink:
         *,
         on_progress: Callable[[LoadProgress], None] | None = None,
     ) -> Answer:
-        """Send a request and return its one reply.
+        """Number and send a request, and return its one reply.
 
         `on_progress` gets the progress reports that precede it. Raises the error that the peer
         reported, LinkError if the link ends, PeerSilentError after 30 s without reply or progress,
@@ -178,38 +188,50 @@ class ControlLink:
                         f"{type(answer).__name__}"
                     )
 
+    async def try_to_ask(
+        self, message: ControlRequest, expected: type[Answer], within_s: float
+    ) -> Answer | None:
+        """Ask; None where the peer does not answer in time, or not so."""
+        with contextlib.suppress(ShardnetError, TimeoutError):
+            async with asyncio.timeout(within_s):
+                return await self.ask(message, expected)
+        return None
+
     @asynccontextmanager
     async def conversation(self, message: ControlRequest) -> AsyncIterator[AsyncIterator[Numbered]]:
-        """Send a request and iterate over its answers, without a deadline.
+        """Number and send a request, and iterate over its answers, without a deadline.
 
         An error that leaves the context, a cancelled wait too, cancels the request at the peer;
         who leaves it otherwise has had the last answer. The iterator raises the error that the peer
         reported with Failed, and LinkError if the link ends.
         """
         answers: asyncio.Queue[Numbered | ShardnetError] = asyncio.Queue()
-        self.begin(message, answers.put_nowait)
+        request = self.begin(message, answers.put_nowait)
         is_over = False
         try:
             yield _unpacked(answers, self.peer_name)
             is_over = True
         finally:
-            self.end(message.request, cancel=not is_over)  # the peer knows of what has failed
+            self.end(request, cancel=not is_over)  # the peer knows of what has failed
 
-    def begin(self, message: ControlRequest, on_answer: OnAnswer) -> None:
-        """Send a request and pass its answers to `on_answer`, until `end`.
+    def begin(self, message: ControlRequest, on_answer: OnAnswer) -> int:
+        """Number and send a request, and pass its answers to `on_answer`, until `end`.
 
         The error that ends the link counts as an answer. Raises it if the link has ended already.
+        Returns the number.
         """
         if self.ended is not None:
             raise self.ended
-        self.send(message)
-        self._answers[message.request] = on_answer
+        request = next(self._numbers)
+        self.send(replace(message, request=request))
+        self._answers[request] = on_answer
+        return request
 
     def end(self, request: int, *, cancel: bool) -> None:
         """Ignore further answers to a request; with `cancel`, cancel it at the peer."""
         del self._answers[request]
-        if cancel and not self.link.closed:
-            self.send(Cancel(request=request))
+        if cancel:
+            self.tell(Cancel(request=request))
 
     async def serve(self) -> None:
         """Read the link until it ends; raises its LinkError then.
@@ -304,8 +326,7 @@ class ControlLink:
         return internal_error(what, error)
 
     def _refuse(self, message: ControlRequest, error: ShardnetError) -> None:
-        if not self.link.closed:
-            self.send(failed(message.request, error))
+        self.tell(failed(message.request, error))
 
 
 async def _unpacked(

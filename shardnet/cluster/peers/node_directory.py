@@ -132,5 +132,5 @@ def _silent(control: ControlLink, why: str) -> LeftOut:
 
 
 async def _ask(control: ControlLink) -> NodeInfo:
-    ask = Status(request=control.next_request(), with_peers=False)
+    ask = Status(request=0, with_peers=False)
     return (await control.ask(ask, StatusReply)).node

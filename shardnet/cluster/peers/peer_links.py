@@ -294,7 +294,7 @@ async def compare_clock(control: ControlLink) -> ClockOffset:
 
 async def _read(control: ControlLink) -> ClockOffset:
     asked_us = now_us()
-    read = await control.ask(ReadClock(request=control.next_request()), ClockRead)
+    read = await control.ask(ReadClock(request=0), ClockRead)
     answered_us = now_us()
     under_way_us = (answered_us - asked_us) - (read.sent_us - read.received_us)
     return ClockOffset(

@@ -123,7 +123,7 @@ async def ping(control: ControlLink, payload: bytes = b"", *, as_step: bool = Fa
     With `as_step` the answer waits for the peer's compute thread. Raises LinkError if the link
     ends; with `payload` or `as_step`, BusyError if the peer serves a request.
     """
-    message = Ping(request=control.next_request(), payload=payload, as_step=as_step)
+    message = Ping(request=0, payload=payload, as_step=as_step)
     begun = time.perf_counter()
     await control.ask(message, Done)
     return time.perf_counter() - begun

@@ -21,7 +21,7 @@ from msgspec import structs
 
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.cluster.download.hub import pull_beside
-from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, OnMeasured, StageRun
+from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured, OnMeasured, StageRun
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.planning.placing import make_plan, plan_again
@@ -149,23 +149,25 @@ class Planner:
             if measures:
                 named |= await self._called_at([a for a in choice.nodes if a not in named], without)
             nodes = _all_or_some(opened, named)
-        holdings = await self.sharing.holdings(facts, choice.model, nodes)
         asked = structs.replace(choice, dtype=now.dtype.value, context=now.context)
         measured = now.measured
         if measures:
-            measured = await self.measuring.measured(
-                nodes,
-                choice,
-                facts,
-                now.dtype,
-                node_ariths(choice.arith, now.arith, nodes),
-                on_measured=lambda done, total: None,
-            )
+            ariths = node_ariths(choice.arith, now.arith, nodes)
+            measured = await self.measuring.measured(nodes, choice, facts, now.dtype, ariths)
+        return await self._again(asked, facts, nodes, measured, silent, now.arith)
 
-        def planned() -> Plan:
-            return plan_again(asked, facts, nodes, measured, silent, holdings, now.arith)
-
-        return await self.threads.run(f"planning {choice.model}", planned)
+    async def _again(
+        self,
+        asked: ModelChoice,
+        facts: ModelFacts,
+        nodes: Sequence[NodeInfo],
+        measured: Measured,
+        silent: Sequence[LeftOut],
+        arith: Arith,
+    ) -> Plan:
+        holdings = await self.sharing.holdings(facts, asked.model, nodes)
+        job = partial(plan_again, asked, facts, nodes, measured, silent, holdings, arith)
+        return await self.threads.run(f"planning {asked.model}", job)
 
     async def prepare_instead(self, told: StandBy) -> None:
         """Fetch what `plan_instead` will need and only the head has: its adapters' parts.
@@ -201,20 +203,9 @@ class Planner:
         measured = NOTHING_MEASURED
         with contextlib.suppress(ShardnetError, TimeoutError):
             async with asyncio.timeout(KNOWN_S):
-                measured = await self.measuring.measured(
-                    nodes,
-                    choice,
-                    facts,
-                    dtype,
-                    node_ariths(choice.arith, arith, nodes),
-                    on_measured=lambda done, total: None,
-                )
-        holdings = await self.sharing.holdings(facts, choice.model, nodes)
-
-        def planned() -> Plan:
-            return plan_again(asked, facts, nodes, measured, found.silent, holdings, arith)
-
-        plan = await self.threads.run(f"planning {choice.model}", planned)
+                ariths = node_ariths(choice.arith, arith, nodes)
+                measured = await self.measuring.measured(nodes, choice, facts, dtype, ariths)
+        plan = await self._again(asked, facts, nodes, measured, found.silent, arith)
         ring = [node.address for node in plan.ring_nodes] if choice.nodes else []
         away = [place.address for place in told.nodes if place.address not in ring]
         named = [*ring, *away] if choice.nodes else []

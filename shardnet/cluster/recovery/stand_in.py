@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 from msgspec import structs
 
@@ -62,7 +62,6 @@ ALONE_S: Final = 1.0
 STAND_IN_S: Final = 20.0
 """How long a deputy tries to take over."""
 
-Found = TypeVar("Found", NodeFound, AnswerFound)
 LinkOf = Callable[[NodeId], ControlLink | None]
 
 
@@ -71,7 +70,9 @@ async def is_lost(head: NodeId, others: Sequence[NodeId], link_of: LinkOf) -> bo
     began_s = time.monotonic()
     while link_of(head) is None:
         asked = FindNode(request=0, node=head)
-        found = await asyncio.gather(*(_found(link_of(node), asked, NodeFound) for node in others))
+        found = await asyncio.gather(
+            *(link.try_to_ask(asked, NodeFound, ASK_S) for link in map(link_of, others) if link)
+        )
         seen = [one.is_linked for one in found if one is not None]
         if seen and not any(seen):
             return True
@@ -97,7 +98,9 @@ async def until_succeeded(head: NodeId, links: PeerLinks, is_former: Callable[[]
     began_s = time.monotonic()
     while is_former():
         asked, linked = FindNode(request=0, node=head), links.linked()
-        found = await asyncio.gather(*(_found(control, asked, NodeFound) for control in linked))
+        found = await asyncio.gather(
+            *(control.try_to_ask(asked, NodeFound, ASK_S) for control in linked)
+        )
         standing_by = [one for one in found if one is not None and one.stands_by]
         is_seen = links.link_of(head) is not None or any(one.is_linked for one in standing_by)
         waited_s = time.monotonic() - began_s
@@ -109,25 +112,13 @@ async def until_succeeded(head: NodeId, links: PeerLinks, is_former: Callable[[]
 async def keeper_of(key: str, links: PeerLinks) -> NodeId | None:
     """Ask all nodes which of them has the answer to a request with `key`; None where none has."""
     asked, linked = FindAnswer(request=0, key=key), links.linked()
-    found = await asyncio.gather(*(_found(control, asked, AnswerFound) for control in linked))
+    found = await asyncio.gather(
+        *(control.try_to_ask(asked, AnswerFound, ASK_S) for control in linked)
+    )
     for control, one in zip(linked, found, strict=True):
         if one is not None and one.is_kept:
             return NodeId(control.link.peer.node)
     return None
-
-
-async def _found(
-    control: ControlLink | None, message: FindNode | FindAnswer, expected: type[Found]
-) -> Found | None:
-    """Ask a node; None where it does not answer."""
-    if control is None:
-        return None
-    try:
-        async with asyncio.timeout(ASK_S):
-            asked = structs.replace(message, request=control.next_request())
-            return await control.ask(asked, expected)
-    except (ShardnetError, TimeoutError):
-        return None
 
 
 EPOCHS: Final = 1 << 16
@@ -447,7 +438,7 @@ class StandIn:
             self.copying.flush()
             if self.copying.deputy is not deputy:
                 raise PeerFailedError("the deputy was lost")
-            order = TakeOver(request=deputy.control.next_request())
+            order = TakeOver(request=0)
             await deputy.control.ask(order, Done)
         except BaseException:
             engine.release()

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from msgspec.structs import replace
-
 from shardnet.cluster.member.kv_orders import SOON, Order, StageAnswers
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import PhaseProgress, StageOrders
@@ -143,7 +141,7 @@ class RemotePort:
     async def load(self, message: LoadStage, on_progress: PhaseProgress) -> StageReady:
         """Ask the peer, and pass its progress on."""
         return await self._control.ask(
-            replace(message, request=self._control.next_request()),
+            message,
             StageReady,
             on_progress=lambda report: on_progress(
                 report.phase, report.done_bytes, report.total_bytes
@@ -152,15 +150,14 @@ class RemotePort:
 
     async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
         """Ask the peer."""
-        message = ConnectRing(request=self._control.next_request(), ring=ring, epoch=epoch)
+        message = ConnectRing(request=0, ring=ring, epoch=epoch)
         await self._control.ask(message, Done)
 
     async def order(self, message: Order, expected: type[Answer]) -> Answer:
         """Ask the peer, and wait as long as it reports that it works where that may take long."""
-        numbered = replace(message, request=self._control.next_request())
         if isinstance(message, SOON):
-            return await self._control.ask(numbered, expected)
-        return await self._control.ask(numbered, expected, on_progress=lambda report: None)
+            return await self._control.ask(message, expected)
+        return await self._control.ask(message, expected, on_progress=lambda report: None)
 
     @property
     def first_stage(self) -> None:
@@ -169,7 +166,7 @@ class RemotePort:
 
     async def unload(self, ring: str) -> None:
         """Ask the peer."""
-        message = UnloadStage(request=self._control.next_request(), ring=ring)
+        message = UnloadStage(request=0, ring=ring)
         await self._control.ask(message, Done)
 
     async def compare_clock(self) -> ClockOffset:

@@ -120,7 +120,7 @@ class KeptRing:
         Leaving the context before the end cancels it there. Raises LinkError.
         """
         control, answers = await self._roomy_link(), Answers()
-        request, is_over = control.next_request(), False
+        is_over = False
 
         def take(answer: Numbered | ShardnetError) -> None:
             nonlocal is_over
@@ -128,7 +128,7 @@ class KeptRing:
             answers.put_nowait(answer)
 
         choice = self.plan.choice.asked_as(message.choice)
-        control.begin(replace(message, request=request, choice=choice), take)
+        request = control.begin(replace(message, choice=choice), take)
         self._running.add(answers)
         try:
             yield answers
@@ -138,12 +138,10 @@ class KeptRing:
             control.end(request, cancel=not is_over)
 
     @contextlib.asynccontextmanager
-    async def conversation(
-        self, make: Callable[[int], ControlRequest]
-    ) -> AsyncIterator[AsyncIterator[Numbered]]:
-        """Ask the ring's head something else; `make` takes the number of the request."""
+    async def conversation(self, message: ControlRequest) -> AsyncIterator[AsyncIterator[Numbered]]:
+        """Ask the ring's head something else."""
         control = await self._roomy_link()
-        async with control.conversation(make(control.next_request())) as answers:
+        async with control.conversation(message) as answers:
             yield answers
 
     async def _roomy_link(self) -> ControlLink:
@@ -188,7 +186,7 @@ class KeptRing:
 
     async def _keep_once(self, on_progress: OnProgress) -> None:
         control = await self.reach()
-        message = KeepRing(request=control.next_request(), choice=self.plan.choice)
+        message = KeepRing(request=0, choice=self.plan.choice)
         async with control.conversation(message) as answers:
             is_kept = False
             while True:

@@ -302,7 +302,7 @@ class Router:
                 last = error
 
     async def _answer_of(self, ring: KeptRing, message: Asked) -> Numbered:
-        async with ring.conversation(partial(_numbered, message, ring.plan.choice)) as answers:
+        async with ring.conversation(_asked_of(ring.plan.choice, message)) as answers:
             async for answer in answers:
                 if not isinstance(answer, NodeProgress):
                     return answer
@@ -463,7 +463,7 @@ class Router:
         with contextlib.suppress(ShardnetError, TimeoutError):
             async with asyncio.timeout(FREE_S):
                 control = await self._reach(plan)
-                message = Unload(request=control.next_request(), model=plan.choice.model)
+                message = Unload(request=0, model=plan.choice.model)
                 await control.ask(message, Done)
 
     async def _reach(self, plan: Plan) -> ControlLink:
@@ -477,11 +477,11 @@ class Router:
         return self._to_self
 
 
-def _numbered(message: Asked, choice: ModelChoice, request: int) -> Asked:
+def _asked_of(choice: ModelChoice, message: Asked) -> Asked:
     """Return the message as it is sent to the head of one ring."""
     if isinstance(message, Tokenize):
-        return replace(message, request=request, generate=replace(message.generate, choice=choice))
-    return replace(message, request=request, choice=choice)
+        return replace(message, generate=replace(message.generate, choice=choice))
+    return replace(message, choice=choice)
 
 
 def _pass_on(control: ControlLink, request: int, told: NodeProgress) -> None:

@@ -339,7 +339,7 @@ class Sharing:
     async def _ask(
         self, control: ControlLink, model: str, model_id: str, address: str
     ) -> ReplicaSource:
-        message = IdentifyModel(request=control.next_request(), model=model, model_id=model_id)
+        message = IdentifyModel(request=0, model=model, model_id=model_id)
         answer = await control.ask(message, ModelIdentity)
         return ReplicaSource(
             node=NodeId(control.link.peer.node),

@@ -50,9 +50,9 @@ def test_a_deputy_goes_on_and_the_former_head_gives_way(tmp_path: Path) -> None:
             saying = asyncio.create_task(say(client, prompts, choice, "k1", said=said))
             await said.some.wait()
             assert "bert stands by as deputy" in anna.lines
-            of_bert = bert.node._services.stand_in.deputy_of
+            of_bert = bert.node.stand_in.deputy_of
             assert of_bert == [DeputyState(node="anna", n_requests=2)]
-            its = anna.node._services.stand_in.deputy
+            its = anna.node.stand_in.deputy
             assert its == DeputyState(node="bert", n_requests=2)
             former = anna.node.head.latest
             assert former is not None
@@ -78,7 +78,7 @@ def test_a_deputy_goes_on_and_the_former_head_gives_way(tmp_path: Path) -> None:
 
             # The former head is refused, and gives way once it hears of it.
             with pytest.raises(SupersededError, match="another node leads this ring"):
-                await cleo.node._stage.host.enter_ring(
+                await cleo.node.stage.host.enter_ring(
                     old, owner=anna.node.node, owner_name="anna", on_broken=lambda error: None
                 )
             await anna.plug_in()
@@ -154,13 +154,13 @@ def test_a_question_before_the_deputy_leads_has_no_other_ring_built(
 
 
 def has_lost_its_ring(machine: Machine) -> bool:
-    membership = machine.node._stage.host.membership
+    membership = machine.node.stage.host.membership
     return membership is not None and membership.is_over
 
 
 def delay_loss(machine: Machine, lost: Machine) -> asyncio.Event:
     """Have a machine find out only when the event is set that it cannot reach another one again."""
-    noticed, links = asyncio.Event(), machine.node._links.peers.links
+    noticed, links = asyncio.Event(), machine.node.links.peers.links
     dial_again = links.dial_again
 
     async def dial_late(node: NodeId) -> None:

@@ -38,12 +38,12 @@ def leads(machine: Machine) -> bool:
 
 
 def is_member_of(machine: Machine, head: Machine) -> bool:
-    membership = machine.node._stage.host.membership
+    membership = machine.node.stage.host.membership
     return membership is not None and membership.owner == head.node.node
 
 
 def is_linked(machine: Machine, other: Machine) -> bool:
-    return machine.node._links.peers.links.link_of(other.node.node) is not None
+    return machine.node.links.peers.links.link_of(other.node.node) is not None
 
 
 @pytest.mark.parametrize("leads_again", [True, False])
@@ -158,7 +158,7 @@ def test_a_node_joins_again_once_what_kept_it_from_that_is_over(
             await said.some.wait()
             await bert.unplug()
             await saying
-            orders = bert.node._stage.orders
+            orders = bert.node.stage.orders
             with monkeypatch.context() as asked:
                 asked.setattr(node_directory, "_ask", break_off)
                 await bert.plug_in()
@@ -176,7 +176,7 @@ def test_a_node_joins_again_once_what_kept_it_from_that_is_over(
 
 def delay_telling(former: Machine, successor: Machine) -> asyncio.Event:
     """Have a former head hear of its successor only once nodes refuse it: then the event is set."""
-    refused, head, stand_in = asyncio.Event(), former.node.head, successor.node._services.stand_in
+    refused, head, stand_in = asyncio.Event(), former.node.head, successor.node.stand_in
     links, wait, tell = stand_in.links, head.successor, stand_in._tell_former
 
     async def wait_for_it() -> str:
@@ -215,10 +215,10 @@ def test_a_former_head_is_told_over_each_link_and_nobody_looks_for_it_meanwhile(
             await said.some.wait()
             await anna.unplug()
             await saying
-            stand_in = bert.node._services.stand_in
+            stand_in = bert.node.stand_in
             await until(lambda: not stand_in._jobs._running)
             told = []
-            links = bert.node._links.peers.links
+            links = bert.node.links.peers.links
             tell = links.on_up
             links.on_up = lambda control: (told.append(control.link.peer.name), tell(control))[1]
             for n_times in (1, 2):

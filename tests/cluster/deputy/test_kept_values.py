@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from shardnet.cluster.deputy import copying
 from shardnet.cluster.deputy.copying import KeptValues
-from shardnet.cluster.peers.control_link import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.errors import LinkClosedError
 from shardnet.wire.messages.deputies import (
     DropValue,
@@ -32,8 +32,7 @@ class Node:
         kept = KeptValues(lambda: cast("Any", self.others), clock=lambda: Node.now_s, **bounds)
         kept.register(self.handlers)
 
-    def next_request(self) -> int:
-        return 1
+    try_to_ask = ControlLink.try_to_ask
 
     async def ask(
         self, message: Any, expected: object = None, role: PeerRole = PeerRole.NODE

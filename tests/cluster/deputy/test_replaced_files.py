@@ -75,7 +75,7 @@ def test_a_standby_does_not_load_another_checkpoint(tmp_path: Path) -> None:
             order = structs.replace(lead.ring.order(1), beside=True, stands_for="anna", ring="next")
             replace(model, other)
             with pytest.raises(CheckpointError, match="the plan was made for"):
-                await bert.node._stage.orders.load(
+                await bert.node.stage.orders.load(
                     order,
                     owner=anna.node.node,
                     owner_name="anna",

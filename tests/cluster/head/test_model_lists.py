@@ -78,7 +78,7 @@ async def asking(folder: Path, peer: Answer | None, version: str) -> AsyncIterat
             serving = asyncio.create_task(ControlLink(link, peer).serve_to_the_end())
             stack.push_async_callback(asyncio.wait, [serving])
             stack.push_async_callback(link.close)
-            while not node._links.peers.links.linked():
+            while not node.links.peers.links.linked():
                 await client.status()
         yield client
 

@@ -42,7 +42,7 @@ def test_a_new_address_is_advertised_at_once(
             port = node.address.rpartition(":")[2]
             lists.append("unread")
             monkeypatch.setattr(advertisement, "read_interfaces", read)
-            node._links.advertisement._bound = f"0.0.0.0:{port}"
+            node.links.advertisement._bound = f"0.0.0.0:{port}"
             async with asyncio.timeout(60):
                 await moved.wait()
             assert node.info().address == node.address == f"10.0.0.51:{port}"

@@ -21,7 +21,7 @@ def test_a_head_is_asked_again_but_where_it_refused_for_the_same_reason() -> Non
         if (error := answers.pop(0)) is not None:
             raise error
 
-    control = SimpleNamespace(ask=ask, next_request=lambda: 1)
+    control = SimpleNamespace(ask=ask)
     links: list[Any] = [None, *[control] * 4]
     membership = SimpleNamespace(
         is_over=False, is_forming=False, owner="head", ring="r", model="/m"

@@ -93,7 +93,7 @@ def test_a_node_gives_caches_then_layers_and_takes_part_again(
                 assert bert.info().stage is None
                 [record] = anna.planned.records
                 assert (record.n_requests, record.n_moved) == (1, 1)
-                await until(lambda: bert.node not in anna._links.peers.ready())
+                await until(lambda: bert.node not in anna.links.peers.ready())
                 await other.look(anna)
                 with pytest.raises(PeerFailedError, match="no ring now: its keyboard or mouse is"):
                     await client.complete([5], model=choice, max_tokens=1)
@@ -116,7 +116,7 @@ def test_a_node_gives_caches_then_layers_and_takes_part_again(
             machine.available = 8.0
             await machine.look(bert, 3600.0)
             assert not bert.info().rests
-            await until(lambda: bert.node in anna._links.peers.ready())
+            await until(lambda: bert.node in anna.links.peers.ready())
             [done] = await client.complete([prompt], model=str(model), max_tokens=len(made))
             assert [*done.token_ids] == made
             assert bert.info().stage is not None
@@ -185,10 +185,6 @@ class Around:
     async def unload(self, *, idle_s: float) -> None:
         """Count."""
         self.unloaded.append(idle_s)
-
-    def next_request(self) -> int:
-        """Number a request."""
-        return 1
 
     async def ask(self, message: Unload, answer: object) -> None:
         """Count, or refuse as a head that has just been used."""

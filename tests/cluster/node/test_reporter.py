@@ -151,9 +151,9 @@ def test_a_host_from_which_a_link_came_up_is_known_to_the_nodes_dialer_too(tmp_p
     async def main() -> None:
         async with lab(tmp_path) as town:
             node, anna = await town.node("anna")
-            assert "127.0.0.1" not in node._links.dialer.known
+            assert "127.0.0.1" not in node.links.dialer.known
             await own(await town.client(anna))
-            assert "127.0.0.1" in node._links.dialer.known
+            assert "127.0.0.1" in node.links.dialer.known
 
     asyncio.run(main())
 

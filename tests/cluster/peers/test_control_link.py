@@ -65,7 +65,7 @@ def test_progress_precedes_the_reply_and_requests_do_not_mix() -> None:
             seen: list[int] = []
 
             async def ask(model: str) -> bool:
-                message = IdentifyModel(request=asking.next_request(), model=model)
+                message = IdentifyModel(request=0, model=model)
                 reply = await asking.ask(
                     message, ModelIdentity, on_progress=lambda p: seen.append(p.done_bytes)
                 )
@@ -138,7 +138,7 @@ def test_the_end_of_the_link_ends_every_wait_and_later_requests() -> None:
         async with pair(hang_up) as (asking, _):
             for _ in range(2):
                 with pytest.raises(LinkError):
-                    await asking.ask(Unload(request=asking.next_request()), Done)
+                    await asking.ask(Unload(request=0), Done)
 
     asyncio.run(main())
 

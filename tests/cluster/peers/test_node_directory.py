@@ -27,9 +27,6 @@ class Peer:
         self._tell = tell
         self.link = SimpleNamespace(peer=SimpleNamespace(node=name, name=name))
 
-    def next_request(self) -> int:
-        return 1
-
     async def ask(self, message: Status, expected: type[StatusReply]) -> StatusReply:
         return StatusReply(request=message.request, node=await self._tell(self._info), peers=[])
 

@@ -31,7 +31,7 @@ async def is_used(member: Member, other: Member) -> bool:
     """Send a request over the link that requests use now."""
     control = member.peers.links.link_of(other.node)
     assert control is not None
-    await control.ask(Ping(request=control.next_request()), Done)
+    await control.ask(Ping(request=0), Done)
     return True
 
 
@@ -71,14 +71,14 @@ def test_a_link_that_has_a_request_to_answer_is_not_closed_under_it() -> None:
             handle = a._handle
 
             async def slowly(control: ControlLink, message: Incoming) -> None:
-                if isinstance(message, Ping) and message.request >= 1000:
+                if isinstance(message, Ping) and message.payload == b"slow":
                     begun.set()
                     await answer.wait()
                 await handle(control, message)
 
             a.peers.links.handler = slowly
             old = await b.peers.link_to(a.address)
-            asking = asyncio.create_task(old.ask(Ping(request=1000), Done))
+            asking = asyncio.create_task(old.ask(Ping(request=0, payload=b"slow"), Done))
             await begun.wait()
             a.peers._node_at.clear()
             await a.peers._open(a.peers._table.known()[0], b.address)  # as if it had not known b's
@@ -484,14 +484,14 @@ def test_a_node_is_lost_though_what_it_asked_for_has_not_stopped_yet() -> None:
             began, may_stop = asyncio.Event(), asyncio.Event()
 
             async def stop_late(control: ControlLink, message: Incoming) -> None:
-                if isinstance(message, Ping) and message.request >= 1000:
+                if isinstance(message, Ping) and message.payload == b"slow":
                     began.set()
                     await finish(may_stop.wait())
                 await a._handle(control, message)
 
             a.peers.links.handler = stop_late
             control = await b.peers.link_to(a.address)
-            asking = asyncio.create_task(control.ask(Ping(request=1000), Done))
+            asking = asyncio.create_task(control.ask(Ping(request=0, payload=b"slow"), Done))
             await began.wait()
             control.link.abort("the network between is cut")
             await a.until(lambda: a.said("b is gone") == 1)

@@ -98,9 +98,9 @@ class Audited:
 
     def model(self, name: str) -> Any:
         """Return the stage of a node."""
-        [node] = [each.node for each in self.nodes if each.node._settings.name == name]
-        assert node._stage.host.loaded is not None
-        compute: Any = node._stage.host.loaded.compute
+        [node] = [each.node for each in self.nodes if each.node.settings.name == name]
+        assert node.stage.host.loaded is not None
+        compute: Any = node.stage.host.loaded.compute
         return (compute._own if isinstance(compute, SpanningCompute) else compute)._model
 
 

@@ -44,7 +44,7 @@ def test_requests_end_by_name_and_the_node_serves_when_its_thread_goes_on(
             said = Said.of(prompts)
             saying = asyncio.create_task(say(client, prompts, choice, said=said))
             await said.some.wait()
-            host, went_on = anna.node._stage.host, asyncio.Event()
+            host, went_on = anna.node.stage.host, asyncio.Event()
             hang = partial(goes_on.wait, DEADLINE_S)
             host._compute.of(0).post(hang, lambda _: went_on.set(), pytest.fail)
             await bert.unplug()

@@ -170,7 +170,7 @@ def test_a_head_that_cannot_load_leads_again_or_its_error_ends_the_requests(
             anna, peers, client = await all_started(tmp_path, nodes)
             wanted = await said(client, choice)
             leaving: list[asyncio.Task[None]] = []
-            full, load = repeat(CapacityError("no room"), n_failures), anna._stage.host.load
+            full, load = repeat(CapacityError("no room"), n_failures), anna.stage.host.load
 
             async def fails_first(*args: Any, **named: Any) -> Any:
                 for error in full:
@@ -180,7 +180,7 @@ def test_a_head_that_cannot_load_leads_again_or_its_error_ends_the_requests(
             def leave() -> None:
                 assert anna.head.latest is not None
                 second = anna.head.latest.plan.nodes[1].name
-                anna._stage.host.load = fails_first  # type: ignore[assignment, method-assign]
+                anna.stage.host.load = fails_first  # type: ignore[assignment, method-assign]
                 leaving.append(asyncio.create_task(peers[NAMES.index(second)][1].aclose()))
 
             async with asyncio.timeout(60):
@@ -218,7 +218,7 @@ def test_a_node_that_a_ring_was_tried_with_in_vain_is_free_for_others(
                 assert anna.head.latest is not None
                 second = anna.head.latest.plan.nodes[1].name
                 for peer, _ in peers:
-                    host = peer._stage.host
+                    host = peer.stage.host
                     host.join = partial(join, host, host.join)  # type: ignore[method-assign]
                 leaving.append(asyncio.create_task(peers[NAMES.index(second)][1].aclose()))
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.recovery import stand_in
 from shardnet.errors import LinkClosedError
 from shardnet.types import NodeId
@@ -24,9 +25,7 @@ class Node:
         self.n_stands_by = n_stands_by
         """So many times it says that it stands by for the head."""
 
-    def next_request(self) -> int:
-        """Number a question."""
-        return 1
+    try_to_ask = ControlLink.try_to_ask
 
     async def ask(self, *_: object) -> Any:
         """Answer, or end the link."""

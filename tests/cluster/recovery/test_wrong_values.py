@@ -134,7 +134,7 @@ def test_a_node_that_computes_wrong_values_is_left_out_and_texts_go_on(
 
     async def main() -> None:
         async with ring(tmp_path, "anna", "bert", "cleo") as ([anna, bert, _], ask, whole):
-            loaded = bert.node._stage.host.loaded
+            loaded = bert.node.stage.host.loaded
             assert loaded is not None
 
             def begin() -> None:
@@ -163,7 +163,7 @@ def test_a_node_that_takes_steps_and_keeps_them_is_left_out(
 
     async def main() -> None:
         async with ring(tmp_path, "anna", "bert", "cleo") as ([anna, bert, _], ask, whole):
-            membership = bert.node._stage.host.membership
+            membership = bert.node.stage.host.membership
             assert membership is not None
 
             def swallowed(self: LinkSink, output: StageOutput) -> Sequence[Frame]:
@@ -187,7 +187,7 @@ def test_what_every_node_computes_wrong_is_the_model_s_and_ends_the_request_alon
 
     async def main() -> None:
         async with ring(tmp_path, "anna", "bert", "cleo", "dora") as (nodes, ask, whole):
-            heads = nodes[0].node._stage.host
+            heads = nodes[0].node.stage.host
             overflow = of_value(float("nan"), LONG)
 
             def change(compute: TorchCompute, batch: MicroBatch, given: Given) -> Given:

@@ -125,7 +125,6 @@ def test_what_is_asked_of_a_ring_waits_for_the_pictures_before_it() -> None:
 
         link: Any = SimpleNamespace(is_full=True, drain=drain)
         control: Any = Mock(link=link, begin=lambda message, take: sent.append(link.is_full))
-        control.next_request = lambda: 1
         plan: Any = Mock(nodes=[SimpleNamespace(name="anna")])
         plan.choice.asked_as = lambda choice: choice
         ring = KeptRing(plan, AsyncMock(), Mock(), Mock())

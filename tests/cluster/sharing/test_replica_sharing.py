@@ -244,7 +244,7 @@ def test_a_peer_that_may_open_no_more_files_does_not_lack_the_model(
             machines(tmp_path, "anna", "bert") as (anna, bert),
             connect(anna.node.address) as client,
         ):
-            own, peers = (one.node._stage.sharing._models for one in (anna, bert))
+            own, peers = (one.node.stage.sharing._models for one in (anna, bert))
             monkeypatch.setattr(own, "at", lambda model: None)
             monkeypatch.setattr(peers, "at", Mock(side_effect=shortage(short, "config.json")))
             with pytest.raises(ShortageError, match=r"bert.*config\.json: .* no more files"):

@@ -31,7 +31,7 @@ class Machine:
     is_unplugged: bool = False
 
     def __post_init__(self) -> None:
-        peers = self.node._links.peers
+        peers = self.node.links.peers
         dial = peers.dial
 
         async def dial_there(address: str) -> Link:
@@ -46,12 +46,12 @@ class Machine:
 
         Those of its clients stay unless they are meant too, as when it stands still for a while.
         """
-        node, links = self.node, self.node._links.peers.links
+        node, links = self.node, self.node.links.peers.links
         self.is_unplugged = True
         await self.listener.close()
-        clients = [*node._services.dispatcher._client_links] if with_clients else []
+        clients = [*node.dispatcher._client_links] if with_clients else []
         controls = [one.control.link for peer in links._peers.values() for one in peer.links]
-        membership = node._stage.host.membership
+        membership = node.stage.host.membership
         data = [] if membership is None else [*membership._links]
         for link in (*clients, *controls, *data):
             link.abort("unplugged")
@@ -92,4 +92,4 @@ async def machines(folder: Path, *names: str, **changes: Any) -> AsyncIterator[l
 
 
 def _knows(machine: Machine, n_others: int) -> bool:
-    return len(machine.node._links.peers.links.linked()) == n_others
+    return len(machine.node.links.peers.links.linked()) == n_others
