@@ -8,12 +8,10 @@ import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
-
 from ..finding.target import named_or_here
 from ..flags.options import Access, Json, Nodes, option, split_nodes, takes_groups
 from ..output.columns import terminal_width
-from ..output.exit_codes import write_out
+from ..output.exit_codes import write_json, write_out
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -63,15 +61,10 @@ async def top(
             return
         async for view in looks:
             if as_json:
-                write_out(as_json_line(view))
+                write_json(view)
             else:
                 for _, line in _lines(view):
                     write_out(line)
-
-
-def as_json_line(view: TopView) -> str:
-    """Write a look as JSON."""
-    return msgspec.json.encode(view).decode()
 
 
 async def views(client: Client, every_s: float, count: int) -> AsyncGenerator[TopView, None]:

@@ -66,9 +66,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._options = options
         self._is_initiator = initiator
         self._loop = asyncio.get_running_loop()
-        self._connection = LinkConnection(
-            hello, initiator=initiator, limits=options.limits, checked=checked
-        )
+        self._connection = LinkConnection(hello, initiator=initiator, checked=checked)
         self._transport: asyncio.Transport | None = None
         self._peer: Hello | None = None
         self.peer_address = "?"

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from shardnet.wire.framing.frames import MIB, Buffer, Frame, Limits
+from shardnet.wire.framing.frames import MIB, Buffer, Frame
 from shardnet.wire.messages.handshake import Hello
 
 if TYPE_CHECKING:  # not every link needs the library behind it
@@ -69,7 +69,6 @@ class LinkOptions:
     max_unfinished: int = 512
     max_handshakes: int = 128
     max_handshakes_per_host: int = 16
-    limits: Limits = field(default_factory=Limits)
     progress: Callable[[], tuple[int, int]] = _no_progress
     traffic: Traffic | None = None
 

@@ -22,10 +22,10 @@ from shardnet.transport.tls import TlsTransport
 from shardnet.wire.framing.frames import (
     CHECKSUMS,
     HEADER,
+    LIMITS,
     PREAMBLE,
     Frame,
     FrameKind,
-    Limits,
     pack_frame,
     unpack_header,
 )
@@ -51,7 +51,7 @@ def hello(node: str = "a", purpose: Purpose = Purpose.DATA) -> Hello:
 
 
 def raw(frame: Frame) -> bytes:
-    return b"".join(pack_frame(frame, Limits()))
+    return b"".join(pack_frame(frame, LIMITS))
 
 
 class RawPeer(asyncio.BufferedProtocol):
@@ -94,7 +94,7 @@ class RawPeer(asyncio.BufferedProtocol):
 
     def packed(self, frame: Frame) -> bytes:
         """The bytes of a frame on a link that is up."""
-        return b"".join(pack_frame(frame, Limits(), checked=self.checked))
+        return b"".join(pack_frame(frame, LIMITS, checked=self.checked))
 
     @property
     def head_bytes(self) -> int:
@@ -118,7 +118,7 @@ class RawPeer(asyncio.BufferedProtocol):
             header = unpack_header(
                 memoryview(await self.read(self.head_bytes))[: HEADER.size],
                 allowed=frozenset({FrameKind.HEARTBEAT, FrameKind.ERROR}),
-                limits=Limits(),
+                limits=LIMITS,
                 state="in a test",
             )
             kind, meta = header.kind, await self.read(header.meta_length)

@@ -20,16 +20,16 @@ from support.system.strangers import (
 from shardnet.wire.framing.frames import (
     FRAME_MAGIC,
     HEADER,
+    LIMITS,
     PREAMBLE,
     Frame,
     FrameKind,
-    Limits,
     pack_frame,
 )
 from shardnet.wire.messages.handshake import Purpose
 
 NONSENSE = b"".join(
-    pack_frame(Frame(kind=FrameKind.CONTROL, meta=b"\xc1\xc1\xc1\xc1"), Limits(), checked=True)
+    pack_frame(Frame(kind=FrameKind.CONTROL, meta=b"\xc1\xc1\xc1\xc1"), LIMITS, checked=True)
 )
 FOUR_GB = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 2**32 - 1, 0, 0, 0)
 

@@ -22,7 +22,7 @@ from support.system.parrot import Parrots
 from support.system.strangers import HELLO, answering, connected, read_to_the_end
 
 from shardnet.api.client import connect
-from shardnet.wire.framing.frames import PREAMBLE, Frame, FrameKind, Limits, pack_frame
+from shardnet.wire.framing.frames import LIMITS, PREAMBLE, Frame, FrameKind, pack_frame
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 
 DELAY_S = 0.05
@@ -32,7 +32,7 @@ FROZEN = cases(["bert"], ["lena"])
 """The middle of its ring, and the tail."""
 NO_HELLO = "no hello came within 5 s"
 HALF_A_FRAME = b"".join(
-    pack_frame(Frame(kind=FrameKind.CONTROL, meta=bytes(1000)), Limits(), checked=True)
+    pack_frame(Frame(kind=FrameKind.CONTROL, meta=bytes(1000)), LIMITS, checked=True)
 )[:-10]
 
 

@@ -25,7 +25,7 @@ from shardnet.errors import (
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.memory import memory_pair
 from shardnet.transport.tcp import connect
-from shardnet.wire.framing.frames import HEADER, MIB, PREAMBLE, Frame, FrameKind, Limits
+from shardnet.wire.framing.frames import HEADER, LIMITS, MIB, PREAMBLE, Frame, FrameKind
 from shardnet.wire.messages.handshake import Purpose, error_frame, hello_frame
 
 
@@ -355,7 +355,7 @@ def test_a_control_link_to_a_peer_that_reads_nothing_holds_a_bounded_memory(
 
 def test_a_control_link_carries_the_largest_messages_one_after_the_other(harness: Harness) -> None:
     """A peer that reads them does not read too little while it has them to read."""
-    sizes = [Limits().control_meta_bytes] * 2 + [100, 100]
+    sizes = [LIMITS[FrameKind.CONTROL][0]] * 2 + [100, 100]
 
     async def scenario(harness: Harness) -> None:
         near, far = await control_pair(harness, OPTIONS)

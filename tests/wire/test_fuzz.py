@@ -18,7 +18,14 @@ from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, Step
 from shardnet.wire.connection import connection as machine_module
 from shardnet.wire.connection.connection import FrameReceived, LinkConnection, LinkFailed, LinkState
 from shardnet.wire.connection.receive_buffer import FramePart
-from shardnet.wire.framing.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pack_frame
+from shardnet.wire.framing.frames import (
+    HEADER,
+    LIMITS,
+    PREAMBLE,
+    Frame,
+    FrameKind,
+    pack_frame,
+)
 from shardnet.wire.messages.bulk import (
     FetchDigests,
     FetchPart,
@@ -43,19 +50,17 @@ from shardnet.wire.payloads.data import StepData, data_frame, read_data, read_to
 from shardnet.wire.payloads.parts import ShardPart, part_frame
 
 ROUNDS = examples(1500)
-SMALL = Limits(
-    hello_meta_bytes=500,
-    error_meta_bytes=500,
-    control_meta_bytes=1000,
-    data_meta_bytes=2000,
-    data_payload_bytes=50_000,
-    tokens_payload_bytes=100,
-    extras_meta_bytes=1000,
-    sequence_meta_bytes=1000,
-    bulk_meta_bytes=1000,
-    bulk_payload_bytes=50_000,
-    part_payload_bytes=50_000,
-)
+SMALL = LIMITS | {
+    FrameKind.HELLO: (500, 0),
+    FrameKind.ERROR: (500, 0),
+    FrameKind.CONTROL: (1000, 0),
+    FrameKind.DATA: (2000, 50_000),
+    FrameKind.TOKENS: (8192, 100),
+    FrameKind.EXTRAS: (1000, 0),
+    FrameKind.SEQUENCE: (1000, 0),
+    FrameKind.BULK: (1000, 50_000),
+    FrameKind.PART: (16, 50_000),
+}
 
 
 class RecordingPart(FramePart):
@@ -209,7 +214,7 @@ def test_mutated_handshakes(initiator: bool, taken: list[int]) -> None:
         n_refused += drive(connection, mutated(stream, rng), rng)
     assert n_refused > ROUNDS // 4
     assert taken
-    assert max(taken) <= SMALL.hello_meta_bytes
+    assert max(taken) <= SMALL[FrameKind.HELLO][0]
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))

@@ -26,7 +26,7 @@ from shardnet.wire.connection.connection import (
     ProgressReported,
 )
 from shardnet.wire.framing import schema
-from shardnet.wire.framing.frames import PREAMBLE, FrameKind, Limits, pack_frame
+from shardnet.wire.framing.frames import LIMITS, PREAMBLE, FrameKind, pack_frame
 from shardnet.wire.messages import (
     activity,
     bulk,
@@ -89,11 +89,11 @@ def test_the_examples_are_those_of_the_code() -> None:
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_what_the_code_sends(name: str) -> None:
-    assert b"".join(pack_frame(EXAMPLES[name], Limits())) == HEX[name]
+    assert b"".join(pack_frame(EXAMPLES[name], LIMITS)) == HEX[name]
 
 
 def test_an_example_with_checksums_is_what_the_code_sends() -> None:
-    packed = pack_frame(EXAMPLES["tokens"], Limits(), checked=True)
+    packed = pack_frame(EXAMPLES["tokens"], LIMITS, checked=True)
     assert b"".join(packed) == HEX["tokens-checked"]
 
 
@@ -131,7 +131,7 @@ def test_the_table_of_kinds() -> None:
             "| number | kind | largest meta | largest payload | on links | section |"
         )
     }
-    assert written == {kind.name: (int(kind), Limits().caps(kind)) for kind in FrameKind}
+    assert written == {kind.name: (int(kind), LIMITS[kind]) for kind in FrameKind}
 
 
 def test_the_table_of_errors() -> None:

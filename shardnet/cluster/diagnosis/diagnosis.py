@@ -99,9 +99,10 @@ def _checkpoint(
             "copy one checkpoint to both",
         )
     else:
-        part = min(_weight_bytes(shape), info.memory_bytes)
+        part = min(shape.weight_bytes(LayerRange(0, shape.n_layers)), info.memory_bytes)
         what = f"it has no checkpoint of its own: {report.model_failure}"
-        if _somebody_has(facts, asked):
+        others = [reply.report.model_id for reply in facts.replies if reply.report is not None]
+        if asked.model_id in others:
             what = f"it has not got {asked.model}, and takes its part from a node that has"
         if report.disk_free_bytes is not None and report.disk_free_bytes < part:
             yield at("model", where).problem(
@@ -111,14 +112,6 @@ def _checkpoint(
             )
         else:
             yield at("model", where).hint(what)
-
-
-def _somebody_has(facts: Facts, asked: ModelAsked) -> bool:
-    return any(r.report.model_id == asked.model_id for r in facts.replies if r.report is not None)
-
-
-def _weight_bytes(shape: ModelShape) -> int:
-    return shape.weight_bytes(LayerRange(0, shape.n_layers))
 
 
 CLOCKS_DIFFER_S = 1.0

@@ -18,7 +18,6 @@ from shardnet.cluster.node.parts import LinkParts, StageParts
 from shardnet.cluster.node.services import Services, own_client
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers.address_search import AddressSearch, RememberedPeers
-from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.supervision import kept_running
 from shardnet.errors import PeerFailedError, ShardnetError
 from shardnet.transport import tcp
@@ -37,7 +36,7 @@ class Node(Services):
     def __init__(self, settings: NodeSettings, tasks: asyncio.TaskGroup) -> None:
         links = LinkParts(settings, self, tasks)
         stage = StageParts(settings, links)
-        self._search = AddressSearch(
+        self.search = AddressSearch(
             peers=links.peers,
             probe=links.dialer.probe,
             on_disk=stage.disk.submit,
@@ -55,22 +54,6 @@ class Node(Services):
         self.links.peers.addresses_changed()
         if self.settings.discovery is not None:
             self.settings.discovery.announce()
-
-    def heartbeat_progress(self) -> tuple[int, int]:
-        """Return (epoch, last completed step) for heartbeats."""
-        return self.stage.host.progress
-
-    def rests(self) -> str:
-        """Return why this node takes no layers now, "" while it does."""
-        return self.stage.host.refusals.rests
-
-    def named_peer_answered(self, address: str) -> None:
-        """Remember an address that a person has named, for later starts."""
-        self._search.remember(address)
-
-    async def message_received(self, control: ControlLink, message: Incoming) -> None:
-        """Handle a message of a peer. Raises ShardnetError: the request fails with it."""
-        await self.handlers.handle(control, message)
 
     def info(self) -> NodeInfo:
         """Describe this node."""
@@ -126,7 +109,7 @@ class Node(Services):
             "auditing stages": self.audits.run,
         }
         if self.settings.tailnet or self.settings.remembers:
-            jobs["looking for nodes without mDNS"] = self._search.run
+            jobs["looking for nodes without mDNS"] = self.search.run
         return [kept_running(run, what, self.settings.log) for what, run in jobs.items()]
 
     async def watch_addresses(self) -> None:
@@ -155,7 +138,7 @@ class Node(Services):
 
         Waiting clients get an error that says so.
         """
-        self.stand_in.stop_copying()
+        self.copying.stop()
         self.dispatcher.tell_clients(
             PeerFailedError("the node is leaving", remedy="start it again or ask another one")
         )

@@ -137,18 +137,18 @@ class Dialer:
 class LinkParts:
     """What opens, keeps and counts links to other nodes: it needs nothing else of the node."""
 
-    def __init__(self, settings: NodeSettings, events: Node, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, settings: NodeSettings, node: Node, tasks: asyncio.TaskGroup) -> None:
         self.settings = settings
         self.traffic = Traffic(settings.node)
         self.dialer = Dialer(
             node=settings.node,
             name=settings.name,
             identity=settings.identity,
-            progress=events.heartbeat_progress,
+            progress=lambda: node.stage.host.progress,
             traffic=self.traffic,
         )
         self.advertisement = Advertisement(
-            node=settings.node, name=settings.name, on_changed=events.addresses_changed
+            node=settings.node, name=settings.name, on_changed=node.addresses_changed
         )
         self.refusals = RejectedHandshakes()
         self.peers = Peers(
@@ -156,14 +156,14 @@ class LinkParts:
             name=settings.name,
             dial=self.dialer.control,
             dial_as_client=self.dialer.dial_as_client,
-            handler=events.message_received,
+            handler=lambda control, message: node.handlers.handle(control, message),
             tasks=tasks,
             own_hosts=lambda: self.advertisement.local,
             own_addresses=lambda: self.advertisement.addresses,
             log=settings.log,
             on_member=self.refusals.forget,
-            on_named=events.named_peer_answered,
-            rests=events.rests,
+            on_named=lambda address: node.search.remember(address),
+            rests=lambda: node.stage.host.refusals.rests,
         )
 
     async def dial_bulk(self, address: str) -> Link:

@@ -344,10 +344,10 @@ class RingWatch:
         opening = _opening(self.head.opening)
         recoveries = [_recovery(one) for one in [*self.recoveries][-MAX_RECOVERIES_SEEN:]]
         if lead is None:
-            activity = RingActivity(request=message.request, opening=opening)
+            shown = RingActivity(request=message.request, opening=opening)
         else:
-            activity = _activity(message, lead, opening)
-        control.send(replace(activity, recoveries=recoveries, rings=self.rings()))
+            shown = _activity(message, lead, opening)
+        control.send(replace(shown, recoveries=recoveries, rings=self.rings()))
 
     async def _cancel(self, control: ControlLink, message: CancelSequence) -> None:
         """Cancel a request, or reply Redirect. Raises UsageError for one that has ended."""

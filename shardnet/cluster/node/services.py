@@ -18,7 +18,6 @@ from shardnet.cluster.head.clients import Clients
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.encoders import Encoders
 from shardnet.cluster.head.head import Head
-from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.pictures import Pictures
 from shardnet.cluster.head.requests import Constraints
@@ -42,11 +41,10 @@ from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.cluster.recovery.standbys import Standbys
 from shardnet.cluster.ring.stage_port import LocalPort
 from shardnet.cluster.router.router import Router
-from shardnet.errors import ConfigurationError, ShardnetError
+from shardnet.errors import ConfigurationError
 from shardnet.runtime.loading.model_facts import processor_at
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
-from shardnet.types import NodeId
 from shardnet.wire.messages.handshake import PeerRole, Purpose
 
 
@@ -94,7 +92,7 @@ class Services:
             answers=stage.answers,
             node=settings.node,
             name=settings.name,
-            on_broken=self._ring_broken,
+            on_broken=lambda ring, error, silent: self.head.ring_broken(ring, error, silent),
         )
         builder = RingBuilder(
             own_port=own_port, sharing=stage.sharing, peers=peers, disk=stage.disk
@@ -104,7 +102,7 @@ class Services:
             host=stage.host,
             planner=self.planner,
             builder=builder,
-            on_broken=self._lead_broken,
+            on_broken=lambda lead: self.recovery.begin(lead),
             log=self._log,
         )
         self.standbys = Standbys(head=self.head, log=self._log)
@@ -132,14 +130,6 @@ class Services:
             distrust=stage.host.distrust,
             log=self._log,
         )
-
-    def _ring_broken(self, ring: str, error: ShardnetError, silent: NodeId | None) -> None:
-        """End a ring that this node leads, since its own stage has left it."""
-        self.head.ring_broken(ring, error, silent)
-
-    def _lead_broken(self, lead: Lead) -> bool:
-        """Replace a ring that this node leads, since it broke; return whether that will be done."""
-        return self.recovery.begin(lead)
 
     def _build_answers(self) -> None:
         """Build what answers clients."""

@@ -230,7 +230,8 @@ class PeerLinks:
             return
         del self._peers[node]
         name, link = peer_link.control.link.peer.name, peer_link.control.link
-        if peer.watchers and not (self._closing or link.was_left or _took_long(error)):
+        took_long = isinstance(error, PeerSilentError)  # dialling again is too late then
+        if peer.watchers and not (self._closing or link.was_left or took_long):
             self._broken[node] = peer
             self.tasks.create_task(self._try_again(node, name, peer, error))
         else:
@@ -261,11 +262,6 @@ class PeerLinks:
             while True:
                 await asyncio.sleep(self.ping_s)
                 peer_link.rtts_s.append(await ping(peer_link.control))
-
-
-def _took_long(error: ShardnetError) -> bool:
-    """Return whether the peer was silent up to the deadline, so that dialling again is too late."""
-    return isinstance(error, PeerSilentError)
 
 
 N_READINGS: Final = 5

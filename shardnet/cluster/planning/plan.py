@@ -339,7 +339,7 @@ class Plan:
                 outline=self.facts.config.outline,
             ),
             standbys=[self._planned(standby) for standby in self.standbys],
-            mtp_bytes=self._mtp_bytes(),
+            mtp_bytes=mtp_weight_bytes(self.facts.config, self.weight_form(self.forms[-1])),
             tower_bytes=self.facts.tower_bytes.get(self.dtype, 0),
             picture_s=self._picture_s(),
             rings=[
@@ -359,10 +359,6 @@ class Plan:
         """Predict how long the first stage encodes a picture; None where that is not known."""
         speed = self.measured.speeds.get(self.placement.stages[0].node)
         return self.facts.picture_layers * speed.layer_256_s or None if speed else None
-
-    def _mtp_bytes(self) -> int:
-        """Return what the layer weighs that predicts further tokens, 0 without it."""
-        return mtp_weight_bytes(self.facts.config, self.weight_form(self.forms[-1]))
 
     def _stages(self) -> list[PlannedStage]:
         looked_up = self.facts.layers.looked_up

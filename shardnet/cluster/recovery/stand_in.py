@@ -206,10 +206,6 @@ class StandIn:
             for duty in self._duties.values()
         ]
 
-    def stop_copying(self) -> None:
-        """Copy nothing more: this node ends; see Copying.stop."""
-        self.copying.stop()
-
     async def close(self) -> None:
         """End what runs."""
         self._is_closing = True
@@ -305,7 +301,7 @@ class StandIn:
                     await self._take_over(duty)
                     return
                 except ShardnetError as error:
-                    if time.monotonic() > until_s or not _may_change(error):
+                    if time.monotonic() > until_s or isinstance(error, UsageError):
                         self.log(f"this node cannot take over: {error}")
                         return
                 await asyncio.sleep(AGAIN_S)
@@ -465,8 +461,3 @@ async def _until_begun(duty: Duty) -> None:
     if duty.standing_in is None:
         async with at_most(ASK_S):
             await duty.begun.wait()
-
-
-def _may_change(error: ShardnetError) -> bool:
-    """Say whether to try again: nodes are busy with a ring that ends, or were lost just now."""
-    return not isinstance(error, UsageError)

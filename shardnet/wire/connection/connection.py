@@ -33,6 +33,7 @@ from shardnet.wire.framing.frames import (
     FRAME_MAGIC,
     HEADER,
     KIB,
+    LIMITS,
     PREAMBLE,
     PREAMBLE_MAGIC,
     PROTOCOL_VERSION,
@@ -143,14 +144,14 @@ class LinkConnection:
         hello: Hello | HelloAnswer,
         *,
         initiator: bool,
-        limits: Limits | None = None,
+        limits: Limits = LIMITS,
         checked: bool = False,
     ) -> None:
         if initiator and not isinstance(hello, Hello):
             raise LocalProtocolError("the initiator of a link has no hello to answer")
         self._greeting = hello if initiator and isinstance(hello, Hello) else None
         self._answer = _answer_with(hello) if isinstance(hello, Hello) else hello
-        self._limits = limits or Limits()
+        self._limits = limits
         self._checked = checked
         self._body_checksum: int | None = None
         self._state = LinkState.PREAMBLE
@@ -255,7 +256,7 @@ class LinkConnection:
         kind = _STEP_KINDS.get(number)
         if kind is None or magic != FRAME_MAGIC or reserved:
             return None
-        max_meta, max_payload = self._limits.table[kind]
+        max_meta, max_payload = self._limits[kind]
         middle = start + n_meta
         end = middle + n_payload
         if end > len(waiting) or n_meta > max_meta or n_payload > max_payload:

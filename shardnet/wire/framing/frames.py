@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -72,34 +71,20 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     payload: Buffer = b""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Largest meta and payload of each kind, in bytes, while a link is up."""
-
-    hello_meta_bytes: int = 4 * KIB
-    error_meta_bytes: int = 4 * KIB
-    control_meta_bytes: int = 32 * MIB
-    data_meta_bytes: int = 1 * MIB
-    data_payload_bytes: int = 256 * MIB
-    tokens_meta_bytes: int = 8 * KIB
-    tokens_payload_bytes: int = 64 * KIB
-    extras_meta_bytes: int = 16 * MIB
-    sequence_meta_bytes: int = 64 * KIB
-    bulk_meta_bytes: int = 1 * MIB
-    bulk_payload_bytes: int = 1 * MIB
-    rows_meta_bytes: int = 24
-    rows_payload_bytes: int = 16 * MIB
-    part_meta_bytes: int = 16
-    part_payload_bytes: int = 256 * MIB
-    table: Mapping[FrameKind, tuple[int, int]] = field(init=False, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "table", {kind: self.caps(kind) for kind in FrameKind})
-
-    def caps(self, kind: FrameKind) -> tuple[int, int]:
-        """Return the largest meta and payload of `kind`, in bytes."""
-        name = kind.name.lower()
-        return getattr(self, f"{name}_meta_bytes", 0), getattr(self, f"{name}_payload_bytes", 0)
+Limits = Mapping[FrameKind, tuple[int, int]]
+"""Largest meta and payload of each kind, in bytes, while a link is up."""
+LIMITS: Final[Limits] = dict.fromkeys(FrameKind, (0, 0)) | {
+    FrameKind.HELLO: (4 * KIB, 0),
+    FrameKind.ERROR: (4 * KIB, 0),
+    FrameKind.CONTROL: (32 * MIB, 0),
+    FrameKind.DATA: (1 * MIB, 256 * MIB),
+    FrameKind.TOKENS: (8 * KIB, 64 * KIB),
+    FrameKind.EXTRAS: (16 * MIB, 0),
+    FrameKind.SEQUENCE: (64 * KIB, 0),
+    FrameKind.BULK: (1 * MIB, 1 * MIB),
+    FrameKind.ROWS: (24, 16 * MIB),
+    FrameKind.PART: (16, 256 * MIB),
+}
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -133,7 +118,7 @@ def unpack_header(
         raise RemoteProtocolError(f"a {kind.name} frame is not allowed {state}")
     if reserved:
         raise RemoteProtocolError(f"a {kind.name} frame came with {reserved:#04x} where 0 belongs")
-    max_meta, max_payload = limits.table[kind]
+    max_meta, max_payload = limits[kind]
     if meta_length > max_meta:
         raise _above_cap(kind, "meta", meta_length, max_meta)
     if payload_length > max_payload:
@@ -188,7 +173,7 @@ def pack_frame(frame: Frame, limits: Limits, *, checked: bool = False) -> list[B
         payload = memoryview(payload)
         if payload.ndim != 1 or payload.format != "B":
             payload = payload.cast("B")
-    max_meta, max_payload = limits.table[frame.kind]
+    max_meta, max_payload = limits[frame.kind]
     if len(frame.meta) > max_meta or len(payload) > max_payload:
         raise LocalProtocolError(
             f"a {frame.kind.name} frame of {len(frame.meta)} + {len(payload)} bytes is above "

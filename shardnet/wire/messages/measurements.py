@@ -12,9 +12,9 @@ from msgspec import Meta
 
 from shardnet.types import PathText, Strict
 from shardnet.wire.framing import schema
-from shardnet.wire.framing.frames import Limits
+from shardnet.wire.framing.frames import LIMITS, FrameKind
 
-MAX_PAYLOAD_BYTES: Final = Limits().data_payload_bytes
+MAX_PAYLOAD_BYTES: Final = LIMITS[FrameKind.DATA][1]
 
 
 class MeasureStage(schema.OfModel, frozen=True, kw_only=True):

@@ -17,10 +17,10 @@ from shardnet.wire.framing.frames import (
     CHECKSUMS,
     FRAME_MAGIC,
     HEADER,
+    LIMITS,
     Buffer,
     Frame,
     FrameKind,
-    Limits,
     check_body,
     damaged,
     is_sound,
@@ -35,7 +35,6 @@ _META: Final = struct.Struct("<IHBxII")
 _RESERVED: Final = 7
 _HEAD: Final = struct.Struct(HEADER.format + _META.format[1:])
 """Header and meta, where no checksums are between."""
-_LIMITS: Final = Limits()
 _PARTS_ALONE: Final = frozenset({FrameKind.PART})
 
 
@@ -90,7 +89,7 @@ class PartHeads:
         """Return the head of a part; its payload counts only in checksums."""
         if self._is_checked:
             frame = part_frame(part, epoch=self._epoch, step=step)
-            head = pack_frame(frame, _LIMITS, checked=True)[0]
+            head = pack_frame(frame, LIMITS, checked=True)[0]
             return bytes(head)
         return self.plain(part, step)
 
@@ -124,7 +123,7 @@ class PartHeads:
         Raises RemoteProtocolError for what no shard may send, DamagedFrameError for a header that
         is not that of its checksum.
         """
-        header = unpack_header(head, allowed=_PARTS_ALONE, limits=_LIMITS, state="between parts")
+        header = unpack_header(head, allowed=_PARTS_ALONE, limits=LIMITS, state="between parts")
         if self._is_checked:
             of_header, _ = CHECKSUMS.unpack_from(head, HEADER.size)
             if not is_sound(head[: HEADER.size], of_header):
@@ -145,7 +144,7 @@ class PartHeads:
         Raises DamagedFrameError.
         """
         if self._is_checked:
-            header = unpack_header(head, allowed=_PARTS_ALONE, limits=_LIMITS, state="")
+            header = unpack_header(head, allowed=_PARTS_ALONE, limits=LIMITS, state="")
             _, of_body = CHECKSUMS.unpack_from(head, HEADER.size)
             check_body(head[HEADER.size + CHECKSUMS.size :], payload, of_body, header)
 

@@ -14,11 +14,11 @@ from typing import Final
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
 from shardnet.output_params import OutputKind
 from shardnet.types import MAX_LAYERS, U32_MAX, SequenceId
-from shardnet.wire.framing.frames import Buffer, Frame, FrameKind, Limits
+from shardnet.wire.framing.frames import LIMITS, Buffer, Frame, FrameKind
 
 _META: Final = struct.Struct("<QIIIBxH")
 """sequence id, position of the first row, rows, width, kind, reserved 0, layer."""
-_MOST_BYTES: Final = Limits().rows_payload_bytes
+_MOST_BYTES: Final = LIMITS[FrameKind.ROWS][1]
 
 # routing comes from all stages, not only from the tail: it travels in EXTRAS
 _CODE_OF_KIND: Final = {OutputKind.LOGITS: 1, OutputKind.HIDDEN: 2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from support.cluster.checkup_facts import reply, unlinked, view
@@ -120,7 +121,7 @@ def test_each_look_is_one_json_object() -> None:
             looks = [look async for look in top.views(client, 0.001, 2)]
             assert len(node.asked_for) == 2
             for look in looks:
-                text = json.loads(top.as_json_line(look))
+                text = json.loads(msgspec.json.encode(look))
                 assert text["ring"]["stages"][0]["node"] == "anna-id"
                 assert text["answers"] is True
 

@@ -84,7 +84,7 @@ async def member(folder: Path) -> AsyncIterator[ControlLink]:
     async with running(small_settings(folder)) as node, asyncio.TaskGroup() as tasks:
         near, far = await memory_pair(hello("evil"), hello("anna"))
         control = ControlLink(near, refuse)
-        tasks.create_task(until_it_ends(ControlLink(far, node.message_received)))
+        tasks.create_task(until_it_ends(ControlLink(far, node.handlers.handle)))
         tasks.create_task(until_it_ends(control))
         yield control
         await near.close()

@@ -14,7 +14,7 @@ from shardnet.errors import RemoteProtocolError
 from shardnet.runtime.ring.part_stream import PartStream
 from shardnet.transport.direct_connection import DirectConnection
 from shardnet.types import Epoch, StepId, WireDType
-from shardnet.wire.framing.frames import Frame, FrameKind, Limits, pack_frame
+from shardnet.wire.framing.frames import LIMITS, Frame, FrameKind, pack_frame
 from shardnet.wire.payloads.parts import ShardPart, part_frame
 
 EPOCH, STEP = Epoch(2), StepId(5)
@@ -28,7 +28,7 @@ def packed(
     end: DirectConnection, part: ShardPart = THEIRS, step: int = STEP, epoch: int = EPOCH
 ) -> bytes:
     frame = part_frame(part, epoch=epoch, step=step)
-    return b"".join(pack_frame(frame, Limits(), checked=not end.is_encrypted))
+    return b"".join(pack_frame(frame, LIMITS, checked=not end.is_encrypted))
 
 
 def moved(stream: PartStream) -> None:
@@ -132,7 +132,7 @@ def test_what_is_no_part_or_too_long_is_refused(is_encrypted: bool) -> None:
         with direct_pair(is_encrypted=is_encrypted) as (zero, one):
             stream = PartStream(zero, EPOCH)
             stream.exchange(STEP, OWN, OTHER, memoryview(bytearray(6)))
-            one.send(*pack_frame(frame, Limits(), checked=not is_encrypted), bytes(99))
+            one.send(*pack_frame(frame, LIMITS, checked=not is_encrypted), bytes(99))
             with pytest.raises(RemoteProtocolError, match=f"^one: .*{message}"):
                 stream.move()
     with direct_pair(is_encrypted=is_encrypted) as (zero, one):

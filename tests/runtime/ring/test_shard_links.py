@@ -37,7 +37,7 @@ from shardnet.types import (
     StepId,
     WireDType,
 )
-from shardnet.wire.framing.frames import Frame, FrameKind, Limits, pack_frame
+from shardnet.wire.framing.frames import LIMITS, Frame, FrameKind, pack_frame
 from shardnet.wire.messages.handshake import Hello, Purpose, error_frame
 from shardnet.wire.payloads.parts import ShardPart, part_frame
 from shardnet.wire.payloads.rows import RowBlock
@@ -169,7 +169,7 @@ def test_a_shard_takes_in_what_shard_0_computes() -> None:
 
 def packed(part: ShardPart = PART, step: int = STEP, epoch: int = EPOCH) -> bytes:
     frame = part_frame(part, epoch=epoch, step=step)
-    return b"".join(pack_frame(frame, Limits(), checked=True))
+    return b"".join(pack_frame(frame, LIMITS, checked=True))
 
 
 def in_gather(*sent: Frame | bytes, part_s: float = 60.0) -> list[object]:

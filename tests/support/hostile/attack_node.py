@@ -26,7 +26,7 @@ from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.errors import RemoteProtocolError, ShardnetError
 from shardnet.transport.address import split_address
 from shardnet.transport.identity import Identity, make_identity
-from shardnet.wire.framing.frames import PREAMBLE, Limits, pack_frame
+from shardnet.wire.framing.frames import LIMITS, PREAMBLE, pack_frame
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.handshake import PeerRole, Purpose, hello_frame
 from shardnet.wire.messages.membership import Ping
@@ -104,7 +104,7 @@ async def _attack(
     except OSError:
         return answer
     try:
-        writer.write(PREAMBLE + b"".join(pack_frame(hello_frame(own), Limits())))
+        writer.write(PREAMBLE + b"".join(pack_frame(hello_frame(own), LIMITS)))
         await asyncio.wait_for(reader.read(1), ANSWER_S)  # its preamble
         writer.write(b"".join(said if identity is not None else map(sealed, said)))
         async with asyncio.timeout(0.05):

@@ -28,7 +28,7 @@ from shardnet.api.serve.server import serving
 from shardnet.api.server.settings import Listening
 from shardnet.errors import ShardnetError
 from shardnet.wire.connection.connection import HelloReceived, LinkConnection, LinkFailed, LinkState
-from shardnet.wire.framing.frames import PREAMBLE, Limits, pack_frame
+from shardnet.wire.framing.frames import LIMITS, PREAMBLE, pack_frame
 from shardnet.wire.messages.handshake import Purpose, hello_frame
 
 _HOSTILE: Final = Path(__file__).parents[2] / "hostile"
@@ -37,7 +37,7 @@ REQUESTS: Final = _HOSTILE / "requests"
 ANSWER_S: Final = 0.2
 """A request that is not whole gets no answer: then it has been waited for long enough."""
 ALIVE: Final = b"GET /healthz HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
-GOOD: Final = PREAMBLE + b"".join(pack_frame(hello_frame(hello("a")), Limits()))
+GOOD: Final = PREAMBLE + b"".join(pack_frame(hello_frame(hello("a")), LIMITS))
 """A handshake that makes a link."""
 EACH: Final = 50
 """After so many requests the server has to answer one that is right."""

@@ -25,7 +25,7 @@ from shardnet.wire.connection.connection import (
     LinkFailed,
     LinkState,
 )
-from shardnet.wire.framing.frames import PREAMBLE, Frame, FrameKind, Limits, pack_frame
+from shardnet.wire.framing.frames import LIMITS, PREAMBLE, Frame, FrameKind, pack_frame
 from shardnet.wire.messages.bulk import read_bulk
 from shardnet.wire.messages.control import read_control
 from shardnet.wire.messages.extras import read_extras, read_sequence
@@ -61,7 +61,6 @@ PURPOSES: Final[dict[int, Purpose]] = {
 }
 """The purpose of the links that a kind of frame travels on, where it is not data."""
 _KINDS: Final = [*READERS]
-_LIMITS: Final = Limits()
 
 
 class Finding(Exception):
@@ -125,7 +124,7 @@ class Receiver:
 
     def _opened(self) -> LinkConnection:
         connection = self._connection = LinkConnection(
-            _HELLO[self._purpose], initiator=False, limits=_LIMITS, checked=self._checked
+            _HELLO[self._purpose], initiator=False, limits=LIMITS, checked=self._checked
         )
         feed(connection, _OPENING[self._purpose])
         return connection
@@ -159,7 +158,7 @@ class Receiver:
 
 _HELLO: Final = {purpose: hello("b", purpose) for purpose in Purpose}
 _OPENING: Final = {
-    purpose: PREAMBLE + b"".join(pack_frame(hello_frame(hello("a", purpose)), Limits()))
+    purpose: PREAMBLE + b"".join(pack_frame(hello_frame(hello("a", purpose)), LIMITS))
     for purpose in Purpose
 }
 

@@ -17,7 +17,7 @@ from shardnet.errors import RemoteProtocolError
 from shardnet.runtime.ring.part_stream import PartStream
 from shardnet.transport.direct_connection import DirectConnection
 from shardnet.types import Epoch, StepId, WireDType
-from shardnet.wire.framing.frames import Limits, pack_frame
+from shardnet.wire.framing.frames import LIMITS, pack_frame
 from shardnet.wire.payloads.parts import ShardPart, part_frame
 
 _EPOCH: Final = Epoch(1)
@@ -85,7 +85,7 @@ def _one_stream(rng: random.Random, figures: Figures) -> None:
     for _ in range(rng.randrange(1, 6)):
         step = rng.choice([_STEP, _STEP, _STEP - 1, _STEP - 2])
         frame = part_frame(_with(expected, payload), epoch=_EPOCH, step=step)
-        whole = b"".join(pack_frame(frame, Limits(), checked=not heard.is_encrypted))
+        whole = b"".join(pack_frame(frame, LIMITS, checked=not heard.is_encrypted))
         draw = rng.random()
         data = whole if draw < 0.5 else mutated(frame, rng) if draw < 0.8 else noise(whole, rng)
         said.append(data)

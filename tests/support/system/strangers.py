@@ -11,7 +11,7 @@ from typing import Any
 
 from support.system.nodes import NodeProcess
 
-from shardnet.wire.framing.frames import PREAMBLE, Frame, FrameKind, Limits, pack_frame
+from shardnet.wire.framing.frames import LIMITS, PREAMBLE, Frame, FrameKind, pack_frame
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, hello_frame
 
 OTHER_VERSION = PREAMBLE[:-2] + b"\x01\x00"
@@ -25,9 +25,7 @@ def hello(**fields: Any) -> bytes:
         "node": "0" * 32,
         "name": "odd",
     }
-    return b"".join(
-        pack_frame(hello_frame(Hello(**defaults | {"version": "0"} | fields)), Limits())
-    )
+    return b"".join(pack_frame(hello_frame(Hello(**defaults | {"version": "0"} | fields)), LIMITS))
 
 
 HELLO = hello()
@@ -55,7 +53,7 @@ def connected(node: NodeProcess, said: bytes) -> Iterator[socket.socket]:
 def beating(connection: socket.socket) -> Iterator[None]:
     """Send heartbeats on a connection, so that its node does not give it up."""
     ended = Event()
-    beat = b"".join(pack_frame(Frame(kind=FrameKind.HEARTBEAT), Limits(), checked=True))
+    beat = b"".join(pack_frame(Frame(kind=FrameKind.HEARTBEAT), LIMITS, checked=True))
 
     def send() -> None:
         while not ended.wait(BEAT_S):

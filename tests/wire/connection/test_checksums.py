@@ -16,10 +16,10 @@ from shardnet.wire.connection.connection import (
 from shardnet.wire.framing.frames import (
     CHECKSUMS,
     HEADER,
+    LIMITS,
     PREAMBLE,
     Frame,
     FrameKind,
-    Limits,
     pack_frame,
 )
 from shardnet.wire.messages.extras import sequence_frame
@@ -33,7 +33,7 @@ FRAMES = [
     tokens_frame([411, 31999], epoch=3, step=7),
     Frame(kind=FrameKind.DATA, epoch=3, step=8, payload=b"the last one"),
 ]
-OPENING = PREAMBLE + joined(pack_frame(hello_frame(hello("a", Purpose.DATA)), Limits()))
+OPENING = PREAMBLE + joined(pack_frame(hello_frame(hello("a", Purpose.DATA)), LIMITS))
 
 
 def acceptor(*, checked: bool) -> LinkConnection:
@@ -43,7 +43,7 @@ def acceptor(*, checked: bool) -> LinkConnection:
 
 
 def packed(frame: Frame, *, checked: bool = True) -> bytes:
-    return joined(pack_frame(frame, Limits(), checked=checked))
+    return joined(pack_frame(frame, LIMITS, checked=checked))
 
 
 def test_frames_with_checksums_arrive_as_they_were_sent() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from dataclasses import replace
 
 import psutil
 import pytest
@@ -46,7 +45,14 @@ from shardnet.wire.connection.connection import (
     ProgressReported,
 )
 from shardnet.wire.connection.receive_buffer import ALIGNMENT, SCRATCH_BYTES
-from shardnet.wire.framing.frames import HEADER, PREAMBLE, Frame, FrameKind, Limits, pack_frame
+from shardnet.wire.framing.frames import (
+    HEADER,
+    LIMITS,
+    PREAMBLE,
+    Frame,
+    FrameKind,
+    pack_frame,
+)
 from shardnet.wire.messages.control import control_frame
 from shardnet.wire.messages.generation import Cancel
 from shardnet.wire.messages.handshake import Hello, Purpose, error_frame, hello_frame
@@ -60,7 +66,7 @@ def failure(events: list[Event]) -> Exception:
 
 
 def raw(frame: Frame) -> bytes:
-    return joined(pack_frame(frame, Limits()))
+    return joined(pack_frame(frame, LIMITS))
 
 
 def header(kind: int, *, meta: int = 0, payload: int = 0, step: int = 0) -> bytes:
@@ -351,7 +357,7 @@ def test_a_claim_above_the_cap_is_refused_before_memory_is_taken(
 
 
 def test_memory_of_a_large_payload_is_taken_as_its_bytes_come() -> None:
-    made, claimed = pair(Purpose.DATA), Limits().data_payload_bytes
+    made, claimed = pair(Purpose.DATA), LIMITS[FrameKind.DATA][1]
     resident = psutil.Process().memory_info().rss
     feed(made.b, header(FrameKind.DATA, payload=claimed))
     feed(made.b, bytes(1000))
@@ -359,7 +365,7 @@ def test_memory_of_a_large_payload_is_taken_as_its_bytes_come() -> None:
 
 
 def test_the_limits_are_the_receivers() -> None:
-    made = pair(Purpose.DATA, limits_b=replace(Limits(), data_payload_bytes=10))
+    made = pair(Purpose.DATA, limits_b={**LIMITS, FrameKind.DATA: (1000, 10)})
     made.move(to_b=joined(made.a.send(Frame(kind=FrameKind.DATA, payload=bytes(11)))))
     assert "claims 11 bytes of payload; at most 10" in str(failure(made.seen_b))
 

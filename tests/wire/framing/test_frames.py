@@ -11,16 +11,15 @@ from hypothesis import strategies as st
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
 from shardnet.wire.framing.frames import (
     HEADER,
+    LIMITS,
     Frame,
     FrameKind,
     Header,
-    Limits,
     pack_frame,
     unpack_header,
 )
 
 ALL_KINDS = frozenset(FrameKind)
-LIMITS = Limits()
 
 
 def unpack(data: bytes, allowed: frozenset[FrameKind] = ALL_KINDS) -> Header:
@@ -58,7 +57,7 @@ def test_header_is_24_bytes() -> None:
 
 @pytest.mark.parametrize("kind", FrameKind)
 def test_a_length_may_reach_its_cap_and_not_one_byte_more(kind: FrameKind) -> None:
-    max_meta, max_payload = LIMITS.caps(kind)
+    max_meta, max_payload = LIMITS[kind]
     at_cap = unpack(header_bytes(kind, meta=max_meta, payload=max_payload))
     assert (at_cap.meta_length, at_cap.payload_length) == (max_meta, max_payload)
     with pytest.raises(RemoteProtocolError, match=f"{kind.name} frame claims {max_meta + 1} "):
@@ -91,7 +90,7 @@ def test_a_damaged_header_is_the_peers_fault(data: bytes, what: str) -> None:
     [
         Frame(kind=FrameKind.HEARTBEAT, meta=b"x"),
         Frame(kind=FrameKind.BYE, payload=b"x"),
-        Frame(kind=FrameKind.HELLO, meta=bytes(LIMITS.hello_meta_bytes + 1)),
+        Frame(kind=FrameKind.HELLO, meta=bytes(LIMITS[FrameKind.HELLO][0] + 1)),
         Frame(kind=FrameKind.BYE, epoch=2**32),
         Frame(kind=FrameKind.BYE, step=-1),
     ],

@@ -14,7 +14,7 @@ from support.strategies.wire_strategies import encoded, hello
 
 from shardnet.errors import PlanError, RemoteProtocolError, ShardnetError
 from shardnet.slot_operations import SlotOperation
-from shardnet.wire.framing.frames import Frame, FrameKind, Limits, pack_frame
+from shardnet.wire.framing.frames import LIMITS, Frame, FrameKind, pack_frame
 from shardnet.wire.messages.bulk import BulkMessage, FetchSkeleton, Piece, bulk_frame, read_bulk
 from shardnet.wire.messages.control import (
     Failed,
@@ -73,7 +73,7 @@ def test_extras_round_trip(extras: Extras) -> None:
 @given(st.text(st.characters(exclude_categories=[]), max_size=5000))
 def test_any_error_text_fits_its_frame(text: str) -> None:
     frame = error_frame(PlanError(text), step=4, sequence=9)
-    pack_frame(frame, Limits())
+    pack_frame(frame, LIMITS)
     report = read_error(frame)
     assert (report.code, report.sequence, frame.step) == (PlanError.code, 9, 4)
     if text.isascii() and len(text) <= 2000:

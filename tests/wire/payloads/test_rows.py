@@ -14,7 +14,7 @@ from support.strategies.wire_strategies import row_blocks
 from shardnet.errors import LocalProtocolError, RemoteProtocolError
 from shardnet.output_params import OutputKind
 from shardnet.types import SequenceId
-from shardnet.wire.framing.frames import Frame, FrameKind, Limits, pack_frame
+from shardnet.wire.framing.frames import LIMITS, Frame, FrameKind, pack_frame
 from shardnet.wire.payloads.rows import RowBlock, read_rows, rows_frames
 
 BLOCK = RowBlock(
@@ -51,7 +51,7 @@ def test_large_blocks_take_several_frames() -> None:
     assert [read_rows(frame).n_rows for frame in frames] == [4, 4, 1]
     assert [read_rows(frame).position for frame in frames] == [7, 11, 15]
     for frame in frames:
-        pack_frame(frame, Limits())
+        pack_frame(frame, LIMITS)
 
 
 def test_a_number_that_does_not_fit_is_ours() -> None:
