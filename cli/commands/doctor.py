@@ -13,18 +13,8 @@ from shardnet.cluster.machine.folders import runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.errors import ConfigurationError
 
+from ..flags import options
 from ..flags.config import model_names
-from ..flags.options import (
-    Access,
-    IgnoreUnknownConfig,
-    Json,
-    Peer,
-    Search,
-    check_addresses,
-    check_model,
-    option,
-    takes_groups,
-)
 from ..output.exit_codes import EXIT_FAILURE, one_line, write_json, write_out
 
 if TYPE_CHECKING:
@@ -37,25 +27,25 @@ MOST_FINE = 40
 _STYLES = {"ok": "green", "info": "cyan", "problem": "bold red"}
 
 
-@takes_groups
+@options.takes_groups
 async def doctor(
     *,
     model: Annotated[
         str,
-        option(
+        options.option(
             "--model PATH",
             "Also check whether the nodes have this checkpoint, and memory and disk for it.",
             words=model_names,
         ),
     ] = "",
-    ignore_unknown_config: IgnoreUnknownConfig = False,
-    peer: Peer = None,
-    search: Search,
+    ignore_unknown_config: options.IgnoreUnknownConfig = False,
+    peer: options.Peer = None,
+    search: options.Search,
     timeout: Annotated[
-        float, option("--timeout S", "Seconds to wait for the nodes' reports.", min=0.1)
+        float, options.option("--timeout S", "Seconds to wait for the nodes' reports.", min=0.1)
     ] = 10.0,
-    access: Access,
-    as_json: Json = False,
+    access: options.Access,
+    as_json: options.Json = False,
 ) -> None:
     """Diagnose this machine's node and those it knows: what is wrong, and what to do.
 
@@ -67,8 +57,8 @@ async def doctor(
 
     from ..finding.target import browse_all, look_in_tailnet
 
-    model = check_model(model) if model else ""
-    named = check_addresses(peer)
+    model = options.check_model(model) if model else ""
+    named = options.check_addresses(peer)
     key, identity = _key(access)
     if search.tailnet:
         answers = await look_in_tailnet(identity, insecure=access.insecure)
@@ -94,7 +84,7 @@ async def doctor(
         raise typer.Exit(EXIT_FAILURE)
 
 
-def _key(access: Access) -> tuple[KeyFacts, Identity | None]:
+def _key(access: options.Access) -> tuple[KeyFacts, Identity | None]:
     """Load the key file; one that cannot be used becomes a finding, not an error."""
     from shardnet.cluster.diagnosis.facts import KeyFacts
 

@@ -12,32 +12,21 @@ from shardnet.wire.messages.membership import ListedModel, ModelsListed
 from shardnet.wire.messages.plans import ModelChoice
 
 from ..finding.target import open_target
-from ..flags.options import (
-    Access,
-    Json,
-    ModelFolder,
-    Nodes,
-    Peer,
-    Search,
-    check_addresses,
-    keep_model_folders,
-    split_nodes,
-    takes_groups,
-)
+from ..flags import options
 from ..flags.ring_options import Wanted
 from ..output.columns import columns, terminal_width
 from ..output.exit_codes import picked, say, write_json, write_out
 
 
-@takes_groups
+@options.takes_groups
 async def models(
     *,
-    nodes: Nodes = "",
-    peer: Peer = None,
-    search: Search,
-    model_folder: ModelFolder = None,
-    access: Access,
-    as_json: Json = False,
+    nodes: options.Nodes = "",
+    peer: options.Peer = None,
+    search: options.Search,
+    model_folder: options.ModelFolder = None,
+    access: options.Access,
+    as_json: options.Json = False,
 ) -> None:
     """List the models of the node that is asked and of its peers; --model takes every name.
 
@@ -46,11 +35,11 @@ async def models(
     Whether a model fits is estimated from the memory of the nodes together. What cannot be used is
     listed on standard error, with the reason.
     """
-    keep_model_folders(model_folder)
+    options.keep_model_folders(model_folder)
     wanted = Wanted(
-        choice=ModelChoice(model=DEFAULT_MODEL_NAME, nodes=split_nodes(nodes)),
+        choice=ModelChoice(model=DEFAULT_MODEL_NAME, nodes=options.split_nodes(nodes)),
         local=0,
-        peers=check_addresses(peer),
+        peers=options.check_addresses(peer),
         search=search,
         access=access,
     )

@@ -20,18 +20,8 @@ from shardnet.types import LayerRange
 from shardnet.wire.messages.membership import NodeInfo
 
 from ..finding.target import find_nearest, named_or_here
+from ..flags import options
 from ..flags.lazy_group import examples
-from ..flags.options import (
-    Access,
-    Json,
-    Nodes,
-    Peer,
-    Search,
-    check_addresses,
-    option,
-    split_nodes,
-    takes_groups,
-)
 from ..output.columns import columns, terminal_width
 from ..output.exit_codes import picked, say, write_json, write_out
 
@@ -47,15 +37,15 @@ DEADLINE_S = 60.0
 LONGEST_S = 86_400.0
 
 
-@takes_groups
+@options.takes_groups
 async def nodes(
     *,
-    nodes: Nodes = "",
-    peer: Peer = None,
-    search: Search,
-    watch: Annotated[bool, option("--watch", "Keep the list up to date.")] = False,
-    access: Access,
-    as_json: Json = False,
+    nodes: options.Nodes = "",
+    peer: options.Peer = None,
+    search: options.Search,
+    watch: Annotated[bool, options.option("--watch", "Keep the list up to date.")] = False,
+    access: options.Access,
+    as_json: options.Json = False,
 ) -> None:
     """List the nodes of this machine, those they know, and those that are named.
 
@@ -63,7 +53,7 @@ async def nodes(
     """
     if watch and as_json:
         raise typer.BadParameter("choose one of --watch and --json; `shardnet top --json` has both")
-    named = [*split_nodes(nodes), *check_addresses(peer)]
+    named = [*options.split_nodes(nodes), *options.check_addresses(peer)]
     if not watch:
         infos = await _gather(named, access, search)
         if as_json:
@@ -88,7 +78,7 @@ async def nodes(
 
 
 async def _looks(
-    named: Sequence[str], access: Access, search: Search
+    named: Sequence[str], access: options.Access, search: options.Search
 ) -> AsyncGenerator[list[str], None]:
     """Describe the nodes every REFRESH_S seconds."""
     while True:
@@ -96,7 +86,9 @@ async def _looks(
         await asyncio.sleep(REFRESH_S)
 
 
-async def _gather(named: Sequence[str], access: Access, search: Search) -> list[NodeInfo]:
+async def _gather(
+    named: Sequence[str], access: options.Access, search: options.Search
+) -> list[NodeInfo]:
     """Ask the nodes of this machine and the named ones for themselves and their peers.
 
     If there are none, ask those that are found as `search` allows.
@@ -166,36 +158,36 @@ def node_lines(infos: Sequence[NodeInfo], width: int | None) -> list[str]:
 
 
 @examples("shardnet drain attic", "shardnet drain 192.168.1.12:7433 --deadline 300")
-@takes_groups
+@options.takes_groups
 async def drain(
     *,
     node: Annotated[str, typer.Argument(metavar="NODE", help="Name, address or id of the node.")],
     deadline: Annotated[
         float,
-        option(
+        options.option(
             "--deadline SECONDS",
             "After so long the node ends, empty or not.",
             min=0.0,
             max=LONGEST_S,
         ),
     ] = DEADLINE_S,
-    peer: Peer = None,
-    search: Search,
-    access: Access,
+    peer: options.Peer = None,
+    search: options.Search,
+    access: options.Access,
 ) -> None:
     """Have a node give its layers to others without losing a request, and end.
 
     Requests go on over the other nodes. A node that leads the requests of others ends
     with them, unless its deputy goes on with them.
     """
-    address = await _find(node, check_addresses(peer), access, search)
+    address = await _find(node, options.check_addresses(peer), access, search)
     async with connect(address, access.identity()) as client:
         say(f"draining {client.node_name} ({address})")
         await client.drain(deadline)
         say(f"{client.node_name} is empty, and ends")
 
 
-async def _find(node: str, peers: list[str], access: Access, search: Search) -> str:
+async def _find(node: str, peers: list[str], access: options.Access, search: options.Search) -> str:
     """Return the address of a node. Raises UsageError unless exactly one is called so."""
     if _is_address(node):
         return node
@@ -222,10 +214,12 @@ def _is_address(node: str) -> bool:
     return True
 
 
-@takes_groups
-async def unload(*, nodes: Nodes = "", peer: Peer = None, access: Access) -> None:
+@options.takes_groups
+async def unload(
+    *, nodes: options.Nodes = "", peer: options.Peer = None, access: options.Access
+) -> None:
     """Free the model of the ring that the node of this machine, or a named node, is part of."""
-    addresses, had_any = [*split_nodes(nodes), *check_addresses(peer)], False
+    addresses, had_any = [*options.split_nodes(nodes), *options.check_addresses(peer)], False
     async with contextlib.AsyncExitStack() as stack:
         for client in await named_or_here(stack, addresses, access):
             had_any |= (await client.status(with_peers=False)).node.stage is not None

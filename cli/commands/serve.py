@@ -14,17 +14,8 @@ from shardnet.errors import ShardnetError
 from shardnet.transport.address import split_address
 
 from ..finding.target import Target, open_target
+from ..flags import options
 from ..flags.http_options import HttpOptions
-from ..flags.options import (
-    Access,
-    Json,
-    LogFormat,
-    PrefixCache,
-    option,
-    parse_prefix_cache,
-    take_log_format,
-    takes_groups,
-)
 from ..flags.ring_options import RingOptions
 from ..output.exit_codes import counted, say, write_out
 from .node import stop_signal
@@ -32,30 +23,33 @@ from .node import stop_signal
 DEFAULT_PORT = 8000
 
 
-@takes_groups
+@options.takes_groups
 async def serve(
     *,
     host: Annotated[
-        str, option("--host H", "Address to listen on; another than loopback needs --api-key.")
+        str,
+        options.option("--host H", "Address to listen on; another than loopback needs --api-key."),
     ] = LOOPBACK_HOST,
     port: Annotated[
-        int, option("--port N", "Port to listen on; 0 takes a free one.", min=0, max=65535)
+        int, options.option("--port N", "Port to listen on; 0 takes a free one.", min=0, max=65535)
     ] = DEFAULT_PORT,
     http: HttpOptions,
     ring: RingOptions,
-    prefix_cache: PrefixCache = "",
-    access: Access,
-    log_format: LogFormat = "",
-    as_json: Json = False,
+    prefix_cache: options.PrefixCache = "",
+    access: options.Access,
+    log_format: options.LogFormat = "",
+    as_json: options.Json = False,
 ) -> None:
     """Serve the model over HTTP, as OpenAI's, Anthropic's and Ollama's API; Ctrl-C ends it.
 
     Asks the nodes of --nodes or --local, else the node of this machine, else the nearest one found
     on the network; without any, the model runs in this process. Prints one line when it is ready.
     """
-    take_log_format(log_format)
+    options.take_log_format(log_format)
     listening = http.listening(host, port, access)
-    wanted = replace(ring.wanted(access), prefix_cache_bytes=parse_prefix_cache(prefix_cache))
+    wanted = replace(
+        ring.wanted(access), prefix_cache_bytes=options.parse_prefix_cache(prefix_cache)
+    )
     async with open_target(wanted) as target:
         stopping = stop_signal(until_stdin_closes=False)  # before, Ctrl-C ends it as it does others
         target.client.choice, target.client.if_busy = target.choice, ""  # others ask here

@@ -311,22 +311,15 @@ def _plain(found: Iterable[tuple[str, str]], incomplete: str) -> Iterator[str]:
 def _models() -> Iterator[tuple[str, str]]:
     """List the models as `shardnet models` does, unopened."""
     from shardnet.assets import DEFAULT_MODEL_NAME
+    from shardnet.checkpoint import program_stores
     from shardnet.checkpoint.hub_cache import cache_root, pulled_models
-    from shardnet.checkpoint.program_stores import (
-        lm_studio_models,
-        lm_studio_roots,
-        models_below,
-        named_folders,
-        ollama_models,
-        ollama_roots,
-    )
 
     yield DEFAULT_MODEL_NAME, "bundled"
     scans = [
         (cache_root(), pulled_models),
-        *((root, ollama_models) for root in ollama_roots()),
-        *((root, lm_studio_models) for root in lm_studio_roots()),
-        *((folder, models_below) for folder in named_folders()),
+        *((root, program_stores.ollama_models) for root in program_stores.ollama_roots()),
+        *((root, program_stores.lm_studio_models) for root in program_stores.lm_studio_roots()),
+        *((folder, program_stores.models_below) for folder in program_stores.named_folders()),
     ]
     for root, scan in scans:
         try:

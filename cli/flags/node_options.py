@@ -16,20 +16,8 @@ from shardnet.cluster.machine.device_list import parse_devices, parse_tensor_par
 from shardnet.plugins import COMPUTES, installed_names
 from shardnet.types import whole_number
 
+from . import options
 from .config import one_of
-from .options import (
-    ModelFolder,
-    NoMdns,
-    Offline,
-    Peer,
-    PrefixCache,
-    Tailnet,
-    check_addresses,
-    env_flag,
-    naming,
-    parse_prefix_cache,
-    parse_size,
-)
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -42,16 +30,16 @@ _MAX_NAME: Final = 64
 class NodeOptions:
     """The flags, in the order in which --help shows them. "" and 0 where one was not given."""
 
-    host: str = env_flag(
+    host: str = options.env_flag(
         "", "--host H", "Address to listen on. Default: all with a cluster key, else loopback."
     )
-    port: int = env_flag(
+    port: int = options.env_flag(
         NODE_PORT, "--port N", "Port to listen on; 0 takes a free one.", min=0, max=MAX_PORT
     )
-    name: str = env_flag(
+    name: str = options.env_flag(
         "", "--name NAME", "Name that is shown to people. Default: the host's name."
     )
-    device: str = env_flag(
+    device: str = options.env_flag(
         "auto",
         "--device auto|cpu|nvidia|cuda|mps|opencl|A,B",
         "Compute device, or a list of them: cuda:0,cuda:1 or cuda:0,cpu, or cpu:0,cpu:1 for "
@@ -62,7 +50,7 @@ class NodeOptions:
             *("cuda:0,cuda:1", "cuda:0,cpu", "cpu:0,cpu:1"),
         ),
     )
-    tensor_parallel: str = env_flag(
+    tensor_parallel: str = options.env_flag(
         "auto",
         "--tensor-parallel auto|N",
         "How many of the devices share each layer; 1 cuts layers over them. Default: the plan "
@@ -70,10 +58,10 @@ class NodeOptions:
         words=one_of("auto", "1", "2", "4"),
         hides_default=True,
     )
-    memory: str = env_flag(
+    memory: str = options.env_flag(
         "", "--memory 8GiB", "Memory for weights and KV cache. Default: most of what is available."
     )
-    threads: int = env_flag(
+    threads: int = options.env_flag(
         0,
         "--threads N",
         "Compute threads. Default: a share of the cores among the nodes of this machine.",
@@ -81,36 +69,36 @@ class NodeOptions:
         max=4096,
         hides_default=True,
     )
-    cache_limit: str = env_flag(
+    cache_limit: str = options.env_flag(
         "",
         "--cache-limit 50GiB",
         "Disk space for weights from other nodes. Default: half of what is free.",
     )
-    share_rate: str = env_flag(
+    share_rate: str = options.env_flag(
         "",
         "--share-rate 50MiB",
         "Most bytes of weights per second sent to other nodes. Default: no limit.",
     )
-    prefix_cache: PrefixCache = ""
-    yields: bool = env_flag(
+    prefix_cache: options.PrefixCache = ""
+    yields: bool = options.env_flag(
         False, "--yield", "Give the layers to other nodes while the owner of this machine uses it."
     )
-    audit: float = env_flag(
+    audit: float = options.env_flag(
         0.5,
         "--audit PERCENT",
         "Time that stages of a ring led here are audited for wrong bits; 0 for never.",
         min=0,
         max=50,
     )
-    peer: Peer = None
-    no_mdns: NoMdns = False
-    tailnet: Tailnet = False
-    no_spin: bool = env_flag(
+    peer: options.Peer = None
+    no_mdns: options.NoMdns = False
+    tailnet: options.Tailnet = False
+    no_spin: bool = options.env_flag(
         False, "--no-spin", "Let processors sleep while the next step is awaited, as on battery."
     )
-    offline: Offline = False
-    model_folder: ModelFolder = None
-    http: str = env_flag(
+    offline: options.Offline = False
+    model_folder: options.ModelFolder = None
+    http: str = options.env_flag(
         "", "--http H:P", "Serve HTTP at this address too, as `shardnet serve` does."
     )
 
@@ -138,23 +126,27 @@ class NodeOptions:
 
     def memory_bytes(self) -> int | None:
         """Return --memory, None without it. Raises typer.BadParameter."""
-        return parse_size(self.memory, "--memory") if self.memory else None
+        return options.parse_size(self.memory, "--memory") if self.memory else None
 
     def cache_limit_bytes(self) -> int | None:
         """Return --cache-limit, None without it. Raises typer.BadParameter."""
-        return parse_size(self.cache_limit, "--cache-limit") if self.cache_limit else None
+        return options.parse_size(self.cache_limit, "--cache-limit") if self.cache_limit else None
 
     def share_bytes_per_s(self) -> int | None:
         """Return bytes per second, None for no limit. Raises typer.BadParameter."""
-        return (parse_size(self.share_rate, "--share-rate") or None) if self.share_rate else None
+        return (
+            (options.parse_size(self.share_rate, "--share-rate") or None)
+            if self.share_rate
+            else None
+        )
 
     def prefix_cache_bytes(self) -> int:
         """Return --prefix-cache, 0 without it. Raises typer.BadParameter."""
-        return parse_prefix_cache(self.prefix_cache)
+        return options.parse_prefix_cache(self.prefix_cache)
 
     def peers(self) -> tuple[str, ...]:
         """Return the addresses of --peer. Raises typer.BadParameter."""
-        return tuple(check_addresses(self.peer))
+        return tuple(options.check_addresses(self.peer))
 
     def http_address(self) -> tuple[str, int]:
         """Return host and port of --http, port 0 included. Raises typer.BadParameter."""
@@ -167,5 +159,5 @@ class NodeOptions:
 
 def _value(flag: str, parse: Callable[[str, A], T], text: str, among: A) -> T:
     """Read the value of a flag. Raises typer.BadParameter, which names it."""
-    with naming(flag):
+    with options.naming(flag):
         return parse(text, among)

@@ -9,18 +9,9 @@ import msgspec
 
 from shardnet.cluster.machine import kernels
 from shardnet.types import LayerRange
+from shardnet.wire.messages import plans
 from shardnet.wire.messages.generation import ExpertCount, LastRun, MeanStageTime
 from shardnet.wire.messages.measurements import NodeMeasured, StageSeconds, WayMeasured
-from shardnet.wire.messages.plans import (
-    MIXED_WIRES,
-    NarrowWire,
-    NodeProgress,
-    PlannedPart,
-    PlannedStage,
-    PlannedStandby,
-    PlanReply,
-    WireError,
-)
 
 from .bars import make_bars
 from .exit_codes import counted, one_line, picked, say
@@ -46,7 +37,7 @@ class WireBar:
         if self._progress is not None:
             self._progress.stop()
 
-    def update(self, report: NodeProgress) -> None:
+    def update(self, report: plans.NodeProgress) -> None:
         """Move the bar; the first report makes it."""
         if self._progress is None:
             self._progress = self._begin(report.total_bytes)
@@ -61,7 +52,7 @@ class WireBar:
         return progress
 
 
-def narrow_wire_json(wire: NarrowWire | None) -> dict[str, Any]:
+def narrow_wire_json(wire: plans.NarrowWire | None) -> dict[str, Any]:
     """Return its keys of `plan --json`: null without --wire-dtype or if nothing was measured."""
     return {
         "wire_error": msgspec.to_builtins(wire.error) if wire else None,
@@ -70,7 +61,7 @@ def narrow_wire_json(wire: NarrowWire | None) -> dict[str, Any]:
     }
 
 
-def narrow_wire_words(plan: PlanReply, wire: NarrowWire) -> str:
+def narrow_wire_words(plan: plans.PlanReply, wire: plans.NarrowWire) -> str:
     """Describe the size, the time saved and the error of the plan's wire dtype."""
     name = f"wire {plan.wire_dtype}"
     if len(plan.stages) == 1 or plan.wire_dtype == plan.dtype:
@@ -83,13 +74,13 @@ def narrow_wire_words(plan: PlanReply, wire: NarrowWire) -> str:
         for stage in plan.stages[:-1]
         if stage.wire_dtype not in ("", plan.dtype)
     ]
-    if plan.wire_dtype == MIXED_WIRES:
+    if plan.wire_dtype == plans.MIXED_WIRES:
         name += f" ({', '.join(links)})"
     error = _error_words(wire.error) if wire.error else f"error not measured: {wire.why}"
     return f"{name}: {size}, {_saving_words(plan, wire)}; {error}"
 
 
-def _saving_words(plan: PlanReply, wire: NarrowWire) -> str:
+def _saving_words(plan: plans.PlanReply, wire: plans.NarrowWire) -> str:
     if wire.saves_ms is None:
         return "time saved unknown, as not all links are measured"
     verb = "saves" if wire.saves_ms >= 0 else "loses"
@@ -101,7 +92,7 @@ def _saving_words(plan: PlanReply, wire: NarrowWire) -> str:
     return words if wire.saves_ms >= 0 else f"{words}: quantising takes longer than it saves"
 
 
-def _error_words(error: WireError) -> str:
+def _error_words(error: plans.WireError) -> str:
     return (
         f"logits off by at most {short_number(error.max_error)} of their spread "
         f"({short_number(error.rms_error)} rms, KL {error.kl:.1g}), "
@@ -126,7 +117,7 @@ HOPS_NOTE = (
 )
 
 
-def plan_json(plan: PlanReply) -> dict[str, Any]:
+def plan_json(plan: plans.PlanReply) -> dict[str, Any]:
     """Return the object that `plan --json` prints."""
     told: dict[str, Any] = _builtins(plan)
     for key in ("type", "request", "recommended", "wire", "nodes", "links"):
@@ -164,7 +155,7 @@ def plan_json(plan: PlanReply) -> dict[str, Any]:
     }
 
 
-def plan_text(plan: PlanReply) -> str:
+def plan_text(plan: plans.PlanReply) -> str:
     """Describe a plan: its stages, their predicted times, and the measurements behind them."""
     lines = [f"{plan.model} in {dtype_words(plan)}, context {plan.context}: {plan.why}"]
     if plan.predicted_tok_s is not None:
@@ -191,7 +182,7 @@ def plan_text(plan: PlanReply) -> str:
     return "\n".join(map(one_line, lines))
 
 
-def _conversation_lines(plan: PlanReply) -> list[str]:
+def _conversation_lines(plan: plans.PlanReply) -> list[str]:
     """Describe how long turns of a long conversation take, and what memory keeps of such."""
     lines, turns, kept = [], plan.turns, plan.kept
     if turns is not None:
@@ -210,7 +201,7 @@ def _conversation_lines(plan: PlanReply) -> list[str]:
     return lines
 
 
-def _ring_lines(plan: PlanReply) -> list[str]:
+def _ring_lines(plan: plans.PlanReply) -> list[str]:
     """Describe the stages, ring by ring where there are several behind one head."""
     if not plan.rings:
         return _stage_lines(plan)
@@ -223,7 +214,7 @@ def _ring_lines(plan: PlanReply) -> list[str]:
     return lines
 
 
-def _stage_lines(plan: PlanReply) -> list[str]:
+def _stage_lines(plan: plans.PlanReply) -> list[str]:
     lines = []
     for stage in plan.stages:
         lines.append(_stage_line(plan, stage))
@@ -231,7 +222,7 @@ def _stage_lines(plan: PlanReply) -> list[str]:
     return lines
 
 
-def _part_line(part: PlannedPart) -> str:
+def _part_line(part: plans.PlannedPart) -> str:
     line = (
         f"{' + '.join(part.devices)}: {LayerRange(*part.layers).words}"
         f"{', each shared by them' if len(part.devices) > 1 else ''}, "
@@ -240,7 +231,7 @@ def _part_line(part: PlannedPart) -> str:
     return line if part.compute_ms is None else f"{line}, compute {_ms(part.compute_ms)}"
 
 
-def _standby_line(plan: PlanReply, standby: PlannedStandby) -> str:
+def _standby_line(plan: plans.PlanReply, standby: plans.PlannedStandby) -> str:
     stage, layers = plan.stages[standby.rank].name, LayerRange(*standby.layers).words
     kv = f"KV up to {standby.kv_bytes / 2**20:.1f} MiB"
     if not standby.weight_bytes:
@@ -251,7 +242,7 @@ def _standby_line(plan: PlanReply, standby: PlannedStandby) -> str:
     return f"  {standby.name} stands by for {stage}: {layers} ({size})"
 
 
-def _without_kernels(plan: PlanReply) -> list[str]:
+def _without_kernels(plan: plans.PlanReply) -> list[str]:
     """Name the candidates that compute without the compiled kernels, in a line if there are any."""
     names = [node.name for node in plan.nodes if node.isa == kernels.NONE]
     if not names:
@@ -259,7 +250,7 @@ def _without_kernels(plan: PlanReply) -> list[str]:
     return [f"  no compiled kernels on {', '.join(names)}: {kernels.SLOWER}; {kernels.REMEDY}"]
 
 
-def dtype_words(plan: PlanReply) -> str:
+def dtype_words(plan: plans.PlanReply) -> str:
     """Describe a plan's dtypes: `bfloat16`, or `bfloat16 with int4 weights and int8 KV`."""
     quantised = [f"{plan.quant} weights"] if plan.quant else []
     if plan.kv_dtype != "auto":
@@ -278,7 +269,7 @@ def dtype_words(plan: PlanReply) -> str:
     return f"{plan.dtype} with {' and '.join(quantised)}" if quantised else plan.dtype
 
 
-def layer_words(plan: PlanReply, stage: PlannedStage) -> str:
+def layer_words(plan: plans.PlanReply, stage: plans.PlannedStage) -> str:
     """Name a stage's layers, the last one included: `layers 0-7 of 22`."""
     return f"{LayerRange(*stage.layers).words} of {plan.stages[-1].layers[1]}"
 
@@ -362,7 +353,7 @@ def _speeds_json(seconds: StageSeconds | None, *further: str) -> dict[str, float
     }
 
 
-def _stage_line(plan: PlanReply, stage: PlannedStage) -> str:
+def _stage_line(plan: plans.PlanReply, stage: plans.PlannedStage) -> str:
     where = f" ({stage.address})" if stage.address else ""  # inside this process there is none
     line = (
         f"  rank {stage.rank}: {stage.name}{where}, {layer_words(plan, stage)}, "
@@ -376,7 +367,7 @@ def _stage_line(plan: PlanReply, stage: PlannedStage) -> str:
         line += f" in parts of {parts}"
     if stage.dtype not in ("", plan.dtype):
         line += f", computes in {stage.dtype}"
-    if plan.wire_dtype == MIXED_WIRES and stage.wire_dtype:
+    if plan.wire_dtype == plans.MIXED_WIRES and stage.wire_dtype:
         line += f", sends {stage.wire_dtype}"
     if stage.streamed_layers:
         line += f", {stage.streamed_layers} layers streamed from disk"
@@ -425,7 +416,7 @@ def _link_line(link: WayMeasured, names: dict[str, str]) -> str:
     return words if link.is_steady else f"{words} (measured while busy)"
 
 
-def _pairs(run: LastRun) -> list[tuple[PlannedStage, MeanStageTime]]:
+def _pairs(run: LastRun) -> list[tuple[plans.PlannedStage, MeanStageTime]]:
     """Pair each stage with its measured times, those without any left out."""
     shares = {share.rank: share for share in run.timing.per_stage}
     return [(stage, shares[stage.rank]) for stage in run.plan.stages if stage.rank in shares]

@@ -27,16 +27,7 @@ from shardnet.transport.address import format_address
 from shardnet.transport.deadline import IdleTimeout, SendTimeout
 from shardnet.transport.link import DirectWriter, LinkOptions
 from shardnet.transport.traffic import Meter
-from shardnet.wire.connection.connection import (
-    Event,
-    FrameReceived,
-    HelloAnswer,
-    HelloReceived,
-    LinkConnection,
-    LinkFailed,
-    PeerLeft,
-    ProgressReported,
-)
+from shardnet.wire.connection import connection
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose, error_frame
 
@@ -57,7 +48,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
 
     def __init__(
         self,
-        hello: Hello | HelloAnswer,
+        hello: Hello | connection.HelloAnswer,
         *,
         initiator: bool,
         options: LinkOptions,
@@ -66,7 +57,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._options = options
         self._is_initiator = initiator
         self._loop = asyncio.get_running_loop()
-        self._connection = LinkConnection(hello, initiator=initiator, checked=checked)
+        self._connection = connection.LinkConnection(hello, initiator=initiator, checked=checked)
         self._transport: asyncio.Transport | None = None
         self._peer: Hello | None = None
         self.peer_address = "?"
@@ -276,11 +267,11 @@ class AsyncioLink(asyncio.BufferedProtocol):
 
     # --- events and the end
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: connection.Event) -> None:
         if self._error is not None:
             return  # what comes after the end is for nobody
         match event:
-            case HelloReceived():
+            case connection.HelloReceived():
                 self._peer = event.hello
                 if self._peer.role is PeerRole.CLIENT:
                     self._silence_s = self._options.client_silence_s
@@ -295,14 +286,14 @@ class AsyncioLink(asyncio.BufferedProtocol):
                 if self._peer.purpose is Purpose.DATA:
                     self._direct = self._direct_writer()
                 self._timer = self._loop.call_later(self._tick_s, self._tick)
-            case FrameReceived():
+            case connection.FrameReceived():
                 arrived_ns = time.perf_counter_ns()
                 if event.frame.kind in _ANSWERS:
                     self._came_step = event.frame.step
                 if not self._taken(event.frame, arrived_ns):
                     self._frames.append((event.frame, arrived_ns))
                     self._wake(self._receiver)
-            case ProgressReported():
+            case connection.ProgressReported():
                 self.peer_progress = (event.epoch, event.step)
                 if self._lacks_steps():
                     self._end(
@@ -312,9 +303,9 @@ class AsyncioLink(asyncio.BufferedProtocol):
                         )
                     )
                     self._abort_transport()
-            case PeerLeft():
+            case connection.PeerLeft():
                 self._end(LinkClosedError("the peer has closed the link"), is_regular=True)
-            case LinkFailed():
+            case connection.LinkFailed():
                 self._end(event.error)
             case _:
                 assert_never(event)

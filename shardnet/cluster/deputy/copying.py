@@ -15,25 +15,8 @@ from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.errors import LinkError, ShardnetError, SupersededError
 from shardnet.runtime.engine.requests import MadeToken
 from shardnet.types import NodeId
+from shardnet.wire.messages import deputies
 from shardnet.wire.messages.control import Done
-from shardnet.wire.messages.deputies import (
-    MAX_COPIED_ROWS,
-    MAX_COPIED_TOKENS,
-    MAX_LISTED_BYTES,
-    MAX_LISTED_VALUE,
-    MAX_VALUES_LISTED,
-    CopiedTokens,
-    DropValue,
-    FindValue,
-    KeepValue,
-    ListedValue,
-    ListValues,
-    RequestCopied,
-    StandBy,
-    TokensCopied,
-    ValueFound,
-    ValuesListed,
-)
 from shardnet.wire.messages.generation import Generate
 from shardnet.wire.messages.handshake import PeerRole
 
@@ -42,7 +25,7 @@ AGAIN_S: Final = 60.0
 MAX_APPOINTED: Final = 64
 """Deputies, former ones too, that are remembered."""
 
-Describe = Callable[[], StandBy]
+Describe = Callable[[], deputies.StandBy]
 """Describes the present ring to its deputy; makes the description of each ring once."""
 
 
@@ -53,7 +36,7 @@ class Deputy:
     node: NodeId
     address: str
     control: ControlLink
-    told: StandBy
+    told: deputies.StandBy
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -72,7 +55,7 @@ class Copying:
         self._refused: dict[NodeId, float] = {}
         """Nodes that do not stand by for this one, and until when they are not asked again."""
         self._describe: Describe | None = None
-        self._rows: list[CopiedTokens] = []
+        self._rows: list[deputies.CopiedTokens] = []
         self._is_posted = False
 
     @property
@@ -122,14 +105,14 @@ class Copying:
         if copy is not None:
             copy.end("complete")
 
-    def add(self, row: CopiedTokens, made: Sequence[MadeToken]) -> bool:
+    def add(self, row: deputies.CopiedTokens, made: Sequence[MadeToken]) -> bool:
         """Keep tokens, and send them with all others of this turn of the event loop.
 
         Returns whether the request is still kept; the deputy is told where it is not.
         """
         is_kept = self.requests.add(row.key, row.first, made, row.end, time.monotonic())
         if not is_kept:
-            row = CopiedTokens(row.key, 0, [], "failed")
+            row = deputies.CopiedTokens(row.key, 0, [], "failed")
         self._rows.append(row)
         if not self._is_posted:
             self._is_posted = True
@@ -196,7 +179,7 @@ class Copying:
         control = self.link_of(former.node)
         if control is not None:
             running = (request.generate.key for request in self.requests.running)
-            over = [CopiedTokens(key, 0, [], "failed") for key in running]
+            over = [deputies.CopiedTokens(key, 0, [], "failed") for key in running]
             self._send(control, [*self._rows, *over])
 
     def _appoint(self, deputy: Deputy) -> None:
@@ -217,16 +200,18 @@ class Copying:
         if request.picture_bytes and control.link.is_full:
             self.requests.forget(request.generate.key)
             return
-        control.send(RequestCopied(generate=request.generate))
-        for first in range(0, len(request.tokens), MAX_COPIED_TOKENS):
-            part = request.tokens[first : first + MAX_COPIED_TOKENS]
-            row = CopiedTokens(request.generate.key, first, written(part), request.end)
-            control.send(TokensCopied(rows=[row]))
+        control.send(deputies.RequestCopied(generate=request.generate))
+        for first in range(0, len(request.tokens), deputies.MAX_COPIED_TOKENS):
+            part = request.tokens[first : first + deputies.MAX_COPIED_TOKENS]
+            row = deputies.CopiedTokens(request.generate.key, first, written(part), request.end)
+            control.send(deputies.TokensCopied(rows=[row]))
 
-    def _send(self, control: ControlLink, rows: Sequence[CopiedTokens]) -> None:
-        for first in range(0, len(rows), MAX_COPIED_ROWS):
+    def _send(self, control: ControlLink, rows: Sequence[deputies.CopiedTokens]) -> None:
+        for first in range(0, len(rows), deputies.MAX_COPIED_ROWS):
             try:
-                control.send(TokensCopied(rows=list(rows[first : first + MAX_COPIED_ROWS])))
+                control.send(
+                    deputies.TokensCopied(rows=list(rows[first : first + deputies.MAX_COPIED_ROWS]))
+                )
             except LinkError:  # the next one is sent everything
                 return
 
@@ -247,15 +232,15 @@ class Copy:
 
     def add(self, token: MadeToken) -> None:
         """Add the next token."""
-        row = CopiedTokens(self._key, self._n_tokens, written([token]), "")
+        row = deputies.CopiedTokens(self._key, self._n_tokens, written([token]), "")
         self._n_tokens += 1
         self._add(row, [token])
 
     def end(self, end: End) -> None:
         """Note how the request has ended."""
-        self._add(CopiedTokens(self._key, self._n_tokens, [], end), [])
+        self._add(deputies.CopiedTokens(self._key, self._n_tokens, [], end), [])
 
-    def _add(self, row: CopiedTokens, made: Sequence[MadeToken]) -> None:
+    def _add(self, row: deputies.CopiedTokens, made: Sequence[MadeToken]) -> None:
         if self._is_kept:
             self._is_kept = self._copying.add(row, made)
 
@@ -266,7 +251,7 @@ MOST_BYTES: Final = 128 << 20
 PEER_S: Final = 3.0
 """How long another node may take."""
 
-Answer = TypeVar("Answer", Done, ValueFound, ValuesListed)
+Answer = TypeVar("Answer", Done, deputies.ValueFound, deputies.ValuesListed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,12 +276,12 @@ class KeptValues:
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the messages about values."""
-        handlers.register(KeepValue, self.keep)
-        handlers.register(FindValue, self.find)
-        handlers.register(ListValues, self.list_values)
-        handlers.register(DropValue, self.drop)
+        handlers.register(deputies.KeepValue, self.keep)
+        handlers.register(deputies.FindValue, self.find)
+        handlers.register(deputies.ListValues, self.list_values)
+        handlers.register(deputies.DropValue, self.drop)
 
-    async def keep(self, control: ControlLink, message: KeepValue) -> None:
+    async def keep(self, control: ControlLink, message: deputies.KeepValue) -> None:
         """Keep a value; one of a client on another node too, if there is one that answers."""
         self._take(message)
         for peer in self._others(control):
@@ -304,31 +289,31 @@ class KeptValues:
                 break
         control.send(Done(request=message.request))
 
-    async def find(self, control: ControlLink, message: FindValue) -> None:
+    async def find(self, control: ControlLink, message: deputies.FindValue) -> None:
         """Answer with a value; where this node has none, with another's."""
         place = (message.of.owner, message.of.name)
         held = self._held.get(place)
         if held is not None:
             self._held.move_to_end(place)
-            control.send(ValueFound(request=message.request, value=held.value))
+            control.send(deputies.ValueFound(request=message.request, value=held.value))
             return
-        found = await _all_asked(self._others(control), message, ValueFound)
+        found = await _all_asked(self._others(control), message, deputies.ValueFound)
         value = next((one.value for one in found if one.value is not None), None)
-        control.send(ValueFound(request=message.request, value=value))
+        control.send(deputies.ValueFound(request=message.request, value=value))
 
-    async def list_values(self, control: ControlLink, message: ListValues) -> None:
+    async def list_values(self, control: ControlLink, message: deputies.ListValues) -> None:
         """Answer with an owner's small values, of each name the latest."""
-        others = await _all_asked(self._others(control), message, ValuesListed)
+        others = await _all_asked(self._others(control), message, deputies.ValuesListed)
         now_s = self.clock()  # after theirs, so that an older one of ours never looks younger
         own = [
-            ListedValue(name, now_s - held.came_s, held.value)
+            deputies.ListedValue(name, now_s - held.came_s, held.value)
             for (owner, name), held in self._held.items()
             if owner == message.of.owner and name.startswith(message.of.name)
         ]
         values = [*own, *(value for answer in others for value in answer.values)]
-        control.send(ValuesListed(request=message.request, values=_latest(values)))
+        control.send(deputies.ValuesListed(request=message.request, values=_latest(values)))
 
-    async def drop(self, control: ControlLink, message: DropValue) -> None:
+    async def drop(self, control: ControlLink, message: deputies.DropValue) -> None:
         """Keep a value no longer, nor on any other node that answers."""
         self._forget((message.of.owner, message.of.name))
         await _all_asked(self._others(control), message, Done)
@@ -338,7 +323,7 @@ class KeptValues:
         """Return the nodes to ask, too: none for what another node asks."""
         return self.linked() if control.link.peer.role is PeerRole.CLIENT else ()
 
-    def _take(self, message: KeepValue) -> None:
+    def _take(self, message: deputies.KeepValue) -> None:
         place = (message.of.owner, message.of.name)
         self._forget(place)
         self._held[place] = _Held(value=message.value, came_s=self.clock())
@@ -351,15 +336,15 @@ class KeptValues:
         self._n_bytes -= len(gone.value) if gone is not None else 0
 
 
-def _latest(values: Iterable[ListedValue]) -> list[ListedValue]:
+def _latest(values: Iterable[deputies.ListedValue]) -> list[deputies.ListedValue]:
     """Return the latest value of each name, the latest first, as many as one answer takes."""
-    found: dict[str, ListedValue] = {}
+    found: dict[str, deputies.ListedValue] = {}
     n_bytes = 0
     for value in sorted(values, key=lambda value: value.age_s):
-        if value.name in found or len(value.value) > MAX_LISTED_VALUE:
+        if value.name in found or len(value.value) > deputies.MAX_LISTED_VALUE:
             continue
         n_bytes += len(value.value)
-        if len(found) == MAX_VALUES_LISTED or n_bytes > MAX_LISTED_BYTES:
+        if len(found) == deputies.MAX_VALUES_LISTED or n_bytes > deputies.MAX_LISTED_BYTES:
             break
         found[value.name] = value
     return [*found.values()]
@@ -367,7 +352,7 @@ def _latest(values: Iterable[ListedValue]) -> list[ListedValue]:
 
 async def _all_asked(
     peers: Iterable[ControlLink],
-    message: FindValue | ListValues | DropValue,
+    message: deputies.FindValue | deputies.ListValues | deputies.DropValue,
     expected: type[Answer],
 ) -> list[Answer]:
     answers = await asyncio.gather(*(peer.try_to_ask(message, expected, PEER_S) for peer in peers))

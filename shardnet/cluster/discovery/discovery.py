@@ -23,17 +23,7 @@ from zeroconf import DNSIncoming  # type: ignore[attr-defined]  # public, but no
 from zeroconf import Error as ZeroconfError
 from zeroconf.asyncio import AsyncZeroconf
 
-from shardnet.cluster.discovery.service_browser import (
-    SERVICE_TYPE,
-    Goodbye,
-    NodeRecord,
-    OnEvent,
-    RecordReader,
-    RecordWarnings,
-    browsing,
-    open_mdns,
-    to_service,
-)
+from shardnet.cluster.discovery import service_browser
 from shardnet.cluster.machine.addresses import LocalAddress, multicast_hosts, rank, read_interfaces
 from shardnet.transport.loop import at_most, finish
 from shardnet.types import NodeId, remember
@@ -207,25 +197,27 @@ class Discovery:
         """Addresses of the interfaces in use now."""
         self.failure = ""
         """Why no interface is in use, "" otherwise."""
-        self.records: dict[NodeId, NodeRecord] = {}
+        self.records: dict[NodeId, service_browser.NodeRecord] = {}
         """The current records of other nodes."""
-        self.listener = MdnsListener(SERVICE_TYPE)
+        self.listener = MdnsListener(service_browser.SERVICE_TYPE)
         self._is_due = asyncio.Event()
 
     def announce(self) -> None:
         """Announce the node's record now, since it has changed."""
         self._is_due.set()
 
-    async def run(self, own: Callable[[], NodeRecord], on_event: OnEvent) -> None:
+    async def run(
+        self, own: Callable[[], service_browser.NodeRecord], on_event: service_browser.OnEvent
+    ) -> None:
         """Announce the record of `own` and report others to `on_event`, until cancelled.
 
         Withdraws the record at the end. If multicast is not possible, logs that once and retries
         at every announcement.
         """
-        warnings = RecordWarnings(self._log)
+        warnings = service_browser.RecordWarnings(self._log)
 
-        def note(event: NodeRecord | Goodbye) -> None:
-            if isinstance(event, NodeRecord):
+        def note(event: service_browser.NodeRecord | service_browser.Goodbye) -> None:
+            if isinstance(event, service_browser.NodeRecord):
                 self.records[event.node] = event
             else:
                 self.records.pop(event.node, None)
@@ -235,7 +227,7 @@ class Discovery:
             try:
                 interfaces = self._interfaces(own())
                 async with (
-                    open_mdns(interfaces) as zeroconf,
+                    service_browser.open_mdns(interfaces) as zeroconf,
                     self.listener.listening(interfaces, rank(read_interfaces())),
                 ):
                     self.hosts, self.failure = interfaces, ""
@@ -251,23 +243,23 @@ class Discovery:
         self,
         zeroconf: AsyncZeroconf,
         interfaces: tuple[str, ...],
-        own: Callable[[], NodeRecord],
-        on_event: OnEvent,
-        warnings: RecordWarnings,
+        own: Callable[[], service_browser.NodeRecord],
+        on_event: service_browser.OnEvent,
+        warnings: service_browser.RecordWarnings,
     ) -> None:
         """Announce and browse until the interfaces change."""
         record = own()
-        reader = RecordReader(
+        reader = service_browser.RecordReader(
             own=record.node,
             own_host_id=record.host_id,
             warnings=warnings,
             only_here=not self.fingerprint
             and all(ip_address(host).is_loopback for host in record.hosts),
         )
-        async with browsing(zeroconf, reader, on_event):
+        async with service_browser.browsing(zeroconf, reader, on_event):
             # Node ids are unique: asking around whether the name is taken would cost a second.
             announcing = await zeroconf.async_register_service(
-                to_service(record), cooperating_responders=True
+                service_browser.to_service(record), cooperating_responders=True
             )
             while True:
                 await announcing  # it is sent several times
@@ -275,12 +267,12 @@ class Discovery:
                 record = own()
                 if self._interfaces(record) != interfaces:
                     return
-                announcing = await zeroconf.async_update_service(to_service(record))
+                announcing = await zeroconf.async_update_service(service_browser.to_service(record))
 
-    def _unfollow(self, on_event: OnEvent) -> None:
+    def _unfollow(self, on_event: service_browser.OnEvent) -> None:
         """Withdraw all records: nobody hears what becomes of them until they are heard again."""
         for node in list(self.records):
-            on_event(Goodbye(node=node))
+            on_event(service_browser.Goodbye(node=node))
 
     async def _until_due(self) -> None:
         """Wait until a record is to be announced."""
@@ -288,7 +280,7 @@ class Discovery:
             await self._is_due.wait()
         self._is_due.clear()
 
-    def _interfaces(self, record: NodeRecord) -> tuple[str, ...]:
+    def _interfaces(self, record: service_browser.NodeRecord) -> tuple[str, ...]:
         return self._fixed_interfaces or multicast_hosts(record.hosts, rank(read_interfaces()))
 
     def _fail(self, error: Exception) -> None:
@@ -308,36 +300,36 @@ async def browse(
     longest_s: float,
     quiet_s: float,
     on_heard: Callable[[], None] = lambda: None,
-) -> list[NodeRecord]:
+) -> list[service_browser.NodeRecord]:
     """Browse for nodes without announcing one; return their records, sorted by name.
 
     With `only_here` those of this machine alone count, whatever comes on the `interfaces`.
     Calls `on_heard` at each record that comes. Ends after `longest_s` seconds, or when some are
     found and there was no event for `quiet_s` seconds. Returns none if mDNS does not work here.
     """
-    found: dict[NodeId, NodeRecord] = {}
+    found: dict[NodeId, service_browser.NodeRecord] = {}
     news = asyncio.Event()
 
-    def note(event: NodeRecord | Goodbye) -> None:
-        if isinstance(event, NodeRecord):
+    def note(event: service_browser.NodeRecord | service_browser.Goodbye) -> None:
+        if isinstance(event, service_browser.NodeRecord):
             found[event.node] = event
         else:
             found.pop(event.node, None)
         news.set()
         on_heard()
 
-    reader = RecordReader(
+    reader = service_browser.RecordReader(
         own=NodeId(""),
         own_host_id=own_host_id,
-        warnings=RecordWarnings(_nowhere),
+        warnings=service_browser.RecordWarnings(_nowhere),
         only_here=only_here,
     )
     try:
         with contextlib.suppress(TimeoutError):
             async with (
                 asyncio.timeout(longest_s),
-                open_mdns(interfaces) as zeroconf,
-                browsing(zeroconf, reader, note),
+                service_browser.open_mdns(interfaces) as zeroconf,
+                service_browser.browsing(zeroconf, reader, note),
             ):
                 await _quiet(news, quiet_s)
     except* (OSError, ZeroconfError):

@@ -34,14 +34,8 @@ from shardnet.errors import (
 )
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.panel_form import Quantization
+from shardnet.runtime.loading import measuring
 from shardnet.runtime.loading.loading import check_layers, set_compute_threads
-from shardnet.runtime.loading.measuring import (
-    StageFigures,
-    measure_disk,
-    measure_stage,
-    read_config,
-    rounded,
-)
 from shardnet.runtime.loading.model_facts import find_folder
 from shardnet.runtime.processors.processor_use import ProcessorUse
 from shardnet.types import Arith, DType, KvDType, LayerRange
@@ -118,8 +112,8 @@ class NodeBenchmark:
         memory_bytes = self._orders.free_bytes(place)
         device, driver = self._orders.devices[place].for_torch, self._orders.devices[place].driver
 
-        def measure(tick: Callable[[], None]) -> StageFigures:
-            return measure_stage(
+        def measure(tick: Callable[[], None]) -> measuring.StageFigures:
+            return measuring.measure_stage(
                 config,
                 dtype,
                 quant,
@@ -167,7 +161,7 @@ class NodeBenchmark:
             return known_s
         before = ProcessorUse.now()
         try:
-            gather_s = rounded(await self._host.measure_together(measure_gather))
+            gather_s = measuring.rounded(await self._host.measure_together(measure_gather))
         except (ConfigurationError, LostShardError, BusyError):
             return known_s
         is_disturbed = before.disturbed(ProcessorUse.now())
@@ -203,7 +197,7 @@ class NodeBenchmark:
         if not 1 / WRONG_BY <= ratio <= WRONG_BY:
             stage = structs.replace(stage.scaled(ratio), is_steady=stage.is_steady and ratio < 1)
         if message.step_s is not None:
-            stage = structs.replace(stage, step_s=rounded(message.step_s))
+            stage = structs.replace(stage, step_s=measuring.rounded(message.step_s))
         if stage != figure.stage:
             self._cache.put(key, Figure(stage=stage, measured_at_s=time.time()))
 
@@ -227,7 +221,7 @@ class NodeBenchmark:
     ) -> tuple[ModelConfig, DType, Quantization | None, FigureKey]:
         check_threads(message.threads, self._orders.most_threads)
         dtype = DType.named(message.dtype)
-        config = read_config(
+        config = measuring.read_config(
             message.config,
             f"the config.json that {asker} sent",
             ignore_unknown_config=message.ignore_unknown_config,
@@ -288,11 +282,11 @@ class NodeBenchmark:
         except OSError:
             return None
         if number not in self._disks or again:
-            self._disks[number] = measure_disk(path)
+            self._disks[number] = measuring.measure_disk(path)
         return self._disks[number]
 
 
-def _seconds(stage: StageFigures) -> StageSeconds:
+def _seconds(stage: measuring.StageFigures) -> StageSeconds:
     return convert(stage, StageSeconds, from_attributes=True)
 
 

@@ -20,21 +20,8 @@ from shardnet.stage.estimate.memory_estimate import stage_weight_bytes
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.transport.link import Link
 from shardnet.types import HeldRows, LayerRange, SequenceId, SlotId, StateId, block_spans
+from shardnet.wire.messages import stages
 from shardnet.wire.messages.bulk import FetchKv, KvRows
-from shardnet.wire.messages.stages import (
-    AuditStage,
-    ComputeLayer,
-    CountExperts,
-    ExpertsCounted,
-    FindPrefix,
-    KvMoved,
-    LayerComputed,
-    MoveKv,
-    PrefixFound,
-    PrefixRestored,
-    RestorePrefix,
-    StageAudited,
-)
 
 if TYPE_CHECKING:
     from shardnet.stage.moves.slot_moves import HeldLayer, Moves
@@ -117,7 +104,7 @@ class KvOrders:
         self._expiry: asyncio.TimerHandle | None = None
         self._forgetting: asyncio.Task[None] | None = None
 
-    async def move(self, message: MoveKv) -> KvMoved:
+    async def move(self, message: stages.MoveKv) -> stages.KvMoved:
         """Bring what a sequence holds elsewhere to the stage that is ready for another ring.
 
         Raises UsageError if this node has no such stage, or if what comes does not fit it,
@@ -127,7 +114,7 @@ class KvOrders:
         n_positions = len(message.token_ids) // 4
         if not n_positions:
             await host.on_arrivals(to, lambda moves: moves.forget(sequence_id))
-            return KvMoved(request=message.request, is_whole=False, n_bytes=0)
+            return stages.KvMoved(request=message.request, is_whole=False, n_bytes=0)
         token_ids = struct.unpack(f"<{n_positions}I", message.token_ids[: 4 * n_positions])
         member = host.membership
         is_member = member is not None and (member.ring, member.epoch) == (
@@ -150,9 +137,9 @@ class KvOrders:
         is_whole = await host.on_arrivals(
             to, lambda moves: moves.is_whole(sequence_id, n_positions)
         )
-        return KvMoved(request=message.request, is_whole=is_whole, n_bytes=n_bytes)
+        return stages.KvMoved(request=message.request, is_whole=is_whole, n_bytes=n_bytes)
 
-    async def _take_own(self, message: MoveKv, layers: list[int], n_positions: int) -> None:
+    async def _take_own(self, message: stages.MoveKv, layers: list[int], n_positions: int) -> None:
         """Take layers from this node's own stage. Raises as `move`."""
         sequence_id, slot = SequenceId(message.sequence_id), SlotId(message.slot)
         state = None if message.state is None else StateId(message.state)
@@ -171,7 +158,7 @@ class KvOrders:
         await self._host.on_arrivals(message.to, take, is_free=is_free)
 
     async def _pull(
-        self, message: MoveKv, address: str, layers: list[int], n_positions: int
+        self, message: stages.MoveKv, address: str, layers: list[int], n_positions: int
     ) -> int:
         """Fetch layers from one node; return how many bytes came. Raises as `move`."""
         source = self._sources.setdefault(address, _Source())
@@ -187,7 +174,7 @@ class KvOrders:
                 raise
 
     async def _fetch(
-        self, client: KvClient, message: MoveKv, layers: list[int], n_positions: int
+        self, client: KvClient, message: stages.MoveKv, layers: list[int], n_positions: int
     ) -> int:
         """Ask for layers, and take what comes, block by block.
 
@@ -230,7 +217,7 @@ class KvOrders:
         return n_bytes
 
     async def _take(
-        self, client: KvClient, message: MoveKv, rows: KvRows, layer: int, end: int
+        self, client: KvClient, message: stages.MoveKv, rows: KvRows, layer: int, end: int
     ) -> None:
         """Take one layer; nothing counts unless its digest is right."""
         sequence_id, to = SequenceId(message.sequence_id), message.to
@@ -301,11 +288,11 @@ def _layer_of(found: Mapping[int, HeldLayer], layer: int) -> HeldLayer:
     return found[layer]
 
 
-async def find_prefix(host: StageHost, message: FindPrefix) -> PrefixFound:
+async def find_prefix(host: StageHost, message: stages.FindPrefix) -> stages.PrefixFound:
     """Say which blocks are on disk here. Raises what StageHost.on_prefixes raises."""
 
-    def find(prefixes: StagePrefixes) -> PrefixFound:
-        return PrefixFound(
+    def find(prefixes: StagePrefixes) -> stages.PrefixFound:
+        return stages.PrefixFound(
             request=message.request,
             restorable=prefixes.restorable(message.keys),
             block_bytes=prefixes.block_bytes,
@@ -315,7 +302,7 @@ async def find_prefix(host: StageHost, message: FindPrefix) -> PrefixFound:
     return await host.on_prefixes(message.ring, message.epoch, find, is_long=False)
 
 
-async def restore_prefix(host: StageHost, message: RestorePrefix) -> PrefixRestored:
+async def restore_prefix(host: StageHost, message: stages.RestorePrefix) -> stages.PrefixRestored:
     """Read blocks for a sequence. Raises what StageHost.on_prefixes raises."""
     token_ids = struct.unpack(f"<{len(message.token_ids) // 4}I", _whole(message.token_ids))
 
@@ -323,7 +310,7 @@ async def restore_prefix(host: StageHost, message: RestorePrefix) -> PrefixResto
         return prefixes.restore(SequenceId(message.sequence_id), message.keys, token_ids)
 
     is_whole = await host.on_prefixes(message.ring, message.epoch, restore, is_long=True)
-    return PrefixRestored(request=message.request, is_whole=is_whole)
+    return stages.PrefixRestored(request=message.request, is_whole=is_whole)
 
 
 def _whole(token_ids: bytes) -> bytes:
@@ -339,7 +326,7 @@ MAX_BYTES: Final = 1 << 30
 """The largest layer that is read: the memory is needed for a moment beside all else."""
 
 
-async def audit_stage(host: StageHost, message: AuditStage) -> StageAudited:
+async def audit_stage(host: StageHost, message: stages.AuditStage) -> stages.StageAudited:
     """Look at memory and compute rows, between steps.
 
     Raises WrongValuesError for what is wrong, UsageError where nothing can be said.
@@ -369,7 +356,7 @@ async def audit_stage(host: StageHost, message: AuditStage) -> StageAudited:
         if not n_bytes:
             break
         looked_s, looked_bytes = looked_s + took_s, looked_bytes + n_bytes
-    return StageAudited(
+    return stages.StageAudited(
         request=message.request,
         took_s=looked_s + (rows_s if with_rows else 0.0),
         looked_bytes=looked_bytes,
@@ -379,7 +366,7 @@ async def audit_stage(host: StageHost, message: AuditStage) -> StageAudited:
     )
 
 
-async def compute_for_audit(host: StageHost, message: ComputeLayer) -> LayerComputed:
+async def compute_for_audit(host: StageHost, message: stages.ComputeLayer) -> stages.LayerComputed:
     """Compute rows with a layer from this node's checkpoint. Raises as compute_layer."""
     order = host.member_order(message.ring, message.epoch)
 
@@ -389,24 +376,31 @@ async def compute_for_audit(host: StageHost, message: ComputeLayer) -> LayerComp
         return time.thread_time() - began_s, after
 
     took_s, after = await host.beside_steps(compute)
-    return LayerComputed(request=message.request, took_s=took_s, after=after)
+    return stages.LayerComputed(request=message.request, took_s=took_s, after=after)
 
 
-async def count_experts(host: StageHost, message: CountExperts) -> ExpertsCounted:
+async def count_experts(host: StageHost, message: stages.CountExperts) -> stages.ExpertsCounted:
     """Count the experts of streamed layers that steps used. Raises as `member_order`."""
     host.member_order(message.ring, message.epoch)
     assert host.loaded is not None, "member_order says so"
     pools = [part.experts for part in host.loaded.parts or (host.loaded,)]
-    return ExpertsCounted(
+    return stages.ExpertsCounted(
         request=message.request,
         n_used=sum(pool.n_used for pool in pools if pool is not None),
         n_read=sum(pool.n_read for pool in pools if pool is not None),
     )
 
 
-Order = FindPrefix | RestorePrefix | MoveKv | AuditStage | ComputeLayer | CountExperts
+Order = (
+    stages.FindPrefix
+    | stages.RestorePrefix
+    | stages.MoveKv
+    | stages.AuditStage
+    | stages.ComputeLayer
+    | stages.CountExperts
+)
 """What a stage is asked for beside its life in a ring."""
-SOON: Final = (FindPrefix, AuditStage, CountExperts)
+SOON: Final = (stages.FindPrefix, stages.AuditStage, stages.CountExperts)
 """The orders of which no progress is reported."""
 
 
@@ -415,12 +409,12 @@ class StageAnswers:
 
     def __init__(self, host: StageHost, kv: KvOrders) -> None:
         self._answers: dict[type[Order], Callable[[Any], Coroutine[Any, Any, Any]]] = {
-            FindPrefix: partial(find_prefix, host),
-            RestorePrefix: partial(restore_prefix, host),
-            MoveKv: kv.move,
-            AuditStage: partial(audit_stage, host),
-            ComputeLayer: partial(compute_for_audit, host),
-            CountExperts: partial(count_experts, host),
+            stages.FindPrefix: partial(find_prefix, host),
+            stages.RestorePrefix: partial(restore_prefix, host),
+            stages.MoveKv: kv.move,
+            stages.AuditStage: partial(audit_stage, host),
+            stages.ComputeLayer: partial(compute_for_audit, host),
+            stages.CountExperts: partial(count_experts, host),
         }
 
     def register(self, handlers: MessageHandlers) -> None:

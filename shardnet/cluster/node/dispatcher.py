@@ -25,16 +25,9 @@ from shardnet.cluster.peers.supervision import supervised
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.errors import PeerSilentError, ProtocolError, RemoteProtocolError, ShardnetError
 from shardnet.transport.link import Link
+from shardnet.wire.messages import handshake
 from shardnet.wire.messages.activity import ClockRead, ReadClock
 from shardnet.wire.messages.control import Done
-from shardnet.wire.messages.handshake import (
-    MEASURED_RING,
-    OF_RINGS,
-    Hello,
-    PeerRole,
-    Purpose,
-    error_frame,
-)
 from shardnet.wire.messages.membership import IdentifyModel, PeersKnown, Ping, Status, StatusReply
 from shardnet.wire.messages.stages import LoadStage
 
@@ -46,7 +39,7 @@ class Dispatcher:
     `own_hello` makes this node's hello, `handle` handles the messages of clients.
     """
 
-    own_hello: Callable[[Purpose], Hello]
+    own_hello: Callable[[handshake.Purpose], handshake.Hello]
     handle: Handler
     host: StageHost
     gathers: GatherBenchmark
@@ -58,7 +51,7 @@ class Dispatcher:
     def __post_init__(self) -> None:
         self._client_links: set[Link] = set()
 
-    def hello(self, peer: Hello) -> Hello:
+    def hello(self, peer: handshake.Hello) -> handshake.Hello:
         """Return the answer to a peer's hello.
 
         Raises UsageError for a data link from another node than the one before this in its ring,
@@ -67,9 +60,9 @@ class Dispatcher:
         """
         if _measures_gathers(peer):
             self.gathers.check_hello(peer)
-        elif peer.purpose in OF_RINGS:
+        elif peer.purpose in handshake.OF_RINGS:
             self.host.check_hello(peer)
-        elif peer.purpose is Purpose.BULK:
+        elif peer.purpose is handshake.Purpose.BULK:
             self.sharing.check_hello(peer)
         return replace(self.own_hello(peer.purpose), ring=peer.ring, epoch=peer.epoch)
 
@@ -77,11 +70,11 @@ class Dispatcher:
         """Serve a link whose handshake is done."""
         if _measures_gathers(link.peer):
             self._serve(self.gathers.serve, link)
-        elif link.peer.purpose in OF_RINGS:
+        elif link.peer.purpose in handshake.OF_RINGS:
             self.host.accept(link)
-        elif link.peer.purpose is Purpose.BULK:
+        elif link.peer.purpose is handshake.Purpose.BULK:
             self._serve(self.sharing.serve, link)
-        elif link.peer.role is PeerRole.NODE:
+        elif link.peer.role is handshake.PeerRole.NODE:
             self.peers.adopt(link)
         else:
             self._serve(self._serve_client, link)
@@ -100,7 +93,7 @@ class Dispatcher:
         """Send `error` to every client, since this node is leaving."""
         for link in self._client_links:
             if not link.closed:
-                link.send(error_frame(error))
+                link.send(handshake.error_frame(error))
 
     async def close(self) -> None:
         """Close the clients' links."""
@@ -119,8 +112,8 @@ class Dispatcher:
             self._client_links.discard(link)
 
 
-def _measures_gathers(hello: Hello) -> bool:
-    return hello.purpose is Purpose.PARTS and hello.ring == MEASURED_RING
+def _measures_gathers(hello: handshake.Hello) -> bool:
+    return hello.purpose is handshake.Purpose.PARTS and hello.ring == handshake.MEASURED_RING
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -159,7 +152,7 @@ class NodeMessages:
 
     async def _peers_known(self, control: ControlLink, message: PeersKnown) -> None:
         """Take the peers of a node. Raises RemoteProtocolError if a client sends them."""
-        if control.link.peer.role is not PeerRole.NODE:
+        if control.link.peer.role is not handshake.PeerRole.NODE:
             raise RemoteProtocolError(
                 f"{control.peer_name} is a client and sent PeersKnown, which only nodes send"
             )

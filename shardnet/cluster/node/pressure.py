@@ -28,14 +28,7 @@ from shardnet.cluster.member.stage_orders import StageOrders
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers.advertisement import Advertisement
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
-from shardnet.cluster.pressure.policy import (
-    SHORT_OF_MEMORY,
-    Action,
-    MemoryLook,
-    OwnerLook,
-    OwnerWatch,
-    PressurePolicy,
-)
+from shardnet.cluster.pressure import policy
 from shardnet.cluster.router.router import Router
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import BusyError, ShardnetError
@@ -175,15 +168,15 @@ class NodePressure:
     encoders: Encoders
     disk: DiskJobs
     link_of: Callable[[NodeId], ControlLink | None]
-    memory: Callable[[], MemoryLook] | None
-    owner: Callable[[], OwnerLook] | None
+    memory: Callable[[], policy.MemoryLook] | None
+    owner: Callable[[], policy.OwnerLook] | None
     on_changed: Callable[[], None]
     log: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._watch = OwnerWatch()
-        self._policy = PressurePolicy()
+        self._watch = policy.OwnerWatch()
+        self._policy = policy.PressurePolicy()
         self._n_drops = self._n_rests = 0
 
     def state(self) -> PressureState | None:
@@ -217,23 +210,23 @@ class NodePressure:
         if self.memory is not None and (held_bytes or self.rests):
             memory = self.memory()
         match self._policy.look(self.clock(), memory, why, held_bytes):
-            case Action.DROP:
+            case policy.Action.DROP:
                 await self._drop_caches()
-            case Action.REST:
+            case policy.Action.REST:
                 await self._begin_to_rest()
-            case Action.BACK:
+            case policy.Action.BACK:
                 self._take_part()
-            case Action.NOTHING:
+            case policy.Action.NOTHING:
                 pass
         if self.rests:
             await self._give_away()
 
-    async def _look_at_owner(self, owner: Callable[[], OwnerLook]) -> OwnerLook:
+    async def _look_at_owner(self, owner: Callable[[], policy.OwnerLook]) -> policy.OwnerLook:
         """Look at what others do here. Nothing is known while the driver of a GPU hangs."""
         try:
             return await self.disk.run("what others do on this machine", owner)
         except ShardnetError:
-            return OwnerLook(n_cores=1)
+            return policy.OwnerLook(n_cores=1)
 
     @property
     def rests(self) -> str:
@@ -259,7 +252,7 @@ class NodePressure:
         await self.host.drop_caches()
 
     async def _begin_to_rest(self) -> None:
-        is_for_memory = self.rests == SHORT_OF_MEMORY
+        is_for_memory = self.rests == policy.SHORT_OF_MEMORY
         if is_for_memory and await self.unused.free(IDLE_S, "memory is short"):
             self._policy.relieved()
             return

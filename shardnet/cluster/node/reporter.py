@@ -35,31 +35,8 @@ from shardnet.transport.memory import MEMORY_HOSTS
 from shardnet.types import SequenceId
 from shardnet.wire.framing.frames import PROTOCOL_VERSION
 from shardnet.wire.framing.schema import MAX_PEER_ADDRESSES
-from shardnet.wire.messages.activity import (
-    MAX_RECOVERIES_SEEN,
-    MAX_REQUESTS_SEEN,
-    MAX_STEPS_SEEN,
-    CancelSequence,
-    GetActivity,
-    RecoveryReport,
-    RingActivity,
-    RingOpening,
-    StageProgress,
-)
+from shardnet.wire.messages import activity, diagnostics
 from shardnet.wire.messages.control import Done, Redirect
-from shardnet.wire.messages.diagnostics import (
-    MAX_REASON,
-    MAX_TELLERS,
-    MAX_VIEWS,
-    AddressView,
-    InterfaceAddress,
-    MdnsRecord,
-    MulticastHeard,
-    MulticastState,
-    NodeReport,
-    PeerView,
-    RingBehind,
-)
 from shardnet.wire.messages.handshake import explained, explanation
 from shardnet.wire.messages.membership import ReportReply, ReportRequest
 
@@ -171,7 +148,7 @@ class NodeReporter:
             self._views(message.probe), self._look_for(message.model)
         )
         now = time.monotonic()
-        report = NodeReport(
+        report = diagnostics.NodeReport(
             cluster=self.cluster or "",
             protocol=PROTOCOL_VERSION,
             uptime_s=info.uptime_s,
@@ -182,7 +159,7 @@ class NodeReporter:
             unreached=[
                 _unreached(address, error)
                 for address, error in self.of.links.peers.unreached.items()
-            ][:MAX_VIEWS],
+            ][: diagnostics.MAX_VIEWS],
             refused=self.of.links.refusals.report(now),
             disk_free_bytes=free_bytes(self._disk),
             n_requests=self.of.head.n_requests,
@@ -218,13 +195,13 @@ class NodeReporter:
         except TimeoutError:
             return _Model(failure=f"its files were not read within {IDENTIFY_S:g} s")
 
-    async def _views(self, with_probes: bool) -> list[PeerView]:
+    async def _views(self, with_probes: bool) -> list[diagnostics.PeerView]:
         nodes = sorted(self.of.links.peers.known(), key=lambda known: not known.is_linked)[
-            :MAX_VIEWS
+            : diagnostics.MAX_VIEWS
         ]
         return list(await asyncio.gather(*(self._view(known, with_probes) for known in nodes)))
 
-    async def _view(self, known: KnownNode, with_probes: bool) -> PeerView:
+    async def _view(self, known: KnownNode, with_probes: bool) -> diagnostics.PeerView:
         addresses = self.of.links.peers.order(known.addresses)[:MAX_PEER_ADDRESSES]
         bytes_per_s = None
         if with_probes and not known.refusal and (known.is_linked or known.reported_by):
@@ -239,7 +216,7 @@ class NodeReporter:
         if self._discovery is not None:
             record = self._discovery.records.get(known.node)
         version = link.link.peer.version if link else record.version if record else ""
-        return PeerView(
+        return diagnostics.PeerView(
             node=known.node,
             name=known.name,
             version=version,
@@ -247,15 +224,15 @@ class NodeReporter:
             address=known.address,
             rtt_s=known.rtt_s,
             bytes_per_s=bytes_per_s,
-            told_by=list(known.reported_by)[:MAX_TELLERS],
+            told_by=list(known.reported_by)[: diagnostics.MAX_TELLERS],
             refusal=explanation(known.refusal),
             addresses=views,
         )
 
-    def _interfaces(self) -> list[InterfaceAddress]:
+    def _interfaces(self) -> list[diagnostics.InterfaceAddress]:
         told = {split_address(address)[0] for address in self.of.links.advertisement.addresses}
         return [
-            InterfaceAddress(
+            diagnostics.InterfaceAddress(
                 interface=address.interface,
                 host=address.host,
                 prefix=address.net.network.prefixlen,
@@ -264,27 +241,29 @@ class NodeReporter:
                 speed_mbit=address.speed_mbit,
                 is_told=address.host in told,
             )
-            for address in self.of.links.advertisement.local[:MAX_VIEWS]
+            for address in self.of.links.advertisement.local[: diagnostics.MAX_VIEWS]
         ]
 
-    def _multicast(self, now: float) -> MulticastState:
+    def _multicast(self, now: float) -> diagnostics.MulticastState:
         discovery = self._discovery
         if discovery is None:
-            return MulticastState(state="off")
+            return diagnostics.MulticastState(state="off")
         heard = [
-            MulticastHeard(node=h.node, interface=h.interface, age_s=max(0.0, now - h.at))
+            diagnostics.MulticastHeard(
+                node=h.node, interface=h.interface, age_s=max(0.0, now - h.at)
+            )
             for h in discovery.listener.heard()
         ]
-        return MulticastState(
+        return diagnostics.MulticastState(
             state="on" if discovery.hosts else "failed",
             failure=explanation(discovery.failure),
-            hosts=list(discovery.hosts)[:MAX_VIEWS],
-            listening=list(discovery.listener.interfaces)[:MAX_VIEWS],
+            hosts=list(discovery.hosts)[: diagnostics.MAX_VIEWS],
+            listening=list(discovery.listener.interfaces)[: diagnostics.MAX_VIEWS],
             listening_s=now - discovery.listener.since,
-            heard=heard[: 4 * MAX_VIEWS],
-            others=sorted(discovery.listener.others)[:MAX_VIEWS],
+            heard=heard[: 4 * diagnostics.MAX_VIEWS],
+            others=sorted(discovery.listener.others)[: diagnostics.MAX_VIEWS],
             records=[
-                MdnsRecord(
+                diagnostics.MdnsRecord(
                     node=record.node,
                     name=record.name,
                     version=record.version,
@@ -292,7 +271,7 @@ class NodeReporter:
                     cluster=record.fingerprint,
                     address=record.addresses[0],
                 )
-                for record in list(discovery.records.values())[:MAX_VIEWS]
+                for record in list(discovery.records.values())[: diagnostics.MAX_VIEWS]
             ],
         )
 
@@ -307,17 +286,17 @@ def free_bytes(folder: Path) -> int | None:
         return None
 
 
-def _unreached(address: str, error: ShardnetError) -> AddressView:
-    why, remedy = explained(error, MAX_REASON)
-    return AddressView(address=address, seen=judge(error), why=why, remedy=remedy)
+def _unreached(address: str, error: ShardnetError) -> diagnostics.AddressView:
+    why, remedy = explained(error, diagnostics.MAX_REASON)
+    return diagnostics.AddressView(address=address, seen=judge(error), why=why, remedy=remedy)
 
 
-def _remembered(known: KnownNode, address: str) -> AddressView:
+def _remembered(known: KnownNode, address: str) -> diagnostics.AddressView:
     """Return the outcome of the last attempt at an address."""
-    why = explanation(known.failures.get(address, ""), MAX_REASON)
+    why = explanation(known.failures.get(address, ""), diagnostics.MAX_REASON)
     if address == known.address and not why:
-        return AddressView(address=address, seen="answers", rtt_s=known.rtt_s)
-    return AddressView(address=address, seen="failed" if why else "not tried", why=why)
+        return diagnostics.AddressView(address=address, seen="answers", rtt_s=known.rtt_s)
+    return diagnostics.AddressView(address=address, seen="failed" if why else "not tried", why=why)
 
 
 @dataclass(eq=False, repr=False)
@@ -328,28 +307,28 @@ class RingWatch:
 
     head: Head
     recoveries: Sequence[RecoveryRecord]
-    rings: Callable[[], list[RingBehind]]
+    rings: Callable[[], list[diagnostics.RingBehind]]
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the messages that ask for activity and cancel requests."""
-        handlers.register(GetActivity, self._activity)
-        handlers.register(CancelSequence, self._cancel)
+        handlers.register(activity.GetActivity, self._activity)
+        handlers.register(activity.CancelSequence, self._cancel)
 
-    async def _activity(self, control: ControlLink, message: GetActivity) -> None:
+    async def _activity(self, control: ControlLink, message: activity.GetActivity) -> None:
         """Reply with the ring's requests and last steps, or Redirect to its head."""
         elsewhere, lead = self.head.elsewhere(), self.head.latest
         if elsewhere is not None:
             control.send(Redirect(request=message.request, address=elsewhere.address))
             return
         opening = _opening(self.head.opening)
-        recoveries = [_recovery(one) for one in [*self.recoveries][-MAX_RECOVERIES_SEEN:]]
+        recoveries = [_recovery(one) for one in [*self.recoveries][-activity.MAX_RECOVERIES_SEEN :]]
         if lead is None:
-            shown = RingActivity(request=message.request, opening=opening)
+            shown = activity.RingActivity(request=message.request, opening=opening)
         else:
             shown = _activity(message, lead, opening)
         control.send(replace(shown, recoveries=recoveries, rings=self.rings()))
 
-    async def _cancel(self, control: ControlLink, message: CancelSequence) -> None:
+    async def _cancel(self, control: ControlLink, message: activity.CancelSequence) -> None:
         """Cancel a request, or reply Redirect. Raises UsageError for one that has ended."""
         elsewhere, lead = self.head.elsewhere(), self.head.latest
         if elsewhere is not None:
@@ -361,25 +340,27 @@ class RingWatch:
         control.send(Done(request=message.request))
 
 
-def _opening(opening: Opening | None) -> RingOpening | None:
+def _opening(opening: Opening | None) -> activity.RingOpening | None:
     """Return the progress of loading a ring, None while there is none to report."""
     if opening is None or not opening.progress:
         return None
-    return RingOpening(
+    return activity.RingOpening(
         model=opening.model,
         age_s=max(0.0, time.monotonic() - opening.began_s),
         stages=[
-            StageProgress(rank=rank, phase=phase, done_bytes=done, total_bytes=total)
+            activity.StageProgress(rank=rank, phase=phase, done_bytes=done, total_bytes=total)
             for rank, (phase, done, total) in sorted(opening.progress.items())
         ],
     )
 
 
-def _activity(message: GetActivity, lead: Lead, opening: RingOpening | None) -> RingActivity:
+def _activity(
+    message: activity.GetActivity, lead: Lead, opening: activity.RingOpening | None
+) -> activity.RingActivity:
     ring, engine = lead.ring, lead.ring.engine
     is_known = message.known_ring == ring.name
     steps = engine.log.after(message.after_step if is_known else 0)
-    return RingActivity(
+    return activity.RingActivity(
         request=message.request,
         ring=ring.name,
         is_broken=not lead.stands,
@@ -388,12 +369,12 @@ def _activity(message: GetActivity, lead: Lead, opening: RingOpening | None) -> 
         load=engine.counters,
         plan=None if is_known else lead.plan.reply(0),
         opening=opening,
-        requests=engine.requests[:MAX_REQUESTS_SEEN],
-        steps=steps[-MAX_STEPS_SEEN:],
+        requests=engine.requests[: activity.MAX_REQUESTS_SEEN],
+        steps=steps[-activity.MAX_STEPS_SEEN :],
     )
 
 
-def _recovery(record: RecoveryRecord) -> RecoveryReport:
-    fields = {name: getattr(record, name) for name in RecoveryReport.__struct_fields__}
-    seen = RecoveryReport(**fields)
+def _recovery(record: RecoveryRecord) -> activity.RecoveryReport:
+    fields = {name: getattr(record, name) for name in activity.RecoveryReport.__struct_fields__}
+    seen = activity.RecoveryReport(**fields)
     return replace(seen, why=explanation(record.why), error=explanation(record.error))

@@ -14,21 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
+from shardnet.cluster.placement import figures
 from shardnet.cluster.placement.estimate import ASSUMED_MEMORY_BYTES_PER_S, speed_by_bytes
-from shardnet.cluster.placement.figures import (
-    NO_GATHERS,
-    CandidateNode,
-    HeldModel,
-    LinkSpeed,
-    ModelShape,
-    NodeDevice,
-    NodeDevices,
-    Objective,
-    PartPlan,
-    Placement,
-    StagePlan,
-    StageSpeed,
-)
 from shardnet.cluster.placement.room import Room, StageRole, room_of
 from shardnet.cluster.placement.spans import gather_s
 from shardnet.cluster.placement.split import Problem, best_split, ranges_of
@@ -48,8 +35,8 @@ class Seat:
     """A device, or several that share each of their layers; `devices` are their places."""
 
     devices: tuple[int, ...]
-    held: HeldModel
-    speed: StageSpeed
+    held: figures.HeldModel
+    speed: figures.StageSpeed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +46,7 @@ class DeviceCut:
     `layers_s` are without embedding and LM head.
     """
 
-    parts: tuple[PartPlan, ...]
+    parts: tuple[figures.PartPlan, ...]
     seats: tuple[Seat, ...]
     compute_s: float
     cost_s: float
@@ -76,7 +63,7 @@ class DeviceCut:
 
 
 def cut_over(
-    layers: LayerRange, n_layers: int, devices: NodeDevices, objective: Objective
+    layers: LayerRange, n_layers: int, devices: figures.NodeDevices, objective: figures.Objective
 ) -> DeviceCut | None:
     """Return the best way to compute `layers` of a model with `n_layers`; None if none has room.
 
@@ -86,7 +73,7 @@ def cut_over(
 
 
 def cuts(
-    layers: LayerRange, n_layers: int, devices: NodeDevices, objective: Objective
+    layers: LayerRange, n_layers: int, devices: figures.NodeDevices, objective: figures.Objective
 ) -> list[DeviceCut]:
     """Return the ways to compute `layers` on these devices that have room for them."""
     found = [
@@ -97,7 +84,7 @@ def cuts(
     return [cut for cut in found if cut is not None]
 
 
-def best_cut(found: Sequence[DeviceCut], devices: NodeDevices) -> DeviceCut | None:
+def best_cut(found: Sequence[DeviceCut], devices: figures.NodeDevices) -> DeviceCut | None:
     """Return the best cut; of those that were asked for, one over as many devices as can be."""
     if not found:
         return None
@@ -111,7 +98,7 @@ def best_cut(found: Sequence[DeviceCut], devices: NodeDevices) -> DeviceCut | No
     return min(good, key=lambda cut: (-cut.n_devices, cut.cost_s))
 
 
-def seatings(devices: NodeDevices) -> Iterator[Sequence[Seat]]:
+def seatings(devices: figures.NodeDevices) -> Iterator[Sequence[Seat]]:
     """List which devices compute, in which order, and how many of them share each layer."""
     n_devices = len(devices.each)
     asked = devices.tensor_parallel
@@ -143,7 +130,7 @@ def _orders(seats: Sequence[Seat]) -> Iterator[Sequence[Seat]]:
                 yield order
 
 
-def _seat(devices: NodeDevices, places: Sequence[int]) -> Seat:
+def _seat(devices: figures.NodeDevices, places: Sequence[int]) -> Seat:
     """Join devices that share each layer: as fast as the slowest of them, but for the gathers."""
     own = [devices.each[place] for place in places]
     speeds = [_speed_of(device) for device in own]
@@ -151,9 +138,9 @@ def _seat(devices: NodeDevices, places: Sequence[int]) -> Seat:
     if n_shards == 1:
         return Seat(devices=tuple(places), held=own[0].held, speed=speeds[0])
     share = _share(devices, n_shards)
-    link = devices.gather or LinkSpeed(round_trip_s=0, bytes_per_s=1e9)
-    gathers = shape.gathers or NO_GATHERS
-    computing = StageSpeed(
+    link = devices.gather or figures.LinkSpeed(round_trip_s=0, bytes_per_s=1e9)
+    gathers = shape.gathers or figures.NO_GATHERS
+    computing = figures.StageSpeed(
         layer_s=max(s.layer_s for s in speeds) * share,
         layer_256_s=max(s.layer_256_s for s in speeds) * share,
         embed_s=max(s.embed_s for s in speeds),
@@ -170,7 +157,7 @@ def _seat(devices: NodeDevices, places: Sequence[int]) -> Seat:
     return Seat(devices=tuple(places), held=held, speed=speed)
 
 
-def _share(devices: NodeDevices, n_shards: int) -> float:
+def _share(devices: figures.NodeDevices, n_shards: int) -> float:
     """Return the share of a layer that each of `n_shards` computes.
 
     Where its heads do not divide, each computes all of the attention.
@@ -179,20 +166,20 @@ def _share(devices: NodeDevices, n_shards: int) -> float:
     return whole + (1 - whole) / n_shards
 
 
-def _speed_of(device: NodeDevice) -> StageSpeed:
+def _speed_of(device: figures.NodeDevice) -> figures.StageSpeed:
     return device.speed or speed_by_bytes(device.held.shape, ASSUMED_MEMORY_BYTES_PER_S)
 
 
 def _cut(
     layers: LayerRange,
     n_layers: int,
-    devices: NodeDevices,
+    devices: figures.NodeDevices,
     seats: Sequence[Seat],
-    objective: Objective,
+    objective: figures.Objective,
 ) -> DeviceCut | None:
     """Divide layers over seats in this order; None if they have no room."""
     is_first, is_last = layers.start == 0, layers.end == n_layers
-    hop_s = HANDOVER_S if objective is Objective.LATENCY else 0.0
+    hop_s = HANDOVER_S if objective is figures.Objective.LATENCY else 0.0
     problem = Problem(
         objective=objective,
         n_layers=len(layers),
@@ -216,7 +203,7 @@ def _cut(
         compute_s += (place.start == 0) * seat.speed.embed_s
         compute_s += (place.end == n_layers) * seat.speed.head_s
         parts.append(
-            PartPlan(
+            figures.PartPlan(
                 layers=place,
                 devices=seat.devices,
                 names=tuple(devices.each[n].name for n in seat.devices),
@@ -251,12 +238,12 @@ _TURNS = 3
 
 
 def as_one(
-    candidate: CandidateNode,
-    devices: NodeDevices,
+    candidate: figures.CandidateNode,
+    devices: figures.NodeDevices,
     layers: LayerRange | None,
     n_layers: int,
-    objective: Objective,
-) -> CandidateNode:
+    objective: figures.Objective,
+) -> figures.CandidateNode:
     """Return what a node of these devices is to those that place stages on nodes.
 
     It is as fast for each layer as the best cut of `layers` makes it, of as many as it has room for
@@ -279,7 +266,7 @@ def as_one(
     )
 
 
-def first_device(candidate: CandidateNode) -> CandidateNode:
+def first_device(candidate: figures.CandidateNode) -> figures.CandidateNode:
     """Return a node as if it had its first device alone."""
     if candidate.devices is None:
         return candidate
@@ -294,11 +281,11 @@ def first_device(candidate: CandidateNode) -> CandidateNode:
 
 
 def place_over_devices(
-    place_on: Callable[[Sequence[CandidateNode]], Placement],
-    candidates: Sequence[CandidateNode],
+    place_on: Callable[[Sequence[figures.CandidateNode]], figures.Placement],
+    candidates: Sequence[figures.CandidateNode],
     n_layers: int,
-    objective: Objective,
-) -> Placement:
+    objective: figures.Objective,
+) -> figures.Placement:
     """Place a model on nodes of which some have several devices, and divide their layers.
 
     `place_on` places it on nodes of one device each. How fast a node is for a layer depends on how
@@ -324,8 +311,11 @@ def place_over_devices(
 
 
 def with_parts(
-    placement: Placement, candidates: Sequence[CandidateNode], n_layers: int, objective: Objective
-) -> Placement:
+    placement: figures.Placement,
+    candidates: Sequence[figures.CandidateNode],
+    n_layers: int,
+    objective: figures.Objective,
+) -> figures.Placement:
     """Say for each stage of a node with several devices which of them has what, and why."""
     by_node = {each.node: each for each in candidates}
     stages, whys, saved_s = [], [placement.why], 0.0
@@ -353,13 +343,13 @@ def with_parts(
             )
         )
     tok_s = placement.predicted_tok_s
-    if tok_s is not None and objective is Objective.LATENCY:
+    if tok_s is not None and objective is figures.Objective.LATENCY:
         tok_s = 1 / max(1e-9, 1 / tok_s - saved_s)
     why = "; ".join(whys)
     return replace(placement, stages=tuple(stages), predicted_tok_s=tok_s, why=why)
 
 
-def _room(devices: NodeDevices, n_layers: int) -> Room:
+def _room(devices: figures.NodeDevices, n_layers: int) -> Room:
     """Count the layers that the devices have room for together, by the role of their node."""
     most = [0, 0, 0, 0]
     for seats in seatings(devices):
@@ -379,7 +369,7 @@ def _room(devices: NodeDevices, n_layers: int) -> Room:
     return (most[0], most[1], most[2], most[3])
 
 
-def _memory_bytes(shape: ModelShape, room: Room, n_layers: int) -> int:
+def _memory_bytes(shape: figures.ModelShape, room: Room, n_layers: int) -> int:
     """Return the largest memory of one device in which no more layers would fit than in `room`."""
     if room[StageRole.ALONE]:
         return shape.memory_bytes(shape.whole)
@@ -394,15 +384,15 @@ def _memory_bytes(shape: ModelShape, room: Room, n_layers: int) -> int:
     return max(0, math.floor(min(limits)))
 
 
-def _speed(cut: DeviceCut, layers: LayerRange, objective: Objective) -> StageSpeed:
+def _speed(cut: DeviceCut, layers: LayerRange, objective: figures.Objective) -> figures.StageSpeed:
     """Return the speed of a node that computes `layers` so."""
     first, last, n = cut.seats[0].speed, cut.seats[-1].speed, len(layers)
     counts = [len(part.layers) for part in cut.parts]
     each = [c * seat.speed.layer_s for c, seat in zip(counts, cut.seats, strict=True)]
     many = [c * seat.speed.layer_256_s for c, seat in zip(counts, cut.seats, strict=True)]
     handed_s = HANDOVER_S * (len(counts) - 1)
-    is_latency = objective is Objective.LATENCY
-    return StageSpeed(
+    is_latency = objective is figures.Objective.LATENCY
+    return figures.StageSpeed(
         layer_s=((sum(each) + handed_s) if is_latency else max(each)) / n,
         layer_256_s=(sum(many) + handed_s) / n,
         embed_s=first.embed_s,
@@ -413,7 +403,11 @@ def _speed(cut: DeviceCut, layers: LayerRange, objective: Objective) -> StageSpe
 
 
 def cut_words(
-    stage: StagePlan, chosen: DeviceCut, n_layers: int, devices: NodeDevices, objective: Objective
+    stage: figures.StagePlan,
+    chosen: DeviceCut,
+    n_layers: int,
+    devices: figures.NodeDevices,
+    objective: figures.Objective,
 ) -> str:
     """Explain which cut was chosen for a stage, against the best of every other kind."""
     words = _words_of(chosen, devices)
@@ -442,7 +436,7 @@ def cut_words(
     return "; ".join([words, *told])
 
 
-def _words_of(cut: DeviceCut, devices: NodeDevices) -> str:
+def _words_of(cut: DeviceCut, devices: figures.NodeDevices) -> str:
     """Name a cut: `layers cut over cuda:0 (20) and cpu (4)`."""
 
     def seat_words(seat: Seat) -> str:
@@ -459,7 +453,7 @@ def _words_of(cut: DeviceCut, devices: NodeDevices) -> str:
     return f"layers cut over {' and '.join(parts)}{shared}"
 
 
-def _gather_words(cut: DeviceCut, layers: LayerRange, devices: NodeDevices) -> str:
+def _gather_words(cut: DeviceCut, layers: LayerRange, devices: figures.NodeDevices) -> str:
     """Say what it costs to share layers: its gathers, and heads that do not divide."""
     shape, n_shards = cut.seats[0].held.shape, cut.n_shards
     if devices.gather is None or shape.gathers is None:

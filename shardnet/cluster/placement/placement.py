@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from shardnet.cluster.placement import words
 from shardnet.cluster.placement.estimate import (
     PlacedStage,
     best_streamed_ring,
@@ -35,17 +36,6 @@ from shardnet.cluster.placement.figures import (
 )
 from shardnet.cluster.placement.room import shortest_ring
 from shardnet.cluster.placement.split import RingSplit, even_split, find_ring, given_split
-from shardnet.cluster.placement.words import (
-    assumption_words,
-    choice_words,
-    exclusion_words,
-    fetch_words,
-    named_words,
-    ring_shortfall_words,
-    shortfall_words,
-    size,
-    streaming_words,
-)
 from shardnet.errors import PlanError
 from shardnet.types import LayerRange
 
@@ -70,16 +60,16 @@ def place(
     with_fetch = fetching_problem(problem, candidates, links)
     found = find_ring(with_fetch)
     if found is None:
-        raise PlanError(shortfall_words(shape, candidates))
+        raise PlanError(words.shortfall_words(shape, candidates))
     ring = given_split(problem, found.nodes, found.counts)
     left_out = tuple(
-        Exclusion(node=c.node, why=exclusion_words(shape, candidates, problem, ring, index))
+        Exclusion(node=c.node, why=words.exclusion_words(shape, candidates, problem, ring, index))
         for index, c in enumerate(candidates)
         if index not in ring.nodes
     )
-    why = choice_words(candidates, problem, ring)
+    why = words.choice_words(candidates, problem, ring)
     if with_fetch is not problem:
-        why += fetch_words(candidates, problem, ring, find_ring(problem))
+        why += words.fetch_words(candidates, problem, ring, find_ring(problem))
     return _resident(shape, candidates, ring, links, left_out=left_out, why=why)
 
 
@@ -117,12 +107,12 @@ def place_exactly(
     else:
         even = even_split(problem, nodes)
         if even is None:
-            raise PlanError(ring_shortfall_words(shape, ring))
+            raise PlanError(words.ring_shortfall_words(shape, ring))
         split = even
         by = "measured time" if is_measured else "bytes read per step"
         why = f"the nodes that were named, layers divided by {by}"
     if is_measured:
-        why += f": {named_words(ring, problem, split)}"
+        why += f": {words.named_words(ring, problem, split)}"
     return _resident(shape, ring, split, links, left_out=(), why=why)
 
 
@@ -159,9 +149,9 @@ def place_streaming(
         for candidate in candidates
         if candidate not in chosen
     ]
-    why = streaming_words(shape, ring, was_asked=n_streamed is not None)
+    why = words.streaming_words(shape, ring, was_asked=n_streamed is not None)
     if ring.is_measured:
-        why += assumption_words(chosen, links)
+        why += words.assumption_words(chosen, links)
     return placement_of(shape, ring.placed(), links, ring.cost_s, left_out=left_out, why=why)
 
 
@@ -173,7 +163,7 @@ def _place_by_bytes(shape: ModelShape, candidates: Sequence[CandidateNode]) -> P
     nodes = shortest_ring(problem.room, shape.n_layers)
     ring = even_split(problem, nodes) if nodes else None
     if ring is None:
-        raise PlanError(shortfall_words(shape, candidates))
+        raise PlanError(words.shortfall_words(shape, candidates))
     n_stages = len(ring.nodes)
     if n_stages == 1:
         why = f"the whole model fits on {by_memory[ring.nodes[0]].name}; a split would add trips"
@@ -202,7 +192,7 @@ def _resident(
     """Make the plan of a ring without streamed layers."""
     chosen = [candidates[node] for node in ring.nodes]
     if not all(candidate.speed is None for candidate in candidates):
-        why += assumption_words(chosen, links)
+        why += words.assumption_words(chosen, links)
     stages, start = [], 0
     for candidate, pace, count in zip(chosen, paces_of(shape, chosen), ring.counts, strict=True):
         layers = LayerRange(start, start + count)
@@ -222,8 +212,8 @@ def _check_layers(
         needed = candidate.held(shape).shape.memory_bytes(part)
         if needed > candidate.memory_bytes:
             raise PlanError(
-                f"node {candidate.name} lacks {size(needed - candidate.memory_bytes)} for "
-                f"{part.words} (needs {size(needed)})",
+                f"node {candidate.name} lacks {words.size(needed - candidate.memory_bytes)} for "
+                f"{part.words} (needs {words.size(needed)})",
                 remedy="give it fewer layers or a smaller --context",
             )
 

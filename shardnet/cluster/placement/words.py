@@ -10,16 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from shardnet.cluster.placement.estimate import (
-    StreamedRing,
-    StreamedStage,
-    best_streamed_ring,
-    hops_of,
-    measured_link,
-    streamed_ring,
-    unmeasured_hops,
-    unmeasured_nodes,
-)
+from shardnet.cluster.placement import estimate
 from shardnet.cluster.placement.figures import (
     NO_LINKS,
     CandidateNode,
@@ -150,15 +141,15 @@ def _duration(seconds: float) -> str:
 def assumption_words(ring: Sequence[CandidateNode], links: Links) -> str:
     """List what of a ring was not measured, or while busy, as a suffix; empty if nothing."""
     words = ""
-    if nodes := unmeasured_nodes(ring):
+    if nodes := estimate.unmeasured_nodes(ring):
         names = ", ".join(candidate.name for candidate in nodes[:LISTED])
         words += f" (not measured: {names})"
-    if hops := unmeasured_hops(ring, links):
+    if hops := estimate.unmeasured_hops(ring, links):
         names = ", ".join(f"{a.name} to {b.name}" for a, b in hops[:LISTED])
         words += f" (wire not measured: {names})"
     busy = [node.name for node in ring if node.speed is not None and not node.speed.is_steady]
-    for hop in hops_of(ring):
-        link = measured_link(links, *hop)
+    for hop in estimate.hops_of(ring):
+        link = estimate.measured_link(links, *hop)
         if link is not None and not link.is_steady:
             busy.append(f"{hop[0].name} to {hop[1].name}")
     if busy:
@@ -224,7 +215,7 @@ def ring_shortfall_words(shape: ModelShape, ring: Sequence[CandidateNode]) -> st
     return words + _ways_out(shape, ring, fits_in_order)
 
 
-def streaming_words(shape: ModelShape, ring: StreamedRing, *, was_asked: bool) -> str:
+def streaming_words(shape: ModelShape, ring: estimate.StreamedRing, *, was_asked: bool) -> str:
     """Explain which stages stream how much from disk, why, and at what cost."""
     names = "+".join(stage.candidate.name for stage in ring.stages[:LISTED])
     why = "layers are streamed as was asked" if was_asked else "no memory for the whole model"
@@ -236,7 +227,7 @@ def streaming_words(shape: ModelShape, ring: StreamedRing, *, was_asked: bool) -
     return f"{words}; about {tok_s:.2g} tok/s"
 
 
-def _stream_part(shape: ModelShape, stage: StreamedStage) -> str:
+def _stream_part(shape: ModelShape, stage: estimate.StreamedStage) -> str:
     name, n_layers = stage.candidate.name, len(stage.layers)
     streams = f"{name} streams {stage.n_streamed} of {_layers(n_layers)} from disk"
     read_bytes, read_s = stage.read_bytes(shape), stage.read_s(shape)
@@ -297,9 +288,9 @@ def _streamed_way(shape: ModelShape, candidates: Sequence[CandidateNode], fits: 
     if all(candidate.held(shape).shape.streaming is None for candidate in candidates):
         return None
     if fits is fits_in_order:
-        ring = streamed_ring(shape, candidates, NO_LINKS, Objective.LATENCY)
+        ring = estimate.streamed_ring(shape, candidates, NO_LINKS, Objective.LATENCY)
     else:
-        ring = best_streamed_ring(shape, candidates, NO_LINKS, Objective.LATENCY)
+        ring = estimate.best_streamed_ring(shape, candidates, NO_LINKS, Objective.LATENCY)
     if ring is None:
         return None
     parts = [_stream_part(shape, stage) for stage in ring.stages if stage.n_streamed]

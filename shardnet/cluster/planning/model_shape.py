@@ -12,24 +12,8 @@ from shardnet.cluster.placement.figures import Gathers, ModelShape, QuantizedSiz
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import family_of
+from shardnet.stage.estimate import memory_estimate
 from shardnet.stage.estimate.gather_estimate import embedding_gathers, head_gathers, layer_gathers
-from shardnet.stage.estimate.memory_estimate import (
-    WeightForm,
-    activation_peak_bytes,
-    attention_weights,
-    embedding_weight_bytes,
-    every_stage_bytes,
-    kv_block_bytes,
-    layer_buffer_bytes,
-    layer_read_bytes,
-    layer_scratch_bytes,
-    layer_stream_bytes,
-    layers_weight_bytes,
-    least_state_bytes,
-    shared_weight_bytes,
-    tail_weight_bytes,
-    waiting_bytes,
-)
 from shardnet.stage.estimate.packed_sizes import PackedSizes
 from shardnet.types import (
     BLOCK_POSITIONS,
@@ -92,7 +76,7 @@ def model_shape(
     The shape also has the sizes with more of the model quantised than in `quantization`, and those
     of streaming, unless transformers' modules compute: these do neither.
     """
-    form = WeightForm(
+    form = memory_estimate.WeightForm(
         dtype=dtype,
         quant=quantization.weights,
         linear_dtype=stored,
@@ -104,15 +88,15 @@ def model_shape(
     return ModelShape(
         **weights.each,
         n_layers=config.n_layers,
-        embedding_bytes=embedding_weight_bytes(config, form) + tower_bytes,
+        embedding_bytes=memory_estimate.embedding_weight_bytes(config, form) + tower_bytes,
         hop_bytes=(wire_dtype or WireDType.own(dtype)).row_bytes(config.row_width),
         context=context,
-        layer_read_bytes=layer_read_bytes(config, form),
+        layer_read_bytes=memory_estimate.layer_read_bytes(config, form),
         streaming=Streaming(
-            read_bytes=layer_stream_bytes(config, form),
-            buffer_bytes=layer_buffer_bytes(config, form),
-            working_bytes=layer_scratch_bytes(config, form)
-            + waiting_bytes(config, PREFILL_CHUNK_ROWS, dtype, context),
+            read_bytes=memory_estimate.layer_stream_bytes(config, form),
+            buffer_bytes=memory_estimate.layer_buffer_bytes(config, form),
+            working_bytes=memory_estimate.layer_scratch_bytes(config, form)
+            + memory_estimate.waiting_bytes(config, PREFILL_CHUNK_ROWS, dtype, context),
         )
         if is_ours
         else None,
@@ -138,13 +122,13 @@ def _gathers(config: ModelConfig, wire: WireDType) -> Gathers:
         embedding_bytes=sum(sizes(embedding_gathers(config))),
         head_bytes=sum(sizes(head_gathers(config))),
         heads=(1, 1) if family_of(config).has_whole_heads else (config.n_heads, config.n_kv_heads),
-        head_weights=attention_weights(config),
+        head_weights=memory_estimate.attention_weights(config),
     )
 
 
 def _quantized_sizes(
     config: ModelConfig,
-    form: WeightForm,
+    form: memory_estimate.WeightForm,
     context: int,
     kv_dtype: KvDType,
     flags: tuple[str, ...] = (),
@@ -153,28 +137,34 @@ def _quantized_sizes(
     one_layer, dtype = LayerRange(config.n_layers - 1, config.n_layers), form.dtype
     plain = replace(config, has_mtp=False)
     each_layer = [LayerRange(layer, layer + 1) for layer in range(config.n_layers)]
-    blocks = [kv_block_bytes(plain, n, form.kv, kv_dtype, dtype) for n in each_layer]
-    states = [least_state_bytes(config, n, dtype) for n in each_layer]
+    blocks = [
+        memory_estimate.kv_block_bytes(plain, n, form.kv, kv_dtype, dtype) for n in each_layer
+    ]
+    states = [memory_estimate.least_state_bytes(config, n, dtype) for n in each_layer]
     if config.has_mtp:  # whose layer is counted with the last one
-        blocks.append(kv_block_bytes(config, one_layer, form.kv, kv_dtype, dtype) - blocks[-1])
+        blocks.append(
+            memory_estimate.kv_block_bytes(config, one_layer, form.kv, kv_dtype, dtype) - blocks[-1]
+        )
         states.append(0)
     layer_kv = tuple(zip(blocks, states, strict=True))
 
     def activation_bytes(positions: int) -> int:
         rows = PREFILL_CHUNK_ROWS
-        peak_bytes = activation_peak_bytes(config, one_layer, rows, dtype, positions, kv_dtype)
-        return peak_bytes + every_stage_bytes(config, form)
+        peak_bytes = memory_estimate.activation_peak_bytes(
+            config, one_layer, rows, dtype, positions, kv_dtype
+        )
+        return peak_bytes + memory_estimate.every_stage_bytes(config, form)
 
     # The peak is convex in the context: linear interpolation from one block never underestimates.
     n_more = max(0, context - BLOCK_POSITIONS)
-    layers = layers_weight_bytes(config, form)
+    layers = memory_estimate.layers_weight_bytes(config, form)
     more_bytes = activation_bytes(context) - activation_bytes(context - n_more)
     return QuantizedSizes(
         flags=flags,
         layer_bytes=max(layers),
         spared_bytes=_spared(layers),
-        head_bytes=tail_weight_bytes(config, form),
-        tied_bytes=shared_weight_bytes(config, form),
+        head_bytes=memory_estimate.tail_weight_bytes(config, form),
+        tied_bytes=memory_estimate.shared_weight_bytes(config, form),
         kv_block_bytes=max(blocks),
         state_bytes=max(states),
         layer_kv=layer_kv if len({*layer_kv}) > 1 else (),

@@ -21,26 +21,12 @@ from shardnet.model.config.panel_form import Quantization
 from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.stage.estimate.memory_estimate import WeightForm, graph_bytes, mtp_weight_bytes
 from shardnet.types import Arith, DType, Epoch, NodeId, WireDType
+from shardnet.wire.messages import plans
 from shardnet.wire.messages.deputies import RingNode, StandBy
 from shardnet.wire.messages.extras import RecommendedSampling
 from shardnet.wire.messages.generation import Timing
 from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.membership import NodeInfo
-from shardnet.wire.messages.plans import (
-    KeptPositions,
-    LeftOut,
-    ModelChoice,
-    NarrowWire,
-    PlannedAdapter,
-    PlannedPart,
-    PlannedRing,
-    PlannedShard,
-    PlannedStage,
-    PlannedStandby,
-    PlannedTurns,
-    PlanReply,
-    RingExactness,
-)
 
 INT4_COSTS: Final = (
     "--quant int4 costs quality: on two small real models perplexity rose by 26 % and by 43 %, "
@@ -68,7 +54,7 @@ class Plan:
     of the other rings behind the same head. `turns` and `kept` are of long conversations.
     """
 
-    choice: ModelChoice
+    choice: plans.ModelChoice
     facts: ModelFacts
     dtype: DType
     arith: Arith
@@ -82,15 +68,15 @@ class Plan:
     measured: Measured = NOTHING_MEASURED
     objective: Objective = Objective.LATENCY
     chunk_s: float | None = None
-    silent: tuple[LeftOut, ...] = ()
+    silent: tuple[plans.LeftOut, ...] = ()
     holders: tuple[NodeId, ...] = ()
     standbys: tuple[Standby, ...] = ()
     spares: tuple[NodeInfo, ...] = ()
     spans: tuple[tuple[NodeInfo, ...], ...] = ()
     gather_dtype: WireDType | None = None
     beside: tuple[Plan, ...] = ()
-    turns: PlannedTurns | None = None
-    kept: KeptPositions | None = None
+    turns: plans.PlannedTurns | None = None
+    kept: plans.KeptPositions | None = None
 
     @property
     def rings(self) -> tuple[Plan, ...]:
@@ -117,7 +103,7 @@ class Plan:
         return [self.gather_dtype if further else None for further in spans]
 
     @property
-    def exactness(self) -> RingExactness:
+    def exactness(self) -> plans.RingExactness:
         """What changes no bit of this ring's outputs."""
         return exactness(self.nodes, self.forms, self.dtype, self.wires, self.gathers)
 
@@ -183,7 +169,7 @@ class Plan:
             left_out_names=self.left_out_names | names,
         )
 
-    def computes(self, choice: ModelChoice) -> bool:
+    def computes(self, choice: plans.ModelChoice) -> bool:
         """Say whether its rings compute what `choice` asks for, by whichever nodes and links.
 
         Settings that a choice leaves open match, but for the options of its stages.
@@ -303,10 +289,10 @@ class Plan:
         """Name the nodes that `node` may fetch from, at most LISTED."""
         return [self.left_out_names[other] for other in self.holders if other != node][:LISTED]
 
-    def reply(self, request: int, wire: NarrowWire | None = None) -> PlanReply:
+    def reply(self, request: int, wire: plans.NarrowWire | None = None) -> plans.PlanReply:
         """Make the message for a client. `wire` says what a narrower wire saves and costs."""
         recommended: dict[str, Any] = dict(self.facts.recommended)
-        return PlanReply(
+        return plans.PlanReply(
             request=request,
             model=self.choice.model,
             model_id=self.facts.model_id,
@@ -315,7 +301,7 @@ class Plan:
             context=self.context,
             stages=self._stages(),
             left_out=[
-                LeftOut(node=out.node, name=self.left_out_names[out.node], why=out.why)
+                plans.LeftOut(node=out.node, name=self.left_out_names[out.node], why=out.why)
                 for out in self.placement.left_out
             ]
             + list(self.silent),
@@ -343,12 +329,14 @@ class Plan:
             tower_bytes=self.facts.tower_bytes.get(self.dtype, 0),
             picture_s=self._picture_s(),
             rings=[
-                PlannedRing(stages=ring._stages(), predicted_tok_s=ring.placement.predicted_tok_s)
+                plans.PlannedRing(
+                    stages=ring._stages(), predicted_tok_s=ring.placement.predicted_tok_s
+                )
                 for ring in self.rings
                 if self.beside
             ],
             adapters=[
-                PlannedAdapter(each.name, sum(part.memory_bytes for part in each.parts))
+                plans.PlannedAdapter(each.name, sum(part.memory_bytes for part in each.parts))
                 for each in self.facts.adapters
             ],
             turns=self.turns,
@@ -360,10 +348,10 @@ class Plan:
         speed = self.measured.speeds.get(self.placement.stages[0].node)
         return self.facts.picture_layers * speed.layer_256_s or None if speed else None
 
-    def _stages(self) -> list[PlannedStage]:
+    def _stages(self) -> list[plans.PlannedStage]:
         looked_up = self.facts.layers.looked_up
         return [
-            PlannedStage(
+            plans.PlannedStage(
                 rank=rank,
                 node=node.node,
                 name=node.name,
@@ -392,13 +380,13 @@ class Plan:
             )
         ]
 
-    def _shards(self, rank: int) -> list[PlannedShard]:
+    def _shards(self, rank: int) -> list[plans.PlannedShard]:
         further = self.spans[rank] if self.spans else ()
-        return [PlannedShard(node=n.node, name=n.name, address=n.address) for n in further]
+        return [plans.PlannedShard(node=n.node, name=n.name, address=n.address) for n in further]
 
-    def _planned(self, standby: Standby) -> PlannedStandby:
+    def _planned(self, standby: Standby) -> plans.PlannedStandby:
         layers = self.placement.stages[standby.rank].layers
-        return PlannedStandby(
+        return plans.PlannedStandby(
             rank=standby.rank,
             node=standby.node,
             name=self.left_out_names.get(standby.node, standby.node),
@@ -408,8 +396,8 @@ class Plan:
         )
 
 
-def _part(part: PartPlan) -> PlannedPart:
-    return PlannedPart(
+def _part(part: PartPlan) -> plans.PlannedPart:
+    return plans.PlannedPart(
         layers=(part.layers.start, part.layers.end),
         devices=list(part.names),
         weight_bytes=part.weight_bytes,
@@ -449,7 +437,7 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
 
 
-def silent_words(silent: Sequence[LeftOut]) -> str:
+def silent_words(silent: Sequence[plans.LeftOut]) -> str:
     """Name the nodes that could not be asked or are leaving, and why, at most LISTED of them."""
     told = [f"{out.name} ({out.why})" for out in silent[:LISTED]]
     if len(silent) > LISTED:

@@ -35,20 +35,8 @@ from shardnet.errors import PeerFailedError, ShardnetError, UsageError
 from shardnet.runtime.engine.engine import Engine
 from shardnet.transport.loop import at_most
 from shardnet.types import U32_MAX, Epoch, LiveState, NodeId, remember
+from shardnet.wire.messages import deputies
 from shardnet.wire.messages.control import Done, Redirect
-from shardnet.wire.messages.deputies import (
-    AnswerFound,
-    FindAnswer,
-    FindNode,
-    NodeFound,
-    RequestCopied,
-    Resume,
-    StandBy,
-    StandByRefused,
-    TakenOver,
-    TakeOver,
-    TokensCopied,
-)
 from shardnet.wire.messages.diagnostics import DeputyState
 from shardnet.wire.messages.generation import StateChanged
 
@@ -69,9 +57,13 @@ async def is_lost(head: NodeId, others: Sequence[NodeId], link_of: LinkOf) -> bo
     """Say whether `head` is lost to all nodes of its ring, not to this one alone."""
     began_s = time.monotonic()
     while link_of(head) is None:
-        asked = FindNode(request=0, node=head)
+        asked = deputies.FindNode(request=0, node=head)
         found = await asyncio.gather(
-            *(link.try_to_ask(asked, NodeFound, ASK_S) for link in map(link_of, others) if link)
+            *(
+                link.try_to_ask(asked, deputies.NodeFound, ASK_S)
+                for link in map(link_of, others)
+                if link
+            )
         )
         seen = [one.is_linked for one in found if one is not None]
         if seen and not any(seen):
@@ -97,9 +89,9 @@ async def until_succeeded(head: NodeId, links: PeerLinks, is_former: Callable[[]
     """
     began_s = time.monotonic()
     while is_former():
-        asked, linked = FindNode(request=0, node=head), links.linked()
+        asked, linked = deputies.FindNode(request=0, node=head), links.linked()
         found = await asyncio.gather(
-            *(control.try_to_ask(asked, NodeFound, ASK_S) for control in linked)
+            *(control.try_to_ask(asked, deputies.NodeFound, ASK_S) for control in linked)
         )
         standing_by = [one for one in found if one is not None and one.stands_by]
         is_seen = links.link_of(head) is not None or any(one.is_linked for one in standing_by)
@@ -111,9 +103,9 @@ async def until_succeeded(head: NodeId, links: PeerLinks, is_former: Callable[[]
 
 async def keeper_of(key: str, links: PeerLinks) -> NodeId | None:
     """Ask all nodes which of them has the answer to a request with `key`; None where none has."""
-    asked, linked = FindAnswer(request=0, key=key), links.linked()
+    asked, linked = deputies.FindAnswer(request=0, key=key), links.linked()
     found = await asyncio.gather(
-        *(control.try_to_ask(asked, AnswerFound, ASK_S) for control in linked)
+        *(control.try_to_ask(asked, deputies.AnswerFound, ASK_S) for control in linked)
     )
     for control, one in zip(linked, found, strict=True):
         if one is not None and one.is_kept:
@@ -141,7 +133,7 @@ class Duty:
 
     head: NodeId
     name: str
-    told: StandBy
+    told: deputies.StandBy
     control: ControlLink
     requests: CopiedRequests = field(default_factory=CopiedRequests)
     stop_watching: Callable[[], None] = lambda: None
@@ -179,15 +171,15 @@ class StandIn:
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register what heads tell their deputies, and what is asked of either."""
-        handlers.register(StandBy, self._stand_by)
-        handlers.register(StandByRefused, self._refused)
-        handlers.register(RequestCopied, self._request_copied)
-        handlers.register(TokensCopied, self._tokens_copied)
-        handlers.register(TakeOver, self._take_over_for)
-        handlers.register(TakenOver, self._taken_over)
-        handlers.register(FindNode, self._find_node)
-        handlers.register(FindAnswer, self._find_answer)
-        handlers.register(Resume, self._resume)
+        handlers.register(deputies.StandBy, self._stand_by)
+        handlers.register(deputies.StandByRefused, self._refused)
+        handlers.register(deputies.RequestCopied, self._request_copied)
+        handlers.register(deputies.TokensCopied, self._tokens_copied)
+        handlers.register(deputies.TakeOver, self._take_over_for)
+        handlers.register(deputies.TakenOver, self._taken_over)
+        handlers.register(deputies.FindNode, self._find_node)
+        handlers.register(deputies.FindAnswer, self._find_answer)
+        handlers.register(deputies.Resume, self._resume)
 
     @property
     def deputy(self) -> DeputyState | None:
@@ -233,12 +225,12 @@ class StandIn:
 
     # --- as a deputy
 
-    async def _stand_by(self, control: ControlLink, message: StandBy) -> None:
+    async def _stand_by(self, control: ControlLink, message: deputies.StandBy) -> None:
         head = NodeId(control.link.peer.node)
         duty = self._duties.get(head)
         if duty is None and len(self._duties) >= MAX_DUTIES:
             why = f"it stands by for {MAX_DUTIES} heads already"
-            control.send(StandByRefused(why=why))
+            control.send(deputies.StandByRefused(why=why))
             return
         known = [] if duty is None else duty.told.adapters
         if duty is None or duty.control is not control:  # over a new link all is copied again
@@ -253,23 +245,23 @@ class StandIn:
             fetch = partial(self.planner.prepare_instead, message)
             self._jobs.begin(fetch, f"adapters of {duty.name}")
 
-    async def _refused(self, control: ControlLink, message: StandByRefused) -> None:
+    async def _refused(self, control: ControlLink, message: deputies.StandByRefused) -> None:
         """Have another node stand by for this one."""
         self.copying.refused_by(NodeId(control.link.peer.node), message.why)
 
-    async def _request_copied(self, control: ControlLink, message: RequestCopied) -> None:
+    async def _request_copied(self, control: ControlLink, message: deputies.RequestCopied) -> None:
         duty = self._duties.get(NodeId(control.link.peer.node))
         if duty is not None and message.generate.key:
             duty.requests.open(message.generate, duty.told.model_id, time.monotonic())
 
-    async def _tokens_copied(self, control: ControlLink, message: TokensCopied) -> None:
+    async def _tokens_copied(self, control: ControlLink, message: deputies.TokensCopied) -> None:
         duty = self._duties.get(NodeId(control.link.peer.node))
         if duty is not None:
             now_s = time.monotonic()
             for row in message.rows:
                 duty.requests.add(row.key, row.first, [*read(row.tokens)], row.end, now_s)
 
-    async def _take_over_for(self, control: ControlLink, message: TakeOver) -> None:
+    async def _take_over_for(self, control: ControlLink, message: deputies.TakeOver) -> None:
         """Take over from a head that leaves. Raises UsageError unless this is its deputy."""
         duty = self._duties.get(NodeId(control.link.peer.node))
         if duty is None:
@@ -348,22 +340,24 @@ class StandIn:
         """
         epoch = self._former.get(NodeId(control.link.peer.node))
         if epoch is not None and not control.link.closed:
-            control.send(TakenOver(epoch=epoch))
+            control.send(deputies.TakenOver(epoch=epoch))
 
-    async def _find_node(self, control: ControlLink, message: FindNode) -> None:
+    async def _find_node(self, control: ControlLink, message: deputies.FindNode) -> None:
         node = NodeId(message.node)
         duty, is_linked = self._duties.get(node), self.links.link_of(node) is not None
         stands_by = duty is not None and bool(duty.requests.running)
-        control.send(NodeFound(request=message.request, is_linked=is_linked, stands_by=stands_by))
+        control.send(
+            deputies.NodeFound(request=message.request, is_linked=is_linked, stands_by=stands_by)
+        )
 
-    async def _find_answer(self, control: ControlLink, message: FindAnswer) -> None:
+    async def _find_answer(self, control: ControlLink, message: deputies.FindAnswer) -> None:
         own = self.copying.requests.find(message.key, time.monotonic())
         is_kept = own is not None or self._duty_with(message.key) is not None
-        control.send(AnswerFound(request=message.request, is_kept=is_kept))
+        control.send(deputies.AnswerFound(request=message.request, is_kept=is_kept))
 
     # --- for clients
 
-    async def _resume(self, control: ControlLink, message: Resume) -> None:
+    async def _resume(self, control: ControlLink, message: deputies.Resume) -> None:
         """Go on with an answer, or say where. Raises UsageError if no node knows of it."""
         duty = self._duty_with(message.key)
         if duty is not None:
@@ -434,13 +428,13 @@ class StandIn:
             self.copying.flush()
             if self.copying.deputy is not deputy:
                 raise PeerFailedError("the deputy was lost")
-            order = TakeOver(request=0)
+            order = deputies.TakeOver(request=0)
             await deputy.control.ask(order, Done)
         except BaseException:
             engine.release()
             raise
 
-    async def _taken_over(self, control: ControlLink, message: TakenOver) -> None:
+    async def _taken_over(self, control: ControlLink, message: deputies.TakenOver) -> None:
         """Give way to the deputy, which leads by now. Others cannot say so.
 
         It says so over each link: this node may have given way before.

@@ -37,34 +37,13 @@ from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
 from shardnet.types import block_spans
 from shardnet.wire.framing.frames import Buffer
-from shardnet.wire.messages.bulk import (
-    BulkMessage,
-    BulkRequest,
-    Digests,
-    FetchAdapter,
-    FetchDigests,
-    FetchHead,
-    FetchKv,
-    FetchPart,
-    FetchSkeleton,
-    HeadRange,
-    KvRows,
-    KvSent,
-    PartName,
-    Piece,
-    Refused,
-    Skeleton,
-    SkeletonFile,
-    WeightsRequest,
-    bulk_frame,
-    read_bulk,
-)
+from shardnet.wire.messages import bulk
 from shardnet.wire.messages.handshake import error_frame, explanation
 
 ANSWER_S = 20.0
 """Timeout while a source sends nothing of an answer."""
 
-Answer = TypeVar("Answer", bound=BulkMessage)
+Answer = TypeVar("Answer", bound=bulk.BulkMessage)
 
 
 class SourceRefused(Exception):
@@ -97,15 +76,15 @@ class BulkAsker:
 
     async def piece(self, request: int, left: int) -> memoryview:
         """Receive the next bytes of the answer to a request; `left` bytes of it are to come."""
-        _, payload = await self._receive(request, Piece)
+        _, payload = await self._receive(request, bulk.Piece)
         if not 0 < len(payload) <= left:
             raise RemoteProtocolError(
                 f"{self.name} sent a piece of {len(payload)} bytes where {left} were to come"
             )
         return payload
 
-    def _send(self, message: BulkRequest) -> None:
-        self.link.send(bulk_frame(message))
+    def _send(self, message: bulk.BulkRequest) -> None:
+        self.link.send(bulk.bulk_frame(message))
 
     async def _receive(self, request: int, expected: type[Answer]) -> tuple[Answer, memoryview]:
         try:
@@ -115,8 +94,8 @@ class BulkAsker:
             raise PeerSilentError(
                 f"{self.name} gave nothing of what it was asked for within {self._answer_s:g} s"
             ) from None
-        message = read_bulk(frame)
-        if message.request == request and isinstance(message, Refused):
+        message = bulk.read_bulk(frame)
+        if message.request == request and isinstance(message, bulk.Refused):
             raise SourceRefused(f"{self.name}: {message.message}")
         if message.request != request or not isinstance(message, expected):
             raise RemoteProtocolError(
@@ -135,9 +114,9 @@ class BulkClient(BulkAsker):
 
     async def skeleton(self) -> list[FileHead]:
         """Request the list of the model's files, with the byte ranges that its id covers."""
-        message = FetchSkeleton(request=next(self._numbers), model_id=self._model_id)
+        message = bulk.FetchSkeleton(request=next(self._numbers), model_id=self._model_id)
         self._send(message)
-        answer, _ = await self._receive(message.request, Skeleton)
+        answer, _ = await self._receive(message.request, bulk.Skeleton)
         return [
             FileHead(
                 name=file.name,
@@ -149,7 +128,9 @@ class BulkClient(BulkAsker):
 
     async def head(self, head: FileHead) -> AsyncGenerator[tuple[int, memoryview], None]:
         """Request the ranges of `head`; yield (offset in the file, bytes)."""
-        message = FetchHead(request=next(self._numbers), model_id=self._model_id, file=head.name)
+        message = bulk.FetchHead(
+            request=next(self._numbers), model_id=self._model_id, file=head.name
+        )
         self._send(message)
         for offset, n_bytes in head.ranges:
             at = 0
@@ -160,13 +141,13 @@ class BulkClient(BulkAsker):
 
     async def digests(self, parts: Sequence[TensorPart]) -> list[str | None]:
         """Request the SHA-256 (hex) of at most MAX_DIGESTS parts; None for parts it lacks."""
-        message = FetchDigests(
+        message = bulk.FetchDigests(
             request=next(self._numbers),
             model_id=self._model_id,
-            parts=[PartName(part.tensor, part.number) for part in parts],
+            parts=[bulk.PartName(part.tensor, part.number) for part in parts],
         )
         self._send(message)
-        answer, _ = await self._receive(message.request, Digests)
+        answer, _ = await self._receive(message.request, bulk.Digests)
         if len(answer.sha256) != len(parts):
             raise RemoteProtocolError(
                 f"{self.name} sent {len(answer.sha256)} digests of {len(parts)} parts"
@@ -175,7 +156,7 @@ class BulkClient(BulkAsker):
 
     def ask_part(self, part: TensorPart) -> int:
         """Request a part; return the number of the request, for `piece`."""
-        message = FetchPart(
+        message = bulk.FetchPart(
             request=next(self._numbers),
             model_id=self._model_id,
             tensor=part.tensor,
@@ -190,7 +171,9 @@ class AdapterClient(BulkAsker):
 
     async def part(self, adapter_id: str, part: LayerPart) -> bytes:
         """Request the file of one layer, whose digest the caller checks."""
-        message = FetchAdapter(request=next(self._numbers), adapter_id=adapter_id, layer=part.layer)
+        message = bulk.FetchAdapter(
+            request=next(self._numbers), adapter_id=adapter_id, layer=part.layer
+        )
         self._send(message)
         content = bytearray()
         while len(content) < part.size_bytes:
@@ -201,18 +184,18 @@ class AdapterClient(BulkAsker):
 class KvClient(BulkAsker):
     """Requests what stages of one ring hold of sequences."""
 
-    def ask(self, message: FetchKv) -> int:
+    def ask(self, message: bulk.FetchKv) -> int:
         """Send a request, which is numbered here; return its number, for `rows`."""
         message = replace(message, request=next(self._numbers))
         self._send(message)
         return message.request
 
-    async def rows(self, request: int) -> KvRows:
+    async def rows(self, request: int) -> bulk.KvRows:
         """Receive what the answer to the oldest request will be. Its bytes are to be read next."""
-        answer, _ = await self._receive(request, KvRows)
+        answer, _ = await self._receive(request, bulk.KvRows)
         return answer
 
-    async def payload(self, rows: KvRows) -> AsyncGenerator[memoryview, None]:
+    async def payload(self, rows: bulk.KvRows) -> AsyncGenerator[memoryview, None]:
         """Receive the bytes of an answer piece by piece, and check their digest at the end."""
         digest, left = hashlib.sha256(), rows.n_bytes
         while left:
@@ -220,7 +203,7 @@ class KvClient(BulkAsker):
             digest.update(piece)
             left -= len(piece)
             yield piece
-        sent, _ = await self._receive(rows.request, KvSent)
+        sent, _ = await self._receive(rows.request, bulk.KvSent)
         if sent.sha256 != digest.hexdigest():
             raise RemoteProtocolError(f"{self.name} sent keys and values that changed on the way")
 
@@ -238,7 +221,7 @@ BURST_S = 0.25
 ReadRows = Callable[[int, int], Awaitable[memoryview]]
 
 
-HeldKv = Callable[[FetchKv], Awaitable[tuple[KvRows, ReadRows]]]
+HeldKv = Callable[[bulk.FetchKv], Awaitable[tuple[bulk.KvRows, ReadRows]]]
 """Says what is here of keys and values, and what copies positions `[begin, end)` of it.
 
 A state comes before them; the sequence goes on while they are read. Raises UsageError if it cannot
@@ -269,8 +252,8 @@ class BulkServer:
         opened: dict[str, OpenModel] = {}
         try:
             while True:
-                message = read_bulk(await link.receive())
-                if not isinstance(message, BulkRequest):
+                message = bulk.read_bulk(await link.receive())
+                if not isinstance(message, bulk.BulkRequest):
                     raise RemoteProtocolError(
                         f"{link.peer.name} ({link.peer_address}) sent {type(message).__name__} "
                         "without being asked"
@@ -285,12 +268,14 @@ class BulkServer:
             for model in opened.values():
                 self.disk.submit(model.checkpoint.folder, model.close)
 
-    async def _answer(self, link: Link, message: BulkRequest, opened: dict[str, OpenModel]) -> None:
+    async def _answer(
+        self, link: Link, message: bulk.BulkRequest, opened: dict[str, OpenModel]
+    ) -> None:
         try:
-            if isinstance(message, FetchKv):
+            if isinstance(message, bulk.FetchKv):
                 await self._send_kv(link, message)
                 return
-            if isinstance(message, FetchAdapter):
+            if isinstance(message, bulk.FetchAdapter):
                 await self._send_adapter(link, message)
                 return
             model = opened.get(message.model_id)
@@ -311,35 +296,35 @@ class BulkServer:
             _log.error("%s of %s failed", what, link.peer.name, exc_info=error)
             _refuse(link, message, internal_error(what, error))
 
-    async def _carry_out(self, link: Link, message: WeightsRequest, model: OpenModel) -> None:
+    async def _carry_out(self, link: Link, message: bulk.WeightsRequest, model: OpenModel) -> None:
         disk = self.disk.at(model.checkpoint.folder)
         match message:
-            case FetchSkeleton(request=request):
+            case bulk.FetchSkeleton(request=request):
                 heads = await disk.run(model.checkpoint.skeleton)
                 files = [
-                    SkeletonFile(
+                    bulk.SkeletonFile(
                         name=head.name,
                         size_bytes=head.size_bytes,
-                        heads=[HeadRange(*r) for r in head.ranges],
+                        heads=[bulk.HeadRange(*r) for r in head.ranges],
                     )
                     for head in heads
                 ]
-                link.send(bulk_frame(Skeleton(request=request, files=files)))
-            case FetchHead(request=request, file=file):
+                link.send(bulk.bulk_frame(bulk.Skeleton(request=request, files=files)))
+            case bulk.FetchHead(request=request, file=file):
                 heads = await disk.run(model.checkpoint.skeleton)
                 ranges = {head.name: head.ranges for head in heads}
                 if file not in ranges:
                     raise CheckpointError(f"the model has no file {file!r}")
                 for offset, n_bytes in ranges[file]:
                     await self._send(link, request, model, file, offset, n_bytes)
-            case FetchPart(request=request, tensor=tensor, part=number):
+            case bulk.FetchPart(request=request, tensor=tensor, part=number):
                 part = model.part(tensor, number)
                 await self._send(link, request, model, part.file, part.offset, part.size_bytes)
-            case FetchDigests(request=request, parts=parts):
+            case bulk.FetchDigests(request=request, parts=parts):
                 digests = [
                     await disk.run(partial(model.digest, name.tensor, name.part)) for name in parts
                 ]
-                link.send(bulk_frame(Digests(request=request, sha256=digests)))
+                link.send(bulk.bulk_frame(bulk.Digests(request=request, sha256=digests)))
 
     async def _send(
         self, link: Link, request: int, model: OpenModel, file: str, offset: int, n_bytes: int
@@ -354,7 +339,7 @@ class BulkServer:
             await self._send_piece(link, request, data)
             at += size
 
-    async def _send_adapter(self, link: Link, ask: FetchAdapter) -> None:
+    async def _send_adapter(self, link: Link, ask: bulk.FetchAdapter) -> None:
         """Send the file of one layer of an adapter, piece by piece."""
         disk = self.disk.at(self.adapters.folder)
         content = await disk.run(partial(self.adapters.read, ask.adapter_id, ask.layer))
@@ -368,29 +353,31 @@ class BulkServer:
         wait_s = self.rate.reserve(len(data), self.clock())
         if wait_s > 0:
             await asyncio.sleep(wait_s)
-        link.send(bulk_frame(Piece(request=request), data))
+        link.send(bulk.bulk_frame(bulk.Piece(request=request), data))
         await link.drain()
 
-    async def _send_kv(self, link: Link, ask: FetchKv) -> None:
+    async def _send_kv(self, link: Link, ask: bulk.FetchKv) -> None:
         """Send rows in parts of one block at most: computing goes on between them."""
         if self.kv is None:
             raise UsageError("this node has no sequences")
         rows, read = await self.kv(ask)
-        link.send(bulk_frame(rows))
+        link.send(bulk.bulk_frame(rows))
         digest = hashlib.sha256()
         parts = [(rows.first, ask.end)] if rows.is_state else block_spans(rows.first, ask.end)
         for begin, end in parts:
             data = await read(begin, end)
             digest.update(data)
             for at in range(0, len(data), PIECE_BYTES):
-                link.send(bulk_frame(Piece(request=ask.request), data[at : at + PIECE_BYTES]))
+                link.send(
+                    bulk.bulk_frame(bulk.Piece(request=ask.request), data[at : at + PIECE_BYTES])
+                )
                 await link.drain()
-        link.send(bulk_frame(KvSent(request=ask.request, sha256=digest.hexdigest())))
+        link.send(bulk.bulk_frame(bulk.KvSent(request=ask.request, sha256=digest.hexdigest())))
 
 
-def _refuse(link: Link, message: BulkRequest, error: ShardnetError) -> None:
+def _refuse(link: Link, message: bulk.BulkRequest, error: ShardnetError) -> None:
     text = explanation(error)
-    link.send(bulk_frame(Refused(request=message.request, code=error.code, message=text)))
+    link.send(bulk.bulk_frame(bulk.Refused(request=message.request, code=error.code, message=text)))
 
 
 class SendRate:

@@ -21,14 +21,8 @@ from shardnet.checkpoint.replica import Replica, begin_replica, check_heads, lay
 from shardnet.cluster.machine.folders import ADAPTERS_FOLDER
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.peers import Peers
+from shardnet.cluster.sharing import bulk_client
 from shardnet.cluster.sharing.adapter_sharing import AdapterSharing
-from shardnet.cluster.sharing.bulk_client import (
-    BulkClient,
-    BulkServer,
-    HeldKv,
-    SendRate,
-    SourceRefused,
-)
 from shardnet.cluster.sharing.fetching import Fetch
 from shardnet.cluster.sharing.replica_sources import ReplicaSource, agreed
 from shardnet.cluster.store.adapter_store import AdapterStore
@@ -82,17 +76,17 @@ class Sharing:
     cache: ModelCache
     peers: Peers
     dial: Callable[[str], Awaitable[Link]]
-    rate: SendRate
+    rate: bulk_client.SendRate
     disk: DiskJobs
     log: Callable[[str], None]
-    kv: HeldKv | None = None
+    kv: bulk_client.HeldKv | None = None
 
     def __post_init__(self) -> None:
         self._models = LocalModels(self.cache)
         store = AdapterStore(self.cache.folder / ADAPTERS_FOLDER)
         self.adapters = AdapterSharing(store, self.dial, self.disk)
         """Finds LoRA adapters here, and fetches them."""
-        self._server = BulkServer(
+        self._server = bulk_client.BulkServer(
             self._models, self.disk, self.rate, time.monotonic, store, self.kv
         )
         self._links: set[Link] = set()
@@ -373,8 +367,8 @@ class Sharing:
                 failures.append(str(error))
                 continue
             try:
-                return await self._fetch_skeleton(BulkClient(link, model_id), model_id)
-            except (LinkError, SourceRefused, CheckpointError, BusyError) as error:
+                return await self._fetch_skeleton(bulk_client.BulkClient(link, model_id), model_id)
+            except (LinkError, bulk_client.SourceRefused, CheckpointError, BusyError) as error:
                 failures.append(str(error))
             finally:
                 await link.close()
@@ -384,7 +378,7 @@ class Sharing:
             remedy="start a node that has its checkpoint",
         )
 
-    async def _fetch_skeleton(self, client: BulkClient, model_id: str) -> Path:
+    async def _fetch_skeleton(self, client: bulk_client.BulkClient, model_id: str) -> Path:
         """Fetch the headers of a model's files into a new replica without tensors."""
         heads = await client.skeleton()
         check_heads(heads, client.name)

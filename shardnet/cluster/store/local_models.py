@@ -21,18 +21,11 @@ from typing import Any, Final, get_type_hints
 import msgspec
 
 from shardnet.assets import DEFAULT_MODEL_NAME, DEFAULT_MODEL_PATH
+from shardnet.checkpoint import program_stores
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.formats.gguf_header import gguf_files
 from shardnet.checkpoint.hub_cache import cache_root, pulled_models
 from shardnet.checkpoint.model_names import FoundModel
-from shardnet.checkpoint.program_stores import (
-    lm_studio_models,
-    lm_studio_roots,
-    models_below,
-    named_folders,
-    ollama_models,
-    ollama_roots,
-)
 from shardnet.checkpoint.replica import TensorFiles, TensorPart, part_of
 from shardnet.checkpoint.replica_journal import JOURNAL_FILE, FileStamp
 from shardnet.checkpoint.tensors.checkpoint_files import find_file, folder_entries, open_file
@@ -75,10 +68,10 @@ async def find_models(disk: DiskJobs, cache: ModelCache) -> list[HeldModel]:
     scans: list[tuple[Path, Scan]] = [
         (own.path, lambda root: [own]),
         (cache_root(), pulled_models),
-        *((root, ollama_models) for root in ollama_roots()),
-        *((root, lm_studio_models) for root in lm_studio_roots()),
+        *((root, program_stores.ollama_models) for root in program_stores.ollama_roots()),
+        *((root, program_stores.lm_studio_models) for root in program_stores.lm_studio_roots()),
     ]
-    named = [(folder, models_below) for folder in named_folders()]
+    named = [(folder, program_stores.models_below) for folder in program_stores.named_folders()]
     lists = await asyncio.gather(
         *(_scan(disk, root, scan) for root, scan in scans),
         *(_scan(disk, folder, scan, must_exist=True) for folder, scan in named),

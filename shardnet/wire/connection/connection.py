@@ -28,27 +28,7 @@ from shardnet.errors import (
     error_for_code,
 )
 from shardnet.wire.connection.receive_buffer import FramePart, ReceiveBuffer, payload_copy
-from shardnet.wire.framing.frames import (
-    CHECKSUMS,
-    FRAME_MAGIC,
-    HEADER,
-    KIB,
-    LIMITS,
-    PREAMBLE,
-    PREAMBLE_MAGIC,
-    PROTOCOL_VERSION,
-    TLS_RECORDS,
-    Buffer,
-    Frame,
-    FrameKind,
-    Header,
-    Limits,
-    check_body,
-    damaged,
-    is_sound,
-    pack_frame,
-    unpack_header,
-)
+from shardnet.wire.framing import frames
 from shardnet.wire.messages.handshake import (
     OF_RINGS,
     Hello,
@@ -59,7 +39,7 @@ from shardnet.wire.messages.handshake import (
     read_hello,
 )
 
-DIRECT_BYTES: Final = 16 * KIB
+DIRECT_BYTES: Final = 16 * frames.KIB
 """A meta or payload that lacks at least this much is received straight into its own buffer."""
 
 HelloAnswer = Callable[[Hello], Hello]
@@ -76,7 +56,7 @@ class HelloReceived:
 class FrameReceived(msgspec.Struct, frozen=True, kw_only=True):
     """A whole frame arrived for the user of the link."""
 
-    frame: Frame
+    frame: frames.Frame
 
 
 class ProgressReported(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,23 +90,25 @@ class LinkState(enum.StrEnum):
     ENDED = "after the end of the link"
 
 
-_HANDSHAKE_KINDS: Final = frozenset({FrameKind.HELLO, FrameKind.ERROR})
-_COMMON_KINDS: Final = frozenset({FrameKind.HEARTBEAT, FrameKind.ERROR, FrameKind.BYE})
+_HANDSHAKE_KINDS: Final = frozenset({frames.FrameKind.HELLO, frames.FrameKind.ERROR})
+_COMMON_KINDS: Final = frozenset(
+    {frames.FrameKind.HEARTBEAT, frames.FrameKind.ERROR, frames.FrameKind.BYE}
+)
 _DATA_KINDS: Final = frozenset(
     {
-        FrameKind.DATA,
-        FrameKind.TOKENS,
-        FrameKind.EXTRAS,
-        FrameKind.SEQUENCE,
-        FrameKind.ROWS,
+        frames.FrameKind.DATA,
+        frames.FrameKind.TOKENS,
+        frames.FrameKind.EXTRAS,
+        frames.FrameKind.SEQUENCE,
+        frames.FrameKind.ROWS,
     }
 )
-_STEP_KINDS: Final = {int(kind): kind for kind in (FrameKind.DATA, FrameKind.TOKENS)}
-_PURPOSE_KINDS: Final[Mapping[Purpose, frozenset[FrameKind]]] = {
-    Purpose.CONTROL: _COMMON_KINDS | {FrameKind.CONTROL},
+_STEP_KINDS: Final = {int(kind): kind for kind in (frames.FrameKind.DATA, frames.FrameKind.TOKENS)}
+_PURPOSE_KINDS: Final[Mapping[Purpose, frozenset[frames.FrameKind]]] = {
+    Purpose.CONTROL: _COMMON_KINDS | {frames.FrameKind.CONTROL},
     Purpose.DATA: _COMMON_KINDS | _DATA_KINDS,
-    Purpose.BULK: _COMMON_KINDS | {FrameKind.BULK},
-    Purpose.PARTS: _COMMON_KINDS | {FrameKind.PART},
+    Purpose.BULK: _COMMON_KINDS | {frames.FrameKind.BULK},
+    Purpose.PARTS: _COMMON_KINDS | {frames.FrameKind.PART},
 }
 """What may travel on a link that is up, both ways."""
 
@@ -144,7 +126,7 @@ class LinkConnection:
         hello: Hello | HelloAnswer,
         *,
         initiator: bool,
-        limits: Limits = LIMITS,
+        limits: frames.Limits = frames.LIMITS,
         checked: bool = False,
     ) -> None:
         if initiator and not isinstance(hello, Hello):
@@ -157,11 +139,11 @@ class LinkConnection:
         self._state = LinkState.PREAMBLE
         self._allowed = _HANDSHAKE_KINDS
         self._said_last_word = False
-        self.outgoing: list[Buffer] = []
+        self.outgoing: list[frames.Buffer] = []
         """What `take_outgoing` would return."""
         self._received = ReceiveBuffer()
         self._target: ReceiveBuffer | FramePart = self._received
-        self._header: Header | None = None
+        self._header: frames.Header | None = None
         self._meta = self._payload = _NOTHING
 
     @property
@@ -171,11 +153,11 @@ class LinkConnection:
 
     # --- sending
 
-    def start(self) -> list[Buffer]:
+    def start(self) -> list[frames.Buffer]:
         """Return what is to be sent when the connection stands: the initiator's preamble."""
-        return [PREAMBLE] if self._greeting else []
+        return [frames.PREAMBLE] if self._greeting else []
 
-    def send(self, frame: Frame) -> list[Buffer]:
+    def send(self, frame: frames.Frame) -> list[frames.Buffer]:
         """Return the buffers to write for `frame`, in one go; its payload is not copied.
 
         Raises LocalProtocolError when the frame is not allowed on this link now or breaks a cap,
@@ -187,11 +169,11 @@ class LinkConnection:
             raise LocalProtocolError(f"a {frame.kind.name} frame cannot be sent {self._state}")
         if frame.kind not in self._allowed:
             raise LocalProtocolError(f"a {frame.kind.name} frame has no place on this link")
-        buffers = pack_frame(frame, self._limits, checked=self._checked)
-        self._said_last_word = frame.kind is FrameKind.BYE
+        buffers = frames.pack_frame(frame, self._limits, checked=self._checked)
+        self._said_last_word = frame.kind is frames.FrameKind.BYE
         return buffers
 
-    def take_outgoing(self) -> list[Buffer]:
+    def take_outgoing(self) -> list[frames.Buffer]:
         """Return what the connection itself has to send by now: preambles, hellos, last words."""
         outgoing, self.outgoing = self.outgoing, []
         return outgoing
@@ -241,7 +223,7 @@ class LinkConnection:
         )
         return [LinkFailed(error=error)]
 
-    def _whole_frame(self) -> Frame | None:
+    def _whole_frame(self) -> frames.Frame | None:
         """Take a DATA or TOKENS frame that has come whole with one read, as those of decode steps.
 
         None for any other, and for one that is not right: `_advance` says what is wrong.
@@ -249,12 +231,12 @@ class LinkConnection:
         if self._allowed is not _PURPOSE_KINDS[Purpose.DATA] or self._state is not LinkState.UP:
             return None
         waiting = self._received.waiting
-        start = HEADER.size + CHECKSUMS.size if self._checked else HEADER.size
+        start = frames.HEADER.size + frames.CHECKSUMS.size if self._checked else frames.HEADER.size
         if len(waiting) < start:
             return None
-        magic, number, reserved, n_meta, n_payload, epoch, step = HEADER.unpack_from(waiting)
+        magic, number, reserved, n_meta, n_payload, epoch, step = frames.HEADER.unpack_from(waiting)
         kind = _STEP_KINDS.get(number)
-        if kind is None or magic != FRAME_MAGIC or reserved:
+        if kind is None or magic != frames.FRAME_MAGIC or reserved:
             return None
         max_meta, max_payload = self._limits[kind]
         middle = start + n_meta
@@ -262,15 +244,15 @@ class LinkConnection:
         if end > len(waiting) or n_meta > max_meta or n_payload > max_payload:
             return None
         if self._checked:
-            of_header, of_body = CHECKSUMS.unpack_from(waiting, HEADER.size)
-            if not is_sound(waiting[: HEADER.size], of_header):
+            of_header, of_body = frames.CHECKSUMS.unpack_from(waiting, frames.HEADER.size)
+            if not frames.is_sound(waiting[: frames.HEADER.size], of_header):
                 return None
-            if not is_sound(waiting[start:end], of_body):
+            if not frames.is_sound(waiting[start:end], of_body):
                 return None
         meta = bytes(waiting[start:middle])
         payload = payload_copy(waiting[middle:end])
         self._received.skip(end)
-        return Frame(kind=kind, epoch=epoch, step=step, meta=meta, payload=payload)
+        return frames.Frame(kind=kind, epoch=epoch, step=step, meta=meta, payload=payload)
 
     def _advance(self, events: list[Event]) -> bool:
         """Take the next thing out of the received bytes. False when it is not whole yet."""
@@ -282,8 +264,8 @@ class LinkConnection:
         if not (self._meta.fill_from(self._received) and self._payload.fill_from(self._received)):
             return False
         if self._body_checksum is not None:
-            check_body(self._meta.view, self._payload.view, self._body_checksum, header)
-        frame = Frame(
+            frames.check_body(self._meta.view, self._payload.view, self._body_checksum, header)
+        frame = frames.Frame(
             kind=header.kind,
             epoch=header.epoch,
             step=header.step,
@@ -295,15 +277,15 @@ class LinkConnection:
         return True
 
     def _take_preamble(self) -> bool:
-        data = self._received.peek(len(PREAMBLE))
-        if bytes(data[:1]) in TLS_RECORDS:
+        data = self._received.peek(len(frames.PREAMBLE))
+        if bytes(data[:1]) in frames.TLS_RECORDS:
             if self._greeting is None:
-                self.outgoing.append(PREAMBLE)  # by which a holder of a key learns why
+                self.outgoing.append(frames.PREAMBLE)  # by which a holder of a key learns why
             raise AuthenticationError(
                 "the peer speaks TLS, as holders of a cluster key do, and this side holds none",
                 remedy="run `shardnet key join` here",
             )
-        if data[: len(PREAMBLE_MAGIC)] != PREAMBLE_MAGIC[: len(data)]:
+        if data[: len(frames.PREAMBLE_MAGIC)] != frames.PREAMBLE_MAGIC[: len(data)]:
             # Without its bytes: who had us connect there may have no business to read them.
             error = "the peer does not speak the protocol of shardnet"
             if self._greeting is None:
@@ -311,15 +293,15 @@ class LinkConnection:
             raise RemoteProtocolError(
                 f"{error}, something else answers there", remedy="check the address and port"
             )
-        if len(data) < len(PREAMBLE):
+        if len(data) < len(frames.PREAMBLE):
             return False
-        version = int.from_bytes(data[len(PREAMBLE_MAGIC) :], "little")
-        self._received.take(len(PREAMBLE))
+        version = int.from_bytes(data[len(frames.PREAMBLE_MAGIC) :], "little")
+        self._received.take(len(frames.PREAMBLE))
         if self._greeting is None:
-            self.outgoing.append(PREAMBLE)
-        if version != PROTOCOL_VERSION:
+            self.outgoing.append(frames.PREAMBLE)
+        if version != frames.PROTOCOL_VERSION:
             raise VersionMismatchError(
-                f"the peer speaks protocol version {version}, we speak {PROTOCOL_VERSION}",
+                f"the peer speaks protocol version {version}, we speak {frames.PROTOCOL_VERSION}",
                 remedy="install the same shardnet on both machines",
             )
         self._state = LinkState.HELLO
@@ -327,12 +309,12 @@ class LinkConnection:
             self._say(hello_frame(self._greeting))
         return True
 
-    def _take_header(self) -> Header | None:
-        if len(self._received) < HEADER.size:
+    def _take_header(self) -> frames.Header | None:
+        if len(self._received) < frames.HEADER.size:
             return None
-        data = self._received.peek(HEADER.size)
+        data = self._received.peek(frames.HEADER.size)
         try:
-            header = unpack_header(
+            header = frames.unpack_header(
                 data, allowed=self._allowed, limits=self._limits, state=self._state
             )
         except RemoteProtocolError as error:
@@ -340,15 +322,17 @@ class LinkConnection:
                 raise DamagedFrameError(error.message) from None
             raise
         self._body_checksum = None
-        if self._checked and header.kind is not FrameKind.HELLO:
-            if len(self._received) < HEADER.size + CHECKSUMS.size:
+        if self._checked and header.kind is not frames.FrameKind.HELLO:
+            if len(self._received) < frames.HEADER.size + frames.CHECKSUMS.size:
                 return None
-            checksums = self._received.peek(HEADER.size + CHECKSUMS.size)[HEADER.size :]
-            of_header, self._body_checksum = CHECKSUMS.unpack(checksums)
-            if not is_sound(data, of_header):
-                raise damaged(header, "its header")
-            self._received.take(CHECKSUMS.size)
-        self._received.take(HEADER.size)
+            checksums = self._received.peek(frames.HEADER.size + frames.CHECKSUMS.size)[
+                frames.HEADER.size :
+            ]
+            of_header, self._body_checksum = frames.CHECKSUMS.unpack(checksums)
+            if not frames.is_sound(data, of_header):
+                raise frames.damaged(header, "its header")
+            self._received.take(frames.CHECKSUMS.size)
+        self._received.take(frames.HEADER.size)
         self._header = header
         self._meta = FramePart(header.meta_length) if header.meta_length else _NOTHING
         self._payload = (
@@ -358,24 +342,26 @@ class LinkConnection:
 
     def _is_header_sound(self) -> bool:
         """Say whether the header's checksum has come and is right."""
-        whole = self._received.peek(HEADER.size + CHECKSUMS.size)
-        if len(whole) < HEADER.size + CHECKSUMS.size:
+        whole = self._received.peek(frames.HEADER.size + frames.CHECKSUMS.size)
+        if len(whole) < frames.HEADER.size + frames.CHECKSUMS.size:
             return False
-        return is_sound(whole[: HEADER.size], CHECKSUMS.unpack(whole[HEADER.size :])[0])
+        return frames.is_sound(
+            whole[: frames.HEADER.size], frames.CHECKSUMS.unpack(whole[frames.HEADER.size :])[0]
+        )
 
-    def _accept(self, frame: Frame) -> Event:
+    def _accept(self, frame: frames.Frame) -> Event:
         """Carry out what a whole frame does to the link, and say what happened."""
         if frame.kind in _DATA_KINDS:
             return FrameReceived(frame=frame)
         match frame.kind:
-            case FrameKind.HELLO:
+            case frames.FrameKind.HELLO:
                 return self._accept_hello(read_hello(frame))
-            case FrameKind.HEARTBEAT:
+            case frames.FrameKind.HEARTBEAT:
                 return ProgressReported(epoch=frame.epoch, step=frame.step)
-            case FrameKind.BYE:
+            case frames.FrameKind.BYE:
                 self._state = LinkState.ENDED
                 return PeerLeft()
-            case FrameKind.ERROR:
+            case frames.FrameKind.ERROR:
                 report = read_error(frame)
                 about_link = frame.step == 0 and report.sequence is None
                 if about_link or self._state is LinkState.HELLO:
@@ -401,8 +387,8 @@ class LinkConnection:
         self._state = LinkState.UP
         return HelloReceived(hello=peer)
 
-    def _say(self, frame: Frame) -> None:
-        self.outgoing.extend(pack_frame(frame, self._limits, checked=self._checked))
+    def _say(self, frame: frames.Frame) -> None:
+        self.outgoing.extend(frames.pack_frame(frame, self._limits, checked=self._checked))
 
     def _fail(self, error: ShardnetError, events: list[Event]) -> None:
         if self._state in (LinkState.HELLO, LinkState.UP):

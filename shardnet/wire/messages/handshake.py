@@ -14,16 +14,8 @@ from msgspec import Meta
 
 from shardnet.errors import ShardnetError, WrongValuesError
 from shardnet.types import U32, U64, Strict
+from shardnet.wire.framing import schema
 from shardnet.wire.framing.frames import Frame, FrameKind
-from shardnet.wire.framing.schema import (
-    MAX_EXPLANATION,
-    Explanation,
-    Name,
-    Rank,
-    Remedy,
-    decode,
-    encode,
-)
 
 
 class Purpose(enum.Enum):
@@ -57,13 +49,13 @@ class Hello(Strict, frozen=True, kw_only=True):
 
     purpose: Purpose
     role: PeerRole
-    node: Name
-    name: Name
+    node: schema.Name
+    name: schema.Name
     version: Annotated[str, Meta(max_length=64)]
-    ring: Name = ""
+    ring: schema.Name = ""
     epoch: U32 = 0
-    rank: Rank = 0
-    shard: Rank | msgspec.UnsetType = msgspec.UNSET
+    rank: schema.Rank = 0
+    shard: schema.Rank | msgspec.UnsetType = msgspec.UNSET
 
 
 class ErrorReport(Strict, frozen=True, kw_only=True):
@@ -73,10 +65,10 @@ class ErrorReport(Strict, frozen=True, kw_only=True):
     """
 
     code: U32
-    message: Explanation
+    message: schema.Explanation
     sequence: U64 | None = None
-    remedy: Remedy = msgspec.UNSET
-    rank: Rank | msgspec.UnsetType = msgspec.UNSET
+    remedy: schema.Remedy = msgspec.UNSET
+    rank: schema.Rank | msgspec.UnsetType = msgspec.UNSET
 
 
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
@@ -85,15 +77,15 @@ _error_decoder = msgspec.msgpack.Decoder(ErrorReport)
 
 def hello_frame(hello: Hello) -> Frame:
     """Make the HELLO frame."""
-    return Frame(kind=FrameKind.HELLO, meta=encode(hello))
+    return Frame(kind=FrameKind.HELLO, meta=schema.encode(hello))
 
 
 def read_hello(frame: Frame) -> Hello:
     """Read a HELLO frame. Raises RemoteProtocolError when it breaks the schema."""
-    return decode(_hello_decoder, frame)
+    return schema.decode(_hello_decoder, frame)
 
 
-def explanation(cause: ShardnetError | str, most_bytes: int = MAX_EXPLANATION) -> str:
+def explanation(cause: ShardnetError | str, most_bytes: int = schema.MAX_EXPLANATION) -> str:
     """Return an error's text or another one as it may travel: valid UTF-8, at most `most_bytes`.
 
     For fields without a remedy beside them: the text of an error has its remedy at the end.
@@ -103,7 +95,7 @@ def explanation(cause: ShardnetError | str, most_bytes: int = MAX_EXPLANATION) -
 
 
 def explained(
-    error: ShardnetError, most_bytes: int = MAX_EXPLANATION
+    error: ShardnetError, most_bytes: int = schema.MAX_EXPLANATION
 ) -> tuple[str, str | msgspec.UnsetType]:
     """Return an error's message and its remedy as they may travel, each of at most `most_bytes`."""
     remedy = explanation(error.remedy, most_bytes) if error.remedy else msgspec.UNSET
@@ -121,9 +113,9 @@ def error_frame(
     report = ErrorReport(
         code=error.code, message=message, sequence=sequence, remedy=remedy, rank=rank
     )
-    return Frame(kind=FrameKind.ERROR, epoch=epoch, step=step, meta=encode(report))
+    return Frame(kind=FrameKind.ERROR, epoch=epoch, step=step, meta=schema.encode(report))
 
 
 def read_error(frame: Frame) -> ErrorReport:
     """Read an ERROR frame. Raises RemoteProtocolError when it breaks the schema."""
-    return decode(_error_decoder, frame)
+    return schema.decode(_error_decoder, frame)

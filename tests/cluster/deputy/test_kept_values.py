@@ -6,10 +6,10 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
-from shardnet.cluster.deputy import copying
 from shardnet.cluster.deputy.copying import KeptValues
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.errors import LinkClosedError
+from shardnet.wire.messages import deputies
 from shardnet.wire.messages.deputies import (
     DropValue,
     FindValue,
@@ -99,7 +99,7 @@ def test_the_latest_value_of_each_name_is_listed() -> None:
         await anna.keep("batch_1", b"old")
         await cleo.keep("batch_1", b"new")
         await cleo.keep("batch_2", b"")
-        await cleo.keep("file_1", b"x" * (copying.MAX_LISTED_VALUE + 1))
+        await cleo.keep("file_1", b"x" * (deputies.MAX_LISTED_VALUE + 1))
         for node in (anna, bert, cleo):
             assert await node.list_names("batch_") == {"batch_1": b"new", "batch_2": b""}
             assert await node.list_names("file_") == await node.list_names("", "ben") == {}
