@@ -13,7 +13,7 @@ from shardnet.output_params import OutputKind
 from shardnet.slot_operations import SlotOperation
 from shardnet.types import Epoch, MicroBatch, RowGroup, SequenceId, SlotId, StepId, WireDType
 from shardnet.wire.connection.connection import Event, HelloAnswer, LinkConnection
-from shardnet.wire.framing.frames import Frame, FrameKind, Limits
+from shardnet.wire.framing.frames import LIMITS, Frame, FrameKind, Limits
 from shardnet.wire.messages.bulk import BulkMessage, Piece, bulk_frame
 from shardnet.wire.messages.control import ControlMessage, control_frame
 from shardnet.wire.messages.extras import Extras, StageTiming, extras_frame, sequence_frame
@@ -155,7 +155,7 @@ def joined(buffers: list[Any]) -> bytes:
 class Pair:
     """An initiator and an acceptor, and what each has seen."""
 
-    def __init__(self, a: Hello, b: Hello | HelloAnswer, limits_b: Limits | None = None) -> None:
+    def __init__(self, a: Hello, b: Hello | HelloAnswer, limits_b: Limits = LIMITS) -> None:
         self.a = LinkConnection(a, initiator=True)
         self.b = LinkConnection(b, initiator=False, limits=limits_b)
         self.seen_a: list[Event] = []
@@ -170,7 +170,7 @@ class Pair:
             to_a, to_b = joined(self.b.take_outgoing()), joined(self.a.take_outgoing())
 
 
-def pair(purpose: Purpose = Purpose.CONTROL, limits_b: Limits | None = None) -> Pair:
+def pair(purpose: Purpose = Purpose.CONTROL, limits_b: Limits = LIMITS) -> Pair:
     """A pair that is up and has been told so."""
     made = Pair(hello("a", purpose), hello("b", purpose), limits_b)
     made.seen_a.clear()
