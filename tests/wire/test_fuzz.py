@@ -191,7 +191,7 @@ def drive(connection: LinkConnection, data: bytes, rng: random.Random) -> bool:
 
 def check_memory(taken: list[int]) -> None:
     assert taken, "the fuzzer never got as far as a body"
-    assert max(taken) <= SMALL.data_payload_bytes
+    assert max(taken) <= SMALL[FrameKind.DATA][1]
 
 
 @pytest.mark.parametrize("purpose", list(Purpose))
