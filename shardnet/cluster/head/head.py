@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coro
 from dataclasses import dataclass
 from typing import Any
 
+from shardnet import errors
 from shardnet.cluster.head.lead import Lead, LedRing, Opening, unless_lost
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.member.refusals import draining, resting
@@ -20,16 +21,6 @@ from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Elsewhere, Planner
 from shardnet.cluster.ring.ring import OnStageProgress, Ring
-from shardnet.errors import (
-    BusyError,
-    LinkError,
-    LocalProtocolError,
-    PeerFailedError,
-    PlanError,
-    ShardnetError,
-    SupersededError,
-    error_for_code,
-)
 from shardnet.transport.loop import at_most
 from shardnet.types import Epoch, NodeId
 from shardnet.wire.messages.control import Done
@@ -109,7 +100,7 @@ class Head:
         handlers.register(DropWarm, self._drop_warm_for)
 
     async def _stage_reports_broken(self, control: ControlLink, message: RingBroken) -> None:
-        cause = error_for_code(message.code, f"{control.peer_name}: {message.message}")
+        cause = errors.error_for_code(message.code, f"{control.peer_name}: {message.message}")
         silent, reporter = NodeId(message.silent), NodeId(control.link.peer.node)
         self.ring_broken(message.ring, cause, silent or None, reporter)
 
@@ -251,7 +242,7 @@ class Head:
         self._gives_way = asyncio.Event()
         if lead is None:
             return
-        error = SupersededError(f"the node at {address} leads in place of this one")
+        error = errors.SupersededError(f"the node at {address} leads in place of this one")
         error.address = address
         lead.ring.on_broken = lambda ring: False
         lead.ring.give_up(error)
@@ -284,7 +275,7 @@ class Head:
         for one.
         """
         if self.led.building is not None:
-            raise BusyError(
+            raise errors.BusyError(
                 f"this node is loading {self.led.building.spec.form.model}",
                 remedy="stop the command that asked for it, or wait until that ends",
             )
@@ -315,7 +306,7 @@ class Head:
     def ring_broken(
         self,
         ring: str,
-        error: ShardnetError,
+        error: errors.ShardnetError,
         silent: NodeId | None = None,
         reporter: NodeId | None = None,
     ) -> None:
@@ -326,7 +317,7 @@ class Head:
         """
         for ours in (self.led.building, self.led.lead.ring if self.led.lead is not None else None):
             if ours is not None and ours.name == ring:
-                if isinstance(error, LocalProtocolError):  # it would have sent what is wrong
+                if isinstance(error, errors.LocalProtocolError):  # it would have sent what is wrong
                     silent = reporter
                 if silent is not None and ours.broken is None:
                     ours.fell_silent(reporter or self.node, silent, error)
@@ -383,18 +374,18 @@ class Head:
         )
         try:
             plan = await self._unless_recovering(planning)
-        except PeerFailedError:
+        except errors.PeerFailedError:
             self.led.check_idle()  # its requests have the lock from now on
             raise
         if isinstance(plan, Elsewhere):
             return plan
         try:
             return await self._build_some(plan, tokenizer_for, on_plan, on_progress, on_loaded)
-        except SupersededError as error:
+        except errors.SupersededError as error:
             if not error.address:
                 raise
             return Elsewhere(address=error.address, model=choice.model)
-        except BusyError:
+        except errors.BusyError:
             elsewhere = self.led.elsewhere_with(choice)
             if elsewhere is None and self._gave_way[1]:  # whose requests still run
                 elsewhere = Elsewhere(address=self._gave_way[1], model=choice.model)
@@ -424,7 +415,7 @@ class Head:
         Raises as `_build`; what was lost too, if the nodes that are left cannot do it.
         SupersededError has an address: that node leads in place of this one.
         """
-        plan, avoided, refusing = opened, dict[NodeId, ShardnetError](), dict[NodeId, str]()
+        plan, avoided, refusing = opened, dict[NodeId, errors.ShardnetError](), dict[NodeId, str]()
         for n_left in reversed(range(MOST_TRIES)):
             on_plan(plan)
             tried: list[Ring] = []
@@ -432,8 +423,8 @@ class Head:
                 lead = await self.led.build(
                     plan, tokenizer_for, on_progress, on_loaded, tried.append
                 )
-            except (LinkError, PeerFailedError) as error:
-                if isinstance(error, SupersededError):
+            except (errors.LinkError, errors.PeerFailedError) as error:
+                if isinstance(error, errors.SupersededError):
                     error.address = await self.successor()
                     if error.address:
                         raise
@@ -445,7 +436,7 @@ class Head:
                 without = {node: why.message for node, why in avoided.items()} | refusing
                 try:
                     plan = await self.planner.replan(opened, plan, without)
-                except PlanError:
+                except errors.PlanError:
                     raise error from None
                 names = ", ".join(node.name for node in plan.nodes)
                 self.log(f"no ring yet: {error}; now over {names}")
@@ -472,7 +463,7 @@ async def _nothing() -> None:
 def _check_unused(ring: Ring, idle_s: float) -> None:
     """Raise BusyError if a request has used a ring less than `idle_s` seconds ago."""
     if idle_s and ring.broken is None and ring.idle_s < idle_s:
-        raise BusyError(
+        raise errors.BusyError(
             f"{ring.spec.form.model} was used {ring.idle_s:.0f} s ago, and is freed after "
             f"{idle_s:g} s",
             remedy="ask again later",

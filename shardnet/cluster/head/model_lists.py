@@ -17,12 +17,11 @@ from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
-from shardnet import __version__
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.checkpoint.model_names import FoundModel, is_path, match, nearest_name
 from shardnet.checkpoint.recommended_sampling import MAX_LICENCE, read_licence
-from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers, check_version
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.planning.placing import fits
@@ -276,12 +275,7 @@ class ModelLists:
         self, peer: ControlLink, message: ListModels
     ) -> AsyncGenerator[ModelsListed, None]:
         """Ask a peer for its own models. Raises ShardnetError and TimeoutError."""
-        version = peer.link.peer.version
-        if version != __version__:  # it would end the link over a message it does not know
-            raise ShardnetError(
-                f"it runs shardnet {version} and this node {__version__}; only nodes of one "
-                "version understand each other's lists"
-            )
+        check_version(peer.link.peer, "lists")
         n_listed = 0
         async with peer.conversation(message) as answers:
             while n_listed <= MAX_OF_PEER:

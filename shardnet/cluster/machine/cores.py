@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -68,12 +68,10 @@ def group_cores(cores: Iterable[Core], n_groups: int) -> tuple[tuple[int, ...], 
     if not size:
         return tuple((ordered[index % len(ordered)].number,) for index in range(n_groups))
     return tuple(
-        _numbers_of(node[i * size : (i + 1) * size]) for node in nodes for i in range(n_parts)
+        tuple(sorted(core.number for core in node[i * size : (i + 1) * size]))
+        for node in nodes
+        for i in range(n_parts)
     )
-
-
-def _numbers_of(cores: Sequence[Core]) -> tuple[int, ...]:
-    return tuple(sorted(core.number for core in cores))
 
 
 def _numbers(path: Path) -> list[int]:
@@ -117,7 +115,10 @@ def container_cores(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float |
     """Return the cores whose time this process's groups leave it, None without a limit."""
     cores = [_cores_v2(folder) for folder in _folders(root, membership, "")]
     for name in ("cpu", "cpu,cpuacct"):
-        cores += [_cores_v1(folder) for folder in _folders(root / name, membership, "cpu")]
+        for folder in _folders(root / name, membership, "cpu"):
+            cores.append(
+                _share(_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us"))
+            )
     return min((n_cores for n_cores in cores if n_cores is not None), default=None)
 
 
@@ -178,10 +179,6 @@ def _limit_v1(folder: Path) -> int | None:
 def _cores_v2(folder: Path) -> float | None:
     quota, _, period = _text(folder / "cpu.max").partition(" ")
     return _share(quota, period)
-
-
-def _cores_v1(folder: Path) -> float | None:
-    return _share(_text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us"))
 
 
 def _share(quota: str, period: str) -> float | None:

@@ -12,18 +12,7 @@ from typing import Final
 
 from msgspec import UNSET
 
-from shardnet.errors import (
-    LinkError,
-    LostShardError,
-    PeerFailedError,
-    PeerSilentError,
-    RemoteProtocolError,
-    ShardnetError,
-    UsageError,
-    first_error,
-    internal_error,
-    where,
-)
+from shardnet import errors
 from shardnet.runtime.processors.alertness import SPIN_NS, Alertness
 from shardnet.runtime.ring.links import LinkSink, LinkSource, TailLink, TailSink
 from shardnet.runtime.ring.pipeline import LocalSink, Pipeline
@@ -95,7 +84,7 @@ class StageSpan:
         key = None if hello.shard is UNSET else (hello.shard, hello.purpose)
         waiting = None if key is None else self._accepted.get(key)
         if not expected or waiting is None or waiting.done():
-            raise UsageError(
+            raise errors.UsageError(
                 f"shard {hello.shard} of rank {hello.rank} of ring {hello.ring} epoch "
                 f"{hello.epoch} opened a {hello.purpose.value} link here, expected each shard from "
                 f"{self.shard + 1} to {len(self._addresses) - 1} of rank {end.rank} of ring "
@@ -121,13 +110,13 @@ class StageSpan:
             await asyncio.wait(self._accepted.values(), timeout=within_s)
         for (other, purpose), accepted in self._accepted.items():
             if not accepted.done():
-                raise PeerFailedError(
+                raise errors.PeerFailedError(
                     f"{self._addresses[other]} did not open its {purpose.value} link to shard "
                     f"{self.shard} of its stage within {within_s:.0f} s",
                     remedy=f"check that it can reach {self._addresses[self.shard]}",
                 )
             if accepted.cancelled():
-                raise PeerFailedError("this node has left the ring", remedy="ask again")
+                raise errors.PeerFailedError("this node has left the ring", remedy="ask again")
             self._links[other, purpose] = accepted.result()
         return ShardLinks(
             shard=self.shard,
@@ -186,7 +175,7 @@ which layers may have to be loaded first."""
 HEADLESS_KEEP_S = 5.0
 """How long where the head is lost: with the time to notice that, slots are free within 10 s."""
 
-OnBroken = Callable[[ShardnetError, NodeId | None], None]
+OnBroken = Callable[[errors.ShardnetError, NodeId | None], None]
 """Takes why a ring broke here, and the neighbour that fell silent if that is why."""
 
 
@@ -297,7 +286,7 @@ class RingMembership:
         expected = (self.ring, self.epoch, (self.rank - 1) % len(self.addresses))
         is_expected = (hello.ring, hello.epoch, hello.rank) == expected
         if not is_expected or hello.purpose is not Purpose.DATA or self._upstream.done():
-            raise UsageError(
+            raise errors.UsageError(
                 f"rank {hello.rank} of ring {hello.ring} epoch {hello.epoch} opened a "
                 f"{hello.purpose.value} link here, expected rank {expected[2]} of "
                 f"ring {self.ring} epoch {self.epoch}, once"
@@ -311,7 +300,7 @@ class RingMembership:
         meanwhile, UsageError the second time.
         """
         if self._is_joining:
-            raise UsageError(f"ring {self.ring} was asked to connect twice")
+            raise errors.UsageError(f"ring {self.ring} was asked to connect twice")
         self._is_joining = True
         if self.may_spin() and (len(self.addresses) > 1 or self.span is not None):
             self._alertness = Alertness(stir=partial(lanes[0].executor.stir, SPIN_NS))
@@ -332,7 +321,7 @@ class RingMembership:
             self._run(self._worker, tail, pipeline), name=f"rank {self.rank} of ring {self.ring}"
         )
 
-    def revoke(self, error: ShardnetError) -> None:
+    def revoke(self, error: errors.ShardnetError) -> None:
         """Report through `on_broken` that this node leaves, unless the ring broke before."""
         if not self.is_over:
             self.on_broken(error, None)
@@ -384,7 +373,7 @@ class RingMembership:
             return
         compute = lane.compute
         if not isinstance(compute, SpanningCompute):
-            raise UsageError("the stage of this node was not loaded as a part of one")
+            raise errors.UsageError("the stage of this node was not loaded as a part of one")
         try:
             shards = await self.span.connect(self.dial, NEIGHBOUR_S)
         finally:
@@ -423,7 +412,7 @@ class RingMembership:
 
     def _check_not_left(self) -> None:
         if self._left:
-            raise PeerFailedError(
+            raise errors.PeerFailedError(
                 f"this node left ring {self.ring} while its links were being opened",
                 remedy="ask again",
             )
@@ -434,7 +423,7 @@ class RingMembership:
         if self._upstream.done():
             return self._upstream.result()
         before = self.addresses[self.rank - 1]
-        raise PeerFailedError(
+        raise errors.PeerFailedError(
             f"{before} did not open its data link to rank {self.rank} within {NEIGHBOUR_S:.0f} s",
             remedy=f"check that it can reach {self.addresses[self.rank]}",
         )
@@ -450,15 +439,19 @@ class RingMembership:
                 if self._shards is not None:
                     for reading in self._shards.readers():
                         tasks.create_task(reading)
-        except* ShardnetError as group:
-            self._break(first_error(group))
+        except* errors.ShardnetError as group:
+            self._break(errors.first_error(group))
         except* Exception as group:  # our own bug: the ring must end by name, not hang
-            cause = first_error(group)
+            cause = errors.first_error(group)
             log.error(
-                "rank %d of ring %s failed: %r in %s", self.rank, self.ring, cause, where(cause)
+                "rank %d of ring %s failed: %r in %s",
+                self.rank,
+                self.ring,
+                cause,
+                errors.where(cause),
             )
             log.debug("in full:", exc_info=cause)
-            self._break(internal_error(f"rank {self.rank}", cause))
+            self._break(errors.internal_error(f"rank {self.rank}", cause))
         finally:
             if self._alertness is not None:
                 self._alertness.close()
@@ -467,24 +460,26 @@ class RingMembership:
     def _end_gathers(self) -> None:
         """Let the compute thread wait for no other node of this stage any more."""
         if self._shards is not None:
-            self._shards.fail(LostShardError(f"this node has left ring {self.ring}"))
+            self._shards.fail(errors.LostShardError(f"this node has left ring {self.ring}"))
 
-    def _break(self, error: ShardnetError) -> None:
+    def _break(self, error: errors.ShardnetError) -> None:
         """Report to both neighbours and through `on_broken` why this stage stops.
 
         What became of a link here is no link error of theirs: those say which link it was.
         """
         silent: NodeId | None = None
         has_upstream = self._upstream.done() and not self._upstream.cancelled()
-        if isinstance(error, RemoteProtocolError) and has_upstream:
+        if isinstance(error, errors.RemoteProtocolError) and has_upstream:
             silent = NodeId(self._upstream.result().peer.node)  # data come from nobody else
-        told = PeerFailedError(error.message) if isinstance(error, LinkError) else error
+        told = (
+            errors.PeerFailedError(error.message) if isinstance(error, errors.LinkError) else error
+        )
         for link in self._open_links():
             if link.peer.purpose is Purpose.PARTS:
                 continue  # its connection was handed over, so that it is closed in any case
             if not link.closed:
                 link.send(error_frame(told))
-            elif isinstance(error, PeerSilentError | RemoteProtocolError):
+            elif isinstance(error, errors.PeerSilentError | errors.RemoteProtocolError):
                 silent = NodeId(link.peer.node)
         self._keep_slots()
         self.on_broken(error, silent)

@@ -16,7 +16,7 @@ from shardnet.cluster.machine.device_list import CPU
 from shardnet.cluster.machine.local_nodes import LocalNodes, share_of_cores
 from shardnet.cluster.machine.profile import Device, MemoryBudget, available_cores
 from shardnet.cluster.member.refusals import check_load_order
-from shardnet.cluster.member.ring_membership import OnBroken, RingMembership
+from shardnet.cluster.member.ring_membership import OnBroken
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.sharing.sharing import Sharing
@@ -141,17 +141,15 @@ class StageOrders:
             control.tell_progress(message.request, done_bytes, total_bytes, phase)
 
         def broken(error: ShardnetError, silent: NodeId | None) -> None:
-            head = self.latest(control)
-            if not head.link.closed:
-                head.send(
-                    RingBroken(
-                        ring=message.ring,
-                        epoch=message.epoch,
-                        code=error.code,
-                        message=explanation(error),
-                        silent=silent or "",
-                    )
+            self.latest(control).tell(
+                RingBroken(
+                    ring=message.ring,
+                    epoch=message.epoch,
+                    code=error.code,
+                    message=explanation(error),
+                    silent=silent or "",
                 )
+            )
 
         def entered() -> None:
             self._stop_watching()
@@ -204,11 +202,13 @@ class StageOrders:
             message, owner=owner, owner_name=owner_name, on_broken=left
         )
         async with AsyncExitStack() as unless_it_is_loaded:
-            unless_it_is_loaded.push_async_callback(self._leave_ring, membership)
+            unless_it_is_loaded.push_async_callback(
+                lambda: finish(self.host.leave_ring(membership))
+            )
             entered()
             progress("loading", 0, 0)
             folder = await self.sharing.folder(message, partial(progress, "fetching"))
-            adapters = await self._adapters(message, progress)
+            adapters = await self.sharing.adapters.fetch(message, partial(progress, "fetching"))
             threads = message.threads or self.threads
             order = self._order(message, folder, adapters)
 
@@ -240,7 +240,7 @@ class StageOrders:
         if message.kv_only:
             return await self._follow(message, owner, progress)
         folder = await self.sharing.folder(message, partial(progress, "fetching"))
-        adapters = await self._adapters(message, progress)
+        adapters = await self.sharing.adapters.fetch(message, partial(progress, "fetching"))
         stage, in_use = await self.host.prepare(
             message.ring,
             owner,
@@ -258,7 +258,7 @@ class StageOrders:
         own = self.host.loaded
         if own is None:
             raise UsageError(f"{message.stands_for} is followed by nodes of its ring alone")
-        adapters = await self._adapters(message, progress)
+        adapters = await self.sharing.adapters.fetch(message, partial(progress, "fetching"))
         order = self._order(message, own.order.folder, adapters)
         stage = await self.host.follow(message.ring, owner, order, stands_for=message.stands_for)
         self.log(f"the KV cache of {message.stands_for} is followed, in case that it is lost")
@@ -273,14 +273,6 @@ class StageOrders:
         if await self.host.unload(owner, ring):
             self.sharing.release()
             self.log("freed the stage")
-
-    async def _leave_ring(self, membership: RingMembership) -> None:
-        await finish(self.host.leave_ring(membership))
-
-    async def _adapters(
-        self, message: LoadStage, progress: PhaseProgress
-    ) -> tuple[StageAdapter, ...]:
-        return await self.sharing.adapters.fetch(message, partial(progress, "fetching"))
 
     def _order(
         self, message: LoadStage, folder: Path, adapters: tuple[StageAdapter, ...]

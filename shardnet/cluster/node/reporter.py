@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
-from shardnet import __version__
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead, Opening
 from shardnet.cluster.machine.addresses import is_loopback
 from shardnet.cluster.machine.temperature import Thermometer
-from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers, check_version
 from shardnet.cluster.peers.peer_links import clock_ahead
 from shardnet.cluster.peers.peer_table import KnownNode
 from shardnet.cluster.peers.rtt_probe import judge, probe
@@ -119,11 +118,7 @@ class NodeReporter:
     async def _ask(self, message: ReportRequest, peer: ControlLink) -> ReportReply:
         """Ask a peer for its own report, and compare its clock with ours."""
         hello = peer.link.peer
-        if hello.version != __version__:  # an unknown message would end the link
-            raise ShardnetError(
-                f"it runs shardnet {hello.version} and this node {__version__}; only nodes of one "
-                "version understand each other's reports"
-            )
+        check_version(peer.link.peer, "reports")
         request = ReportRequest(request=0, probe=message.probe, model=message.model)
         asked_at = time.time()
         async with asyncio.timeout(PEER_REPORT_S):

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from shardnet import __version__
 from shardnet.errors import (
     CancelledRequestError,
     PeerSilentError,
@@ -47,7 +48,7 @@ from shardnet.wire.messages.deputies import (
     TokensCopied,
 )
 from shardnet.wire.messages.generation import Cancel, TextRequest
-from shardnet.wire.messages.handshake import error_frame
+from shardnet.wire.messages.handshake import Hello, error_frame
 from shardnet.wire.messages.measurements import MeasuringRequest
 from shardnet.wire.messages.membership import MembershipRequest, PeersKnown
 from shardnet.wire.messages.plans import PlanRequest
@@ -339,6 +340,15 @@ async def _unpacked(
         if isinstance(answer, Failed):
             raise reported_error(answer, peer_name)
         yield answer
+
+
+def check_version(peer: Hello, what: str) -> None:
+    """Raise ShardnetError if a peer would end the link over a message that it does not know."""
+    if peer.version != __version__:
+        raise ShardnetError(
+            f"it runs shardnet {peer.version} and this node {__version__}; only nodes of one "
+            f"version understand each other's {what}"
+        )
 
 
 class MessageHandlers:

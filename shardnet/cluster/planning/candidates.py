@@ -42,16 +42,7 @@ JOINED_BYTES_PER_S = 5e9
 def device_infos(info: NodeInfo) -> list[NodeInfo]:
     """Describe each of a node's devices as a node of its own."""
     return [
-        structs.replace(
-            info,
-            device=device.device,
-            memory_bytes=device.memory_bytes,
-            threads=device.threads,
-            dtypes=device.dtypes,
-            isa=device.isa,
-            arithmetic=device.arithmetic,
-            devices=[],
-        )
+        structs.replace(info, **structs.asdict(device) | {"name": info.name, "devices": []})
         for device in info.devices
     ]
 

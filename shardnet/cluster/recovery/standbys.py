@@ -101,7 +101,7 @@ class Ready:
         here = {one.sequence_id for one in computed}
         for sequence_id in [*(self.followed.keys() | self.refused.keys()) - here]:
             await self._forget(sequence_id)
-        for one in sorted(computed, key=self._n_lacking, reverse=True):
+        for one in sorted(computed, key=lambda one: self._n_known(one) - len(one.token_ids)):
             known, n_positions = self._n_known(one), len(one.token_ids)
             refused = self.refused.get(one.sequence_id, 0)
             if n_positions < known:  # it was paused, and begins again
@@ -119,9 +119,6 @@ class Ready:
     def _n_known(self, one: ComputedSequence) -> int:
         known = self.followed.get(one.sequence_id)
         return 0 if known is None else len(known.token_ids)
-
-    def _n_lacking(self, one: ComputedSequence) -> int:
-        return len(one.token_ids) - self._n_known(one)
 
     def lose(self) -> None:
         """Note that the node has nothing ready any more."""

@@ -150,8 +150,7 @@ class RemotePort:
 
     async def connect(self, ring: str, epoch: int, pipeline: Pipeline) -> None:
         """Ask the peer."""
-        message = ConnectRing(request=0, ring=ring, epoch=epoch)
-        await self._control.ask(message, Done)
+        await self._control.ask(ConnectRing(request=0, ring=ring, epoch=epoch), Done)
 
     async def order(self, message: Order, expected: type[Answer]) -> Answer:
         """Ask the peer, and wait as long as it reports that it works where that may take long."""
@@ -166,8 +165,7 @@ class RemotePort:
 
     async def unload(self, ring: str) -> None:
         """Ask the peer."""
-        message = UnloadStage(request=0, ring=ring)
-        await self._control.ask(message, Done)
+        await self._control.ask(UnloadStage(request=0, ring=ring), Done)
 
     async def compare_clock(self) -> ClockOffset:
         """Ask the peer."""

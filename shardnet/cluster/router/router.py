@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
+from shardnet import errors
 from shardnet.cluster.deputy.copied_requests import CopiedRequest
 from shardnet.cluster.deputy.copying import Copying
 from shardnet.cluster.head.clients import Clients
@@ -29,14 +30,6 @@ from shardnet.cluster.planning.planning import Elsewhere, Planner
 from shardnet.cluster.router.front import Front
 from shardnet.cluster.router.kept_ring import KeptRing
 from shardnet.cluster.router.routed_request import RING_ERRORS, RoutedRequest, prompt_bytes
-from shardnet.errors import (
-    CheckpointError,
-    PeerFailedError,
-    PlanError,
-    RemoteProtocolError,
-    ShardnetError,
-    SupersededError,
-)
 from shardnet.runtime.engine.requests import MadeToken
 from shardnet.transport.link import Link
 from shardnet.transport.loop import at_most
@@ -90,7 +83,7 @@ class Keeping:
                 await self._tell(control, message.request, lead, kept)
             finally:
                 self._kept.discard(kept)
-        raise PeerFailedError(f"the ring of {self._head.node} is kept no more")
+        raise errors.PeerFailedError(f"the ring of {self._head.node} is kept no more")
 
     @property
     def keeper(self) -> NodeId | None:
@@ -116,7 +109,7 @@ class Keeping:
             if self._head.rests:
                 raise resting(self._head.rests)
             if not self._head.led.leads(lead) or not lead.stands:
-                raise PeerFailedError("the ring was lost")
+                raise errors.PeerFailedError("the ring was lost")
             now_s = time.monotonic()
             answer = RingKept(
                 request=request,
@@ -233,7 +226,7 @@ class Router:
         """Have clients go on at the node at `address`, which leads in place of this one."""
         front, self._front = self._front, None
         if front is not None:
-            error = SupersededError(f"the node at {address} leads in place of this one")
+            error = errors.SupersededError(f"the node at {address} leads in place of this one")
             error.address = address
             front.abandon(error)
             self._jobs.begin(front.close, "leaving several rings")
@@ -287,13 +280,13 @@ class Router:
         Raises what the last one reports, LinkError if it is lost too.
         """
         tried: set[tuple[KeptRing, int]] = set()
-        last: ShardnetError | None = None
+        last: errors.ShardnetError | None = None
         while True:
             try:
                 ring = await front.ring_for(b"", tried)
-            except SupersededError:
+            except errors.SupersededError:
                 raise
-            except ShardnetError as error:
+            except errors.ShardnetError as error:
                 raise last or error from None
             tried.add((ring, ring.n_times))
             try:
@@ -323,7 +316,7 @@ class Router:
         try:
             with front:
                 await self._run(front, control, message, made, n_sent)
-        except SupersededError as error:
+        except errors.SupersededError as error:
             if message.outputs.asks or not error.address or control.link.closed:
                 raise
             control.send(Redirect(request=message.request, address=error.address))
@@ -346,7 +339,7 @@ class Router:
         if message.key:
             tokenized = await self._any_ring(front, Tokenize(request=0, generate=message))
             if not isinstance(tokenized, Tokenized):
-                raise RemoteProtocolError(f"a ring answered Tokenize: {tokenized}")
+                raise errors.RemoteProtocolError(f"a ring answered Tokenize: {tokenized}")
             described = with_ids(message, tokenized.token_ids)
         with self.copying.copied(control, described, made, partial(self._stand_by, front)) as copy:
             request = RoutedRequest(
@@ -437,7 +430,7 @@ class Router:
         try:
             await self.planner.provide(choice.model, partial(progress, "downloading"))
             plan = await self.planner.plan(choice, partial(progress, "measuring"))
-        except (CheckpointError, PlanError):
+        except (errors.CheckpointError, errors.PlanError):
             return None
         if isinstance(plan, Elsewhere):
             return plan
@@ -460,7 +453,7 @@ class Router:
 
     async def _free(self, plan: Plan) -> None:
         """Have another head free its ring, if it is there."""
-        with contextlib.suppress(ShardnetError, TimeoutError):
+        with contextlib.suppress(errors.ShardnetError, TimeoutError):
             async with asyncio.timeout(FREE_S):
                 control = await self._reach(plan)
                 message = Unload(request=0, model=plan.choice.model)
@@ -489,4 +482,4 @@ def _pass_on(control: ControlLink, request: int, told: NodeProgress) -> None:
 
 
 async def _refuse(control: ControlLink, message: Incoming) -> None:
-    raise RemoteProtocolError(f"{control.peer_name} sent {type(message).__name__} to itself")
+    raise errors.RemoteProtocolError(f"{control.peer_name} sent {type(message).__name__} to itself")

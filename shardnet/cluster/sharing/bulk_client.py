@@ -18,21 +18,13 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
+from shardnet import errors
 from shardnet.checkpoint.adapters.layer_files import LayerPart
 from shardnet.checkpoint.replica import TensorPart
 from shardnet.checkpoint.tensors.stored_tensor import FileHead
 from shardnet.cluster.store.adapter_store import AdapterStore
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.local_models import LocalModels, OpenModel
-from shardnet.errors import (
-    CheckpointError,
-    LinkError,
-    PeerSilentError,
-    RemoteProtocolError,
-    ShardnetError,
-    UsageError,
-    internal_error,
-)
 from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
 from shardnet.types import block_spans
@@ -78,7 +70,7 @@ class BulkAsker:
         """Receive the next bytes of the answer to a request; `left` bytes of it are to come."""
         _, payload = await self._receive(request, bulk.Piece)
         if not 0 < len(payload) <= left:
-            raise RemoteProtocolError(
+            raise errors.RemoteProtocolError(
                 f"{self.name} sent a piece of {len(payload)} bytes where {left} were to come"
             )
         return payload
@@ -91,14 +83,14 @@ class BulkAsker:
             async with deadline(self._answer_s):
                 frame = await self.link.receive()
         except TimeoutError:
-            raise PeerSilentError(
+            raise errors.PeerSilentError(
                 f"{self.name} gave nothing of what it was asked for within {self._answer_s:g} s"
             ) from None
         message = bulk.read_bulk(frame)
         if message.request == request and isinstance(message, bulk.Refused):
             raise SourceRefused(f"{self.name}: {message.message}")
         if message.request != request or not isinstance(message, expected):
-            raise RemoteProtocolError(
+            raise errors.RemoteProtocolError(
                 f"{self.name} sent {type(message).__name__} {message.request} where "
                 f"{expected.__name__} {request} was to come"
             )
@@ -149,7 +141,7 @@ class BulkClient(BulkAsker):
         self._send(message)
         answer, _ = await self._receive(message.request, bulk.Digests)
         if len(answer.sha256) != len(parts):
-            raise RemoteProtocolError(
+            raise errors.RemoteProtocolError(
                 f"{self.name} sent {len(answer.sha256)} digests of {len(parts)} parts"
             )
         return answer.sha256
@@ -205,7 +197,9 @@ class KvClient(BulkAsker):
             yield piece
         sent, _ = await self._receive(rows.request, bulk.KvSent)
         if sent.sha256 != digest.hexdigest():
-            raise RemoteProtocolError(f"{self.name} sent keys and values that changed on the way")
+            raise errors.RemoteProtocolError(
+                f"{self.name} sent keys and values that changed on the way"
+            )
 
 
 _log = logging.getLogger(__name__)
@@ -254,12 +248,12 @@ class BulkServer:
             while True:
                 message = bulk.read_bulk(await link.receive())
                 if not isinstance(message, bulk.BulkRequest):
-                    raise RemoteProtocolError(
+                    raise errors.RemoteProtocolError(
                         f"{link.peer.name} ({link.peer_address}) sent {type(message).__name__} "
                         "without being asked"
                     )
                 await self._answer(link, message, opened)
-        except RemoteProtocolError as error:
+        except errors.RemoteProtocolError as error:
             if not link.closed:
                 link.send(error_frame(error))
                 await link.close()
@@ -285,16 +279,16 @@ class BulkServer:
                 )
                 opened[message.model_id] = model
             await self._carry_out(link, message, model)
-        except LinkError:
+        except errors.LinkError:
             raise
-        except ShardnetError as error:
+        except errors.ShardnetError as error:
             _refuse(link, message, error)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # our own bug, or a library's panic: the node must live
             what = type(message).__name__
             _log.error("%s of %s failed", what, link.peer.name, exc_info=error)
-            _refuse(link, message, internal_error(what, error))
+            _refuse(link, message, errors.internal_error(what, error))
 
     async def _carry_out(self, link: Link, message: bulk.WeightsRequest, model: OpenModel) -> None:
         disk = self.disk.at(model.checkpoint.folder)
@@ -314,7 +308,7 @@ class BulkServer:
                 heads = await disk.run(model.checkpoint.skeleton)
                 ranges = {head.name: head.ranges for head in heads}
                 if file not in ranges:
-                    raise CheckpointError(f"the model has no file {file!r}")
+                    raise errors.CheckpointError(f"the model has no file {file!r}")
                 for offset, n_bytes in ranges[file]:
                     await self._send(link, request, model, file, offset, n_bytes)
             case bulk.FetchPart(request=request, tensor=tensor, part=number):
@@ -359,7 +353,7 @@ class BulkServer:
     async def _send_kv(self, link: Link, ask: bulk.FetchKv) -> None:
         """Send rows in parts of one block at most: computing goes on between them."""
         if self.kv is None:
-            raise UsageError("this node has no sequences")
+            raise errors.UsageError("this node has no sequences")
         rows, read = await self.kv(ask)
         link.send(bulk.bulk_frame(rows))
         digest = hashlib.sha256()
@@ -375,7 +369,7 @@ class BulkServer:
         link.send(bulk.bulk_frame(bulk.KvSent(request=ask.request, sha256=digest.hexdigest())))
 
 
-def _refuse(link: Link, message: bulk.BulkRequest, error: ShardnetError) -> None:
+def _refuse(link: Link, message: bulk.BulkRequest, error: errors.ShardnetError) -> None:
     text = explanation(error)
     link.send(bulk.bulk_frame(bulk.Refused(request=message.request, code=error.code, message=text)))
 

@@ -54,7 +54,11 @@ class AdapterStore:
         """
         stamped = self.stamp(path)
         known = self._known.get((path, facts.model_id))
-        if known is not None and known.stamp == stamped and self._has_all(known):
+        if (
+            known is not None
+            and known.stamp == stamped
+            and all(self.has(known.adapter_id, part) for part in known.parts)
+        ):
             return AdapterFacts(
                 name=name, adapter_id=known.adapter_id, parts=known.parts, path=path, stamp=stamped
             )
@@ -127,9 +131,6 @@ class AdapterStore:
     def _use(self, adapter: str) -> None:
         self._used.pop(adapter, None)
         self._used[adapter] = None
-
-    def _has_all(self, facts: AdapterFacts) -> bool:
-        return all(self.has(facts.adapter_id, part) for part in facts.parts)
 
     def _make_room(self, n_bytes: int) -> None:
         """Delete what was used longest ago until `n_bytes` more fit. Raises OSError."""

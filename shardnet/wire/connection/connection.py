@@ -17,16 +17,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from shardnet.errors import (
-    AuthenticationError,
-    DamagedFrameError,
-    LinkClosedError,
-    LocalProtocolError,
-    RemoteProtocolError,
-    ShardnetError,
-    VersionMismatchError,
-    error_for_code,
-)
+from shardnet import errors
 from shardnet.wire.connection.receive_buffer import FramePart, ReceiveBuffer, payload_copy
 from shardnet.wire.framing import frames
 from shardnet.wire.messages.handshake import (
@@ -75,7 +66,7 @@ class PeerLeft:
 class LinkFailed:
     """The link cannot go on. Nothing follows; `take_outgoing` may hold a last word to the peer."""
 
-    error: ShardnetError
+    error: errors.ShardnetError
 
 
 Event = HelloReceived | FrameReceived | ProgressReported | PeerLeft | LinkFailed
@@ -130,7 +121,7 @@ class LinkConnection:
         checked: bool = False,
     ) -> None:
         if initiator and not isinstance(hello, Hello):
-            raise LocalProtocolError("the initiator of a link has no hello to answer")
+            raise errors.LocalProtocolError("the initiator of a link has no hello to answer")
         self._greeting = hello if initiator and isinstance(hello, Hello) else None
         self._answer = _answer_with(hello) if isinstance(hello, Hello) else hello
         self._limits = limits
@@ -164,11 +155,13 @@ class LinkConnection:
         and LinkClosedError after the end.
         """
         if self._state is LinkState.ENDED or self._said_last_word:
-            raise LinkClosedError("the link has ended; nothing can be sent on it")
+            raise errors.LinkClosedError("the link has ended; nothing can be sent on it")
         if self._state is not LinkState.UP:
-            raise LocalProtocolError(f"a {frame.kind.name} frame cannot be sent {self._state}")
+            raise errors.LocalProtocolError(
+                f"a {frame.kind.name} frame cannot be sent {self._state}"
+            )
         if frame.kind not in self._allowed:
-            raise LocalProtocolError(f"a {frame.kind.name} frame has no place on this link")
+            raise errors.LocalProtocolError(f"a {frame.kind.name} frame has no place on this link")
         buffers = frames.pack_frame(frame, self._limits, checked=self._checked)
         self._said_last_word = frame.kind is frames.FrameKind.BYE
         return buffers
@@ -200,7 +193,7 @@ class LinkConnection:
         try:
             while self._state is not LinkState.ENDED and self._advance(events):
                 pass
-        except ShardnetError as error:
+        except errors.ShardnetError as error:
             self._fail(error, events)
         if self._state is LinkState.ENDED:
             self._received.clear()
@@ -218,7 +211,7 @@ class LinkConnection:
             case _:
                 when = "during the handshake"
         self._state = LinkState.ENDED
-        error = LinkClosedError(
+        error = errors.LinkClosedError(
             f"the peer closed the connection {when}", remedy="its log may say why"
         )
         return [LinkFailed(error=error)]
@@ -281,7 +274,7 @@ class LinkConnection:
         if bytes(data[:1]) in frames.TLS_RECORDS:
             if self._greeting is None:
                 self.outgoing.append(frames.PREAMBLE)  # by which a holder of a key learns why
-            raise AuthenticationError(
+            raise errors.AuthenticationError(
                 "the peer speaks TLS, as holders of a cluster key do, and this side holds none",
                 remedy="run `shardnet key join` here",
             )
@@ -289,8 +282,8 @@ class LinkConnection:
             # Without its bytes: who had us connect there may have no business to read them.
             error = "the peer does not speak the protocol of shardnet"
             if self._greeting is None:
-                raise RemoteProtocolError(error)
-            raise RemoteProtocolError(
+                raise errors.RemoteProtocolError(error)
+            raise errors.RemoteProtocolError(
                 f"{error}, something else answers there", remedy="check the address and port"
             )
         if len(data) < len(frames.PREAMBLE):
@@ -300,7 +293,7 @@ class LinkConnection:
         if self._greeting is None:
             self.outgoing.append(frames.PREAMBLE)
         if version != frames.PROTOCOL_VERSION:
-            raise VersionMismatchError(
+            raise errors.VersionMismatchError(
                 f"the peer speaks protocol version {version}, we speak {frames.PROTOCOL_VERSION}",
                 remedy="install the same shardnet on both machines",
             )
@@ -317,9 +310,9 @@ class LinkConnection:
             header = frames.unpack_header(
                 data, allowed=self._allowed, limits=self._limits, state=self._state
             )
-        except RemoteProtocolError as error:
+        except errors.RemoteProtocolError as error:
             if self._checked and self._state is LinkState.UP and not self._is_header_sound():
-                raise DamagedFrameError(error.message) from None
+                raise errors.DamagedFrameError(error.message) from None
             raise
         self._body_checksum = None
         if self._checked and header.kind is not frames.FrameKind.HELLO:
@@ -368,17 +361,19 @@ class LinkConnection:
                     self._state = LinkState.ENDED
                     message = f"the peer reports: {report.message}"
                     remedy = report.remedy or ""
-                    return LinkFailed(error=error_for_code(report.code, message, remedy=remedy))
+                    return LinkFailed(
+                        error=errors.error_for_code(report.code, message, remedy=remedy)
+                    )
         return FrameReceived(frame=frame)
 
     def _accept_hello(self, peer: Hello) -> Event:
         if peer.purpose in OF_RINGS and not peer.ring:
-            raise RemoteProtocolError(
+            raise errors.RemoteProtocolError(
                 f"the peer wants a {peer.purpose.value} link but names no ring"
             )
         ours = self._greeting or self._answer(peer)
         if _subject(ours) != _subject(peer):
-            raise RemoteProtocolError(
+            raise errors.RemoteProtocolError(
                 f"we are here for {_subject(ours)}, the peer's hello is for {_subject(peer)}"
             )
         if self._greeting is None:
@@ -390,7 +385,7 @@ class LinkConnection:
     def _say(self, frame: frames.Frame) -> None:
         self.outgoing.extend(frames.pack_frame(frame, self._limits, checked=self._checked))
 
-    def _fail(self, error: ShardnetError, events: list[Event]) -> None:
+    def _fail(self, error: errors.ShardnetError, events: list[Event]) -> None:
         if self._state in (LinkState.HELLO, LinkState.UP):
             self._say(error_frame(error))
         self._state = LinkState.ENDED

@@ -137,7 +137,7 @@ def test_a_store_that_cannot_be_read_keeps_no_other_from_being_listed(
         raise PermissionError(13, "Permission denied")
 
     (tmp_path / "home" / ".lmstudio" / "models").mkdir(parents=True)
-    monkeypatch.setattr("shardnet.cluster.store.local_models.lm_studio_models", fail)
+    monkeypatch.setattr("shardnet.checkpoint.program_stores.lm_studio_models", fail)
     found = {model.name: model for one in ask(tmp_path, lists) for model in one.models}
     assert "ollama:tiny:3b" in found
     [store] = [model for name, model in found.items() if "lmstudio" in name]
