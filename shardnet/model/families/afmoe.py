@@ -45,7 +45,6 @@ def _read_config(fields: Fields) -> ModelConfig:
     is_multiplied = fields.take("mup_enabled", bool, False)
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         windows=windows,
         nope_layers=tuple(n for n in range(config.n_layers) if windows[n] is None),
         embedding_multiplier=config.hidden_size**0.5 if is_multiplied else 1.0,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from shardnet.model.config.decoder_config import FULL, LINEAR, check_state_size, read_layer_kinds
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import Range
-from shardnet.model.config.model_config import DeltaNet, Experts, ModelConfig
+from shardnet.model.config.model_config import DeltaNet, ModelConfig
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families import deepseek_v2, kimi_linear
 from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
@@ -42,19 +42,9 @@ def _read_config(fields: Fields) -> ModelConfig:
         rope=partial(read_rope, theta=6e6),
     )
     delta_net = _read_delta_net(fields, config, size)
-    defaults = Experts(
-        n_experts=512,
-        top_k=8,
-        intermediate_size=768,
-        normalize_top_k=fields.take("norm_topk_prob", bool, True),
-        shared_intermediate_size=1,
-        n_groups=8,
-        top_groups=4,
-        output_scale=2.5,
-        layers=(2,),
-    )
+    config = replace(config, delta_net=delta_net)
     config = deepseek_v2.read_experts(
-        fields, replace(config, delta_net=delta_net), defaults, smallest_group=2
+        fields, config, (512, 8), 768, 2, n_groups=8, top_groups=4, output_scale=2.5
     )
     fields.note_the_rest()
     return config

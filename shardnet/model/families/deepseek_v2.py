@@ -41,16 +41,10 @@ def read_config(fields: Fields) -> ModelConfig:
         raise fields.unsupported("topk_method", method, "greedy, group_limited_greedy")
     if method == "greedy":
         fields.ignore("n_group", "topk_group")
-    defaults = Experts(
-        n_experts=64,
-        top_k=0,  # there is none
-        intermediate_size=1407,
-        normalize_top_k=False,
-        shared_intermediate_size=2,
-        layers=(0,),
+    smallest = 1 if method == "group_limited_greedy" else None
+    return read_experts(
+        fields, config, (64, None), 1407, 0, shared=2, normalize_top_k=False, smallest=smallest
     )
-    is_grouped = method == "group_limited_greedy"
-    return read_experts(fields, config, defaults, smallest_group=1 if is_grouped else None)
 
 
 def read_latent_attention(
@@ -106,33 +100,40 @@ def read_latent_attention(
         config,
         n_kv_heads=1,
         head_size=latent.rope_size,
-        attention_bias=fields.take("attention_bias", bool, False),
         attention_scale=whole**-0.5 * magnitude**2,
         latent=latent,
     )
 
 
 def read_experts(
-    fields: Fields, config: ModelConfig, defaults: Experts, *, smallest_group: int | None
+    fields: Fields,
+    config: ModelConfig,
+    counts: tuple[int, int | None],
+    inner: int,
+    first: int,
+    *,
+    shared: int = 1,
+    smallest: int | None = 2,
+    **more: Any,
 ) -> ModelConfig:
     """Add the experts to `config`; shared ones are stored as one that is as wide as all of them.
 
-    `defaults` are the family's: its `shared_intermediate_size` is the number of shared experts, 0
-    where no key counts them, its `layers` the first layer with experts, and a `top_k` of 0 stands
-    for none. `smallest_group` is the fewest experts of a group, None where experts do not stand in
-    groups.
+    What the family has where a key is missing: how many experts there are and a token uses, how
+    wide each is, the `first` layer with them, how many are `shared` (0 where no key counts them),
+    and `more` fields of Experts, whose weights add up to 1. `smallest` is the fewest experts of a
+    group, None where experts do not stand in groups.
     """
-    n_experts, top_k = read_expert_counts(
-        fields, ("n_routed_experts", "num_experts"), defaults.n_experts, defaults.top_k or None
+    usual = Experts(
+        n_experts=0, top_k=0, intermediate_size=0, layers=(), **{"normalize_top_k": True, **more}
     )
-    inner = fields.positive("moe_intermediate_size", defaults.intermediate_size)
-    n_shared = defaults.shared_intermediate_size
+    n_experts, top_k = read_expert_counts(fields, ("n_routed_experts", "num_experts"), *counts)
+    inner = fields.positive("moe_intermediate_size", inner)
     n_groups = top_groups = 1
-    if smallest_group is not None:
-        n_groups = fields.positive("n_group", defaults.n_groups)
-        top_groups = fields.positive("topk_group", defaults.top_groups)
+    if smallest is not None:
+        n_groups = fields.positive("n_group", usual.n_groups)
+        top_groups = fields.positive("topk_group", usual.top_groups)
     group_size = n_experts // n_groups
-    least = smallest_group or 1
+    least = smallest or 1
     if (
         n_experts % n_groups
         or group_size < least
@@ -142,18 +143,17 @@ def read_experts(
             f"n_group {n_groups} and topk_group {top_groups} do not go with {n_experts} experts, "
             f"{top_k} for each token"
         )
-    first = fields.take("first_k_dense_replace", int, defaults.layers[0])
+    first = fields.take("first_k_dense_replace", int, first)
     layers = read_mlp_kinds(fields, config.n_layers, first)
     experts = Experts(
         n_experts=n_experts,
         top_k=top_k,
         intermediate_size=inner,
-        normalize_top_k=defaults.normalize_top_k,
-        shared_intermediate_size=inner
-        * (n_shared and fields.positive("n_shared_experts", n_shared)),
+        normalize_top_k=fields.take("norm_topk_prob", bool, usual.normalize_top_k),
+        shared_intermediate_size=inner * (shared and fields.positive("n_shared_experts", shared)),
         n_groups=n_groups,
         top_groups=top_groups,
-        output_scale=fields.number("routed_scaling_factor", defaults.output_scale),
+        output_scale=fields.number("routed_scaling_factor", usual.output_scale),
         layers=layers,
     )
     return replace(config, experts=experts if layers else None)

@@ -36,13 +36,7 @@ from shardnet.model.families.family import GgufFormat, MtpNames
 from shardnet.model.families.latent_table import RENAMED
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
-from shardnet.model.families.tensor_shapes import (
-    STREAM_NAMES,
-    Table,
-    gated,
-    linears,
-    sparse_mlp,
-)
+from shardnet.model.families.tensor_shapes import STREAM_NAMES, Table, gated, linears, sparse_mlp
 
 if TYPE_CHECKING:
     from shardnet.model.layers.experts import SparseMlp
@@ -76,6 +70,7 @@ def _read_config(fields: Fields) -> ModelConfig:
         head_size=512,
         intermediate_size=inner,
         rope=read_ropes,
+        attention_bias=None,
     )
     if config.n_kv_heads != 1:
         raise fields.unsupported("num_key_value_heads", config.n_kv_heads, "1")

@@ -22,13 +22,7 @@ from shardnet.model.config.decoder_config import (
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, gguf_biases, read_gguf_decoder, read_gguf_sizes
 from shardnet.model.config.limits import THETAS
-from shardnet.model.config.model_config import (
-    Latent,
-    ModelConfig,
-    NormKind,
-    Rope,
-    RopeKind,
-)
+from shardnet.model.config.model_config import Latent, ModelConfig, NormKind, Rope, RopeKind
 from shardnet.model.config.rope import read_rope, read_scaling
 from shardnet.model.families import deepseek_v2
 from shardnet.model.families.family import GgufFormat
@@ -63,7 +57,6 @@ def _read_olmo(fields: Fields) -> ModelConfig:
     config = read_decoder(fields, norm_key="layer_norm_eps", norm_eps=1e-5)
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         norm_kind=NormKind.BARE_CENTRED,
     )
 
@@ -86,7 +79,6 @@ def _read_nanochat(fields: Fields) -> ModelConfig:
     config = read_decoder(fields, activation="relu2", rope=_read_reversed_rope)
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         norm_kind=NormKind.BARE,
         has_embedding_norm=True,
         logit_soft_cap=fields.optional_number(cap) if fields.given(cap) else 15.0,
@@ -117,7 +109,6 @@ def _read_cohere(
     )
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         norm_kind=NormKind.CENTRED,
         has_parallel_mlp=True,
         has_pairs=True,
@@ -181,7 +172,6 @@ def _read_compass(fields: Fields) -> ModelConfig:
     scale = fields.optional_number("logit_scale")
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         norm_kind=NormKind.CENTRED,
         has_parallel_mlp=True,
         windows=windows,
@@ -211,6 +201,7 @@ def _read_stablelm(fields: Fields) -> ModelConfig:
         norm_key="layer_norm_eps",
         norm_eps=1e-5,
         rope=partial(read_rope, may_be_partial=True, share=0.25),
+        attention_bias=None,
     )
     return replace(
         config,
@@ -239,6 +230,7 @@ def _read_phi(fields: Fields) -> ModelConfig:
         norm_eps=1e-5,
         activation="gelu_new",
         rope=partial(read_rope, may_be_partial=True, share=0.5),
+        attention_bias=None,
     )
     return replace(
         config, attention_bias=True, mlp_bias=True, has_parallel_mlp=True, has_head_bias=True
@@ -252,10 +244,10 @@ def _read_gpt_neox(fields: Fields) -> ModelConfig:
         norm_eps=1e-5,
         activation="gelu",
         rope=_read_neox_rope,
+        attention_bias=True,
     )
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, True),
         mlp_bias=True,
         has_joined_heads=fields.take("heads_stand_together", bool, True),
         has_parallel_mlp=fields.take("use_parallel_residual", bool, True),
@@ -359,7 +351,6 @@ def _read_apertus(fields: Fields) -> ModelConfig:
         max_positions=65536,
         norm_eps=1e-5,
         activation_key=None,
-        attention_bias=False,
         rope=partial(read_rope, theta=12e6, scaling=scaling),
     )
     return replace(config, has_head_norms=True)

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 _LATENT: Final = Latent(
     rank=512, rope_size=0, nope_size=256, value_size=256, query_rank=1536, interleaved=False
 )
-_EXPERTS: Final = replace(latent_table.EXPERTS, n_experts=288, n_groups=1, top_groups=1)
 _INDEXED: Final = ("indexed_attention", "deepseek_sparse_attention", FULL)
 """What layers with latents are called: by transformers, and by the makers."""
 _INTERVAL: Final = 4
@@ -72,7 +71,7 @@ def _read_config(fields: Fields) -> ModelConfig:
         raise fields.unsupported("q_lora_rank", None, "a rank, which positions are chosen by")
     deepseek_v2.require_text(fields, "hidden_act", "silu")
     limit = fields.number("swiglu_limit", 10.0)
-    config = latent_table.read_experts(fields, config, _EXPERTS)
+    config = latent_table.read_experts(fields, config, (288, 8))
     if config.experts is not None:
         config = replace(config, experts=replace(config.experts, swiglu_limit=limit))
     kinds = read_layer_kinds(fields, config.n_layers, *_INDEXED, LINEAR) or [

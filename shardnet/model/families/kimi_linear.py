@@ -15,7 +15,7 @@ from shardnet.model.config.decoder_config import FULL, LINEAR, check_state_size,
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_each
 from shardnet.model.config.limits import MAX_LAYERS
-from shardnet.model.config.model_config import DeltaNet, Experts, Latent, ModelConfig
+from shardnet.model.config.model_config import DeltaNet, Latent, ModelConfig
 from shardnet.model.families import deepseek_v2
 from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
 from shardnet.model.families.family import GgufFormat
@@ -59,16 +59,7 @@ def read_config(fields: Fields) -> ModelConfig:
         nope_layers=tuple(range(config.n_layers)),
         delta_net=_read_delta_net(fields, config.n_layers),
     )
-    defaults = Experts(
-        n_experts=256,
-        top_k=8,
-        intermediate_size=1024,
-        normalize_top_k=fields.take("norm_topk_prob", bool, True),
-        shared_intermediate_size=1,
-        output_scale=2.446,
-        layers=(1,),
-    )
-    config = deepseek_v2.read_experts(fields, config, defaults, smallest_group=2)
+    config = deepseek_v2.read_experts(fields, config, (256, 8), 1024, 1, output_scale=2.446)
     fields.note_the_rest()
     return config
 

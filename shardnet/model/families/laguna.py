@@ -63,7 +63,6 @@ def _read_config(fields: Fields) -> ModelConfig:
         config,
         n_heads=max(query_heads),
         query_heads=query_heads,
-        attention_bias=fields.take("attention_bias", bool, False),
         windows=read_windows(fields, config.n_layers, window, lambda _: False),
         local_rope=_read_rope(SLIDING, fields, config.max_positions, config.head_size),
         experts=_read_experts(fields, config.n_layers),

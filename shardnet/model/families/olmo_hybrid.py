@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from shardnet.model.config.decoder_config import read_decoder, read_delta_net
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import Activation, ModelConfig
-from shardnet.model.families import kimi_linear, olmo2
+from shardnet.model.families import kimi_linear, olmo
 from shardnet.model.families.family import Family, decoder_stage
 from shardnet.model.families.layout import Layout
 from shardnet.model.families.parts import Part
@@ -44,7 +44,6 @@ def _read_config(fields: Fields) -> ModelConfig:
     writes_twice = fields.take("linear_allow_neg_eigval", bool, True)
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         nope_layers=() if has_positions else tuple(range(config.n_layers)),
         delta_net=own and replace(own, write_scale=2.0 if writes_twice else 1.0),
     )
@@ -79,7 +78,7 @@ _NET: Final = Layout(attention=Part(tensors=_net_tensors, load=_load_net))
 
 def _layout(config: ModelConfig, layer: int) -> Layout:
     own = config.delta_net
-    return olmo2.LAYOUT if own is None or layer not in own.layers else _NET
+    return olmo.LAYOUT if own is None or layer not in own.layers else _NET
 
 
 def _layer_tensors(config: ModelConfig, layer: int) -> Table:

@@ -79,7 +79,6 @@ def _read_config(given: Fields) -> ModelConfig:
         head_size=128,
         intermediate_size=11264,
         activation_key=None,
-        attention_bias=False,
         mlp_bias=False,
         rope=partial(read_rope, FULL),
     )
