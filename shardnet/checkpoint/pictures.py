@@ -298,17 +298,12 @@ def _with_right_names(header: GgufHeader) -> GgufHeader:
 
 def _family_of(metadata: Mapping[str, MetadataValue], where: str) -> VisionFamily:
     own = Fields(metadata, where)
-    arch = own.take("general.architecture", str)
-    if arch != "clip":
-        raise own.unsupported("general.architecture", arch, "clip")
+    own.one_of("general.architecture", ("clip",))
     key = "clip.projector_type"
     if own.missing(key):
         key = "clip.vision.projector_type"
-    kind = own.take(key, str)
     known = {name: vision for vision in VISIONS if vision.gguf for name in vision.gguf.projectors}
-    if kind not in known:
-        raise own.unsupported(key, kind, ", ".join(sorted(known)))
-    return known[kind]
+    return known[own.one_of(key, sorted(known))]
 
 
 def _vision_keys(metadata: Mapping[str, MetadataValue]) -> dict[str, MetadataValue]:

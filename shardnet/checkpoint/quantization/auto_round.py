@@ -45,9 +45,8 @@ def read_auto_round(fields: Fields) -> WeightFormat:
     `extra_config` names layers that are quantised otherwise, or not at all.
     """
     fields.ignore(*_IGNORED)
-    packing = fields.take("packing_format", str, "auto_round:gptq")  # transformers' default
-    if packing not in (*_ZERO_OFFSETS, *_AWQ):
-        raise fields.unsupported("packing_format", packing, ", ".join((*_ZERO_OFFSETS, *_AWQ)))
+    known = (*_ZERO_OFFSETS, *_AWQ)
+    packing = fields.one_of("packing_format", known, "auto_round:gptq")  # transformers' default
     if (act_bits := fields.take("act_bits", int, _PLAIN_BITS)) < _PLAIN_BITS:
         raise fields.unsupported("act_bits", act_bits, f"{_PLAIN_BITS} and more")
     take_shared(fields)

@@ -72,10 +72,7 @@ def gptq_format(
 
 def read_bits(fields: Fields, *default: int) -> int:
     """Read the bits of a weight."""
-    bits = fields.take("bits", int, *default)
-    if bits not in _BITS:
-        raise fields.unsupported("bits", bits, ", ".join(map(str, _BITS)))
-    return int(bits)
+    return int(fields.one_of("bits", _BITS, *default))
 
 
 def take_shared(fields: Fields) -> None:
@@ -85,8 +82,7 @@ def take_shared(fields: Fields) -> None:
     """
     fields.ignore(*_IGNORED.split())
     for key, only in (("pack_dtype", "int32"), ("data_type", "int")):
-        if (kind := fields.take(key, str, only)) != only:
-            raise fields.unsupported(key, kind, only)
+        fields.require(key, only)
     exceptions = fields.take("dynamic", dict, {})
     if not all(pattern.startswith("-:") for pattern in exceptions):
         raise fields.unsupported("dynamic", exceptions, "patterns that begin with -:")

@@ -90,9 +90,7 @@ def take_format(
     if key.endswith(_MLX):
         method, made = "mlx", read_mlx(fields)
     else:
-        method = fields.take("quant_method", str)
-        if method not in METHODS:
-            raise fields.unsupported("quant_method", method, ", ".join(METHODS))
+        method = fields.one_of("quant_method", METHODS)
         made = METHODS[method](fields)
         fields.note_the_rest()
     fields.refuse_unknown()

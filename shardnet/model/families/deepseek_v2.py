@@ -34,11 +34,9 @@ def read_config(fields: Fields) -> ModelConfig:
         read_latent_attention(fields, interleaved=True, max_positions=2048),
         mlp_bias=fields.take("mlp_bias", bool, False),
     )
-    require_text(fields, "scoring_func", "softmax")
+    fields.require("scoring_func", "softmax")
     fields.require("norm_topk_prob", False)
-    method = fields.take("topk_method", str, "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise fields.unsupported("topk_method", method, "greedy, group_limited_greedy")
+    method = fields.one_of("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     if method == "greedy":
         fields.ignore("n_group", "topk_group")
     smallest = 1 if method == "group_limited_greedy" else None
@@ -157,13 +155,6 @@ def read_experts(
         layers=layers,
     )
     return replace(config, experts=experts if layers else None)
-
-
-def require_text(fields: Fields, key: str, only: str) -> None:
-    """Refuse any text but `only`. Raises UnsupportedModelError."""
-    value = fields.take(key, str, only)
-    if value != only:
-        raise fields.unsupported(key, value, only)
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:

@@ -77,8 +77,7 @@ def _read_config(fields: Fields) -> ModelConfig:
     for key in ("attention_bias", "mlp_bias"):
         fields.require(key, only=False)
     fields.require("norm_topk_prob", only=True)
-    if (scoring := fields.take("scoring_func", str, "sqrtsoftplus")) != "sqrtsoftplus":
-        raise fields.unsupported("scoring_func", scoring, "sqrtsoftplus")
+    fields.require("scoring_func", "sqrtsoftplus")
     fields.ignore("num_nextn_predict_layers", "topk_method", "n_group", "topk_group")
     fields.ignore("expert_dtype")  # their tensors say so
     for what in ("block_size", "noise_token_id", "target_layer_ids", "markov_rank"):

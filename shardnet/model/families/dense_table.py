@@ -128,8 +128,8 @@ def read_cohere2(
     for key in ("use_gated_activation", "use_parallel_block", "use_embedding_sharing"):
         fields.require(key, only=True)
     fields.require("rotary_pct", 1.0)
-    deepseek_v2.require_text(fields, "position_embedding_type", "rope_gptj")
-    deepseek_v2.require_text(fields, "order_of_interleaved_layers", "local_attn_first")
+    fields.require("position_embedding_type", "rope_gptj")
+    fields.require("order_of_interleaved_layers", "local_attn_first")
     fields.ignore("layer_switch", "use_parallel_embedding", "_sliding_window_pattern")
     fields.require("use_qk_norm", False)
     config = _read_cohere(fields, theta=10000.0, head_size=head_size)
@@ -334,7 +334,7 @@ def _read_minicpm3_gguf(
 
 
 def _read_apertus(fields: Fields) -> ModelConfig:
-    deepseek_v2.require_text(fields, "hidden_act", "xielu")
+    fields.require("hidden_act", "xielu")
     fields.require("qk_norm", True)
     for key in ("post_norm", "mlp_bias"):
         fields.require(key, only=False)

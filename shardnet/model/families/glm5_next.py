@@ -69,7 +69,7 @@ def _read_config(fields: Fields) -> ModelConfig:
     latent = config.latent
     if latent is None or latent.query_rank is None:
         raise fields.unsupported("q_lora_rank", None, "a rank, which positions are chosen by")
-    deepseek_v2.require_text(fields, "hidden_act", "silu")
+    fields.require("hidden_act", "silu")
     limit = fields.number("swiglu_limit", 10.0)
     config = latent_table.read_experts(fields, config, (288, 8))
     if config.experts is not None:
@@ -79,7 +79,7 @@ def _read_config(fields: Fields) -> ModelConfig:
     ]
     for key in ("index_kpool_compress", "mhc", "mla_use_nope"):
         fields.require(key, only=True)
-    deepseek_v2.require_text(fields, "moe_router_dtype", "float32")
+    fields.require("moe_router_dtype", "float32")
     fields.ignore("output_router_logits", "router_aux_loss_coef", "num_nextn_predict_layers")
     fields.ignore("index_share_for_mtp_iteration")
     config = replace(

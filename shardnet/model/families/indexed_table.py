@@ -64,7 +64,7 @@ def _read_hunyuan(fields: Fields) -> ModelConfig:
     interleaved = fields.take("rope_interleave", bool, fields.given("use_mla"))
     for key in ("enable_ihc", "gated_mla", "learnable_sink", "use_dsa", "use_mla"):
         fields.require(key, only=True)
-    deepseek_v2.require_text(fields, "gating_type", "elementwise")
+    fields.require("gating_type", "elementwise")
     fields.ignore("enable_lm_head_fp32", "mtp_loss_factor", "bitwise_backward_align")
     config = deepseek_v2.read_latent_attention(
         fields,

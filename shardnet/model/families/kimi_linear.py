@@ -50,7 +50,7 @@ def read_config(fields: Fields) -> ModelConfig:
     fields = renamed(fields)
     for key in ("use_grouped_topk", "mla_use_nope"):
         fields.require(key, only=True)
-    deepseek_v2.require_text(fields, "moe_router_activation_func", "sigmoid")
+    fields.require("moe_router_activation_func", "sigmoid")
     config = deepseek_v2.read_latent_attention(
         fields, interleaved=False, max_positions=1048576, norm_eps=1e-5, defaults=LATENT
     )

@@ -30,8 +30,8 @@ def read_experts(
     **more: Any,
 ) -> ModelConfig:
     """Add experts that are chosen by sigmoid and a bias; arguments as deepseek_v2.read_experts."""
-    deepseek_v2.require_text(fields, "scoring_func", "sigmoid")
-    deepseek_v2.require_text(fields, "topk_method", "noaux_tc")
+    fields.require("scoring_func", "sigmoid")
+    fields.require("topk_method", "noaux_tc")
     return deepseek_v2.read_experts(
         fields, config, counts, inner, first, **{"output_scale": 2.5, **more}
     )

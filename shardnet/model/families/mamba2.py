@@ -145,9 +145,7 @@ def _read_granite_hybrid(fields: Fields) -> ModelConfig:
     inner = fields.positive("intermediate_size")
     kinds = fields.take("layer_types", list, None)
     kinds = fields.take("layers_block_type", list, kinds or [LINEAR] * config.n_layers)
-    position = fields.take("position_embedding_type", str, "nope")
-    if position not in ("nope", "rope"):
-        raise fields.unsupported("position_embedding_type", position, "nope, rope")
+    position = fields.one_of("position_embedding_type", ("nope", "rope"), "nope")
     experts = None
     if fields.take("num_local_experts", int, 8):
         n_experts, top_k = read_expert_counts(fields, ("num_local_experts", "num_experts"), 8, 2)

@@ -110,8 +110,8 @@ def _read_rope(kind: str, fields: Fields, max_positions: int, head_size: int) ->
 
 
 def _read_experts(fields: Fields, config: ModelConfig) -> ModelConfig:
-    deepseek_v2.require_text(fields, "scoring_func", "sigmoid")
-    deepseek_v2.require_text(fields, "topk_method", "noaux_tc")
+    fields.require("scoring_func", "sigmoid")
+    fields.require("topk_method", "noaux_tc")
     config = deepseek_v2.read_experts(fields, config, (256, 8), 2048, 1, shared=0)
     marks = read_marks(fields, "moe_layer_freq", config.n_layers)
     if config.experts is None or marks is None:

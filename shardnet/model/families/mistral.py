@@ -57,9 +57,7 @@ def _read_params(fields: Fields) -> dict[str, Any]:
 
 def _check_quantization(fields: Fields) -> None:
     """Refuse weights that are stored in anything but FP8 with one scale for each."""
-    kind = fields.take("qformat_weight", str)
-    if kind != "fp8_e4m3":
-        raise fields.unsupported("qformat_weight", kind, "fp8_e4m3")
+    fields.one_of("qformat_weight", ("fp8_e4m3",))
     fields.ignore("qscheme_act")  # activations are not quantised here
     fields.note_the_rest()
 

@@ -87,7 +87,7 @@ def _read_kinds(fields: Fields) -> list[Any]:
 
 def _read_own_mamba(fields: Fields, kinds: list[Any]) -> DeltaNet | None:
     """Read the sizes of Mamba-2 with Nemotron-H's keys."""
-    deepseek_v2.require_text(fields, "mamba_hidden_act", "silu")
+    fields.require("mamba_hidden_act", "silu")
     fields.require("use_conv_bias", True)
     fields.require("use_bias", False)
     fields.require("mamba_proj_bias", False)

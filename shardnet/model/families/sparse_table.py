@@ -25,7 +25,6 @@ from shardnet.model.config.limits import MAX_EXPERTS, NORM_EPS
 from shardnet.model.config.model_config import Experts, ModelConfig, NormKind, Rope
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families import deepseek_v2, dense_table, gemma4, llama_table
-from shardnet.model.families.deepseek_v2 import require_text
 from shardnet.model.families.expert_parts import (
     DEEPSEEK_EXPERTS,
     ERNIE_EXPERTS,
@@ -89,7 +88,7 @@ def _read_mellum(fields: Fields) -> ModelConfig:
 
 def _read_dots1(fields: Fields) -> ModelConfig:
     config = read_decoder(fields, n_kv_heads=32, intermediate_size=10944)
-    deepseek_v2.require_text(fields, "scoring_func", "noaux_tc")
+    fields.require("scoring_func", "noaux_tc")
     fields.require("moe_layer_freq", 1)
     window, first = fields.optional("sliding_window"), fields.take("max_window_layers", int, 62)
     config = replace(
@@ -140,12 +139,9 @@ def _read_cohere2_moe(fields: Fields) -> ModelConfig:
     counts = read_expert_counts(fields, ("num_experts", "num_local_experts"), 8, 2)
     normalizes = fields.take("norm_topk_prob", bool, True)
     n_shared = fields.take("num_shared_experts", int, 0)
-    strategy = fields.take("shared_expert_combination_strategy", str, "average")
-    if strategy not in ("average", "sum"):
-        raise fields.unsupported("shared_expert_combination_strategy", strategy, "average, sum")
-    scoring = fields.take("expert_selection_fn", str, "softmax")
-    if scoring not in ("softmax", "sigmoid"):
-        raise fields.unsupported("expert_selection_fn", scoring, "softmax, sigmoid")
+    key = "shared_expert_combination_strategy"
+    strategy = fields.one_of(key, ("average", "sum"), "average")
+    scoring = fields.one_of("expert_selection_fn", ("softmax", "sigmoid"), "softmax")
     config = in_all_layers(
         config,
         *counts,
@@ -238,8 +234,8 @@ def _read_minimax(fields: Fields) -> ModelConfig:
         rope=_read_minimax_rope,
         attention_bias=None,
     )
-    require_text(fields, "qk_norm_type", "per_layer")
-    require_text(fields, "scoring_func", "sigmoid")
+    fields.require("qk_norm_type", "per_layer")
+    fields.require("scoring_func", "sigmoid")
     for key in ("use_qk_norm", "use_routing_bias"):
         fields.require(key, only=True)
     for part in ("full_attention", "linear_attention", "mlp"):
@@ -355,7 +351,7 @@ def _read_sarvam_experts(
 ) -> ModelConfig:
     """Add DeepSeek-V3's experts; the arguments are defaults."""
     fields.require("moe_router_enable_expert_bias", only=True)
-    deepseek_v2.require_text(fields, "score_function", "sigmoid")
+    fields.require("score_function", "sigmoid")
     fields.ignore("output_dropout")
     shared = fields.positive("num_shared_experts", 1)
     return deepseek_v2.read_experts(

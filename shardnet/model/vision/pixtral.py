@@ -59,9 +59,7 @@ _LAYERS: Final = LayerNames(
 
 def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
     """Read a PixtralVisionConfig, and what Mistral3Config says of the projector."""
-    layer = outer.take("vision_feature_layer", int, -1)
-    if layer != -1:
-        raise outer.unsupported("vision_feature_layer", layer, "-1")
+    outer.require("vision_feature_layer", -1)
     n_heads, hidden_size = (
         own.positive("num_attention_heads", 16),
         own.positive("hidden_size", 1024),

@@ -236,8 +236,7 @@ def _dense(folder: Path) -> DenseLayer:
     if activation != "Identity" and activation != "Tanh":
         raise fields.unsupported("activation_function", said, "Identity, Tanh")
     for key in ("module_input_name", "module_output_name"):
-        if (of := fields.take(key, str, _VECTOR)) != _VECTOR:
-            raise fields.unsupported(key, of, _VECTOR)
+        fields.require(key, _VECTOR)
     n_in = fields.positive("in_features", at_most=MAX_VECTOR)
     n_out = fields.positive("out_features", at_most=MAX_VECTOR)
     shapes: dict[str, tuple[int, ...]] = {"linear.weight": (n_out, n_in)}
