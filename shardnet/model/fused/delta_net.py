@@ -22,7 +22,7 @@ from shardnet.model.fused.structs import (
     check_shape,
     is_joined,
 )
-from shardnet.model.kernels.library import SCRATCH, NativeKernels, check_memory
+from shardnet.model.kernels.library import SCRATCH, NativeKernels, check_memory, fields
 from shardnet.model.kernels.linear import NativeLinear, is_native
 from shardnet.model.kernels.recurrence import RecurrenceStruct, mixed_bytes
 from shardnet.model.layers.attention import ForwardStep
@@ -42,15 +42,9 @@ class DeltaSpanStruct(ctypes.Structure):
     """`struct delta_span` of csrc/delta_net.c."""
 
     _fields_ = (
-        ("recent", ctypes.c_void_p),
-        ("recurrent", ctypes.c_void_p),
-        ("recent_before", ctypes.c_void_p),
-        ("recurrent_before", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("write", ctypes.c_void_p),
-        ("decay", ctypes.c_void_p),
-        ("start", ctypes.c_int64),
-        ("end", ctypes.c_int64),
+        *fields(ctypes.c_void_p, "recent", "recurrent", "recent_before", "recurrent_before"),
+        *fields(ctypes.c_void_p, "rows", "write", "decay"),
+        *fields(ctypes.c_int64, "start", "end"),
     )
 
 
@@ -59,24 +53,15 @@ class DeltaStruct(ctypes.Structure):
 
     _fields_ = (
         ("residual", ResidualStruct),
-        ("qkvz", ctypes.c_void_p),
-        ("ba", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("qkvz_joined", JoinedStruct),
-        ("joined", JoinedStruct),
+        *fields(ctypes.c_void_p, "qkvz", "ba", "output"),
+        *fields(JoinedStruct, "qkvz_joined", "joined"),
         ("scratch", ctypes.c_void_p),
         ("recurrence", RecurrenceStruct),
         ("spans", ctypes.c_void_p),
         ("n_spans", ctypes.c_int64),
-        ("projected", ctypes.c_void_p),
-        ("small", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("gate", ctypes.c_void_p),
-        ("write", ctypes.c_void_p),
-        ("decay", ctypes.c_void_p),
+        *fields(ctypes.c_void_p, "projected", "small", "rows", "gate", "write", "decay"),
         ("outputs", ctypes.c_void_p),
-        ("groups_qkvz", ctypes.c_int32),
-        ("groups_ba", ctypes.c_int32),
+        *fields(ctypes.c_int32, "groups_qkvz", "groups_ba"),
     )
 
 

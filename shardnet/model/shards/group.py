@@ -23,7 +23,7 @@ from shardnet.errors import (
     internal_error,
     without_frames,
 )
-from shardnet.model.kernels.library import NativeKernels, native_kernels
+from shardnet.model.kernels.library import NativeKernels, fields, native_kernels
 
 
 class ShardGroup(Protocol):
@@ -60,27 +60,17 @@ class GatherStruct(ctypes.Structure):
     """`struct gather` of csrc/gather.h."""
 
     _fields_ = (
-        ("join", ctypes.c_void_p),
-        ("memory", ctypes.c_void_p),
-        ("deadline_ns", ctypes.c_int64),
-        ("spin_ns", ctypes.c_int64),
-        ("index", ctypes.c_int32),
-        ("size", ctypes.c_int32),
-        ("post", ctypes.c_void_p),
-        ("await", ctypes.c_void_p),
+        *fields(ctypes.c_void_p, "join", "memory"),
+        *fields(ctypes.c_int64, "deadline_ns", "spin_ns"),
+        *fields(ctypes.c_int32, "index", "size"),
+        *fields(ctypes.c_void_p, "post", "await"),
     )
 
 
 class JoinedStruct(ctypes.Structure):
     """`struct joined` of csrc/gather.h."""
 
-    _fields_ = (
-        ("gather", ctypes.c_void_p),
-        ("in_ends", ctypes.c_void_p),
-        ("out_ends", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("part", ctypes.c_void_p),
-    )
+    _fields_ = fields(ctypes.c_void_p, "gather", "in_ends", "out_ends", "rows", "part")
 
 
 _Join = ctypes.CFUNCTYPE(
