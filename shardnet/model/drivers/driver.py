@@ -62,6 +62,7 @@ class Driver(Protocol):
 
         Buffers and numbers stay those of now. `run` may not have run when this returns.
         """
+        return run
 
     @property
     def free_bytes(self) -> int:

@@ -7,14 +7,14 @@ pointers: a kernel is given whole buffers. Must not know what is computed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from shardnet.errors import CapacityError, ConfigurationError
-from shardnet.model.drivers.driver import THREADS, Argument, Array, Buffer, Kernel
+from shardnet.model.drivers.driver import THREADS, Argument, Array, Buffer, Driver, Kernel
 from shardnet.model.kernels.devices import is_out_of_memory
 
 _SIGNATURE = re.compile(r"KERNEL (\w+)\(([^)]*)WHERE\)")
@@ -31,7 +31,7 @@ def as_metal(text: str) -> str:
     return _SIGNATURE.sub(kernel, text)
 
 
-class MetalDriver:
+class MetalDriver(Driver):
     """Apple's GPU. See Driver. One thread at a time may use it."""
 
     dialect = "metal"
@@ -92,10 +92,6 @@ class MetalDriver:
         given = [each if torch.is_tensor(each) else each.item() for each in arguments]
         threads = (groups[0] * THREADS, groups[1], 1)
         kernel(*given, threads=threads, group_size=(THREADS, 1, 1))
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See Driver: launches one by one."""
-        return run
 
     @property
     def free_bytes(self) -> int:

@@ -10,7 +10,7 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +21,7 @@ from shardnet.model.drivers.driver import (
     Argument,
     Array,
     Buffer,
+    Driver,
     Kernel,
 )
 
@@ -47,7 +48,7 @@ def opencl_devices() -> list[Any]:
         return []
 
 
-class OpenClDriver:
+class OpenClDriver(Driver):
     """One device by OpenCL. See Driver."""
 
     dialect = "opencl"
@@ -138,10 +139,6 @@ class OpenClDriver:
             self._cl.enqueue_nd_range_kernel(
                 self._queue, kernel, (groups[0] * THREADS, groups[1]), (THREADS, 1)
             )
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See Driver: launches one by one."""
-        return run
 
     @property
     def free_bytes(self) -> int:

@@ -13,6 +13,7 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import FamilyStage
 from shardnet.model.families.registry import family_of
 from shardnet.model.fused.decode_graphs import Capture, find_capture
+from shardnet.model.fused.decoder import StageInputs
 from shardnet.model.layers.weight_source import WeightSource
 from shardnet.types import LayerRange
 
@@ -31,5 +32,13 @@ def load_family_stage(
     `context` is the positions of one sequence, `capture` how decode steps become graphs: None for
     what the device can.
     """
-    capture = capture or find_capture(device, os.environ)
-    return family_of(config).load_stage(config, layers, weights, context, dtype, device, capture)
+    inputs = StageInputs(
+        config=config,
+        layers=layers,
+        weights=weights,
+        context=context,
+        dtype=dtype,
+        device=device,
+        capture=capture or find_capture(device, os.environ),
+    )
+    return family_of(config).load_stage(inputs)

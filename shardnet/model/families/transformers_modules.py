@@ -21,13 +21,9 @@ from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.model.families.family import Family, FamilyStage
 from shardnet.model.families.tensor_shapes import Table
 from shardnet.model.families.wrappers import Wrapper
-from shardnet.types import LayerRange
 
 if TYPE_CHECKING:
-    import torch
-
-    from shardnet.model.fused.decode_graphs import Capture
-    from shardnet.model.layers.weight_source import WeightSource
+    from shardnet.model.fused.decoder import StageInputs
 
 INSTALL: Final = "pip install 'shardnet[transformers]'"
 
@@ -195,19 +191,11 @@ def _shared_tensors(config: ModelConfig) -> Table:
     return dict(_outline(config).everywhere)
 
 
-def _load_stage(
-    config: ModelConfig,
-    layers: LayerRange,
-    weights: WeightSource,
-    context: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    capture: Capture | None,
-) -> FamilyStage:
+def _load_stage(inputs: StageInputs) -> FamilyStage:
     """Raise UsageError: whoever asks wants more than a stage of a ring on one device."""
     raise UsageError(
-        f"{config.family} is computed by transformers' own modules, which neither draft nor are "
-        "measured or shared by several devices",
+        f"{inputs.config.family} is computed by transformers' own modules, which neither draft "
+        "nor are measured or shared by several devices",
         remedy="ask without it",
     )
 

@@ -38,21 +38,31 @@ LoadLayer = Callable[[ModelConfig, WeightSource, int], Layer]
 """Loads the layer with an absolute number."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageInputs:
+    """What a stage is built from: the parameters of `layers`, and of embedding and head where they
+    belong.
+
+    `context` is the positions of one sequence, `capture` how decode steps become graphs (None for
+    not at all).
+    """
+
+    config: ModelConfig
+    layers: LayerRange
+    weights: WeightSource
+    context: int
+    dtype: torch.dtype
+    device: torch.device
+    capture: Capture | None
+
+
 class DecoderStage:
     """The layers `layers` of a model; the first stage has the embedding, the last one the head."""
 
     def __init__(
-        self,
-        load_layer: LoadLayer,
-        config: ModelConfig,
-        layers: LayerRange,
-        weights: WeightSource,
-        context: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        capture: Capture | None = None,
-        final_norm: str = "model.norm",
+        self, load_layer: LoadLayer, inputs: StageInputs, final_norm: str = "model.norm"
     ) -> None:
+        config, layers, weights, dtype = inputs.config, inputs.layers, inputs.weights, inputs.dtype
         self._numbers, self._streams = layers, config.streams
         self._hands_choice_on = layers.end < config.n_layers and config.takes_choice(layers.end)
         self._embedding: _Embedding | None = None
@@ -65,7 +75,8 @@ class DecoderStage:
         ahead = [_rope(config, config.n_layers)] if config.has_mtp and self._head else []
         distinct = list(dict.fromkeys(ropes + ahead))
         self._tables = [
-            rotary_tables(rope, size, context, dtype, device) for rope, size in distinct
+            rotary_tables(rope, size, inputs.context, dtype, inputs.device)
+            for rope, size in distinct
         ]
         kernels, natives = native_kernels(), []
         self._layers: list[tuple[Layer, int]] = []
@@ -96,8 +107,8 @@ class DecoderStage:
         self._heads = {config.heads(layer) for layer in layers}
         self._on_device: DeviceLayers | None = None
         self._graphs: DecodeGraphs | None = None
-        if capture is not None:  # steps of few rows replay graphs of the layers that allow it
-            self._graphs = DecodeGraphs(self._layers, self._tables, capture)
+        if inputs.capture is not None:  # steps of few rows replay graphs of layers that allow it
+            self._graphs = DecodeGraphs(self._layers, self._tables, inputs.capture)
 
     def compute_on(self, device: Device, kv: DeviceKvCache) -> str:
         """Have the kernel text compute layers and LM head on a device, to the library's bits.
