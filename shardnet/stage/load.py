@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ from shardnet.model.kernels.devices import capacity_error_for
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS, Kernel, KernelChoice, Linear, probe
 from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.tables import RowsOf, Table
-from shardnet.model.layers.weight_source import WeightSource, WholeSource
+from shardnet.model.layers.weight_source import LinearOptions, WeightSource, WholeSource
 from shardnet.model.shards.cut import Axis, Cut, stays_whole
 from shardnet.model.shards.gathered import GatheredLinear, GatheredTable
 from shardnet.model.shards.group import ShardGroup
@@ -332,23 +333,16 @@ class ShardWeights:
         self._kept: set[str] = set()
         """Parameters of which rows were chosen: a tied table is asked for twice."""
 
-    def linear(
-        self,
-        *names: str,
-        transposed: bool = False,
-        precise: bool = False,
-        wide: bool = False,
-        outputs: Sequence[Axis] = (),
-        inputs: Axis | None = None,
-    ) -> Linear:
+    def linear(self, *names: str, **how: Unpack[LinearOptions]) -> Linear:
         """See WeightSource."""
+        transposed, outputs = how.get("transposed", False), how.pop("outputs", ())
         shapes = [self._shapes[f"{name}.weight"][:: -1 if transposed else 1] for name in names]
         n_outs, n_in = [n_out for n_out, _ in shapes], shapes[0][1]
         axes = outputs if self._cut.cuts(outputs) else ()
-        in_ends = self._cut.input_ends(n_in, inputs)
+        in_ends = self._cut.input_ends(n_in, how.pop("inputs", None))
         is_whole = not axes and in_ends is None and stays_whole(sum(n_outs), n_in)
-        if precise or wide or is_whole:
-            return self._weights.linear(*names, transposed=transposed, precise=precise, wide=wide)
+        if how.get("precise") or how.get("wide") or is_whole:
+            return self._weights.linear(*names, **how)
         ranges = self._cut.rows(n_outs, axes)
         own = [name for name, some in zip(names, ranges, strict=True) if some]
         for name, some in zip(names, ranges, strict=True):

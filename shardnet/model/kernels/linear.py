@@ -196,18 +196,10 @@ class ScaledLinear:
     is_native = False
 
     def __init__(self, linear: Linear, factors: Tensor) -> None:
-        self._linear = linear
-        self._factors = factors  # [N], float32
-
-    @property
-    def plain(self) -> Linear:
+        self.plain = linear
         """The linear without factors."""
-        return self._linear
-
-    @property
-    def factors(self) -> Tensor:
+        self.factors = factors  # [N], float32
         """Those of the outputs: [N], float32."""
-        return self._factors
 
     @classmethod
     def of(cls, linear: Linear, *parts: tuple[int, float]) -> Linear:
@@ -222,22 +214,22 @@ class ScaledLinear:
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
-        return self._linear.shape
+        return self.plain.shape
 
     @property
     def weights_stay(self) -> bool:
         """Whether the weights stay at one address for as long as the linear is used."""
-        return self._linear.weights_stay
+        return self.plain.weights_stay
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
         """Those of the linear, and the factors."""
-        return (*self._linear.weights, self._factors)
+        return (*self.plain.weights, self.factors)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""
-        outputs = self._linear(rows)
-        return (outputs * self._factors.to(outputs.device)).to(outputs.dtype)
+        outputs = self.plain(rows)
+        return (outputs * self.factors.to(outputs.device)).to(outputs.dtype)
 
 
 class PackedLinear:
@@ -250,16 +242,12 @@ class PackedLinear:
     is_native = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None, min_rows: int = 1) -> None:
-        self._shape = (weight.shape[0], weight.shape[1])
+        self.shape = (weight.shape[0], weight.shape[1])
+        """(N, K)."""
         self._weight = torch.ops.mkldnn._reorder_linear_weight.default(weight)  # [N, K], opaque
         self._bias = bias  # [N]
         self._padding = _Padding.like(weight, min_rows)
         self._linear = torch.ops.mkldnn._linear_pointwise.default
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self._shape
 
     @property
     def weights(self) -> tuple[Tensor, ...]:

@@ -36,35 +36,23 @@ class PanelLinear:
         of inputs.
         """
         n_in = parts[0].shape[1]
-        self._parts = tuple(parts)
-        self._shape = (sum(part.shape[0] for part in parts), n_in)
-        self._bias = bias.float() if bias is not None else None  # [N]
+        self.parts = tuple(parts)
+        """The packed weights, in the order of the outputs."""
+        self.shape = (sum(part.shape[0] for part in parts), n_in)
+        """(N, K)."""
+        self.bias = bias.float() if bias is not None else None  # [N]
+        """[N], float32."""
         if parts[0].packed.device.type == "cpu":
             native = native or native_kernels()
         self._native: NativeMatmul | None = None
         if native is not None:
-            self._native = native.matmul(self._parts, self._bias)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self._shape
-
-    @property
-    def parts(self) -> tuple[Panels, ...]:
-        """The packed weights, in the order of the outputs."""
-        return self._parts
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[N], float32."""
-        return self._bias
+            self._native = native.matmul(self.parts, self.bias)
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
         """The packed weights, and the bias."""
-        packed = tuple(part.packed for part in self._parts)
-        return packed if self._bias is None else (*packed, self._bias)
+        packed = tuple(part.packed for part in self.parts)
+        return packed if self.bias is None else (*packed, self.bias)
 
     @property
     def is_native(self) -> bool:
@@ -81,9 +69,9 @@ class PanelLinear:
         return self._multiply(rows) if self._native is None else self._native(rows)
 
     def _multiply(self, rows: Tensor) -> Tensor:
-        outputs = [_multiply(rows, part) for part in self._parts]
+        outputs = [_multiply(rows, part) for part in self.parts]
         result = torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]
-        return result if self._bias is None else (result + self._bias).to(rows.dtype)
+        return result if self.bias is None else (result + self.bias).to(rows.dtype)
 
 
 def _multiply(rows: Tensor, part: Panels) -> Tensor:

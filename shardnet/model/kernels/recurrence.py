@@ -101,7 +101,7 @@ class NativeRecurrence:
         self._config = config
         self._kept = parameters
         self._call = kernels.function("shardnet_recurrence", ctypes.POINTER(RecurrenceStruct))
-        self._arguments = RecurrenceStruct(
+        self.arguments = RecurrenceStruct(
             taps=own.taps.data_ptr(),
             rate=own.decay_rate.data_ptr(),
             bias=own.decay_bias.data_ptr(),
@@ -122,11 +122,6 @@ class NativeRecurrence:
             decay_floor=own.decay_floor,
         )
 
-    @property
-    def arguments(self) -> RecurrenceStruct:
-        """The arguments of its calls: what they have in common stays as long as this lives."""
-        return self._arguments
-
     def __call__(
         self,
         rows: Tensor,
@@ -142,7 +137,7 @@ class NativeRecurrence:
         The state `before` and that to be written, which may be the same, are float32 [H, K, V].
         Raises ValueError for other memory.
         """
-        own, arguments = self._config, self._arguments
+        own, arguments = self._config, self.arguments
         rows, gate = rows.contiguous(), gate.contiguous()
         write, decay = write.contiguous(), decay.contiguous()
         n_rows = check_rows(rows, own.mixed_width) - own.n_taps + 1

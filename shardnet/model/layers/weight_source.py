@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypedDict, Unpack
 
 from torch import Tensor
 
@@ -18,27 +18,29 @@ from shardnet.model.layers.tables import RowsOf, Table
 from shardnet.model.shards.cut import Axis
 
 
+class LinearOptions(TypedDict, total=False):
+    """How a linear is made.
+
+    `transposed`: weights are stored as [K, N] (GPT-2's Conv1D). `precise`: never quantise them.
+    `wide`: also compute in float32, whatever the compute dtype.
+
+    Where the stage is cut over shards, `outputs` say what the outputs are, in order, and each shard
+    gets its own ones; without them all shards get all outputs. `inputs` say what the inputs are:
+    each shard gives its own ones.
+    """
+
+    transposed: bool
+    precise: bool
+    wide: bool
+    outputs: Sequence[Axis]
+    inputs: Axis | None
+
+
 class WeightSource(Protocol):
     """Provides the parameters of a stage by name: from a checkpoint, or synthetic ones."""
 
-    def linear(
-        self,
-        *names: str,
-        transposed: bool = False,
-        precise: bool = False,
-        wide: bool = False,
-        outputs: Sequence[Axis] = (),
-        inputs: Axis | None = None,
-    ) -> Linear:
-        """Make one linear layer of the concatenated `NAME.weight` (and `NAME.bias`, if present).
-
-        `transposed`: weights are stored as [K, N] (GPT-2's Conv1D). `precise`: never quantise them.
-        `wide`: also compute in float32, whatever the compute dtype.
-
-        Where the stage is cut over shards, `outputs` say what the outputs are, in order, and each
-        shard gets its own ones; without them all shards get all outputs. `inputs` say what the
-        inputs are: each shard gives its own ones.
-        """
+    def linear(self, *names: str, **how: Unpack[LinearOptions]) -> Linear:
+        """Make one linear layer of the concatenated `NAME.weight` (and `NAME.bias`, if present)."""
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """Make a norm of `NAME.weight` and `NAME.bias`, if present: [E] each.

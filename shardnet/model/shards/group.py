@@ -249,8 +249,8 @@ class MemoryGroup:
         self, memory: SharedMemory, index: int, size: int, deadline_s: float = DEADLINE_S
     ) -> None:
         self._memory = memory
-        self._index = index
-        self._size = size
+        self.index = index
+        self.size = size
         self._join = _kernels().function(
             "shardnet_join",
             ctypes.POINTER(GatherStruct),
@@ -265,19 +265,9 @@ class MemoryGroup:
             size=size,
         )
 
-    @property
-    def index(self) -> int:
-        """See ShardGroup."""
-        return self._index
-
-    @property
-    def size(self) -> int:
-        """See ShardGroup."""
-        return self._size
-
     def gather(self, part: Tensor, ends: Sequence[int]) -> Tensor:
         """See ShardGroup. Raises ValueError for a part that is not of these columns."""
-        own = ends[self._index + 1] - ends[self._index]
+        own = ends[self.index + 1] - ends[self.index]
         if part.ndim != 2 or part.shape[1] != own or part.device.type != "cpu":
             raise ValueError(f"a part {list(part.shape)} on {part.device} of {own} columns")
         widest = max(end - begin for begin, end in pairwise(ends))
@@ -297,7 +287,7 @@ class MemoryGroup:
         lost = self._memory.failed
         if lost is not None:
             raise LostShardError(
-                f"shard {lost} of {self._size} of this stage was lost",
+                f"shard {lost} of {self.size} of this stage was lost",
                 remedy="the stage is loaded again; if this happens often, see that node's log",
             )
 
