@@ -22,7 +22,7 @@ from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, probe
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.tables import PlainTable, RowsOf
+from shardnet.model.layers.weight_source import PlainTable, RowsOf
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.model.shards.cut import Axis
 from shardnet.sampling_params import SamplingParams

@@ -38,8 +38,13 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.transformers_modules import INSTALL
 from shardnet.model.families.wrappers import VISIONS, WRAPPERS
 from shardnet.model.vision.picture import PictureProcessor
-from shardnet.model.vision.vision_config import VisionConfig
-from shardnet.model.vision.vision_family import GGUF_KEYS, Table, TokenId, VisionFamily
+from shardnet.model.vision.vision_family import (
+    GGUF_KEYS,
+    Table,
+    TokenId,
+    VisionConfig,
+    VisionFamily,
+)
 from shardnet.types import DType
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from shardnet.checkpoint.tensors.stored_tensor import AGAIN, file_changed
 from shardnet.errors import CheckpointError, ShardnetError
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.panels import Panels, unpack_whole
-from shardnet.model.layers.tables import RowsOf
+from shardnet.model.layers.weight_source import RowsOf
 from shardnet.stage.estimate.stored_dtype import STORED_FLOATS
 from shardnet.stage.stored_weights import RowPacking
 from shardnet.stage.streaming.buffers import FileChanged, FilePart, fill

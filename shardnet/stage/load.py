@@ -20,12 +20,7 @@ from torch import Tensor
 from shardnet.checkpoint.adapters.layer_files import with_adapters
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.pictures import Pictures
-from shardnet.errors import (
-    CapacityError,
-    ConfigurationError,
-    UnsupportedModelError,
-    UsageError,
-)
+from shardnet.errors import CapacityError, ConfigurationError, UnsupportedModelError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.panel_form import Quantization
@@ -42,8 +37,13 @@ from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import capacity_error_for
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS, Kernel, KernelChoice, Linear, probe
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.tables import RowsOf, Table
-from shardnet.model.layers.weight_source import LinearOptions, WeightSource, WholeSource
+from shardnet.model.layers.weight_source import (
+    LinearOptions,
+    RowsOf,
+    Table,
+    WeightSource,
+    WholeSource,
+)
 from shardnet.model.shards.cut import Axis, Cut, stays_whole
 from shardnet.model.shards.gathered import GatheredLinear, GatheredTable
 from shardnet.model.shards.group import ShardGroup

@@ -14,10 +14,9 @@ from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.config.panel_form import PANEL, PanelForm, Quantization
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.codes import PackedWeight
-from shardnet.model.kernels.float_linear import PanelPacking, fills_panels
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import KernelChoice, Linear, join_biases, linear_of_panels
-from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panel_linear import PanelLinear, PanelPacking, fills_panels
 from shardnet.model.kernels.panels import Panels, pack_into
 from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.stage.estimate.stored_dtype import STORED_FLOATS

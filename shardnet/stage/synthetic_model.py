@@ -29,8 +29,7 @@ from shardnet.model.kernels.devices import synchronize
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, probe
 from shardnet.model.layers.attention import plan_step
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.tables import PlainTable, RowsOf, Table
-from shardnet.model.layers.weight_source import LinearOptions
+from shardnet.model.layers.weight_source import LinearOptions, PlainTable, RowsOf, Table
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.model.shards.cut import Axis
 from shardnet.sampling_params import SamplingParams

@@ -23,14 +23,7 @@ from shardnet.model.kernels.codes import PackedWeight
 from shardnet.model.kernels.panels import PanelMemory, pack_into
 from shardnet.model.kernels.worker_pool import WorkerPool
 from shardnet.stage.estimate.packed_sizes import packs_by_rows
-from shardnet.stage.streaming.buffers import (
-    FileChanged,
-    FilePart,
-    Packing,
-    Piece,
-    bring,
-    pieces_of,
-)
+from shardnet.stage.streaming.buffers import FileChanged, FilePart, Packing, Piece, bring, pieces_of
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total); an exception it raises aborts the loading."""

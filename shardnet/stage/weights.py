@@ -35,8 +35,7 @@ from shardnet.model.kernels.packing import FLOAT_FORMS
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels, unpack_whole
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.tables import PanelTable, PlainTable, RowsOf, Table
-from shardnet.model.layers.weight_source import LinearOptions
+from shardnet.model.layers.weight_source import LinearOptions, PanelTable, PlainTable, RowsOf, Table
 from shardnet.model.shards.cut import Axis
 from shardnet.stage.file_table import FileTable
 from shardnet.stage.kept_linears import KeptLinears, LinearKey

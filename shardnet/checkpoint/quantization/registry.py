@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from shardnet.checkpoint.quantization.auto_round import read_auto_round
-from shardnet.checkpoint.quantization.awq import read_awq
 from shardnet.checkpoint.quantization.bitsandbytes import read_bitsandbytes
 from shardnet.checkpoint.quantization.compressed_tensors import read_compressed_tensors
 from shardnet.checkpoint.quantization.fp8 import read_fp8, read_modelopt
-from shardnet.checkpoint.quantization.gptq import read_gptq
+from shardnet.checkpoint.quantization.gptq import read_auto_round, read_awq, read_gptq
 from shardnet.checkpoint.quantization.mlx import read_mlx
 from shardnet.checkpoint.quantization.mxfp4 import read_mxfp4
 from shardnet.checkpoint.quantization.weight_parts import WeightFormat, WeightParts

@@ -12,11 +12,7 @@ from shardnet.cluster.placement.figures import Gathers, ModelShape, QuantizedSiz
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.families.registry import family_of
-from shardnet.stage.estimate.gather_estimate import (
-    embedding_gathers,
-    head_gathers,
-    layer_gathers,
-)
+from shardnet.stage.estimate.gather_estimate import embedding_gathers, head_gathers, layer_gathers
 from shardnet.stage.estimate.memory_estimate import (
     WeightForm,
     activation_peak_bytes,

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from shardnet.model.config.model_config import Activation
 from shardnet.model.config.panel_form import PANEL
-from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import Team, check_memory, fields, is_bf16, native_kernels
-from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panel_linear import PanelLinear, float_linear
 
 
 class NormStruct(ctypes.Structure):

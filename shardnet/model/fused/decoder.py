@@ -30,8 +30,7 @@ from shardnet.model.layers.native_attention import can_attend
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary, rotary_tables
 from shardnet.model.layers.streams import StreamHead
-from shardnet.model.layers.tables import Table
-from shardnet.model.layers.weight_source import WeightSource, load_norm
+from shardnet.model.layers.weight_source import Table, WeightSource, load_norm
 from shardnet.types import LayerRange
 
 LoadLayer = Callable[[ModelConfig, WeightSource, int], Layer]

@@ -19,10 +19,9 @@ from torch import Tensor
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import computes, multiplies_packed
-from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import Isa, NativeMatmul, native_kernels
 from shardnet.model.kernels.packing import FLOAT_FORMS
-from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panel_linear import PanelLinear, float_linear
 from shardnet.model.kernels.panels import Panels, unpack_whole
 from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.types import (

@@ -31,11 +31,11 @@ from shardnet.model.vision.picture import (
     PictureProcessor,
     PreparedPicture,
 )
-from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
     LayerNames,
     Table,
     TokenId,
+    VisionConfig,
     VisionFamily,
     VisionGguf,
     linear_tensors,

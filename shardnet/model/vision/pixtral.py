@@ -24,11 +24,11 @@ from shardnet.model.vision.patches import (
     required_id,
 )
 from shardnet.model.vision.picture import EncodedPicture, EncoderWalk, PictureProcessor
-from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
     LayerNames,
     Table,
     TokenId,
+    VisionConfig,
     VisionFamily,
     VisionGguf,
     linear_tensors,
@@ -149,12 +149,7 @@ class PixtralTower:
 
     def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode patches; see Tower."""
-        from shardnet.model.vision.tower import (
-            axial_rotary,
-            frequencies,
-            in_pieces,
-            patch_places,
-        )
+        from shardnet.model.vision.tower import axial_rotary, frequencies, in_pieces, patch_places
 
         config = self.config
         by_turns = frequencies(config.rope_theta, config.head_size // 2)

@@ -29,8 +29,7 @@ from shardnet.model.kernels.linear import (
     make_linear,
 )
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.tables import RowsOf, Table
-from shardnet.model.layers.weight_source import LinearOptions, WholeSource
+from shardnet.model.layers.weight_source import LinearOptions, RowsOf, Table, WholeSource
 from shardnet.model.shards.cut import Axis
 from shardnet.types import DType
 
