@@ -136,7 +136,6 @@ def _recurrence() -> GatedDeltaNet:
             qkvz_proj=_float_linear(own.mixed_width + own.value_width, _WIDTH),
             ba_proj=_float_linear(2 * _HEADS, _WIDTH),
             groups_qkvz=True,
-            groups_ba=False,
         ),
         RecurrenceParameters(
             taps=_numbers(own.n_taps, own.mixed_width),

@@ -11,7 +11,7 @@ from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from shardnet.model.config.decoder_config import FULL, LINEAR, check_state_size, read_layer_kinds
+from shardnet.model.config.decoder_config import FULL, LINEAR, read_layer_kinds
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import (
     Factors,
@@ -34,12 +34,10 @@ from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
 from shardnet.model.families.family import MtpNames
 from shardnet.model.families.indexed_table import read_choosing, read_indexer
 from shardnet.model.families.layout import Layout, record
-from shardnet.model.families.parts import LATENT_HEADS, Part
-from shardnet.model.families.tensor_shapes import STREAM_NAMES, Table
+from shardnet.model.families.tensor_shapes import STREAM_NAMES
 
 if TYPE_CHECKING:
-    from shardnet.model.layers.modules import Attention
-    from shardnet.model.layers.weight_source import WeightSource
+    pass
 
 _LATENT: Final = Latent(
     rank=512, rope_size=0, nope_size=256, value_size=256, query_rank=1536, interleaved=False
@@ -125,19 +123,10 @@ def _read_delta_net(fields: Fields, kinds: list[str]) -> DeltaNet | None:
         floor = 0.0 if own.missing("gate_lower_bound") else _read_floor(own, "gate_lower_bound")
     if fields.given("linear_attn_config") and own.take("safe_gate", bool, True) and not floor:
         floor = -5.0
-    read = DeltaNet(
-        n_key_heads=n_heads,
-        n_value_heads=n_heads,
-        key_size=size,
-        value_size=size,
-        n_taps=own.positive("short_conv_kernel_size", taps, at_most=kimi_linear.MOST_TAPS),
-        layers=tuple(n for n, kind in enumerate(kinds) if kind == LINEAR),
-        has_key_decays=True,
-        decay_floor=floor,
-    )
+    taps = own.positive("short_conv_kernel_size", taps, at_most=kimi_linear.MOST_TAPS)
     own.note_the_rest()
-    check_state_size(fields, read)
-    return read if read.layers else None
+    layers = (n for n, kind in enumerate(kinds) if kind == LINEAR)
+    return kimi_linear.kda(fields, layers, n_heads, size, taps, floor)
 
 
 def _read_floor(fields: Fields, key: str) -> float:
@@ -163,23 +152,6 @@ def _read_indexer(fields: Fields, kinds: list[str]) -> Indexer | None:
     if read.n_chosen % n_pooled:
         raise fields.damaged(f"index_topk {read.n_chosen} is no multiple of index_kpool {n_pooled}")
     return read if latents else None
-
-
-def _mixer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name KDA or latent attention."""
-    own = config.delta_net
-    if own is None or layer not in own.layers:
-        return LATENT_HEADS.tensors(config, layer)
-    attn = f"model.layers.{layer}.self_attn"
-    return kimi_linear.low_rank_tensors(config, own, attn, (own.n_value_heads,))
-
-
-def _load_mixer(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
-    own = config.delta_net
-    if own is None or layer not in own.layers:
-        latent: Attention = LATENT_HEADS.load(config, weights, layer)
-        return latent
-    return kimi_linear.load_low_rank(config, own, weights, f"model.layers.{layer}.self_attn")
 
 
 def _read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
@@ -219,7 +191,9 @@ FAMILY = record(
     "glm5_next_text",
     "Glm5NextTextModel",
     _read_config,
-    Layout(attention=Part(tensors=_mixer_tensors, load=_load_mixer), mlp=DEEPSEEK_EXPERTS),
+    Layout(
+        attention=kimi_linear.low_rank_part(lambda own: (own.n_value_heads,)), mlp=DEEPSEEK_EXPERTS
+    ),
     renamed_tensors=(
         (".hc_attn_", ".attn_hc."),
         (".hc_ffn_", ".ffn_hc."),

@@ -6,7 +6,7 @@ The others have a gated DeltaNet, with norms before the sub-layers instead of af
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.model.config.decoder_config import read_decoder, read_delta_net
 from shardnet.model.config.fields import Fields
@@ -66,10 +66,8 @@ def _load_net(config: ModelConfig, weights: WeightSource, layer: int) -> Attenti
         config=own,
         qkvz_proj=weights.linear(*(f"{prefix}.{name}_proj" for name in "qkvg")),
         ba_proj=weights.linear(f"{prefix}.b_proj", f"{prefix}.a_proj", precise=True),
-        groups_qkvz=False,
-        groups_ba=False,
     )
-    own_numbers = {"norm_eps": _NORM_EPS, "write_scale": own.write_scale}
+    own_numbers: dict[str, Any] = {"norm_eps": _NORM_EPS, "write_scale": own.write_scale}
     return kimi_linear.load_delta_net(config, weights, prefix, project, **own_numbers)
 
 

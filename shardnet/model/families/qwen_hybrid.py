@@ -26,6 +26,7 @@ from shardnet.model.config.gguf_keys import (
 )
 from shardnet.model.config.model_config import DeltaNet, ModelConfig
 from shardnet.model.config.rope import read_rope
+from shardnet.model.families import kimi_linear
 from shardnet.model.families.expert_parts import GATED_EXPERTS, STACKED, read_experts
 from shardnet.model.families.family import GgufFormat, MtpNames
 from shardnet.model.families.layout import Layout, record
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     """Takes the linears of a DeltaNet below a prefix."""
 
 _SHARE = 0.25
+_NAMES: Final = ("conv1d", "norm", "out_proj")
 
 
 _Shapes = dict[str, tuple[int, int]]
@@ -122,7 +124,10 @@ def _hybrid_layout(
         own, prefix = config.delta_net, f"model.layers.{layer}.linear_attn"
         if own is None or layer not in own.layers:
             return GatedAttention.load(config, weights, layer)
-        return _delta_net(config, own, weights, prefix, project(own, weights, prefix))
+        made = project(own, weights, prefix)
+        return kimi_linear.load_delta_net(
+            config, weights, prefix, made, _NAMES, gates_alone=own.gates_alone
+        )
 
     return Layout(attention=Part(tensors=tensors, load=load), mlp=GATED_EXPERTS)
 
@@ -137,24 +142,6 @@ def _gated_attention(config: ModelConfig, layer: int) -> Table:
         if name.startswith(f"{attn}.")
     }
     return tensors | doubled
-
-
-def _delta_net(
-    config: ModelConfig, own: DeltaNet, weights: WeightSource, prefix: str, project: Project
-) -> Attention:
-    from shardnet.model.kernels.recurrence import RecurrenceParameters
-    from shardnet.model.mixers.gated_delta import GatedDeltaNet
-
-    parameters = RecurrenceParameters(
-        taps=weights.parameter(f"{prefix}.conv1d.weight").squeeze(1).T.contiguous(),
-        decay_rate=weights.parameter(f"{prefix}.A_log").exp().neg(),
-        decay_bias=weights.parameter(f"{prefix}.dt_bias"),
-        norm_weight=weights.parameter(f"{prefix}.norm.weight"),
-        norm_eps=config.norm_eps,
-        gates_alone=own.gates_alone,
-    )
-    out_proj = weights.linear(f"{prefix}.out_proj")
-    return GatedDeltaNet.of(own, config.activation, project, parameters, out_proj)
 
 
 def _joined_projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:
@@ -240,8 +227,6 @@ def _apart_projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Pro
         config=own,
         qkvz_proj=weights.linear(f"{prefix}.in_proj_qkv", f"{prefix}.in_proj_z"),
         ba_proj=weights.linear(f"{prefix}.in_proj_b", f"{prefix}.in_proj_a", precise=True),
-        groups_qkvz=False,
-        groups_ba=False,
     )
 
 
