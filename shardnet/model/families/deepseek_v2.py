@@ -5,7 +5,7 @@ What V3 says in the same words is here too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 from shardnet.model.config.decoder_config import read_decoder, read_expert_counts, read_mlp_kinds
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_sizes
-from shardnet.model.config.model_config import Experts, Latent, ModelConfig, Rope
-from shardnet.model.config.rope import read_rope, rope_object, yarn_magnitude
+from shardnet.model.config.model_config import Experts, Latent, ModelConfig
+from shardnet.model.config.rope import rope_object, yarn_magnitude
 from shardnet.model.families.expert_parts import GROUPED_EXPERTS, STACKED
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import Layout, record
@@ -49,21 +49,18 @@ def read_latent_attention(
     fields: Fields,
     *,
     interleaved: bool,
-    max_positions: int,
-    norm_eps: float = 1e-6,
     defaults: Latent = LATENT,
-    rope: Callable[[Fields, int, int], Rope] = read_rope,
     has_whole_heads: bool = False,
     scaling: Mapping[str, Any] = MappingProxyType({}),
-    is_tied: bool = False,
     has_kv_heads: bool = True,
+    **more: Any,
 ) -> ModelConfig:
     """Read what V2 and V3 say alike, but for the experts.
 
-    `interleaved`: pairs that are rotated together stand side by side. `max_positions`, `norm_eps`,
-    `is_tied` and `defaults` are defaults, `rope` is that of `read_decoder`. With `has_whole_heads`
-    a `head_dim` counts all of a key's columns, else the rotated ones. `scaling` is as in
-    `read_rope`. Without `has_kv_heads` the number of KV heads says nothing.
+    `interleaved`: pairs that are rotated together stand side by side. `defaults` are the family's,
+    `more` is as in `read_decoder`. With `has_whole_heads` a `head_dim` counts all of a key's
+    columns, else the rotated ones. `scaling` is as in `read_rope`. Without `has_kv_heads` the
+    number of KV heads says nothing.
     """
     fields.require("moe_layer_freq", 1)
     query_rank = fields.optional("q_lora_rank")
@@ -77,14 +74,7 @@ def read_latent_attention(
     )
     whole = latent.nope_size + latent.rope_size
     head_size = whole if has_whole_heads else latent.rope_size
-    config = read_decoder(
-        fields,
-        max_positions=max_positions,
-        norm_eps=norm_eps,
-        head_size=head_size,
-        is_tied=is_tied,
-        rope=rope,
-    )
+    config = read_decoder(fields, head_size=head_size, **more)
     sizes = {"head_dim": (config.head_size, head_size)}
     sizes["qk_head_dim"] = (fields.positive("qk_head_dim", whole), whole)
     if has_kv_heads:
@@ -229,8 +219,6 @@ FAMILY = record(
     Layout(attention=LATENT_HEADS, mlp=GROUPED_EXPERTS),
     **STACKED,
     gguf=GgufFormat(
-        architecture="deepseek2",
-        claims=lambda fields: not has_sigmoid(fields),
-        read=read_gguf_v2,
+        architecture="deepseek2", claims=lambda fields: not has_sigmoid(fields), read=read_gguf_v2
     ),
 )

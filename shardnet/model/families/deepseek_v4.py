@@ -31,9 +31,8 @@ from shardnet.model.config.model_config import (
 )
 from shardnet.model.config.rope import read_scaling
 from shardnet.model.families import deepseek_v2
-from shardnet.model.families.expert_parts import EXPERTS, load_experts
+from shardnet.model.families.expert_parts import EXPERTS, RENAMED_BIAS, load_experts
 from shardnet.model.families.family import GgufFormat, MtpNames
-from shardnet.model.families.latent_table import RENAMED
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
 from shardnet.model.families.tensor_shapes import STREAM_NAMES, Table, gated, linears, sparse_mlp
@@ -116,8 +115,7 @@ def _read_ropes(fields: Fields, max_positions: int, head_size: int) -> dict[str,
             raw = raw | {"attention_factor": raw.get("attention_factor") or 1.0}
         rope = fields.inner("rope_parameters", raw)
         plain = Rope(
-            theta=rope.number("rope_theta", base),
-            share=rope.number("partial_rotary_factor", share),
+            theta=rope.number("rope_theta", base), share=rope.number("partial_rotary_factor", share)
         )
         found[name] = read_scaling(rope, plain, max_positions=max_positions, head_size=head_size)
     return found
@@ -373,7 +371,7 @@ FAMILY = record(
         architecture="deepseek4",
         named_as="deepseek2",
         read=_read_gguf,
-        renamed=RENAMED,
+        renamed=RENAMED_BIAS,
         block_names=_GGUF_NAMES,
     ),
     has_whole_heads=True,

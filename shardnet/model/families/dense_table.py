@@ -55,10 +55,7 @@ def _read_olmo(fields: Fields) -> ModelConfig:
     if not fields.missing("clip_qkv"):
         raise fields.unsupported("clip_qkv", fields.number("clip_qkv"), "null")
     config = read_decoder(fields, norm_key="layer_norm_eps", norm_eps=1e-5)
-    return replace(
-        config,
-        norm_kind=NormKind.BARE_CENTRED,
-    )
+    return replace(config, norm_kind=NormKind.BARE_CENTRED)
 
 
 def _read_jais2(fields: Fields) -> ModelConfig:
@@ -377,10 +374,7 @@ FAMILIES: Final = (
         "nanochat",
         "NanoChatForCausalLM",
         _read_nanochat,
-        Layout(
-            attention=BARE_HEADS,
-            mlp=plain_part("fc1", "fc2"),
-        ),
+        Layout(attention=BARE_HEADS, mlp=plain_part("fc1", "fc2")),
     ),
     record(
         "cohere",
@@ -409,11 +403,7 @@ FAMILIES: Final = (
         "stablelm",
         "StableLmForCausalLM",
         _read_stablelm,
-        Layout(
-            attention=STABLELM_HEADS,
-            has_norm_bias=True,
-            shares_norm=True,
-        ),
+        Layout(attention=STABLELM_HEADS, has_norm_bias=True, shares_norm=True),
         gguf=GgufFormat(architecture="stablelm", read=_read_stablelm_gguf),
         has_whole_heads=True,
     ),
@@ -451,12 +441,7 @@ FAMILIES: Final = (
         gguf=GgufFormat(architecture="gptneox", read=_read_neox_gguf),
         has_whole_heads=True,
     ),
-    record(
-        "youtu",
-        "YoutuForCausalLM",
-        _read_youtu,
-        Layout(attention=LATENT_HEADS),
-    ),
+    record("youtu", "YoutuForCausalLM", _read_youtu, Layout(attention=LATENT_HEADS)),
     record(
         "minicpm3",
         "MiniCPM3ForCausalLM",
@@ -468,9 +453,6 @@ FAMILIES: Final = (
         "apertus",
         "ApertusForCausalLM",
         _read_apertus,
-        Layout(
-            mlp=XIELU_MLP,
-            norms=("attention_layernorm", "", "feedforward_layernorm", ""),
-        ),
+        Layout(mlp=XIELU_MLP, norms=("attention_layernorm", "", "feedforward_layernorm", "")),
     ),
 )

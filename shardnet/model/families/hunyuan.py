@@ -141,10 +141,7 @@ def _read_hy_v3(fields: Fields) -> ModelConfig:
         output_scale=fields.number("router_scaling_factor", 2.826),
     )
     return replace(
-        config,
-        mlp_bias=fields.take("mlp_bias", bool, False),
-        has_head_norms=True,
-        experts=experts,
+        config, mlp_bias=fields.take("mlp_bias", bool, False), has_head_norms=True, experts=experts
     )
 
 
@@ -160,10 +157,7 @@ FAMILIES: Final = (
         "hunyuan_v1_moe",
         "HunYuanMoEV1ForCausalLM",
         _read_hunyuan_moe,
-        Layout(
-            attention=_HEADS,
-            mlp=HUNYUAN_EXPERTS,
-        ),
+        Layout(attention=_HEADS, mlp=HUNYUAN_EXPERTS),
         renamed_tensors=((".mlp.gate.wg.", ".mlp.gate."),),
         gguf=GgufFormat(architecture="hunyuan-moe", read=_read_hunyuan_moe_gguf),
         **STACKED,

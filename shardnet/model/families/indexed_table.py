@@ -20,9 +20,9 @@ from shardnet.model.config.gguf_keys import (
 from shardnet.model.config.limits import NORM_EPS
 from shardnet.model.config.model_config import Indexer, Latent, ModelConfig, StreamKind, Streams
 from shardnet.model.families import deepseek_v2
-from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
+from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, RENAMED_BIAS, STACKED
 from shardnet.model.families.family import GgufFormat, MtpNames
-from shardnet.model.families.latent_table import LAYOUT, RENAMED, read_experts
+from shardnet.model.families.latent_table import LAYOUT, read_experts
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import GATED_LATENTS
 from shardnet.model.families.tensor_shapes import STREAM_NAMES
@@ -162,12 +162,7 @@ def _read_hunyuan_gguf(fields: Fields, tensors: Container[str], factors: Factors
 
 FAMILIES: Final = (
     record(
-        "deepseek_v32",
-        "DeepseekV32ForCausalLM",
-        _read_v32,
-        LAYOUT,
-        mtp=MtpNames.LAYER,
-        **STACKED,
+        "deepseek_v32", "DeepseekV32ForCausalLM", _read_v32, LAYOUT, mtp=MtpNames.LAYER, **STACKED
     ),
     record(
         "glm_moe_dsa",
@@ -176,7 +171,7 @@ FAMILIES: Final = (
         LAYOUT,
         mtp=MtpNames.LAYER,
         **STACKED,
-        gguf=GgufFormat(architecture="glm-dsa", read=_read_gguf, renamed=RENAMED),
+        gguf=GgufFormat(architecture="glm-dsa", read=_read_gguf, renamed=RENAMED_BIAS),
     ),
     record(
         "hy_v4",
@@ -197,7 +192,7 @@ FAMILIES: Final = (
             architecture="hy_v4",
             named_as="glm-dsa",
             read=_read_hunyuan_gguf,
-            renamed=RENAMED,
+            renamed=RENAMED_BIAS,
             block_names=(
                 *STREAM_NAMES,
                 ("self_attn.sinks", "attn_sinks.weight"),

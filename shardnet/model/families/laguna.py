@@ -124,10 +124,7 @@ FAMILY = record(
     "laguna",
     "LagunaForCausalLM",
     _read_config,
-    Layout(
-        attention=attention_part(gates_soft=True),
-        mlp=DEEPSEEK_EXPERTS,
-    ),
+    Layout(attention=attention_part(gates_soft=True), mlp=DEEPSEEK_EXPERTS),
     covers=_covers,
     renamed_tensors=(
         (".mlp.experts.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),

@@ -12,13 +12,17 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import Latent, ModelConfig, Rope
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families import deepseek_v2, mistral
-from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, MISTRAL_EXPERTS, STACKED
+from shardnet.model.families.expert_parts import (
+    DEEPSEEK_EXPERTS,
+    MISTRAL_EXPERTS,
+    RENAMED_BIAS,
+    STACKED,
+)
 from shardnet.model.families.family import GgufFormat, MtpNames
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import LATENT_HEADS
 
 LAYOUT: Final = Layout(attention=LATENT_HEADS, mlp=DEEPSEEK_EXPERTS)
-RENAMED: Final = (("correction_bias", "correction.bias"),)
 
 
 def read_experts(
@@ -115,7 +119,7 @@ FAMILIES: Final = (
             architecture="deepseek2",
             claims=deepseek_v2.has_sigmoid,
             read=deepseek_v2.read_gguf,
-            renamed=RENAMED,
+            renamed=RENAMED_BIAS,
         ),
     ),
     record(

@@ -47,12 +47,7 @@ def _read_helium(fields: Fields) -> ModelConfig:
 def _read_iquestcoder(fields: Fields) -> ModelConfig:
     fields.require("use_sliding_window", False)
     return read_decoder(
-        fields,
-        n_kv_heads=8,
-        max_positions=131072,
-        norm_eps=1e-5,
-        head_size=128,
-        mlp_bias=False,
+        fields, n_kv_heads=8, max_positions=131072, norm_eps=1e-5, head_size=128, mlp_bias=False
     )
 
 
@@ -380,12 +375,7 @@ FAMILIES: Final = (
         Layout(norms=POST_NORMS),
         gguf=GgufFormat(architecture="exaone4", read=_read_exaone4_gguf),
     ),
-    record(
-        "glm",
-        "GlmForCausalLM",
-        _read_glm,
-        Layout(attention=_NO_OUTPUT_BIAS, mlp=JOINED_MLP),
-    ),
+    record("glm", "GlmForCausalLM", _read_glm, Layout(attention=_NO_OUTPUT_BIAS, mlp=JOINED_MLP)),
     record(
         "glm4",
         "Glm4ForCausalLM",

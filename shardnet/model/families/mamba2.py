@@ -337,10 +337,7 @@ FAMILIES: Final = (
                         *("ffn_gate.weight", "ffn_up.weight"),
                     ),
                 ),
-                (
-                    "shared_mlp.output_linear.weight",
-                    ("ffn_down_shexp.weight", "ffn_down.weight"),
-                ),
+                ("shared_mlp.output_linear.weight", ("ffn_down_shexp.weight", "ffn_down.weight")),
             ),
         ),
     ),

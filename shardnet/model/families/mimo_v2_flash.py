@@ -24,7 +24,7 @@ from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import HeadShape, ModelConfig, Rope
 from shardnet.model.config.rope import read_scaling
 from shardnet.model.families import deepseek_v2
-from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
+from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, RENAMED_BIAS, STACKED
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
@@ -192,9 +192,7 @@ FAMILY = record(
     renamed_tensors=(("attention_sink_bias", "sinks"),),
     ignored_tensors=r"model\.mtp\..*",
     **STACKED,
-    gguf=GgufFormat(
-        architecture="mimo2", read=read_gguf, renamed=(("correction_bias", "correction.bias"),)
-    ),
+    gguf=GgufFormat(architecture="mimo2", read=read_gguf, renamed=RENAMED_BIAS),
     pretokenizer="qwen2",
     has_whole_heads=True,
 )

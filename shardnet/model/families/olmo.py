@@ -96,8 +96,7 @@ FAMILIES: Final = (
         _read_olmo2,
         LAYOUT,
         gguf=GgufFormat(
-            architecture="olmo2",
-            claims=lambda fields: not fields.given("attention.sliding_window"),
+            architecture="olmo2", claims=lambda fields: not fields.given("attention.sliding_window")
         ),
         has_whole_heads=True,
     ),
@@ -126,11 +125,7 @@ FAMILIES: Final = (
         "flex_olmo",
         "FlexOlmoForCausalLM",
         _read_flex_olmo,
-        Layout(
-            attention=WHOLE_HEADS,
-            mlp=SOFTMAX_EXPERTS,
-            norms=POST_NORMS,
-        ),
+        Layout(attention=WHOLE_HEADS, mlp=SOFTMAX_EXPERTS, norms=POST_NORMS),
         has_whole_heads=True,
         **STACKED,
     ),

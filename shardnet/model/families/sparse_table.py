@@ -31,6 +31,7 @@ from shardnet.model.families.expert_parts import (
     KOLIBRI_EXPERTS,
     MINIMAX_EXPERTS,
     MIXTRAL,
+    RENAMED_BIAS,
     SOFTMAX_EXPERTS,
     STACKED,
     UNBIASED_EXPERTS,
@@ -56,9 +57,6 @@ _MELLUM_ROPES: Final[dict[str, Any]] = {
     FULL: {"rope_type": "default", "rope_theta": 5e5},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
-
-
-_RENAMED_BIAS: Final = (("correction_bias", "correction.bias"),)
 
 
 _read_mellum_rope = partial(gemma4.read_rope, ropes=_MELLUM_ROPES)
@@ -277,10 +275,7 @@ def _read_glm4(fields: Fields) -> ModelConfig:
         intermediate_size=10944,
         rope=partial(read_rope, may_be_partial=True, share=0.5),
     )
-    config = replace(
-        config,
-        has_head_norms=fields.take("use_qk_norm", bool, False),
-    )
+    config = replace(config, has_head_norms=fields.take("use_qk_norm", bool, False))
     return deepseek_v2.read_experts(fields, config, (128, 8), 1408, 1)
 
 
@@ -414,7 +409,7 @@ FAMILIES: Final = (
         "Dots1ForCausalLM",
         _read_dots1,
         Layout(mlp=DEEPSEEK_EXPERTS),
-        gguf=GgufFormat(architecture="dots1", read=_read_dots1_gguf, renamed=_RENAMED_BIAS),
+        gguf=GgufFormat(architecture="dots1", read=_read_dots1_gguf, renamed=RENAMED_BIAS),
         **STACKED,
     ),
     record(
@@ -437,8 +432,7 @@ FAMILIES: Final = (
         "Cohere2MoeForCausalLM",
         _read_cohere2_moe,
         replace(
-            dense_table.COHERE,
-            mlp=Part(tensors=UNBIASED_EXPERTS.tensors, load=_load_cohere2_mlp),
+            dense_table.COHERE, mlp=Part(tensors=UNBIASED_EXPERTS.tensors, load=_load_cohere2_mlp)
         ),
         has_whole_heads=True,
         **STACKED,
@@ -451,9 +445,7 @@ FAMILIES: Final = (
         ignored_tensors=r"model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\..*",
         **STACKED,
         gguf=GgufFormat(
-            architecture="ernie4_5-moe",
-            read=_read_ernie_moe_gguf,
-            renamed=(("correction_bias", "correction.bias"),),
+            architecture="ernie4_5-moe", read=_read_ernie_moe_gguf, renamed=RENAMED_BIAS
         ),
     ),
     record(
@@ -463,11 +455,7 @@ FAMILIES: Final = (
         Layout(attention=WHOLE_HEADS, mlp=MINIMAX_EXPERTS),
         experts=MIXTRAL,
         stacking=Stacking.CONCATENATED,
-        gguf=GgufFormat(
-            architecture="minimax-m2",
-            read=_read_minimax_gguf,
-            renamed=(("correction_bias", "correction.bias"),),
-        ),
+        gguf=GgufFormat(architecture="minimax-m2", read=_read_minimax_gguf, renamed=RENAMED_BIAS),
         has_whole_heads=True,
     ),
     record(
@@ -477,11 +465,7 @@ FAMILIES: Final = (
         Layout(attention=attention_part(has_output_bias=False), mlp=DEEPSEEK_EXPERTS),
         mtp=MtpNames.LAYER,
         **STACKED,
-        gguf=GgufFormat(
-            architecture="glm4moe",
-            read=_read_glm4_gguf,
-            renamed=(("correction_bias", "correction.bias"),),
-        ),
+        gguf=GgufFormat(architecture="glm4moe", read=_read_glm4_gguf, renamed=RENAMED_BIAS),
     ),
     record(
         "sarvam_moe",

@@ -260,8 +260,7 @@ _ROWS: Final = (
     _by_modules("idefics2", "Idefics2ForConditionalGeneration", "mistral"),
     _by_modules("idefics3", "Idefics3ForConditionalGeneration", "llama"),
     _by_modules(
-        *("internvl", "InternVLForConditionalGeneration"),
-        *("qwen2", "qwen3", "qwen3_moe", "llama"),
+        *("internvl", "InternVLForConditionalGeneration"), *("qwen2", "qwen3", "qwen3_moe", "llama")
     ),
     _by_modules("kimi_k25", "Kimi_K25ForConditionalGeneration", "deepseek_v3"),
     _by_modules("lfm2_vl", "Lfm2VlForConditionalGeneration", "lfm2"),
