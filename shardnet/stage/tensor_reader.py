@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor, cut_tensor
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN, file_changed
+from shardnet.checkpoint.tensors.stored_tensor import damaged, file_changed
 from shardnet.errors import CheckpointError
 from shardnet.model.config.panel_form import PANEL
 from shardnet.model.families.stage_tensors import Shape, StageTensors, left_over
@@ -144,9 +144,7 @@ class TensorReader:
             except FileChanged:
                 raise file_changed(piece.part.path) from None
             except OSError as error:
-                raise CheckpointError(
-                    f"{piece.part.path} cannot be read ({error.strerror})", remedy=AGAIN
-                ) from error
+                raise damaged(f"{piece.part.path} cannot be read ({error.strerror})") from error
             done.append(piece.part.size_bytes)
 
         def report() -> None:
