@@ -31,7 +31,7 @@ from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_fil
 from shardnet.checkpoint.tensors.json_files import read_json
 from shardnet.checkpoint.tensors.manifest import is_blob
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor, rotary_halves, unchanged
-from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
+from shardnet.checkpoint.tensors.stored_tensor import StoredTensor, damaged
 from shardnet.errors import CheckpointError, UnsupportedModelError
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
@@ -207,10 +207,9 @@ def _read_processor(folder: Path) -> Fields:
             raw = read_json(path)
             if name == PROCESSOR_FILES[0] or "image_processor" in raw:
                 return Fields(raw.get("image_processor", raw), str(path))
-    raise CheckpointError(
+    raise damaged(
         f"{folder}: neither {PROCESSOR_FILES[0]} nor {PROCESSOR_FILES[1]} is here, which say how "
-        "pictures are prepared",
-        remedy="fetch the checkpoint again",
+        "pictures are prepared"
     )
 
 

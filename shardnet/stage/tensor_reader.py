@@ -258,9 +258,7 @@ def _check(checkpoint: Checkpoint, name: str, expected: Shape) -> None:
     """Check the header of a tensor against the shape that the config implies."""
     tensor = checkpoint.tensors.get(name)
     if tensor is None:
-        raise CheckpointError(
-            f"{checkpoint.path}: tensor {name} is missing", remedy="fetch the checkpoint again"
-        )
+        raise damaged(f"{checkpoint.path}: tensor {name} is missing")
     where = _where(checkpoint, tensor)
     if tensor.shape != expected:
         raise CheckpointError(

@@ -27,7 +27,6 @@ from shardnet.checkpoint.tensors.json_files import read_json
 from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, Contents, sample_range
 from shardnet.checkpoint.tensors.model_tensor import Make, ModelTensor, divide, unchanged
 from shardnet.checkpoint.tensors.stored_tensor import StoredTensor, TensorFile, damaged, hash_ranges
-from shardnet.errors import CheckpointError
 from shardnet.model.config.fields import TEXT
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import Stacking
@@ -377,8 +376,7 @@ def read_tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
         if has_file(folder / index):
             return [index], read_indexed_files(folder / index, read)
     names = ", ".join((*SINGLE_FILES, *HF_INDEX_FILES))
-    raise CheckpointError(
+    raise damaged(
         f"{folder}: no tensors are here: neither {names}, nor consolidated files beside "
-        "params.json, nor a GGUF",
-        remedy="fetch the checkpoint again",
+        "params.json, nor a GGUF"
     )

@@ -68,6 +68,11 @@ Pool = Callable[[Tensor], Tensor]
 W are the columns of all heads, one behind the other."""
 
 
+def missing_rows(what: str) -> CapacityError:
+    """Make the error for rows that a slot lacks by now, and that prompts sent again bring back."""
+    return CapacityError(what, remedy="send the request again")
+
+
 @dataclass(slots=True, kw_only=True)
 class _Entries:
     """What was made of `n_pooled` positions each: the first `n` of `rows` [capacity, D]."""
@@ -361,9 +366,8 @@ class KvCache:
         where they are not here, or the machine's memory runs out.
         """
         if not self.holds(slot, n_positions):  # a step before has failed
-            raise CapacityError(
-                f"slot {slot} does not hold the {n_positions} positions whose state is to be kept",
-                remedy="send the request again",
+            raise missing_rows(
+                f"slot {slot} does not hold the {n_positions} positions whose state is to be kept"
             )
         with self._enough_memory(slot, "a copy of its states"):
             kept = self._states_after(slot, n_positions)
@@ -417,9 +421,8 @@ class KvCache:
         of another position, or if blocks or the machine's memory run out.
         """
         if source not in self._slots or self._slots[source].blocks < blocks_for(n_positions):
-            raise CapacityError(
-                f"slot {source} does not hold the {n_positions} positions to copy from it",
-                remedy="send the request again",
+            raise missing_rows(
+                f"slot {source} does not hold the {n_positions} positions to copy from it"
             )
         with self._enough_memory(target, "a copy of states"):
             kept = self._states_after(source, n_positions, state)
@@ -650,10 +653,9 @@ class KvCache:
             if first and held.shared:
                 first = held.contents.first(layer)
             if first and window is not None and position - window + 1 < first:
-                raise CapacityError(
+                raise missing_rows(
                     f"slot {slot} holds positions from {first} on in layers with a window of "
-                    f"{window}, but was rewound to {position}",
-                    remedy="send the request again",
+                    f"{window}, but was rewound to {position}"
                 )
 
     def _states_after(self, slot: SlotId, n_positions: int, state: StateId | None = None) -> _Kept:
@@ -663,9 +665,8 @@ class KvCache:
         """
         kept = None if state is None else self._kept.get(state)
         if state is not None and (kept is None or kept.n_positions != n_positions):
-            raise CapacityError(
-                f"the state {state} after {n_positions} positions is not here any more",
-                remedy="send the request again",
+            raise missing_rows(
+                f"the state {state} after {n_positions} positions is not here any more"
             )
         if kept is None or not kept.windows:
             self._check_rewind(slot, n_positions)
@@ -695,10 +696,9 @@ class KvCache:
         ends = {0} if held is None else {state.end for state in held.states.values()}
         is_known = held is not None and all(state.knows(position) for state in held.states.values())
         if not is_known:
-            raise CapacityError(
+            raise missing_rows(
                 f"slot {slot} holds the state after {max(ends)} positions, which cannot be "
-                f"rewound, but rows from {position} on were to follow",
-                remedy="send the request again",
+                f"rewound, but rows from {position} on were to follow"
             )
 
     def _rewind_states(self, slot: SlotId, n_positions: int) -> None:

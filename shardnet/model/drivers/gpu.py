@@ -23,8 +23,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from shardnet.errors import CapacityError, ConfigurationError
-from shardnet.model.drivers.driver import THREADS, Argument, Array, Buffer, Kernel
+from shardnet.errors import ConfigurationError
+from shardnet.model.drivers.driver import THREADS, Argument, Array, Buffer, Kernel, no_memory
 
 _OUT_OF_MEMORY: Final = 2
 """The code of it, of either maker."""
@@ -346,10 +346,7 @@ class GpuDriver:
         function = self._library[self._maker.names["alloc"]]
         code = function(ctypes.byref(address), ctypes.c_size_t(max(4, n_bytes)))
         if code == _OUT_OF_MEMORY:
-            raise CapacityError(
-                f"{self.description} has no memory for {n_bytes} bytes",
-                remedy="give the node fewer layers, or less --context",
-            )
+            raise no_memory(self.description, n_bytes)
         self._must(code, "alloc")
         return _Memory(self, address)
 

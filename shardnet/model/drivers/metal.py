@@ -13,8 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardnet.errors import CapacityError, ConfigurationError
-from shardnet.model.drivers.driver import THREADS, Argument, Array, Buffer, Driver, Kernel
+from shardnet.errors import ConfigurationError
+from shardnet.model.drivers.driver import (
+    THREADS,
+    Argument,
+    Array,
+    Buffer,
+    Driver,
+    Kernel,
+    no_memory,
+)
 from shardnet.model.kernels.devices import is_out_of_memory
 
 _SIGNATURE = re.compile(r"KERNEL (\w+)\(([^)]*)WHERE\)")
@@ -62,10 +70,7 @@ class MetalDriver(Driver):
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise CapacityError(
-                f"{self.description} has no memory for {n_bytes} bytes",
-                remedy="give the node fewer layers, or less --context",
-            ) from error
+            raise no_memory(self.description, n_bytes) from error
 
     def upload(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
         """See Driver."""

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardnet.errors import CapacityError, ConfigurationError
+from shardnet.errors import ConfigurationError
 from shardnet.model.drivers.driver import (
     THREADS,
     Argument,
@@ -23,6 +23,7 @@ from shardnet.model.drivers.driver import (
     Buffer,
     Driver,
     Kernel,
+    no_memory,
 )
 
 _OPTIONS: Final = ["-cl-std=CL1.2", "-cl-fp32-correctly-rounded-divide-sqrt", "-w"]
@@ -100,11 +101,8 @@ class OpenClDriver(Driver):
             self._queue.finish()
         except self._cl.Error as error:
             at_once = f", at most {most} at once (CL_DEVICE_MAX_MEM_ALLOC_SIZE)"
-            raise CapacityError(
-                f"{self.description} has no memory for {n_bytes} bytes"
-                f"{at_once if size > most else ''}",
-                remedy="give the node fewer layers, or less --context",
-            ) from error
+            why = at_once if size > most else ""
+            raise no_memory(self.description, n_bytes, why) from error
         self._taken_bytes += size
         weakref.finalize(buffer, self._give_back, size).atexit = False
         return buffer

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from shardnet.model.config.decoder_config import FULL, LINEAR, read_layer_kinds
 from shardnet.model.config.fields import Fields
@@ -35,9 +35,6 @@ from shardnet.model.families.family import MtpNames
 from shardnet.model.families.indexed_table import read_choosing, read_indexer
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.tensor_shapes import STREAM_NAMES
-
-if TYPE_CHECKING:
-    pass
 
 _LATENT: Final = Latent(
     rank=512, rope_size=0, nope_size=256, value_size=256, query_rank=1536, interleaved=False

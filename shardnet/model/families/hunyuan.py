@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from shardnet.model.config.decoder_config import read_decoder, read_mlp_kinds
 from shardnet.model.config.fields import Fields
@@ -26,9 +26,6 @@ from shardnet.model.families.expert_parts import (
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import attention_part
-
-if TYPE_CHECKING:
-    pass
 
 _OF_YARN = ("beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim")
 

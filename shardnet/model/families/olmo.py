@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from shardnet.model.config.decoder_config import (
     read_decoder,
@@ -29,9 +29,6 @@ from shardnet.model.families.expert_parts import SOFTMAX_EXPERTS, STACKED, in_al
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import POST_NORMS, Layout, record
 from shardnet.model.families.parts import WHOLE_HEADS
-
-if TYPE_CHECKING:
-    pass
 
 _THETA: Final = 500000.0
 

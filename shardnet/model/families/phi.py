@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from shardnet.model.config.decoder_config import read_decoder, read_expert_counts
 from shardnet.model.config.fields import Fields
@@ -21,9 +21,6 @@ from shardnet.model.families.expert_parts import MIXTRAL, PHI_EXPERTS, in_all_la
 from shardnet.model.families.family import GgufFormat, Stacking
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import FUSED_HEADS, JOINED_MLP
-
-if TYPE_CHECKING:
-    pass
 
 
 def _read_phi3(fields: Fields) -> ModelConfig:

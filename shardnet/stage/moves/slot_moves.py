@@ -21,8 +21,8 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from shardnet.errors import CapacityError, UsageError
-from shardnet.model.cache.kv_cache import KvCache
+from shardnet.errors import UsageError
+from shardnet.model.cache.kv_cache import KvCache, missing_rows
 from shardnet.model.cache.slot_blocks import SlotContents, SlotState
 from shardnet.slot_operations import OpenSequence
 from shardnet.types import (
@@ -243,10 +243,9 @@ class SlotMoves:
             others = [each for key, each in self._arriving.items() if key != sequence_id]
             wanted = n_blocks + sum(each.n_blocks for each in others)
             if len(others) >= MAX_ARRIVING or wanted > self._kv.room_blocks:
-                raise CapacityError(
+                raise missing_rows(
                     f"{len(others) + 1} sequences of {wanted} KV blocks were to be moved here, and "
-                    f"there is room for {self._kv.room_blocks} blocks",
-                    remedy="send the request again",
+                    f"there is room for {self._kv.room_blocks} blocks"
                 )
             arriving = self._arriving.get(sequence_id)
             if arriving is None:
