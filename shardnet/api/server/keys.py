@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Final
 
-from shardnet.api.server.errors import Fault, HttpError
+from shardnet.api.server.errors import HttpError, refused
 from shardnet.errors import ConfigurationError
 from shardnet.types import whole_number
 
@@ -240,4 +240,4 @@ def _may_ask(origin: str, host: str, origins: Sequence[str]) -> bool:
 
 
 def _refused(message: str) -> HttpError:
-    return HttpError(Fault(status=403, kind="permission_error", message=message))
+    return refused(message, status=403)
