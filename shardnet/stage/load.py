@@ -27,12 +27,11 @@ from shardnet.model.config.panel_form import Quantization
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_layers import Device
 from shardnet.model.families.family import FamilyStage
-from shardnet.model.families.load_stage import load_family_stage
 from shardnet.model.families.registry import family_of
 from shardnet.model.families.stage_tensors import StageTensors, stage_tensors
 from shardnet.model.families.tensor_shapes import Table as Shapes
 from shardnet.model.fused.decode_graphs import Capture
-from shardnet.model.fused.decoder import DecoderStage
+from shardnet.model.fused.decoder import DecoderStage, StageInputs
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import capacity_error_for
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS, Kernel, KernelChoice, Linear, probe
@@ -110,7 +109,7 @@ def load_stage(
     `room_blocks` is the capacity of the KV cache in blocks of 256 positions, `context` the limit of
     positions per sequence (None: the model's, at most 8192). `packs` caches quantised weights,
     which may be written while the stage computes already. `n_streamed` layers stay on disk.
-    `capture` is that of load_family_stage. `kept` are linears of a stage of the same model, loaded
+    `capture` is that of StageInputs. `kept` are linears of a stage of the same model, loaded
     with the same choice: they are taken from there. With a `group` this is a shard of the stage,
     with the heads of its own, by the `shares` of all of them, () for equal ones, and with
     `followers` the first one, as which others do. With `on`, the kernel text computes there what it
@@ -147,7 +146,8 @@ def load_stage(
             own = cut.own_config(config)
             source = ShardWeights(whole, tensors.all, cut, group)
         with weights.writer:
-            family = load_family_stage(own, layers, source, context, dtype, device, capture)
+            inputs = StageInputs(own, layers, source, context, dtype, device, capture)
+            family = family_of(own).load_stage(inputs)
         if adapted is not None:
             adapted.check_all_used()
     kv = kv_cache(own, layers, choice, device, room_blocks, cut, followers, on)

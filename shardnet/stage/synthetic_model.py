@@ -21,9 +21,9 @@ from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_layers import Device
-from shardnet.model.families.load_stage import load_family_stage
+from shardnet.model.families.registry import family_of
 from shardnet.model.families.stage_tensors import Shape, stage_tensors
-from shardnet.model.fused.decoder import DecoderStage
+from shardnet.model.fused.decoder import DecoderStage, StageInputs
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import synchronize
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, probe
@@ -163,7 +163,8 @@ class SyntheticModel:
     ) -> None:
         dtype, layers = torch_dtype(choice.dtype), LayerRange(0, sample.n_layers)
         weights = _Noise(sample, choice, device, tick)
-        self._family = load_family_stage(sample, layers, weights, CONTEXT, dtype, device)
+        inputs = StageInputs(sample, layers, weights, CONTEXT, dtype, device)
+        self._family = family_of(sample).load_stage(inputs)
         self._sampler = Sampler(sample.vocab_size)
         self._kv = (KvCache if on is None else DeviceKvCache)(
             sample.n_layers,

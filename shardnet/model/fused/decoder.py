@@ -6,6 +6,7 @@ scheduling.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from shardnet.model.config.model_config import Activation, ModelConfig, Rope
 from shardnet.model.devices.coverage import why_not
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_layers import Device, DeviceLayers, DeviceLinear
-from shardnet.model.fused.decode_graphs import Capture, DecodeGraphs
+from shardnet.model.fused.decode_graphs import Capture, DecodeGraphs, find_capture
 from shardnet.model.fused.layers import NativeLayers, NativeSublayers
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear
@@ -37,13 +38,13 @@ LoadLayer = Callable[[ModelConfig, WeightSource, int], Layer]
 """Loads the layer with an absolute number."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StageInputs:
     """What a stage is built from: the parameters of `layers`, and of embedding and head where they
     belong.
 
-    `context` is the positions of one sequence, `capture` how decode steps become graphs (None for
-    not at all).
+    `context` is the positions of one sequence, `capture` how decode steps become graphs: None for
+    what the device can.
     """
 
     config: ModelConfig
@@ -52,7 +53,7 @@ class StageInputs:
     context: int
     dtype: torch.dtype
     device: torch.device
-    capture: Capture | None
+    capture: Capture | None = None
 
 
 class DecoderStage:
@@ -106,8 +107,9 @@ class DecoderStage:
         self._heads = {config.heads(layer) for layer in layers}
         self._on_device: DeviceLayers | None = None
         self._graphs: DecodeGraphs | None = None
-        if inputs.capture is not None:  # steps of few rows replay graphs of layers that allow it
-            self._graphs = DecodeGraphs(self._layers, self._tables, inputs.capture)
+        capture = inputs.capture or find_capture(inputs.device, os.environ)
+        if capture is not None:  # steps of few rows replay graphs of layers that allow it
+            self._graphs = DecodeGraphs(self._layers, self._tables, capture)
 
     def compute_on(self, device: Device, kv: DeviceKvCache) -> str:
         """Have the kernel text compute layers and LM head on a device, to the library's bits.
