@@ -33,11 +33,6 @@ from shardnet.model.families.parts import WHOLE_HEADS
 _THETA: Final = 500000.0
 
 
-def _read_olmo2(fields: Fields) -> ModelConfig:
-    """Read an Olmo2Config."""
-    return read_decoder(fields, norm_eps=1e-5)
-
-
 LAYOUT: Final = Layout(attention=WHOLE_HEADS, norms=POST_NORMS)
 
 
@@ -90,7 +85,7 @@ FAMILIES: Final = (
     record(
         "olmo2",
         "Olmo2ForCausalLM",
-        _read_olmo2,
+        partial(read_decoder, norm_eps=1e-5),
         LAYOUT,
         gguf=GgufFormat(
             architecture="olmo2", claims=lambda fields: not fields.given("attention.sliding_window")

@@ -91,20 +91,11 @@ class FormStruct(ctypes.Structure):
     @cache
     def of(form: PanelForm) -> FormStruct:
         """Mirror a form; not to be changed."""
+        same = [name for name, *_ in FormStruct._fields_ if name not in ("block", "book")]
         return FormStruct(
-            bits=form.bits,
-            code=form.code,
-            scale=form.scale,
-            minimum=form.minimum,
-            offset=form.offset,
-            group=form.group,
             block=form.block_inputs,
-            block_scales=form.block_scales,
-            header_bytes=form.header_bytes,
-            block_bytes=form.block_bytes,
-            token_group=form.token_group,
-            factor=form.factor,
             book=(ctypes.c_float * 16)(*form.book),
+            **{name: getattr(form, name) for name in same},
         )
 
 
