@@ -307,21 +307,13 @@ class JoinedLinear:
 
     def __init__(self, parts: Sequence[Linear]) -> None:
         self._parts = tuple(parts)
-
-    @property
-    def weights_stay(self) -> bool:
-        """Whether the weights stay at one address for as long as the linear is used."""
-        return all(part.weights_stay for part in self._parts)
+        self.shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+        self.weights_stay = all(part.weights_stay for part in parts)
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
         """Those of all parts."""
         return tuple(weight for part in self._parts for weight in part.weights)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return sum(part.shape[0] for part in self._parts), self._parts[0].shape[1]
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""

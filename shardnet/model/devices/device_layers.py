@@ -181,18 +181,11 @@ class DeviceLinear:
     is_native = False
 
     def __init__(self, device: Device, linear: PanelLinear) -> None:
-        self._device, self._host = device, linear
+        self._device = device
         self._product = device.product(linear)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self._host.shape
-
-    @property
-    def weights(self) -> tuple[Tensor, ...]:
+        self.shape = linear.shape
+        self.weights = linear.weights
         """Those of the host, of which the device has copies."""
-        return self._host.weights
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""

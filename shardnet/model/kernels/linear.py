@@ -171,17 +171,9 @@ class PlainLinear:
         self._weight = weight  # [N, K]
         self._bias = bias  # [N]
         self._padding = _Padding.like(weight, min_rows)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        n_out, n_in = self._weight.shape
-        return n_out, n_in
-
-    @property
-    def weights(self) -> tuple[Tensor, ...]:
-        """Weight and bias."""
-        return (self._weight,) if self._bias is None else (self._weight, self._bias)
+        n_out, n_in = weight.shape
+        self.shape = (n_out, n_in)
+        self.weights = (weight,) if bias is None else (weight, bias)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""
@@ -199,6 +191,7 @@ class ScaledLinear:
         """The linear without factors."""
         self.factors = factors  # [N], float32
         """Those of the outputs: [N], float32."""
+        self.shape, self.weights_stay = linear.shape, linear.weights_stay
 
     @classmethod
     def of(cls, linear: Linear, *parts: tuple[int, float]) -> Linear:
@@ -209,16 +202,6 @@ class ScaledLinear:
         assert len(factors) == linear.shape[0]
         device = linear.weights[0].device if linear.weights else None
         return cls(linear, factors.to(device))
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self.plain.shape
-
-    @property
-    def weights_stay(self) -> bool:
-        """Whether the weights stay at one address for as long as the linear is used."""
-        return self.plain.weights_stay
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -247,11 +230,8 @@ class PackedLinear:
         self._bias = bias  # [N]
         self._padding = _Padding.like(weight, min_rows)
         self._linear = torch.ops.mkldnn._linear_pointwise.default
-
-    @property
-    def weights(self) -> tuple[Tensor, ...]:
+        self.weights = () if bias is None else (bias,)
         """The bias: what oneDNN has packed is opaque."""
-        return () if self._bias is None else (self._bias,)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""

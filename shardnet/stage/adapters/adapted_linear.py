@@ -117,16 +117,7 @@ class AdaptedLinear:
         self._base = base
         self._added = added
         self._active = active
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self._base.shape
-
-    @property
-    def weights_stay(self) -> bool:
-        """See Linear."""
-        return self._base.weights_stay
+        self.shape, self.weights_stay = base.shape, base.weights_stay
 
     @property
     def is_native(self) -> bool:

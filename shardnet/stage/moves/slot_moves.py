@@ -166,6 +166,10 @@ class SlotMoves:
         self._kv = kv
         self._heads = heads
         self.layers = layers
+        self.block_bytes = kv.block_bytes
+        """Bytes of one block of positions over all layers: an upper bound with windows."""
+        self.state_bytes = kv.state_bytes
+        """Bytes of one state over all layers that keep one."""
         self._owners = owners
         self._arriving: dict[SequenceId, _Arriving] = {}
         self._lock = threading.Lock()
@@ -174,16 +178,6 @@ class SlotMoves:
     def form(self, layer: int) -> str:
         """What the rows of a layer look like here; only equal ones can be taken in."""
         return self._kv.form(layer - self.layers.start) + self._heads
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of positions over all layers: an upper bound with windows."""
-        return self._kv.block_bytes
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of one state over all layers that keep one."""
-        return self._kv.state_bytes
 
     def has_layer(self, layer: int) -> bool:
         """Say whether it moves a layer."""
