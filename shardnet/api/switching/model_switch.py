@@ -15,13 +15,7 @@ from typing import Final
 from shardnet.api.client import Client
 from shardnet.api.generation import OnLoading
 from shardnet.api.switching.turns import Ticket, Turns
-from shardnet.errors import (
-    BusyError,
-    LinkError,
-    PeerFailedError,
-    ShardnetError,
-    ShortageError,
-)
+from shardnet.errors import BusyError, LinkError, PeerFailedError, ShardnetError, ShortageError
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 
 PATIENCE_S: Final = 240.0

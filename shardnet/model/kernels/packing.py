@@ -13,13 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardnet.model.config.panel_form import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    GGUF_BLOCK_BYTES,
-    PanelForm,
-)
+from shardnet.model.config.panel_form import BFLOAT16, FLOAT16, FLOAT32, GGUF_BLOCK_BYTES, PanelForm
 from shardnet.model.kernels.codes import Codes
 from shardnet.model.kernels.library import FormStruct, NativeKernels, Team, check_memory, fields
 
