@@ -42,7 +42,6 @@ MOST_PARAMETERS = 8
 
 WIDER = {
     "cli/commands/generate.py generate": "the flags of a command are its parameters",
-    "shardnet/api/ollama/endpoints.py endpoints": "a table",
     "shardnet/api/openai/endpoints.py endpoints": "a table",
     "shardnet/cluster/planning/candidates.py candidates_of": "all that a plan weighs meets here",
     "shardnet/cluster/planning/model_shape.py model_shape": "all that a plan weighs meets here",
@@ -50,10 +49,6 @@ WIDER = {
     "shardnet/model/cache/kv_cache.py KvCache.__init__": "what layers keep differs in so much",
     "shardnet/model/config/decoder_config.py read_decoder": "what families' configs differ in",
     "shardnet/model/config/rope.py read_rope": "what families' configs differ in",
-    "shardnet/model/families/deepseek_v2.py read_latent_attention": "what families differ in",
-    "shardnet/model/fused/decoder.py DecoderStage.__init__": "the parts of a stage",
-    "shardnet/model/layers/attention.py plan_step": "the arguments of a step in C",
-    "shardnet/model/layers/attention.py step_over": "the arguments of a step in C",
     "shardnet/runtime/engine/engine.py Engine.generate": "a request from its begin to its end",
     "shardnet/runtime/loading/loading.py kv_room": "all that takes memory beside keys",
     "shardnet/runtime/loading/measuring.py measure_stage": "what a measurement stands for",

@@ -270,9 +270,7 @@ def importable_without_torch() -> list[str]:
         "shardnet/checkpoint/checkpoint",
         "shardnet/stage/estimate/memory_estimate",
     )
-    heavy = "shardnet/model/families/load_stage.py"
     paths = [path for path in sources() if path.startswith(light) or is_pure(path)]
-    paths.remove(heavy)
     names = (path.removesuffix(".py").removesuffix("/__init__") for path in paths)
     return sorted(name.replace("/", ".") for name in names)
 

@@ -19,9 +19,8 @@ from bench_forms import FORMS, product_of
 from torch import Tensor
 
 from shardnet.model.config.panel_form import PanelForm, Quantization
-from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import NativeKernels, native_kernels
-from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panel_linear import PanelLinear, float_linear
 from shardnet.model.kernels.panels import look_up
 from shardnet.model.kernels.quantized_linear import pack_all, quantized
 

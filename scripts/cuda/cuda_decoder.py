@@ -17,12 +17,13 @@ from torch import Tensor
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.panel_form import Quantization
-from shardnet.model.families.load_stage import load_family_stage
+from shardnet.model.families.registry import family_of
 from shardnet.model.families.stage_tensors import stage_tensors
+from shardnet.model.fused.decoder import StageInputs
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, probe
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.tables import PlainTable, RowsOf
+from shardnet.model.layers.weight_source import PlainTable, RowsOf
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.model.shards.cut import Axis
 from shardnet.sampling_params import SamplingParams
@@ -105,7 +106,8 @@ class Decoder:
         self.form = WeightForm(dtype=choice.dtype, quant=kind)
         dtype = torch_dtype(choice.dtype)
         weights = NoiseWeights(config, choice, gpu.device)
-        family = load_family_stage(config, self.layers, weights, CONTEXT, dtype, gpu.device)
+        inputs = StageInputs(config, self.layers, weights, CONTEXT, dtype, gpu.device)
+        family = family_of(config).load_stage(inputs)
         room = ROWS[-1] * CONTEXT // BLOCK_POSITIONS
         heads = (config.n_layers, config.n_kv_heads, config.key_size)
         kv = KvCache(*heads, dtype, gpu.device, room)

@@ -17,12 +17,7 @@ from msgspec import structs
 from shardnet.api.events import GenerationEvent, GenerationResult
 from shardnet.api.generation import Generator
 from shardnet.api.requests import GenerationOptions, Prompt
-from shardnet.errors import (
-    ContextExceededError,
-    NumericalError,
-    RemoteProtocolError,
-    UsageError,
-)
+from shardnet.errors import ContextExceededError, NumericalError, RemoteProtocolError, UsageError
 from shardnet.output_params import ALL_ROWS, OutputParams
 from shardnet.sampling_params import SamplingParams
 from shardnet.tokenizers.token_table import Bos

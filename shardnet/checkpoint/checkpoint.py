@@ -29,13 +29,13 @@ from shardnet.checkpoint.tensors.json_files import read_file
 from shardnet.checkpoint.tensors.manifest import Contents, merged, sample_range, sampled_tensors
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.checkpoint.tensors.stored_tensor import (
-    AGAIN,
     ByteRange,
     FileHead,
     FileState,
     StoredTensor,
     TensorFile,
     check_unchanged,
+    damaged,
     hash_ranges,
     prefetch_stored,
     read_stored,
@@ -165,9 +165,7 @@ class Checkpoint:
         try:
             return hash_ranges(self.folder / name, self.samples[name])
         except OSError as error:
-            raise CheckpointError(
-                f"{self.folder / name}: {error.strerror}", remedy=AGAIN
-            ) from error
+            raise damaged(f"{self.folder / name}: {error.strerror}") from error
 
     def skeleton(self) -> tuple[FileHead, ...]:
         """List the files that make the checkpoint, each with the byte ranges that its id covers.
@@ -178,7 +176,7 @@ class Checkpoint:
         try:
             found = {name: find_file(self.folder / name) for name in self._whole}
         except OSError as error:
-            raise CheckpointError(f"{self.path}: {error.strerror}", remedy=AGAIN) from error
+            raise damaged(f"{self.path}: {error.strerror}") from error
         whole = [
             FileHead(name=name, size_bytes=status.st_size, ranges=((0, status.st_size),))
             for name, status in found.items()
@@ -272,7 +270,7 @@ class Checkpoint:
         """Return a parameter, all of whose stored tensors are here."""
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise CheckpointError(f"{self.path}: tensor {name} is missing", remedy=AGAIN)
+            raise damaged(f"{self.path}: tensor {name} is missing")
         for lacking in self.missing(source.name for source in tensor.sources):
             raise CheckpointError(
                 f"{self.path}: tensor {lacking} has not been fetched from another node yet",

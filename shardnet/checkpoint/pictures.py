@@ -31,15 +31,20 @@ from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_fil
 from shardnet.checkpoint.tensors.json_files import read_json
 from shardnet.checkpoint.tensors.manifest import is_blob
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor, rotary_halves, unchanged
-from shardnet.checkpoint.tensors.stored_tensor import StoredTensor
+from shardnet.checkpoint.tensors.stored_tensor import StoredTensor, damaged
 from shardnet.errors import CheckpointError, UnsupportedModelError
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.transformers_modules import INSTALL
 from shardnet.model.families.wrappers import VISIONS, WRAPPERS
 from shardnet.model.vision.picture import PictureProcessor
-from shardnet.model.vision.vision_config import VisionConfig
-from shardnet.model.vision.vision_family import GGUF_KEYS, Table, TokenId, VisionFamily
+from shardnet.model.vision.vision_family import (
+    GGUF_KEYS,
+    Table,
+    TokenId,
+    VisionConfig,
+    VisionFamily,
+)
 from shardnet.types import DType
 
 if TYPE_CHECKING:
@@ -202,10 +207,9 @@ def _read_processor(folder: Path) -> Fields:
             raw = read_json(path)
             if name == PROCESSOR_FILES[0] or "image_processor" in raw:
                 return Fields(raw.get("image_processor", raw), str(path))
-    raise CheckpointError(
+    raise damaged(
         f"{folder}: neither {PROCESSOR_FILES[0]} nor {PROCESSOR_FILES[1]} is here, which say how "
-        "pictures are prepared",
-        remedy="fetch the checkpoint again",
+        "pictures are prepared"
     )
 
 
@@ -298,17 +302,12 @@ def _with_right_names(header: GgufHeader) -> GgufHeader:
 
 def _family_of(metadata: Mapping[str, MetadataValue], where: str) -> VisionFamily:
     own = Fields(metadata, where)
-    arch = own.take("general.architecture", str)
-    if arch != "clip":
-        raise own.unsupported("general.architecture", arch, "clip")
+    own.one_of("general.architecture", ("clip",))
     key = "clip.projector_type"
     if own.missing(key):
         key = "clip.vision.projector_type"
-    kind = own.take(key, str)
     known = {name: vision for vision in VISIONS if vision.gguf for name in vision.gguf.projectors}
-    if kind not in known:
-        raise own.unsupported(key, kind, ", ".join(sorted(known)))
-    return known[kind]
+    return known[own.one_of(key, sorted(known))]
 
 
 def _vision_keys(metadata: Mapping[str, MetadataValue]) -> dict[str, MetadataValue]:

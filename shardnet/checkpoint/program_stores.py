@@ -21,7 +21,7 @@ from shardnet.checkpoint.hub_cache import gguf_models, is_plain
 from shardnet.checkpoint.model_names import FOLDERS_VARIABLE, LM_STUDIO, OLLAMA, FoundModel
 from shardnet.checkpoint.tensors.checkpoint_files import folder_entries, has_file, is_file_name
 from shardnet.checkpoint.tensors.json_files import parse_object, read_file
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN
+from shardnet.checkpoint.tensors.stored_tensor import damaged
 from shardnet.errors import CheckpointError, ShortageError
 from shardnet.files import expanded
 
@@ -174,10 +174,7 @@ def _file(root: Path, manifest: Path, layer: dict[str, Any]) -> Path:
     """Return the file of a layer. Raises CheckpointError if it has no digest, or is not there."""
     digest = layer.get("digest")
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise CheckpointError(
-            f"{manifest}: digest is {digest!r:.80}, expected sha256: and 64 hex digits",
-            remedy=AGAIN,
-        )
+        raise damaged(f"{manifest}: digest is {digest!r:.80}, expected sha256: and 64 hex digits")
     blob = root / "blobs" / digest.replace(":", "-")
     if not has_file(blob):
         raise CheckpointError(f"{blob}: missing", remedy="`ollama pull` the model again")

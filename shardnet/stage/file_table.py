@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN, file_changed
+from shardnet.checkpoint.tensors.stored_tensor import damaged, file_changed
 from shardnet.errors import CheckpointError, ShardnetError
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.panels import Panels, unpack_whole
-from shardnet.model.layers.tables import RowsOf
+from shardnet.model.layers.weight_source import RowsOf
 from shardnet.stage.estimate.stored_dtype import STORED_FLOATS
 from shardnet.stage.stored_weights import RowPacking
 from shardnet.stage.streaming.buffers import FileChanged, FilePart, fill
@@ -153,6 +153,4 @@ def _fill_rows(part: FilePart, rows: Sequence[int], raw: Tensor, places: Sequenc
     except FileChanged:
         raise file_changed(part.path) from None
     except OSError as error:
-        raise CheckpointError(
-            f"{part.path} cannot be read ({error.strerror})", remedy=AGAIN
-        ) from error
+        raise damaged(f"{part.path} cannot be read ({error.strerror})") from error

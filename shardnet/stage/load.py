@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -19,30 +20,29 @@ from torch import Tensor
 from shardnet.checkpoint.adapters.layer_files import with_adapters
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.pictures import Pictures
-from shardnet.errors import (
-    CapacityError,
-    ConfigurationError,
-    UnsupportedModelError,
-    UsageError,
-)
+from shardnet.errors import CapacityError, ConfigurationError, UnsupportedModelError, UsageError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_layers import Device
 from shardnet.model.families.family import FamilyStage
-from shardnet.model.families.load_stage import load_family_stage
 from shardnet.model.families.registry import family_of
 from shardnet.model.families.stage_tensors import StageTensors, stage_tensors
 from shardnet.model.families.tensor_shapes import Table as Shapes
 from shardnet.model.fused.decode_graphs import Capture
-from shardnet.model.fused.decoder import DecoderStage
+from shardnet.model.fused.decoder import DecoderStage, StageInputs
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import capacity_error_for
 from shardnet.model.kernels.linear import MAX_EXACT_ROWS, Kernel, KernelChoice, Linear, probe
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.tables import RowsOf, Table
-from shardnet.model.layers.weight_source import WeightSource, WholeSource
+from shardnet.model.layers.weight_source import (
+    LinearOptions,
+    RowsOf,
+    Table,
+    WeightSource,
+    WholeSource,
+)
 from shardnet.model.shards.cut import Axis, Cut, stays_whole
 from shardnet.model.shards.gathered import GatheredLinear, GatheredTable
 from shardnet.model.shards.group import ShardGroup
@@ -109,7 +109,7 @@ def load_stage(
     `room_blocks` is the capacity of the KV cache in blocks of 256 positions, `context` the limit of
     positions per sequence (None: the model's, at most 8192). `packs` caches quantised weights,
     which may be written while the stage computes already. `n_streamed` layers stay on disk.
-    `capture` is that of load_family_stage. `kept` are linears of a stage of the same model, loaded
+    `capture` is that of StageInputs. `kept` are linears of a stage of the same model, loaded
     with the same choice: they are taken from there. With a `group` this is a shard of the stage,
     with the heads of its own, by the `shares` of all of them, () for equal ones, and with
     `followers` the first one, as which others do. With `on`, the kernel text computes there what it
@@ -146,7 +146,8 @@ def load_stage(
             own = cut.own_config(config)
             source = ShardWeights(whole, tensors.all, cut, group)
         with weights.writer:
-            family = load_family_stage(own, layers, source, context, dtype, device, capture)
+            inputs = StageInputs(own, layers, source, context, dtype, device, capture)
+            family = family_of(own).load_stage(inputs)
         if adapted is not None:
             adapted.check_all_used()
     kv = kv_cache(own, layers, choice, device, room_blocks, cut, followers, on)
@@ -332,23 +333,16 @@ class ShardWeights:
         self._kept: set[str] = set()
         """Parameters of which rows were chosen: a tied table is asked for twice."""
 
-    def linear(
-        self,
-        *names: str,
-        transposed: bool = False,
-        precise: bool = False,
-        wide: bool = False,
-        outputs: Sequence[Axis] = (),
-        inputs: Axis | None = None,
-    ) -> Linear:
+    def linear(self, *names: str, **how: Unpack[LinearOptions]) -> Linear:
         """See WeightSource."""
+        transposed, outputs = how.get("transposed", False), how.pop("outputs", ())
         shapes = [self._shapes[f"{name}.weight"][:: -1 if transposed else 1] for name in names]
         n_outs, n_in = [n_out for n_out, _ in shapes], shapes[0][1]
         axes = outputs if self._cut.cuts(outputs) else ()
-        in_ends = self._cut.input_ends(n_in, inputs)
+        in_ends = self._cut.input_ends(n_in, how.pop("inputs", None))
         is_whole = not axes and in_ends is None and stays_whole(sum(n_outs), n_in)
-        if precise or wide or is_whole:
-            return self._weights.linear(*names, transposed=transposed, precise=precise, wide=wide)
+        if how.get("precise") or how.get("wide") or is_whole:
+            return self._weights.linear(*names, **how)
         ranges = self._cut.rows(n_outs, axes)
         own = [name for name, some in zip(names, ranges, strict=True) if some]
         for name, some in zip(names, ranges, strict=True):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError, RemoteProtocolError, UnsupportedModelError
+from shardnet.model.cache.kv_cache import missing_rows
 from shardnet.model.families.stage_tensors import stage_tensors
 from shardnet.model.kernels.devices import capacity_error_for, is_out_of_memory
 from shardnet.model.modules.cut_model import CutModel
@@ -91,9 +92,8 @@ class ModuleSlots:
             return
         end, states = self._kept.get(state, (0, {}))
         if end != n_positions or held.length < n_positions:
-            raise CapacityError(
-                f"the state {state} after {n_positions} positions is not here any more",
-                remedy="send the request again",
+            raise missing_rows(
+                f"the state {state} after {n_positions} positions is not here any more"
             )
         copied = held if source == slot else held.copied(n_positions)
         copied.crop(n_positions)

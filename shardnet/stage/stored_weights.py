@@ -14,10 +14,9 @@ from shardnet.errors import CapacityError, CheckpointError
 from shardnet.model.config.panel_form import PANEL, PanelForm, Quantization
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.codes import PackedWeight
-from shardnet.model.kernels.float_linear import PanelPacking, fills_panels
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import KernelChoice, Linear, join_biases, linear_of_panels
-from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panel_linear import PanelLinear, PanelPacking, fills_panels
 from shardnet.model.kernels.panels import Panels, pack_into
 from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.stage.estimate.stored_dtype import STORED_FLOATS
@@ -308,21 +307,13 @@ class JoinedLinear:
 
     def __init__(self, parts: Sequence[Linear]) -> None:
         self._parts = tuple(parts)
-
-    @property
-    def weights_stay(self) -> bool:
-        """Whether the weights stay at one address for as long as the linear is used."""
-        return all(part.weights_stay for part in self._parts)
+        self.shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+        self.weights_stay = all(part.weights_stay for part in parts)
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
         """Those of all parts."""
         return tuple(weight for part in self._parts for weight in part.weights)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return sum(part.shape[0] for part in self._parts), self._parts[0].shape[1]
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -20,15 +21,15 @@ from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_layers import Device
-from shardnet.model.families.load_stage import load_family_stage
+from shardnet.model.families.registry import family_of
 from shardnet.model.families.stage_tensors import Shape, stage_tensors
-from shardnet.model.fused.decoder import DecoderStage
+from shardnet.model.fused.decoder import DecoderStage, StageInputs
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import synchronize
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, probe
 from shardnet.model.layers.attention import plan_step
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.tables import PlainTable, RowsOf, Table
+from shardnet.model.layers.weight_source import LinearOptions, PlainTable, RowsOf, Table
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.model.shards.cut import Axis
 from shardnet.sampling_params import SamplingParams
@@ -162,7 +163,8 @@ class SyntheticModel:
     ) -> None:
         dtype, layers = torch_dtype(choice.dtype), LayerRange(0, sample.n_layers)
         weights = _Noise(sample, choice, device, tick)
-        self._family = load_family_stage(sample, layers, weights, CONTEXT, dtype, device)
+        inputs = StageInputs(sample, layers, weights, CONTEXT, dtype, device)
+        self._family = family_of(sample).load_stage(inputs)
         self._sampler = Sampler(sample.vocab_size)
         self._kv = (KvCache if on is None else DeviceKvCache)(
             sample.n_layers,
@@ -245,23 +247,17 @@ class _Noise:
         self._values = noise.to(torch_dtype(choice.dtype))
         self._stored_values = noise.to(torch_dtype(choice.stored_dtype))
 
-    def linear(
-        self,
-        *names: str,
-        transposed: bool = False,
-        precise: bool = False,
-        wide: bool = False,
-        outputs: Sequence[Axis] = (),
-        inputs: Axis | None = None,
-    ) -> Linear:
+    def linear(self, *names: str, **how: Unpack[LinearOptions]) -> Linear:
         """Make a linear of the parameters' shapes."""
         self._tick()
         is_head = f"{names[0]}.weight" in self._head
-        kind = None if precise or wide else self._choice.weight_quantization(is_head=is_head)
+        wide = how.get("wide", False)
+        is_whole = wide or how.get("precise", False)
+        kind = None if is_whole else self._choice.weight_quantization(is_head=is_head)
         noise = self._values if wide else self._stored_values
         weights = [_spread(noise, self._shapes[f"{name}.weight"]) for name in names]
         biases = [self._shapes[f"{name}.bias"] for name in names if f"{name}.bias" in self._shapes]
-        if transposed:
+        if how.get("transposed"):
             weights = [weight.T for weight in weights]
         made = [self._noise(shape) for shape in biases]
         choice = self._wide if wide else self._choice

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor, cut_tensor
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN, file_changed
+from shardnet.checkpoint.tensors.stored_tensor import damaged, file_changed
 from shardnet.errors import CheckpointError
 from shardnet.model.config.panel_form import PANEL
 from shardnet.model.families.stage_tensors import Shape, StageTensors, left_over
@@ -23,14 +23,7 @@ from shardnet.model.kernels.codes import PackedWeight
 from shardnet.model.kernels.panels import PanelMemory, pack_into
 from shardnet.model.kernels.worker_pool import WorkerPool
 from shardnet.stage.estimate.packed_sizes import packs_by_rows
-from shardnet.stage.streaming.buffers import (
-    FileChanged,
-    FilePart,
-    Packing,
-    Piece,
-    bring,
-    pieces_of,
-)
+from shardnet.stage.streaming.buffers import FileChanged, FilePart, Packing, Piece, bring, pieces_of
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total); an exception it raises aborts the loading."""
@@ -151,9 +144,7 @@ class TensorReader:
             except FileChanged:
                 raise file_changed(piece.part.path) from None
             except OSError as error:
-                raise CheckpointError(
-                    f"{piece.part.path} cannot be read ({error.strerror})", remedy=AGAIN
-                ) from error
+                raise damaged(f"{piece.part.path} cannot be read ({error.strerror})") from error
             done.append(piece.part.size_bytes)
 
         def report() -> None:
@@ -267,9 +258,7 @@ def _check(checkpoint: Checkpoint, name: str, expected: Shape) -> None:
     """Check the header of a tensor against the shape that the config implies."""
     tensor = checkpoint.tensors.get(name)
     if tensor is None:
-        raise CheckpointError(
-            f"{checkpoint.path}: tensor {name} is missing", remedy="fetch the checkpoint again"
-        )
+        raise damaged(f"{checkpoint.path}: tensor {name} is missing")
     where = _where(checkpoint, tensor)
     if tensor.shape != expected:
         raise CheckpointError(

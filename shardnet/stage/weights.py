@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
-from typing import Final
+from typing import Final, Unpack
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from shardnet.model.kernels.packing import FLOAT_FORMS
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels, unpack_whole
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.tables import PanelTable, PlainTable, RowsOf, Table
+from shardnet.model.layers.weight_source import LinearOptions, PanelTable, PlainTable, RowsOf, Table
 from shardnet.model.shards.cut import Axis
 from shardnet.stage.file_table import FileTable
 from shardnet.stage.kept_linears import KeptLinears, LinearKey
@@ -132,25 +132,20 @@ class StageWeights:
         """Take no more of a parameter than `ranges` of an axis, in the place of all of it."""
         self._reader.keep(name, ranges, axis)
 
-    def linear(
-        self,
-        *names: str,
-        transposed: bool = False,
-        precise: bool = False,
-        wide: bool = False,
-        outputs: Sequence[Axis] = (),
-        inputs: Axis | None = None,
-    ) -> Linear:
+    def linear(self, *names: str, **how: Unpack[LinearOptions]) -> Linear:
         """Make one linear layer of the concatenated `NAME.weight` (and `NAME.bias`, if present).
 
         Where only some have a bias, those of the others are zeros.
 
-        `transposed`: weights are stored as [K, N] (GPT-2's Conv1D). `precise`: never quantise them.
-        `wide`: also compute in float32, whatever the compute dtype. `outputs` and `inputs` are for
-        shards. Raises CheckpointError for a
-        file that cannot be read, CapacityError if memory, or the cache of streamed layers, is full.
+        What outputs and inputs are counts for shards only. Raises CheckpointError for a file that
+        cannot be read, CapacityError if memory, or the cache of streamed layers, is full.
         """
-        key = LinearKey(names=names, transposed=transposed, precise=precise, wide=wide)
+        key = LinearKey(
+            names=names,
+            transposed=how.get("transposed", False),
+            precise=how.get("precise", False),
+            wide=how.get("wide", False),
+        )
         weights = [f"{name}.weight" for name in names]
         biases = [f"{name}.bias" for name in names if self._reader.has(f"{name}.bias")]
         is_kept = weights[0] not in self._streamed and weights[0] not in self._tied
@@ -159,36 +154,26 @@ class StageWeights:
             self._tests.take_over(linear, self._kept.exact_rows)
             self._reader.skip([*weights, *biases])
         else:
-            linear = self._new_linear(
-                names, weights, biases, transposed=transposed, precise=precise, wide=wide
-            )
+            linear = self._new_linear(key, weights, has_bias=bool(biases))
         if is_kept:
             self._made[key] = linear
         self.digests.add(names[0], *linear.weights)
         self._reader.report()
         return linear
 
-    def _new_linear(
-        self,
-        names: Sequence[str],
-        weights: Sequence[str],
-        biases: Sequence[str],
-        *,
-        transposed: bool,
-        precise: bool,
-        wide: bool,
-    ) -> Linear:
+    def _new_linear(self, key: LinearKey, weights: Sequence[str], *, has_bias: bool) -> Linear:
         choice, kind, place = self._choice, None, None
-        if wide:
+        names, transposed = key.names, key.transposed
+        if key.wide:
             choice = self._wide
-        elif not precise:
+        elif not key.precise:
             kind = choice.weight_quantization(is_head=weights[0] in self._head)
             place = self._place(weights[0])
-        bias = [self._bias(name, transposed=transposed) for name in names if biases]
+        bias = [self._bias(name, transposed=transposed) for name in names if has_bias]
         if kind is not None:
             made, linear = self._quantized.linear(names, bias, kind, place, transposed=transposed)
             self._tests.test(names[0], made, self._choice)
-        elif self._stays_packed(weights, precise=precise or wide):
+        elif self._stays_packed(weights, precise=key.precise or key.wide):
             linear = self._as_stored(weights, bias, place)
         elif place is not None:
             linear = self._streamed_linear(weights, bias, place, transposed=transposed)

@@ -27,10 +27,9 @@ from shardnet.model.fused import decoder
 from shardnet.model.fused.attention import NativeAttention, NativeMlp
 from shardnet.model.fused.experts import NativeExperts
 from shardnet.model.fused.layers import NativeSublayers
-from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import NativeKernels, find_kernels
 from shardnet.model.kernels.linear import Kernel, KernelChoice, probe
-from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panel_linear import PanelLinear, float_linear
 from shardnet.model.layers import attention as torch_attention
 from shardnet.model.layers.attention import ForwardStep, plan_step
 from shardnet.model.layers.decoder_layer import AttentionSublayer, Layer, MlpSublayer, Residual

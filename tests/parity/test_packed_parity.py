@@ -18,7 +18,7 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.kernels import panel_linear
 from shardnet.model.kernels.panel_linear import PanelLinear
-from shardnet.model.layers.tables import PanelTable
+from shardnet.model.layers.weight_source import PanelTable
 from shardnet.stage.load import load_stage
 from shardnet.types import DType, LayerRange
 

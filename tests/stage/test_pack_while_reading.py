@@ -16,9 +16,9 @@ from support.rings.stage_chain import CPU
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CheckpointError
 from shardnet.model.config.panel_form import Quantization
-from shardnet.model.kernels.float_linear import pack_floats
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import probe
+from shardnet.model.kernels.panel_linear import pack_floats
 from shardnet.model.kernels.panels import pack_into
 from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.stage import tensor_reader

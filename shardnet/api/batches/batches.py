@@ -29,7 +29,7 @@ from shardnet.api.batches.files import (
 from shardnet.api.openai.endpoints import Kept
 from shardnet.api.openai.faults import OPENAI, page_of
 from shardnet.api.server.endpoint import FORM, Endpoint, Json, Reply
-from shardnet.api.server.errors import Fault, HttpError, refused, too_many
+from shardnet.api.server.errors import HttpError, refused, too_many
 from shardnet.api.server.keys import ApiKey
 from shardnet.api.server.service import Exchange, Service
 from shardnet.errors import ShardnetError
@@ -238,8 +238,7 @@ class Batches:
         for described in found:
             if described.id == name:
                 return described
-        message = self._kept.gone(name)
-        raise HttpError(Fault(status=404, kind="invalid_request_error", message=message))
+        raise refused(self._kept.gone(name), status=404)
 
     async def _known(self, exchange: Exchange, prefix: str = "") -> Sequence[BatchObject]:
         """Return what the cluster knows of batches, of those that run here the latest."""

@@ -9,12 +9,7 @@ from typing import Any, Final, Literal
 
 from shardnet.api.chat_formats.deepseek import DeepSeekReader, DsmlReader
 from shardnet.api.chat_formats.gemma import GemmaReader
-from shardnet.api.chat_formats.glm import (
-    Glm4Reader,
-    GlmReader,
-    hunyuan_reader,
-    suffix_of,
-)
+from shardnet.api.chat_formats.glm import Glm4Reader, GlmReader, hunyuan_reader, suffix_of
 from shardnet.api.chat_formats.harmony import HarmonyReader
 from shardnet.api.chat_formats.json_text import Tool, read_tools
 from shardnet.api.chat_formats.kimi import KimiElementsReader, KimiReader

@@ -20,7 +20,7 @@ from shardnet.api.dashboard.state import ShownJob, ShownState
 from shardnet.api.diagnostics import facts_of
 from shardnet.api.programs import DEFAULT_CONTEXT, KEY_PLACEHOLDER, PROGRAMS, Served, server_address
 from shardnet.api.server.endpoint import Dialect, Endpoint, Json, Reply, Stream, comment
-from shardnet.api.server.errors import Fault, HttpError, refused, too_many
+from shardnet.api.server.errors import refused, too_many
 from shardnet.api.server.service import Exchange
 from shardnet.checkpoint.model_names import is_path
 from shardnet.cluster.diagnosis.diagnosis import diagnose
@@ -354,9 +354,7 @@ class Handlers:
             await self._dashboard.watcher.cancel(ring, sequence)
         except UsageError as error:
             message = f"there is no request '{name[:64]}': it has ended"
-            raise HttpError(
-                Fault(status=404, kind="invalid_request_error", message=message)
-            ) from error
+            raise refused(message, status=404) from error
         return Json(value=Cancelled(cancelled=name))
 
 

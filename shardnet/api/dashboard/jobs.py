@@ -17,7 +17,7 @@ from msgspec import convert
 from msgspec.structs import replace
 
 from shardnet.api.dashboard.state import JobKind, JobState, ShownJob, ShownProgress
-from shardnet.api.server.errors import Fault, HttpError, refused, too_many
+from shardnet.api.server.errors import refused, too_many
 from shardnet.api.server.service import Service
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.cluster.download.hub import pull_beside
@@ -141,8 +141,7 @@ class Jobs:
         """Cancel a job, if it has not ended. Raises HttpError 404 for one that is not listed."""
         job = self._jobs.get(name)
         if job is None:
-            message = f"there is no job '{name[:50]}'"
-            raise HttpError(Fault(status=404, kind="invalid_request_error", message=message))
+            raise refused(f"there is no job '{name[:50]}'", status=404)
         if job.task is not None and not job.task.done():
             job.task.cancel()
             await asyncio.gather(job.task, return_exceptions=True)
@@ -160,7 +159,7 @@ class Jobs:
             if job.shown.kind == kind and (not model or job.shown.model == model):
                 what = f"{kind}ing {job.shown.model}".strip()
                 message = f"{what} goes on already: cancel it, or wait until it ends"
-                raise HttpError(Fault(status=409, kind="invalid_request_error", message=message))
+                raise refused(message, status=409)
 
     def _begin(self, kind: JobKind, model: str) -> _Job:
         self._n_begun += 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from shardnet.api.server.endpoint import Dialect, Endpoint, Reply, Text
-from shardnet.api.server.errors import Fault, HttpError
+from shardnet.api.server.errors import refused
 from shardnet.api.server.service import Exchange
 
 PATH: Final = "/dashboard/"
@@ -57,8 +57,7 @@ def endpoints(dialect: Dialect, root_path: str) -> list[Endpoint[None]]:
     async def show(exchange: Exchange, body: None) -> Reply:
         name = exchange.path_parameters["file"] or INDEX
         if name not in files:
-            message = f"the page has no file '{name[:200]}'"
-            raise HttpError(Fault(status=404, kind="invalid_request_error", message=message))
+            raise refused(f"the page has no file '{name[:200]}'", status=404)
         return files[name]
 
     async def lead(exchange: Exchange, body: None) -> Reply:

@@ -25,12 +25,7 @@ from shardnet.api.dashboard.state import (
 )
 from shardnet.checkpoint.model_names import short_name
 from shardnet.types import LiveState
-from shardnet.wire.messages.activity import (
-    RequestProgress,
-    RingActivity,
-    RingOpening,
-    StepRecord,
-)
+from shardnet.wire.messages.activity import RequestProgress, RingActivity, RingOpening, StepRecord
 from shardnet.wire.messages.plans import PlannedStage, PlanReply
 
 WINDOW_S: Final = 5.0

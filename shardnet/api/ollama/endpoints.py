@@ -25,9 +25,6 @@ from shardnet.api.ollama.models import (
     OllamaModels,
     OllamaShown,
     OllamaVersion,
-    Running,
-    Show,
-    Tags,
     find_model,
     version,
 )
@@ -144,71 +141,51 @@ async def _vectors(
 def endpoints() -> list[Endpoint[Any]]:
     """List these endpoints."""
     facts = ModelFacts()
+
+    def streamed(
+        route: str, summary: str, handle: Any, body: Any, answer: Any, **more: Any
+    ) -> Endpoint[Any]:
+        further = {"chunk": answer, "chunk_type": STREAM_TYPE, **more}
+        return OLLAMA.at(route, summary, handle, body, answer, **further)
+
     return [
         OLLAMA.at("POST /api/copy", "Give a model a further name", copy, OllamaCopy),
-        OLLAMA.at(
-            "POST /api/create",
-            "Give a model a further name, as one that is made of it",
-            create,
-            OllamaCreate,
-            OllamaProgress,
-            chunk=OllamaProgress,
-            chunk_type=STREAM_TYPE,
+        streamed(
+            *("POST /api/create", "Give a model a further name, as one that is made of it"),
+            *(create, OllamaCreate, OllamaProgress),
         ),
         OLLAMA.at("DELETE /api/delete", "Drop a name that was given", delete, OllamaDelete),
         OLLAMA.at("POST /api/push", "Not done by this server: the answer says what is", push),
-        OLLAMA.at(
-            "POST /api/pull",
-            "Pull a model of the Hugging Face Hub to this machine",
-            Pulls(),
-            OllamaPull,
-            OllamaProgress,
-            chunk=OllamaProgress,
-            chunk_type=STREAM_TYPE,
+        streamed(
+            *("POST /api/pull", "Pull a model of the Hugging Face Hub to this machine"),
+            *(Pulls(), OllamaPull, OllamaProgress),
             counts=True,
         ),
         OLLAMA.at("GET /api/version", "The version of Ollama's API", version, answer=OllamaVersion),
         OLLAMA.at(
-            "GET /api/tags", "The models that may be asked for", Tags(facts), answer=OllamaModels
+            "GET /api/tags", "The models that may be asked for", facts.tags, answer=OllamaModels
         ),
-        OLLAMA.at("GET /api/ps", "The models that are loaded", Running(facts), answer=OllamaModels),
+        OLLAMA.at("GET /api/ps", "The models that are loaded", facts.running, answer=OllamaModels),
         OLLAMA.at(
-            "POST /api/show", "What is known of a model", Show(facts), OllamaShow, OllamaShown
+            "POST /api/show", "What is known of a model", facts.show, OllamaShow, OllamaShown
         ),
-        OLLAMA.at(
-            "POST /api/chat",
-            "Continue a conversation",
-            chat,
-            OllamaChat,
-            OllamaChatAnswer,
-            chunk=OllamaChatAnswer,
-            chunk_type=STREAM_TYPE,
+        streamed(
+            *("POST /api/chat", "Continue a conversation", chat),
+            *(OllamaChat, OllamaChatAnswer),
+            counts=True,
+        ),
+        streamed(
+            *("POST /api/generate", "Answer a prompt, or continue it as it is", generate),
+            *(OllamaGenerate, OllamaGenerated),
             counts=True,
         ),
         OLLAMA.at(
-            "POST /api/generate",
-            "Answer a prompt, or continue it as it is",
-            generate,
-            OllamaGenerate,
-            OllamaGenerated,
-            chunk=OllamaGenerated,
-            chunk_type=STREAM_TYPE,
+            *("POST /api/embed", "Texts as vectors", embed_texts, OllamaEmbed, OllamaEmbedded),
             counts=True,
         ),
         OLLAMA.at(
-            "POST /api/embed",
-            "Texts as vectors",
-            embed_texts,
-            OllamaEmbed,
-            OllamaEmbedded,
-            counts=True,
-        ),
-        OLLAMA.at(
-            "POST /api/embeddings",
-            "A text as a vector, in the older form",
-            embed_text,
-            OllamaOldEmbed,
-            OllamaOldEmbedded,
+            *("POST /api/embeddings", "A text as a vector, in the older form", embed_text),
+            *(OllamaOldEmbed, OllamaOldEmbedded),
             counts=True,
         ),
     ]

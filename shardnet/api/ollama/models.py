@@ -138,6 +138,45 @@ class ModelFacts:
         self._listed = found or self._listed
         self._listed_at_s = time.monotonic()
 
+    async def tags(self, exchange: Exchange, body: None) -> Reply:
+        """List the models that may be asked for, the default one first, as far as is known."""
+        models = []
+        for served in await exchange.service.models.list():
+            listed = await self.listed(exchange, served)
+            model = _model(served.name, listed)
+            model.modified_at, model.size = written(listed.modified_s), listed.size_bytes
+            models.append(model)
+        return Json(value=OllamaModels(models=models))
+
+    async def running(self, exchange: Exchange, body: None) -> Reply:
+        """List the models that nodes have loaded: what they take, and of that what GPUs hold."""
+        status = await exchange.service.client.status(with_peers=True)
+        stages = [(info.device, info.stage) for info in (status.node, *status.peers) if info.stage]
+        served = {one.choice.model: one for one in reversed(await exchange.service.models.list())}
+        expires_s = exchange.service.switch.expires_s
+        models = []
+        for loaded in dict.fromkeys(stage.model for _, stage in stages):
+            known = served.get(loaded) or ServedModel(
+                name=short_name(loaded), choice=ModelChoice(model=loaded)
+            )
+            listed = await self.listed(exchange, known)
+            model = _model(known.name, listed)
+            layers = Counter[bool]()
+            for device, stage in stages:
+                if stage.model == loaded:
+                    layers[device != "cpu"] += stage.layers[1] - stage.layers[0]
+            model.size = listed.size_bytes
+            model.size_vram = listed.size_bytes * layers[True] // max(1, layers.total())
+            model.context_length = self.context_of(known, listed)
+            model.expires_at = _NEVER if expires_s is None else now(expires_s)
+            models.append(model)
+        return Json(value=OllamaModels(models=models))
+
+    async def show(self, exchange: Exchange, body: OllamaShow) -> Reply:
+        """Describe a model, as far as that can be known without switching to it."""
+        served = await find_model(exchange.service.models, body.model or body.name)
+        return Json(value=_shown(served.name, await self.of(exchange, served)))
+
 
 def capabilities_of(described: TokenizerDescribed | None) -> tuple[str, ...]:
     """Return what a model can do in Ollama's words, by its chat template and added tokens."""
@@ -227,66 +266,6 @@ async def version(exchange: Exchange, body: None) -> Reply:
     """Say which version of Ollama's API this is."""
     service = exchange.service
     return Json(value=OllamaVersion(node=service.client.node_name, uptime_s=service.uptime_s))
-
-
-class Tags:
-    """Lists the models that may be asked for, the default one first, as far as they are known."""
-
-    def __init__(self, facts: ModelFacts) -> None:
-        self._facts = facts
-
-    async def __call__(self, exchange: Exchange, body: None) -> Reply:
-        """List them."""
-        models = []
-        for served in await exchange.service.models.list():
-            listed = await self._facts.listed(exchange, served)
-            model = _model(served.name, listed)
-            model.modified_at, model.size = written(listed.modified_s), listed.size_bytes
-            models.append(model)
-        return Json(value=OllamaModels(models=models))
-
-
-class Running:
-    """Lists the models that nodes have loaded: what they take, and of that what GPUs hold."""
-
-    def __init__(self, facts: ModelFacts) -> None:
-        self._facts = facts
-
-    async def __call__(self, exchange: Exchange, body: None) -> Reply:
-        """List them."""
-        status = await exchange.service.client.status(with_peers=True)
-        stages = [(info.device, info.stage) for info in (status.node, *status.peers) if info.stage]
-        served = {one.choice.model: one for one in reversed(await exchange.service.models.list())}
-        expires_s = exchange.service.switch.expires_s
-        models = []
-        for loaded in dict.fromkeys(stage.model for _, stage in stages):
-            known = served.get(loaded) or ServedModel(
-                name=short_name(loaded), choice=ModelChoice(model=loaded)
-            )
-            listed = await self._facts.listed(exchange, known)
-            model = _model(known.name, listed)
-            layers = Counter[bool]()
-            for device, stage in stages:
-                if stage.model == loaded:
-                    layers[device != "cpu"] += stage.layers[1] - stage.layers[0]
-            model.size = listed.size_bytes
-            model.size_vram = listed.size_bytes * layers[True] // max(1, layers.total())
-            model.context_length = self._facts.context_of(known, listed)
-            model.expires_at = _NEVER if expires_s is None else now(expires_s)
-            models.append(model)
-        return Json(value=OllamaModels(models=models))
-
-
-class Show:
-    """Describes a model, as far as that can be known without switching to it."""
-
-    def __init__(self, facts: ModelFacts) -> None:
-        self._facts = facts
-
-    async def __call__(self, exchange: Exchange, body: OllamaShow) -> Reply:
-        """Describe one."""
-        served = await find_model(exchange.service.models, body.model or body.name)
-        return Json(value=_shown(served.name, await self._facts.of(exchange, served)))
 
 
 def _shown(name: str, facts: Facts) -> OllamaShown:

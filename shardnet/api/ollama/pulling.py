@@ -16,7 +16,7 @@ from shardnet.api.ollama.body import ModelName, line
 from shardnet.api.ollama.generating import STREAM_TYPE
 from shardnet.api.ollama.models import TAG, find_model
 from shardnet.api.server.endpoint import Json, Reply, Stream
-from shardnet.api.server.errors import Fault, HttpError, refused, too_many
+from shardnet.api.server.errors import refused, too_many
 from shardnet.api.server.service import Exchange
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.cluster.download.hub import pull_beside
@@ -80,8 +80,7 @@ class Pulls:
         Raises HttpError 409 while the same model is pulled, 429 while MAX_PULLS others are.
         """
         if str(name) in self._running:
-            message = f"{name} is being pulled already: wait until that ends"
-            raise HttpError(Fault(status=409, kind="invalid_request_error", message=message))
+            raise refused(f"{name} is being pulled already: wait until that ends", status=409)
         if len(self._running) >= MAX_PULLS:
             raise too_many(f"{MAX_PULLS} models are being pulled already", RETRY_S)
         told: asyncio.Queue[OllamaProgress] = asyncio.Queue()

@@ -34,7 +34,7 @@ from shardnet.api.openai.embeddings import (
 from shardnet.api.openai.faults import OPENAI, page_of
 from shardnet.api.openai.sampling import Count
 from shardnet.api.server.endpoint import Endpoint, Json, Reply
-from shardnet.api.server.errors import Fault, HttpError, refused
+from shardnet.api.server.errors import HttpError, refused
 from shardnet.api.server.model_names import ModelNames, ServedModel, written
 from shardnet.api.server.service import Exchange
 from shardnet.wire.messages.deputies import MAX_LISTED_VALUE, MAX_VALUE
@@ -333,7 +333,7 @@ class Kept:
         )
 
     def _missing(self, name: str) -> HttpError:
-        return HttpError(Fault(status=404, kind="invalid_request_error", message=self.gone(name)))
+        return refused(self.gone(name), status=404)
 
     async def _find(self, client: Client, owner: str, name: str) -> _Value | None:
         if not name.startswith(self.prefix) or len(name) > 128 or "\0" in name:

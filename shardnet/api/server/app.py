@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardnet import __version__
 from shardnet.api.server.endpoint import EVENTS, Dialect, Endpoint, Json, Reply
-from shardnet.api.server.errors import Fault, HttpError
+from shardnet.api.server.errors import refused
 from shardnet.api.server.handler import Handler
 from shardnet.api.server.service import LEFT_OUT_HEADER, Exchange, Service
 from shardnet.api.validation import nearest
@@ -156,9 +156,7 @@ def _unknown_endpoint(dialect: Dialect, methods: dict[str, str], below: str = ""
             else:
                 near = nearest(path[:200], [*methods]) or ";"
                 message += f"{near} GET {PATH} lists what there is"
-        raise HttpError(
-            Fault(status=status, kind="invalid_request_error", message=message, headers=headers)
-        )
+        raise refused(message, status=status, headers=headers)
 
     return dialect.at("GET /*", "", refuse, is_open=True)
 

@@ -19,7 +19,7 @@ import msgspec
 from starlette.types import Receive
 
 from shardnet.api.server.endpoint import FORM
-from shardnet.api.server.errors import Fault, HttpError, refused
+from shardnet.api.server.errors import HttpError, refused
 from shardnet.api.validation import find_half_pair, find_refused
 from shardnet.errors import shown
 
@@ -63,8 +63,7 @@ async def read_body(receive: Receive, headers: dict[bytes, bytes], most_bytes: i
                 limit.reschedule(began_s + BODY_S + len(body) / LEAST_BYTES_PER_S)
     except TimeoutError:
         why = f"the body came too slowly: {len(body)} bytes in {BODY_S:g} s or more"
-        fault = Fault(status=408, kind="invalid_request_error", message=why)
-        raise HttpError(fault) from None
+        raise refused(why, status=408) from None
 
 
 def _unpacked(raw: bytes, headers: dict[bytes, bytes], most_bytes: int) -> bytes:
@@ -151,5 +150,4 @@ def _field(part: bytes) -> tuple[str, Any]:
 
 
 def _too_large(most: str) -> HttpError:
-    message = f"the body has more than {most}"
-    return HttpError(Fault(status=413, kind="invalid_request_error", message=message))
+    return refused(f"the body has more than {most}", status=413)

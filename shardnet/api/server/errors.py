@@ -6,6 +6,7 @@ Knows which status each error of shardnet has. Each dialect writes it in its own
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from shardnet.errors import (
@@ -36,6 +37,17 @@ CONTEXT_EXCEEDED: Final = "context_length_exceeded"
 _CONTEXT_EXCEEDED_KIND: Final = "exceed_context_size_error"
 """llama-server's type of the same error, by which others know."""
 
+_KINDS: Final = MappingProxyType(
+    {
+        401: "authentication_error",
+        403: "permission_error",
+        429: "rate_limit_error",
+        500: "server_error",
+        503: "service_unavailable_error",
+        504: "timeout_error",
+    }
+)
+"""OpenAI's types of errors, by status; of all others invalid_request_error."""
 
 _PARAMETERS: Final = frozenset(
     (
@@ -66,13 +78,12 @@ underscores."""
 class Fault:
     """An error as a client sees it.
 
-    `kind` is OpenAI's type of error, `parameter` the wrong field of the body, `code` a word for
-    programs. `retry_s` is what Retry-After says, None for nothing. `n_prompt` and `n_context` are
-    the two numbers of a prompt that is too long, in tokens.
+    `parameter` is the wrong field of the body, `code` a word for programs. `retry_s` is what
+    Retry-After says, None for nothing. `n_prompt` and `n_context` are the two numbers of
+    a prompt that is too long, in tokens.
     """
 
     status: int
-    kind: str
     message: str
     parameter: str | None = None
     code: str | None = None
@@ -80,6 +91,13 @@ class Fault:
     n_prompt: int | None = None
     n_context: int | None = None
     headers: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's type of the error."""
+        if self.code == CONTEXT_EXCEEDED:
+            return _CONTEXT_EXCEEDED_KIND
+        return _KINDS.get(self.status, "invalid_request_error")
 
 
 class HttpError(Exception):
@@ -90,17 +108,22 @@ class HttpError(Exception):
         self.fault = fault
 
 
-def refused(message: str, parameter: str | None = None, *, code: str | None = None) -> HttpError:
-    """Make the error 400 of a request that can never succeed; `parameter` is the wrong field."""
-    kind = "invalid_request_error"
-    return HttpError(Fault(status=400, kind=kind, message=message, parameter=parameter, code=code))
+def refused(
+    message: str,
+    parameter: str | None = None,
+    *,
+    status: int = 400,
+    code: str | None = None,
+    headers: tuple[tuple[str, str], ...] = (),
+) -> HttpError:
+    """Make the error of a request that can never succeed; `parameter` is the wrong field."""
+    fault = Fault(status=status, message=message, parameter=parameter, code=code, headers=headers)
+    return HttpError(fault)
 
 
 def too_many(message: str, retry_s: int) -> HttpError:
     """Make the error 429 of a request that came while too many others run."""
-    return HttpError(
-        Fault(status=429, kind="rate_limit_error", message=message, retry_s=retry_s, code="busy")
-    )
+    return HttpError(Fault(status=429, message=message, retry_s=retry_s, code="busy"))
 
 
 def fault_of(error: Exception) -> Fault:
@@ -115,42 +138,28 @@ def fault_of(error: Exception) -> Fault:
     text = str(error)
     match error:
         case QueueFullError():
-            return Fault(
-                status=429, kind="rate_limit_error", message=text, retry_s=RETRY_S, code="busy"
-            )
+            return Fault(status=429, message=text, retry_s=RETRY_S, code="busy")
         case UsageError() | CapacityError() | UnsupportedModelError():
             return _wrong_request(error)
         case BusyError(retry_s=retry_s) if retry_s:
-            return Fault(
-                status=503,
-                kind="service_unavailable_error",
-                message=text,
-                retry_s=retry_s,
-                code="model_not_ready",
-            )
+            return Fault(status=503, message=text, retry_s=retry_s, code="model_not_ready")
         case BusyError() | LinkError() | PeerFailedError() | PlanError() | DiskSilentError():
-            return Fault(
-                status=503, kind="service_unavailable_error", message=text, retry_s=RETRY_S
-            )
+            return Fault(status=503, message=text, retry_s=RETRY_S)
         case CheckpointError():
-            return Fault(
-                status=404,
-                kind="invalid_request_error",
-                message=_told(error, _unprefixed(error)),
-                code="model_not_found",
-            )
+            message = _told(error, _unprefixed(error))
+            return Fault(status=404, message=message, code="model_not_found")
         case CancelledRequestError():  # a status at which programs do not ask again
-            return Fault(status=400, kind="invalid_request_error", message=text, code="cancelled")
+            return Fault(status=400, message=text, code="cancelled")
         case DeadlineError():
             message = _told(error, _unprefixed(error))
-            return Fault(status=504, kind="timeout_error", message=message)
+            return Fault(status=504, message=message)
         case ShardnetError():
-            return Fault(status=500, kind="server_error", message=text)
+            return Fault(status=500, message=text)
         case _:
             is_check = isinstance(error, AssertionError)
             what = "a check of its own failed" if is_check else type(error).__name__
             message = f"internal error: {what}, a bug of shardnet"
-            return Fault(status=500, kind="server_error", message=message)
+            return Fault(status=500, message=message)
 
 
 def _wrong_request(error: ShardnetError) -> Fault:
@@ -161,7 +170,7 @@ def _wrong_request(error: ShardnetError) -> Fault:
     if parameter is not None:
         message = f"{parameter} {rest}"
     message = _told(error, message)
-    return Fault(status=400, kind="invalid_request_error", message=message, parameter=parameter)
+    return Fault(status=400, message=message, parameter=parameter)
 
 
 def _unprefixed(error: ShardnetError) -> str:
@@ -183,7 +192,6 @@ def _context_exceeded(error: ContextExceededError) -> Fault:
     )
     return Fault(
         status=400,
-        kind=_CONTEXT_EXCEEDED_KIND,
         message=message,
         code=CONTEXT_EXCEEDED,
         n_prompt=error.n_prompt,

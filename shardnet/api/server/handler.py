@@ -34,7 +34,7 @@ from shardnet.api.server.endpoint import (
     Stream,
     Text,
 )
-from shardnet.api.server.errors import RETRY_S, Fault, HttpError, fault_of, too_many
+from shardnet.api.server.errors import RETRY_S, Fault, HttpError, fault_of, refused, too_many
 from shardnet.api.server.keys import ApiKey, check_web_page
 from shardnet.api.server.service import Exchange, Service
 from shardnet.api.server.settings import LogLine, Settings
@@ -268,15 +268,9 @@ def _n_received(value: bytes) -> int:
     text = value.decode("latin-1").strip()
     n_received = whole_number(text)
     if n_received is None or n_received > MOST_RECEIVED:
-        raise HttpError(
-            Fault(
-                status=400,
-                kind="invalid_request_error",
-                message=(
-                    "x-shardnet-resume says how many events of the stream were received, 0 for "
-                    f"none: expected a number, got {text[:40]!r}"
-                ),
-            )
+        raise refused(
+            "x-shardnet-resume says how many events of the stream were received, 0 for none: "
+            f"expected a number, got {text[:40]!r}"
         )
     return n_received
 
@@ -299,14 +293,11 @@ def _key_of(headers: dict[bytes, bytes], service: Service, host: str) -> ApiKey:
         if secret:
             service.wrong_keys.wrong(host, now_s)
         what = "is not one of this server's" if secret else "is missing"
-        raise HttpError(
-            Fault(
-                status=401,
-                kind="authentication_error",
-                message=f"the API key {what}: send it as 'Authorization: Bearer KEY'",
-                code="invalid_api_key",
-                headers=(("www-authenticate", "Bearer"),),
-            )
+        raise refused(
+            f"the API key {what}: send it as 'Authorization: Bearer KEY'",
+            status=401,
+            code="invalid_api_key",
+            headers=(("www-authenticate", "Bearer"),),
         )
     return key
 
@@ -316,14 +307,7 @@ def _stopping(settings: Settings) -> HttpError:
     if settings.has_deputy:
         header = RESUME_HEADER.decode()
         message += f"; the server of another node has the rest, for this id and {header}"
-    return HttpError(
-        Fault(
-            status=503,
-            kind="service_unavailable_error",
-            message=message,
-            retry_s=RETRY_S,
-        )
-    )
+    return HttpError(Fault(status=503, message=message, retry_s=RETRY_S))
 
 
 async def _until_left(receive: Receive) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 
 from shardnet import __version__
 from shardnet.api.server.endpoint import Dialect, Endpoint, Json, Reply, Text
-from shardnet.api.server.errors import Fault, HttpError
+from shardnet.api.server.errors import refused
 from shardnet.api.server.metrics import MEDIA_TYPE
 from shardnet.api.server.service import MAX_TRACES, Exchange
 from shardnet.api.traces import chrome_trace
@@ -75,13 +75,10 @@ async def trace(exchange: Exchange, body: None) -> Reply:
     request_id = exchange.path_parameters["request_id"]
     traces = exchange.service.traces.find(request_id, exchange.key)
     if traces is None:
-        raise HttpError(
-            Fault(
-                status=404,
-                kind="invalid_request_error",
-                message=f"there is no trace of request {request_id[:128]}: send the header "
-                f"X-Shardnet-Trace: 1 with one, and ask when it has ended; {MAX_TRACES} are kept",
-            )
+        raise refused(
+            f"there is no trace of request {request_id[:128]}: send the header "
+            f"X-Shardnet-Trace: 1 with one, and ask when it has ended; {MAX_TRACES} are kept",
+            status=404,
         )
     return Json(value=chrome_trace(traces))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Final
 
-from shardnet.api.server.errors import Fault, HttpError
+from shardnet.api.server.errors import refused
 from shardnet.errors import ConfigurationError
 from shardnet.types import whole_number
 
@@ -193,20 +193,22 @@ def check_web_page(
 
     host, origin, site = text(b"host"), text(b"origin"), text(b"sec-fetch-site")
     if not _is_own_name(_without_port(host), hosts):
-        raise _refused(
+        raise refused(
             f"this server is not called {host[:200]}: give it --allowed-host "
-            f"{_without_port(host)[:200]}, or an --api-key"
+            f"{_without_port(host)[:200]}, or an --api-key",
+            status=403,
         )
     if site in ("same-origin", "none") or "*" in origins:
         return
     if origin:
         if not _may_ask(origin, host, origins):
-            raise _refused(
+            raise refused(
                 f"pages of {origin[:200]} may not ask this server: give it --cors-origin "
-                f"{origin[:200]}, or an --api-key"
+                f"{origin[:200]}, or an --api-key",
+                status=403,
             )
     elif site and not (method == "GET" and text(b"sec-fetch-mode") == "navigate"):
-        raise _refused("pages of other sites may not ask this server")
+        raise refused("pages of other sites may not ask this server", status=403)
 
 
 def _is_own_name(name: str, hosts: Sequence[str]) -> bool:
@@ -237,7 +239,3 @@ def _may_ask(origin: str, host: str, origins: Sequence[str]) -> bool:
         return origin != "null"
     port = _DEFAULT_PORTS[scheme]
     return place.removesuffix(port) == host.removesuffix(port)
-
-
-def _refused(message: str) -> HttpError:
-    return HttpError(Fault(status=403, kind="permission_error", message=message))

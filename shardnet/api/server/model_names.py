@@ -18,7 +18,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from shardnet.api.client import Client
-from shardnet.api.server.errors import Fault, HttpError, refused
+from shardnet.api.server.errors import HttpError, refused
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.model_names import is_path, match, nearest_name, short_name
 from shardnet.errors import ShardnetError, UsageError
@@ -115,7 +115,7 @@ class ModelNames:
         try:
             found = match(name, served)
         except UsageError as error:
-            raise HttpError(_unknown(str(error))) from error
+            raise _unknown(str(error)) from error
         if found is not None:
             return served[found]
         near = nearest_name(name, served)
@@ -124,7 +124,7 @@ class ModelNames:
         more = f" and {len(served) - NAMED} more" if len(served) > NAMED else ""
         if self._is_fixed:
             more = ", and this server does not change the model of the ring (--switch never)"
-        raise HttpError(_unknown(f"there is no model '{name[:200]}'; there is {known}{more}"))
+        raise _unknown(f"there is no model '{name[:200]}'; there is {known}{more}")
 
     async def list(self) -> list[ServedModel]:
         """List the default model, all others that the nodes have, and what else they are called."""
@@ -227,11 +227,5 @@ def _adapted(model: ServedModel) -> list[ServedModel]:
     ]
 
 
-def _unknown(message: str) -> Fault:
-    return Fault(
-        status=404,
-        kind="invalid_request_error",
-        message=message,
-        parameter="model",
-        code="model_not_found",
-    )
+def _unknown(message: str) -> HttpError:
+    return refused(message, "model", status=404, code="model_not_found")

@@ -15,13 +15,7 @@ from typing import Final
 from shardnet.api.client import Client
 from shardnet.api.generation import OnLoading
 from shardnet.api.switching.turns import Ticket, Turns
-from shardnet.errors import (
-    BusyError,
-    LinkError,
-    PeerFailedError,
-    ShardnetError,
-    ShortageError,
-)
+from shardnet.errors import BusyError, LinkError, PeerFailedError, ShardnetError, ShortageError
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 
 PATIENCE_S: Final = 240.0
@@ -92,7 +86,8 @@ class ModelSwitch:
         self._choices: dict[str, ModelChoice] = {}
         self._opening: _Opening | None = None
         self._took_s: dict[str, float] = {}
-        self._is_rebuilding = False
+        self.is_rebuilding = False
+        """Whether a ring that broke is being built again."""
         self._due: asyncio.TimerHandle | None = None
         self._idle_since_s: float | None = None
         self._unload_due: asyncio.TimerHandle | None = None
@@ -113,11 +108,6 @@ class ModelSwitch:
     def n_waiting(self) -> int:
         """Requests that wait for their model."""
         return len(self._waiting)
-
-    @property
-    def is_rebuilding(self) -> bool:
-        """Whether a ring that broke is being built again."""
-        return self._is_rebuilding
 
     @property
     def expires_s(self) -> float | None:
@@ -144,7 +134,7 @@ class ModelSwitch:
         loads keeps its place for `promise_s` seconds. Raises BusyError after `patience_s` seconds,
         at once while a ring that broke is built again, never for None; and what loading raises.
         """
-        if patience_s is not None and self._is_rebuilding and self._turns.model == choice.model:
+        if patience_s is not None and self.is_rebuilding and self._turns.model == choice.model:
             raise self._not_ready(choice.model)
         self._rest(None)
         self._choices[choice.model] = choice
@@ -182,7 +172,7 @@ class ModelSwitch:
         if self._turns.model != model or not self._turns.is_open:
             return
         self._turns.reopen()
-        self._is_rebuilding = is_broken
+        self.is_rebuilding = is_broken
         self._move()
 
     async def unload(self, model: str) -> None:
@@ -224,7 +214,7 @@ class ModelSwitch:
             if not waiting.granted.done():
                 waiting.granted.set_result(None)
         if turns.model != model:
-            self._is_rebuilding, self.keep = False, self._usual
+            self.is_rebuilding, self.keep = False, self._usual
         if self._opening is not None and self._opening.model != turns.model:
             assert self._opening.task is not None
             self._opening.task.cancel()
@@ -269,7 +259,7 @@ class ModelSwitch:
             self._tell()
 
         pause_s, longest_s = BUSY_S
-        n_left = REBUILDS if self._is_rebuilding else 1
+        n_left = REBUILDS if self.is_rebuilding else 1
         while True:
             try:
                 # Needs no tokenizer, and is answered at once if the ring stands.
@@ -293,7 +283,7 @@ class ModelSwitch:
         error = None if task.cancelled() else task.exception()
         if self._opening is not opening:
             return
-        self._opening, self._is_rebuilding = None, False
+        self._opening, self.is_rebuilding = None, False
         if task.cancelled() or error is not None:
             for ticket in self._turns.end():
                 granted = self._waiting.pop(ticket).granted
@@ -318,7 +308,7 @@ class ModelSwitch:
                 retry_s = spent_s * (1 - opening.done) / opening.done
             else:
                 retry_s = self._took_s.get(model, spent_s) - spent_s
-        why = "a node of its ring was lost: " if self._is_rebuilding else ""
+        why = "a node of its ring was lost: " if self.is_rebuilding else ""
         doing = self.doing or f"requests to {self._turns.model} run"
         error = BusyError(f"{model} is not ready: {why}{doing}", remedy="ask again")
         error.retry_s = min(MOST_RETRY_S, max(1, round(retry_s)))

@@ -31,8 +31,7 @@ from shardnet.checkpoint.tensors.model_tensor import (
     rotary_halves,
     unchanged,
 )
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN, FileTotals, StoredTensor, TensorFile
-from shardnet.errors import CheckpointError
+from shardnet.checkpoint.tensors.stored_tensor import FileTotals, StoredTensor, TensorFile, damaged
 from shardnet.model.config.decoder_config import read_params_decoder
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
@@ -101,7 +100,7 @@ def open_consolidated(folder: Path) -> Contents:
     refuse_absent(files.values(), folder, lambda: {*required, *head} - parts.keys(), str)
     for name in required:
         if name not in parts:
-            raise CheckpointError(f"{folder}: tensor {name} is missing", remedy=AGAIN)
+            raise damaged(f"{folder}: tensor {name} is missing")
     is_tied = "output.weight" not in parts
     rows = parts["tok_embeddings.weight" if is_tied else "output.weight"]
     kind = parts["norm.weight"][0].dtype
@@ -146,11 +145,11 @@ def _tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
     try:
         paths = [folder / name for name in part_files(folder_entries(folder))]
     except OSError as error:
-        raise CheckpointError(f"{folder}: {error.strerror}", remedy=AGAIN) from error
+        raise damaged(f"{folder}: {error.strerror}") from error
     for number, path in enumerate(paths):
         expected = f"consolidated.{number:02}{paths[0].suffix}"
         if path.name != expected:
-            raise CheckpointError(f"{folder / expected}: this part is missing", remedy=AGAIN)
+            raise damaged(f"{folder / expected}: this part is missing")
     totals = FileTotals(folder)
     return [], {path.name: totals.add(_read_part(path, len(paths))) for path in paths}
 

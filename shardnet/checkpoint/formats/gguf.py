@@ -23,15 +23,15 @@ from shardnet.checkpoint.formats.gguf_types import PACKED, PLAIN, form_name, pac
 from shardnet.checkpoint.tensors.checkpoint_files import open_file
 from shardnet.checkpoint.tensors.manifest import Contents
 from shardnet.checkpoint.tensors.stored_tensor import (
-    AGAIN,
     FileTotals,
     StoredTensor,
     TensorFile,
     check_name,
+    damaged,
     end_of,
     hash_ranges,
 )
-from shardnet.errors import CheckpointError, UnsupportedModelError, shown
+from shardnet.errors import UnsupportedModelError, shown
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import FACTOR_TENSORS, Factors
 from shardnet.model.families.encoders import GGUF_TYPES, writes_nothing
@@ -172,7 +172,7 @@ def open_gguf(path: Path) -> Contents:
     }
     embedding = stored.get("token_embd.weight")
     if embedding is None:
-        raise CheckpointError(f"{paths[0]}: tensor token_embd.weight is missing", remedy=AGAIN)
+        raise damaged(f"{paths[0]}: tensor token_embd.weight is missing")
     metadata = headers[0].metadata
     unknown: list[str] = []
     config = config_of_metadata(
@@ -223,9 +223,8 @@ def read_tensor_file(path: Path, header: GgufHeader) -> TensorFile:
     end = end_of(path, infos, header.head_bytes)
     if end > header.size_bytes:
         last = max(infos, key=lambda info: info.offset + info.size_bytes)
-        raise CheckpointError(
-            f"{path}: truncated: {header.size_bytes} bytes, tensor {last.name} ends at {end}",
-            remedy=AGAIN,
+        raise damaged(
+            f"{path}: truncated: {header.size_bytes} bytes, tensor {last.name} ends at {end}"
         )
     factors = [info for info in infos if info.name in FACTOR_TENSORS]
     heads = [(0, header.head_bytes), *((info.offset, info.size_bytes) for info in factors)]
@@ -233,7 +232,7 @@ def read_tensor_file(path: Path, header: GgufHeader) -> TensorFile:
     try:
         sha256 = hash_ranges(path, heads)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}", remedy=AGAIN) from error
+        raise damaged(f"{path}: {error.strerror}") from error
     return TensorFile(
         name=path.name,
         size_bytes=header.size_bytes,
@@ -258,9 +257,7 @@ def _stored(path: Path, tensor: GgufTensor) -> StoredTensor:
         )
     size_bytes = packed_bytes(kind, tensor.shape)
     if size_bytes is None or (kind in PACKED and len(tensor.shape) == 1):
-        raise CheckpointError(
-            f"{where} of shape {list(tensor.shape)} cannot be {kind}", remedy=AGAIN
-        )
+        raise damaged(f"{where} of shape {list(tensor.shape)} cannot be {kind}")
     return StoredTensor(
         name=tensor.name,
         dtype=kind,
@@ -275,15 +272,13 @@ def _read_factors(path: Path, tensor: GgufTensor) -> tuple[float, ...]:
     """Read a small float32 tensor, whose bytes are known to lie within the file."""
     n = tensor.shape[-1]
     if type_name(tensor.type_number) != "F32" or len(tensor.shape) > 1 or n > MAX_FACTORS:
-        raise CheckpointError(
-            f"{path}: tensor {tensor.name} is not a list of F32 factors", remedy=AGAIN
-        )
+        raise damaged(f"{path}: tensor {tensor.name} is not a list of F32 factors")
     try:
         with open_file(path) as file:
             file.seek(tensor.offset)
             return struct.unpack(f"<{n}f", file.read(4 * n))
     except (OSError, struct.error) as error:
-        raise CheckpointError(f"{path}: tensor {tensor.name}: {error}", remedy=AGAIN) from error
+        raise damaged(f"{path}: tensor {tensor.name}: {error}") from error
 
 
 def _main_dtype(stored: Mapping[str, StoredTensor]) -> str:

@@ -26,8 +26,7 @@ from shardnet.checkpoint.tensors.checkpoint_files import has_file
 from shardnet.checkpoint.tensors.json_files import read_json
 from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES, Contents, sample_range
 from shardnet.checkpoint.tensors.model_tensor import Make, ModelTensor, divide, unchanged
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN, StoredTensor, TensorFile, hash_ranges
-from shardnet.errors import CheckpointError
+from shardnet.checkpoint.tensors.stored_tensor import StoredTensor, TensorFile, damaged, hash_ranges
 from shardnet.model.config.fields import TEXT
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import Stacking
@@ -331,7 +330,7 @@ def _has_own_head(folder: Path, stored: Mapping[str, StoredTensor]) -> bool:
     try:
         one, other = (hash_ranges(folder / x.file, [sample_range(x)]) for x in (head, table))
     except OSError as error:
-        raise CheckpointError(f"{folder}: {error.strerror}", remedy=AGAIN) from error
+        raise damaged(f"{folder}: {error.strerror}") from error
     return one != other
 
 
@@ -377,8 +376,7 @@ def read_tensor_files(folder: Path) -> tuple[list[str], dict[str, TensorFile]]:
         if has_file(folder / index):
             return [index], read_indexed_files(folder / index, read)
     names = ", ".join((*SINGLE_FILES, *HF_INDEX_FILES))
-    raise CheckpointError(
+    raise damaged(
         f"{folder}: no tensors are here: neither {names}, nor consolidated files beside "
-        "params.json, nor a GGUF",
-        remedy="fetch the checkpoint again",
+        "params.json, nor a GGUF"
     )

@@ -14,7 +14,6 @@ import msgspec
 from shardnet.checkpoint.tensors.checkpoint_files import is_file_name, open_file
 from shardnet.checkpoint.tensors.json_files import YIELDING, bound_counts, read_file, scan_text
 from shardnet.checkpoint.tensors.stored_tensor import (
-    AGAIN,
     ITEM_BYTES,
     MAX_AXES,
     MAX_FILE_TENSORS,
@@ -25,6 +24,7 @@ from shardnet.checkpoint.tensors.stored_tensor import (
     StoredTensor,
     TensorFile,
     check_name,
+    damaged,
     end_of,
     hash_ranges,
     is_possible,
@@ -65,30 +65,26 @@ def read_safetensors_file(path: Path) -> TensorFile:
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if size_bytes < 8 or length > min(MAX_HEADER_BYTES, size_bytes - 8):
-                raise CheckpointError(
+                raise damaged(
                     f"{path}: truncated or not a safetensors file ({size_bytes} bytes, "
-                    f"header claims {length}, at most {MAX_HEADER_BYTES} are read)",
-                    remedy=AGAIN,
+                    f"header claims {length}, at most {MAX_HEADER_BYTES} are read)"
                 )
             header = file.read(length)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}", remedy=AGAIN) from error
+        raise damaged(f"{path}: {error.strerror}") from error
     bound_counts(header, path, _MOST)
     tensors: dict[str, StoredTensor] = {}
     try:
         for name, entry in _entries(header.decode()):
             tensors[name] = _tensor(name, entry, path, 8 + length)
             if len(tensors) > MAX_FILE_TENSORS:
-                raise CheckpointError(
-                    f"{path}: more than {MAX_FILE_TENSORS} tensors in one file", remedy=AGAIN
-                )
+                raise damaged(f"{path}: more than {MAX_FILE_TENSORS} tensors in one file")
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not readable as JSON ({error})", remedy=AGAIN) from error
+        raise damaged(f"{path}: not readable as JSON ({error})") from error
     end = end_of(path, tensors.values(), 8 + length)
     if end != size_bytes:
-        raise CheckpointError(
-            f"{path}: {size_bytes} bytes long, its header describes {end}: truncated or damaged",
-            remedy=AGAIN,
+        raise damaged(
+            f"{path}: {size_bytes} bytes long, its header describes {end}: truncated or damaged"
         )
     heads = ((0, 8 + length),)
     return TensorFile(
@@ -137,7 +133,7 @@ def _tensor(name: str, text: str, path: Path, data_start: int) -> StoredTensor:
     check_name(path, name)
     entry = _decode(text)
     if entry is None:
-        raise CheckpointError(f"{path}: the header entry of tensor {name} is damaged", remedy=AGAIN)
+        raise damaged(f"{path}: the header entry of tensor {name} is damaged")
     begin, stop = entry.data_offsets
     return StoredTensor(
         name=name,
@@ -223,7 +219,7 @@ def refuse_absent(
             found.append((own not in names, name, path))
     if found:
         _, name, path = min(found)
-        raise CheckpointError(f"{path}: tensor {name} is missing", remedy=AGAIN)
+        raise damaged(f"{path}: tensor {name} is missing")
 
 
 def weight_map(index: Path) -> dict[str, str]:
@@ -237,18 +233,16 @@ def weight_map(index: Path) -> dict[str, str]:
     try:
         document = YIELDING.decode(text.decode())
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{index}: not readable as JSON ({error})", remedy=AGAIN) from error
+        raise damaged(f"{index}: not readable as JSON ({error})") from error
     files = document.get("weight_map") if isinstance(document, dict) else None
     if not isinstance(files, dict) or not files:
-        raise CheckpointError(f"{index}: weight_map is missing or empty", remedy=AGAIN)
+        raise damaged(f"{index}: weight_map is missing or empty")
     for file in files.values():
         if not isinstance(file, str):
             raise _no_file_name(index, file)
     names = set(files.values())
     if len(names) > MAX_FILES:
-        raise CheckpointError(
-            f"{index}: {len(names)} files, at most {MAX_FILES} are read", remedy=AGAIN
-        )
+        raise damaged(f"{index}: {len(names)} files, at most {MAX_FILES} are read")
     for file in names:
         if len(file) > MAX_FILE_NAME or not is_file_name(file):
             raise _no_file_name(index, file)
@@ -256,7 +250,6 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def _no_file_name(index: Path, found: object) -> CheckpointError:
-    return CheckpointError(
-        f"{index}: weight_map names {shown(found)}, expected a file name without a folder",
-        remedy=AGAIN,
+    return damaged(
+        f"{index}: weight_map names {shown(found)}, expected a file name without a folder"
     )

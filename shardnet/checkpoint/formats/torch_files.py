@@ -24,13 +24,13 @@ from shardnet.checkpoint.formats.torch_pickle import (
 from shardnet.checkpoint.tensors.checkpoint_files import open_file
 from shardnet.checkpoint.tensors.manifest import MAX_SAMPLES
 from shardnet.checkpoint.tensors.stored_tensor import (
-    AGAIN,
     ITEM_BYTES,
     MAX_HEADER_BYTES,
     ByteRange,
     StoredTensor,
     TensorFile,
     check_name,
+    damaged,
     hash_ranges,
     is_possible,
 )
@@ -98,7 +98,7 @@ def read_torch_file(path: Path) -> TensorFile:
             tensors={tensor.name: tensor for tensor in tensors},
         )
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}", remedy=AGAIN) from error
+        raise damaged(f"{path}: {error.strerror}") from error
 
 
 class _CappedReader(io.BufferedReader):
@@ -130,7 +130,7 @@ def _read_members(path: Path, file: _CappedReader, size_bytes: int) -> dict[str,
                     )
                 members[info.filename] = _locate(file, info, size_bytes)
     except (zipfile.BadZipFile, NotImplementedError, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{path}: damaged zip archive: {error}", remedy=AGAIN) from error
+        raise damaged(f"{path}: damaged zip archive: {error}") from error
     return members
 
 
@@ -153,9 +153,7 @@ def _find_pickle(path: Path, members: Mapping[str, Member]) -> tuple[str, Member
     for name, member in members.items():
         if name == "data.pkl" or (name.count("/") == 1 and name.endswith("/data.pkl")):
             return name.removesuffix("data.pkl"), member
-    raise CheckpointError(
-        f"{path}: it holds no data.pkl, so torch.save did not write it", remedy=AGAIN
-    )
+    raise damaged(f"{path}: it holds no data.pkl, so torch.save did not write it")
 
 
 def _stored(
@@ -167,21 +165,17 @@ def _stored(
     member = storages.get(storage.key)
     item_bytes = ITEM_BYTES[storage.dtype]
     if member is None or member.size_bytes != storage.n_elements * item_bytes:
-        raise CheckpointError(
+        raise damaged(
             f"{path}: the storage {storage.key!r:.80} of tensor {name} is missing or of another "
-            f"size than {storage.n_elements} elements",
-            remedy=AGAIN,
+            f"size than {storage.n_elements} elements"
         )
     if not is_possible(tensor.shape):
-        raise CheckpointError(
-            f"{path}: tensor {name} of shape {list(tensor.shape)} is impossible", remedy=AGAIN
-        )
+        raise damaged(f"{path}: tensor {name} of shape {list(tensor.shape)} is impossible")
     steps = zip(tensor.shape, tensor.strides, strict=True)
     n_elements = 1 + sum((n - 1) * stride for n, stride in steps) if all(tensor.shape) else 0
     if tensor.offset + n_elements > storage.n_elements:
-        raise CheckpointError(
-            f"{path}: tensor {name} of shape {list(tensor.shape)} lies beyond its storage",
-            remedy=AGAIN,
+        raise damaged(
+            f"{path}: tensor {name} of shape {list(tensor.shape)} lies beyond its storage"
         )
     return StoredTensor(
         name=name,
@@ -204,7 +198,7 @@ def _between(path: Path, storages: Iterable[Member], size_bytes: int) -> tuple[B
     at = 0
     for member in sorted(storages, key=lambda member: (member.offset, member.size_bytes)):
         if member.offset < at:
-            raise CheckpointError(f"{path}: two storages overlap", remedy=AGAIN)
+            raise damaged(f"{path}: two storages overlap")
         if member.offset > at:
             ranges.append((at, member.offset - at))
         at = member.offset + member.size_bytes

@@ -68,9 +68,7 @@ def read_bitsandbytes(fields: Fields) -> WeightFormat:
             suffixes=(".weight", ".SCB", ".weight_format"),
             combine=_combine_rows,
         )
-    storage = fields.take("bnb_4bit_quant_storage", str, "uint8")
-    if storage != "uint8":
-        raise fields.unsupported("bnb_4bit_quant_storage", storage, "uint8")
+    fields.require("bnb_4bit_quant_storage", "uint8")
     return WeightFormat(
         markers=(".weight.absmax",),
         suffixes=(

@@ -66,8 +66,7 @@ def read_compressed_tensors(fields: Fields) -> WeightFormat:
     sparsity = fields.inner("sparsity_config", fields.take("sparsity_config", dict, {}))
     sparsity.ignore("global_sparsity", "sparsity_structure", "registry_requires_subclass")
     sparsity.ignore("targets", "ignore")
-    if sparsity.take("format", str, "dense") != "dense":
-        raise sparsity.unsupported("format", sparsity.take("format", str), "dense")
+    sparsity.require("format", "dense")
     sparsity.note_the_rest()
     name = fields.take("format", str)
     groups = fields.take("config_groups", dict)

@@ -75,8 +75,7 @@ class ScaleLayout:
 def read_fp8(fields: Fields) -> WeightFormat:
     """Read `quantization_config`. Raises UnsupportedModelError for what is not implemented."""
     fields.ignore(*_IGNORED.split())
-    if (kind := fields.take("expert_dtype", str, "fp8")) not in ("fp8", "fp4"):
-        raise fields.unsupported("expert_dtype", kind, "fp8, fp4")
+    fields.one_of("expert_dtype", ("fp8", "fp4"), "fp8")
     sizes = fields.take("weight_block_size", list, [1, 1])
     if len(sizes) != 2 or not all(isinstance(n, int) and 0 < n <= MAX_SIZE for n in sizes):
         raise fields.damaged(
@@ -96,8 +95,7 @@ def read_modelopt(fields: Fields) -> WeightFormat:
     Raises UnsupportedModelError for what is not implemented.
     """
     fields.ignore(*_IGNORED_BY_NVIDIA.split())
-    if (algorithm := fields.take("quant_algo", str)) not in _ALGORITHMS:
-        raise fields.unsupported("quant_algo", algorithm, ", ".join(_ALGORITHMS))
+    fields.one_of("quant_algo", _ALGORITHMS)
     return WeightFormat(
         markers=_SCALES,
         suffixes=(".weight", *_SCALES, _OF_ALL),

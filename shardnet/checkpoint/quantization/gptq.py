@@ -1,11 +1,12 @@
-"""GPTQ's integers of 2, 3, 4 or 8 bits, as AutoGPTQ, GPTQModel and transformers store them.
+"""Integers as GPTQ, AWQ and AutoRound store them, each with the packings of its kernels.
 
-Knows the keys of their config and the names of their tensors. Must not know files.
+Knows the keys of their configs and the names of their tensors. Must not know files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from shardnet.checkpoint.quantization.weight_parts import (
@@ -23,6 +24,7 @@ from shardnet.model.kernels.codes import Codes
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 _INTEGERS: Final = ("I32",)
 _BITS: Final = (2, 3, 4, 8)
@@ -72,10 +74,7 @@ def gptq_format(
 
 def read_bits(fields: Fields, *default: int) -> int:
     """Read the bits of a weight."""
-    bits = fields.take("bits", int, *default)
-    if bits not in _BITS:
-        raise fields.unsupported("bits", bits, ", ".join(map(str, _BITS)))
-    return int(bits)
+    return int(fields.one_of("bits", _BITS, *default))
 
 
 def take_shared(fields: Fields) -> None:
@@ -85,8 +84,7 @@ def take_shared(fields: Fields) -> None:
     """
     fields.ignore(*_IGNORED.split())
     for key, only in (("pack_dtype", "int32"), ("data_type", "int")):
-        if (kind := fields.take(key, str, only)) != only:
-            raise fields.unsupported(key, kind, only)
+        fields.require(key, only)
     exceptions = fields.take("dynamic", dict, {})
     if not all(pattern.startswith("-:") for pattern in exceptions):
         raise fields.unsupported("dynamic", exceptions, "patterns that begin with -:")
@@ -176,3 +174,163 @@ def order_of_groups(
             f"does not divide the inputs into {int(in_order[-1]) + 1} groups of {group_size}",
         )
     return order.int()
+
+
+ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in an integer the 4 bits of each of 8 outputs stand, with `gemm`."""
+_IGNORED_OF_AWQ: Final = (
+    *("checkpoint_format", "do_fuse", "fuse_max_seq_len", "modules_to_fuse"),
+    "zero_point",  # the tensors have zeros in any case
+)
+
+
+def read_awq(fields: Fields) -> WeightFormat:
+    """Read `quantization_config`. Raises UnsupportedModelError for what is not implemented."""
+    take_shared(fields)
+    fields.ignore(*_IGNORED_OF_AWQ)
+    fields.require("bits", 4)
+    version = fields.take("version", str, fields.take("format", str, "gemm")).lower()
+    combine = {"gemm": _combine_gemm, "gemv": _combine_gemv}.get(version)
+    if combine is None:
+        raise fields.unsupported("version", version, "gemm, gemv")
+    return WeightFormat(
+        markers=(".qweight",),
+        suffixes=(".qweight", ".qzeros", ".scales"),
+        combine=partial(combine, group_size=read_group_size(fields)),
+    )
+
+
+def _awq_form(group_size: int, n_in: int, dtype: str) -> PanelForm:
+    return PanelForm(
+        name="AWQ 4",
+        bits=4,
+        group=group_of(group_size, n_in),
+        scale=FLOAT_SCALES[dtype],
+        minimum=Minimum.ZERO_POINT,
+    )
+
+
+def _combine_gemm(parts: WeightParts, *, group_size: int) -> ModelTensor:
+    """Combine qweight [K, N / 8], 8 outputs in each integer, qzeros [G, N / 8], scales [G, N]."""
+    n_out, n_in = parts.shape
+    n_groups = -(-n_in // (group_size or n_in))
+    sources = (
+        parts.part(".qweight", _INTEGERS, (n_in, n_out // 8)),
+        parts.part(".qzeros", _INTEGERS, (n_groups, n_out // 8)),
+        parts.part(".scales", FLOATS, (n_groups, n_out)),
+    )
+
+    def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
+        qweight, qzeros, scales = stored
+        eights = slice(begin // 8, end // 8)
+        return Codes(
+            codes=_outputs(qweight[:, eights]),
+            scales=scales[:, begin:end].T,
+            minimums=_outputs(qzeros[:, eights]),
+        )
+
+    form = _awq_form(group_size, n_in, sources[2].dtype)
+    return coded_tensor(parts.name, parts.shape, sources, form=form, rows=rows)
+
+
+def _outputs(packed: Tensor) -> Tensor:
+    """Split integers [R, n / 8] into the codes of outputs in order: uint8 [n, R]."""
+    import torch
+
+    by_output = packed.T.contiguous()
+    made = torch.empty(by_output.shape[0], 8, by_output.shape[1], dtype=torch.uint8)
+    for low in range(0, 8, 2):  # two codes of each byte
+        byte = (by_output >> 4 * low).to(torch.uint8)
+        torch.bitwise_and(byte, 15, out=made[:, ORDER.index(low)])
+        torch.bitwise_right_shift(byte, 4, out=made[:, ORDER.index(low + 1)])
+    return made.flatten(0, 1)
+
+
+def _combine_gemv(parts: WeightParts, *, group_size: int) -> ModelTensor:
+    """Combine qweight [N, K / 8], 8 inputs in each integer, qzeros [N, W], scales [N, 8 W].
+
+    W has room for the groups, and more for small ones.
+    """
+    n_out, n_in = parts.shape
+    n_groups = -(-n_in // (group_size or n_in))
+    multiple = {64: 2, 32: 4}.get(group_size, 1)
+    width = -(-n_groups // (8 * multiple)) * multiple
+    sources = (
+        parts.part(".qweight", _INTEGERS, (n_out, n_in // 8)),
+        parts.part(".qzeros", _INTEGERS, (n_out, width)),
+        parts.part(".scales", FLOATS, (n_out, 8 * width)),
+    )
+
+    def rows(stored: Sequence[Tensor], begin: int, end: int) -> Codes:
+        from shardnet.checkpoint.quantization.packed_codes import split_bits
+
+        qweight, qzeros, scales = (values[begin:end] for values in stored)
+        return Codes(
+            codes=split_bits(qweight, 4),
+            scales=scales[:, :n_groups],
+            minimums=split_bits(qzeros, 4)[:, :n_groups],
+        )
+
+    form = _awq_form(group_size, n_in, sources[2].dtype)
+    return coded_tensor(parts.name, parts.shape, sources, form=form, rows=rows)
+
+
+_AWQ: Final = ("auto_round:auto_awq", "auto_round:awq")
+_ZERO_OFFSETS: Final[Mapping[str, int]] = {
+    "auto_round": 0,
+    "auto_round:exllamav2": 0,
+    "auto_round:gptqmodel": 0,
+    "auto_round:auto_gptq": 1,
+    "auto_round:gptq": 1,
+    "auto_round:auto_gptq:exllamav2": 1,
+    "auto_round:gptq:exllamav2": 1,
+}
+"""By packing: what is added to the zeros, as in GPTQ's first version or its second."""
+_PLAIN_BITS: Final = 16
+"""Weights, and activations, with so many bits are not quantised."""
+_IGNORED_OF_AUTO_ROUND: Final = (
+    *("act_data_type", "act_dynamic", "act_group_size", "act_sym", "enable_alg_ext", "model_free"),
+    *("quant_block_list", "quant_lm_head", "static_attention_dtype", "static_kv_dtype"),
+    "supported_types",
+)
+"""Of activations that are not quantised, of the cache, and of the making."""
+
+
+def read_auto_round(fields: Fields) -> WeightFormat:
+    """Read `quantization_config`. Raises UnsupportedModelError for what is not implemented.
+
+    `extra_config` names layers that are quantised otherwise, or not at all.
+    """
+    fields.ignore(*_IGNORED_OF_AUTO_ROUND)
+    known = (*_ZERO_OFFSETS, *_AWQ)
+    packing = fields.one_of("packing_format", known, "auto_round:gptq")  # transformers' default
+    if (act_bits := fields.take("act_bits", int, _PLAIN_BITS)) < _PLAIN_BITS:
+        raise fields.unsupported("act_bits", act_bits, f"{_PLAIN_BITS} and more")
+    take_shared(fields)
+    usual = read_bits(fields), read_group_size(fields)
+    others = _others(fields, usual)
+    if packing not in _AWQ:
+        return gptq_format(usual, others, zero_offset=_ZERO_OFFSETS[packing])
+    if others:
+        raise fields.unsupported("extra_config", [*others], "layers like all others, or plain")
+    return read_awq(fields)
+
+
+def _others(fields: Fields, usual: tuple[int, int]) -> dict[str, tuple[int, int]]:
+    """Read bits and inputs that share a scale of the layers that differ in them from `usual`.
+
+    Patterns in place of names match none: tensors of another shape than is expected are refused.
+    """
+    found = {}
+    extra = fields.inner("extra_config", fields.take("extra_config", dict, {}))
+    for name, said in extra.take_the_rest().items():
+        if not isinstance(said, dict):
+            raise extra.unsupported(name, said, "objects with bits and group_size")
+        one = extra.inner(name, said)
+        if one.take("bits", int, usual[0]) >= _PLAIN_BITS:
+            continue
+        one.ignore("act_bits", *_IGNORED_OF_AUTO_ROUND)
+        take_shared(one)
+        found[name] = read_bits(one, usual[0]), read_group_size(one, usual[1])
+        one.note_the_rest()
+    return {name: how for name, how in found.items() if how != usual}

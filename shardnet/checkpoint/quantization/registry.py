@@ -11,18 +11,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from shardnet.checkpoint.quantization.auto_round import read_auto_round
-from shardnet.checkpoint.quantization.awq import read_awq
 from shardnet.checkpoint.quantization.bitsandbytes import read_bitsandbytes
 from shardnet.checkpoint.quantization.compressed_tensors import read_compressed_tensors
 from shardnet.checkpoint.quantization.fp8 import read_fp8, read_modelopt
-from shardnet.checkpoint.quantization.gptq import read_gptq
+from shardnet.checkpoint.quantization.gptq import read_auto_round, read_awq, read_gptq
 from shardnet.checkpoint.quantization.mlx import read_mlx
 from shardnet.checkpoint.quantization.mxfp4 import read_mxfp4
 from shardnet.checkpoint.quantization.weight_parts import WeightFormat, WeightParts
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor, unchanged
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN, StoredTensor
-from shardnet.errors import CheckpointError, shown
+from shardnet.checkpoint.tensors.stored_tensor import StoredTensor, damaged
+from shardnet.errors import shown
 from shardnet.model.config.fields import TEXT, Fields
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.registry import family_of
@@ -79,9 +77,7 @@ def take_format(
     if isinstance(text, dict):
         inner = _take_said(text, where, f"{TEXT}.")
         if found is not None and inner is not None and found[1] != inner[1]:
-            raise CheckpointError(
-                f"{where}: {found[0]} and {inner[0]} are not the same", remedy=AGAIN
-            )
+            raise damaged(f"{where}: {found[0]} and {inner[0]} are not the same")
         found = found or inner
     if found is None:
         return None
@@ -90,9 +86,7 @@ def take_format(
     if key.endswith(_MLX):
         method, made = "mlx", read_mlx(fields)
     else:
-        method = fields.take("quant_method", str)
-        if method not in METHODS:
-            raise fields.unsupported("quant_method", method, ", ".join(METHODS))
+        method = fields.one_of("quant_method", METHODS)
         made = METHODS[method](fields)
         fields.note_the_rest()
     fields.refuse_unknown()
@@ -107,9 +101,7 @@ def _take_said(
     for key in ("quantization_config", _MLX):
         raw = config.pop(key, None)
         if not isinstance(raw, dict | None):
-            raise CheckpointError(
-                f"{where}: {prefix}{key} is {shown(raw)}, expected an object", remedy=AGAIN
-            )
+            raise damaged(f"{where}: {prefix}{key} is {shown(raw)}, expected an object")
         found = (f"{prefix}{key}", raw) if raw else found
     return found
 
@@ -168,9 +160,7 @@ def model_tensors(
             continue
         canonical = _name(config, name)
         if canonical in made:
-            raise CheckpointError(
-                f"{where}/{info.file}: tensor {info.name} is there quantised too", remedy=AGAIN
-            )
+            raise damaged(f"{where}/{info.file}: tensor {info.name} is there quantised too")
         made[canonical] = unchanged(canonical, info)
     return made
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN, StoredTensor
+from shardnet.checkpoint.tensors.stored_tensor import StoredTensor, damaged
 from shardnet.errors import CheckpointError
 from shardnet.model.config.panel_form import UNIT, Code, PanelForm, Scale
 from shardnet.model.families.tensor_shapes import Shape
@@ -51,24 +51,19 @@ class WeightParts:
         """Return a part; raise CheckpointError unless it has one of these dtypes and shapes."""
         info = self.parts.get(suffix)
         if info is None:
-            raise CheckpointError(
-                f"{self.where}: tensor {self.stem}{suffix} is missing", remedy=AGAIN
-            )
+            raise damaged(f"{self.where}: tensor {self.stem}{suffix} is missing")
         if info.dtype not in dtypes or info.shape not in shapes:
             expected = " or ".join(str(list(shape)) for shape in shapes)
-            raise CheckpointError(
+            raise damaged(
                 f"{self.where}/{info.file}: tensor {info.name} is {info.dtype} {list(info.shape)}, "
-                f"expected {' or '.join(dtypes)} {expected}",
-                remedy=AGAIN,
+                f"expected {' or '.join(dtypes)} {expected}"
             )
         return info
 
     def damaged(self, suffix: str, problem: str) -> CheckpointError:
         """Make the error for a part whose content has a `problem`."""
         info = self.parts[suffix]
-        return CheckpointError(
-            f"{self.where}/{info.file}: tensor {info.name} {problem}", remedy=AGAIN
-        )
+        return damaged(f"{self.where}/{info.file}: tensor {info.name} {problem}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +102,7 @@ def _without_nan(rows: ReadRows, source: StoredTensor) -> ReadRows:
         read = rows(stored, begin, end)
         unsigned, signed = read.codes, read.codes.view(torch.int8)
         if begin < end and (int(unsigned.max()) == 0xFF or int(signed.max()) == 0x7F):
-            raise CheckpointError(
-                f"{source.file}: tensor {source.name} has weights that are NaN", remedy=AGAIN
-            )
+            raise damaged(f"{source.file}: tensor {source.name} has weights that are NaN")
         return read
 
     return checked

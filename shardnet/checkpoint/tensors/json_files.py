@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardnet.checkpoint.tensors.checkpoint_files import open_file
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN
+from shardnet.checkpoint.tensors.stored_tensor import damaged
 from shardnet.errors import CheckpointError
 
 MAX_WHOLE_BYTES: Final = 64 << 20
@@ -69,13 +69,11 @@ def read_file(path: Path, cap: int = MAX_WHOLE_BYTES) -> bytes:
         with open_file(path) as file:
             size_bytes = file.seek(0, 2)
             if size_bytes > cap:
-                raise CheckpointError(
-                    f"{path} has {size_bytes} bytes, at most {cap} are read", remedy=AGAIN
-                )
+                raise damaged(f"{path} has {size_bytes} bytes, at most {cap} are read")
             file.seek(0)
             data = file.read(size_bytes)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}", remedy=AGAIN) from error
+        raise damaged(f"{path}: {error.strerror}") from error
     if data.startswith(_LFS_POINTER):
         raise CheckpointError(
             f"{path} is a pointer of Git LFS, not the file", remedy="run `git lfs pull`"
@@ -91,9 +89,7 @@ def parse_object(text: bytes, path: Path, *, distinct: bool = False) -> dict[str
     """
     value = parse_value(text, path, distinct=distinct)
     if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path}: expected a JSON object, found {type(value).__name__}", remedy=AGAIN
-        )
+        raise damaged(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
 
 
@@ -164,7 +160,7 @@ def _name_duplicate(text: bytes, path: Path) -> None:
         found: dict[str, Any] = {}
         for key, value in pairs:
             if key in found:
-                raise CheckpointError(f"{path}: the key {key!r:.80} is there twice", remedy=AGAIN)
+                raise damaged(f"{path}: the key {key!r:.80} is there twice")
             found[key] = value
         return found
 
@@ -172,4 +168,4 @@ def _name_duplicate(text: bytes, path: Path) -> None:
 
 
 def _unreadable(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path}: not readable as JSON ({why})", remedy=AGAIN)
+    return damaged(f"{path}: not readable as JSON ({why})")

@@ -61,6 +61,11 @@ ByteRange = tuple[int, int]
 """(offset, number of bytes) in a file."""
 
 
+def damaged(what: str) -> CheckpointError:
+    """Make the error for files that are not as they were published, which says `what` is wrong."""
+    return CheckpointError(what, remedy=AGAIN)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
     """One tensor as its file describes it; `name` is unique in its checkpoint.
@@ -124,9 +129,7 @@ class FileTotals:
             ("bytes of headers", self._head_bytes, MAX_HEADERS_BYTES),
         ):
             if n > most:
-                raise CheckpointError(
-                    f"{self._where}: more than {most} {what} up to {file.name}", remedy=AGAIN
-                )
+                raise damaged(f"{self._where}: more than {most} {what} up to {file.name}")
         return file
 
 
@@ -159,11 +162,9 @@ class FileState(NamedTuple):
         try:
             found = find_file(path)
         except OSError as error:
-            raise CheckpointError(
-                f"{path} cannot be read ({error.strerror})", remedy=AGAIN
-            ) from error
+            raise damaged(f"{path} cannot be read ({error.strerror})") from error
         if found is None:
-            raise CheckpointError(f"{path} cannot be read (it is missing)", remedy=AGAIN)
+            raise damaged(f"{path} cannot be read (it is missing)")
         return cls(found.st_size, found.st_ino)
 
 
@@ -193,9 +194,7 @@ def read_stored(
                 raise file_changed(path)
             return _shaped(tensor, kind, _read(file, path, tensor, came))
     except OSError as error:
-        raise CheckpointError(
-            f"{path}: tensor {tensor.name} cannot be read ({error.strerror})", remedy=AGAIN
-        ) from error
+        raise damaged(f"{path}: tensor {tensor.name} cannot be read ({error.strerror})") from error
 
 
 def _read(
@@ -235,7 +234,7 @@ def check_unchanged(path: Path, opened: FileState) -> None:
 
 def file_changed(path: Path) -> CheckpointError:
     """Return the error for a file that was written, truncated or replaced while it is in use."""
-    return CheckpointError(f"{path}: it has changed since it was opened", remedy=AGAIN)
+    return damaged(f"{path}: it has changed since it was opened")
 
 
 def prefetch_stored(folder: Path, tensor: StoredTensor, n_bytes: int) -> None:
@@ -258,7 +257,7 @@ def end_of(path: Path, tensors: Iterable[StoredTensor], start: int) -> int:
     end = start
     for info in in_order(tensors, lambda info: (info.offset, info.size_bytes)):
         if info.offset < end:
-            raise CheckpointError(f"{path}: tensor {info.name} lies over another one", remedy=AGAIN)
+            raise damaged(f"{path}: tensor {info.name} lies over another one")
         end = info.offset + info.size_bytes
     return end
 
@@ -287,10 +286,9 @@ def in_order(items: Iterable[Item], key: Callable[[Item], Any]) -> Iterable[Item
 def check_name(path: Path, name: str) -> None:
     """Raise CheckpointError for a tensor's name that is too long, or unfit for a message."""
     if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
-        raise CheckpointError(
+        raise damaged(
             f"{path}: {name!r:.80} cannot name a tensor: it has {len(name)} characters, expected "
-            f"at most {MAX_NAME_CHARACTERS} that can be printed",
-            remedy=AGAIN,
+            f"at most {MAX_NAME_CHARACTERS} that can be printed"
         )
 
 

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from shardnet.model.config.model_config import Activation
 from shardnet.model.config.panel_form import PANEL
-from shardnet.model.kernels.float_linear import float_linear
-from shardnet.model.kernels.library import Team, check_memory, is_bf16, native_kernels
-from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.library import Team, check_memory, fields, is_bf16, native_kernels
+from shardnet.model.kernels.panel_linear import PanelLinear, float_linear
 
 
 class NormStruct(ctypes.Structure):
@@ -36,20 +35,11 @@ class RowStruct(ctypes.Structure):
     """`struct row_call` of csrc/sublayers.c."""
 
     _fields_ = (
-        ("rows", ctypes.c_void_p),
-        ("other", ctypes.c_void_p),
-        ("another", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
+        *fields(ctypes.c_void_p, "rows", "other", "another", "out"),
         ("norm", NormStruct),
         ("team", Team),
-        ("n_rows", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("n_others", ctypes.c_int64),
-        ("n_rotated", ctypes.c_int64),
-        ("function", ctypes.c_int32),
-        ("activation", ctypes.c_int32),
-        ("is_bf16", ctypes.c_int32),
+        *fields(ctypes.c_int64, "n_rows", "width", "stride", "n_others", "n_rotated"),
+        *fields(ctypes.c_int32, "function", "activation", "is_bf16"),
     )
 
 
@@ -206,15 +196,9 @@ class HeadStruct(ctypes.Structure):
     """`struct head_matmuls` of csrc/floats.c."""
 
     _fields_ = (
-        ("weights", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
+        *fields(ctypes.c_void_p, "weights", "rows", "out"),
         ("team", Team),
-        ("n_rows", ctypes.c_int64),
-        ("n_heads", ctypes.c_int64),
-        ("n_in", ctypes.c_int64),
-        ("n_out", ctypes.c_int64),
-        ("row_stride", ctypes.c_int64),
+        *fields(ctypes.c_int64, "n_rows", "n_heads", "n_in", "n_out", "row_stride"),
         ("head_stride", ctypes.c_int64),
         ("is_bf16", ctypes.c_int32),
     )

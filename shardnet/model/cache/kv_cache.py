@@ -68,6 +68,11 @@ Pool = Callable[[Tensor], Tensor]
 W are the columns of all heads, one behind the other."""
 
 
+def missing_rows(what: str) -> CapacityError:
+    """Make the error for rows that a slot lacks by now, and that prompts sent again bring back."""
+    return CapacityError(what, remedy="send the request again")
+
+
 @dataclass(slots=True, kw_only=True)
 class _Entries:
     """What was made of `n_pooled` positions each: the first `n` of `rows` [capacity, D]."""
@@ -170,6 +175,9 @@ class KvCache:
     no shard has a part of them.
     """
 
+    is_cut = False
+    """Whether other shards hold rows too: reading `contents` asks them."""
+
     def __init__(
         self,
         n_layers: int,
@@ -190,13 +198,18 @@ class KvCache:
         assert len(heads) in (0, n_layers)
         self._states = {n: shape for n, shape in enumerate(states) if shape is not None}
         self._without_kv = {n for n, shape in self._states.items() if not shape.is_beside_kv}
-        self._windows = tuple(windows) or (None,) * n_layers
-        self._windowed = [n for n, window in enumerate(self._windows) if window is not None]
+        self.windows = tuple(windows) or (None,) * n_layers
+        """The sliding window of each layer, None where it has none."""
+        self._windowed = [n for n, window in enumerate(self.windows) if window is not None]
         self._n_layers = n_layers
-        self._n_kv_heads = n_kv_heads
-        self._is_quantized = kv_dtype is KvDType.INT8
-        self._dtype = dtype
-        self._stored_dtype = torch.int8 if self._is_quantized else held or dtype
+        self.n_kv_heads = n_kv_heads
+        """Heads of keys and values."""
+        self.is_quantized = kv_dtype is KvDType.INT8
+        """Whether rows are stored quantised."""
+        self.dtype = dtype
+        """Dtype in which rows are written and read."""
+        self.stored_dtype = torch.int8 if self.is_quantized else held or dtype
+        """Dtype of what is stored of rows: of numbers, or of codes."""
         usual = HeadShape(
             n_kv_heads=n_kv_heads,
             key_size=head_size,
@@ -205,10 +218,13 @@ class KvCache:
         self._value_columns = [own.value_size for own in heads or (usual,) * n_layers]
         self._heads = tuple(self._stored(own) for own in heads or (usual,) * n_layers)
         self._are_alike = not heads
-        self._device = device
-        self._room_blocks = room_blocks
+        self.device = device
+        """Device of the slots."""
+        self.room_blocks = room_blocks
+        """Capacity of all slots together, in blocks."""
         self._slots: dict[SlotId, _Slot] = {}
-        self._blocks_used = 0
+        self.blocks_used = 0
+        """Blocks in use."""
         self._kept: dict[StateId, _Kept] = {}
         self._turn: Iterator[tuple[SlotId, int, int]] = iter(())
         self.before_write: Callable[[SlotId, int, Sequence[Tensor]], None] | None = None
@@ -217,45 +233,15 @@ class KvCache:
     def alike(self, room_blocks: int) -> KvCache:
         """Make an empty cache of the same form, with room for so many blocks."""
         made = copy.copy(self)
-        made._slots, made._blocks_used, made._room_blocks = {}, 0, room_blocks
+        made._slots, made.blocks_used, made.room_blocks = {}, 0, room_blocks
         made._kept = {}
         made.before_write, made._turn = None, iter(())
         return made
 
     @property
-    def device(self) -> torch.device:
-        """Device of the slots."""
-        return self._device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype in which rows are written and read."""
-        return self._dtype
-
-    @property
-    def stored_dtype(self) -> torch.dtype:
-        """Dtype of what is stored of rows: of numbers, or of codes."""
-        return self._stored_dtype
-
-    @property
-    def n_kv_heads(self) -> int:
-        """Heads of keys and values."""
-        return self._n_kv_heads
-
-    @property
     def whole_kv_heads(self) -> int:
         """Heads of keys and values of all shards together, whose rows `contents` has."""
-        return self._n_kv_heads
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether other shards hold rows too: reading `contents` asks them."""
-        return False
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer, None where it has none."""
-        return self._windows
+        return self.n_kv_heads
 
     def has_rows(self, layer: int) -> bool:
         """Say whether a layer has keys and values."""
@@ -274,34 +260,19 @@ class KvCache:
     @property
     def shares(self) -> bool:
         """Whether a copied slot shares blocks with its source."""
-        return self._device.type == "cpu" and native_kernels() is not None
-
-    @property
-    def is_quantized(self) -> bool:
-        """Whether rows are stored quantised."""
-        return self._is_quantized
+        return self.device.type == "cpu" and native_kernels() is not None
 
     def form(self, layer: int) -> str:
         """What rows of a layer look like: caches of one model exchange them where it is equal."""
-        stored, dtype = (str(each).rpartition(".")[2] for each in (self._stored_dtype, self._dtype))
+        stored, dtype = (str(each).rpartition(".")[2] for each in (self.stored_dtype, self.dtype))
         heads = self._heads[layer]
         n_heads = self._n_whole_heads(heads)
         return f"{stored} {n_heads}x{heads.key_size}+{heads.value_size} of {dtype}"
 
     @property
-    def room_blocks(self) -> int:
-        """Capacity of all slots together, in blocks."""
-        return self._room_blocks
-
-    @property
-    def blocks_used(self) -> int:
-        """Blocks in use."""
-        return self._blocks_used
-
-    @property
     def blocks_free(self) -> int:
         """Blocks not in use."""
-        return self._room_blocks - self._blocks_used
+        return self.room_blocks - self.blocks_used
 
     @property
     def block_bytes(self) -> int:
@@ -314,13 +285,13 @@ class KvCache:
             for layer, heads in enumerate(self._heads)
             if layer not in self._without_kv
         )
-        return elements * self._stored_dtype.itemsize * BLOCK_POSITIONS
+        return elements * self.stored_dtype.itemsize * BLOCK_POSITIONS
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one state over all layers that keep one."""
         return sum(
-            shape.n_inputs * self._dtype.itemsize + 4 * math.prod(shape.recurrent)
+            shape.n_inputs * self.dtype.itemsize + 4 * math.prod(shape.recurrent)
             for shape in self._states.values()
         )
 
@@ -395,9 +366,8 @@ class KvCache:
         where they are not here, or the machine's memory runs out.
         """
         if not self.holds(slot, n_positions):  # a step before has failed
-            raise CapacityError(
-                f"slot {slot} does not hold the {n_positions} positions whose state is to be kept",
-                remedy="send the request again",
+            raise missing_rows(
+                f"slot {slot} does not hold the {n_positions} positions whose state is to be kept"
             )
         with self._enough_memory(slot, "a copy of its states"):
             kept = self._states_after(slot, n_positions)
@@ -451,9 +421,8 @@ class KvCache:
         of another position, or if blocks or the machine's memory run out.
         """
         if source not in self._slots or self._slots[source].blocks < blocks_for(n_positions):
-            raise CapacityError(
-                f"slot {source} does not hold the {n_positions} positions to copy from it",
-                remedy="send the request again",
+            raise missing_rows(
+                f"slot {source} does not hold the {n_positions} positions to copy from it"
             )
         with self._enough_memory(target, "a copy of states"):
             kept = self._states_after(source, n_positions, state)
@@ -509,7 +478,7 @@ class KvCache:
         before the first position.
         """
         end = n_blocks * BLOCK_POSITIONS
-        windows = enumerate(self._windows)
+        windows = enumerate(self.windows)
         firsts = [
             end if n in self._without_kv else first_block(n_blocks, window) * BLOCK_POSITIONS
             for n, window in windows
@@ -521,7 +490,7 @@ class KvCache:
             values=[values for _, values in rows],
             firsts=[0 if n in self._without_kv else first for n, first in enumerate(firsts)],
             states={
-                layer: SlotState.empty(shape, self._dtype, cpu)
+                layer: SlotState.empty(shape, self.dtype, cpu)
                 for layer, shape in self._states.items()
             },
         )
@@ -549,9 +518,9 @@ class KvCache:
                 first = contents.first(layer)
                 rows = (layer, first, contents.end(layer))
                 keys, values = contents.rows(*rows), contents.rows(*rows, values=True)
-                held.place(layer, keys.to(self._device), values.to(self._device), first)
+                held.place(layer, keys.to(self.device), values.to(self.device), first)
             held.states.update(
-                (layer, state.to(self._device)) for layer, state in contents.states.items()
+                (layer, state.to(self.device)) for layer, state in contents.states.items()
             )
         held.digests.end = n_blocks * BLOCK_POSITIONS  # a row behind a part of the last one says so
         self._count(held, n_blocks, ())
@@ -578,7 +547,7 @@ class KvCache:
 
         It waits between two looks, and must keep no slot's memory meanwhile.
         """
-        is_looked_at = self._device.type == "cpu"
+        is_looked_at = self.device.type == "cpu"
         for slot in [*self._slots] if is_looked_at else ():
             for layer in range(self._n_layers):
                 block = 0
@@ -591,7 +560,7 @@ class KvCache:
         """Free all slots."""
         self._slots.clear()
         self._kept.clear()
-        self._blocks_used = 0
+        self.blocks_used = 0
 
     def layer(self, slot: SlotId, layer: int) -> tuple[Tensor, Tensor]:
         """Return the slot's keys and values in a layer: [KV heads, capacity, W] each.
@@ -623,7 +592,7 @@ class KvCache:
         made = held.entries.get(layer)
         if made is None:
             n_columns = self._heads[layer].n_kv_heads * self._value_columns[layer]
-            empty = pool(torch.empty(0, n_columns, dtype=self._dtype, device=self._device))
+            empty = pool(torch.empty(0, n_columns, dtype=self.dtype, device=self.device))
             held.entries[layer] = made = _Entries(n_pooled=n_pooled, rows=empty)
         if n > made.n:
             stored = held.contents.rows(layer, made.n * n_pooled, n * n_pooled, values=True)
@@ -648,13 +617,13 @@ class KvCache:
 
     def quantize(self, rows: Tensor) -> Tensor:
         """Convert rows [..., D] in `dtype` to their stored form [..., W], each row by itself."""
-        return quantize_rows(rows) if self._is_quantized else rows.to(self._stored_dtype)
+        return quantize_rows(rows) if self.is_quantized else rows.to(self.stored_dtype)
 
     def dequantize(self, stored: Tensor, width: int) -> Tensor:
         """Convert stored rows [..., W] to rows [..., D] of D = `width` columns, in `dtype`."""
-        if self._is_quantized:
-            return dequantize_rows(stored, width, self._dtype)
-        return stored.to(self._dtype)
+        if self.is_quantized:
+            return dequantize_rows(stored, width, self.dtype)
+        return stored.to(self.dtype)
 
     def addresses(self, slot: SlotId) -> SlotAddresses:
         """Return the addresses of the slot's keys and values, updated in place as it grows."""
@@ -670,7 +639,7 @@ class KvCache:
         if more > self.blocks_free:
             raise CapacityError(
                 f"slot {slot} needs {more} more KV blocks for {n_positions} positions, "
-                f"but only {self.blocks_free} of {self._room_blocks} are free",
+                f"but only {self.blocks_free} of {self.room_blocks} are free",
                 remedy="give the node more --memory or ask for a shorter --context",
             )
 
@@ -679,15 +648,14 @@ class KvCache:
         held = self._slots.get(slot)
         if held is None:
             return
-        for layer, window in enumerate(self._windows):
+        for layer, window in enumerate(self.windows):
             first = held.firsts[layer] if window is not None else 0
             if first and held.shared:
                 first = held.contents.first(layer)
             if first and window is not None and position - window + 1 < first:
-                raise CapacityError(
+                raise missing_rows(
                     f"slot {slot} holds positions from {first} on in layers with a window of "
-                    f"{window}, but was rewound to {position}",
-                    remedy="send the request again",
+                    f"{window}, but was rewound to {position}"
                 )
 
     def _states_after(self, slot: SlotId, n_positions: int, state: StateId | None = None) -> _Kept:
@@ -697,9 +665,8 @@ class KvCache:
         """
         kept = None if state is None else self._kept.get(state)
         if state is not None and (kept is None or kept.n_positions != n_positions):
-            raise CapacityError(
-                f"the state {state} after {n_positions} positions is not here any more",
-                remedy="send the request again",
+            raise missing_rows(
+                f"the state {state} after {n_positions} positions is not here any more"
             )
         if kept is None or not kept.windows:
             self._check_rewind(slot, n_positions)
@@ -717,7 +684,7 @@ class KvCache:
 
     def _first_seen(self, layer: int, n_positions: int) -> int:
         """Return the first row that the row behind these positions attends to."""
-        window = self._windows[layer]
+        window = self.windows[layer]
         assert window is not None
         return max(0, n_positions - window + 1)
 
@@ -729,10 +696,9 @@ class KvCache:
         ends = {0} if held is None else {state.end for state in held.states.values()}
         is_known = held is not None and all(state.knows(position) for state in held.states.values())
         if not is_known:
-            raise CapacityError(
+            raise missing_rows(
                 f"slot {slot} holds the state after {max(ends)} positions, which cannot be "
-                f"rewound, but rows from {position} on were to follow",
-                remedy="send the request again",
+                f"rewound, but rows from {position} on were to follow"
             )
 
     def _rewind_states(self, slot: SlotId, n_positions: int) -> None:
@@ -742,7 +708,7 @@ class KvCache:
 
     def _enough_memory(self, slot: SlotId, what: str) -> AbstractContextManager[None]:
         return capacity_error_for(
-            f"slot {slot}: {self._device} has no memory for {what}",
+            f"slot {slot}: {self.device} has no memory for {what}",
             remedy="start the node with less --memory",
         )
 
@@ -770,7 +736,7 @@ class KvCache:
             end = self._end(slot if source is None else source)
             moved: list[tuple[int, Tensor, Tensor, int]] = []
             is_alike = source is None and shared == held.shared
-            for layer, window in enumerate(self._windows):
+            for layer, window in enumerate(self.windows):
                 if layer in self._without_kv:
                     continue
                 old = given.contents
@@ -791,12 +757,12 @@ class KvCache:
     def _count(self, held: _Slot, blocks: int, shared: tuple[SharedBlock, ...]) -> None:
         """Let a slot have so many blocks, the first of them `shared`. Each is counted once."""
         for block in shared:
-            self._blocks_used += block.users == 0
+            self.blocks_used += block.users == 0
             block.users += 1
         for block in held.shared:
             block.users -= 1
-            self._blocks_used -= block.users == 0
-        self._blocks_used += (blocks - len(shared)) - (held.blocks - len(held.shared))
+            self.blocks_used -= block.users == 0
+        self.blocks_used += (blocks - len(shared)) - (held.blocks - len(held.shared))
         held.share(blocks, shared)
 
     def _share(self, slot: SlotId, n_blocks: int) -> None:
@@ -841,7 +807,7 @@ class KvCache:
     def _new_states(self) -> dict[int, SlotState]:
         """Make the states before the first position: memory is taken when they are written."""
         return {
-            layer: SlotState.empty(shape, self._dtype, self._device)
+            layer: SlotState.empty(shape, self.dtype, self.device)
             for layer, shape in self._states.items()
         }
 
@@ -873,7 +839,7 @@ class KvCache:
         self, n_heads: int, n_positions: int, width: int, device: torch.device | None = None
     ) -> Tensor:
         shape = (n_heads, n_positions, width)  # [KV heads, capacity, W]
-        return torch.empty(shape, dtype=self._stored_dtype, device=device or self._device)
+        return torch.empty(shape, dtype=self.stored_dtype, device=device or self.device)
 
     def _n_whole_heads(self, heads: HeadShape) -> int:
         """Return the heads of a layer in all shards together."""
@@ -889,4 +855,4 @@ class KvCache:
 
     def _width(self, size: int) -> int:
         """Return W, the elements of a stored key or value of `size` columns."""
-        return quantize_rows(torch.empty(0, size)).shape[-1] if self._is_quantized else size
+        return quantize_rows(torch.empty(0, size)).shape[-1] if self.is_quantized else size

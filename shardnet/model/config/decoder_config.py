@@ -46,7 +46,7 @@ def read_decoder(
     activation_key: str | None = "hidden_act",
     activation: str = "silu",
     is_tied: bool = False,
-    attention_bias: bool | None = None,
+    attention_bias: bool | None = False,
     mlp_bias: bool | None = None,
     rope: Callable[[Fields, int, int], Rope] = read_rope,
 ) -> ModelConfig:

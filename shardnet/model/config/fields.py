@@ -6,7 +6,7 @@ know what a family's keys mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from shardnet.errors import CheckpointError, UnsupportedModelError, shown
@@ -175,11 +175,18 @@ class Fields:
                 raise self.damaged(f"{self._prefix}{key} holds {shown(value)}, expected {within}")
         return tuple(float(value) for value in values)
 
-    def require(self, key: str, only: bool | float) -> None:
+    def one_of(self, key: str, choices: Collection[Any], *default: Any) -> Any:
+        """Return one of the `choices`, which are of one type; UnsupportedModelError for others."""
+        value = self.take(key, type(next(iter(choices))), *default)
+        if value not in choices:
+            raise self.unsupported(key, value, ", ".join(map(str, choices)))
+        return value
+
+    def require(self, key: str, only: bool | float | str) -> None:
         """Raise UnsupportedModelError for any value but `only`; an absent key counts as `only`."""
         value = self.take(key, type(only), only)
         if value != only:
-            raise self.unsupported(key, value, repr(only))
+            raise self.unsupported(key, value, only if isinstance(only, str) else repr(only))
 
     def ignore(self, *keys: str) -> None:
         """Take the keys, whatever their value."""

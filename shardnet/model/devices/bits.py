@@ -21,9 +21,8 @@ from shardnet.model.drivers.gpu import CUDA, HIP, GpuDriver, Keep
 from shardnet.model.drivers.host import HostDriver
 from shardnet.model.drivers.metal import MetalDriver
 from shardnet.model.drivers.opencl import OpenClDriver
-from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import native_kernels
-from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panel_linear import PanelLinear, float_linear
 from shardnet.model.kernels.panels import Panels
 from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.model.kernels.recurrence import RecurrenceParameters
@@ -137,7 +136,6 @@ def _recurrence() -> GatedDeltaNet:
             qkvz_proj=_float_linear(own.mixed_width + own.value_width, _WIDTH),
             ba_proj=_float_linear(2 * _HEADS, _WIDTH),
             groups_qkvz=True,
-            groups_ba=False,
         ),
         RecurrenceParameters(
             taps=_numbers(own.n_taps, own.mixed_width),

@@ -27,13 +27,7 @@ from shardnet.model.layers.decoder_layer import (
     Sublayer,
 )
 from shardnet.model.layers.experts import ClampedMlp
-from shardnet.model.layers.modules import (
-    Attention,
-    BothMixers,
-    GatedMlp,
-    PlainMlp,
-    SelfAttention,
-)
+from shardnet.model.layers.modules import Attention, BothMixers, GatedMlp, PlainMlp, SelfAttention
 from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.layers.norms import Norm
 from shardnet.model.mixers.gated_delta import GatedDeltaNet

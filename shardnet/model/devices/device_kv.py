@@ -17,13 +17,7 @@ import torch
 from shardnet.errors import CapacityError
 from shardnet.model.cache.kv_cache import KvCache, Pool
 from shardnet.model.cache.slot_blocks import SlotContents
-from shardnet.model.devices.device_states import (
-    Cell,
-    DeviceState,
-    StateDevice,
-    StateLayer,
-    advance,
-)
+from shardnet.model.devices.device_states import Cell, DeviceState, StateDevice, StateLayer, advance
 from shardnet.model.drivers.driver import Array, Buffer, Driver
 from shardnet.model.layers.attention import Span
 from shardnet.types import BLOCK_POSITIONS, SlotId, StateId, blocks_for

@@ -21,17 +21,9 @@ from shardnet.errors import ConfigurationError
 from shardnet.model.config.model_config import Temperature
 from shardnet.model.config.panel_form import PanelForm
 from shardnet.model.devices.coverage import projection_of
-from shardnet.model.devices.device_attention import (
-    DeviceAttention,
-    blocks_within,
-)
+from shardnet.model.devices.device_attention import DeviceAttention, blocks_within
 from shardnet.model.devices.device_choice import StageChoices
-from shardnet.model.devices.device_experts import (
-    DeviceExperts,
-    bias_of,
-    gating_of,
-    linears_of,
-)
+from shardnet.model.devices.device_experts import DeviceExperts, bias_of, gating_of, linears_of
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_latents import DeviceLatents, visits_of_heads
 from shardnet.model.devices.device_recurrence import (
@@ -43,21 +35,8 @@ from shardnet.model.devices.device_recurrence import (
 from shardnet.model.devices.device_states import StateLayer
 from shardnet.model.devices.device_streams import DeviceStreams
 from shardnet.model.devices.mixer_device import BEFORE, MixerDevice, StepBuffers
-from shardnet.model.devices.products import (
-    MANY,
-    ROWS,
-    DeviceProduct,
-    Gating,
-    Rows,
-)
-from shardnet.model.drivers.driver import (
-    Array,
-    Buffer,
-    Driver,
-    Kernel,
-    Kernels,
-    launch,
-)
+from shardnet.model.devices.products import MANY, ROWS, DeviceProduct, Gating, Rows
+from shardnet.model.drivers.driver import Array, Buffer, Driver, Kernel, Kernels, launch
 from shardnet.model.kernels.linear import Linear, ScaledLinear
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
@@ -71,11 +50,7 @@ from shardnet.model.layers.decoder_layer import (
     StreamResidual,
 )
 from shardnet.model.layers.experts import SparseMlp
-from shardnet.model.layers.modules import (
-    Attention,
-    BothMixers,
-    SelfAttention,
-)
+from shardnet.model.layers.modules import Attention, BothMixers, SelfAttention
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.mixers.gated_delta import GatedDeltaNet
@@ -181,18 +156,11 @@ class DeviceLinear:
     is_native = False
 
     def __init__(self, device: Device, linear: PanelLinear) -> None:
-        self._device, self._host = device, linear
+        self._device = device
         self._product = device.product(linear)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self._host.shape
-
-    @property
-    def weights(self) -> tuple[Tensor, ...]:
+        self.shape = linear.shape
+        self.weights = linear.weights
         """Those of the host, of which the device has copies."""
-        return self._host.weights
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""

@@ -36,7 +36,7 @@ _MOST: Final = 256
 """Columns of a head's keys, and of its values, that a group of threads holds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Places:
     """Where columns begin in a row of the projection: `places` of the text."""
 
@@ -60,40 +60,20 @@ class _Places:
         if isinstance(project, MambaProjection):
             last = 2 * (values + keys)
             begins = 2 * values + keys, 2 * values, values, 0
-            return cls._at(begins, (config.key_size, width), (last, last, n_heads))
+            return cls(*begins, config.key_size, width, last, last, n_heads)
         if isinstance(project, LowRankProjections):
             write = project.qkv_proj.shape[0]
             gate = write + project.small_proj.shape[0]
             small = write, gate + project.gate_proj.shape[0], n_heads
-            return cls._at((0, keys, 2 * keys, gate), (config.key_size, width), small)
+            return cls(0, keys, 2 * keys, gate, config.key_size, width, *small)
         assert isinstance(project, Projections)
         share = n_shared if project.groups_ba else n_heads
         if project.groups_qkvz:
             size = config.key_size
             begins = 0, size, 2 * size, 2 * size + width
-            return cls._at(begins, (2 * (size + width),) * 2, (0, share, share))
+            return cls(*begins, *(2 * (size + width),) * 2, 0, share, share)
         begins = 0, keys, 2 * keys, 2 * keys + values
-        return cls._at(begins, (config.key_size, width), (0, share, share))
-
-    @classmethod
-    def _at(
-        cls,
-        begins: tuple[int, int, int, int],
-        strides: tuple[int, int],
-        small: tuple[int, int, int],
-    ) -> _Places:
-        queries, keys, values, gate = begins
-        return cls(
-            queries=queries,
-            keys=keys,
-            values=values,
-            gate=gate,
-            key_stride=strides[0],
-            value_stride=strides[1],
-            write=small[0],
-            decay=small[1],
-            small_share=small[2],
-        )
+        return cls(*begins, config.key_size, width, 0, share, share)
 
 
 def why_no_recurrence(own: GatedDeltaNet, is_multiplied: Callable[[Linear], bool]) -> str:

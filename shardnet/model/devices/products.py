@@ -13,15 +13,7 @@ import numpy as np
 
 from shardnet.errors import CapacityError
 from shardnet.model.config.panel_form import PANEL, UNIT, PanelForm
-from shardnet.model.drivers.driver import (
-    THREADS,
-    Array,
-    Buffer,
-    Driver,
-    Kernel,
-    Kernels,
-    launch,
-)
+from shardnet.model.drivers.driver import THREADS, Array, Buffer, Driver, Kernel, Kernels, launch
 from shardnet.model.kernels.panels import Panels
 
 ROWS: Final = (1, 2, 4, 8)

@@ -14,6 +14,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shardnet.errors import CapacityError
+
 THREADS: Final = 256
 """Threads of a group, in all kernels."""
 Array = npt.NDArray[Any]
@@ -21,6 +23,12 @@ Buffer = Any
 """Memory of a device, as its driver has it."""
 Kernel = Any
 Argument = Buffer | np.uint32 | np.float32
+
+
+def no_memory(device: str, n_bytes: int, why: str = "") -> CapacityError:
+    """Make the error of a device that has no memory for so many bytes."""
+    remedy = "give the node fewer layers, or less --context"
+    return CapacityError(f"{device} has no memory for {n_bytes} bytes{why}", remedy=remedy)
 
 
 class Driver(Protocol):
@@ -62,6 +70,7 @@ class Driver(Protocol):
 
         Buffers and numbers stay those of now. `run` may not have run when this returns.
         """
+        return run
 
     @property
     def free_bytes(self) -> int:

@@ -23,8 +23,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from shardnet.errors import CapacityError, ConfigurationError
-from shardnet.model.drivers.driver import THREADS, Argument, Array, Buffer, Kernel
+from shardnet.errors import ConfigurationError
+from shardnet.model.drivers.driver import THREADS, Argument, Array, Buffer, Kernel, no_memory
 
 _OUT_OF_MEMORY: Final = 2
 """The code of it, of either maker."""
@@ -60,6 +60,28 @@ class Maker:
     names: Mapping[str, str]
 
 
+_FUNCTIONS: Final = {
+    "init": ("cuInit", "hipInit"),
+    "count": ("cuDeviceGetCount", "hipGetDeviceCount"),
+    "name": ("cuDeviceGetName", "hipDeviceGetName"),
+    "free": ("cuMemGetInfo_v2", "hipMemGetInfo"),
+    "alloc": ("cuMemAlloc_v2", "hipMalloc"),
+    "release": ("cuMemFree_v2", "hipFree"),
+    "up": ("cuMemcpyHtoDAsync_v2", "hipMemcpyHtoDAsync"),
+    "down": ("cuMemcpyDtoH_v2", "hipMemcpyDtoH"),
+    "across": ("cuMemcpyDtoDAsync_v2", "hipMemcpyDtoDAsync"),
+    "load": ("cuModuleLoadData", "hipModuleLoadData"),
+    "function": ("cuModuleGetFunction", "hipModuleGetFunction"),
+    "launch": ("cuLaunchKernel", "hipModuleLaunchKernel"),
+    "stream": ("cuStreamCreate", "hipStreamCreateWithFlags"),
+    "begin": ("cuStreamBeginCapture_v2", "hipStreamBeginCapture"),
+    "end": ("cuStreamEndCapture", "hipStreamEndCapture"),
+    "make": ("cuGraphInstantiateWithFlags", "hipGraphInstantiateWithFlags"),
+    "again": ("cuGraphLaunch", "hipGraphLaunch"),
+    "forget": ("cuGraphDestroy", "hipGraphDestroy"),
+    "free_graph": ("cuGraphExecDestroy", "hipGraphExecDestroy"),
+}
+"""What the functions are called: NVIDIA's name, and AMD's."""
 CUDA: Final = Maker(
     kind="nvidia",
     dialect="cuda",
@@ -72,27 +94,7 @@ CUDA: Final = Maker(
     compiler_prefix="nvrtc",
     compiler_remedy="pip install 'shardnet[nvidia]', or torch's build for the card",
     options=("--std=c++17", "--fmad=false"),
-    names={
-        "init": "cuInit",
-        "count": "cuDeviceGetCount",
-        "name": "cuDeviceGetName",
-        "free": "cuMemGetInfo_v2",
-        "alloc": "cuMemAlloc_v2",
-        "release": "cuMemFree_v2",
-        "up": "cuMemcpyHtoDAsync_v2",
-        "down": "cuMemcpyDtoH_v2",
-        "across": "cuMemcpyDtoDAsync_v2",
-        "load": "cuModuleLoadData",
-        "function": "cuModuleGetFunction",
-        "launch": "cuLaunchKernel",
-        "stream": "cuStreamCreate",
-        "begin": "cuStreamBeginCapture_v2",
-        "end": "cuStreamEndCapture",
-        "make": "cuGraphInstantiateWithFlags",
-        "again": "cuGraphLaunch",
-        "forget": "cuGraphDestroy",
-        "free_graph": "cuGraphExecDestroy",
-    },
+    names={what: both[0] for what, both in _FUNCTIONS.items()},
 )
 HIP: Final = Maker(
     kind="amd",
@@ -109,27 +111,7 @@ HIP: Final = Maker(
     compiler_prefix="hiprtc",
     compiler_remedy="install ROCm (on Windows AMD's HIP SDK)",
     options=("-O3", "-ffp-contract=off"),
-    names={
-        "init": "hipInit",
-        "count": "hipGetDeviceCount",
-        "name": "hipDeviceGetName",
-        "free": "hipMemGetInfo",
-        "alloc": "hipMalloc",
-        "release": "hipFree",
-        "up": "hipMemcpyHtoDAsync",
-        "down": "hipMemcpyDtoH",
-        "across": "hipMemcpyDtoDAsync",
-        "load": "hipModuleLoadData",
-        "function": "hipModuleGetFunction",
-        "launch": "hipModuleLaunchKernel",
-        "stream": "hipStreamCreateWithFlags",
-        "begin": "hipStreamBeginCapture",
-        "end": "hipStreamEndCapture",
-        "make": "hipGraphInstantiateWithFlags",
-        "again": "hipGraphLaunch",
-        "forget": "hipGraphDestroy",
-        "free_graph": "hipGraphExecDestroy",
-    },
+    names={what: both[1] for what, both in _FUNCTIONS.items()},
 )
 
 
@@ -364,10 +346,7 @@ class GpuDriver:
         function = self._library[self._maker.names["alloc"]]
         code = function(ctypes.byref(address), ctypes.c_size_t(max(4, n_bytes)))
         if code == _OUT_OF_MEMORY:
-            raise CapacityError(
-                f"{self.description} has no memory for {n_bytes} bytes",
-                remedy="give the node fewer layers, or less --context",
-            )
+            raise no_memory(self.description, n_bytes)
         self._must(code, "alloc")
         return _Memory(self, address)
 

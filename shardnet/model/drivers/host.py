@@ -10,19 +10,19 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from shardnet.errors import ConfigurationError
-from shardnet.model.drivers.driver import Argument, Array, Buffer, Kernel
+from shardnet.model.drivers.driver import Argument, Array, Buffer, Driver, Kernel
 
 _OPTIONS: Final = ("-O1", "-shared", "-fPIC", "-w", "-ffp-contract=off", "-fno-math-errno")
 
 
-class HostDriver:
+class HostDriver(Driver):
     """This machine's CPU by the kernel text. See Driver. `order` is an expression in `i`."""
 
     dialect = "host"
@@ -90,10 +90,6 @@ class HostDriver:
                 for x in range(groups[0]):
                     where[0][0] = x
                     function(*given)
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See Driver: launches one by one."""
-        return run
 
     @property
     def free_bytes(self) -> int:

@@ -7,14 +7,22 @@ pointers: a kernel is given whole buffers. Must not know what is computed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from shardnet.errors import CapacityError, ConfigurationError
-from shardnet.model.drivers.driver import THREADS, Argument, Array, Buffer, Kernel
+from shardnet.errors import ConfigurationError
+from shardnet.model.drivers.driver import (
+    THREADS,
+    Argument,
+    Array,
+    Buffer,
+    Driver,
+    Kernel,
+    no_memory,
+)
 from shardnet.model.kernels.devices import is_out_of_memory
 
 _SIGNATURE = re.compile(r"KERNEL (\w+)\(([^)]*)WHERE\)")
@@ -31,7 +39,7 @@ def as_metal(text: str) -> str:
     return _SIGNATURE.sub(kernel, text)
 
 
-class MetalDriver:
+class MetalDriver(Driver):
     """Apple's GPU. See Driver. One thread at a time may use it."""
 
     dialect = "metal"
@@ -62,10 +70,7 @@ class MetalDriver:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            raise CapacityError(
-                f"{self.description} has no memory for {n_bytes} bytes",
-                remedy="give the node fewer layers, or less --context",
-            ) from error
+            raise no_memory(self.description, n_bytes) from error
 
     def upload(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
         """See Driver."""
@@ -92,10 +97,6 @@ class MetalDriver:
         given = [each if torch.is_tensor(each) else each.item() for each in arguments]
         threads = (groups[0] * THREADS, groups[1], 1)
         kernel(*given, threads=threads, group_size=(THREADS, 1, 1))
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See Driver: launches one by one."""
-        return run
 
     @property
     def free_bytes(self) -> int:

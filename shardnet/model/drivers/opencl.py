@@ -10,18 +10,20 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from shardnet.errors import CapacityError, ConfigurationError
+from shardnet.errors import ConfigurationError
 from shardnet.model.drivers.driver import (
     THREADS,
     Argument,
     Array,
     Buffer,
+    Driver,
     Kernel,
+    no_memory,
 )
 
 _OPTIONS: Final = ["-cl-std=CL1.2", "-cl-fp32-correctly-rounded-divide-sqrt", "-w"]
@@ -47,7 +49,7 @@ def opencl_devices() -> list[Any]:
         return []
 
 
-class OpenClDriver:
+class OpenClDriver(Driver):
     """One device by OpenCL. See Driver."""
 
     dialect = "opencl"
@@ -99,11 +101,8 @@ class OpenClDriver:
             self._queue.finish()
         except self._cl.Error as error:
             at_once = f", at most {most} at once (CL_DEVICE_MAX_MEM_ALLOC_SIZE)"
-            raise CapacityError(
-                f"{self.description} has no memory for {n_bytes} bytes"
-                f"{at_once if size > most else ''}",
-                remedy="give the node fewer layers, or less --context",
-            ) from error
+            why = at_once if size > most else ""
+            raise no_memory(self.description, n_bytes, why) from error
         self._taken_bytes += size
         weakref.finalize(buffer, self._give_back, size).atexit = False
         return buffer
@@ -138,10 +137,6 @@ class OpenClDriver:
             self._cl.enqueue_nd_range_kernel(
                 self._queue, kernel, (groups[0] * THREADS, groups[1]), (THREADS, 1)
             )
-
-    def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """See Driver: launches one by one."""
-        return run
 
     @property
     def free_bytes(self) -> int:

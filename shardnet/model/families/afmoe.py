@@ -18,7 +18,6 @@ from shardnet.model.config.decoder_config import (
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
 from shardnet.model.config.model_config import Experts, ModelConfig
-from shardnet.model.families import deepseek_v2
 from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import Layout, record
@@ -35,7 +34,7 @@ def _read_config(fields: Fields) -> ModelConfig:
     config = read_decoder(
         fields, max_positions=16384, norm_eps=1e-5, head_size=128, intermediate_size=6144
     )
-    deepseek_v2.require_text(fields, "score_func", "sigmoid")
+    fields.require("score_func", "sigmoid")
     fields.require("route_norm", only=True)
     for key in ("n_group", "topk_group", "num_expert_groups", "num_limited_groups"):
         fields.require(key, 1)
@@ -45,7 +44,6 @@ def _read_config(fields: Fields) -> ModelConfig:
     is_multiplied = fields.take("mup_enabled", bool, False)
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         windows=windows,
         nope_layers=tuple(n for n in range(config.n_layers) if windows[n] is None),
         embedding_multiplier=config.hidden_size**0.5 if is_multiplied else 1.0,

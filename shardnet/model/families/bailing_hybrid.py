@@ -10,10 +10,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from shardnet.model.config.decoder_config import FULL, LINEAR, check_state_size, read_layer_kinds
+from shardnet.model.config.decoder_config import FULL, LINEAR, read_layer_kinds
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import Range
-from shardnet.model.config.model_config import DeltaNet, Experts, ModelConfig
+from shardnet.model.config.model_config import DeltaNet, ModelConfig
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families import deepseek_v2, kimi_linear
 from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
@@ -42,19 +42,9 @@ def _read_config(fields: Fields) -> ModelConfig:
         rope=partial(read_rope, theta=6e6),
     )
     delta_net = _read_delta_net(fields, config, size)
-    defaults = Experts(
-        n_experts=512,
-        top_k=8,
-        intermediate_size=768,
-        normalize_top_k=fields.take("norm_topk_prob", bool, True),
-        shared_intermediate_size=1,
-        n_groups=8,
-        top_groups=4,
-        output_scale=2.5,
-        layers=(2,),
-    )
+    config = replace(config, delta_net=delta_net)
     config = deepseek_v2.read_experts(
-        fields, replace(config, delta_net=delta_net), defaults, smallest_group=2
+        fields, config, (512, 8), 768, 2, n_groups=8, top_groups=4, output_scale=2.5
     )
     fields.note_the_rest()
     return config
@@ -71,18 +61,9 @@ def _read_delta_net(fields: Fields, config: ModelConfig, size: int) -> DeltaNet 
     kinds = kinds or [LINEAR if (n + 1) % period else FULL for n in range(config.n_layers)]
     floor = fields.number("kda_lower_bound", -5.0, within=FLOORS)
     is_bounded = fields.take("kda_safe_gate", bool, True)
-    read = DeltaNet(
-        n_key_heads=config.n_heads,
-        n_value_heads=config.n_heads,
-        key_size=size,
-        value_size=size,
-        n_taps=taps,
-        layers=tuple(n for n, kind in enumerate(kinds) if kind == LINEAR),
-        has_key_decays=True,
-        decay_floor=floor if is_bounded else 0.0,
-    )
-    check_state_size(fields, read)
-    return read if read.layers else None
+    layers = (n for n, kind in enumerate(kinds) if kind == LINEAR)
+    floor = floor if is_bounded else 0.0
+    return kimi_linear.kda(fields, layers, config.n_heads, size, taps, floor)
 
 
 def _mixer_tensors(config: ModelConfig, layer: int) -> Table:
@@ -106,8 +87,6 @@ def _load_mixer(config: ModelConfig, weights: WeightSource, layer: int) -> Atten
             config=own,
             qkvz_proj=weights.linear(*(f"{attn}.{name}_proj" for name in "qkvg")),
             ba_proj=weights.linear(*(f"{attn}.{name}_proj" for name in "bf"), precise=True),
-            groups_qkvz=False,
-            groups_ba=False,
         )
         return kimi_linear.load_delta_net(
             config, weights, attn, project, gates_alone=True, decay_floor=own.decay_floor

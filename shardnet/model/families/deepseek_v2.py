@@ -5,7 +5,7 @@ What V3 says in the same words is here too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 from shardnet.model.config.decoder_config import read_decoder, read_expert_counts, read_mlp_kinds
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_sizes
-from shardnet.model.config.model_config import Experts, Latent, ModelConfig, Rope
-from shardnet.model.config.rope import read_rope, rope_object, yarn_magnitude
+from shardnet.model.config.model_config import Experts, Latent, ModelConfig
+from shardnet.model.config.rope import rope_object, yarn_magnitude
 from shardnet.model.families.expert_parts import GROUPED_EXPERTS, STACKED
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import Layout, record
@@ -34,44 +34,33 @@ def read_config(fields: Fields) -> ModelConfig:
         read_latent_attention(fields, interleaved=True, max_positions=2048),
         mlp_bias=fields.take("mlp_bias", bool, False),
     )
-    require_text(fields, "scoring_func", "softmax")
+    fields.require("scoring_func", "softmax")
     fields.require("norm_topk_prob", False)
-    method = fields.take("topk_method", str, "greedy")
-    if method not in ("greedy", "group_limited_greedy"):
-        raise fields.unsupported("topk_method", method, "greedy, group_limited_greedy")
+    method = fields.one_of("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     if method == "greedy":
         fields.ignore("n_group", "topk_group")
-    defaults = Experts(
-        n_experts=64,
-        top_k=0,  # there is none
-        intermediate_size=1407,
-        normalize_top_k=False,
-        shared_intermediate_size=2,
-        layers=(0,),
+    smallest = 1 if method == "group_limited_greedy" else None
+    return read_experts(
+        fields, config, (64, None), 1407, 0, shared=2, normalize_top_k=False, smallest=smallest
     )
-    is_grouped = method == "group_limited_greedy"
-    return read_experts(fields, config, defaults, smallest_group=1 if is_grouped else None)
 
 
 def read_latent_attention(
     fields: Fields,
     *,
     interleaved: bool,
-    max_positions: int,
-    norm_eps: float = 1e-6,
     defaults: Latent = LATENT,
-    rope: Callable[[Fields, int, int], Rope] = read_rope,
     has_whole_heads: bool = False,
     scaling: Mapping[str, Any] = MappingProxyType({}),
-    is_tied: bool = False,
     has_kv_heads: bool = True,
+    **more: Any,
 ) -> ModelConfig:
     """Read what V2 and V3 say alike, but for the experts.
 
-    `interleaved`: pairs that are rotated together stand side by side. `max_positions`, `norm_eps`,
-    `is_tied` and `defaults` are defaults, `rope` is that of `read_decoder`. With `has_whole_heads`
-    a `head_dim` counts all of a key's columns, else the rotated ones. `scaling` is as in
-    `read_rope`. Without `has_kv_heads` the number of KV heads says nothing.
+    `interleaved`: pairs that are rotated together stand side by side. `defaults` are the family's,
+    `more` is as in `read_decoder`. With `has_whole_heads` a `head_dim` counts all of a key's
+    columns, else the rotated ones. `scaling` is as in `read_rope`. Without `has_kv_heads` the
+    number of KV heads says nothing.
     """
     fields.require("moe_layer_freq", 1)
     query_rank = fields.optional("q_lora_rank")
@@ -85,14 +74,7 @@ def read_latent_attention(
     )
     whole = latent.nope_size + latent.rope_size
     head_size = whole if has_whole_heads else latent.rope_size
-    config = read_decoder(
-        fields,
-        max_positions=max_positions,
-        norm_eps=norm_eps,
-        head_size=head_size,
-        is_tied=is_tied,
-        rope=rope,
-    )
+    config = read_decoder(fields, head_size=head_size, **more)
     sizes = {"head_dim": (config.head_size, head_size)}
     sizes["qk_head_dim"] = (fields.positive("qk_head_dim", whole), whole)
     if has_kv_heads:
@@ -106,33 +88,40 @@ def read_latent_attention(
         config,
         n_kv_heads=1,
         head_size=latent.rope_size,
-        attention_bias=fields.take("attention_bias", bool, False),
         attention_scale=whole**-0.5 * magnitude**2,
         latent=latent,
     )
 
 
 def read_experts(
-    fields: Fields, config: ModelConfig, defaults: Experts, *, smallest_group: int | None
+    fields: Fields,
+    config: ModelConfig,
+    counts: tuple[int, int | None],
+    inner: int,
+    first: int,
+    *,
+    shared: int = 1,
+    smallest: int | None = 2,
+    **more: Any,
 ) -> ModelConfig:
     """Add the experts to `config`; shared ones are stored as one that is as wide as all of them.
 
-    `defaults` are the family's: its `shared_intermediate_size` is the number of shared experts, 0
-    where no key counts them, its `layers` the first layer with experts, and a `top_k` of 0 stands
-    for none. `smallest_group` is the fewest experts of a group, None where experts do not stand in
-    groups.
+    What the family has where a key is missing: how many experts there are and a token uses, how
+    wide each is, the `first` layer with them, how many are `shared` (0 where no key counts them),
+    and `more` fields of Experts, whose weights add up to 1. `smallest` is the fewest experts of a
+    group, None where experts do not stand in groups.
     """
-    n_experts, top_k = read_expert_counts(
-        fields, ("n_routed_experts", "num_experts"), defaults.n_experts, defaults.top_k or None
+    usual = Experts(
+        n_experts=0, top_k=0, intermediate_size=0, layers=(), **{"normalize_top_k": True, **more}
     )
-    inner = fields.positive("moe_intermediate_size", defaults.intermediate_size)
-    n_shared = defaults.shared_intermediate_size
+    n_experts, top_k = read_expert_counts(fields, ("n_routed_experts", "num_experts"), *counts)
+    inner = fields.positive("moe_intermediate_size", inner)
     n_groups = top_groups = 1
-    if smallest_group is not None:
-        n_groups = fields.positive("n_group", defaults.n_groups)
-        top_groups = fields.positive("topk_group", defaults.top_groups)
+    if smallest is not None:
+        n_groups = fields.positive("n_group", usual.n_groups)
+        top_groups = fields.positive("topk_group", usual.top_groups)
     group_size = n_experts // n_groups
-    least = smallest_group or 1
+    least = smallest or 1
     if (
         n_experts % n_groups
         or group_size < least
@@ -142,28 +131,20 @@ def read_experts(
             f"n_group {n_groups} and topk_group {top_groups} do not go with {n_experts} experts, "
             f"{top_k} for each token"
         )
-    first = fields.take("first_k_dense_replace", int, defaults.layers[0])
+    first = fields.take("first_k_dense_replace", int, first)
     layers = read_mlp_kinds(fields, config.n_layers, first)
     experts = Experts(
         n_experts=n_experts,
         top_k=top_k,
         intermediate_size=inner,
-        normalize_top_k=defaults.normalize_top_k,
-        shared_intermediate_size=inner
-        * (n_shared and fields.positive("n_shared_experts", n_shared)),
+        normalize_top_k=fields.take("norm_topk_prob", bool, usual.normalize_top_k),
+        shared_intermediate_size=inner * (shared and fields.positive("n_shared_experts", shared)),
         n_groups=n_groups,
         top_groups=top_groups,
-        output_scale=fields.number("routed_scaling_factor", defaults.output_scale),
+        output_scale=fields.number("routed_scaling_factor", usual.output_scale),
         layers=layers,
     )
     return replace(config, experts=experts if layers else None)
-
-
-def require_text(fields: Fields, key: str, only: str) -> None:
-    """Refuse any text but `only`. Raises UnsupportedModelError."""
-    value = fields.take(key, str, only)
-    if value != only:
-        raise fields.unsupported(key, value, only)
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
@@ -238,8 +219,6 @@ FAMILY = record(
     Layout(attention=LATENT_HEADS, mlp=GROUPED_EXPERTS),
     **STACKED,
     gguf=GgufFormat(
-        architecture="deepseek2",
-        claims=lambda fields: not has_sigmoid(fields),
-        read=read_gguf_v2,
+        architecture="deepseek2", claims=lambda fields: not has_sigmoid(fields), read=read_gguf_v2
     ),
 )

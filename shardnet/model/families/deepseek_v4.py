@@ -31,18 +31,11 @@ from shardnet.model.config.model_config import (
 )
 from shardnet.model.config.rope import read_scaling
 from shardnet.model.families import deepseek_v2
-from shardnet.model.families.expert_parts import EXPERTS, load_experts
+from shardnet.model.families.expert_parts import EXPERTS, RENAMED_BIAS, load_experts
 from shardnet.model.families.family import GgufFormat, MtpNames
-from shardnet.model.families.latent_table import RENAMED
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
-from shardnet.model.families.tensor_shapes import (
-    STREAM_NAMES,
-    Table,
-    gated,
-    linears,
-    sparse_mlp,
-)
+from shardnet.model.families.tensor_shapes import STREAM_NAMES, Table, gated, linears, sparse_mlp
 
 if TYPE_CHECKING:
     from shardnet.model.layers.experts import SparseMlp
@@ -76,14 +69,14 @@ def _read_config(fields: Fields) -> ModelConfig:
         head_size=512,
         intermediate_size=inner,
         rope=read_ropes,
+        attention_bias=None,
     )
     if config.n_kv_heads != 1:
         raise fields.unsupported("num_key_value_heads", config.n_kv_heads, "1")
     for key in ("attention_bias", "mlp_bias"):
         fields.require(key, only=False)
     fields.require("norm_topk_prob", only=True)
-    if (scoring := fields.take("scoring_func", str, "sqrtsoftplus")) != "sqrtsoftplus":
-        raise fields.unsupported("scoring_func", scoring, "sqrtsoftplus")
+    fields.require("scoring_func", "sqrtsoftplus")
     fields.ignore("num_nextn_predict_layers", "topk_method", "n_group", "topk_group")
     fields.ignore("expert_dtype")  # their tensors say so
     for what in ("block_size", "noise_token_id", "target_layer_ids", "markov_rank"):
@@ -122,8 +115,7 @@ def _read_ropes(fields: Fields, max_positions: int, head_size: int) -> dict[str,
             raw = raw | {"attention_factor": raw.get("attention_factor") or 1.0}
         rope = fields.inner("rope_parameters", raw)
         plain = Rope(
-            theta=rope.number("rope_theta", base),
-            share=rope.number("partial_rotary_factor", share),
+            theta=rope.number("rope_theta", base), share=rope.number("partial_rotary_factor", share)
         )
         found[name] = read_scaling(rope, plain, max_positions=max_positions, head_size=head_size)
     return found
@@ -379,7 +371,7 @@ FAMILY = record(
         architecture="deepseek4",
         named_as="deepseek2",
         read=_read_gguf,
-        renamed=RENAMED,
+        renamed=RENAMED_BIAS,
         block_names=_GGUF_NAMES,
     ),
     has_whole_heads=True,

@@ -22,13 +22,7 @@ from shardnet.model.config.decoder_config import (
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, gguf_biases, read_gguf_decoder, read_gguf_sizes
 from shardnet.model.config.limits import THETAS
-from shardnet.model.config.model_config import (
-    Latent,
-    ModelConfig,
-    NormKind,
-    Rope,
-    RopeKind,
-)
+from shardnet.model.config.model_config import Latent, ModelConfig, NormKind, Rope, RopeKind
 from shardnet.model.config.rope import read_rope, read_scaling
 from shardnet.model.families import deepseek_v2
 from shardnet.model.families.family import GgufFormat
@@ -61,11 +55,7 @@ def _read_olmo(fields: Fields) -> ModelConfig:
     if not fields.missing("clip_qkv"):
         raise fields.unsupported("clip_qkv", fields.number("clip_qkv"), "null")
     config = read_decoder(fields, norm_key="layer_norm_eps", norm_eps=1e-5)
-    return replace(
-        config,
-        attention_bias=fields.take("attention_bias", bool, False),
-        norm_kind=NormKind.BARE_CENTRED,
-    )
+    return replace(config, norm_kind=NormKind.BARE_CENTRED)
 
 
 def _read_jais2(fields: Fields) -> ModelConfig:
@@ -86,7 +76,6 @@ def _read_nanochat(fields: Fields) -> ModelConfig:
     config = read_decoder(fields, activation="relu2", rope=_read_reversed_rope)
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         norm_kind=NormKind.BARE,
         has_embedding_norm=True,
         logit_soft_cap=fields.optional_number(cap) if fields.given(cap) else 15.0,
@@ -117,7 +106,6 @@ def _read_cohere(
     )
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         norm_kind=NormKind.CENTRED,
         has_parallel_mlp=True,
         has_pairs=True,
@@ -137,8 +125,8 @@ def read_cohere2(
     for key in ("use_gated_activation", "use_parallel_block", "use_embedding_sharing"):
         fields.require(key, only=True)
     fields.require("rotary_pct", 1.0)
-    deepseek_v2.require_text(fields, "position_embedding_type", "rope_gptj")
-    deepseek_v2.require_text(fields, "order_of_interleaved_layers", "local_attn_first")
+    fields.require("position_embedding_type", "rope_gptj")
+    fields.require("order_of_interleaved_layers", "local_attn_first")
     fields.ignore("layer_switch", "use_parallel_embedding", "_sliding_window_pattern")
     fields.require("use_qk_norm", False)
     config = _read_cohere(fields, theta=10000.0, head_size=head_size)
@@ -181,7 +169,6 @@ def _read_compass(fields: Fields) -> ModelConfig:
     scale = fields.optional_number("logit_scale")
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         norm_kind=NormKind.CENTRED,
         has_parallel_mlp=True,
         windows=windows,
@@ -211,6 +198,7 @@ def _read_stablelm(fields: Fields) -> ModelConfig:
         norm_key="layer_norm_eps",
         norm_eps=1e-5,
         rope=partial(read_rope, may_be_partial=True, share=0.25),
+        attention_bias=None,
     )
     return replace(
         config,
@@ -239,6 +227,7 @@ def _read_phi(fields: Fields) -> ModelConfig:
         norm_eps=1e-5,
         activation="gelu_new",
         rope=partial(read_rope, may_be_partial=True, share=0.5),
+        attention_bias=None,
     )
     return replace(
         config, attention_bias=True, mlp_bias=True, has_parallel_mlp=True, has_head_bias=True
@@ -252,10 +241,10 @@ def _read_gpt_neox(fields: Fields) -> ModelConfig:
         norm_eps=1e-5,
         activation="gelu",
         rope=_read_neox_rope,
+        attention_bias=True,
     )
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, True),
         mlp_bias=True,
         has_joined_heads=fields.take("heads_stand_together", bool, True),
         has_parallel_mlp=fields.take("use_parallel_residual", bool, True),
@@ -342,7 +331,7 @@ def _read_minicpm3_gguf(
 
 
 def _read_apertus(fields: Fields) -> ModelConfig:
-    deepseek_v2.require_text(fields, "hidden_act", "xielu")
+    fields.require("hidden_act", "xielu")
     fields.require("qk_norm", True)
     for key in ("post_norm", "mlp_bias"):
         fields.require(key, only=False)
@@ -359,7 +348,6 @@ def _read_apertus(fields: Fields) -> ModelConfig:
         max_positions=65536,
         norm_eps=1e-5,
         activation_key=None,
-        attention_bias=False,
         rope=partial(read_rope, theta=12e6, scaling=scaling),
     )
     return replace(config, has_head_norms=True)
@@ -386,10 +374,7 @@ FAMILIES: Final = (
         "nanochat",
         "NanoChatForCausalLM",
         _read_nanochat,
-        Layout(
-            attention=BARE_HEADS,
-            mlp=plain_part("fc1", "fc2"),
-        ),
+        Layout(attention=BARE_HEADS, mlp=plain_part("fc1", "fc2")),
     ),
     record(
         "cohere",
@@ -418,11 +403,7 @@ FAMILIES: Final = (
         "stablelm",
         "StableLmForCausalLM",
         _read_stablelm,
-        Layout(
-            attention=STABLELM_HEADS,
-            has_norm_bias=True,
-            shares_norm=True,
-        ),
+        Layout(attention=STABLELM_HEADS, has_norm_bias=True, shares_norm=True),
         gguf=GgufFormat(architecture="stablelm", read=_read_stablelm_gguf),
         has_whole_heads=True,
     ),
@@ -460,12 +441,7 @@ FAMILIES: Final = (
         gguf=GgufFormat(architecture="gptneox", read=_read_neox_gguf),
         has_whole_heads=True,
     ),
-    record(
-        "youtu",
-        "YoutuForCausalLM",
-        _read_youtu,
-        Layout(attention=LATENT_HEADS),
-    ),
+    record("youtu", "YoutuForCausalLM", _read_youtu, Layout(attention=LATENT_HEADS)),
     record(
         "minicpm3",
         "MiniCPM3ForCausalLM",
@@ -477,9 +453,6 @@ FAMILIES: Final = (
         "apertus",
         "ApertusForCausalLM",
         _read_apertus,
-        Layout(
-            mlp=XIELU_MLP,
-            norms=("attention_layernorm", "", "feedforward_layernorm", ""),
-        ),
+        Layout(mlp=XIELU_MLP, norms=("attention_layernorm", "", "feedforward_layernorm", "")),
     ),
 )

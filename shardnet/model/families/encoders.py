@@ -126,10 +126,8 @@ def read_encoder_config(raw: Mapping[str, Any], where: str) -> EncoderConfig:
         raise fields.unsupported("num_labels", _n_labels(raw), "1, a score")
     if fields.take("is_decoder", bool, False):
         raise fields.unsupported("is_decoder", True, "false")
-    positions = fields.take("position_embedding_type", str, "absolute")
     known = ("absolute", "rotary") if model_type in _ROTARY else ("absolute",)
-    if positions not in known:  # others have makers' own code, as Jina's
-        raise fields.unsupported("position_embedding_type", positions, ", ".join(known))
+    fields.one_of("position_embedding_type", known, "absolute")  # others are in makers' own code
     if n_experts := fields.take("num_experts", int, 0):
         raise fields.unsupported("num_experts", n_experts, "none")
     distils = model_type == "distilbert"

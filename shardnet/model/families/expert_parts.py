@@ -31,6 +31,8 @@ MakeRouter = Callable[["Experts", "WeightSource", str, "Tensor | None"], "Router
 EXPERTS: Final = ExpertNames()
 MIXTRAL: Final = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 LFM: Final = ExpertNames(block="feed_forward", gate="w1", up="w3", down="w2")
+RENAMED_BIAS: Final = (("correction_bias", "correction.bias"),)
+"""What GGUF's converter calls the bias of the choice of experts."""
 STACKED: Final[dict[str, Any]] = {"experts": EXPERTS, "stacking": Stacking.CONCATENATED}
 """What the record of a family says whose experts have Llama's names, and may be stacked."""
 

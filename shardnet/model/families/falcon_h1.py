@@ -34,7 +34,9 @@ def _read_config(fields: Fields) -> ModelConfig:
         fields.require(key, False)
     fields.ignore("num_logits_to_keep", "mamba_use_mlp", "mlp_expansion_factor", "layer_types")
     fields.ignore("attn_layer_indices", "layers_block_type")
-    config = read_decoder(fields, n_kv_heads=8, max_positions=8192, norm_eps=1e-5)
+    config = read_decoder(
+        fields, n_kv_heads=8, max_positions=8192, norm_eps=1e-5, attention_bias=None
+    )
     return replace(
         config,
         delta_net=_read_mamba(fields, config),

@@ -20,20 +20,16 @@ from shardnet.model.families.tensor_shapes import (
     decoder_embedding,
     decoder_head,
 )
-from shardnet.types import LayerRange
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
     from torch import Tensor
 
     from shardnet.model.cache.kv_cache import KvCache
-    from shardnet.model.fused.decode_graphs import Capture
-    from shardnet.model.fused.decoder import LoadLayer
+    from shardnet.model.fused.decoder import LoadLayer, StageInputs
     from shardnet.model.layers.attention import ForwardStep
     from shardnet.model.layers.mtp import MtpLayer
-    from shardnet.model.layers.weight_source import WeightSource
 
 
 class FamilyStage(Protocol):
@@ -68,24 +64,8 @@ class FamilyStage(Protocol):
         """Apply final norm and LM head: [R, E] to [R, V]; last stage only."""
 
 
-class StageLoader(Protocol):
-    """Builds the forward pass of one stage."""
-
-    def __call__(
-        self,
-        config: ModelConfig,
-        layers: LayerRange,
-        weights: WeightSource,
-        context: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        capture: Capture | None,
-    ) -> FamilyStage:
-        """Take the parameters of `layers`, and of embedding and head where they belong.
-
-        `context` is the positions of one sequence, `capture` how decode steps become graphs (None
-        for not at all).
-        """
+StageLoader = Callable[["StageInputs"], FamilyStage]
+"""Builds the forward pass of one stage."""
 
 
 def decoder_stage(load_layer: LoadLayer, final_norm: str = "model.norm") -> StageLoader:
@@ -95,20 +75,10 @@ def decoder_stage(load_layer: LoadLayer, final_norm: str = "model.norm") -> Stag
     norm before the head is called.
     """
 
-    def load(
-        config: ModelConfig,
-        layers: LayerRange,
-        weights: WeightSource,
-        context: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        capture: Capture | None,
-    ) -> FamilyStage:
+    def load(inputs: StageInputs) -> FamilyStage:
         from shardnet.model.fused.decoder import DecoderStage
 
-        return DecoderStage(
-            load_layer, config, layers, weights, context, dtype, device, capture, final_norm
-        )
+        return DecoderStage(load_layer, inputs, final_norm)
 
     return load
 

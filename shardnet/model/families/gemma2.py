@@ -66,7 +66,6 @@ def read_gemma(
     )
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         attention_scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
         norm_offset=1.0,
         embedding_multiplier=config.hidden_size**0.5,

@@ -35,13 +35,7 @@ from shardnet.model.families import gemma2
 from shardnet.model.families.expert_parts import load_experts
 from shardnet.model.families.family import Family, GgufFormat, Stacking, decoder_stage
 from shardnet.model.families.parts import Part
-from shardnet.model.families.tensor_shapes import (
-    ExpertNames,
-    Table,
-    linears,
-    norms,
-    sparse_mlp,
-)
+from shardnet.model.families.tensor_shapes import ExpertNames, Table, linears, norms, sparse_mlp
 
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer, Sublayer
@@ -93,7 +87,6 @@ def read_config(fields: Fields, max_positions: int = 131072, window: int = 512) 
         config,
         full_heads=_read_full_heads(fields, config),
         local_rope=read_rope(SLIDING, fields, config.max_positions, config.head_size),
-        attention_bias=fields.take("attention_bias", bool, False),
         attention_scale=1.0,
         embedding_multiplier=config.hidden_size**0.5,
         logit_soft_cap=gemma2.read_soft_cap(fields, "final_logit_softcapping", None),

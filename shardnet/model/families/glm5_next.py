@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from shardnet.model.config.decoder_config import FULL, LINEAR, check_state_size, read_layer_kinds
+from shardnet.model.config.decoder_config import FULL, LINEAR, read_layer_kinds
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import (
     Factors,
@@ -34,17 +34,11 @@ from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
 from shardnet.model.families.family import MtpNames
 from shardnet.model.families.indexed_table import read_choosing, read_indexer
 from shardnet.model.families.layout import Layout, record
-from shardnet.model.families.parts import LATENT_HEADS, Part
-from shardnet.model.families.tensor_shapes import STREAM_NAMES, Table
-
-if TYPE_CHECKING:
-    from shardnet.model.layers.modules import Attention
-    from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.families.tensor_shapes import STREAM_NAMES
 
 _LATENT: Final = Latent(
     rank=512, rope_size=0, nope_size=256, value_size=256, query_rank=1536, interleaved=False
 )
-_EXPERTS: Final = replace(latent_table.EXPERTS, n_experts=288, n_groups=1, top_groups=1)
 _INDEXED: Final = ("indexed_attention", "deepseek_sparse_attention", FULL)
 """What layers with latents are called: by transformers, and by the makers."""
 _INTERVAL: Final = 4
@@ -70,9 +64,9 @@ def _read_config(fields: Fields) -> ModelConfig:
     latent = config.latent
     if latent is None or latent.query_rank is None:
         raise fields.unsupported("q_lora_rank", None, "a rank, which positions are chosen by")
-    deepseek_v2.require_text(fields, "hidden_act", "silu")
+    fields.require("hidden_act", "silu")
     limit = fields.number("swiglu_limit", 10.0)
-    config = latent_table.read_experts(fields, config, _EXPERTS)
+    config = latent_table.read_experts(fields, config, (288, 8))
     if config.experts is not None:
         config = replace(config, experts=replace(config.experts, swiglu_limit=limit))
     kinds = read_layer_kinds(fields, config.n_layers, *_INDEXED, LINEAR) or [
@@ -80,7 +74,7 @@ def _read_config(fields: Fields) -> ModelConfig:
     ]
     for key in ("index_kpool_compress", "mhc", "mla_use_nope"):
         fields.require(key, only=True)
-    deepseek_v2.require_text(fields, "moe_router_dtype", "float32")
+    fields.require("moe_router_dtype", "float32")
     fields.ignore("output_router_logits", "router_aux_loss_coef", "num_nextn_predict_layers")
     fields.ignore("index_share_for_mtp_iteration")
     config = replace(
@@ -126,19 +120,10 @@ def _read_delta_net(fields: Fields, kinds: list[str]) -> DeltaNet | None:
         floor = 0.0 if own.missing("gate_lower_bound") else _read_floor(own, "gate_lower_bound")
     if fields.given("linear_attn_config") and own.take("safe_gate", bool, True) and not floor:
         floor = -5.0
-    read = DeltaNet(
-        n_key_heads=n_heads,
-        n_value_heads=n_heads,
-        key_size=size,
-        value_size=size,
-        n_taps=own.positive("short_conv_kernel_size", taps, at_most=kimi_linear.MOST_TAPS),
-        layers=tuple(n for n, kind in enumerate(kinds) if kind == LINEAR),
-        has_key_decays=True,
-        decay_floor=floor,
-    )
+    taps = own.positive("short_conv_kernel_size", taps, at_most=kimi_linear.MOST_TAPS)
     own.note_the_rest()
-    check_state_size(fields, read)
-    return read if read.layers else None
+    layers = (n for n, kind in enumerate(kinds) if kind == LINEAR)
+    return kimi_linear.kda(fields, layers, n_heads, size, taps, floor)
 
 
 def _read_floor(fields: Fields, key: str) -> float:
@@ -164,23 +149,6 @@ def _read_indexer(fields: Fields, kinds: list[str]) -> Indexer | None:
     if read.n_chosen % n_pooled:
         raise fields.damaged(f"index_topk {read.n_chosen} is no multiple of index_kpool {n_pooled}")
     return read if latents else None
-
-
-def _mixer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name KDA or latent attention."""
-    own = config.delta_net
-    if own is None or layer not in own.layers:
-        return LATENT_HEADS.tensors(config, layer)
-    attn = f"model.layers.{layer}.self_attn"
-    return kimi_linear.low_rank_tensors(config, own, attn, (own.n_value_heads,))
-
-
-def _load_mixer(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
-    own = config.delta_net
-    if own is None or layer not in own.layers:
-        latent: Attention = LATENT_HEADS.load(config, weights, layer)
-        return latent
-    return kimi_linear.load_low_rank(config, own, weights, f"model.layers.{layer}.self_attn")
 
 
 def _read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
@@ -220,7 +188,9 @@ FAMILY = record(
     "glm5_next_text",
     "Glm5NextTextModel",
     _read_config,
-    Layout(attention=Part(tensors=_mixer_tensors, load=_load_mixer), mlp=DEEPSEEK_EXPERTS),
+    Layout(
+        attention=kimi_linear.low_rank_part(lambda own: (own.n_value_heads,)), mlp=DEEPSEEK_EXPERTS
+    ),
     renamed_tensors=(
         (".hc_attn_", ".attn_hc."),
         (".hc_ffn_", ".ffn_hc."),

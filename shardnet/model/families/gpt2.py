@@ -20,13 +20,9 @@ from shardnet.model.config.limits import MAX_LAYERS, MAX_POSITIONS, NORM_EPS
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import Family, FamilyStage, GgufFormat
 from shardnet.model.families.tensor_shapes import Table
-from shardnet.types import LayerRange
 
 if TYPE_CHECKING:
-    import torch
-
-    from shardnet.model.fused.decode_graphs import Capture
-    from shardnet.model.layers.weight_source import WeightSource
+    from shardnet.model.fused.decoder import StageInputs
 
 
 def read_config(fields: Fields) -> ModelConfig:
@@ -95,22 +91,14 @@ def layer_tensors(config: ModelConfig, layer: int) -> Table:
     return tensors
 
 
-def load_stage(
-    config: ModelConfig,
-    layers: LayerRange,
-    weights: WeightSource,
-    context: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    capture: Capture | None,
-) -> FamilyStage:
+def load_stage(inputs: StageInputs) -> FamilyStage:
     """Take the parameters of `layers`, and of embedding and head where they belong.
 
     Decode steps are not captured.
     """
     from shardnet.model.fused.gpt2_stage import Gpt2Stage
 
-    return Gpt2Stage(config, layers, weights)
+    return Gpt2Stage(inputs.config, inputs.layers, inputs.weights)
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:

@@ -54,6 +54,7 @@ def read_config(fields: Fields) -> ModelConfig:
         norm_eps=1e-5,
         head_size=64,
         rope=_read_rope,
+        attention_bias=True,
     )
     window = read_window(fields, 128)
     n_experts, top_k = read_expert_counts(fields, ("num_local_experts", "num_experts"), 128, 4)
@@ -61,7 +62,6 @@ def read_config(fields: Fields) -> ModelConfig:
         raise fields.damaged("num_experts_per_tok and experts_per_token disagree")
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, True),
         has_sinks=True,
         windows=read_windows(fields, config.n_layers, window, lambda layer: layer % 2 == 0),
         experts=Experts(

@@ -18,18 +18,11 @@ from shardnet.model.config.gguf_keys import (
     read_gguf_streams,
 )
 from shardnet.model.config.limits import NORM_EPS
-from shardnet.model.config.model_config import (
-    Experts,
-    Indexer,
-    Latent,
-    ModelConfig,
-    StreamKind,
-    Streams,
-)
+from shardnet.model.config.model_config import Indexer, Latent, ModelConfig, StreamKind, Streams
 from shardnet.model.families import deepseek_v2
-from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
+from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, RENAMED_BIAS, STACKED
 from shardnet.model.families.family import GgufFormat, MtpNames
-from shardnet.model.families.latent_table import EXPERTS, LAYOUT, RENAMED, read_experts
+from shardnet.model.families.latent_table import LAYOUT, read_experts
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import GATED_LATENTS
 from shardnet.model.families.tensor_shapes import STREAM_NAMES
@@ -38,15 +31,6 @@ _GLM: Final = Latent(
     rank=512, rope_size=64, nope_size=192, value_size=256, query_rank=2048, interleaved=True
 )
 _HUNYUAN: Final = replace(_GLM, query_rank=1536, interleaved=False)
-_HUNYUAN_EXPERTS: Final = Experts(
-    n_experts=256,
-    top_k=8,
-    intermediate_size=768,
-    normalize_top_k=True,
-    shared_intermediate_size=1,
-    output_scale=2.827,
-    layers=(1,),
-)
 
 
 def _read_v32(fields: Fields) -> ModelConfig:
@@ -55,7 +39,7 @@ def _read_v32(fields: Fields) -> ModelConfig:
     fields.ignore("indexer_types", "layer_types")  # all are alike
     fields.require("rope_interleave", True)
     indexer = read_indexer(fields, range(config.n_layers + 1), 64)
-    return replace(read_experts(fields, config, EXPERTS), indexer=indexer)
+    return replace(read_experts(fields, config, n_groups=8, top_groups=4), indexer=indexer)
 
 
 def _read_glm(fields: Fields) -> ModelConfig:
@@ -67,7 +51,7 @@ def _read_glm(fields: Fields) -> ModelConfig:
     for key in ("rope_interleave", "indexer_rope_interleave"):
         fields.require(key, True)
     indexer = read_indexer(fields, _choosing_layers(fields, config.n_layers, (1, 2)), 32)
-    config = read_experts(fields, config, replace(EXPERTS, n_groups=1, top_groups=1))
+    config = read_experts(fields, config)
     return replace(config, indexer=replace(indexer, interleaved=True))
 
 
@@ -80,7 +64,7 @@ def _read_hunyuan(fields: Fields) -> ModelConfig:
     interleaved = fields.take("rope_interleave", bool, fields.given("use_mla"))
     for key in ("enable_ihc", "gated_mla", "learnable_sink", "use_dsa", "use_mla"):
         fields.require(key, only=True)
-    deepseek_v2.require_text(fields, "gating_type", "elementwise")
+    fields.require("gating_type", "elementwise")
     fields.ignore("enable_lm_head_fp32", "mtp_loss_factor", "bitwise_backward_align")
     config = deepseek_v2.read_latent_attention(
         fields,
@@ -91,7 +75,7 @@ def _read_hunyuan(fields: Fields) -> ModelConfig:
         has_kv_heads=False,
     )
     fields.ignore("layer_types", "learnable_sink_init", "num_nextn_predict_layers")
-    config = read_experts(fields, config, _HUNYUAN_EXPERTS)
+    config = read_experts(fields, config, (256, 8), 768, 1, output_scale=2.827)
     limit = fields.number("swiglu_limit", 10.0)
     if config.experts is not None and limit > 0:
         config = replace(config, experts=replace(config.experts, swiglu_limit=limit))
@@ -178,12 +162,7 @@ def _read_hunyuan_gguf(fields: Fields, tensors: Container[str], factors: Factors
 
 FAMILIES: Final = (
     record(
-        "deepseek_v32",
-        "DeepseekV32ForCausalLM",
-        _read_v32,
-        LAYOUT,
-        mtp=MtpNames.LAYER,
-        **STACKED,
+        "deepseek_v32", "DeepseekV32ForCausalLM", _read_v32, LAYOUT, mtp=MtpNames.LAYER, **STACKED
     ),
     record(
         "glm_moe_dsa",
@@ -192,7 +171,7 @@ FAMILIES: Final = (
         LAYOUT,
         mtp=MtpNames.LAYER,
         **STACKED,
-        gguf=GgufFormat(architecture="glm-dsa", read=_read_gguf, renamed=RENAMED),
+        gguf=GgufFormat(architecture="glm-dsa", read=_read_gguf, renamed=RENAMED_BIAS),
     ),
     record(
         "hy_v4",
@@ -213,7 +192,7 @@ FAMILIES: Final = (
             architecture="hy_v4",
             named_as="glm-dsa",
             read=_read_hunyuan_gguf,
-            renamed=RENAMED,
+            renamed=RENAMED_BIAS,
             block_names=(
                 *STREAM_NAMES,
                 ("self_attn.sinks", "attn_sinks.weight"),

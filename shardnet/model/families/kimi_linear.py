@@ -6,7 +6,7 @@ rank. DeepSeek-V3's latents have no positions here; its experts are the same.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +15,7 @@ from shardnet.model.config.decoder_config import FULL, LINEAR, check_state_size,
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_each
 from shardnet.model.config.limits import MAX_LAYERS
-from shardnet.model.config.model_config import DeltaNet, Experts, Latent, ModelConfig
+from shardnet.model.config.model_config import DeltaNet, Latent, ModelConfig
 from shardnet.model.families import deepseek_v2
 from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
 from shardnet.model.families.family import GgufFormat
@@ -42,6 +42,7 @@ _OTHER_NAMES: Final = {
 _LEFT_OUT: Final = ("architectures", "head_dim", "tie_word_embeddings")
 """What is looked at elsewhere, or counts for nothing: transformers ties no head."""
 _INTERVAL: Final = 4
+_NAMES: Final = ("q_conv1d", "k_conv1d", "v_conv1d", "o_norm", "o_proj")
 MOST_TAPS: Final = 64
 
 
@@ -50,7 +51,7 @@ def read_config(fields: Fields) -> ModelConfig:
     fields = renamed(fields)
     for key in ("use_grouped_topk", "mla_use_nope"):
         fields.require(key, only=True)
-    deepseek_v2.require_text(fields, "moe_router_activation_func", "sigmoid")
+    fields.require("moe_router_activation_func", "sigmoid")
     config = deepseek_v2.read_latent_attention(
         fields, interleaved=False, max_positions=1048576, norm_eps=1e-5, defaults=LATENT
     )
@@ -59,16 +60,7 @@ def read_config(fields: Fields) -> ModelConfig:
         nope_layers=tuple(range(config.n_layers)),
         delta_net=_read_delta_net(fields, config.n_layers),
     )
-    defaults = Experts(
-        n_experts=256,
-        top_k=8,
-        intermediate_size=1024,
-        normalize_top_k=fields.take("norm_topk_prob", bool, True),
-        shared_intermediate_size=1,
-        output_scale=2.446,
-        layers=(1,),
-    )
-    config = deepseek_v2.read_experts(fields, config, defaults, smallest_group=2)
+    config = deepseek_v2.read_experts(fields, config, (256, 8), 1024, 1, output_scale=2.446)
     fields.note_the_rest()
     return config
 
@@ -90,18 +82,30 @@ def _read_delta_net(fields: Fields, n_layers: int) -> DeltaNet | None:
     size = own.positive("head_dim", fields.positive("linear_head_dim", 128))
     taps = fields.positive("linear_conv_kernel_dim", 4)
     layers = _read_layers(fields, own, n_layers)
+    taps = own.positive("short_conv_kernel_size", taps, at_most=MOST_TAPS)
+    own.note_the_rest()
+    return kda(fields, layers, n_heads, size, taps)
+
+
+def kda(
+    fields: Fields, layers: Iterable[int], n_heads: int, size: int, taps: int, floor: float = 0.0
+) -> DeltaNet | None:
+    """Make KDA with heads of `size` columns; None without layers that have it.
+
+    Raises CheckpointError for states that would fill the memory.
+    """
     read = DeltaNet(
         n_key_heads=n_heads,
         n_value_heads=n_heads,
         key_size=size,
         value_size=size,
-        n_taps=own.positive("short_conv_kernel_size", taps, at_most=MOST_TAPS),
-        layers=layers,
+        n_taps=taps,
+        layers=tuple(layers),
         has_key_decays=True,
+        decay_floor=floor,
     )
-    own.note_the_rest()
     check_state_size(fields, read)
-    return read if layers else None
+    return read if read.layers else None
 
 
 def _read_layers(fields: Fields, own: Fields, n_layers: int) -> tuple[int, ...]:
@@ -122,17 +126,30 @@ def _read_layers(fields: Fields, own: Fields, n_layers: int) -> tuple[int, ...]:
     return tuple(n for n in range(n_layers) if kinds[n] == LINEAR)
 
 
-def _mixer_tensors(config: ModelConfig, layer: int) -> Table:
-    """Name KDA or latent attention."""
-    own = config.delta_net
-    if own is None or layer not in own.layers:
-        return LATENT_HEADS.tensors(config, layer)
-    rates = (1, 1, own.n_value_heads, 1)
-    return low_rank_tensors(config, own, f"model.layers.{layer}.self_attn", rates)
+def low_rank_part(rates: Callable[[DeltaNet], Shape]) -> Part:
+    """Make the part of KDA with gates and decays of a low rank, or of latent attention.
+
+    `rates` is the shape of what KDA decays by.
+    """
+
+    def tensors(config: ModelConfig, layer: int) -> Table:
+        own = config.delta_net
+        if own is None or layer not in own.layers:
+            return LATENT_HEADS.tensors(config, layer)
+        return _low_rank_tensors(config, own, f"model.layers.{layer}.self_attn", rates(own))
+
+    def load(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
+        own = config.delta_net
+        if own is None or layer not in own.layers:
+            latent: Attention = LATENT_HEADS.load(config, weights, layer)
+            return latent
+        return _load_low_rank(config, own, weights, f"model.layers.{layer}.self_attn")
+
+    return Part(tensors=tensors, load=load)
 
 
-def low_rank_tensors(config: ModelConfig, own: DeltaNet, prefix: str, rates: Shape) -> Table:
-    """Name KDA below `prefix`, with gates and decays of a low rank, and `rates` of the shape."""
+def _low_rank_tensors(config: ModelConfig, own: DeltaNet, prefix: str, rates: Shape) -> Table:
+    """Name KDA below `prefix`, with `rates` of the shape."""
     hidden, size, width = config.hidden_size, own.key_size, own.key_width
     ranks = {
         "f_a_proj": (size, hidden),
@@ -164,15 +181,7 @@ def delta_tensors(
     )
 
 
-def _load_mixer(config: ModelConfig, weights: WeightSource, layer: int) -> Attention:
-    own = config.delta_net
-    if own is None or layer not in own.layers:
-        latent: Attention = LATENT_HEADS.load(config, weights, layer)
-        return latent
-    return load_low_rank(config, own, weights, f"model.layers.{layer}.self_attn")
-
-
-def load_low_rank(
+def _load_low_rank(
     config: ModelConfig, own: DeltaNet, weights: WeightSource, prefix: str
 ) -> Attention:
     """Take the KDA below `prefix`, whose gates and decays are of a low rank."""
@@ -192,9 +201,17 @@ def load_low_rank(
 
 
 def load_delta_net(
-    config: ModelConfig, weights: WeightSource, prefix: str, project: Project, **more: Any
+    config: ModelConfig,
+    weights: WeightSource,
+    prefix: str,
+    project: Project,
+    names: Sequence[str] = _NAMES,
+    **more: Any,
 ) -> Attention:
-    """Take the recurrence below `prefix`, whose linears `project`; `more` are other parameters."""
+    """Take the recurrence below `prefix`, whose linears `project`.
+
+    `names` are those of the convolutions, the norm and the output, `more` other parameters.
+    """
     import torch
 
     from shardnet.model.kernels.recurrence import RecurrenceParameters
@@ -202,16 +219,17 @@ def load_delta_net(
 
     own = config.delta_net
     assert own is not None
-    taps = torch.cat([weights.parameter(f"{prefix}.{name}_conv1d.weight") for name in "qkv"])
+    *convolutions, norm, output = names
+    taps = torch.cat([weights.parameter(f"{prefix}.{name}.weight") for name in convolutions])
     parameters = RecurrenceParameters(
         taps=taps.squeeze(1).T.contiguous(),
         decay_rate=weights.parameter(f"{prefix}.A_log").view(-1).exp().neg(),
         decay_bias=weights.parameter(f"{prefix}.dt_bias"),
-        norm_weight=weights.parameter(f"{prefix}.o_norm.weight"),
+        norm_weight=weights.parameter(f"{prefix}.{norm}.weight"),
         **{"norm_eps": config.norm_eps, **more},
     )
-    output = weights.linear(f"{prefix}.o_proj")
-    return GatedDeltaNet.of(own, config.activation, project, parameters, output)
+    linear = weights.linear(f"{prefix}.{output}")
+    return GatedDeltaNet.of(own, config.activation, project, parameters, linear)
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
@@ -239,7 +257,7 @@ FAMILY = record(
     "kimi_linear",
     "KimiLinearForCausalLM",
     read_config,
-    Layout(attention=Part(tensors=_mixer_tensors, load=_load_mixer), mlp=DEEPSEEK_EXPERTS),
+    Layout(attention=low_rank_part(lambda own: (1, 1, own.n_value_heads, 1)), mlp=DEEPSEEK_EXPERTS),
     renamed_tensors=(
         (".block_sparse_moe.", ".mlp."),
         (".w1.", ".gate_proj."),

@@ -63,7 +63,6 @@ def _read_config(fields: Fields) -> ModelConfig:
         config,
         n_heads=max(query_heads),
         query_heads=query_heads,
-        attention_bias=fields.take("attention_bias", bool, False),
         windows=read_windows(fields, config.n_layers, window, lambda _: False),
         local_rope=_read_rope(SLIDING, fields, config.max_positions, config.head_size),
         experts=_read_experts(fields, config.n_layers),
@@ -125,10 +124,7 @@ FAMILY = record(
     "laguna",
     "LagunaForCausalLM",
     _read_config,
-    Layout(
-        attention=attention_part(gates_soft=True),
-        mlp=DEEPSEEK_EXPERTS,
-    ),
+    Layout(attention=attention_part(gates_soft=True), mlp=DEEPSEEK_EXPERTS),
     covers=_covers,
     renamed_tensors=(
         (".mlp.experts.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),

@@ -6,38 +6,39 @@ Knows their keys, defaults and parts (transformers, modeling_*.py). Must not kno
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.model_config import Experts, Latent, ModelConfig, Rope
+from shardnet.model.config.model_config import Latent, ModelConfig, Rope
 from shardnet.model.config.rope import read_rope
-from shardnet.model.families import deepseek_v2, ministral3
-from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, MISTRAL_EXPERTS, STACKED
+from shardnet.model.families import deepseek_v2, mistral
+from shardnet.model.families.expert_parts import (
+    DEEPSEEK_EXPERTS,
+    MISTRAL_EXPERTS,
+    RENAMED_BIAS,
+    STACKED,
+)
 from shardnet.model.families.family import GgufFormat, MtpNames
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import LATENT_HEADS
 
 LAYOUT: Final = Layout(attention=LATENT_HEADS, mlp=DEEPSEEK_EXPERTS)
-EXPERTS: Final = Experts(
-    n_experts=256,
-    top_k=8,
-    intermediate_size=2048,
-    normalize_top_k=True,
-    shared_intermediate_size=1,
-    n_groups=8,
-    top_groups=4,
-    output_scale=2.5,
-    layers=(3,),
-)
-RENAMED: Final = (("correction_bias", "correction.bias"),)
 
 
-def read_experts(fields: Fields, config: ModelConfig, defaults: Experts) -> ModelConfig:
-    """Add experts that are chosen by sigmoid and a bias."""
-    deepseek_v2.require_text(fields, "scoring_func", "sigmoid")
-    deepseek_v2.require_text(fields, "topk_method", "noaux_tc")
-    defaults = replace(defaults, normalize_top_k=fields.take("norm_topk_prob", bool, True))
-    return deepseek_v2.read_experts(fields, config, defaults, smallest_group=2)
+def read_experts(
+    fields: Fields,
+    config: ModelConfig,
+    counts: tuple[int, int] = (256, 8),
+    inner: int = 2048,
+    first: int = 3,
+    **more: Any,
+) -> ModelConfig:
+    """Add experts that are chosen by sigmoid and a bias; arguments as deepseek_v2.read_experts."""
+    fields.require("scoring_func", "sigmoid")
+    fields.require("topk_method", "noaux_tc")
+    return deepseek_v2.read_experts(
+        fields, config, counts, inner, first, **{"output_scale": 2.5, **more}
+    )
 
 
 def _read_v3(fields: Fields) -> ModelConfig:
@@ -45,7 +46,7 @@ def _read_v3(fields: Fields) -> ModelConfig:
     config = deepseek_v2.read_latent_attention(
         fields, interleaved=fields.take("rope_interleave", bool, True), max_positions=4096
     )
-    return read_experts(fields, config, EXPERTS)
+    return read_experts(fields, config, n_groups=8, top_groups=4)
 
 
 def _read_glm4_lite(fields: Fields) -> ModelConfig:
@@ -59,16 +60,7 @@ def _read_glm4_lite(fields: Fields) -> ModelConfig:
             rank=512, rope_size=64, nope_size=192, value_size=256, query_rank=768, interleaved=True
         ),
     )
-    defaults = Experts(
-        n_experts=64,
-        top_k=4,
-        intermediate_size=1536,
-        normalize_top_k=True,
-        shared_intermediate_size=1,
-        output_scale=1.8,
-        layers=(1,),
-    )
-    return read_experts(fields, config, defaults)
+    return read_experts(fields, config, (64, 4), 1536, 1, output_scale=1.8)
 
 
 # Queries that grow, and a softmax
@@ -76,7 +68,7 @@ def _read_glm4_lite(fields: Fields) -> ModelConfig:
 _MISTRAL: Final = Latent(
     rank=256, rope_size=64, nope_size=64, value_size=128, query_rank=1024, interleaved=True
 )
-_SCALING: Final = ministral3.SCALING | {
+_SCALING: Final = mistral.SCALING | {
     "rope_theta": 10000.0,
     "factor": 128.0,
     "original_max_position_embeddings": 8192,
@@ -94,16 +86,8 @@ def _read_mistral4(fields: Fields) -> ModelConfig:
         has_whole_heads=True,
         scaling=_SCALING,
     )
-    config = replace(config, temperature=ministral3.read_temperature(fields, config, _SCALING))
-    defaults = Experts(
-        n_experts=128,
-        top_k=4,
-        intermediate_size=2048,
-        normalize_top_k=fields.take("norm_topk_prob", bool, True),
-        shared_intermediate_size=1,
-        layers=(0,),
-    )
-    return deepseek_v2.read_experts(fields, config, defaults, smallest_group=2)
+    config = replace(config, temperature=mistral.read_temperature(fields, config, _SCALING))
+    return deepseek_v2.read_experts(fields, config, (128, 4), 2048, 0)
 
 
 def _read_mistral4_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:
@@ -115,7 +99,7 @@ def _read_mistral4_rope(fields: Fields, max_positions: int, head_size: int) -> R
         head_size,
         may_be_partial=True,
         share=rotated / head_size,
-        ignored=ministral3.IGNORED,
+        ignored=mistral.IGNORED,
         scaling=_SCALING,
     )
     if rope.rotated(head_size) != rotated:
@@ -135,7 +119,7 @@ FAMILIES: Final = (
             architecture="deepseek2",
             claims=deepseek_v2.has_sigmoid,
             read=deepseek_v2.read_gguf,
-            renamed=RENAMED,
+            renamed=RENAMED_BIAS,
         ),
     ),
     record(

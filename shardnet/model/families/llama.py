@@ -7,11 +7,7 @@ from typing import Any
 
 from shardnet.model.config.decoder_config import read_decoder
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import (
-    Factors,
-    has_gguf_experts,
-    read_gguf_decoder,
-)
+from shardnet.model.config.gguf_keys import Factors, has_gguf_experts, read_gguf_decoder
 from shardnet.model.config.limits import STRETCHES, THETAS
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import ConsolidatedFormat, GgufFormat
@@ -25,7 +21,7 @@ _SMALLEST_DIM_OF_3_1 = 4096
 
 def read_config(fields: Fields) -> ModelConfig:
     """Read a LlamaConfig."""
-    return read_decoder(fields, attention_bias=False, mlp_bias=False)
+    return read_decoder(fields, mlp_bias=False)
 
 
 def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:

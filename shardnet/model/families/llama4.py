@@ -29,12 +29,7 @@ from shardnet.model.families.expert_parts import load_experts
 from shardnet.model.families.family import GgufFormat, Stacking
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
-from shardnet.model.families.tensor_shapes import (
-    ExpertNames,
-    Table,
-    attention,
-    gated,
-)
+from shardnet.model.families.tensor_shapes import ExpertNames, Table, attention, gated
 
 if TYPE_CHECKING:
     from shardnet.model.layers.experts import SparseMlp
@@ -63,7 +58,6 @@ def read_config(fields: Fields) -> ModelConfig:
     floor = fields.positive("floor_scale", 8192)
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         nope_layers=nope,
         temperature=Temperature(scale=temperature, floor=floor, shift=1) if tunes else None,
         has_unit_heads=fields.take("use_qk_norm", bool, True),

@@ -38,7 +38,6 @@ def _read_helium(fields: Fields) -> ModelConfig:
         max_positions=4096,
         norm_eps=1e-8,
         head_size=128,
-        attention_bias=False,
         mlp_bias=False,
         rope=partial(read_rope, theta=1e5),
     )
@@ -48,13 +47,7 @@ def _read_helium(fields: Fields) -> ModelConfig:
 def _read_iquestcoder(fields: Fields) -> ModelConfig:
     fields.require("use_sliding_window", False)
     return read_decoder(
-        fields,
-        n_kv_heads=8,
-        max_positions=131072,
-        norm_eps=1e-5,
-        head_size=128,
-        attention_bias=False,
-        mlp_bias=False,
+        fields, n_kv_heads=8, max_positions=131072, norm_eps=1e-5, head_size=128, mlp_bias=False
     )
 
 
@@ -70,7 +63,6 @@ def _read_exaone(fields: Fields) -> ModelConfig:
         norm_key="layer_norm_epsilon" if is_own else "rms_norm_eps",
         norm_eps=1e-5,
         activation_key="activation_function" if is_own else "hidden_act",
-        attention_bias=False,
         mlp_bias=False,
         rope=partial(read_rope, theta=500000.0),
     )
@@ -99,6 +91,7 @@ def read_ernie(fields: Fields, *, n_kv_heads: int = 2, head_size: int | None = 1
         head_size=head_size,
         is_tied=True,
         rope=partial(read_rope, theta=500000.0),
+        attention_bias=None,
     )
     has_bias = fields.take("use_bias", bool, False)
     return replace(config, attention_bias=has_bias, mlp_bias=has_bias, has_pairs=True)
@@ -120,7 +113,6 @@ def _read_gemma(fields: Fields) -> ModelConfig:
         max_positions=8192,
         head_size=256,
         activation="gelu_pytorch_tanh",
-        attention_bias=False,
         is_tied=True,
     )
     is_gelu = config.activation is Activation.GELU
@@ -164,6 +156,7 @@ def _read_cwm(fields: Fields) -> ModelConfig:
         head_size=128,
         mlp_bias=False,
         rope=partial(read_rope, theta=1e6, scaling=scaling),
+        attention_bias=None,
     )
     window = read_window(fields, 8192)
     windows = read_windows(fields, config.n_layers, window, lambda n: n % 4 != 0)
@@ -171,7 +164,7 @@ def _read_cwm(fields: Fields) -> ModelConfig:
 
 
 def _read_ministral(fields: Fields) -> ModelConfig:
-    config = read_decoder(fields, n_kv_heads=8, max_positions=131072)
+    config = read_decoder(fields, n_kv_heads=8, max_positions=131072, attention_bias=None)
     window = read_window(fields, 4096)
     windows = read_windows(fields, config.n_layers, window, lambda n: window is not None)
     return replace(config, windows=windows)
@@ -183,7 +176,6 @@ def _read_smollm3(fields: Fields) -> ModelConfig:
         fields,
         n_kv_heads=4,
         max_positions=32768,
-        attention_bias=False,
         mlp_bias=False,
         is_tied=True,
         rope=partial(read_rope, theta=2000000.0),
@@ -199,7 +191,9 @@ def _read_smollm3(fields: Fields) -> ModelConfig:
 
 def read_exaone4(fields: Fields) -> ModelConfig:
     """Read an Exaone4Config: where layers have windows, those without one have no positions."""
-    config = read_decoder(fields, n_kv_heads=32, norm_eps=1e-5, intermediate_size=16384)
+    config = read_decoder(
+        fields, n_kv_heads=32, norm_eps=1e-5, intermediate_size=16384, attention_bias=None
+    )
     window = read_window(fields, 4096)
     period = _read_period(fields)
     windows = read_windows(
@@ -268,7 +262,6 @@ def _read_nemotron(fields: Fields) -> ModelConfig:
         norm_key="norm_eps",
         intermediate_size=24576,
         activation="relu2",
-        attention_bias=False,
         mlp_bias=False,
         rope=partial(read_rope, may_be_partial=True, share=0.5),
     )
@@ -293,6 +286,7 @@ def _read_starcoder2(fields: Fields) -> ModelConfig:
         intermediate_size=12288,
         activation="gelu_pytorch_tanh",
         is_tied=True,
+        attention_bias=None,
     )
     has_bias = fields.take("use_bias", bool, True)
     windows = (fields.optional("sliding_window"),) * config.n_layers
@@ -381,12 +375,7 @@ FAMILIES: Final = (
         Layout(norms=POST_NORMS),
         gguf=GgufFormat(architecture="exaone4", read=_read_exaone4_gguf),
     ),
-    record(
-        "glm",
-        "GlmForCausalLM",
-        _read_glm,
-        Layout(attention=_NO_OUTPUT_BIAS, mlp=JOINED_MLP),
-    ),
+    record("glm", "GlmForCausalLM", _read_glm, Layout(attention=_NO_OUTPUT_BIAS, mlp=JOINED_MLP)),
     record(
         "glm4",
         "Glm4ForCausalLM",

@@ -22,15 +22,11 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_kv_heads, read_gguf_sizes
 from shardnet.model.config.model_config import Activation, DeltaNet, Experts, ModelConfig
 from shardnet.model.config.rope import read_rope
-from shardnet.model.families import granite, sparse_table
+from shardnet.model.families import granite
 from shardnet.model.families.family import GgufFormat, Stacking
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import ATTENTION, Part, gated_part
-from shardnet.model.families.tensor_shapes import (
-    ExpertNames,
-    Table,
-    linears,
-)
+from shardnet.model.families.tensor_shapes import ExpertNames, Table, linears
 
 if TYPE_CHECKING:
     from shardnet.model.layers.modules import Attention
@@ -132,7 +128,6 @@ def _read_bamba(fields: Fields) -> ModelConfig:
     _require_biases(fields)
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         mlp_bias=fields.take("mlp_bias", bool, False),
         delta_net=_read_mamba(fields, config, kinds),
     )
@@ -150,9 +145,7 @@ def _read_granite_hybrid(fields: Fields) -> ModelConfig:
     inner = fields.positive("intermediate_size")
     kinds = fields.take("layer_types", list, None)
     kinds = fields.take("layers_block_type", list, kinds or [LINEAR] * config.n_layers)
-    position = fields.take("position_embedding_type", str, "nope")
-    if position not in ("nope", "rope"):
-        raise fields.unsupported("position_embedding_type", position, "nope, rope")
+    position = fields.one_of("position_embedding_type", ("nope", "rope"), "nope")
     experts = None
     if fields.take("num_local_experts", int, 8):
         n_experts, top_k = read_expert_counts(fields, ("num_local_experts", "num_experts"), 8, 2)
@@ -326,8 +319,8 @@ FAMILIES: Final = (
         "granitemoehybrid",
         "GraniteMoeHybridForCausalLM",
         _read_granite_hybrid,
-        Layout(attention=_MIXER, mlp=sparse_table.GRANITE_MLP),
-        renamed_tensors=sparse_table.GRANITE_NAMES,
+        Layout(attention=_MIXER, mlp=granite.GRANITE_MLP),
+        renamed_tensors=granite.GRANITE_NAMES,
         experts=ExpertNames(),
         stacking=Stacking.CONCATENATED,
         gguf=GgufFormat(
@@ -344,10 +337,7 @@ FAMILIES: Final = (
                         *("ffn_gate.weight", "ffn_up.weight"),
                     ),
                 ),
-                (
-                    "shared_mlp.output_linear.weight",
-                    ("ffn_down_shexp.weight", "ffn_down.weight"),
-                ),
+                ("shared_mlp.output_linear.weight", ("ffn_down_shexp.weight", "ffn_down.weight")),
             ),
         ),
     ),

@@ -21,10 +21,10 @@ from shardnet.model.config.decoder_config import (
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_each, read_gguf_sizes
 from shardnet.model.config.limits import THETAS
-from shardnet.model.config.model_config import Experts, HeadShape, ModelConfig, Rope
+from shardnet.model.config.model_config import HeadShape, ModelConfig, Rope
 from shardnet.model.config.rope import read_scaling
 from shardnet.model.families import deepseek_v2
-from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
+from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, RENAMED_BIAS, STACKED
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
@@ -88,7 +88,6 @@ def read_config(fields: Fields) -> ModelConfig:
             "attention_value_scale", 1.0 if is_unscaled else _VALUE_SCALE
         ),
         local_rope=_read_rope(SLIDING, fields, config.max_positions, config.head_size),
-        attention_bias=fields.take("attention_bias", bool, False),
         has_sinks=True,
     )
     return _read_experts(fields, config)
@@ -111,16 +110,9 @@ def _read_rope(kind: str, fields: Fields, max_positions: int, head_size: int) ->
 
 
 def _read_experts(fields: Fields, config: ModelConfig) -> ModelConfig:
-    deepseek_v2.require_text(fields, "scoring_func", "sigmoid")
-    deepseek_v2.require_text(fields, "topk_method", "noaux_tc")
-    defaults = Experts(
-        n_experts=256,
-        top_k=8,
-        intermediate_size=2048,
-        normalize_top_k=fields.take("norm_topk_prob", bool, True),
-        layers=(1,),
-    )
-    config = deepseek_v2.read_experts(fields, config, defaults, smallest_group=2)
+    fields.require("scoring_func", "sigmoid")
+    fields.require("topk_method", "noaux_tc")
+    config = deepseek_v2.read_experts(fields, config, (256, 8), 2048, 1, shared=0)
     marks = read_marks(fields, "moe_layer_freq", config.n_layers)
     if config.experts is None or marks is None:
         return config
@@ -200,9 +192,7 @@ FAMILY = record(
     renamed_tensors=(("attention_sink_bias", "sinks"),),
     ignored_tensors=r"model\.mtp\..*",
     **STACKED,
-    gguf=GgufFormat(
-        architecture="mimo2", read=read_gguf, renamed=(("correction_bias", "correction.bias"),)
-    ),
+    gguf=GgufFormat(architecture="mimo2", read=read_gguf, renamed=RENAMED_BIAS),
     pretokenizer="qwen2",
     has_whole_heads=True,
 )

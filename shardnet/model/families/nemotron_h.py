@@ -15,7 +15,7 @@ from shardnet.model.config.decoder_config import FULL, LINEAR, read_decoder
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import Factors, read_gguf_kv_heads
 from shardnet.model.config.limits import MAX_LAYERS, NORM_EPS
-from shardnet.model.config.model_config import DeltaNet, Experts, ModelConfig
+from shardnet.model.config.model_config import DeltaNet, ModelConfig
 from shardnet.model.families import deepseek_v2
 from shardnet.model.families.family import Family, GgufFormat, decoder_stage
 from shardnet.model.families.mamba2 import (
@@ -64,7 +64,6 @@ def _read_nemotron_h(fields: Fields) -> ModelConfig:
     fields.require("rms_norm_eps", config.norm_eps)
     config = replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         mlp_bias=fields.take("mlp_bias", bool, False),
         nope_layers=tuple(range(config.n_layers)),
         mixerless_layers=layers_of(fields, kinds, len(kinds), "moe", "mlp"),
@@ -88,7 +87,7 @@ def _read_kinds(fields: Fields) -> list[Any]:
 
 def _read_own_mamba(fields: Fields, kinds: list[Any]) -> DeltaNet | None:
     """Read the sizes of Mamba-2 with Nemotron-H's keys."""
-    deepseek_v2.require_text(fields, "mamba_hidden_act", "silu")
+    fields.require("mamba_hidden_act", "silu")
     fields.require("use_conv_bias", True)
     fields.require("use_bias", False)
     fields.require("mamba_proj_bias", False)
@@ -106,15 +105,7 @@ def _read_own_mamba(fields: Fields, kinds: list[Any]) -> DeltaNet | None:
 
 
 def _read_nemotron_experts(fields: Fields, config: ModelConfig, kinds: list[Any]) -> ModelConfig:
-    defaults = Experts(
-        n_experts=8,
-        top_k=2,
-        intermediate_size=7688,
-        normalize_top_k=fields.take("norm_topk_prob", bool, True),
-        shared_intermediate_size=1,
-        layers=(0,),
-    )
-    read = deepseek_v2.read_experts(fields, config, defaults, smallest_group=2)
+    read = deepseek_v2.read_experts(fields, config, (8, 2), 7688, 0)
     shared = fields.positive("moe_shared_expert_intermediate_size", 7688)
     fields.require("n_shared_experts", 1)
     fields.ignore("moe_shared_expert_overlap", "mtp_layers_block_type")

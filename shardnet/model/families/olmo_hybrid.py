@@ -6,12 +6,12 @@ The others have a gated DeltaNet, with norms before the sub-layers instead of af
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.model.config.decoder_config import read_decoder, read_delta_net
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import Activation, ModelConfig
-from shardnet.model.families import kimi_linear, olmo2
+from shardnet.model.families import kimi_linear, olmo
 from shardnet.model.families.family import Family, decoder_stage
 from shardnet.model.families.layout import Layout
 from shardnet.model.families.parts import Part
@@ -44,7 +44,6 @@ def _read_config(fields: Fields) -> ModelConfig:
     writes_twice = fields.take("linear_allow_neg_eigval", bool, True)
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         nope_layers=() if has_positions else tuple(range(config.n_layers)),
         delta_net=own and replace(own, write_scale=2.0 if writes_twice else 1.0),
     )
@@ -67,10 +66,8 @@ def _load_net(config: ModelConfig, weights: WeightSource, layer: int) -> Attenti
         config=own,
         qkvz_proj=weights.linear(*(f"{prefix}.{name}_proj" for name in "qkvg")),
         ba_proj=weights.linear(f"{prefix}.b_proj", f"{prefix}.a_proj", precise=True),
-        groups_qkvz=False,
-        groups_ba=False,
     )
-    own_numbers = {"norm_eps": _NORM_EPS, "write_scale": own.write_scale}
+    own_numbers: dict[str, Any] = {"norm_eps": _NORM_EPS, "write_scale": own.write_scale}
     return kimi_linear.load_delta_net(config, weights, prefix, project, **own_numbers)
 
 
@@ -79,7 +76,7 @@ _NET: Final = Layout(attention=Part(tensors=_net_tensors, load=_load_net))
 
 def _layout(config: ModelConfig, layer: int) -> Layout:
     own = config.delta_net
-    return olmo2.LAYOUT if own is None or layer not in own.layers else _NET
+    return olmo.LAYOUT if own is None or layer not in own.layers else _NET
 
 
 def _layer_tensors(config: ModelConfig, layer: int) -> Table:

@@ -28,8 +28,12 @@ from shardnet.model.families.expert_parts import STACKED, read_experts
 from shardnet.model.families.family import MtpNames, decoder_stage
 from shardnet.model.families.layout import record
 from shardnet.model.families.parts import Part
-from shardnet.model.families.qwen3_5 import LAYOUT, read_text_config
-from shardnet.model.families.qwen3_next import gguf_format, read_gguf_hybrid
+from shardnet.model.families.qwen_hybrid import (
+    LAYOUT,
+    gguf_format,
+    read_gguf_hybrid,
+    read_text_config,
+)
 from shardnet.model.families.tensor_shapes import Table, linears
 
 if TYPE_CHECKING:

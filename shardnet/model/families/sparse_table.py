@@ -1,11 +1,11 @@
-"""Families with experts that are put together from shared parts: a reader and a record each.
+"""Families with experts put together from shared parts: a reader of keys and a record each.
 
 Knows their keys, defaults and parts (transformers, modeling_*.py). Must not know files, nor torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -16,45 +16,37 @@ from shardnet.model.config.decoder_config import (
     read_decoder,
     read_expert_counts,
     read_mlp_kinds,
+    read_sparse_layers,
     read_windows,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import (
-    Factors,
-    gguf_biases,
-    read_gguf_decoder,
-    read_gguf_experts,
-)
-from shardnet.model.config.limits import NORM_EPS
+from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
+from shardnet.model.config.limits import MAX_EXPERTS, NORM_EPS
 from shardnet.model.config.model_config import Experts, ModelConfig, NormKind, Rope
-from shardnet.model.config.rope import read_rope, rope_object
-from shardnet.model.families import (
-    deepseek_v2,
-    dense_table,
-    gemma4,
-    glm4_moe,
-    granite,
-    hunyuan_v1_dense,
-    llama_table,
-    mixtral,
-    phi3,
-)
+from shardnet.model.config.rope import read_rope
+from shardnet.model.families import deepseek_v2, dense_table, gemma4, llama_table
 from shardnet.model.families.expert_parts import (
     DEEPSEEK_EXPERTS,
-    EXPERTS,
-    HUNYUAN_EXPERTS,
+    ERNIE_EXPERTS,
+    KOLIBRI_EXPERTS,
+    MINIMAX_EXPERTS,
     MIXTRAL,
-    PHI_EXPERTS,
+    RENAMED_BIAS,
     SOFTMAX_EXPERTS,
     STACKED,
     UNBIASED_EXPERTS,
     in_all_layers,
     read_experts,
 )
-from shardnet.model.families.family import GgufFormat, Stacking
-from shardnet.model.families.layout import POST_NORMS, Layout, record
-from shardnet.model.families.parts import WHOLE_HEADS, Part, attention_part
-from shardnet.model.families.tensor_shapes import Table, gated, sparse_mlp
+from shardnet.model.families.family import GgufFormat, MtpNames, Stacking
+from shardnet.model.families.layout import Layout, record
+from shardnet.model.families.parts import (
+    FUSED_HEADS,
+    LATENT_HEADS,
+    WHOLE_HEADS,
+    Part,
+    attention_part,
+)
 
 if TYPE_CHECKING:
     from shardnet.model.layers.experts import SparseMlp
@@ -65,67 +57,7 @@ _MELLUM_ROPES: Final[dict[str, Any]] = {
     FULL: {"rope_type": "default", "rope_theta": 5e5},
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
-_RENAMED_BIAS: Final = (("correction_bias", "correction.bias"),)
 
-
-# Granite
-
-_SHARED: Final = ("input_linear", "input_linear", "output_linear")
-
-
-def read_granite_moe(fields: Fields) -> ModelConfig:
-    """Read a GraniteMoeConfig, with a shared expert or without."""
-    config = granite.read_config(fields)
-    counts = read_expert_counts(fields, ("num_local_experts", "num_experts"), 8, 2)
-    shared: int = fields.take("shared_intermediate_size", int, 0)
-    return in_all_layers(config, *counts, shared_intermediate_size=max(0, shared))
-
-
-def _granite_mlp(config: ModelConfig, layer: int) -> Table:
-    """Name a router, its experts and a shared one, whose gate and up are one linear.
-
-    A model without experts has the last alone, as wide as its MLP.
-    """
-    own = config.experts
-    inner = config.intermediate_size if own is None else own.shared_intermediate_size
-    prefix = f"model.layers.{layer}.shared_mlp"
-    shared = gated(config, prefix, inner, names=_SHARED) if inner else {}
-    return shared if own is None else sparse_mlp(config, layer, EXPERTS) | shared
-
-
-def _load_granite_mlp(
-    config: ModelConfig, weights: WeightSource, layer: int
-) -> SparseMlp | GatedMlp:
-    from shardnet.model.layers.modules import GatedMlp
-
-    own, prefix = config.experts, f"model.layers.{layer}.shared_mlp"
-    if own is not None:
-        alone = replace(config, experts=replace(own, shared_intermediate_size=0))
-        sparse: SparseMlp = SOFTMAX_EXPERTS.load(alone, weights, layer)
-        if not own.shared_intermediate_size:
-            return sparse
-    shared = GatedMlp.load(config, weights, prefix, _SHARED)
-    return shared if own is None else replace(sparse, shared=shared)
-
-
-def _read_granite_moe_gguf(
-    fields: Fields, tensors: Container[str], factors: Factors
-) -> dict[str, Any]:
-    """Read the metadata; experts are as wide as the MLP would be."""
-    config = granite.read_gguf(fields, tensors, factors) | read_gguf_experts(fields)
-    shared = fields.take("expert_shared_feed_forward_length", int, 0)
-    return config | {"shared_intermediate_size": shared}
-
-
-GRANITE_MLP: Final = Part(tensors=_granite_mlp, load=_load_granite_mlp)
-GRANITE_NAMES: Final = (
-    (".block_sparse_moe.input_linear.weight", ".mlp.experts.gate_up_proj"),
-    (".block_sparse_moe.output_linear.weight", ".mlp.experts.down_proj"),
-    (".block_sparse_moe.router.layer.", ".mlp.gate."),
-)
-
-
-# Mellum
 
 _read_mellum_rope = partial(gemma4.read_rope, ropes=_MELLUM_ROPES)
 
@@ -144,7 +76,6 @@ def _read_mellum(fields: Fields) -> ModelConfig:
     window = fields.take("sliding_window", int, 1024)
     config = replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         has_head_norms=True,
         windows=read_windows(fields, config.n_layers, window, lambda _: False),
         local_rope=_read_mellum_rope(SLIDING, fields, config.max_positions, config.head_size),
@@ -153,118 +84,19 @@ def _read_mellum(fields: Fields) -> ModelConfig:
     return read_experts(fields, config, layers, counts=(64, 8), inner=896, sums=True)
 
 
-# Phi
-
-
-def _read_phimoe(fields: Fields) -> ModelConfig:
-    """Read a PhimoeConfig: two experts, and the second is chosen without the first."""
-    fields.require("router_jitter_noise", 0.01)
-    fields.ignore("input_jitter_noise")  # of training
-    config = read_decoder(
-        fields, n_kv_heads=8, max_positions=131072, norm_eps=1e-5, rope=_read_phimoe_rope
-    )
-    n_experts, top_k = read_expert_counts(fields, ("num_local_experts", "num_experts"), 16, 2)
-    fields.require("num_experts_per_tok", 2)
-    config = replace(
-        config,
-        attention_bias=fields.take("attention_bias", bool, False),
-        has_head_bias=fields.take("lm_head_bias", bool, False),
-        windows=(fields.optional("sliding_window"),) * config.n_layers,
-    )
-    return in_all_layers(config, n_experts, top_k, normalize_top_k=False)
-
-
-def _read_phimoe_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:
-    """Read the positions, whose magnitude is said for short contexts and for long ones."""
-    inner = rope_object(fields)
-    short, long = (inner.optional_number(f"{name}_mscale") for name in ("short", "long"))
-    if short != long:
-        raise fields.unsupported("short_mscale", short, f"long_mscale, {long}")
-    rope = read_rope(
-        fields,
-        max_positions,
-        head_size,
-        theta=1e6,
-        ignored=("short_mscale", "long_mscale"),
-        aliases={"su": "longrope"},
-    )
-    return rope if short is None else replace(rope, magnitude=short)
-
-
-def _read_phimoe_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
-    config = phi3.read_gguf(fields, tensors, factors) | mixtral.read_gguf(fields, tensors, factors)
-    bias = gguf_biases(tensors)["attention_bias"]
-    return config | {"attention_bias": bias, "lm_head_bias": "output.bias" in tensors}
-
-
-# Hunyuan
-
-
-def _read_hunyuan_moe(fields: Fields) -> ModelConfig:
-    """Read a HunYuanMoEV1Config; published ones say of each layer what is the same in all."""
-    config = hunyuan_v1_dense.read_config(fields)
-    for key in ("use_mla", "group_limited_greedy", "moe_drop_tokens"):
-        fields.require(key, only=False)
-    fields.require("moe_layer_num_skipped", 0)
-    fields.ignore("capacity_factor", "moe_random_routing_dropped_token", "use_mixed_mlp_moe")
-    fields.ignore("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
-    fields.ignore("v_head_dim", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor")
-    n_experts = _one_for_all(fields, "num_experts", 1)
-    top_k = _one_for_all(fields, "moe_topk", 1)
-    if _one_for_all(fields, "num_shared_expert", 1) != 1:
-        raise fields.unsupported("num_shared_expert", "another", "1")
-    inner = _one_for_all(fields, "moe_intermediate_size", config.intermediate_size)
-    if inner != config.intermediate_size:
-        raise fields.unsupported("moe_intermediate_size", inner, str(config.intermediate_size))
-    if not 1 <= top_k <= n_experts:
-        raise fields.damaged(f"moe_topk is {top_k}, there are {n_experts} experts")
-    return in_all_layers(
-        config, n_experts, top_k, shared_intermediate_size=config.intermediate_size
-    )
-
-
-def _one_for_all(fields: Fields, key: str, default: int) -> int:
-    """Take one number, or a list that has the same for each layer."""
-    value = fields.take(key, (int, list), default)
-    each: list[int] = value if isinstance(value, list) else [value]
-    is_count = all(type(one) is int and one > 0 for one in each)
-    if not is_count or len(found := set(each)) != 1:
-        raise fields.unsupported(key, value, "one number above 0 in all layers")
-    return found.pop()
-
-
-def _read_hunyuan_moe_gguf(
-    fields: Fields, tensors: Container[str], factors: Factors
-) -> dict[str, Any]:
-    config = read_gguf_decoder(fields, tensors, factors)
-    fields.require("expert_gating_func", 1)  # softmax
-    inner = fields.positive("expert_feed_forward_length", config["intermediate_size"])
-    fields.require("expert_shared_feed_forward_length", inner)
-    fields.require("expert_shared_count", 1)
-    return config | {
-        "intermediate_size": inner,
-        "num_experts": fields.positive("expert_count"),
-        "moe_topk": fields.positive("expert_used_count"),
-    }
-
-
-# DeepSeek-V3's experts, other attention
-
-
 def _read_dots1(fields: Fields) -> ModelConfig:
     config = read_decoder(fields, n_kv_heads=32, intermediate_size=10944)
-    deepseek_v2.require_text(fields, "scoring_func", "noaux_tc")
+    fields.require("scoring_func", "noaux_tc")
     fields.require("moe_layer_freq", 1)
     window, first = fields.optional("sliding_window"), fields.take("max_window_layers", int, 62)
     config = replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         has_head_norms=True,
         windows=read_windows(
             fields, config.n_layers, window, lambda n: window is not None and n >= first
         ),
     )
-    return _read_sigmoid_experts(fields, config, n_experts=128, inner=1408, first=0, sums=False)
+    return deepseek_v2.read_experts(fields, config, (128, 8), 1408, 0, normalize_top_k=False)
 
 
 def _read_solar_open(fields: Fields) -> ModelConfig:
@@ -275,30 +107,14 @@ def _read_solar_open(fields: Fields) -> ModelConfig:
         norm_eps=1e-5,
         head_size=128,
         intermediate_size=10240,
-        attention_bias=False,
         rope=partial(read_rope, theta=1e6),
     )
     fields.require("use_qk_norm", False)
-    return _read_sigmoid_experts(fields, config, n_experts=128, inner=1280, first=0, sums=True)
-
-
-def _read_sigmoid_experts(
-    fields: Fields, config: ModelConfig, *, n_experts: int, inner: int, first: int, sums: bool
-) -> ModelConfig:
-    """Add experts that are chosen by sigmoid and a bias; the arguments are defaults."""
-    defaults = Experts(
-        n_experts=n_experts,
-        top_k=8,
-        intermediate_size=inner,
-        normalize_top_k=fields.take("norm_topk_prob", bool, sums),
-        shared_intermediate_size=1,
-        layers=(first,),
-    )
-    return deepseek_v2.read_experts(fields, config, defaults, smallest_group=2)
+    return deepseek_v2.read_experts(fields, config, (128, 8), 1280, 0)
 
 
 def _read_dots1_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
-    config = glm4_moe.read_gguf(fields, tensors, factors)
+    config = _read_glm4_gguf(fields, tensors, factors)
     del config["use_qk_norm"]
     return config
 
@@ -306,20 +122,10 @@ def _read_dots1_gguf(fields: Fields, tensors: Container[str], factors: Factors) 
 def _read_exaone_moe(fields: Fields) -> ModelConfig:
     """Read an ExaoneMoeConfig: EXAONE 4's windows, norms before sub-layers."""
     config = replace(llama_table.read_exaone4(fields), has_head_norms=True)
-    n_shared = fields.positive("num_shared_experts", 1)
-    defaults = Experts(
-        n_experts=64,
-        top_k=8,
-        intermediate_size=1024,
-        normalize_top_k=fields.take("norm_topk_prob", bool, True),
-        shared_intermediate_size=n_shared,
-        output_scale=2.5,
-        layers=(1,),
+    shared = fields.positive("num_shared_experts", 1)
+    return deepseek_v2.read_experts(
+        fields, config, (64, 8), 1024, 1, shared=shared, output_scale=2.5
     )
-    return deepseek_v2.read_experts(fields, config, defaults, smallest_group=2)
-
-
-# Cohere
 
 
 def _read_cohere2_moe(fields: Fields) -> ModelConfig:
@@ -331,12 +137,9 @@ def _read_cohere2_moe(fields: Fields) -> ModelConfig:
     counts = read_expert_counts(fields, ("num_experts", "num_local_experts"), 8, 2)
     normalizes = fields.take("norm_topk_prob", bool, True)
     n_shared = fields.take("num_shared_experts", int, 0)
-    strategy = fields.take("shared_expert_combination_strategy", str, "average")
-    if strategy not in ("average", "sum"):
-        raise fields.unsupported("shared_expert_combination_strategy", strategy, "average, sum")
-    scoring = fields.take("expert_selection_fn", str, "softmax")
-    if scoring not in ("softmax", "sigmoid"):
-        raise fields.unsupported("expert_selection_fn", scoring, "softmax, sigmoid")
+    key = "shared_expert_combination_strategy"
+    strategy = fields.one_of(key, ("average", "sum"), "average")
+    scoring = fields.one_of("expert_selection_fn", ("softmax", "sigmoid"), "softmax")
     config = in_all_layers(
         config,
         *counts,
@@ -377,53 +180,222 @@ def _load_cohere2_mlp(
     return replace(made, shared=replace(made.shared, down_proj=down))
 
 
-# OLMo
+def _read_ernie_moe(fields: Fields) -> ModelConfig:
+    """Read an Ernie4_5_MoeConfig."""
+    config = llama_table.read_ernie(fields, n_kv_heads=4, head_size=None)
+    fields.ignore("moe_norm_min")  # what no sum of shares falls below
+    fields.ignore("moe_capacity", "moe_gate", "moe_use_aux_free")  # of training
+    n_experts = fields.positive("moe_num_experts", 64, at_most=MAX_EXPERTS)
+    top_k = fields.positive("moe_k", 6, at_most=n_experts)
+    inner = fields.positive("moe_intermediate_size", 1536)
+    n_shared: int = fields.take("moe_num_shared_experts", int, 2)
+    step = fields.positive("moe_layer_interval", 1)
+    first: int = fields.take("moe_layer_start_index", int, 1)
+    last: int = fields.take("moe_layer_end_index", int, -1)
+    last = config.n_layers - 1 if last == -1 else last
+    layers = tuple(n for n in range(config.n_layers) if first <= n <= last and (n + 1) % step == 0)
+    experts = Experts(
+        n_experts=n_experts,
+        top_k=top_k,
+        intermediate_size=inner,
+        normalize_top_k=True,
+        shared_intermediate_size=inner * max(0, n_shared),
+        layers=layers,
+    )
+    return replace(config, experts=experts if layers else None)
 
 
-def _read_flex_olmo(fields: Fields) -> ModelConfig:
-    rope = partial(read_rope, theta=500000.0)
-    config = read_decoder(fields, max_positions=4096, attention_bias=False, rope=rope)
-    counts = read_expert_counts(fields, ("num_experts", "num_local_experts"), 7, 5)
-    normalizes = fields.take("norm_topk_prob", bool, False)
-    return in_all_layers(config, *counts, normalize_top_k=normalizes)
+def _read_ernie_moe_gguf(
+    fields: Fields, tensors: Container[str], factors: Factors
+) -> dict[str, Any]:
+    """Read the metadata."""
+    fields.ignore("expert_shared_feed_forward_length")  # follows from the others
+    fields.require("expert_gating_func", 1)  # softmax
+    return llama_table.read_ernie_gguf(fields, tensors, factors) | {
+        "moe_num_experts": fields.positive("expert_count"),
+        "moe_k": fields.positive("expert_used_count"),
+        "moe_intermediate_size": fields.positive("expert_feed_forward_length"),
+        "moe_num_shared_experts": fields.take("expert_shared_count", int, 0),
+        "moe_layer_interval": fields.positive("interleave_moe_layer_step", 1),
+        "moe_layer_start_index": fields.take("leading_dense_block_count", int, 0),
+    }
+
+
+def _read_minimax(fields: Fields) -> ModelConfig:
+    """Read a MiniMaxM2Config, with the published keys that transformers goes without."""
+    config = read_decoder(
+        fields,
+        n_kv_heads=8,
+        max_positions=196608,
+        head_size=128,
+        intermediate_size=1536,
+        rope=_read_minimax_rope,
+        attention_bias=None,
+    )
+    fields.require("qk_norm_type", "per_layer")
+    fields.require("scoring_func", "sigmoid")
+    for key in ("use_qk_norm", "use_routing_bias"):
+        fields.require(key, only=True)
+    for part in ("full_attention", "linear_attention", "mlp"):
+        fields.require(f"layernorm_{part}_beta", 1.0)
+    fields.require("shared_intermediate_size", 0)
+    fields.ignore("mlp_intermediate_size", "shared_moe_mode")  # of parts that it has none of
+    fields.ignore("use_mtp", "num_mtp_modules", "mtp_transformer_layers")
+    kinds = fields.take("attn_type_list", list, [])
+    if any(kind != 1 for kind in kinds):
+        raise fields.unsupported("attn_type_list", kinds, "[1, 1, …]")
+    n_experts, top_k = read_expert_counts(fields, ("num_local_experts", "num_experts"), 256, 8)
+    windows = (fields.optional("sliding_window"),) * config.n_layers
+    return in_all_layers(replace(config, windows=windows), n_experts, top_k)
+
+
+def _read_minimax_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:
+    rotated = fields.positive("rotary_dim", head_size)
+    read = partial(read_rope, may_be_partial=True, theta=5000000.0, share=rotated / head_size)
+    return read(fields, max_positions, head_size)
+
+
+def _read_minimax_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata."""
+    fields.require("expert_gating_func", 2)  # sigmoid
+    return read_gguf_decoder(fields, tensors, factors) | {
+        "num_local_experts": fields.positive("expert_count"),
+        "num_experts_per_tok": fields.positive("expert_used_count"),
+        "intermediate_size": fields.positive("expert_feed_forward_length"),
+    }
+
+
+def _read_glm4(fields: Fields) -> ModelConfig:
+    """Read a Glm4MoeConfig."""
+    config = read_decoder(
+        fields,
+        n_kv_heads=8,
+        max_positions=131072,
+        norm_eps=1e-5,
+        intermediate_size=10944,
+        rope=partial(read_rope, may_be_partial=True, share=0.5),
+    )
+    config = replace(config, has_head_norms=fields.take("use_qk_norm", bool, False))
+    return deepseek_v2.read_experts(fields, config, (128, 8), 1408, 1)
+
+
+def _read_glm4_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata. What no key says, the tensors do."""
+    fields.require("expert_gating_func", 2)  # sigmoid
+    return (
+        read_gguf_decoder(fields, tensors, factors, may_be_partial=True)
+        | deepseek_v2.read_gguf_experts(fields)
+        | {
+            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+        }
+    )
+
+
+_LEFT_OUT: Final = ("architectures", "head_dim", "q_head_dim", "use_qk_norm")
+"""What is read elsewhere, and what the makers say of latents in words of other attention."""
+
+
+_SARVAM_NAMES: Final = (
+    ("model.word_embeddings.", "model.embed_tokens."),
+    (".attention.query_key_value.", ".self_attn.qkv_proj."),
+    (".attention.dense.", ".self_attn.o_proj."),
+    (".attention.query_layernorm.", ".self_attn.q_norm."),
+    (".attention.key_layernorm.", ".self_attn.k_norm."),
+    (".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias"),
+)
+
+
+def _read_sarvam(fields: Fields) -> ModelConfig:
+    """Read a SarvamMoEConfig, also with the keys of its makers."""
+    fields.require("use_bias", only=False)
+    fields.ignore("max_window_layers")  # there are no windows
+    bias = fields.take("use_qkv_bias", bool, False)
+    config = read_decoder(
+        fields,
+        n_kv_heads=4,
+        max_positions=131072,
+        head_size=64,
+        intermediate_size=8192,
+        rope=partial(read_rope, theta=8e6),
+        attention_bias=bias,
+    )
+    config = replace(config, has_head_norms=fields.take("use_qk_norm", bool, True))
+    return _read_sarvam_experts(fields, config, (128, 6), 1024)
+
+
+def _read_sarvam_latents(fields: Fields) -> ModelConfig:
+    """Read a SarvamMLAConfig, also with the keys of its makers."""
+    raw = fields.take_all()
+    kept = {key: raw[key] for key in raw if key not in _LEFT_OUT}
+    fields = Fields(kept, fields.where, unknown=fields.unknown)
+    config = deepseek_v2.read_latent_attention(
+        fields,
+        interleaved=fields.take("rope_interleave", bool, True),
+        max_positions=4096,
+        defaults=replace(deepseek_v2.LATENT, query_rank=None),
+        rope=partial(read_rope, aliases={"deepseek_yarn": "yarn"}),
+    )
+    config = _read_sarvam_experts(fields, config, (128, 8), 2048)
+    fields.note_the_rest()
+    return config
+
+
+def _read_sarvam_experts(
+    fields: Fields, config: ModelConfig, counts: tuple[int, int], inner: int
+) -> ModelConfig:
+    """Add DeepSeek-V3's experts; the arguments are defaults."""
+    fields.require("moe_router_enable_expert_bias", only=True)
+    fields.require("score_function", "sigmoid")
+    fields.ignore("output_dropout")
+    shared = fields.positive("num_shared_experts", 1)
+    return deepseek_v2.read_experts(
+        fields, config, counts, inner, 1, shared=shared, output_scale=2.5
+    )
+
+
+def _read_flint(fields: Fields) -> ModelConfig:
+    """Read a FlintConfig."""
+    config = read_decoder(
+        fields, n_kv_heads=4, max_positions=262144, head_size=128, intermediate_size=6144
+    )
+    last = config.n_layers - 1
+    config = _read_local_layers(fields, config, lambda n: n >= 2 and n % 4 != 1 and n != last)
+    first = 2 if fields.missing("mlp_only_layers") else 0
+    layers = [n for n in read_sparse_layers(fields, config.n_layers) if n >= first]
+    config = read_experts(
+        fields, config, tuple(layers), counts=(256, 6), inner=512, shared=1024, sums=True
+    )
+    return replace(config, has_sinks=True)
+
+
+def _read_kolibri(fields: Fields) -> ModelConfig:
+    """Read a Kolibri1Config."""
+    inner = fields.optional("moe_intermediate_size") or 512
+    config = read_decoder(
+        fields,
+        n_kv_heads=4,
+        max_positions=262144,
+        head_size=128,
+        intermediate_size=inner,
+        attention_bias=None,
+    )
+    config = _read_local_layers(fields, config, lambda n: (n + 1) % 5 != 0)
+    layers = tuple(range(config.n_layers))
+    return read_experts(fields, config, layers, counts=(384, 6), inner=512, shared=512)
+
+
+def _read_local_layers(
+    fields: Fields, config: ModelConfig, is_local: Callable[[int], bool]
+) -> ModelConfig:
+    """Add which layers have windows, by default those that are `is_local`: only they turn heads."""
+    window = fields.positive("sliding_window", 513)
+    windows = read_windows(fields, config.n_layers, window, is_local)
+    nope = tuple(n for n in range(config.n_layers) if windows[n] is None)
+    return replace(config, windows=windows, nope_layers=nope, has_head_norms=True)
 
 
 FAMILIES: Final = (
-    record(
-        "granitemoe",
-        "GraniteMoeForCausalLM",
-        read_granite_moe,
-        Layout(mlp=GRANITE_MLP),
-        renamed_tensors=GRANITE_NAMES,
-        gguf=GgufFormat(
-            architecture="granitemoe",
-            claims=lambda fields: not fields.given("expert_shared_feed_forward_length"),
-            read=_read_granite_moe_gguf,
-            interleaved_rotary=True,
-        ),
-        **STACKED,
-    ),
-    record(
-        "granitemoeshared",
-        "GraniteMoeSharedForCausalLM",
-        read_granite_moe,
-        Layout(mlp=GRANITE_MLP),
-        renamed_tensors=GRANITE_NAMES,
-        gguf=GgufFormat(
-            architecture="granitemoe",
-            claims=lambda fields: fields.given("expert_shared_feed_forward_length"),
-            read=_read_granite_moe_gguf,
-            interleaved_rotary=True,
-            joined_names=(
-                (
-                    "shared_mlp.input_linear.weight",
-                    ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
-                ),
-                ("shared_mlp.output_linear.weight", ("ffn_down_shexp.weight",)),
-            ),
-        ),
-        **STACKED,
-    ),
     record(
         "mellum",
         "MellumForCausalLM",
@@ -433,33 +405,11 @@ FAMILIES: Final = (
         **STACKED,
     ),
     record(
-        "phimoe",
-        "PhimoeForCausalLM",
-        _read_phimoe,
-        Layout(mlp=PHI_EXPERTS, has_norm_bias=True),
-        same_architectures=("PhiMoEForCausalLM",),
-        experts=MIXTRAL,
-        stacking=Stacking.CONCATENATED,
-        gguf=GgufFormat(architecture="phimoe", read=_read_phimoe_gguf),
-    ),
-    record(
-        "hunyuan_v1_moe",
-        "HunYuanMoEV1ForCausalLM",
-        _read_hunyuan_moe,
-        Layout(
-            attention=hunyuan_v1_dense.HEADS,
-            mlp=HUNYUAN_EXPERTS,
-        ),
-        renamed_tensors=((".mlp.gate.wg.", ".mlp.gate."),),
-        gguf=GgufFormat(architecture="hunyuan-moe", read=_read_hunyuan_moe_gguf),
-        **STACKED,
-    ),
-    record(
         "dots1",
         "Dots1ForCausalLM",
         _read_dots1,
         Layout(mlp=DEEPSEEK_EXPERTS),
-        gguf=GgufFormat(architecture="dots1", read=_read_dots1_gguf, renamed=_RENAMED_BIAS),
+        gguf=GgufFormat(architecture="dots1", read=_read_dots1_gguf, renamed=RENAMED_BIAS),
         **STACKED,
     ),
     record(
@@ -482,22 +432,81 @@ FAMILIES: Final = (
         "Cohere2MoeForCausalLM",
         _read_cohere2_moe,
         replace(
-            dense_table.COHERE,
-            mlp=Part(tensors=UNBIASED_EXPERTS.tensors, load=_load_cohere2_mlp),
+            dense_table.COHERE, mlp=Part(tensors=UNBIASED_EXPERTS.tensors, load=_load_cohere2_mlp)
         ),
         has_whole_heads=True,
         **STACKED,
     ),
     record(
-        "flex_olmo",
-        "FlexOlmoForCausalLM",
-        _read_flex_olmo,
-        Layout(
-            attention=WHOLE_HEADS,
-            mlp=SOFTMAX_EXPERTS,
-            norms=POST_NORMS,
+        "ernie4_5_moe",
+        "Ernie4_5_MoeForCausalLM",
+        _read_ernie_moe,
+        Layout(mlp=ERNIE_EXPERTS),
+        ignored_tensors=r"model\.mtp_(block|emb_norm|hidden_norm|linear_proj)\..*",
+        **STACKED,
+        gguf=GgufFormat(
+            architecture="ernie4_5-moe", read=_read_ernie_moe_gguf, renamed=RENAMED_BIAS
         ),
+    ),
+    record(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        _read_minimax,
+        Layout(attention=WHOLE_HEADS, mlp=MINIMAX_EXPERTS),
+        experts=MIXTRAL,
+        stacking=Stacking.CONCATENATED,
+        gguf=GgufFormat(architecture="minimax-m2", read=_read_minimax_gguf, renamed=RENAMED_BIAS),
         has_whole_heads=True,
+    ),
+    record(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        _read_glm4,
+        Layout(attention=attention_part(has_output_bias=False), mlp=DEEPSEEK_EXPERTS),
+        mtp=MtpNames.LAYER,
+        **STACKED,
+        gguf=GgufFormat(architecture="glm4moe", read=_read_glm4_gguf, renamed=RENAMED_BIAS),
+    ),
+    record(
+        "sarvam_moe",
+        "Glm4MoeForCausalLM",
+        _read_sarvam,
+        Layout(attention=FUSED_HEADS, mlp=DEEPSEEK_EXPERTS),
+        same_architectures=("SarvamMoEForCausalLM",),
+        renamed_tensors=_SARVAM_NAMES,
+        **STACKED,
+    ),
+    record(
+        "sarvam_mla",
+        "DeepseekV3ForCausalLM",
+        _read_sarvam_latents,
+        Layout(attention=LATENT_HEADS, mlp=DEEPSEEK_EXPERTS),
+        same_architectures=("SarvamMLAForCausalLM",),
+        **STACKED,
+    ),
+    record(
+        "flint",
+        "FlintForCausalLM",
+        _read_flint,
+        Layout(mlp=UNBIASED_EXPERTS),
+        renamed_tensors=(
+            (".self_attn.softmax_offset", ".self_attn.sinks"),
+            (".mlp.shared_expert.", ".mlp.shared_experts."),
+        ),
+        **STACKED,
+    ),
+    record(
+        "kolibri1",
+        "Kolibri1ForCausalLM",
+        _read_kolibri,
+        Layout(
+            mlp=KOLIBRI_EXPERTS,
+            norms=(
+                *("input_layernorm", "post_attn_norm"),
+                *("post_attention_layernorm", "post_ffn_norm"),
+            ),
+        ),
+        renamed_tensors=((".moe.router.expert_bias", ".mlp.gate.e_score_correction_bias"),),
         **STACKED,
     ),
 )

@@ -63,9 +63,8 @@ def _read_config(given: Fields) -> ModelConfig:
     fields = _read_names(given)
     for key, only in _ONLY.items():
         fields.require(key, only)
-    for key, text in (("moe_router_activation", "sigmoid"), ("yarn_only_types", [FULL])):
-        if (value := fields.take(key, type(text), text)) != text:
-            raise fields.unsupported(key, value, str(text))
+    fields.require("moe_router_activation", "sigmoid")
+    fields.one_of("yarn_only_types", ([FULL],), [FULL])
     if (gating := fields.take("gating", (bool, str), True)) not in (True, "per-head"):
         raise fields.unsupported("gating", gating, "true, per-head")
     fields.ignore(*_UNUSED)
@@ -79,7 +78,6 @@ def _read_config(given: Fields) -> ModelConfig:
         head_size=128,
         intermediate_size=11264,
         activation_key=None,
-        attention_bias=False,
         mlp_bias=False,
         rope=partial(read_rope, FULL),
     )

@@ -19,15 +19,10 @@ from shardnet.model.config.limits import MAX_LAYERS, MAX_POSITIONS, MAX_VOCABULA
 from shardnet.model.config.model_config import Activation, ModelConfig
 from shardnet.model.config.module_outline import ModuleOutline
 from shardnet.model.families.family import Family, FamilyStage
-from shardnet.model.families.tensor_shapes import Table
 from shardnet.model.families.wrappers import Wrapper
-from shardnet.types import LayerRange
 
 if TYPE_CHECKING:
-    import torch
-
-    from shardnet.model.fused.decode_graphs import Capture
-    from shardnet.model.layers.weight_source import WeightSource
+    from shardnet.model.fused.decoder import StageInputs
 
 INSTALL: Final = "pip install 'shardnet[transformers]'"
 
@@ -179,35 +174,11 @@ def _outline(config: ModelConfig) -> ModuleOutline:
     return config.outline
 
 
-def _layer_tensors(config: ModelConfig, layer: int) -> Table:
-    return dict(_outline(config).layers[layer])
-
-
-def _embedding_tensors(config: ModelConfig) -> Table:
-    return dict(_outline(config).embedding)
-
-
-def _head_tensors(config: ModelConfig) -> Table:
-    return dict(_outline(config).head)
-
-
-def _shared_tensors(config: ModelConfig) -> Table:
-    return dict(_outline(config).everywhere)
-
-
-def _load_stage(
-    config: ModelConfig,
-    layers: LayerRange,
-    weights: WeightSource,
-    context: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    capture: Capture | None,
-) -> FamilyStage:
+def _load_stage(inputs: StageInputs) -> FamilyStage:
     """Raise UsageError: whoever asks wants more than a stage of a ring on one device."""
     raise UsageError(
-        f"{config.family} is computed by transformers' own modules, which neither draft nor are "
-        "measured or shared by several devices",
+        f"{inputs.config.family} is computed by transformers' own modules, which neither draft "
+        "nor are measured or shared by several devices",
         remedy="ask without it",
     )
 
@@ -216,10 +187,10 @@ _FAMILY: Final = Family(
     model_type="",
     architecture="",
     read_config=_read_config,
-    layer_tensors=_layer_tensors,
-    embedding_tensors=_embedding_tensors,
-    head_tensors=_head_tensors,
-    shared_tensors=_shared_tensors,
+    layer_tensors=lambda config, layer: dict(_outline(config).layers[layer]),
+    embedding_tensors=lambda config: dict(_outline(config).embedding),
+    head_tensors=lambda config: dict(_outline(config).head),
+    shared_tensors=lambda config: dict(_outline(config).everywhere),
     load_stage=_load_stage,
 )
 

@@ -14,17 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardnet.model.config.fields import TEXT, Fields
-from shardnet.model.vision import (
-    gemma4,
-    gemma4_unified,
-    glm4v,
-    llama4,
-    pixtral,
-    qwen2_5_vl,
-    qwen2_vl,
-    qwen3_vl,
-    siglip,
-)
+from shardnet.model.vision import gemma4, glm4v, llama4, pixtral, qwen2_5_vl, qwen3_vl, siglip
 from shardnet.model.vision.vision_family import VisionFamily
 
 _LANGUAGE: Final = re.compile(
@@ -200,7 +190,7 @@ _ROWS: Final = (
     ),
     _with_tower(gemma4.VISION, "gemma4", "Gemma4ForConditionalGeneration", "gemma4_text"),
     _with_tower(
-        gemma4_unified.VISION,
+        gemma4.UNIFIED,
         *("gemma4_unified", "Gemma4UnifiedForConditionalGeneration", "gemma4_text"),
         "gemma4_unified_text",
         defaults={"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
@@ -225,7 +215,7 @@ _ROWS: Final = (
         others={"ministral3": "ministral3", "mistral4": "mistral4"},
     ),
     _with_tower(
-        qwen2_vl.VISION,
+        qwen2_5_vl.QWEN2,
         *("qwen2_vl", "Qwen2VLForConditionalGeneration", "qwen2", "qwen2_vl_text", "qwen2"),
         **_QWEN2_VL,
     ),
@@ -270,8 +260,7 @@ _ROWS: Final = (
     _by_modules("idefics2", "Idefics2ForConditionalGeneration", "mistral"),
     _by_modules("idefics3", "Idefics3ForConditionalGeneration", "llama"),
     _by_modules(
-        *("internvl", "InternVLForConditionalGeneration"),
-        *("qwen2", "qwen3", "qwen3_moe", "llama"),
+        *("internvl", "InternVLForConditionalGeneration"), *("qwen2", "qwen3", "qwen3_moe", "llama")
     ),
     _by_modules("kimi_k25", "Kimi_K25ForConditionalGeneration", "deepseek_v3"),
     _by_modules("lfm2_vl", "Lfm2VlForConditionalGeneration", "lfm2"),

@@ -90,6 +90,8 @@ class NativeAttention(NativeSublayer[AttentionStruct]):
         self._own = own
         self._qkv = qkv
         self._output = output
+        self.linears = (qkv.linear, output.linear)
+        """Its linear layers: queries, keys and values; output."""
         self._kept = residual
         self._call = kernels.function(
             "shardnet_attention", ctypes.POINTER(AttentionStruct), ctypes.c_int32
@@ -104,11 +106,6 @@ class NativeAttention(NativeSublayer[AttentionStruct]):
             joined=output.joined,
             **gates,
         )
-
-    @property
-    def linears(self) -> tuple[NativeLinear, NativeLinear]:
-        """Its linear layers: queries, keys and values; output."""
-        return self._qkv.linear, self._output.linear
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E].
@@ -240,6 +237,8 @@ class NativeMlp(NativeSublayer[MlpStruct]):
         check_shape("gate_up_proj", gate_up, 2 * self._n_inner, n_out)
         self._gate_up = gate_up
         self._down = down
+        self.linears = (gate_up, down.linear)
+        """Its linear layers: gate and up, down."""
         self._kept = residual
         self._call = kernels.function("shardnet_mlp", ctypes.POINTER(MlpStruct))
         self._arguments = MlpStruct(
@@ -248,11 +247,6 @@ class NativeMlp(NativeSublayer[MlpStruct]):
             joined=down.joined,
             **activation,
         )
-
-    @property
-    def linears(self) -> tuple[NativeLinear, NativeLinear]:
-        """Its linear layers: gate and up, down."""
-        return self._gate_up, self._down.linear
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""

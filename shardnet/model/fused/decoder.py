@@ -6,6 +6,7 @@ scheduling.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from shardnet.model.config.model_config import Activation, ModelConfig, Rope
 from shardnet.model.devices.coverage import why_not
 from shardnet.model.devices.device_kv import DeviceKvCache
 from shardnet.model.devices.device_layers import Device, DeviceLayers, DeviceLinear
-from shardnet.model.fused.decode_graphs import Capture, DecodeGraphs
+from shardnet.model.fused.decode_graphs import Capture, DecodeGraphs, find_capture
 from shardnet.model.fused.layers import NativeLayers, NativeSublayers
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear
@@ -30,29 +31,38 @@ from shardnet.model.layers.native_attention import can_attend
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.layers.rotary import Rotary, rotary_tables
 from shardnet.model.layers.streams import StreamHead
-from shardnet.model.layers.tables import Table
-from shardnet.model.layers.weight_source import WeightSource, load_norm
+from shardnet.model.layers.weight_source import Table, WeightSource, load_norm
 from shardnet.types import LayerRange
 
 LoadLayer = Callable[[ModelConfig, WeightSource, int], Layer]
 """Loads the layer with an absolute number."""
 
 
+@dataclass(frozen=True, slots=True)
+class StageInputs:
+    """What a stage is built from: the parameters of `layers`, and of embedding and head where they
+    belong.
+
+    `context` is the positions of one sequence, `capture` how decode steps become graphs: None for
+    what the device can.
+    """
+
+    config: ModelConfig
+    layers: LayerRange
+    weights: WeightSource
+    context: int
+    dtype: torch.dtype
+    device: torch.device
+    capture: Capture | None = None
+
+
 class DecoderStage:
     """The layers `layers` of a model; the first stage has the embedding, the last one the head."""
 
     def __init__(
-        self,
-        load_layer: LoadLayer,
-        config: ModelConfig,
-        layers: LayerRange,
-        weights: WeightSource,
-        context: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        capture: Capture | None = None,
-        final_norm: str = "model.norm",
+        self, load_layer: LoadLayer, inputs: StageInputs, final_norm: str = "model.norm"
     ) -> None:
+        config, layers, weights, dtype = inputs.config, inputs.layers, inputs.weights, inputs.dtype
         self._numbers, self._streams = layers, config.streams
         self._hands_choice_on = layers.end < config.n_layers and config.takes_choice(layers.end)
         self._embedding: _Embedding | None = None
@@ -65,7 +75,8 @@ class DecoderStage:
         ahead = [_rope(config, config.n_layers)] if config.has_mtp and self._head else []
         distinct = list(dict.fromkeys(ropes + ahead))
         self._tables = [
-            rotary_tables(rope, size, context, dtype, device) for rope, size in distinct
+            rotary_tables(rope, size, inputs.context, dtype, inputs.device)
+            for rope, size in distinct
         ]
         kernels, natives = native_kernels(), []
         self._layers: list[tuple[Layer, int]] = []
@@ -96,7 +107,8 @@ class DecoderStage:
         self._heads = {config.heads(layer) for layer in layers}
         self._on_device: DeviceLayers | None = None
         self._graphs: DecodeGraphs | None = None
-        if capture is not None:  # steps of few rows replay graphs of the layers that allow it
+        capture = inputs.capture or find_capture(inputs.device, os.environ)
+        if capture is not None:  # steps of few rows replay graphs of layers that allow it
             self._graphs = DecodeGraphs(self._layers, self._tables, capture)
 
     def compute_on(self, device: Device, kv: DeviceKvCache) -> str:

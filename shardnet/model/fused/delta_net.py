@@ -22,8 +22,8 @@ from shardnet.model.fused.structs import (
     check_shape,
     is_joined,
 )
-from shardnet.model.kernels.library import SCRATCH, NativeKernels, check_memory
-from shardnet.model.kernels.linear import NativeLinear, is_native
+from shardnet.model.kernels.library import SCRATCH, NativeKernels, check_memory, fields
+from shardnet.model.kernels.linear import is_native
 from shardnet.model.kernels.recurrence import RecurrenceStruct, mixed_bytes
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import AttentionSublayer
@@ -42,15 +42,9 @@ class DeltaSpanStruct(ctypes.Structure):
     """`struct delta_span` of csrc/delta_net.c."""
 
     _fields_ = (
-        ("recent", ctypes.c_void_p),
-        ("recurrent", ctypes.c_void_p),
-        ("recent_before", ctypes.c_void_p),
-        ("recurrent_before", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("write", ctypes.c_void_p),
-        ("decay", ctypes.c_void_p),
-        ("start", ctypes.c_int64),
-        ("end", ctypes.c_int64),
+        *fields(ctypes.c_void_p, "recent", "recurrent", "recent_before", "recurrent_before"),
+        *fields(ctypes.c_void_p, "rows", "write", "decay"),
+        *fields(ctypes.c_int64, "start", "end"),
     )
 
 
@@ -59,24 +53,15 @@ class DeltaStruct(ctypes.Structure):
 
     _fields_ = (
         ("residual", ResidualStruct),
-        ("qkvz", ctypes.c_void_p),
-        ("ba", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("qkvz_joined", JoinedStruct),
-        ("joined", JoinedStruct),
+        *fields(ctypes.c_void_p, "qkvz", "ba", "output"),
+        *fields(JoinedStruct, "qkvz_joined", "joined"),
         ("scratch", ctypes.c_void_p),
         ("recurrence", RecurrenceStruct),
         ("spans", ctypes.c_void_p),
         ("n_spans", ctypes.c_int64),
-        ("projected", ctypes.c_void_p),
-        ("small", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("gate", ctypes.c_void_p),
-        ("write", ctypes.c_void_p),
-        ("decay", ctypes.c_void_p),
+        *fields(ctypes.c_void_p, "projected", "small", "rows", "gate", "write", "decay"),
         ("outputs", ctypes.c_void_p),
-        ("groups_qkvz", ctypes.c_int32),
-        ("groups_ba", ctypes.c_int32),
+        *fields(ctypes.c_int32, "groups_qkvz", "groups_ba"),
     )
 
 
@@ -104,7 +89,8 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
         self._plain = plain
         self._own, self._config = own, config
         self._qkvz, self._output = qkvz, output
-        self._linears = tuple(linear.linear for linear in linears)
+        self.linears = tuple(linear.linear for linear in linears)
+        """Its linear layers: queries, keys, values and gate; write and decay; output."""
         self._call = kernels.function("shardnet_delta_net", ctypes.POINTER(DeltaStruct))
         self._arguments = DeltaStruct(
             residual=ResidualStruct.of(plain.residual, width, kernels),
@@ -135,11 +121,6 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
             return None
         groups = (project.groups_qkvz, project.groups_ba)
         return cls(sublayer, own, groups, (qkvz, JoinedLinear(ba), output), kernels)
-
-    @property
-    def linears(self) -> tuple[NativeLinear, ...]:
-        """Its linear layers: queries, keys, values and gate; write and decay; output."""
-        return self._linears
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Run hidden states [T, E] through it in layer `index` within the stage: [T, E]."""
@@ -214,7 +195,7 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
     def assign_buffers(self, scratch: Tensor, hidden: Tensor) -> None:
         """Point the arguments to the linear layers, and to buffers at the start of `scratch`."""
         arguments, at = self._arguments, scratch.data_ptr()
-        matmuls = (linear.native_matmul().address for linear in self._linears)
+        matmuls = (linear.native_matmul().address for linear in self.linears)
         arguments.qkvz, arguments.ba, arguments.output = matmuls
         sizes = (len(hidden), hidden.itemsize)
         arguments.residual.assign_inner(at, *sizes)
@@ -230,7 +211,7 @@ class NativeDeltaNet(NativeSublayer[DeltaStruct]):
         own, item, n_rows = self._config, hidden.itemsize, len(hidden)
         values = n_rows * own.value_width
         parts = [linear.buffer_bytes(n_rows, item)[1] for linear in (self._qkvz, self._output)]
-        row_bytes = max(linear.native_matmul().row_bytes for linear in self._linears)
+        row_bytes = max(linear.native_matmul().row_bytes for linear in self.linears)
         return {
             "projected": (n_rows * own.mixed_width + values) * item,
             "small": 2 * n_rows * own.n_value_heads * item,

@@ -112,8 +112,9 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
         self._down, self._shared = down, shared
         self._kept = (residual, mlp)
         self._shared_gate = mlp.shared.gate if isinstance(mlp.shared, SharedExpert) else None
-        self._linears = tuple(linear for expert in visited for linear in expert.linears)
-        matmuls = [linear.native_matmul() for linear in (*self._linears, *self._small(mlp.router))]
+        self.linears = tuple(linear for expert in visited for linear in expert.linears)
+        """The linear layers of its experts: gate and up, down, each."""
+        matmuls = [linear.native_matmul() for linear in (*self.linears, *self._small(mlp.router))]
         self._experts = (ExpertStruct * len(experts))(*(expert.struct for expert in experts))
         self._call = kernels.function("shardnet_experts", ctypes.POINTER(ExpertsStruct))
         self._arguments = ExpertsStruct(
@@ -173,11 +174,6 @@ class NativeExperts(NativeSublayer[ExpertsStruct]):
         if not of_shared or (of_shared["activation"] == CLAMPED and of_shared != first):
             return None
         return cls(residual, mlp, router, known, shared, kernels)
-
-    @property
-    def linears(self) -> tuple[NativeLinear, ...]:
-        """The linear layers of its experts: gate and up, down, each."""
-        return self._linears
 
     @property
     def residual(self) -> ResidualStruct:

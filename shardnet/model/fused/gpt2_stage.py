@@ -17,8 +17,7 @@ from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep, attention
 from shardnet.model.layers.native_attention import can_attend
 from shardnet.model.layers.norms import Norm, activate
-from shardnet.model.layers.tables import Table
-from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.layers.weight_source import Table, WeightSource
 from shardnet.model.shards.cut import Axis
 from shardnet.types import LayerRange
 

@@ -1,5 +1,7 @@
 """All layers of a stage in one call of the compiled library, or a sub-layer in one each.
 
+Residual streams around sub-layers that it does not join with them are mixed by the library too.
+
 A step reads gigabytes of weights through the caches, so that code between two calls of the library
 is read from memory again: Python between the sub-layers of a layer took 150 µs and more there, ten
 times its cost with warm caches.
@@ -11,7 +13,7 @@ their work.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -21,9 +23,20 @@ from torch import Tensor
 from shardnet.model.fused.attention import NativeAttention, NativeMlp
 from shardnet.model.fused.delta_net import NativeDeltaNet
 from shardnet.model.fused.experts import NativeExperts, activation_fields
-from shardnet.model.fused.streams import native_streams
-from shardnet.model.fused.structs import LayerStruct, aligned, is_joined
-from shardnet.model.kernels.library import NativeKernels, check_rows
+from shardnet.model.fused.structs import (
+    LayerStruct,
+    ResidualStruct,
+    aligned,
+    is_joined,
+    mixer_linears,
+)
+from shardnet.model.kernels.library import (
+    SCRATCH,
+    NativeKernels,
+    check_memory,
+    check_rows,
+    native_kernels,
+)
 from shardnet.model.kernels.linear import Linear, is_native
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import (
@@ -32,6 +45,7 @@ from shardnet.model.layers.decoder_layer import (
     Layer,
     MlpSublayer,
     Residual,
+    StreamResidual,
     Sublayer,
 )
 from shardnet.model.layers.experts import ClampedMlp
@@ -39,9 +53,65 @@ from shardnet.model.layers.modules import GatedMlp, SelfAttention
 from shardnet.model.layers.native_attention import MAX_HEAD
 from shardnet.model.layers.norms import HeadNorm
 from shardnet.model.layers.rotary import Rotary
+from shardnet.model.layers.streams import Mixer
 from shardnet.model.mixers.gated_delta import GatedDeltaNet
 from shardnet.model.mixers.mixed_attention import GatedAttention
 from shardnet.model.shards.gathered import JoinedLinear
+
+
+class NativeMixer:
+    """A mixer by the library. Not thread-safe: it holds the arguments of its calls."""
+
+    def __init__(self, mixer: Mixer, width: int, kernels: NativeKernels) -> None:
+        self._mixer = mixer
+        self._arguments = ResidualStruct.of(StreamResidual(mixer=mixer), width, kernels)
+        self._join, self._share = (
+            kernels.function(f"shardnet_{name}_streams", ctypes.POINTER(ResidualStruct))
+            for name in ("join", "share")
+        )
+
+    @property
+    def count(self) -> int:
+        """How many streams there are."""
+        return self._mixer.count
+
+    def around(self, streams: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """Join rows [T, N x E] for a sub-layer of [T, E], and share out what it gives."""
+        if streams.dtype not in (torch.float32, torch.bfloat16):
+            return self._mixer.around(streams, sublayer)
+        own, n_rows, item = self._arguments, len(streams), streams.itemsize
+        streams = streams.contiguous()
+        joined, out = streams.new_empty(n_rows, own.width), torch.empty_like(streams)
+        own.bind_rows(streams, out)
+        scratch = SCRATCH.at_least(own.inner_bytes(n_rows, item))
+        own.assign_inner(scratch.data_ptr(), n_rows, item)
+        count = own.streams.count
+        mixes = torch.empty(n_rows, count * (count + 2))  # the sub-layer has the scratch memory
+        own.inner, own.streams.mixes = joined.data_ptr(), mixes.data_ptr()
+        self._join(own)
+        inner = sublayer(joined).contiguous()
+        check_memory("what a sub-layer gives", inner, joined.nbytes, streams.dtype)
+        own.inner = inner.data_ptr()
+        self._share(own)
+        return out
+
+
+def native_streams(sublayer: Sublayer) -> Sublayer:
+    """Return a sub-layer whose streams the library mixes; itself where it has or can have none."""
+    kernels = native_kernels()
+    if kernels is None or not isinstance(
+        sublayer, AttentionSublayer | MlpSublayer | ExpertsSublayer
+    ):
+        return sublayer
+    residual = sublayer.residual
+    if not isinstance(residual, StreamResidual):
+        return sublayer
+    linears = mixer_linears(residual.mixer)
+    if linears is None:
+        return sublayer
+    width = linears[0].shape[1] // residual.mixer.count
+    mixer = NativeMixer(residual.mixer, width, kernels)
+    return replace(sublayer, residual=replace(residual, mixer=mixer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +190,7 @@ def _native_mlp(sublayer: Sublayer, kernels: NativeKernels) -> NativeMlp | Nativ
     return NativeMlp(sublayer.residual, activation, gate_up, down, kernels)
 
 
-Mixer = NativeAttention | NativeDeltaNet
+First = NativeAttention | NativeDeltaNet
 """The first sub-layer of a layer."""
 _MAX_ROWS: Final = 64
 """With more rows the time between calls is negligible, and the workspace would hold much memory."""
@@ -148,7 +218,7 @@ class NativeLayers:
 
     def __init__(
         self,
-        layers: Sequence[tuple[Mixer, NativeMlp | NativeExperts]],
+        layers: Sequence[tuple[First, NativeMlp | NativeExperts]],
         width: int,
         kernels: NativeKernels,
     ) -> None:

@@ -22,6 +22,7 @@ from shardnet.model.kernels.library import (
     Team,
     check_memory,
     check_rows,
+    fields,
     is_bf16,
 )
 from shardnet.model.kernels.linear import Linear, NativeLinear, is_native
@@ -62,25 +63,12 @@ class StreamsStruct(ctypes.Structure):
     """`struct streams` of csrc/sublayers.h."""
 
     _fields_ = (
-        ("project", ctypes.c_void_p),
-        ("up", ctypes.c_void_p),
-        ("inject", ctypes.c_void_p),
-        ("base", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
+        *fields(ctypes.c_void_p, "project", "up", "inject", "base", "scale"),
         ("norm", NormStruct),
-        ("scratch", ctypes.c_void_p),
-        ("normed", ctypes.c_void_p),
-        ("inner", ctypes.c_void_p),
-        ("gates", ctypes.c_void_p),
-        ("shares", ctypes.c_void_p),
-        ("mixes", ctypes.c_void_p),
-        ("count", ctypes.c_int64),
-        ("n_inner", ctypes.c_int64),
-        ("row_bytes", ctypes.c_int64),
-        ("eps", ctypes.c_float),
-        ("magnitude", ctypes.c_float),
-        ("kind", ctypes.c_int32),
-        ("n_rounds", ctypes.c_int32),
+        *fields(ctypes.c_void_p, "scratch", "normed", "inner", "gates", "shares", "mixes"),
+        *fields(ctypes.c_int64, "count", "n_inner", "row_bytes"),
+        *fields(ctypes.c_float, "eps", "magnitude"),
+        *fields(ctypes.c_int32, "kind", "n_rounds"),
     )
 
     @classmethod
@@ -163,17 +151,12 @@ class ResidualStruct(ctypes.Structure):
     """`struct residual` of csrc/sublayers.h."""
 
     _fields_ = (
-        ("before", NormStruct),
-        ("after", NormStruct),
+        *fields(NormStruct, "before", "after"),
         ("streams", StreamsStruct),
-        ("hidden", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("inner", ctypes.c_void_p),
-        ("n_rows", ctypes.c_int64),
-        ("width", ctypes.c_int64),
+        *fields(ctypes.c_void_p, "hidden", "out", "inner"),
+        *fields(ctypes.c_int64, "n_rows", "width"),
         ("multiplier", ctypes.c_float),
-        ("is_bf16", ctypes.c_int32),
-        ("rounds", ctypes.c_int32),
+        *fields(ctypes.c_int32, "is_bf16", "rounds"),
         ("team", Team),
     )
 
@@ -232,21 +215,11 @@ class AttentionStruct(ctypes.Structure):
     _fields_ = (
         ("residual", ResidualStruct),
         ("head_norm", NormStruct),
-        ("qkv", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("scratch", ctypes.c_void_p),
-        ("cos", ctypes.c_void_p),
-        ("sin", ctypes.c_void_p),
-        ("projected", ctypes.c_void_p),
-        ("with_gates", ctypes.c_void_p),
-        ("gates", ctypes.c_void_p),
-        ("n_rotated", ctypes.c_int64),
-        ("gate_columns", ctypes.c_int64),
-        ("gates_behind", ctypes.c_int64),
-        ("gates_soft", ctypes.c_int64),
+        *fields(ctypes.c_void_p, "qkv", "output", "scratch", "cos", "sin", "projected"),
+        *fields(ctypes.c_void_p, "with_gates", "gates"),
+        *fields(ctypes.c_int64, "n_rotated", "gate_columns", "gates_behind", "gates_soft"),
         ("attend", AttendStruct),
-        ("qkv_joined", JoinedStruct),
-        ("joined", JoinedStruct),
+        *fields(JoinedStruct, "qkv_joined", "joined"),
     )
 
 
@@ -255,17 +228,11 @@ class MlpStruct(ctypes.Structure):
 
     _fields_ = (
         ("residual", ResidualStruct),
-        ("gate_up", ctypes.c_void_p),
-        ("down", ctypes.c_void_p),
-        ("scratch", ctypes.c_void_p),
-        ("projected", ctypes.c_void_p),
-        ("activated", ctypes.c_void_p),
+        *fields(ctypes.c_void_p, "gate_up", "down", "scratch", "projected", "activated"),
         ("n_inner", ctypes.c_int64),
         ("joined", JoinedStruct),
         ("activation", ctypes.c_int32),
-        ("limit", ctypes.c_float),
-        ("alpha", ctypes.c_float),
-        ("added", ctypes.c_float),
+        *fields(ctypes.c_float, "limit", "alpha", "added"),
     )
 
 
@@ -285,28 +252,17 @@ class RouterStruct(ctypes.Structure):
     """`struct router` of csrc/experts.h."""
 
     _fields_ = (
-        ("gate", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("of_tokens", ctypes.c_void_p),
-        ("token_ids", ctypes.c_void_p),
-        ("n_experts", ctypes.c_int64),
-        ("top_k", ctypes.c_int64),
-        ("n_groups", ctypes.c_int64),
-        ("top_groups", ctypes.c_int64),
+        *fields(ctypes.c_void_p, "gate", "bias", "of_tokens", "token_ids"),
+        *fields(ctypes.c_int64, "n_experts", "top_k", "n_groups", "top_groups"),
         ("scale", ctypes.c_float),
-        ("routing", ctypes.c_int32),
-        ("normalizes", ctypes.c_int32),
-        ("is_wide", ctypes.c_int32),
+        *fields(ctypes.c_int32, "routing", "normalizes", "is_wide"),
     )
 
 
 class ExpertStruct(ctypes.Structure):
     """`struct expert` of csrc/experts.h."""
 
-    _fields_ = (
-        ("gate_up", ctypes.c_void_p),
-        ("down", ctypes.c_void_p),
-    )
+    _fields_ = fields(ctypes.c_void_p, "gate_up", "down")
 
 
 class ExpertsStruct(ctypes.Structure):
@@ -317,41 +273,20 @@ class ExpertsStruct(ctypes.Structure):
         ("router", RouterStruct),
         ("experts", ctypes.c_void_p),
         ("shared", ExpertStruct),
-        ("shared_gate", ctypes.c_void_p),
-        ("products", ctypes.c_void_p),
-        ("wide", ctypes.c_void_p),
-        ("narrow", ctypes.c_void_p),
-        ("scores", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
-        ("chosen", ctypes.c_void_p),
-        ("visits", ctypes.c_void_p),
-        ("places", ctypes.c_void_p),
-        ("starts", ctypes.c_void_p),
-        ("gathered", ctypes.c_void_p),
-        ("outputs", ctypes.c_void_p),
-        ("shared_gates", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("n_at_once", ctypes.c_int64),
-        ("row_bytes", ctypes.c_int64),
-        ("n_shared_inner", ctypes.c_int64),
-        ("activated_bytes", ctypes.c_int64),
-        ("joined_bytes", ctypes.c_int64),
-        ("n_columns", ctypes.c_int64),
+        *fields(ctypes.c_void_p, "shared_gate", "products", "wide", "narrow", "scores"),
+        *fields(ctypes.c_void_p, "weights", "chosen", "visits", "places", "starts", "gathered"),
+        *fields(ctypes.c_void_p, "outputs", "shared_gates", "rows"),
+        *fields(ctypes.c_int64, "n_at_once", "row_bytes", "n_shared_inner", "activated_bytes"),
+        *fields(ctypes.c_int64, "joined_bytes", "n_columns"),
         ("shared_in_ends", ctypes.c_void_p),
-        ("shared_activation", ctypes.c_int32),
-        ("weighs_inputs", ctypes.c_int32),
+        *fields(ctypes.c_int32, "shared_activation", "weighs_inputs"),
     )
 
 
 class LayerStruct(ctypes.Structure):
     """`struct layer` of csrc/sublayers.h."""
 
-    _fields_ = (
-        ("attention", ctypes.c_void_p),
-        ("mlp", ctypes.c_void_p),
-        ("experts", ctypes.c_void_p),
-        ("delta", ctypes.c_void_p),
-    )
+    _fields_ = fields(ctypes.c_void_p, "attention", "mlp", "experts", "delta")
 
 
 def check_shape(name: str, linear: Linear | JoinedLinear, n_out: int, n_in: int) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -63,13 +63,17 @@ _LESS: Final = {
 _CHOICES: Final = ("", "off", "portable", "neon", *_LESS)
 
 
+def fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    """Name fields of a struct that are of one kind, as C declares them in a line."""
+    return [(name, kind) for name in names]
+
+
 class Team(ctypes.Structure):
     """`struct team` of csrc/linear.h: the threads of a call, and their instruction set."""
 
     _fields_ = (
         ("parallel", ctypes.c_void_p),
-        ("n_threads", ctypes.c_int32),
-        ("isa", ctypes.c_int32),
+        *fields(ctypes.c_int32, "n_threads", "isa"),
     )
 
 
@@ -77,17 +81,8 @@ class FormStruct(ctypes.Structure):
     """`struct form` of csrc/linear.h."""
 
     _fields_ = (
-        ("bits", ctypes.c_int32),
-        ("code", ctypes.c_int32),
-        ("scale", ctypes.c_int32),
-        ("minimum", ctypes.c_int32),
-        ("offset", ctypes.c_int32),
-        ("group", ctypes.c_int32),
-        ("block", ctypes.c_int32),
-        ("block_scales", ctypes.c_int32),
-        ("header_bytes", ctypes.c_int32),
-        ("block_bytes", ctypes.c_int32),
-        ("token_group", ctypes.c_int32),
+        *fields(ctypes.c_int32, "bits", "code", "scale", "minimum", "offset", "group", "block"),
+        *fields(ctypes.c_int32, "block_scales", "header_bytes", "block_bytes", "token_group"),
         ("factor", ctypes.c_float),
         ("book", ctypes.c_float * 16),
     )
@@ -96,20 +91,11 @@ class FormStruct(ctypes.Structure):
     @cache
     def of(form: PanelForm) -> FormStruct:
         """Mirror a form; not to be changed."""
+        same = [name for name, *_ in FormStruct._fields_ if name not in ("block", "book")]
         return FormStruct(
-            bits=form.bits,
-            code=form.code,
-            scale=form.scale,
-            minimum=form.minimum,
-            offset=form.offset,
-            group=form.group,
             block=form.block_inputs,
-            block_scales=form.block_scales,
-            header_bytes=form.header_bytes,
-            block_bytes=form.block_bytes,
-            token_group=form.token_group,
-            factor=form.factor,
             book=(ctypes.c_float * 16)(*form.book),
+            **{name: getattr(form, name) for name in same},
         )
 
 
@@ -117,28 +103,12 @@ class _LinearStruct(ctypes.Structure):
     """`struct linear` of csrc/linear.h."""
 
     _fields_ = (
-        ("weights", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("order", ctypes.c_void_p),
-        ("next", ctypes.c_void_p),
-        ("quantized", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("offsets", ctypes.c_void_p),
-        ("sums", ctypes.c_void_p),
-        ("group_sums", ctypes.c_void_p),
+        *fields(ctypes.c_void_p, "weights", "rows", "out", "bias", "order", "next", "quantized"),
+        *fields(ctypes.c_void_p, "scales", "offsets", "sums", "group_sums"),
         ("team", Team),
-        ("n_rows", ctypes.c_int64),
-        ("n_in", ctypes.c_int64),
-        ("n_out", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("n_groups", ctypes.c_int64),
+        *fields(ctypes.c_int64, "n_rows", "n_in", "n_out", "width", "n_groups"),
         ("form", FormStruct),
-        ("is_bf16", ctypes.c_int32),
-        ("has_pairs", ctypes.c_int32),
-        ("pairs", ctypes.c_int32),
-        ("has_tiles", ctypes.c_int32),
+        *fields(ctypes.c_int32, "is_bf16", "has_pairs", "pairs", "has_tiles"),
     )
 
 

@@ -19,10 +19,9 @@ from torch import Tensor
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import computes, multiplies_packed
-from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import Isa, NativeMatmul, native_kernels
 from shardnet.model.kernels.packing import FLOAT_FORMS
-from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panel_linear import PanelLinear, float_linear
 from shardnet.model.kernels.panels import Panels, unpack_whole
 from shardnet.model.kernels.quantized_linear import pack_all
 from shardnet.types import (
@@ -172,17 +171,9 @@ class PlainLinear:
         self._weight = weight  # [N, K]
         self._bias = bias  # [N]
         self._padding = _Padding.like(weight, min_rows)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        n_out, n_in = self._weight.shape
-        return n_out, n_in
-
-    @property
-    def weights(self) -> tuple[Tensor, ...]:
-        """Weight and bias."""
-        return (self._weight,) if self._bias is None else (self._weight, self._bias)
+        n_out, n_in = weight.shape
+        self.shape = (n_out, n_in)
+        self.weights = (weight,) if bias is None else (weight, bias)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""
@@ -196,18 +187,11 @@ class ScaledLinear:
     is_native = False
 
     def __init__(self, linear: Linear, factors: Tensor) -> None:
-        self._linear = linear
-        self._factors = factors  # [N], float32
-
-    @property
-    def plain(self) -> Linear:
+        self.plain = linear
         """The linear without factors."""
-        return self._linear
-
-    @property
-    def factors(self) -> Tensor:
+        self.factors = factors  # [N], float32
         """Those of the outputs: [N], float32."""
-        return self._factors
+        self.shape, self.weights_stay = linear.shape, linear.weights_stay
 
     @classmethod
     def of(cls, linear: Linear, *parts: tuple[int, float]) -> Linear:
@@ -220,24 +204,14 @@ class ScaledLinear:
         return cls(linear, factors.to(device))
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self._linear.shape
-
-    @property
-    def weights_stay(self) -> bool:
-        """Whether the weights stay at one address for as long as the linear is used."""
-        return self._linear.weights_stay
-
-    @property
     def weights(self) -> tuple[Tensor, ...]:
         """Those of the linear, and the factors."""
-        return (*self._linear.weights, self._factors)
+        return (*self.plain.weights, self.factors)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""
-        outputs = self._linear(rows)
-        return (outputs * self._factors.to(outputs.device)).to(outputs.dtype)
+        outputs = self.plain(rows)
+        return (outputs * self.factors.to(outputs.device)).to(outputs.dtype)
 
 
 class PackedLinear:
@@ -250,21 +224,14 @@ class PackedLinear:
     is_native = False
 
     def __init__(self, weight: Tensor, bias: Tensor | None, min_rows: int = 1) -> None:
-        self._shape = (weight.shape[0], weight.shape[1])
+        self.shape = (weight.shape[0], weight.shape[1])
+        """(N, K)."""
         self._weight = torch.ops.mkldnn._reorder_linear_weight.default(weight)  # [N, K], opaque
         self._bias = bias  # [N]
         self._padding = _Padding.like(weight, min_rows)
         self._linear = torch.ops.mkldnn._linear_pointwise.default
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self._shape
-
-    @property
-    def weights(self) -> tuple[Tensor, ...]:
+        self.weights = () if bias is None else (bias,)
         """The bias: what oneDNN has packed is opaque."""
-        return () if self._bias is None else (self._bias,)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Multiply every row."""

@@ -13,15 +13,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardnet.model.config.panel_form import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    GGUF_BLOCK_BYTES,
-    PanelForm,
-)
+from shardnet.model.config.panel_form import BFLOAT16, FLOAT16, FLOAT32, GGUF_BLOCK_BYTES, PanelForm
 from shardnet.model.kernels.codes import Codes
-from shardnet.model.kernels.library import FormStruct, NativeKernels, Team, check_memory
+from shardnet.model.kernels.library import FormStruct, NativeKernels, Team, check_memory, fields
 
 FLOAT_FORMS: Final = {torch.bfloat16: BFLOAT16, torch.float16: FLOAT16, torch.float32: FLOAT32}
 """The forms of weights that stay floats, by their dtype."""
@@ -32,14 +26,10 @@ class _Packing(ctypes.Structure):
     """`struct packing` of csrc/pack.c."""
 
     _fields_ = (
-        ("weights", ctypes.c_void_p),
-        ("packed", ctypes.c_void_p),
+        *fields(ctypes.c_void_p, "weights", "packed"),
         ("team", Team),
-        ("n_out", ctypes.c_int64),
-        ("n_in", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("type", ctypes.c_int32),
-        ("bits", ctypes.c_int32),
+        *fields(ctypes.c_int64, "n_out", "n_in", "stride"),
+        *fields(ctypes.c_int32, "type", "bits"),
     )
 
 
@@ -47,14 +37,10 @@ class _BlockPacking(ctypes.Structure):
     """`struct block_packing` of csrc/panels.c."""
 
     _fields_ = (
-        ("rows", ctypes.c_void_p),
-        ("packed", ctypes.c_void_p),
+        *fields(ctypes.c_void_p, "rows", "packed"),
         ("team", Team),
-        ("n_out", ctypes.c_int64),
-        ("n_in", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("type", ctypes.c_int32),
-        ("block_bytes", ctypes.c_int32),
+        *fields(ctypes.c_int64, "n_out", "n_in", "stride"),
+        *fields(ctypes.c_int32, "type", "block_bytes"),
         ("form", FormStruct),
     )
 
@@ -63,14 +49,9 @@ class _CodePacking(ctypes.Structure):
     """`struct code_packing` of csrc/panels.c."""
 
     _fields_ = (
-        ("codes", ctypes.c_void_p),
-        ("scales", ctypes.c_void_p),
-        ("minimums", ctypes.c_void_p),
-        ("outer", ctypes.c_void_p),
-        ("packed", ctypes.c_void_p),
+        *fields(ctypes.c_void_p, "codes", "scales", "minimums", "outer", "packed"),
         ("team", Team),
-        ("n_out", ctypes.c_int64),
-        ("n_in", ctypes.c_int64),
+        *fields(ctypes.c_int64, "n_out", "n_in"),
         ("form", FormStruct),
     )
 
@@ -79,11 +60,8 @@ class _LookUp(ctypes.Structure):
     """`struct look_up` of csrc/linear.c."""
 
     _fields_ = (
-        ("weights", ctypes.c_void_p),
-        ("ids", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("n_ids", ctypes.c_int64),
-        ("n_in", ctypes.c_int64),
+        *fields(ctypes.c_void_p, "weights", "ids", "out"),
+        *fields(ctypes.c_int64, "n_ids", "n_in"),
         ("form", FormStruct),
         ("team", Team),
     )

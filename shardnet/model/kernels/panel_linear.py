@@ -1,19 +1,20 @@
-"""Linear layers with packed weights in any form.
+"""Linear layers with packed weights in any form, and how floats are packed for the library.
 
-Knows when the compiled library multiplies and when torch does. Must not know layouts
-(kernels/panels.py) nor models.
+Knows when the compiled library multiplies and when torch does. Must not know models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardnet.model.config.panel_form import UNPACKED_PANELS
+from shardnet.model.config.panel_form import PANEL, UNPACKED_PANELS, PanelForm
 from shardnet.model.kernels.library import NativeKernels, NativeMatmul, native_kernels
+from shardnet.model.kernels.packing import FLOAT_FORMS, pack_natively
 from shardnet.model.kernels.panels import Panels, unpack
 
 
@@ -36,35 +37,23 @@ class PanelLinear:
         of inputs.
         """
         n_in = parts[0].shape[1]
-        self._parts = tuple(parts)
-        self._shape = (sum(part.shape[0] for part in parts), n_in)
-        self._bias = bias.float() if bias is not None else None  # [N]
+        self.parts = tuple(parts)
+        """The packed weights, in the order of the outputs."""
+        self.shape = (sum(part.shape[0] for part in parts), n_in)
+        """(N, K)."""
+        self.bias = bias.float() if bias is not None else None  # [N]
+        """[N], float32."""
         if parts[0].packed.device.type == "cpu":
             native = native or native_kernels()
         self._native: NativeMatmul | None = None
         if native is not None:
-            self._native = native.matmul(self._parts, self._bias)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self._shape
-
-    @property
-    def parts(self) -> tuple[Panels, ...]:
-        """The packed weights, in the order of the outputs."""
-        return self._parts
-
-    @property
-    def bias(self) -> Tensor | None:
-        """[N], float32."""
-        return self._bias
+            self._native = native.matmul(self.parts, self.bias)
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
         """The packed weights, and the bias."""
-        packed = tuple(part.packed for part in self._parts)
-        return packed if self._bias is None else (*packed, self._bias)
+        packed = tuple(part.packed for part in self.parts)
+        return packed if self.bias is None else (*packed, self.bias)
 
     @property
     def is_native(self) -> bool:
@@ -81,9 +70,9 @@ class PanelLinear:
         return self._multiply(rows) if self._native is None else self._native(rows)
 
     def _multiply(self, rows: Tensor) -> Tensor:
-        outputs = [_multiply(rows, part) for part in self._parts]
+        outputs = [_multiply(rows, part) for part in self.parts]
         result = torch.cat(outputs, dim=-1) if len(outputs) > 1 else outputs[0]
-        return result if self._bias is None else (result + self._bias).to(rows.dtype)
+        return result if self.bias is None else (result + self.bias).to(rows.dtype)
 
 
 def _multiply(rows: Tensor, part: Panels) -> Tensor:
@@ -91,3 +80,67 @@ def _multiply(rows: Tensor, part: Panels) -> Tensor:
         rows = rows.index_select(1, part.input_order)
     outputs = [F.linear(rows, unpack(some, rows.dtype)) for some in part.split(UNPACKED_PANELS)]
     return torch.cat(outputs, dim=-1)
+
+
+def float_linear(
+    weights: Sequence[Tensor], bias: Tensor | None, native: NativeKernels
+) -> PanelLinear:
+    """Join and pack weights [N_i, K]. Raises ValueError unless all are of one dtype of FLOAT_FORMS.
+
+    float32 rows lose no precision: every such weight is exact in float32.
+    """
+    return PanelLinear([pack_floats(weights, native)], bias, native)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PanelPacking:
+    """Packs rows of `n_in` floats, as bytes, to a form, on the calling thread.
+
+    It implements `Packing` of streaming/buffers.py.
+    """
+
+    native: NativeKernels
+    n_in: int
+    dtype: torch.dtype
+    form: PanelForm
+    """That of FLOAT_FORMS for the dtype, or one that rows are quantised to."""
+
+    @property
+    def unit_bytes(self) -> int:
+        """Stored bytes of the rows of one panel."""
+        return PANEL * self._row_bytes
+
+    def packed_bytes(self, size_bytes: int) -> int:
+        """Return the packed size of `size_bytes` of rows."""
+        return self.form.packed_bytes(size_bytes // self._row_bytes, self.n_in)
+
+    def __call__(self, stored: Tensor, packed: Tensor) -> None:
+        """Pack the rows in `stored`, uint8, into `packed`, uint8."""
+        rows = stored.view(self.dtype).view(-1, self.n_in)
+        pack_natively(self.native, rows, packed, self.form, n_threads=1)
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.n_in * self.dtype.itemsize
+
+
+def fills_panels(n_outs: Sequence[int]) -> bool:
+    """Say whether concatenated weights of `n_outs` outputs each start on panel boundaries."""
+    return not any(n_out % PANEL for n_out in n_outs[:-1])
+
+
+def pack_floats(weights: Sequence[Tensor], native: NativeKernels) -> Panels:
+    """Join and pack weights [N_i, K]. Raises ValueError unless all are of one of these dtypes."""
+    dtype = weights[0].dtype
+    if dtype not in FLOAT_FORMS or any(weight.dtype is not dtype for weight in weights):
+        names = ", ".join(sorted({str(weight.dtype) for weight in weights}))
+        raise ValueError(f"weights are {names}, not all of one float dtype")
+    shape = (sum(weight.shape[0] for weight in weights), weights[0].shape[1])
+    if not fills_panels([weight.shape[0] for weight in weights]):
+        weights = [torch.cat(list(weights))]  # else a panel would be partly empty
+    form = FLOAT_FORMS[dtype]
+    packed = torch.empty(form.packed_shape(*shape), dtype=torch.uint8)
+    n_panels = [-(-weight.shape[0] // PANEL) for weight in weights]
+    for weight, panels in zip(weights, torch.split(packed, n_panels), strict=True):
+        pack_natively(native, weight, panels, form)
+    return Panels(packed=packed, form=form, shape=shape)

@@ -22,6 +22,7 @@ from shardnet.model.kernels.library import (
     Team,
     check_memory,
     check_rows,
+    fields,
     is_bf16,
 )
 
@@ -30,32 +31,15 @@ class RecurrenceStruct(ctypes.Structure):
     """`struct recurrence` of csrc/recurrence.h."""
 
     _fields_ = (
-        ("rows", ctypes.c_void_p),
-        ("gate", ctypes.c_void_p),
-        ("write", ctypes.c_void_p),
-        ("decay", ctypes.c_void_p),
-        ("taps", ctypes.c_void_p),
-        ("rate", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("weight", ctypes.c_void_p),
-        ("taps_bias", ctypes.c_void_p),
-        ("skip", ctypes.c_void_p),
-        ("state", ctypes.c_void_p),
-        ("mixed", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
+        *fields(ctypes.c_void_p, "rows", "gate", "write", "decay", "taps", "rate", "bias"),
+        *fields(ctypes.c_void_p, "weight", "taps_bias", "skip", "state", "mixed", "out"),
         ("team", Team),
-        ("n_rows", ctypes.c_int64),
-        ("n_taps", ctypes.c_int64),
-        ("n_key_heads", ctypes.c_int64),
-        ("n_heads", ctypes.c_int64),
-        ("key_size", ctypes.c_int64),
+        *fields(ctypes.c_int64, "n_rows", "n_taps", "n_key_heads", "n_heads", "key_size"),
         ("value_size", ctypes.c_int64),
         ("eps", ctypes.c_float),
-        ("is_bf16", ctypes.c_int32),
-        ("takes_turns", ctypes.c_int32),
+        *fields(ctypes.c_int32, "is_bf16", "takes_turns"),
         ("write_scale", ctypes.c_float),
-        ("gates_alone", ctypes.c_int32),
-        ("by_column", ctypes.c_int32),
+        *fields(ctypes.c_int32, "gates_alone", "by_column"),
         ("decay_floor", ctypes.c_float),
         ("before", ctypes.c_void_p),
     )
@@ -117,7 +101,7 @@ class NativeRecurrence:
         self._config = config
         self._kept = parameters
         self._call = kernels.function("shardnet_recurrence", ctypes.POINTER(RecurrenceStruct))
-        self._arguments = RecurrenceStruct(
+        self.arguments = RecurrenceStruct(
             taps=own.taps.data_ptr(),
             rate=own.decay_rate.data_ptr(),
             bias=own.decay_bias.data_ptr(),
@@ -138,11 +122,6 @@ class NativeRecurrence:
             decay_floor=own.decay_floor,
         )
 
-    @property
-    def arguments(self) -> RecurrenceStruct:
-        """The arguments of its calls: what they have in common stays as long as this lives."""
-        return self._arguments
-
     def __call__(
         self,
         rows: Tensor,
@@ -158,7 +137,7 @@ class NativeRecurrence:
         The state `before` and that to be written, which may be the same, are float32 [H, K, V].
         Raises ValueError for other memory.
         """
-        own, arguments = self._config, self._arguments
+        own, arguments = self._config, self.arguments
         rows, gate = rows.contiguous(), gate.contiguous()
         write, decay = write.contiguous(), decay.contiguous()
         n_rows = check_rows(rows, own.mixed_width) - own.n_taps + 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypedDict, Unpack
 
 import msgspec
 import torch
@@ -120,23 +121,28 @@ class ForwardStep(msgspec.Struct, frozen=True, kw_only=True):
             self.experts[layer] = experts
 
 
+class StepOptions(TypedDict, total=False):
+    """What a step may have beside its rows: fields of ForwardStep."""
+
+    experts: dict[int, Tensor] | None
+    hidden_dtype: torch.dtype | None
+    layer_by_layer: bool
+    is_adapted: bool
+    pictures: PictureRows | None
+    choices: list[Tensor | None]
+
+
 def plan_step(
     batch: MicroBatch,
     kv: KvCache,
     context: int,
     dtype: torch.dtype,
-    experts: dict[int, Tensor] | None = None,
-    hidden_dtype: torch.dtype | None = None,
-    *,
-    layer_by_layer: bool = False,
-    is_adapted: bool = False,
-    pictures: PictureRows | None = None,
-    choices: list[Tensor | None] | None = None,
+    **options: Unpack[StepOptions],
 ) -> ForwardStep:
     """Grow the slots of `batch` and prepare the inputs that its layers share.
 
-    `context` is the limit of positions per sequence, `dtype` that of the masks, the others as in
-    ForwardStep. Raises CapacityError for a position beyond `context`, and if the KV cache is full.
+    `context` is the limit of positions per sequence, `dtype` that of the masks. Raises
+    CapacityError for a position beyond `context`, and if the KV cache is full.
     """
     for group in batch.groups:
         end_position = group.position + group.n_rows
@@ -147,18 +153,7 @@ def plan_step(
                 remedy="ask for fewer tokens or a longer --context",
             )
         kv.ensure(group.slot, end_position, group.n_rows)
-    return step_over(
-        batch.groups,
-        batch.token_ids,
-        kv,
-        dtype,
-        experts=experts,
-        hidden_dtype=hidden_dtype,
-        layer_by_layer=layer_by_layer,
-        is_adapted=is_adapted,
-        pictures=pictures,
-        choices=choices,
-    )
+    return step_over(batch.groups, batch.token_ids, kv, dtype, **options)
 
 
 def step_over(
@@ -166,17 +161,12 @@ def step_over(
     token_ids: Sequence[int],
     kv: KvCache,
     dtype: torch.dtype,
-    *,
-    experts: dict[int, Tensor] | None = None,
-    hidden_dtype: torch.dtype | None = None,
-    layer_by_layer: bool = False,
-    is_adapted: bool = False,
-    pictures: PictureRows | None = None,
-    choices: list[Tensor | None] | None = None,
+    **options: Unpack[StepOptions],
 ) -> ForwardStep:
     """Prepare a step over rows for which there is room in their slots; arguments as `plan_step`."""
     spans = []
     positions: list[int] = []
+    pictures = options.get("pictures")
     for group in groups:
         start = len(positions)
         positions.extend(range(group.position, group.position + group.n_rows))
@@ -203,13 +193,8 @@ def step_over(
         positions=torch.tensor(positions, dtype=torch.int64, device=kv.device),
         spans=tuple(spans),
         kv=kv,
-        experts=experts,
         native_spans=_native_spans(spans, kv),
-        hidden_dtype=hidden_dtype,
-        layer_by_layer=layer_by_layer,
-        is_adapted=is_adapted,
-        pictures=pictures,
-        choices=[] if choices is None else choices,
+        **options,
     )
 
 

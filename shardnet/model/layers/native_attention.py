@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardnet.model.cache.kv_cache import KvCache, SlotAddresses
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.kernels.library import Team, check_memory, is_bf16, native_kernels
+from shardnet.model.kernels.library import Team, check_memory, fields, is_bf16, native_kernels
 from shardnet.types import SlotId, kv_groups
 
 MAX_HEAD: Final = 576
@@ -35,30 +35,13 @@ class AttendStruct(ctypes.Structure):
     """`struct attend` of csrc/sublayers.c."""
 
     _fields_ = (
-        ("queries", ctypes.c_void_p),
-        ("attended", ctypes.c_void_p),
-        ("sinks", ctypes.c_void_p),
-        ("spans", ctypes.c_void_p),
-        ("n_spans", ctypes.c_int64),
-        ("layer", ctypes.c_int64),
-        ("row_stride", ctypes.c_int64),
-        ("n_heads", ctypes.c_int64),
-        ("n_kv_heads", ctypes.c_int64),
-        ("head_size", ctypes.c_int64),
-        ("value_size", ctypes.c_int64),
-        ("row_bytes", ctypes.c_int64),
-        ("value_bytes", ctypes.c_int64),
-        ("key_columns", ctypes.c_int64),
-        ("value_columns", ctypes.c_int64),
-        ("window", ctypes.c_int64),
-        ("group", ctypes.c_int64),
+        *fields(ctypes.c_void_p, "queries", "attended", "sinks", "spans"),
+        *fields(ctypes.c_int64, "n_spans", "layer", "row_stride", "n_heads", "n_kv_heads"),
+        *fields(ctypes.c_int64, "head_size", "value_size", "row_bytes", "value_bytes"),
+        *fields(ctypes.c_int64, "key_columns", "value_columns", "window", "group"),
         ("team", Team),
-        ("scale", ctypes.c_float),
-        ("soft_cap", ctypes.c_float),
-        ("is_bf16", ctypes.c_int32),
-        ("kv_is_bf16", ctypes.c_int32),
-        ("values_are_keys", ctypes.c_int32),
-        ("is_causal", ctypes.c_int32),
+        *fields(ctypes.c_float, "scale", "soft_cap"),
+        *fields(ctypes.c_int32, "is_bf16", "kv_is_bf16", "values_are_keys", "is_causal"),
     )
 
 
@@ -66,18 +49,9 @@ class ChoiceStruct(ctypes.Structure):
     """`struct choice` of csrc/sublayers.h."""
 
     _fields_ = (
-        ("index", AttendStruct),
-        ("attend", AttendStruct),
-        ("weights", ctypes.c_void_p),
-        ("chosen", ctypes.c_void_p),
-        ("scores", ctypes.c_void_p),
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
-        ("n_rows", ctypes.c_int64),
-        ("n_chosen", ctypes.c_int64),
-        ("n_pooled", ctypes.c_int64),
-        ("stride", ctypes.c_int64),
-        ("first_row", ctypes.c_int64),
+        *fields(AttendStruct, "index", "attend"),
+        *fields(ctypes.c_void_p, "weights", "chosen", "scores", "keys", "values"),
+        *fields(ctypes.c_int64, "n_rows", "n_chosen", "n_pooled", "stride", "first_row"),
         ("end_row", ctypes.c_int64),
     )
 

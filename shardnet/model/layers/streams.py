@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardnet.model.config.model_config import Activation, ModelConfig, StreamKind, Streams
-from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import native_kernels
 from shardnet.model.kernels.linear import Linear
+from shardnet.model.kernels.panel_linear import float_linear
 from shardnet.model.layers.norms import BareNorm, HeadNorm, activate, row_sigmoid, row_softmax
 from shardnet.model.layers.weight_source import WeightSource
 

@@ -1,44 +1,80 @@
-"""The interface through which a family's layers get their parameters.
+"""The interface through which a family's layers get their parameters, and tables to look up in.
 
 Knows what a layer may ask for. Must not know files, dtypes of kernels or where weights are stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypedDict, Unpack
 
+import torch
 from torch import Tensor
 
 from shardnet.model.config.model_config import ModelConfig, NormKind
 from shardnet.model.kernels.linear import Linear
+from shardnet.model.kernels.panels import Panels, look_up
 from shardnet.model.layers.norms import BareNorm, Norm
-from shardnet.model.layers.tables import RowsOf, Table
 from shardnet.model.shards.cut import Axis
+
+RowsOf = Callable[[Tensor], Tensor]
+"""Says which rows token ids [T], int64 on the CPU, need: [T, any]."""
+
+
+class Table(Protocol):
+    """A table of rows [N, E], in the compute dtype."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up the rows `ids` [T], integers on the table's device: a new tensor [T, E]."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainTable:
+    """A table in the compute dtype."""
+
+    table: Tensor  # [N, E]
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up the rows `ids` [T]: a new tensor [T, E]."""
+        return self.table.index_select(0, ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PanelTable:
+    """A table of packed weights, unpacked to `dtype` row by row."""
+
+    panels: Panels
+    dtype: torch.dtype
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Look up the rows `ids` [T]: a new tensor [T, E]."""
+        return look_up(self.panels, ids, self.dtype)
+
+
+class LinearOptions(TypedDict, total=False):
+    """How a linear is made.
+
+    `transposed`: weights are stored as [K, N] (GPT-2's Conv1D). `precise`: never quantise them.
+    `wide`: also compute in float32, whatever the compute dtype.
+
+    Where the stage is cut over shards, `outputs` say what the outputs are, in order, and each shard
+    gets its own ones; without them all shards get all outputs. `inputs` say what the inputs are:
+    each shard gives its own ones.
+    """
+
+    transposed: bool
+    precise: bool
+    wide: bool
+    outputs: Sequence[Axis]
+    inputs: Axis | None
 
 
 class WeightSource(Protocol):
     """Provides the parameters of a stage by name: from a checkpoint, or synthetic ones."""
 
-    def linear(
-        self,
-        *names: str,
-        transposed: bool = False,
-        precise: bool = False,
-        wide: bool = False,
-        outputs: Sequence[Axis] = (),
-        inputs: Axis | None = None,
-    ) -> Linear:
-        """Make one linear layer of the concatenated `NAME.weight` (and `NAME.bias`, if present).
-
-        `transposed`: weights are stored as [K, N] (GPT-2's Conv1D). `precise`: never quantise them.
-        `wide`: also compute in float32, whatever the compute dtype.
-
-        Where the stage is cut over shards, `outputs` say what the outputs are, in order, and each
-        shard gets its own ones; without them all shards get all outputs. `inputs` say what the
-        inputs are: each shard gives its own ones.
-        """
+    def linear(self, *names: str, **how: Unpack[LinearOptions]) -> Linear:
+        """Make one linear layer of the concatenated `NAME.weight` (and `NAME.bias`, if present)."""
 
     def norm(self, name: str, eps: float, offset: float = 0.0) -> Norm:
         """Make a norm of `NAME.weight` and `NAME.bias`, if present: [E] each.

@@ -22,11 +22,7 @@ from shardnet.model.cache.slot_blocks import Replay, SlotState
 from shardnet.model.config.model_config import Compressed, ModelConfig, Rope
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep, Span, attend_row, attention
-from shardnet.model.layers.native_attention import (
-    CHOSEN_ROWS,
-    AttentionKind,
-    native_attend_rows,
-)
+from shardnet.model.layers.native_attention import CHOSEN_ROWS, AttentionKind, native_attend_rows
 from shardnet.model.layers.norms import BareNorm, Norm, row_softmax
 from shardnet.model.layers.rotary import Rotary, rotary_frequencies, rotary_rows
 from shardnet.model.layers.streams import added_up

@@ -62,8 +62,8 @@ class Projections:
     config: DeltaNet
     qkvz_proj: Linear
     ba_proj: Linear
-    groups_qkvz: bool
-    groups_ba: bool
+    groups_qkvz: bool = False
+    groups_ba: bool = False
 
     def __call__(self, hidden: Tensor) -> Projected:
         """Project hidden states [T, E]."""

@@ -27,8 +27,7 @@ from shardnet.model.layers.decoder_layer import Sublayer
 from shardnet.model.layers.norms import HeadNorm, activate, row_sigmoid
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.streams import stream_norm
-from shardnet.model.layers.tables import Table
-from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.layers.weight_source import Table, WeightSource
 from shardnet.model.mixers.position_indexer import from_digits, to_digits
 
 _LEAST_GATE = 1e-6

@@ -38,17 +38,10 @@ class GatheredLinear:
         self.group = group
         self.in_ends = in_ends
         self.out_ends = out_ends
-
-    @property
-    def shape(self) -> tuple[int, int]:
+        n_out, n_in = own.shape
+        self.shape = (n_out if out_ends is None else out_ends[-1], n_in)
         """(N, K) of the whole linear."""
-        n_out, n_in = self.own.shape
-        return n_out if self.out_ends is None else self.out_ends[-1], n_in
-
-    @property
-    def weights_stay(self) -> bool:
-        """Whether the weights stay at one address for as long as the linear is used."""
-        return self.own.weights_stay
+        self.weights_stay = own.weights_stay
 
     @property
     def weights(self) -> tuple[Tensor, ...]:

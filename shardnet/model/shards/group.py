@@ -23,7 +23,7 @@ from shardnet.errors import (
     internal_error,
     without_frames,
 )
-from shardnet.model.kernels.library import NativeKernels, native_kernels
+from shardnet.model.kernels.library import NativeKernels, fields, native_kernels
 
 
 class ShardGroup(Protocol):
@@ -60,27 +60,17 @@ class GatherStruct(ctypes.Structure):
     """`struct gather` of csrc/gather.h."""
 
     _fields_ = (
-        ("join", ctypes.c_void_p),
-        ("memory", ctypes.c_void_p),
-        ("deadline_ns", ctypes.c_int64),
-        ("spin_ns", ctypes.c_int64),
-        ("index", ctypes.c_int32),
-        ("size", ctypes.c_int32),
-        ("post", ctypes.c_void_p),
-        ("await", ctypes.c_void_p),
+        *fields(ctypes.c_void_p, "join", "memory"),
+        *fields(ctypes.c_int64, "deadline_ns", "spin_ns"),
+        *fields(ctypes.c_int32, "index", "size"),
+        *fields(ctypes.c_void_p, "post", "await"),
     )
 
 
 class JoinedStruct(ctypes.Structure):
     """`struct joined` of csrc/gather.h."""
 
-    _fields_ = (
-        ("gather", ctypes.c_void_p),
-        ("in_ends", ctypes.c_void_p),
-        ("out_ends", ctypes.c_void_p),
-        ("rows", ctypes.c_void_p),
-        ("part", ctypes.c_void_p),
-    )
+    _fields_ = fields(ctypes.c_void_p, "gather", "in_ends", "out_ends", "rows", "part")
 
 
 _Join = ctypes.CFUNCTYPE(
@@ -259,8 +249,8 @@ class MemoryGroup:
         self, memory: SharedMemory, index: int, size: int, deadline_s: float = DEADLINE_S
     ) -> None:
         self._memory = memory
-        self._index = index
-        self._size = size
+        self.index = index
+        self.size = size
         self._join = _kernels().function(
             "shardnet_join",
             ctypes.POINTER(GatherStruct),
@@ -275,19 +265,9 @@ class MemoryGroup:
             size=size,
         )
 
-    @property
-    def index(self) -> int:
-        """See ShardGroup."""
-        return self._index
-
-    @property
-    def size(self) -> int:
-        """See ShardGroup."""
-        return self._size
-
     def gather(self, part: Tensor, ends: Sequence[int]) -> Tensor:
         """See ShardGroup. Raises ValueError for a part that is not of these columns."""
-        own = ends[self._index + 1] - ends[self._index]
+        own = ends[self.index + 1] - ends[self.index]
         if part.ndim != 2 or part.shape[1] != own or part.device.type != "cpu":
             raise ValueError(f"a part {list(part.shape)} on {part.device} of {own} columns")
         widest = max(end - begin for begin, end in pairwise(ends))
@@ -307,7 +287,7 @@ class MemoryGroup:
         lost = self._memory.failed
         if lost is not None:
             raise LostShardError(
-                f"shard {lost} of {self._size} of this stage was lost",
+                f"shard {lost} of {self.size} of this stage was lost",
                 remedy="the stage is loaded again; if this happens often, see that node's log",
             )
 

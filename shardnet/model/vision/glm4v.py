@@ -16,10 +16,10 @@ from shardnet.model.config.limits import NORM_EPS
 from shardnet.model.config.model_config import Activation, ModelConfig
 from shardnet.model.vision import qwen2_5_vl
 from shardnet.model.vision.picture import EncodedPicture, EncoderWalk, PictureProcessor
-from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
     Table,
     TokenId,
+    VisionConfig,
     VisionFamily,
     VisionGguf,
     linear_tensors,

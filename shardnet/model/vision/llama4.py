@@ -31,11 +31,11 @@ from shardnet.model.vision.picture import (
     PictureProcessor,
     PreparedPicture,
 )
-from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
     LayerNames,
     Table,
     TokenId,
+    VisionConfig,
     VisionFamily,
     VisionGguf,
     linear_tensors,
@@ -73,8 +73,7 @@ def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
     """Read a Llama4VisionConfig."""
     own.ignore("norm_eps", "layer_norm_eps", "vision_feature_select_strategy")  # it reads none
     own.ignore("projector_dropout", "vision_feature_layer")
-    if (named := own.take("hidden_act", str, "gelu")) != "gelu":
-        raise own.unsupported("hidden_act", named, "gelu")
+    own.require("hidden_act", "gelu")
     own.require("multi_modal_projector_bias", False)
     merge = round(1 / own.number("pixel_shuffle_ratio", 0.5, within=Range(0.01, 1)))
     width, patch = own.positive("hidden_size", 768), own.positive("patch_size", 14)

@@ -16,8 +16,7 @@ from shardnet.errors import UsageError
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import SCALES, Range
 from shardnet.model.vision.picture import PreparedPicture
-from shardnet.model.vision.vision_config import VisionConfig
-from shardnet.model.vision.vision_family import TokenId
+from shardnet.model.vision.vision_family import TokenId, VisionConfig
 
 if TYPE_CHECKING:
     import numpy as np

@@ -24,11 +24,11 @@ from shardnet.model.vision.patches import (
     required_id,
 )
 from shardnet.model.vision.picture import EncodedPicture, EncoderWalk, PictureProcessor
-from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
     LayerNames,
     Table,
     TokenId,
+    VisionConfig,
     VisionFamily,
     VisionGguf,
     linear_tensors,
@@ -59,9 +59,7 @@ _LAYERS: Final = LayerNames(
 
 def read_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
     """Read a PixtralVisionConfig, and what Mistral3Config says of the projector."""
-    layer = outer.take("vision_feature_layer", int, -1)
-    if layer != -1:
-        raise outer.unsupported("vision_feature_layer", layer, "-1")
+    outer.require("vision_feature_layer", -1)
     n_heads, hidden_size = (
         own.positive("num_attention_heads", 16),
         own.positive("hidden_size", 1024),
@@ -151,12 +149,7 @@ class PixtralTower:
 
     def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode patches; see Tower."""
-        from shardnet.model.vision.tower import (
-            axial_rotary,
-            frequencies,
-            in_pieces,
-            patch_places,
-        )
+        from shardnet.model.vision.tower import axial_rotary, frequencies, in_pieces, patch_places
 
         config = self.config
         by_turns = frequencies(config.rope_theta, config.head_size // 2)

@@ -1,13 +1,15 @@
-"""The tower of Qwen2.5-VL (transformers, modeling_qwen2_5_vl.py).
+"""The towers of Qwen2.5-VL and Qwen2-VL (transformers, modeling_qwen2_5_vl.py, _qwen2_vl.py).
 
 Pictures of any shape as two frames, rotary positions by line and column, and most layers attend
-within windows only. What the towers after it have in common with it is here too.
+within windows only; Qwen2-VL has none, LayerNorm, and MLPs without a gate. What the towers after
+them have in common with them is here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.model.config.decoder_config import read_activation
@@ -24,11 +26,11 @@ from shardnet.model.vision.patches import (
     read_patches,
 )
 from shardnet.model.vision.picture import EncodedPicture, EncoderWalk
-from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
     LayerNames,
     Table,
     TokenId,
+    VisionConfig,
     VisionFamily,
     VisionGguf,
     linear_tensors,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from shardnet.model.layers.norms import Norm
     from shardnet.model.layers.weight_source import WeightSource
     from shardnet.model.vision.tower import TowerLayer, TowerMlp
+
 
 EPS: Final = 1e-6
 PLACEHOLDER: Final = "<|image_pad|>"
@@ -252,6 +255,58 @@ VISION = VisionFamily(
     gguf=VisionGguf(
         projectors=("qwen2.5vl_merger",),
         read=read_gguf,
+        size=lambda own: {},
+        row_token=PLACEHOLDER,
+    ),
+)
+
+
+_QWEN2_LAYERS: Final = replace(LAYERS, mlp=("mlp.fc1", "mlp.fc2"), has_norm_bias=True)
+
+
+def read_qwen2_config(outer: Fields, own: Fields, text: ModelConfig) -> VisionConfig:
+    """Read a Qwen2VLVisionConfig, whose `hidden_size` is the language model's."""
+    own.ignore("spatial_patch_size", "intermediate_size")  # as the other one; of projector files
+    own.require("hidden_size", text.hidden_size)
+    width = own.positive("embed_dim", 1280)
+    config = read_sizes(
+        outer, own, text, n_layers=32, hidden_size=width, intermediate_size=1, patch=14
+    )
+    return replace(
+        config,
+        hidden_size=width,
+        intermediate_size=width * own.positive("mlp_ratio", 4),
+        activation=read_activation(own, "hidden_act", "quick_gelu"),
+    )
+
+
+def qwen2_tensors(config: VisionConfig) -> Table:
+    """Name the parameters."""
+    norm = norm_tensors(config.hidden_size, "visual.merger.ln_q")
+    return merger_tensors(config) | norm | _QWEN2_LAYERS.tensors(config)
+
+
+def read_qwen2_gguf(own: Fields, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the metadata of a projector. Its inner size is another one: the qwen2_tensors say it."""
+    width = own.positive("embedding_length")
+    config = {
+        "embed_dim": width,
+        "hidden_size": own.positive("projection_dim"),
+        "spatial_merge_size": own.positive("spatial_merge_size", 2),
+    }
+    if (up := stored.get("v.blk.0.ffn_up.weight")) is not None:
+        config["mlp_ratio"] = up.shape[0] // width
+    return {"vision_config": config}
+
+
+QWEN2 = VisionFamily(
+    read_config=read_qwen2_config,
+    tensors=qwen2_tensors,
+    make_processor=make_processor,
+    load=partial(Qwen25Tower.load, names=_QWEN2_LAYERS),
+    gguf=VisionGguf(
+        projectors=("qwen2vl_merger",),
+        read=read_qwen2_gguf,
         size=lambda own: {},
         row_token=PLACEHOLDER,
     ),

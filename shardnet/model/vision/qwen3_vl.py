@@ -19,9 +19,9 @@ from shardnet.model.vision import qwen2_5_vl
 from shardnet.model.vision.patches import HALF
 from shardnet.model.vision.picture import EncodedPicture, EncoderWalk
 from shardnet.model.vision.qwen2_5_vl import LAYERS, PLACEHOLDER, QwenMerger
-from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
     Table,
+    VisionConfig,
     VisionFamily,
     VisionGguf,
     linear_tensors,

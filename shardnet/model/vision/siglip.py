@@ -25,11 +25,11 @@ from shardnet.model.vision.patches import (
     required_id,
 )
 from shardnet.model.vision.picture import EncodedPicture, EncoderWalk, PictureProcessor
-from shardnet.model.vision.vision_config import VisionConfig
 from shardnet.model.vision.vision_family import (
     LayerNames,
     Table,
     TokenId,
+    VisionConfig,
     VisionFamily,
     VisionGguf,
     linear_tensors,

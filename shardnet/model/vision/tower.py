@@ -23,12 +23,8 @@ from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.norms import Norm, activate
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
-from shardnet.model.vision.picture import (
-    EncoderWalk,
-    PictureProcessor,
-    PreparedPicture,
-)
-from shardnet.model.vision.vision_config import VisionConfig
+from shardnet.model.vision.picture import EncoderWalk, PictureProcessor, PreparedPicture
+from shardnet.model.vision.vision_family import VisionConfig
 
 PIECE_ROWS: Final = 64
 """Patches that are computed at a time on a CPU: a few milliseconds of a layer."""

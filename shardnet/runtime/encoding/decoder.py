@@ -14,7 +14,7 @@ import torch
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.formats.gguf import ANSWERS, ANSWERS_HEAD
 from shardnet.checkpoint.formats.gguf_types import PLAIN, unpack
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN, FileState, read_stored
+from shardnet.checkpoint.tensors.stored_tensor import FileState, damaged, read_stored
 from shardnet.errors import CheckpointError
 from shardnet.model.kernels.linear import probe
 from shardnet.runtime.encoding.encoder import (
@@ -178,9 +178,7 @@ def _answers_head(checkpoint: Checkpoint, device: torch.device) -> torch.Tensor 
         return None
     shape = (len(ANSWERS), checkpoint.config.hidden_size)
     if source.shape != shape:
-        raise CheckpointError(
-            f"{checkpoint.path}: {ANSWERS_HEAD} is {source.shape}, not {shape}", remedy=AGAIN
-        )
+        raise damaged(f"{checkpoint.path}: {ANSWERS_HEAD} is {source.shape}, not {shape}")
     opened = FileState.of(checkpoint.folder / source.file)
     raw = read_stored(checkpoint.folder, source, opened)
     values = raw if source.dtype in PLAIN else unpack(raw, source.dtype, shape, torch.float32)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN, read_stored
-from shardnet.errors import CheckpointError, NumericalError, ShortageError, UsageError, shortage
+from shardnet.checkpoint.tensors.stored_tensor import damaged, read_stored
+from shardnet.errors import NumericalError, ShortageError, UsageError, shortage
 from shardnet.model.kernels.devices import capacity_error_for, is_out_of_memory
 from shardnet.runtime.encoding.encoder_facts import (
     BATCH_POSITIONS,
@@ -214,10 +214,9 @@ def _named(facts: EncoderFacts) -> Iterator[None]:
             raise
         if (short := shortage(error, facts.path)) is not None:
             raise short from error
-        raise CheckpointError(
+        raise damaged(
             f"{facts.path}: transformers makes no {facts.config.class_name} of it: "
-            f"{str(error)[:300]}",
-            remedy=AGAIN,
+            f"{str(error)[:300]}"
         ) from error
 
 
@@ -257,9 +256,7 @@ def _check_claimed(facts: EncoderFacts, claimed: Mapping[str, torch.Tensor]) -> 
         return
     found = {bare_name(tensor.name) for tensor in facts.tensors}
     _refuse(facts, "lacks", [name for name in claimed if bare_name(name) not in found])
-    raise CheckpointError(
-        f"{facts.path} has {facts.n_parameters} weights, and its config {n_weights}", remedy=AGAIN
-    )
+    raise damaged(f"{facts.path} has {facts.n_parameters} weights, and its config {n_weights}")
 
 
 def _check_complete(facts: EncoderFacts, said: Mapping[str, Any]) -> None:
@@ -273,9 +270,7 @@ def _check_complete(facts: EncoderFacts, said: Mapping[str, Any]) -> None:
 
 def _refuse(facts: EncoderFacts, what: str, names: Sequence[str]) -> None:
     if names:
-        raise CheckpointError(
-            f"{facts.path} {what} {len(names)} tensors, {min(names):.200} among them", remedy=AGAIN
-        )
+        raise damaged(f"{facts.path} {what} {len(names)} tensors, {min(names):.200} among them")
 
 
 def _is_unused(facts: EncoderFacts, name: str) -> bool:

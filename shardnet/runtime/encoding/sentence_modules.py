@@ -16,7 +16,7 @@ from shardnet.checkpoint.formats.huggingface import read_tensor_files
 from shardnet.checkpoint.tensors.checkpoint_files import has_file
 from shardnet.checkpoint.tensors.json_files import MAX_JSON_BYTES, parse_value, read_file, read_json
 from shardnet.checkpoint.tensors.model_tensor import ModelTensor, unchanged
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN, FileState
+from shardnet.checkpoint.tensors.stored_tensor import FileState, damaged
 from shardnet.errors import CheckpointError, UnsupportedModelError, shown
 from shardnet.model.config.fields import Fields
 from shardnet.model.families.encoders import MAX_VECTOR, Kind
@@ -144,9 +144,8 @@ def check_widths(dense: Sequence[DenseLayer], width: int, where: str) -> None:
     for layer in dense:
         n_out, n_in = layer.tensors[0].shape
         if n_in != width:
-            raise CheckpointError(
-                f"{where}: a linear behind the pooling takes {n_in} numbers, and gets {width}",
-                remedy=AGAIN,
+            raise damaged(
+                f"{where}: a linear behind the pooling takes {n_in} numbers, and gets {width}"
             )
         width = n_out
 
@@ -164,7 +163,7 @@ def _listed(path: Path) -> list[tuple[str, str]] | None:
     for one in values if isinstance(values, list) else [None]:
         kind, place = (one.get("type"), one.get("path")) if isinstance(one, dict) else (None, None)
         if not isinstance(kind, str) or not isinstance(place, str):
-            raise CheckpointError(f"{path}: {shown(one)} is no module", remedy=AGAIN)
+            raise damaged(f"{path}: {shown(one)} is no module")
         found.append((kind.rpartition(".")[2], place))
     return found
 
@@ -223,7 +222,7 @@ def _prompt(path: Path) -> str:
         return ""
     prompt = prompts.get(name) if isinstance(prompts, dict) and isinstance(name, str) else None
     if not isinstance(prompt, str):
-        raise CheckpointError(f"{path} has no prompt {shown(name)}", remedy=AGAIN)
+        raise damaged(f"{path} has no prompt {shown(name)}")
     return prompt
 
 
@@ -236,8 +235,7 @@ def _dense(folder: Path) -> DenseLayer:
     if activation != "Identity" and activation != "Tanh":
         raise fields.unsupported("activation_function", said, "Identity, Tanh")
     for key in ("module_input_name", "module_output_name"):
-        if (of := fields.take(key, str, _VECTOR)) != _VECTOR:
-            raise fields.unsupported(key, of, _VECTOR)
+        fields.require(key, _VECTOR)
     n_in = fields.positive("in_features", at_most=MAX_VECTOR)
     n_out = fields.positive("out_features", at_most=MAX_VECTOR)
     shapes: dict[str, tuple[int, ...]] = {"linear.weight": (n_out, n_in)}
@@ -246,7 +244,7 @@ def _dense(folder: Path) -> DenseLayer:
     _, files = read_tensor_files(folder)
     stored = {name: one for file in files.values() for name, one in file.tensors.items()}
     if {name: one.shape for name, one in stored.items()} != shapes:
-        raise CheckpointError(f"{folder}: its tensors are not {shapes}", remedy=AGAIN)
+        raise damaged(f"{folder}: its tensors are not {shapes}")
     return DenseLayer(
         activation=activation,
         tensors=tuple(unchanged(name, stored[name]) for name in shapes),

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Unpack
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ from shardnet.model.kernels.linear import (
     make_linear,
 )
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.tables import RowsOf, Table
-from shardnet.model.layers.weight_source import WholeSource
+from shardnet.model.layers.weight_source import LinearOptions, RowsOf, Table, WholeSource
 from shardnet.model.shards.cut import Axis
 from shardnet.types import DType
 
@@ -118,16 +117,7 @@ class AdaptedLinear:
         self._base = base
         self._added = added
         self._active = active
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self._base.shape
-
-    @property
-    def weights_stay(self) -> bool:
-        """See Linear."""
-        return self._base.weights_stay
+        self.shape, self.weights_stay = base.shape, base.weights_stay
 
     @property
     def is_native(self) -> bool:
@@ -209,24 +199,9 @@ class AdaptedWeights:
                 remedy="merge the adapter into the model, and use that instead",
             )
 
-    def linear(
-        self,
-        *names: str,
-        transposed: bool = False,
-        precise: bool = False,
-        wide: bool = False,
-        outputs: Sequence[Axis] = (),
-        inputs: Axis | None = None,
-    ) -> Linear:
+    def linear(self, *names: str, **how: Unpack[LinearOptions]) -> Linear:
         """See WeightSource."""
-        base = self.weights.linear(
-            *names,
-            transposed=transposed,
-            precise=precise,
-            wide=wide,
-            outputs=outputs,
-            inputs=inputs,
-        )
+        base = self.weights.linear(*names, **how)
         added: dict[str, list[AddedPart]] = {}
         begin = 0
         for name in names:

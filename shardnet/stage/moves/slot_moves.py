@@ -21,8 +21,8 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from shardnet.errors import CapacityError, UsageError
-from shardnet.model.cache.kv_cache import KvCache
+from shardnet.errors import UsageError
+from shardnet.model.cache.kv_cache import KvCache, missing_rows
 from shardnet.model.cache.slot_blocks import SlotContents, SlotState
 from shardnet.slot_operations import OpenSequence
 from shardnet.types import (
@@ -166,6 +166,10 @@ class SlotMoves:
         self._kv = kv
         self._heads = heads
         self.layers = layers
+        self.block_bytes = kv.block_bytes
+        """Bytes of one block of positions over all layers: an upper bound with windows."""
+        self.state_bytes = kv.state_bytes
+        """Bytes of one state over all layers that keep one."""
         self._owners = owners
         self._arriving: dict[SequenceId, _Arriving] = {}
         self._lock = threading.Lock()
@@ -174,16 +178,6 @@ class SlotMoves:
     def form(self, layer: int) -> str:
         """What the rows of a layer look like here; only equal ones can be taken in."""
         return self._kv.form(layer - self.layers.start) + self._heads
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of positions over all layers: an upper bound with windows."""
-        return self._kv.block_bytes
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of one state over all layers that keep one."""
-        return self._kv.state_bytes
 
     def has_layer(self, layer: int) -> bool:
         """Say whether it moves a layer."""
@@ -243,10 +237,9 @@ class SlotMoves:
             others = [each for key, each in self._arriving.items() if key != sequence_id]
             wanted = n_blocks + sum(each.n_blocks for each in others)
             if len(others) >= MAX_ARRIVING or wanted > self._kv.room_blocks:
-                raise CapacityError(
+                raise missing_rows(
                     f"{len(others) + 1} sequences of {wanted} KV blocks were to be moved here, and "
-                    f"there is room for {self._kv.room_blocks} blocks",
-                    remedy="send the request again",
+                    f"there is room for {self._kv.room_blocks} blocks"
                 )
             arriving = self._arriving.get(sequence_id)
             if arriving is None:

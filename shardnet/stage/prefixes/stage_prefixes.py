@@ -127,7 +127,8 @@ class StagePrefixes:
 
     def __init__(self, kv: KvCache, files: StageFolder) -> None:
         self._kv = kv
-        self._files = files
+        self.files = files
+        """Where the blocks are."""
         self._parts = [*_parts(kv)]
         self.block_bytes = sum(part.size_bytes for part in self._parts if not part.is_states)
         """Bytes of one block in all layers."""
@@ -140,11 +141,6 @@ class StagePrefixes:
         """The latest call of `restore` for each sequence: an older one may come late."""
         self._is_closed = False
         kv.before_write = self._before_write
-
-    @property
-    def files(self) -> StageFolder:
-        """Where the blocks are."""
-        return self._files
 
     # --- on the compute thread
 
@@ -200,9 +196,9 @@ class StagePrefixes:
 
     def _first_missing(self, keys: Sequence[bytes]) -> int:
         """Return the first block that is not on disk whole, of layers without a window if any."""
-        names = self._files.names()
+        names = self.files.names()
         part = self._parts[0]
-        are_here = (self._files.path(key, part.name).name in names for key in keys)
+        are_here = (self.files.path(key, part.name).name in names for key in keys)
         return next((block for block, is_here in enumerate(are_here) if not is_here), len(keys))
 
     def _before_write(self, slot: SlotId, begin: int, keys: Sequence[Tensor]) -> None:
@@ -214,13 +210,13 @@ class StagePrefixes:
 
     def restorable(self, keys: Sequence[bytes]) -> bytes:
         """Return of which of the first blocks all files are here: bit `n - 1` for `n` blocks."""
-        names = self._files.names()
+        names = self.files.names()
         found = bytearray(-(-len(keys) // 8))
         runs = dict.fromkeys((part.name for part in self._parts), 0)
         for n_blocks, key in enumerate(keys, start=1):
             is_whole = True
             for part in self._parts:
-                is_here = self._files.path(key, part.name).name in names
+                is_here = self.files.path(key, part.name).name in names
                 runs[part.name] = runs[part.name] + 1 if is_here else 0
                 needed = n_blocks - part.first_needed(n_blocks)
                 is_whole = is_whole and runs[part.name] >= needed
@@ -266,14 +262,14 @@ class StagePrefixes:
         for part in self._parts:
             buffer = torch.empty(part.size_bytes, dtype=torch.uint8)
             for block in range(part.first_needed(n_blocks), n_blocks):
-                path = self._files.path(keys[block], part.name)
-                if not self._files.read(path, keys[block], _bytes_of(buffer)):
+                path = self.files.path(keys[block], part.name)
+                if not self.files.read(path, keys[block], _bytes_of(buffer)):
                     return None
                 part.write(contents, block, buffer)
                 n_bytes += buffer.numel()
                 paths.append((block, path))
-        self._files.store.measured(n_bytes, time.perf_counter() - began)
-        self._files.touch([path for _, path in sorted(paths)])
+        self.files.store.measured(n_bytes, time.perf_counter() - began)
+        self.files.touch([path for _, path in sorted(paths)])
         return contents
 
     def stop_writing(self) -> None:
@@ -295,7 +291,7 @@ class StagePrefixes:
 
     def _write(self, saving: _Saving) -> None:
         try:
-            self._files.begin()
+            self.files.begin()
             self._write_blocks(saving)
         except OSError as error:
             _log.warning("a prefix cannot be kept on disk: %s", error)
@@ -303,7 +299,7 @@ class StagePrefixes:
             self._saving.remove(saving)
 
     def _write_blocks(self, saving: _Saving) -> None:
-        names = self._files.names()
+        names = self.files.names()
         files = [*self._files_of(saving)]
         missing = [
             (block, part, path)
@@ -314,7 +310,7 @@ class StagePrefixes:
         keep = {path for _, _, path in files}
         # With these the end is what counts.
         whole = any(part.window is not None or part.is_states for part in self._parts)
-        room = self._files.store.make_room(wanted, keep, all_or_none=whole) if wanted else 0
+        room = self.files.store.make_room(wanted, keep, all_or_none=whole) if wanted else 0
         if whole and wanted > room:
             return
         for block, part, path in missing:
@@ -327,16 +323,16 @@ class StagePrefixes:
             )
             if saving.end < (block + 1) * BLOCK_POSITIONS:  # rows have been written meanwhile
                 break
-            self._files.write(path, saving.keys[block], _bytes_of(buffer))
+            self.files.write(path, saving.keys[block], _bytes_of(buffer))
             if part is self._parts[0]:
                 self.figures.saved += BLOCK_POSITIONS
-        self._files.touch([path for _, _, path in files])
+        self.files.touch([path for _, _, path in files])
 
     def _files_of(self, saving: _Saving) -> Iterator[tuple[int, _Part, Path]]:
         """List the files of a slot, block by block."""
         for block, key in enumerate(saving.keys):
             for part in self._parts:
-                yield block, part, self._files.path(key, part.name)
+                yield block, part, self.files.path(key, part.name)
 
 
 def _parts(kv: KvCache) -> Iterator[_Part]:

@@ -27,6 +27,8 @@ from shardnet.types import MicroBatch, SlotId, StateId
 class LeadingKvCache(KvCache):
     """The KV cache of a stage's first shard."""
 
+    is_cut = True
+
     def __init__(self, *arguments: Any, cut: Cut, followers: Followers) -> None:
         """Take what KvCache takes, for the KV heads of the first shard."""
         super().__init__(*arguments)
@@ -37,11 +39,6 @@ class LeadingKvCache(KvCache):
     def whole_kv_heads(self) -> int:
         """See KvCache."""
         return self._cut.n_kv_heads
-
-    @property
-    def is_cut(self) -> bool:
-        """See KvCache."""
-        return True
 
     def trim(self, slot: SlotId, n_positions: int) -> None:
         """See KvCache."""

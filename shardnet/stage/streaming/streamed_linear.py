@@ -20,7 +20,6 @@ from torch import Tensor
 from shardnet.model.families.stage_tensors import Shape
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import capacity_error_for
-from shardnet.model.kernels.float_linear import PanelPacking, fills_panels
 from shardnet.model.kernels.library import NativeKernels, NativeMatmul, native_kernels
 from shardnet.model.kernels.linear import (
     Kernel,
@@ -32,7 +31,7 @@ from shardnet.model.kernels.linear import (
     make_linear,
 )
 from shardnet.model.kernels.packing import FLOAT_FORMS
-from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panel_linear import PanelLinear, PanelPacking, fills_panels
 from shardnet.model.kernels.panels import Panels
 from shardnet.stage.estimate.memory_estimate import N_BUFFERS
 from shardnet.stage.streaming.buffers import FilePart, Packing, Piece, pieces_of

@@ -15,7 +15,7 @@ from typing import Any
 import tokenizers
 
 from shardnet.errors import CheckpointError
-from shardnet.tokenizers.backends.token_files import read_object
+from shardnet.tokenizers.backends.token_files import damaged, read_object
 
 MAX_ID = 1 << 22
 """Upper limit of token ids, far above any vocabulary."""
@@ -121,10 +121,7 @@ def _special_texts(folder: Path, config: Mapping[str, Any]) -> set[str]:
 
 def _described(key: str, entry: object, where: str, special: set[str]) -> NamedToken:
     if not key.isascii() or not key.isdigit() or len(key) > len(str(MAX_ID)):
-        raise CheckpointError(
-            f"{where}: {key!r:.80} is not a token id",
-            remedy="fetch the file again",
-        )
+        raise damaged(f"{where}: {key!r:.80} is not a token id")
     check_id(int(key), where)
     fields = entry if isinstance(entry, dict) else {}
     match fields:

@@ -24,6 +24,11 @@ MAX_LINES: Final = 1 << 20
 """Limit of the lines of a file; the longest known has 515 000."""
 
 
+def damaged(what: str) -> CheckpointError:
+    """Make the error for a file that says `what` none can."""
+    return CheckpointError(what, remedy="fetch the file again")
+
+
 def read_bytes(path: Path, cap: int = MAX_FILE_BYTES) -> bytes:
     """Read a file of at most `cap` bytes. Raises CheckpointError as `read_file` does."""
     return read_file(path, cap)
@@ -34,10 +39,7 @@ def read_lines(path: Path) -> list[bytes]:
     data = read_file(path, MAX_FILE_BYTES)
     n_lines = data.count(b"\n")
     if n_lines > MAX_LINES:
-        raise CheckpointError(
-            f"{path} has {n_lines} lines, at most {MAX_LINES} are read",
-            remedy="fetch the file again",
-        )
+        raise damaged(f"{path} has {n_lines} lines, at most {MAX_LINES} are read")
     return data.split(b"\n")
 
 

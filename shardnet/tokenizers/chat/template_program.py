@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardnet.guard.job_loop import serve
-from shardnet.tokenizers.chat.chat_template import (
-    ChatTemplate,
-    TemplateMessage,
-    TemplateOptions,
-)
+from shardnet.tokenizers.chat.chat_template import ChatTemplate, TemplateMessage, TemplateOptions
 
 
 def find(folder: str, own: Mapping[str, Any] | None) -> tuple[object, bytes]:

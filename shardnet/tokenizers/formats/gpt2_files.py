@@ -17,6 +17,7 @@ from shardnet.tokenizers.backends.byte_level import merged_backend
 from shardnet.tokenizers.backends.pretokenizers import GGUF_NAMES, GPT2, QWEN2, Pretokenizer
 from shardnet.tokenizers.backends.token_files import (
     LoadedTokenizer,
+    damaged,
     read_bytes,
     read_lines,
     read_object,
@@ -24,7 +25,6 @@ from shardnet.tokenizers.backends.token_files import (
 
 _CLASSES = {"GPT2Tokenizer": GPT2, "Qwen2Tokenizer": QWEN2}
 _ENDOFTEXT = "<|endoftext|>"
-_AGAIN = "fetch the file again"
 
 
 def read_gpt2_files(folder: Path) -> LoadedTokenizer:
@@ -91,10 +91,7 @@ def _flag(folder: Path, key: str) -> bool:
 def _vocabulary(path: Path) -> dict[str, int]:
     vocabulary = read_object(path, distinct=True)
     if not vocabulary:
-        raise CheckpointError(
-            f"{path} has no tokens",
-            remedy=_AGAIN,
-        )
+        raise damaged(f"{path} has no tokens")
     for text, token_id in vocabulary.items():
         if type(token_id) is not int:
             raise CheckpointError(
@@ -109,17 +106,12 @@ def _merges(path: Path) -> list[tuple[str, str]]:
         try:
             line = data.decode().removesuffix("\r")
         except UnicodeDecodeError as error:
-            raise CheckpointError(
-                f"{path}: line {number} is not UTF-8: {error}", remedy=_AGAIN
-            ) from error
+            raise damaged(f"{path}: line {number} is not UTF-8: {error}") from error
         if not line.strip() or (number == 1 and line.startswith("#version")):
             continue
         first, _, second = line.partition(" ")
         if not first or not second or " " in second:
-            raise CheckpointError(
-                f"{path}: line {number} is not two tokens",
-                remedy=_AGAIN,
-            )
+            raise damaged(f"{path}: line {number} is not two tokens")
         merges.append((first, second))
     return merges
 

@@ -15,7 +15,12 @@ from pathlib import Path
 from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.added_tokens import read_added_tokens
 from shardnet.tokenizers.backends.piece_tokenizer import PieceKind, Pieces, build_backend
-from shardnet.tokenizers.backends.token_files import LoadedTokenizer, read_bytes, read_object
+from shardnet.tokenizers.backends.token_files import (
+    LoadedTokenizer,
+    damaged,
+    read_bytes,
+    read_object,
+)
 
 _PIECES, _TRAINER, _NORMALIZER, _DENORMALIZER = 1, 2, 3, 5
 _UNIGRAM, _BPE = 1, 2
@@ -23,7 +28,6 @@ _MAX_PIECES = 1 << 19
 """Limit of pieces; the largest known vocabulary has 262 144."""
 _MAX_FIELDS = 1 << 14
 """Limit of a message's fields, and of the model's beside its pieces."""
-_AGAIN = "fetch the file again"
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 _MAX_VARINT_BYTES = 10
@@ -64,10 +68,7 @@ class _Message:
 
     def __init__(self, data: Value, where: str) -> None:
         if isinstance(data, int):
-            raise CheckpointError(
-                f"{where} is a number, not a message",
-                remedy=_AGAIN,
-            )
+            raise damaged(f"{where} is a number, not a message")
         self.where = where
         self._values: dict[int, Value] = dict(_fields(data, where, _MAX_FIELDS))
 
@@ -102,20 +103,14 @@ class _Message:
             raise self._is_no("UTF-8", field) from error
 
     def _is_no(self, kind: str, field: int) -> CheckpointError:
-        return CheckpointError(
-            f"{self.where}: field {field} is not {kind}",
-            remedy=_AGAIN,
-        )
+        return damaged(f"{self.where}: field {field} is not {kind}")
 
 
 def _fields(data: memoryview, where: str, most: int) -> Iterator[tuple[int, Value]]:
     try:
         yield from protobuf_fields(data, most)
     except ValueError as error:
-        raise CheckpointError(
-            f"{where}: truncated or no sentencepiece model: {error}",
-            remedy=_AGAIN,
-        ) from error
+        raise damaged(f"{where}: truncated or no sentencepiece model: {error}") from error
 
 
 def _read_model(data: memoryview, where: str) -> tuple[Pieces, _Message]:
@@ -129,10 +124,7 @@ def _read_model(data: memoryview, where: str) -> tuple[Pieces, _Message]:
             specs[number] = value
             continue
         if len(texts) == _MAX_PIECES:
-            raise CheckpointError(
-                f"{where}: more than {_MAX_PIECES} pieces",
-                remedy=_AGAIN,
-            )
+            raise damaged(f"{where}: more than {_MAX_PIECES} pieces")
         piece = _Message(value, f"{where}: pieces[{len(texts)}]")
         texts.append(piece.text(1))
         scores.append(piece.score(2))
@@ -183,10 +175,9 @@ def _check_kinds(pieces: Pieces, *, falls_back: bool) -> None:
             "which is not supported"
         )
     if falls_back != (PieceKind.BYTE in pieces.kinds):
-        raise CheckpointError(
+        raise damaged(
             f"{pieces.where}: trainer_spec.byte_fallback is {str(falls_back).lower()}, and there "
-            f"are {'no ' if falls_back else ''}byte pieces",
-            remedy=_AGAIN,
+            f"are {'no ' if falls_back else ''}byte pieces"
         )
 
 

@@ -20,7 +20,7 @@ from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken
 from shardnet.tokenizers.backends.byte_level import ranked_backend
 from shardnet.tokenizers.backends.pretokenizers import TEKKEN
-from shardnet.tokenizers.backends.token_files import LoadedTokenizer, read_bytes
+from shardnet.tokenizers.backends.token_files import LoadedTokenizer, damaged, read_bytes
 
 _MAX_PATTERN_CHARACTERS = 10_000
 _MAX_BYTES = 32 << 20
@@ -57,18 +57,12 @@ def read_tekken(path: Path) -> LoadedTokenizer:
         document = _OBJECT.decode(text)
         vocab = _LIST.decode(document.get("vocab", b"[]"))
     except _NO_JSON as error:
-        raise CheckpointError(
-            f"{path}: not readable as JSON, or vocab is no list ({error})",
-            remedy="fetch the file again",
-        ) from error
+        raise damaged(f"{path}: not readable as JSON, or vocab is no list ({error})") from error
     config, listed = (
         parse_value(bytes(document.get(key, b"null")), path) for key in ("config", "special_tokens")
     )
     if not isinstance(config, dict):
-        raise CheckpointError(
-            f"{path}: config is missing",
-            remedy="fetch the file again",
-        )
+        raise damaged(f"{path}: config is missing")
     n_tokens = _count(config, "default_vocab_size", path)
     n_special = _count(config, "default_num_special_tokens", path)
     if n_special >= n_tokens:

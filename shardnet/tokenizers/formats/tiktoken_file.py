@@ -18,7 +18,7 @@ from shardnet.errors import CheckpointError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID, NamedToken, read_added_tokens
 from shardnet.tokenizers.backends.byte_level import ranked_backend
 from shardnet.tokenizers.backends.pretokenizers import KIMI, LLAMA3, Pretokenizer
-from shardnet.tokenizers.backends.token_files import LoadedTokenizer, read_lines
+from shardnet.tokenizers.backends.token_files import LoadedTokenizer, damaged, read_lines
 
 _LINE = re.compile(rb"[A-Za-z0-9+/]{2,}={0,2} [0-9]+\r?\n?")
 _MAX_LINE_BYTES = 1 << 13
@@ -34,7 +34,6 @@ _SPECIAL = {
     10: "<|python_tag|>",
 }
 _BEGIN, _ENDS = 0, (1, 8, 9)
-_AGAIN = "fetch the file again"
 
 
 def looks_like_ranks(beginning: bytes) -> bool:
@@ -104,20 +103,11 @@ def _ranks(lines: list[bytes], where: str) -> list[bytes]:
         place = f"{where}: line {len(ranks) + 1}"
         is_line = len(line) <= _MAX_LINE_BYTES and _LINE.fullmatch(line) is not None
         if not is_line or len(rank) > 10:
-            raise CheckpointError(
-                f"{place} is not a token in base64 and its rank",
-                remedy=_AGAIN,
-            )
+            raise damaged(f"{place} is not a token in base64 and its rank")
         if int(rank) != len(ranks) or len(ranks) == MAX_ID - _N_SPECIAL:
-            raise CheckpointError(
-                f"{place} has rank {int(rank)}, expected {len(ranks)}",
-                remedy=_AGAIN,
-            )
+            raise damaged(f"{place} has rank {int(rank)}, expected {len(ranks)}")
         try:
             ranks.append(base64.b64decode(text, validate=True))
         except binascii.Error as error:
-            raise CheckpointError(
-                f"{place}: base64: {error}",
-                remedy=_AGAIN,
-            ) from error
+            raise damaged(f"{place}: base64: {error}") from error
     return ranks

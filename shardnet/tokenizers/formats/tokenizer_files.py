@@ -84,11 +84,7 @@ def read_tokenizer(place: Path) -> LoadedTokenizer | None:
 
 def _read_model_file(path: Path) -> LoadedTokenizer:
     from shardnet.tokenizers.formats.sentencepiece_file import read_sentencepiece
-    from shardnet.tokenizers.formats.tiktoken_file import (
-        looks_like_ranks,
-        read_kimi,
-        read_tiktoken,
-    )
+    from shardnet.tokenizers.formats.tiktoken_file import looks_like_ranks, read_kimi, read_tiktoken
 
     if path.name == "tiktoken.model":
         return read_kimi(path)

@@ -97,9 +97,10 @@ def test_every_family_is_listed_under_its_own_name() -> None:
     }
 
 
-def test_the_documented_example_is_the_file_of_the_package() -> None:
+def test_the_documented_example_stands_in_the_package() -> None:
     page = (ROOT / "docs" / "adding-a-model.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    file = ROOT / "shardnet" / "model" / "families" / "qwen3.py"
-    assert example == file.read_text(encoding="utf-8")
+    file = ROOT / "shardnet" / "model" / "families" / "qwen.py"
+    parts = re.split(r"\n\n\n| +\.\.\.,\n", example)
+    assert all(part in file.read_text(encoding="utf-8") for part in parts)
     assert len([line for line in example.splitlines() if line]) <= 40

@@ -13,10 +13,9 @@ from torch import Tensor
 from shardnet.model.config.model_config import Activation, Experts
 from shardnet.model.config.panel_form import Quantization
 from shardnet.model.fused.experts import NativeExperts
-from shardnet.model.kernels.float_linear import float_linear
 from shardnet.model.kernels.library import NativeKernels, find_kernels
 from shardnet.model.kernels.linear import Linear, PlainLinear
-from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panel_linear import PanelLinear, float_linear
 from shardnet.model.kernels.quantized_linear import quantized
 from shardnet.model.layers.decoder_layer import ExpertsSublayer, Residual
 from shardnet.model.layers.experts import (

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from shardnet.model.config.model_config import StreamKind, Streams
-from shardnet.model.fused.streams import NativeMixer
-from shardnet.model.kernels.float_linear import float_linear
+from shardnet.model.fused.layers import NativeMixer
 from shardnet.model.kernels.library import NativeKernels, find_kernels
+from shardnet.model.kernels.panel_linear import float_linear
 from shardnet.model.layers.norms import BareNorm, HeadNorm
 from shardnet.model.layers.streams import GatedMixer, StreamMixer
 

@@ -20,15 +20,10 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.model.config.panel_form import BFLOAT16, FLOAT32, GGUF_FORMS, PanelForm, Quantization
 from shardnet.model.kernels import linear as linear_module
 from shardnet.model.kernels.codec import torch_dtype
-from shardnet.model.kernels.float_linear import float_linear
-from shardnet.model.kernels.library import (
-    Isa,
-    NativeKernels,
-    find_kernels,
-    native_kernels,
-)
+from shardnet.model.kernels.library import Isa, NativeKernels, find_kernels, native_kernels
 from shardnet.model.kernels.linear import Kernel, KernelChoice, make_linear, probe
 from shardnet.model.kernels.packing import pack_natively
+from shardnet.model.kernels.panel_linear import float_linear
 from shardnet.model.kernels.panels import Panels, unpack
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.types import DType, LayerRange

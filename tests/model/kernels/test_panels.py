@@ -25,9 +25,8 @@ from shardnet.model.config.panel_form import (
 from shardnet.model.kernels import panel_linear
 from shardnet.model.kernels import panels as panels_module
 from shardnet.model.kernels.codes import Codes
-from shardnet.model.kernels.float_linear import pack_floats
 from shardnet.model.kernels.library import NativeKernels, find_kernels, native_kernels
-from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panel_linear import PanelLinear, pack_floats
 from shardnet.model.kernels.panels import (
     GgufRows,
     PanelMemory,

@@ -11,7 +11,7 @@ from support.hostile.receive_parts import fuzz_parts
 from support.soak import examples
 
 from shardnet.errors import RemoteProtocolError
-from shardnet.runtime.ring.part_stream import PartStream
+from shardnet.runtime.ring.shard_links import PartStream
 from shardnet.transport.direct_connection import DirectConnection
 from shardnet.types import Epoch, StepId, WireDType
 from shardnet.wire.framing.frames import LIMITS, Frame, FrameKind, pack_frame

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,18 @@ class Stage:
 
     def rows(self, slot: SlotId, layer: int) -> list[float]:
         return self.kv.layer(slot, layer)[0][0, :, 0].tolist()
+
+
+class OnDevice:
+    """A cache that says it is on a GPU."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, kv: KvCache) -> None:
+        self._kv = kv
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kv, name)
 
 
 @pytest.fixture
@@ -166,7 +179,7 @@ def test_only_what_was_read_whole_for_a_sequence_is_adopted(stage: Stage) -> Non
 def test_of_a_slot_on_a_device_only_what_is_missing_is_copied(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(KvCache, "device", property(lambda kv: torch.device("cuda")))
+    monkeypatch.setattr(stage.prefixes, "_kv", OnDevice(stage.kv))
     for n_blocks in (1, 3):
         stage.fill(SLOT, n_blocks * 256, begin=stage.kv.blocks_used * 256)
         go = threading.Event()

@@ -30,9 +30,8 @@ from shardnet.errors import CapacityError, CheckpointError, ShardnetError, Usage
 from shardnet.files import CacheFolder
 from shardnet.model.config.panel_form import BFLOAT16, Quantization
 from shardnet.model.families.registry import FAMILIES
-from shardnet.model.kernels.float_linear import PanelPacking, float_linear
 from shardnet.model.kernels.library import native_kernels
-from shardnet.model.kernels.panel_linear import PanelLinear
+from shardnet.model.kernels.panel_linear import PanelLinear, PanelPacking, float_linear
 from shardnet.model.kernels.panels import Panels
 from shardnet.stage.estimate.memory_estimate import WeightForm, stage_weight_bytes, streamed_layers
 from shardnet.stage.load import load_stage
@@ -42,11 +41,7 @@ from shardnet.stage.streaming import buffers, layer_stream, streamed_linear
 from shardnet.stage.streaming.buffers import FilePart
 from shardnet.stage.streaming.layer_stream import LayerStream
 from shardnet.stage.streaming.streamed_linear import ExpertPool
-from shardnet.types import (
-    DType,
-    LayerRange,
-    MicroBatch,
-)
+from shardnet.types import DType, LayerRange, MicroBatch
 
 
 def make(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> Path:

@@ -14,7 +14,7 @@ from support.hostile.mutate_frames import mutated, noise
 from support.hostile.receive_frames import Figures, Finding
 
 from shardnet.errors import RemoteProtocolError
-from shardnet.runtime.ring.part_stream import PartStream
+from shardnet.runtime.ring.shard_links import PartStream
 from shardnet.transport.direct_connection import DirectConnection
 from shardnet.types import Epoch, StepId, WireDType
 from shardnet.wire.framing.frames import LIMITS, pack_frame

@@ -1,7 +1,7 @@
-"""Qwen3-Next (transformers, modeling_qwen3_next.py): gated DeltaNets, and experts.
+"""Qwen3-Next and Qwen 3.5 (transformers, modeling_qwen3_next.py, _qwen3_5.py, _qwen3_5_moe.py).
 
-Most layers have a gated DeltaNet, every fourth has attention with gates. Qwen 3.5 is built from the
-same parts.
+Most layers have a gated DeltaNet, every fourth has attention with gates. In Qwen 3.5 the linears of
+a DeltaNet have their columns in another order, and stand apart in the files.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.model.config.decoder_config import (
     FULL,
@@ -26,16 +26,12 @@ from shardnet.model.config.gguf_keys import (
 )
 from shardnet.model.config.model_config import DeltaNet, ModelConfig
 from shardnet.model.config.rope import read_rope
+from shardnet.model.families import kimi_linear
 from shardnet.model.families.expert_parts import GATED_EXPERTS, STACKED, read_experts
 from shardnet.model.families.family import GgufFormat, MtpNames
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
-from shardnet.model.families.tensor_shapes import (
-    Table,
-    attention,
-    head_norms,
-    linears,
-)
+from shardnet.model.families.tensor_shapes import Table, attention, head_norms, linears
 
 if TYPE_CHECKING:
     from shardnet.model.layers.modules import Attention
@@ -46,17 +42,20 @@ if TYPE_CHECKING:
     """Takes the linears of a DeltaNet below a prefix."""
 
 _SHARE = 0.25
-Shapes = dict[str, tuple[int, int]]
+_NAMES: Final = ("conv1d", "norm", "out_proj")
 
 
-def read_config(fields: Fields) -> ModelConfig:
+_Shapes = dict[str, tuple[int, int]]
+
+
+def _read_next(fields: Fields) -> ModelConfig:
     """Read a Qwen3NextConfig."""
-    config = read_hybrid(fields, n_kv_heads=2, intermediate_size=5632)
+    config = _read_hybrid(fields, n_kv_heads=2, intermediate_size=5632)
     layers = read_sparse_layers(fields, config.n_layers)
     return read_experts(fields, config, layers, counts=(512, 10), inner=512, shared=512, sums=True)
 
 
-def read_hybrid(
+def _read_hybrid(
     fields: Fields,
     *,
     n_kv_heads: int,
@@ -80,14 +79,13 @@ def read_hybrid(
     )
     return replace(
         config,
-        attention_bias=fields.take("attention_bias", bool, False),
         norm_offset=1.0,
         has_gates=True,
         delta_net=read_delta_net(fields, config.n_layers, attention=attention),
     )
 
 
-def _linears(config: ModelConfig, own: DeltaNet) -> Shapes:
+def _joined_linears(config: ModelConfig, own: DeltaNet) -> _Shapes:
     """Return the linears of a DeltaNet: queries, keys, values and gate are one.
 
     In GGUF they are two, without groups.
@@ -99,8 +97,8 @@ def _linears(config: ModelConfig, own: DeltaNet) -> Shapes:
     return {"in_proj_qkvz": (own.mixed_width + own.value_width, config.hidden_size)} | both
 
 
-def hybrid_layout(
-    shapes: Callable[[ModelConfig, DeltaNet], Shapes], project: LoadLinears
+def _hybrid_layout(
+    shapes: Callable[[ModelConfig, DeltaNet], _Shapes], project: LoadLinears
 ) -> Layout:
     """Make the layout of layers with a DeltaNet or gated attention, and an MLP or experts.
 
@@ -126,7 +124,10 @@ def hybrid_layout(
         own, prefix = config.delta_net, f"model.layers.{layer}.linear_attn"
         if own is None or layer not in own.layers:
             return GatedAttention.load(config, weights, layer)
-        return _delta_net(config, own, weights, prefix, project(own, weights, prefix))
+        made = project(own, weights, prefix)
+        return kimi_linear.load_delta_net(
+            config, weights, prefix, made, _NAMES, gates_alone=own.gates_alone
+        )
 
     return Layout(attention=Part(tensors=tensors, load=load), mlp=GATED_EXPERTS)
 
@@ -143,25 +144,7 @@ def _gated_attention(config: ModelConfig, layer: int) -> Table:
     return tensors | doubled
 
 
-def _delta_net(
-    config: ModelConfig, own: DeltaNet, weights: WeightSource, prefix: str, project: Project
-) -> Attention:
-    from shardnet.model.kernels.recurrence import RecurrenceParameters
-    from shardnet.model.mixers.gated_delta import GatedDeltaNet
-
-    parameters = RecurrenceParameters(
-        taps=weights.parameter(f"{prefix}.conv1d.weight").squeeze(1).T.contiguous(),
-        decay_rate=weights.parameter(f"{prefix}.A_log").exp().neg(),
-        decay_bias=weights.parameter(f"{prefix}.dt_bias"),
-        norm_weight=weights.parameter(f"{prefix}.norm.weight"),
-        norm_eps=config.norm_eps,
-        gates_alone=own.gates_alone,
-    )
-    out_proj = weights.linear(f"{prefix}.out_proj")
-    return GatedDeltaNet.of(own, config.activation, project, parameters, out_proj)
-
-
-def _projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:
+def _joined_projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:
     from shardnet.model.mixers.gated_delta import Projections
 
     names = ("in_proj_qkv", "in_proj_z") if own.has_split_gate else ("in_proj_qkvz",)
@@ -174,7 +157,7 @@ def _projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:
     )
 
 
-def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_next_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
     """Read the metadata."""
     return read_gguf_hybrid(fields, tensors, factors) | read_gguf_delta_net(fields)
 
@@ -204,13 +187,95 @@ def gguf_format(
     )
 
 
-FAMILY = record(
-    "qwen3_next",
-    "Qwen3NextForCausalLM",
-    read_config,
-    hybrid_layout(_linears, _projections),
-    mtp=MtpNames.PREFIX,
-    **STACKED,
-    gguf=gguf_format("qwen3next", read_gguf),
-    pretokenizer="qwen2",
+def _read_dense(fields: Fields) -> ModelConfig:
+    """Read a Qwen3_5TextConfig."""
+    return read_text_config(fields, n_kv_heads=4, intermediate_size=12288)
+
+
+def read_text_config(
+    fields: Fields, *, n_kv_heads: int, intermediate_size: int, **more: Any
+) -> ModelConfig:
+    """Read what the text models say alike. The numbers are defaults, `more` as in _read_hybrid.
+
+    States are float32 here whatever `mamba_ssm_dtype` says, as in transformers.
+    """
+    fields.ignore("mamba_ssm_dtype")
+    return _read_hybrid(fields, n_kv_heads=n_kv_heads, intermediate_size=intermediate_size, **more)
+
+
+def _read_dense_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata."""
+    config = read_gguf_decoder(fields, tensors, factors, may_be_partial=True)
+    return config | read_gguf_delta_net(fields, takes_turns=True)
+
+
+def _apart_linears(config: ModelConfig, own: DeltaNet) -> _Shapes:
+    """Return the four linears that a DeltaNet has before the convolution."""
+    hidden = config.hidden_size
+    return {
+        "in_proj_qkv": (own.mixed_width, hidden),
+        "in_proj_z": (own.value_width, hidden),
+        "in_proj_b": (own.n_value_heads, hidden),
+        "in_proj_a": (own.n_value_heads, hidden),
+    }
+
+
+def _apart_projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Project:
+    from shardnet.model.mixers.gated_delta import Projections
+
+    return Projections(
+        config=own,
+        qkvz_proj=weights.linear(f"{prefix}.in_proj_qkv", f"{prefix}.in_proj_z"),
+        ba_proj=weights.linear(f"{prefix}.in_proj_b", f"{prefix}.in_proj_a", precise=True),
+    )
+
+
+LAYOUT: Final = _hybrid_layout(_apart_linears, _apart_projections)
+
+
+def _read_moe(fields: Fields) -> ModelConfig:
+    """Read a Qwen3_5MoeTextConfig: every layer has experts, and weights that sum to 1."""
+    config = read_text_config(fields, n_kv_heads=2, intermediate_size=5632)
+    fields.require("norm_topk_prob", True)
+    layers = tuple(range(config.n_layers))
+    return read_experts(fields, config, layers, counts=(256, 8), inner=512, shared=512, sums=True)
+
+
+def _read_moe_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+    """Read the metadata."""
+    return read_gguf_hybrid(fields, tensors, factors) | read_gguf_delta_net(
+        fields, takes_turns=True
+    )
+
+
+FAMILIES: Final = (
+    record(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        _read_next,
+        _hybrid_layout(_joined_linears, _joined_projections),
+        mtp=MtpNames.PREFIX,
+        **STACKED,
+        gguf=gguf_format("qwen3next", _read_next_gguf),
+        pretokenizer="qwen2",
+    ),
+    record(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        _read_dense,
+        LAYOUT,
+        mtp=MtpNames.PREFIX,
+        gguf=gguf_format("qwen35", _read_dense_gguf),
+        pretokenizer="qwen35",
+    ),
+    record(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        _read_moe,
+        LAYOUT,
+        mtp=MtpNames.PREFIX,
+        **STACKED,
+        gguf=gguf_format("qwen35moe", _read_moe_gguf),
+        pretokenizer="qwen35",
+    ),
 )
