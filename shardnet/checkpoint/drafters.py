@@ -63,7 +63,7 @@ _OWN_KEYS: Final = frozenset(
     )
 )
 """What a Llama or Qwen config does not have."""
-_IGNORED: Final = re.compile(r"t2d|verifier_(lm_head|norm)\..*|.*rotary_emb\.inv_freq")
+_IGNORED: Final = re.compile(rf"{OWN}\.(t2d|verifier_(lm_head|norm)\..*|.*rotary_emb\.inv_freq)")
 _OTHER_MODEL: Final = "name a drafter that was trained for this very model"
 _IMPLEMENTED: Final = "use EAGLE-3 or DFlash, a small model of the same family, or ngram"
 
@@ -121,7 +121,7 @@ def drafter_format(folder: Path) -> DrafterFormat:
         return DrafterFormat.EAGLE3
     if found := next(filter(_OTHERS.search, kinds), None):
         raise _not_implemented(folder, found)
-    names = {_own_name(name) for name in _stored(folder)}
+    names = _stored(_files(folder)).keys()
     if KNOWN in names or {HEAD, f"{_LAYER}.hidden_norm.weight"} <= names:
         return DrafterFormat.EAGLE3
     if found := next(filter(_OTHERS.search, raw), None):
@@ -137,8 +137,14 @@ def _not_implemented(folder: Path, what: str) -> UnsupportedModelError:
     )
 
 
-def _stored(folder: Path) -> Mapping[str, TensorFile]:
+def _files(folder: Path) -> Mapping[str, TensorFile]:
     return read_tensor_files(folder)[1]
+
+
+def _stored(files: Mapping[str, TensorFile]) -> dict[str, StoredTensor]:
+    """Return the stored tensors by the names that they have here."""
+    named = (pair for file in files.values() for pair in file.tensors.items())
+    return {_own_name(name): one for name, one in named}
 
 
 def _own_name(name: str) -> str:
@@ -165,9 +171,8 @@ def open_drafter(folder: Path, target: Checkpoint) -> DrafterFiles:
     own = Fields({key: raw[key] for key in raw if key in _OWN_KEYS}, str(where))
     own.ignore("architectures", "auto_map", *_SPECULATORS)
     config = parse_config({key: raw[key] for key in raw if key not in _OWN_KEYS}, str(where))
-    files = _stored(folder)
-    stored = {_own_name(name): one for file in files.values() for name, one in file.tensors.items()}
-    model = target.config
+    files, model = _files(folder), target.config
+    stored = _stored(files)
     _check_model(own, "token ids", config.vocab_size, model.vocab_size)
     read = _read_eagle3 if form is DrafterFormat.EAGLE3 else _read_dflash
     tensors = {name: unchanged(name, one) for name, one in stored.items()}
