@@ -386,6 +386,8 @@ class Clients:
             rewinds=spec.config.rewinds,
             has_mtp=spec.form.mtp,
             ignore_unknown_config=message.choice.ignore_unknown_config,
+            model=lead.plan.choice.model,
+            on_progress=partial(report_progress, served.control, message.request, 0, "downloading"),
         )
         asked = None if message.constraint is None else message.constraint.params()
         constrained = await self.constraints.constrained(asked, lead.grammars)

@@ -183,6 +183,7 @@ class Node:
         await self._services.recovery.close()
         await self.head.close()
         self._services.drafts.close()
+        self._services.lent.close()
         await self._services.encoders.close()
         self._services.constraints.close()
         self._services.pictures.close()

@@ -7,19 +7,27 @@ nor which drafts are accepted: rejected ones are overwritten by position.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.errors import CheckpointError
+from shardnet.checkpoint.drafters import DrafterFormat, drafter_format
+from shardnet.errors import CapacityError, CheckpointError
+from shardnet.model.drafters.state_drafter import StateDrafter
 from shardnet.model.kernels.linear import probe
-from shardnet.runtime.engine.model_drafts import MAX_DRAFTED_SEQUENCES, Ask, DraftHost
+from shardnet.runtime.engine.model_drafts import (
+    MAX_DRAFTED_SEQUENCES,
+    Ask,
+    DraftHost,
+    stored_bytes,
+)
 from shardnet.runtime.loading.loading import kv_room, set_compute_threads
+from shardnet.runtime.scheduling.admission_queue import DRAFT_POSITIONS
 from shardnet.runtime.stage.executor import COMPUTE_SILENCE_S, Executor
+from shardnet.stage.drafters import load_state_drafter
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
@@ -37,33 +45,18 @@ from shardnet.types import (
 )
 
 
-class StateDrafter(Protocol):
-    """A drafter that reads the ring's hidden states after so many layers as each of `layers` says.
-
-    It makes at most `most` drafts at once.
-    """
-
-    layers: tuple[int, ...]
-    context: int
-    most: int
-
-    def draft(
-        self, slot: SlotId, token_ids: Sequence[int], position: int, states: Tensor, limit: int
-    ) -> list[int]:
-        """Read states [T, E x layers] of the positions from `position` on, and draft.
-
-        The token ids are those behind each of these positions. The slot's keys and values are cut
-        to `position` first.
-        """
-
-    def free(self, slot: SlotId) -> None:
-        """Forget a slot."""
-
-
 class DraftModel(DraftHost):
     """A drafter that is loaded here. It computes on `executor`, all else is on the event loop."""
 
-    def __init__(self, model: StageModel | StateDrafter, executor: Executor) -> None:
+    def __init__(
+        self,
+        model: StageModel | StateDrafter,
+        executor: Executor,
+        *,
+        n_bytes: int = 0,
+        width: int = 0,
+    ) -> None:
+        """`n_bytes` are those of its weights, `width` that of a row of the states it reads."""
         if isinstance(model, StageModel):
             super().__init__()
         else:
@@ -71,11 +64,25 @@ class DraftModel(DraftHost):
         self.model, self.executor = model, executor
         self.n_steps = 0
         """Steps it has computed."""
+        self.n_bytes, self._width = n_bytes, width
+        self.ended = asyncio.Event()
+        """Set once it is unloaded."""
 
     def close(self) -> None:
         """End the thread; see DraftHost."""
         super().close()
+        self.ended.set()
         self.executor.close()
+
+    async def measured_s(self) -> float:
+        """Measure what a draft takes, by the second of two in an empty slot."""
+        for _ in range(2):
+            began_s = time.perf_counter()
+            ask = Ask(slot=SlotId(0), position=0, token_ids=[0], limit=1, states=bytes(self._width))
+            await self.ask(ask)
+        took_s = time.perf_counter() - began_s
+        await self.free(SlotId(0))
+        return took_s
 
     def ask(self, ask: Ask) -> asyncio.Future[list[int]]:
         """See DraftHost."""
@@ -132,6 +139,58 @@ class DraftModel(DraftHost):
             self.model.free(slot)
 
 
+def load_drafter(
+    path: Path,
+    target: Path | None,
+    *,
+    vocab_size: int,
+    device: str,
+    context: int,
+    memory_bytes: int,
+    threads: int,
+    ignore_unknown_config: bool = False,
+) -> DraftModel:
+    """Load the drafter at `path`, whatever it is, for the model at `target`.
+
+    As load_draft_model, which loads what is a model. Raises CheckpointError too for a drafter of
+    another model, and without `target` for one that reads its states.
+    """
+    if drafter_format(path) is DrafterFormat.MODEL:
+        return load_draft_model(
+            path,
+            vocab_size=vocab_size,
+            device=device,
+            context=context,
+            memory_bytes=memory_bytes,
+            threads=threads,
+            ignore_unknown_config=ignore_unknown_config,
+        )
+    if target is None:
+        raise CheckpointError(
+            f"--speculate {path}: it takes tables of the model, which is not on this node",
+            remedy="copy the model there, or draft on the head",
+        )
+    checkpoint = Checkpoint.open(target, ignore_unknown_config=ignore_unknown_config)
+    n_bytes = stored_bytes(path)
+    if n_bytes > memory_bytes:
+        raise CapacityError(
+            f"--speculate {path}: the drafter takes {n_bytes} bytes, {memory_bytes} are left",
+            remedy="give the node more --memory, or draft on another",
+        )
+    context = min(context, 2 * DRAFT_POSITIONS)
+    drafter = load_state_drafter(path, checkpoint, device=device, context=context)
+    width = 2 * len(drafter.layers) * checkpoint.config.hidden_size
+    return DraftModel(drafter, _thread(threads), n_bytes=n_bytes, width=width)
+
+
+def _thread(threads: int) -> Executor:
+    return Executor(
+        "shardnet-draft",
+        set_up=lambda: set_compute_threads(threads),
+        silence_s=COMPUTE_SILENCE_S,
+    )
+
+
 def load_draft_model(
     path: Path,
     *,
@@ -175,9 +234,4 @@ def load_draft_model(
         context=context,
         progress=lambda done, total: None,
     )
-    executor = Executor(
-        "shardnet-draft",
-        set_up=lambda: set_compute_threads(threads),
-        silence_s=COMPUTE_SILENCE_S,
-    )
-    return DraftModel(model, executor)
+    return DraftModel(model, _thread(threads), n_bytes=stored_bytes(path))

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -379,3 +380,9 @@ class _States:
         joined = joined[: max(1, _STATES_BYTES // joined[0].nbytes)]
         self._n_read = first + len(joined)
         return first, joined
+
+
+def stored_bytes(path: Path) -> int:
+    """Return what the weights of a drafter take on disk, about what they take in memory."""
+    files = [path] if path.is_file() else [*path.glob("*.safetensors"), *path.glob("*.gguf")]
+    return sum(file.stat().st_size for file in files)

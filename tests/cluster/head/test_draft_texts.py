@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from shardnet.cluster.head.drafts import NGRAM, Drafts
-from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.runtime.scheduling.drafting import DraftSource
 
 SAID = [1, 2, 3, 4, 330, 5]
@@ -25,8 +24,7 @@ def test_no_draft_is_of_a_text_of_another_model() -> None:
     """A token that the model lacks would fail the step, and all requests in it."""
 
     async def main() -> None:
-        disk = DiskJobs("drafts")
-        drafts = Drafts(disk=disk, device="cpu", spare_bytes=lambda: 0, threads=lambda: 1)
+        drafts = Drafts()
         ended, running = await source(drafts, 400), await source(drafts, 400)
         ended.draft(SAID, 1)
         ended.close()
