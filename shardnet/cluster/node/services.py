@@ -161,7 +161,7 @@ class Services:
                 loader=loader,
                 peers=peers,
                 directory=stage.directory,
-                plan=lambda: self.head.led.lead and self.head.led.lead.plan,
+                plan=lambda: lead.plan if (lead := self.head.led.lead) is not None else None,
                 log=self._log,
             )
         )

@@ -155,7 +155,7 @@ class ModelDrafts:
         self._depth = 0
         """Tokens since the hidden states that the first of them was made of."""
         self._agrees = True
-        self._limit = self._n_ahead = 0
+        self._limit = self._n_ahead = self._n_prepared = 0
         self._n_sure = 0
         """Positions of the text that the drafter has read for sure, the last one aside."""
         self._held: list[int] = []
@@ -175,7 +175,7 @@ class ModelDrafts:
         """
         if self._slot is None or self._host.is_closed:
             return True
-        self._limit = limit
+        self._limit, self._n_prepared = limit, len(tokens)
         self._follow(tokens)
         self._go_on()
         host, job = self._host, self._job
@@ -198,7 +198,8 @@ class ModelDrafts:
             return []
         drafts = self._drafts[n_ahead : n_ahead + limit]
         self.kinds = range(self._depth + n_ahead, self._depth + n_ahead + len(drafts))
-        self._go_on()
+        if n_ahead or self._n_prepared == len(tokens):  # else none are wanted
+            self._go_on()
         return drafts
 
     def close(self) -> None:
