@@ -103,7 +103,7 @@ class DraftModel(DraftHost):
             rows = ask.token_ids[start : start + PREFILL_CHUNK_ROWS]
             n_drafts = max(0, start + len(rows) + ask.n_drafts - len(ask.token_ids))
             token = self._next(self.model, ask.slot, rows, ask.position + start, n_drafts)
-        drafts = [token]
+        drafts = [token][: ask.limit]
         end = ask.position + len(ask.token_ids)
         while len(drafts) < ask.limit and not ask.is_over:
             position, n_drafts = end + len(drafts) - 1, ask.n_drafts + len(drafts)

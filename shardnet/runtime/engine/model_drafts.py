@@ -29,6 +29,8 @@ MAX_DRAFTED_SEQUENCES = 8
 _MOST_AHEAD: Final = 4 * MAX_DRAFT_TOKENS
 _STATES_BYTES: Final = 8 << 20
 """Hidden states that an ask has at most; the rest of a long text follows in others."""
+_READ_AT_ONCE: Final = 1024
+"""Tokens of a long text that a draft model reads at once."""
 _PIECE: Final = 4
 """Drafts that nobody waits for and that are made at once: behind them another text has its turn."""
 _LEAST_PATIENCE_S, _MOST_PATIENCE_S = 0.25, 1.0
@@ -49,7 +51,8 @@ class TakesStates(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Ask:
-    """What a drafter is to do: read tokens into a slot's keys and values, and draft behind them.
+    """What a drafter is to do: read tokens into a slot's keys and values, and draft behind them, at
+    most `limit` tokens.
 
     Those of the slot are cut to `position` first. With `states`, bfloat16 [T, width], these are of
     the positions from there on, and each token is the one behind. Once it `is_over` no more than
@@ -262,6 +265,11 @@ class ModelDrafts:
                 states=rows.tobytes(),
             )
             self._begin(ask, [])
+        elif self._n_tokens - self._n_sure > 2 * _READ_AT_ONCE:
+            start = self._n_sure
+            piece = self._text[start : start + _READ_AT_ONCE]
+            self._n_sure, self._held = start + len(piece), []
+            self._begin(Ask(slot=slot, position=start, token_ids=piece, limit=0), [])
         elif n_drafts < wanted:
             text = [*self._text[self._n_sure :], *self._drafts]
             n_held = common_prefix(self._held, text, min(len(self._held), len(text) - 1))
@@ -281,7 +289,7 @@ class ModelDrafts:
             ask=ask,
             n_tokens=self._n_tokens,
             before=before,
-            is_long=len(ask.token_ids) > PREFILL_CHUNK_ROWS,
+            is_long=len(ask.token_ids) > PREFILL_CHUNK_ROWS or not ask.limit,
             began_s=loop.time(),
         )
         self._host.n_long += job.is_long
@@ -315,11 +323,14 @@ class ModelDrafts:
 
     def _keep(self, job: _Job, drafts: list[int]) -> None:
         """Put what a job has made behind the tokens that have come meanwhile."""
+        self._job = None
+        if not job.ask.limit:  # a part of a long text was read
+            self._go_on()
+            return
         known, n_came = [*job.before, *drafts], self._n_tokens - job.n_tokens
         came = self._text[job.n_tokens :]
         n_both = min(len(known), n_came)
         self._note_held(job, drafts[:-1])
-        self._job = None
         if common_prefix(known, came, n_both) == n_both:
             self._drafts = known[n_came:]
             self._depth = n_came if self._host.layers else 0

@@ -181,3 +181,61 @@ def test_a_silent_drafter_is_waited_for_once(folder: Path, plain: list[list[int]
             assert [one.tokens for one in await say_all(engine, asked)] == plain
 
     asyncio.run(scenario())
+
+
+class Noting(DraftHost):
+    """Notes what it is asked, and drafts the tokens that follow in the order of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Ask] = []
+
+    def ask(self, ask: Ask) -> asyncio.Future[list[int]]:
+        self.asked.append(ask)
+        answer: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        answer.set_result([ask.token_ids[-1] + n + 1 for n in range(ask.limit)])
+        return answer
+
+
+def test_a_model_drafts_behind_its_drafts_and_reads_nothing_twice() -> None:
+    async def scenario() -> None:
+        host = Noting()
+        source = host.draft_source(lambda: None)
+        text = [*range(5000)]
+        assert source.prepare(text, 3), "nobody waits for a long text"
+        await settled(host)
+        parts = [(ask.position, len(ask.token_ids)) for ask in host.asked[:5]]
+        assert parts == [(0, 1024), (1024, 1024), (2048, 1024), (3072, 1928), (5002, 1)]
+        assert source.draft(text, 31) == [*range(5000, 5008)]
+        assert source.draft(text, 31, [5000, 5001]) == [*range(5002, 5008)]
+        await settled(host)
+        assert source.draft(text, 31, [5000, 5001]) == [*range(5002, 5010)]
+        assert source.draft(text, 31, [5000, 7]) == []
+        n_before = len(host.asked)
+        text += [5000, 5001, 5002]
+        assert source.prepare(text, 3), "what was right is there already"
+        assert source.draft(text, 2) == [5003, 5004]
+        await settled(host)
+        text += [5003, 77]
+        assert not source.prepare(text, 3)
+        await settled(host)
+        assert source.draft(text, 31) == [78, 79, 80], "no more than asked for behind a wrong one"
+        assert host.asked[-1].position == 5004
+        assert host.asked[-1].token_ids == [77]
+        assert len(host.asked) > n_before
+        assert max(ask.n_drafts for ask in host.asked) > 0
+        assert source.draft([*text, 78], 31) == [79, 80], "none are asked for that none wants"
+        n_before = len(host.asked)
+        await settled(host)
+        assert len(host.asked) == n_before
+        source._slot = None
+
+    asyncio.run(scenario())
+
+
+async def settled(host: Noting) -> None:
+    n_asked = -1
+    while n_asked < len(host.asked):
+        n_asked = len(host.asked)
+        for _ in range(3):
+            await asyncio.sleep(0)
