@@ -40,20 +40,13 @@ _EAGLE3: Final = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _DFLASH: Final = "DFlashDraftModel"
 _OTHERS: Final = re.compile(r"(?i)\w*(medusa|hydra|mlp_?speculator|domino|dspark|eagle)\w*")
 """In names of architectures and keys of other drafters."""
-_SPECULATORS: Final = (
-    *("speculators_config", "speculators_model_type", "speculators_version"),
-    *("embed_requires_grad", "has_no_defaults_at_init", "transformer_layer_config"),
-)
+_SPECULATORS: Final = """speculators_config speculators_model_type speculators_version
+embed_requires_grad has_no_defaults_at_init transformer_layer_config"""
 """Keys of vLLM's speculators that change nothing here."""
-_OWN_KEYS: Final = frozenset(
-    (
-        *("architectures", "auto_map", "draft_vocab_size", "eagle_config", "norm_before_residual"),
-        *("eagle_aux_hidden_state_layer_ids", "fc_norm", "norm_output", "target_hidden_size"),
-        *("target_model_type", "block_size", "dflash_config", "num_target_layers"),
-        *("norm_before_fc", *_SPECULATORS),
-    )
-)
-"""What a Llama or Qwen config does not have."""
+_OWN_KEYS: Final = """architectures auto_map block_size dflash_config draft_vocab_size eagle_config
+eagle_aux_hidden_state_layer_ids fc_norm norm_before_fc norm_before_residual norm_output
+num_target_layers target_hidden_size target_model_type"""
+"""What else a Llama or Qwen config does not have."""
 _IGNORED: Final = re.compile(r"model\.(t2d|verifier_(lm_head|norm)\..*|.*rotary_emb\.inv_freq)")
 _MAX_BLOCK: Final = 256
 _OTHER_MODEL: Final = "name a drafter that was trained for this very model"
@@ -102,7 +95,7 @@ def drafter_format(folder: Path) -> DrafterFormat:
     if not folder.is_dir() or not has_file(where) or not has_huggingface_tensors(folder):
         return DrafterFormat.MODEL
     raw = read_json(where)
-    kinds = str([raw.get(key) for key in ("architectures", "model_type", _SPECULATORS[1])])
+    kinds = str([raw.get(key) for key in ("architectures", "model_type", "speculators_model_type")])
     if _DFLASH in kinds:
         return DrafterFormat.BLOCK
     if any(name in kinds for name in (*_EAGLE3, "'eagle3'")):
@@ -143,17 +136,17 @@ def open_drafter(folder: Path, target: Checkpoint) -> DrafterFiles:
     raw = read_json(folder / "config.json")
     inner = raw.get("transformer_layer_config")  # as vLLM's speculators write it
     raw |= inner if isinstance(inner, dict) else {}
-    own = Fields({key: raw[key] for key in raw if key in _OWN_KEYS}, where)
-    own.ignore("architectures", "auto_map", "target_model_type", *_SPECULATORS)
-    config = parse_config({key: raw[key] for key in raw if key not in _OWN_KEYS}, where)
+    unused = _SPECULATORS.split()
+    given = {key: raw.pop(key) for key in {*_OWN_KEYS.split(), *unused} & raw.keys()}
+    own, config = Fields(given, where), parse_config(raw, where)
+    own.ignore("architectures", "auto_map", "target_model_type", *unused)
     _, files = read_tensor_files(folder)
     stored = _stored(files)
     checkpoint = target.beside(
         folder, files, {name: unchanged(name, stored[name]) for name in stored}
     )
-    hidden, layers = config.hidden_size, range(config.n_layers)
-    table: Table = {"model.norm.weight": (hidden,)}
-    for layer in layers:
+    table: Table = {"model.norm.weight": (config.hidden_size,)}
+    for layer in range(config.n_layers):
         table |= Layout().layer_tensors(config, layer)
     made = DrafterFiles(format=form, config=config, checkpoint=checkpoint, table=table)
     (_read_eagle3 if form is DrafterFormat.EAGLE3 else _read_dflash)(own, made, target.config)
@@ -221,12 +214,8 @@ def _read_dflash(own: Fields, made: DrafterFiles, model: ModelConfig) -> None:
     made.layers = _layers(own, inner.take("target_layer_ids", list, usual), n - 1, counts_from=1)
     size = own.positive("block_size", 16)
     made.block_size = inner.positive("block_size", size, at_most=_MAX_BLOCK)
-    made.mask_id = inner.take("mask_token_id", int)
+    made.mask_id = inner.positive("mask_token_id", at_most=model.vocab_size - 1)
     inner.note_the_rest()
-    if not 0 <= made.mask_id < model.vocab_size or not 2 <= made.block_size <= _MAX_BLOCK:
-        raise own.damaged(
-            f"mask_token_id {made.mask_id}, block_size {made.block_size}: out of range"
-        )
     made.table[FUSE] = (hidden, len(made.layers) * hidden)
     made.table["model.hidden_norm.weight"] = (hidden,)
 

@@ -15,29 +15,30 @@ import torch
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.checkpoint.drafters import (
-    EMBEDDING,
-    FUSE,
-    HEAD,
-    KNOWN,
-    DrafterFiles,
-    DrafterFormat,
-    open_drafter,
-)
+from shardnet.checkpoint.drafters import EMBEDDING, HEAD, DrafterFiles, DrafterFormat, open_drafter
 from shardnet.errors import CheckpointError
 from shardnet.model.cache.kv_cache import KvCache
-from shardnet.model.drafters.dflash import DFlashDrafter
-from shardnet.model.drafters.eagle3 import MOST_CHAINED, Eagle3Drafter, FusedAttention
-from shardnet.model.drafters.state_drafter import StateDrafter
-from shardnet.model.families.layout import Layout
+from shardnet.model.drafters.state_drafter import (
+    MOST_CHAINED,
+    DFlashDrafter,
+    Eagle3Drafter,
+    FusedAttention,
+    StateDrafter,
+)
 from shardnet.model.families.stage_tensors import StageTensors
 from shardnet.model.fused.layers import NativeSublayers
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import capacity_error_for
 from shardnet.model.kernels.library import native_kernels
-from shardnet.model.kernels.linear import KernelChoice, Linear, probe
-from shardnet.model.layers.decoder_layer import AttentionSublayer, Layer, Residual
-from shardnet.model.layers.modules import SelfAttention
+from shardnet.model.kernels.linear import KernelChoice, probe
+from shardnet.model.layers.decoder_layer import (
+    AttentionSublayer,
+    Layer,
+    MlpSublayer,
+    Residual,
+    Sublayer,
+)
+from shardnet.model.layers.modules import GatedMlp, SelfAttention
 from shardnet.model.layers.norms import HeadNorm, Norm
 from shardnet.model.layers.rotary import rotary_tables
 from shardnet.stage.estimate.stored_dtype import STORED_FLOATS
@@ -60,7 +61,9 @@ def load_state_drafter(
     memory runs out.
     """
     files, device = open_drafter(folder, target), torch.device(device)
-    choice = probe(device, "auto", STORED_FLOATS.get(files.checkpoint.tensors[FUSE].dtype))
+    choice = probe(
+        device, "auto", STORED_FLOATS.get(files.checkpoint.tensors["model.fc.weight"].dtype)
+    )
     with capacity_error_for(f"{device} has no memory for the drafter {folder}"):
         return _Loader(files, target, choice, device).load(context)
 
@@ -73,16 +76,18 @@ class _Loader:
     ) -> None:
         self._files, self._config, self._model = files, files.config, target.config
         self._dtype, self._device = torch_dtype(choice.dtype), device
-        own = StageTensors(embedding={}, layers={0: files.table}, head={})
-        self._own = StageWeights(files.checkpoint, own, choice, device, _untold)
-        self._head = EMBEDDING if self._model.tie_word_embeddings else HEAD
-        size = self._model.vocab_size, self._model.hidden_size
+        table, size = files.table, (self._model.vocab_size, self._model.hidden_size)
+        is_tied = HEAD not in table and self._model.tie_word_embeddings
+        self._head = EMBEDDING if is_tied else HEAD
+        own = StageTensors(embedding={}, layers={0: table}, head={})
         borrowed = StageTensors(
-            embedding={} if EMBEDDING in files.table else {EMBEDDING: size},
+            embedding={} if EMBEDDING in table else {EMBEDDING: size},
             layers={},
-            head={} if HEAD in files.table else {self._head: size},
+            head={} if HEAD in table else {self._head: size},
         )
-        self._borrowed = StageWeights(target, borrowed, choice, device, _untold)
+        rest = choice, device, lambda done, total: None
+        self._own = StageWeights(files.checkpoint, own, *rest)
+        self._borrowed = StageWeights(target, borrowed, *rest)
 
     def load(self, context: int) -> StateDrafter:
         """Take all parameters, for slots of `context` positions."""
@@ -101,37 +106,37 @@ class _Loader:
                     *(self._device, MAX_SLOTS * blocks_for(end), config.windows),
                 ),
                 rotary=rotary_tables(config.rope, config.head_size, end, self._dtype, self._device),
-                fuse=self._own.linear(FUSE.removesuffix(".weight")),
+                fuse=self._own.linear("model.fc"),
                 norm=self._norm("model.norm"),
-                lm_head=self._lm_head(),
+                lm_head=self._source(HEAD).linear(self._head.removesuffix(".weight")),
                 known=self._known(),
                 **own,
             )
 
     def _eagle3(self) -> dict[str, Any]:
-        plain = Layout().load_layer(self._config, self._own, 0)
-        around, self_attn = _attention(plain)
+        layer = "model.layers.0"
         fused = FusedAttention(
             embed=self._embedding(),
-            norm_tokens=around.normalize,
-            hidden_norm=self._norm("model.layers.0.hidden_norm"),
+            token_norm=self._norm(f"{layer}.input_layernorm"),
+            hidden_norm=self._norm(f"{layer}.hidden_norm"),
             norms_residual=self._files.norms_residual,
-            self_attn=self_attn,
+            self_attn=SelfAttention.load(self._config, self._own, 0),
         )
-        layer = _native(replace(plain, attention=fused))
-        return {"layer": layer, "state_norms": [*map(self._norm, self._files.state_norms)]}
+        norms = [*map(self._norm, self._files.state_norms)]
+        return {"layer": self._layer(layer, fused), "state_norms": norms}
 
     def _dflash(self) -> dict[str, Any]:
         own, norms, names = [], [], []
         for number in range(self._config.n_layers):
-            layer = Layout().load_layer(self._config, self._own, number)
-            around, attn = _attention(layer)
+            layer = f"model.layers.{number}"
+            attn = SelfAttention.load(self._config, self._own, number, with_head_norm=True)
             kind = replace(attn.kind, is_causal=attn.kind.window is not None)
+            around = Residual(before=self._norm(f"{layer}.input_layernorm"))
             causal = AttentionSublayer(residual=around, self_attn=replace(attn, kind=kind))
-            own.append(_native(replace(layer, attention=causal)))
-            assert isinstance(attn.qk_norm, HeadNorm), "Qwen3 has norms over heads"
+            own.append(self._layer(layer, causal))
+            assert isinstance(attn.qk_norm, HeadNorm), "it was loaded so"
             norms.append(attn.qk_norm.weight[attn.n_heads :])
-            names += [f"model.layers.{number}.self_attn.{name}_proj" for name in "kv"]
+            names += [f"{layer}.self_attn.{name}_proj" for name in "kv"]
         return {
             "embed": self._embedding(),
             "own_layers": own,
@@ -141,49 +146,38 @@ class _Loader:
             "mask_id": self._files.mask_id,
         }
 
+    def _layer(self, name: str, attention: Sublayer) -> Layer:
+        """Put an MLP behind attention."""
+        around = Residual(before=self._norm(f"{name}.post_attention_layernorm"))
+        mlp = GatedMlp.load(self._config, self._own, f"{name}.mlp")
+        layer = Layer(attention=attention, mlp=MlpSublayer(residual=around, mlp=mlp))
+        return NativeSublayers.of(layer, native_kernels()).replace_in(layer)
+
     def _norm(self, name: str) -> Norm:
         return self._own.norm(name, self._config.norm_eps)
 
+    def _source(self, name: str) -> StageWeights:
+        return self._own if name in self._files.table else self._borrowed
+
     def _embedding(self) -> Callable[[Tensor], Tensor]:
         """Take the embedding; DFlash's is what the model's module gives, with its multiplier."""
-        name, factor = EMBEDDING.removesuffix(".weight"), self._model.embedding_multiplier
-        if EMBEDDING in self._files.table:
-            return self._own.table(name).rows
-        rows = self._borrowed.table(name).rows
-        is_plain = factor == 1 or self._files.format is DrafterFormat.EAGLE3
-        return rows if is_plain else lambda ids: rows(ids).mul_(factor)
-
-    def _lm_head(self) -> Linear:
-        is_own = HEAD in self._files.table
-        source, name = (self._own, HEAD) if is_own else (self._borrowed, self._head)
-        return source.linear(name.removesuffix(".weight"))
+        rows = self._source(EMBEDDING).table(EMBEDDING.removesuffix(".weight")).rows
+        factor = self._model.embedding_multiplier
+        is_scaled = factor != 1 and self._source(EMBEDDING) is self._borrowed
+        if not is_scaled or self._files.format is DrafterFormat.EAGLE3:
+            return rows
+        return lambda ids: rows(ids).mul_(factor)
 
     def _known(self) -> Tensor | None:
         """Read the token ids of the drafter's own vocabulary. Raises CheckpointError."""
         checkpoint = self._files.checkpoint
-        if KNOWN not in checkpoint.tensors:
+        if "model.d2t" not in checkpoint.tensors:
             return None
-        known = checkpoint.read(KNOWN).to(torch.int64)
-        known += torch.arange(len(known))
-        if not bool(((known >= 0) & (known < self._model.vocab_size)).all()):
+        more = checkpoint.read("model.d2t").to(torch.int64)
+        known = more + torch.arange(len(more))
+        if known.min() < 0 or known.max() >= self._model.vocab_size:
             raise CheckpointError(
-                f"{checkpoint.folder}: tensor d2t names tokens that the model does not have",
+                f"{checkpoint.folder}: tensor d2t names tokens that the model lacks",
                 remedy="fetch the drafter again",
             )
         return known.to(self._device)
-
-
-def _attention(layer: Layer) -> tuple[Residual, SelfAttention]:
-    """Return the norms and residual around attention, and attention itself."""
-    own = layer.attention
-    assert isinstance(own, AttentionSublayer), "Llama and Qwen3 have such"
-    assert isinstance(own.self_attn, SelfAttention)
-    return own.residual, own.self_attn
-
-
-def _native(layer: Layer) -> Layer:
-    return NativeSublayers.of(layer, native_kernels()).replace_in(layer)
-
-
-def _untold(done: int, total: int) -> None:
-    """Report no progress."""

@@ -144,7 +144,7 @@ def test_a_drafter_for_another_model_is_refused(
         ({"dflash_config": {"target_layer_ids": [1, 5]}}, "mask_token_id is missing"),
         ({"dflash_config": DFLASH["dflash_config"] | {"causal": True}}, "dflash_config.causal"),
         ({"dflash_config": DFLASH["dflash_config"] | {"target_layer_ids": [1, 7]}}, "after 0 to 7"),
-        ({"block_size": 1}, "block_size 1"),
+        ({"block_size": 500}, "block_size is 500, expected 1 to 256"),
         ({"fc_norm": True}, "fc_norm"),
     ],
 )

@@ -144,6 +144,18 @@ def test_a_full_slot_begins_anew(kind: str, drafting: Callable[..., Drafting]) -
     made.check(tokens, 112, first=112)
 
 
+def test_layers_with_windows_go_back_as_far_as_they_keep_rows(
+    drafting: Callable[..., Drafting],
+) -> None:
+    made, tokens = drafting("sliding"), random_prompt(601, VOCAB)
+    made.check(tokens, 0)
+    made.check(tokens[:405], 400)
+    made.check(tokens, 404)
+    for n_back in (240, 250, 256, 300):  # further back it begins anew
+        made.check(tokens, 0)
+        made.draft(tokens, made.target.states(tokens[:-1], made.layers), 600 - n_back, 5)
+
+
 @pytest.mark.parametrize("maker", ["authors", "specforge"])
 def test_a_head_without_an_embedding_has_the_models(
     maker: str, drafting: Callable[..., Drafting]

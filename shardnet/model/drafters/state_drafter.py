@@ -1,12 +1,13 @@
-"""What all drafters have that read hidden states of another model, and their slots.
+"""Drafters that read hidden states of the model that they draft for: EAGLE-3 heads and DFlash.
 
-Must not know files, the ring, nor which drafts are accepted: what is read again is overwritten.
+Knows their maths, and what they keep of each slot. Must not know files, the ring, nor which drafts
+are accepted: what is read again is overwritten.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.picture_rows import PictureRows
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.attention import ForwardStep, step_over
-from shardnet.model.layers.norms import Norm
+from shardnet.model.layers.attention import ForwardStep, step_over, store_rows
+from shardnet.model.layers.decoder_layer import Layer
+from shardnet.model.layers.modules import Attention
+from shardnet.model.layers.norms import HeadNorm, Norm
 from shardnet.model.layers.rotary import Rotary
 from shardnet.types import PREFILL_CHUNK_ROWS, REWIND_ROWS, RowGroup, SequenceId, SlotId
 
@@ -56,16 +59,14 @@ class StateDrafter(ABC):
         before, and one that is full, begins anew with these rows, the last `context` of them: it
         counts positions from its first one. With a `limit` of 0 it reads alone.
         """
-        ids = token_ids[-self.context :]
+        ids = [*token_ids[-self.context :]]
         place = self._begin(slot, position + len(token_ids) - len(ids), len(ids))
         states = states[-len(ids) :].to(self.kv.device, self.kv.dtype)
         return self._draft(slot, ids, place, states, min(limit, self.most))
 
     @abstractmethod
-    def _draft(
-        self, slot: SlotId, ids: Sequence[int], place: int, states: Tensor, limit: int
-    ) -> list[int]:
-        """Read rows at a place of the slot, then draft: see `draft`."""
+    def _draft(self, slot: SlotId, ids: list[int], place: int, states: Tensor, n: int) -> list[int]:
+        """Read rows at a place of the slot, then draft at most `n` tokens: see `draft`."""
 
     def free(self, slot: SlotId) -> None:
         """Forget the slot."""
@@ -76,7 +77,8 @@ class StateDrafter(ABC):
         """Let the slot end behind rows from `position` on; return where in it they begin."""
         first, end = self._held.get(slot, (position, position))
         is_here = first <= position <= end and position + n_rows - first <= self.context
-        if not is_here or (end - position > REWIND_ROWS and any(self.kv.windows)):
+        n_back = end + self.most + 1 - position
+        if not is_here or (n_back > REWIND_ROWS and any(self.kv.windows)):
             self.kv.free(slot)
             first = position
         self._held[slot] = first, position + n_rows
@@ -102,7 +104,104 @@ class StateDrafter(ABC):
         return found
 
 
-def chunks(n_rows: int) -> list[slice]:
-    """Cut rows into those that are read at once."""
-    starts = range(0, n_rows, PREFILL_CHUNK_ROWS)
-    return [slice(start, min(n_rows, start + PREFILL_CHUNK_ROWS)) for start in starts]
+MOST_CHAINED = 31
+"""Tokens that are drafted at once: the most rows of a step, without the first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedAttention:
+    """Attention over token embeddings beside hidden states, each normed, with its residual.
+
+    The residual is the hidden states, normed ones with `norms_residual`.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    token_norm: Norm
+    hidden_norm: Norm
+    norms_residual: bool
+    self_attn: Attention
+
+    def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
+        """Run hidden states [T, E] and the step's tokens through it: [T, E]."""
+        embedded = self.token_norm(self.embed(step.token_ids))
+        normed = self.hidden_norm(hidden)
+        inner = self.self_attn(torch.cat((embedded, normed), -1), index, rotary, step)
+        return (normed if self.norms_residual else hidden) + inner
+
+
+@dataclass(eq=False, kw_only=True)
+class Eagle3Drafter(StateDrafter):
+    """An EAGLE-3 head (arXiv 2503.01840): one decoder layer over fused states of three layers.
+
+    As the authors' module (github.com/SafeAILab/EAGLE, cnets.py) and SpecForge's compute it: at
+    position p it takes the fused states there and the embedding of the token at p + 1, and gives
+    the token at p + 2. For one further on it takes its own output at p, before the norm, as the
+    states of p + 1. `state_norms`, if any, norm the states of each layer before all else.
+    """
+
+    layer: Layer
+    state_norms: Sequence[Norm]
+
+    def _draft(self, slot: SlotId, ids: list[int], place: int, states: Tensor, n: int) -> list[int]:
+        """See StateDrafter."""
+        if self.state_norms:
+            parts = zip(self.state_norms, states.chunk(len(self.layers), -1), strict=True)
+            states = torch.cat([norm(part.contiguous()) for norm, part in parts], -1)
+        for start in range(0, len(ids), PREFILL_CHUNK_ROWS):
+            rows = slice(start, start + PREFILL_CHUNK_ROWS)
+            step = self._step(slot, ids[rows], place + start)
+            hidden = self.layer(self.fuse(states[rows]), 0, *step)
+        drafts: list[int] = []
+        for at in range(n):
+            if at:
+                step = self._step(slot, drafts[-1:], place + len(ids) + at - 1)
+                hidden = self.layer(hidden, 0, *step)
+            hidden = hidden[-1:]
+            drafts += self._likeliest(hidden)
+        return drafts
+
+
+@dataclass(eq=False, kw_only=True)
+class DFlashDrafter(StateDrafter):
+    """A DFlash drafter (arXiv 2602.06036): a block of tokens in one pass, none waiting for another.
+
+    As the published module (github.com/z-lab/dflash, model.py) computes it: the states of certain
+    positions are fused, normed, and projected to keys and values of every layer. The block begins
+    with the token behind them; masks, `mask_id`, stand behind it, each of which becomes a draft.
+    All see each other, but in layers with a window, where a row sees those before it (SpecForge,
+    vLLM and SGLang; the published module leaves that to the kernel). Of a block all is computed,
+    however few drafts are wanted.
+
+    `project` gives keys and values of all its own layers, in order; `key_norm` is of all keys.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    own_layers: Sequence[Layer]
+    fused_norm: Norm
+    project: Linear
+    key_norm: HeadNorm
+    mask_id: int
+
+    def _draft(self, slot: SlotId, ids: list[int], place: int, states: Tensor, n: int) -> list[int]:
+        """See StateDrafter."""
+        for start in range(0, len(ids), PREFILL_CHUNK_ROWS):
+            rows = slice(start, start + PREFILL_CHUNK_ROWS)
+            self._read(slot, ids[rows], place + start, states[rows])
+        if n == 0:
+            return []
+        block = [ids[-1], *[self.mask_id] * self.most]
+        rotary, step = self._step(slot, block, place + len(ids), see_each_other=True)
+        hidden = self.embed(step.token_ids)
+        for index, layer in enumerate(self.own_layers):
+            hidden = layer(hidden, index, rotary, step)
+        return self._likeliest(hidden[1 : n + 1])
+
+    def _read(self, slot: SlotId, ids: Sequence[int], place: int, states: Tensor) -> None:
+        """Store keys and values of states [T, layers x E] in every layer."""
+        rotary, step = self._step(slot, ids, place)
+        n_rows, n_layers, size = len(ids), len(self.own_layers), self.key_norm.weight.shape[-1]
+        projected = self.project(self.fused_norm(self.fuse(states)))
+        heads = projected.view(n_rows, n_layers, 2, -1, size)  # [T, layers, 2, KV heads, D]
+        keys = rotary.rotate(self.key_norm(heads[:, :, 0].reshape(n_rows, -1, size)))
+        for index, own in enumerate(keys.chunk(n_layers, 1)):
+            store_rows(own, heads[:, index, 1], index, step)
