@@ -242,7 +242,7 @@ def _read_vocabulary(
     n_all, hidden = made.config.vocab_size, made.config.hidden_size
     _check_model(own, "token ids", n_all, model.vocab_size)
     known = stored[KNOWN].shape if KNOWN in stored else (n_all,)
-    size = own.positive("draft_vocab_size", known[0])
+    size = own.positive("draft_vocab_size", *known[:1])
     if known != (size,):
         raise own.damaged(f"tensor d2t is missing, or does not have {size} numbers")
     for name, n in ((EMBEDDING, n_all), (HEAD, size)):

@@ -82,6 +82,11 @@ def _more(raw: dict[str, Any], tensors: Tensors) -> None:
     tensors["confidence.weight"] = torch.ones(4)
 
 
+def _scalar(raw: dict[str, Any], tensors: Tensors) -> None:
+    tensors["d2t"] = torch.tensor(3)
+    del raw["draft_vocab_size"]
+
+
 def _beyond(raw: dict[str, Any], tensors: Tensors) -> None:
     tensors["d2t"] += 1000
 
@@ -119,6 +124,7 @@ def test_what_is_not_implemented_is_named(
             r"reads states after \[2, 17, 32\] layers, of this model those after 0 to 8",
         ),
         (_without("d2t"), "d2t is missing"),
+        (_scalar, "draft_vocab_size is missing"),
         (_without("lm_head.weight"), "lm_head.weight is missing"),
         (_without("midlayer.hidden_norm.weight"), "hidden_norm.weight is missing"),
         (_set(intermediate_size=96), "has shape"),
