@@ -72,6 +72,8 @@ class Checkpoint:
         self.config_text = json.dumps(contents.config)
         """The content of config.json, or its equivalent in formats without one."""
         self.journal = Journal.find(path) if path.is_dir() else None
+        self.is_part = False
+        """Whether the parameters are not those of `config`: see `beside`."""
         self._files = contents.files
         self._opened = {name: FileState.of(self.folder / name) for name in contents.files}
         self._form = contents.form
@@ -216,7 +218,7 @@ class Checkpoint:
         """Return one whose parameters are in `files` of their own, in place of its own ones."""
         other = copy(self)
         other.folder, other.journal = folder, None
-        other.config = replace(self.config, wrapper="mmproj")
+        other.is_part = True
         other._files = files
         other._opened = {name: FileState.of(folder / name) for name in files}
         other._bytes_read = dict.fromkeys(files, 0)

@@ -3,7 +3,7 @@
 Knows how their makers write them (SafeAILab/EAGLE, SpecForge, vLLM's speculators, z-lab/dflash).
 Reads headers only, and imports no torch. Must not know what is computed of the tensors.
 
-Makers count the layers whose states are read in three ways. Here 0 are the embeddings, and N what
+Makers count the layers whose states are read in two ways. Here 0 are the embeddings, and N what
 layer N - 1 gives, counted from 0, before any norm.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,45 +25,30 @@ from shardnet.checkpoint.tensors.stored_tensor import StoredTensor, TensorFile
 from shardnet.errors import CheckpointError, UnsupportedModelError
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.layout import Layout
 from shardnet.model.families.registry import parse_config
-from shardnet.model.families.tensor_shapes import (
-    Table,
-    attention,
-    gated,
-    head_norms,
-    linears,
-    norms,
-)
+from shardnet.model.families.tensor_shapes import Table
 
-OWN: Final = "drafter"
-"""Begins the names of a drafter's parameters here."""
-EMBEDDING: Final = f"{OWN}.embed_tokens.weight"
-HEAD: Final = f"{OWN}.lm_head.weight"
-KNOWN: Final = f"{OWN}.d2t"
+EMBEDDING: Final = "model.embed_tokens.weight"
+HEAD: Final = "lm_head.weight"
+FUSE: Final = "model.fc.weight"
+"""Joins the states of a position."""
+KNOWN: Final = "model.d2t"
 """What is added to each number of its own vocabulary to make a token id of the model's."""
-_LAYER: Final = f"{OWN}.layers.0"
-_MAX_BLOCK: Final = 256
-_EAGLE3: Final = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")
+_HIDDEN_NORM: Final = "model.layers.0.hidden_norm.weight"
+_EAGLE3: Final = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 _DFLASH: Final = "DFlashDraftModel"
-_OTHERS: Final = re.compile(
-    r"medusa|hydra|mlp_?speculator|p-?eagle|domino|dspark|eagle", re.IGNORECASE
-)
+_OTHERS: Final = re.compile(r"(?i)\w*(medusa|hydra|mlp_?speculator|domino|dspark|eagle)\w*")
 """In names of architectures and keys of other drafters."""
-_SPECULATORS: Final = (
-    *("speculators_config", "speculators_model_type", "speculators_version"),
-    *("embed_requires_grad", "has_no_defaults_at_init", "transformer_layer_config"),
-)
+_SPECULATORS: Final = """speculators_config speculators_model_type speculators_version
+embed_requires_grad has_no_defaults_at_init transformer_layer_config"""
 """Keys of vLLM's speculators that change nothing here."""
-_OWN_KEYS: Final = frozenset(
-    (
-        *("architectures", "auto_map", "draft_vocab_size", "eagle_config", "norm_before_residual"),
-        *("eagle_aux_hidden_state_layer_ids", "fc_norm", "norm_output", "target_hidden_size"),
-        *("target_model_type", "block_size", "dflash_config", "num_target_layers"),
-        *("norm_before_fc", *_SPECULATORS),
-    )
-)
-"""What a Llama or Qwen config does not have."""
-_IGNORED: Final = re.compile(rf"{OWN}\.(t2d|verifier_(lm_head|norm)\..*|.*rotary_emb\.inv_freq)")
+_OWN_KEYS: Final = """architectures auto_map block_size dflash_config draft_vocab_size eagle_config
+eagle_aux_hidden_state_layer_ids fc_norm norm_before_fc norm_before_residual norm_output
+num_target_layers target_hidden_size target_model_type"""
+"""What else a Llama or Qwen config does not have."""
+_IGNORED: Final = re.compile(r"model\.(t2d|verifier_(lm_head|norm)\..*|.*rotary_emb\.inv_freq)")
+_MAX_BLOCK: Final = 256
 _OTHER_MODEL: Final = "name a drafter that was trained for this very model"
 _IMPLEMENTED: Final = "use EAGLE-3 or DFlash, a small model of the same family, or ngram"
 
@@ -79,23 +64,21 @@ class DrafterFormat(enum.Enum):
     """Layers that read states, and draft a block of tokens at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class DrafterFiles:
     """A drafter that reads hidden states of another model.
 
     `config` is that of its own layers, `table` its parameters, which `checkpoint` has, and `layers`
-    those whose states it reads. A `draft_size` is that of its own vocabulary, None for the model's.
-    Embedding and LM head are the model's where the table lacks them. `state_norms` are the norms of
-    states before they are joined; with `norms_residual` the residual is what is normed. `mask_id`
-    and `block_size` are DFlash's.
+    those whose states it reads. Embedding and LM head are the model's where the table lacks them.
+    `state_norms` are the norms of states before they are joined; with `norms_residual` the residual
+    is what is normed. `mask_id` and `block_size` are DFlash's.
     """
 
     format: DrafterFormat
     config: ModelConfig
-    table: Table
     checkpoint: Checkpoint
-    layers: tuple[int, ...]
-    draft_size: int | None
+    table: Table
+    layers: tuple[int, ...] = ()
     state_norms: tuple[str, ...] = ()
     norms_residual: bool = False
     mask_id: int = 0
@@ -112,47 +95,33 @@ def drafter_format(folder: Path) -> DrafterFormat:
     if not folder.is_dir() or not has_file(where) or not has_huggingface_tensors(folder):
         return DrafterFormat.MODEL
     raw = read_json(where)
-    given = raw.get("architectures")
-    named = [str(name) for name in (given if isinstance(given, list) else [])]
-    kinds = [*named, str(raw.get("model_type")), str(raw.get("speculators_model_type"))]
-    if _DFLASH in named:
+    kinds = str([raw.get(key) for key in ("architectures", "model_type", "speculators_model_type")])
+    if _DFLASH in kinds:
         return DrafterFormat.BLOCK
-    if any(name in named for name in _EAGLE3) or kinds[-1] == "eagle3":
+    if any(name in kinds for name in (*_EAGLE3, "'eagle3'")):
         return DrafterFormat.EAGLE3
-    if found := next(filter(_OTHERS.search, kinds), None):
-        raise _not_implemented(folder, found)
-    names = _stored(_files(folder)).keys()
-    if KNOWN in names or {HEAD, f"{_LAYER}.hidden_norm.weight"} <= names:
+    names, other = _stored(read_tensor_files(folder)[1]).keys(), _OTHERS.search(kinds)
+    if not other and (KNOWN in names or {HEAD, _HIDDEN_NORM} <= names):
         return DrafterFormat.EAGLE3
-    if found := next(filter(_OTHERS.search, raw), None):
-        raise _not_implemented(folder, found)
-    if {f"{OWN}.fc.weight", f"{_LAYER}.self_attn.q_proj.weight"} <= names:
-        raise _not_implemented(folder, "a head of EAGLE-1, EAGLE-2 or HASS")
+    other = other or _OTHERS.search(" ".join(key for key in raw if raw[key]))
+    if other or {FUSE, "model.layers.0.self_attn.q_proj.weight"} <= names:
+        what = other[0] if other else "a head of EAGLE-1, EAGLE-2 or HASS"
+        raise UnsupportedModelError(
+            f"{folder}: {what}: such drafters are not implemented", remedy=_IMPLEMENTED
+        )
     return DrafterFormat.MODEL
 
 
-def _not_implemented(folder: Path, what: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{folder}: {what}: such drafters are not implemented", remedy=_IMPLEMENTED
-    )
-
-
-def _files(folder: Path) -> Mapping[str, TensorFile]:
-    return read_tensor_files(folder)[1]
-
-
 def _stored(files: Mapping[str, TensorFile]) -> dict[str, StoredTensor]:
-    """Return the stored tensors by the names that they have here."""
-    named = (pair for file in files.values() for pair in file.tensors.items())
-    return {_own_name(name): one for name, one in named}
+    """Return the stored tensors by the names that a model's would have.
 
-
-def _own_name(name: str) -> str:
-    """Return what a stored tensor is called here: all programs name the layers alike but for that.
-
-    SGLang and vLLM take these too: with `model.` before them, and the one layer by its number.
+    SpecForge and the authors call the one layer `midlayer`, vLLM and SGLang take its number too.
     """
-    return f"{OWN}.{name.removeprefix('model.').replace('midlayer.', 'layers.0.', 1)}"
+    stored = {}
+    for name, one in (pair for file in files.values() for pair in file.tensors.items()):
+        plain = name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+        stored[plain if plain == HEAD else f"model.{plain}"] = one
+    return stored
 
 
 def open_drafter(folder: Path, target: Checkpoint) -> DrafterFiles:
@@ -161,29 +130,33 @@ def open_drafter(folder: Path, target: Checkpoint) -> DrafterFiles:
     Raises CheckpointError for one that was made for another model, and for damaged files;
     UnsupportedModelError for what is not implemented, also unknown keys of its config.
     """
-    form = drafter_format(folder)
+    form, where = drafter_format(folder), str(folder / "config.json")
     if form is DrafterFormat.MODEL:
         raise CheckpointError(f"{folder}: a model, which reads no states", remedy=_IMPLEMENTED)
-    where = folder / "config.json"
-    raw = read_json(where)
+    raw = read_json(folder / "config.json")
     inner = raw.get("transformer_layer_config")  # as vLLM's speculators write it
     raw |= inner if isinstance(inner, dict) else {}
-    own = Fields({key: raw[key] for key in raw if key in _OWN_KEYS}, str(where))
-    own.ignore("architectures", "auto_map", *_SPECULATORS)
-    config = parse_config({key: raw[key] for key in raw if key not in _OWN_KEYS}, str(where))
-    files, model = _files(folder), target.config
+    unused = _SPECULATORS.split()
+    given = {key: raw.pop(key) for key in {*_OWN_KEYS.split(), *unused} & raw.keys()}
+    own, config = Fields(given, where), parse_config(raw, where)
+    own.ignore("architectures", "auto_map", "target_model_type", *unused)
+    _, files = read_tensor_files(folder)
     stored = _stored(files)
-    _check_model(own, "token ids", config.vocab_size, model.vocab_size)
-    read = _read_eagle3 if form is DrafterFormat.EAGLE3 else _read_dflash
-    tensors = {name: unchanged(name, one) for name, one in stored.items()}
-    made = read(own, config, model, target.beside(folder, files, tensors))
+    checkpoint = target.beside(
+        folder, files, {name: unchanged(name, stored[name]) for name in stored}
+    )
+    table: Table = {"model.norm.weight": (config.hidden_size,)}
+    for layer in range(config.n_layers):
+        table |= Layout().layer_tensors(config, layer)
+    made = DrafterFiles(format=form, config=config, checkpoint=checkpoint, table=table)
+    (_read_eagle3 if form is DrafterFormat.EAGLE3 else _read_dflash)(own, made, target.config)
+    _read_vocabulary(own, made, target.config, stored)
     own.note_the_rest()
     own.refuse_unknown()
-    table = made.table | _tables(own, made, model, stored)
     for name in stored.keys() - table.keys() - {KNOWN}:
         if not _IGNORED.fullmatch(name):
-            raise own.damaged(f"tensor {name.removeprefix(OWN + '.')} has no place in {form.value}")
-    return replace(made, table=table)
+            raise own.damaged(f"tensor {name} has no place in {form.value}")
+    return made
 
 
 def _check_model(own: Fields, what: str, made_for: int, has: int) -> None:
@@ -196,132 +169,84 @@ def _check_model(own: Fields, what: str, made_for: int, has: int) -> None:
         )
 
 
-def _read_eagle3(
-    own: Fields, config: ModelConfig, model: ModelConfig, checkpoint: Checkpoint
-) -> DrafterFiles:
+def _read_eagle3(own: Fields, made: DrafterFiles, model: ModelConfig) -> None:
     """Read an EAGLE-3 head's own keys.
 
     `eagle_config` counts a layer from 0 and means what it gives (SpecForge, SGLang). The same key
     outside says after how many layers (vLLM and its speculators), as the authors' module does,
     which reads what enters layers 2, N / 2 and N - 3 of N.
     """
-    own.ignore("target_model_type")
     own.require("norm_output", True)
     own.require("norm_before_fc", False)
-    width = own.positive("target_hidden_size", config.hidden_size)
-    _check_model(own, "columns", width, model.row_width)
+    config, n = made.config, model.n_layers
     if config.n_layers != 1:
         raise own.unsupported("num_hidden_layers", config.n_layers, "1")
-    key, n = "eagle_aux_hidden_state_layer_ids", model.n_layers
+    width = own.positive("target_hidden_size", config.hidden_size)
+    _check_model(own, "columns", width, model.row_width)
     inner = own.inner("eagle_config", own.take("eagle_config", dict, {}))
     inner.require("use_aux_hidden_state", True)
-    counted, outer = inner.take(key, list, None), own.take(key, list, None)
+    key = "eagle_aux_hidden_state_layer_ids"
+    outside = own.take(key, list, None) or [2, n // 2, n - 3]
+    counted = inner.take(key, list, None)
     inner.note_the_rest()
-    if counted:
-        layers = _layers(own, [_after(layer) for layer in counted], n)
-    else:
-        layers = _layers(own, outer or [2, n // 2, n - 3], n)
-    hidden, attn = config.hidden_size, f"{_LAYER}.self_attn"
-    table = _decoder(config, 0) | {f"{_LAYER}.hidden_norm.weight": (hidden,)}
+    made.layers = _layers(own, counted or outside, n, counts_from=1 if counted else 0)
     for name in "qkv":  # which see the embedding too
-        n_out, _ = table[f"{attn}.{name}_proj.weight"]
-        table[f"{attn}.{name}_proj.weight"] = (n_out, 2 * hidden)
-    has_norms = own.take("fc_norm", bool, False)
-    names = tuple(f"{OWN}.fc_norm.{at}" for at in range(len(layers) if has_norms else 0))
-    return DrafterFiles(
-        format=DrafterFormat.EAGLE3,
-        config=config,
-        checkpoint=checkpoint,
-        table=table
-        | {f"{name}.weight": (width,) for name in names}
-        | _fusing(config, len(layers) * width),
-        layers=layers,
-        draft_size=own.optional("draft_vocab_size"),
-        state_norms=names,
-        norms_residual=own.take("norm_before_residual", bool, False),
-    )
+        weight = f"model.layers.0.self_attn.{name}_proj.weight"
+        made.table[weight] = (made.table[weight][0], 2 * config.hidden_size)
+    n_norms = len(made.layers) if own.take("fc_norm", bool, False) else 0
+    made.state_norms = tuple(f"model.fc_norm.{at}" for at in range(n_norms))
+    made.table.update({f"{name}.weight": (width,) for name in made.state_norms})
+    made.table[_HIDDEN_NORM] = (config.hidden_size,)
+    made.table[FUSE] = (config.hidden_size, len(made.layers) * width)
+    made.norms_residual = own.take("norm_before_residual", bool, False)
 
 
-def _read_dflash(
-    own: Fields, config: ModelConfig, model: ModelConfig, checkpoint: Checkpoint
-) -> DrafterFiles:
+def _read_dflash(own: Fields, made: DrafterFiles, model: ModelConfig) -> None:
     """Read a DFlash drafter's own keys: it counts a layer from 0 and means what it gives."""
-    inner = own.inner("dflash_config", own.take("dflash_config", dict))
-    _check_model(own, "columns", config.hidden_size, model.row_width)
-    n, n_own = model.n_layers, config.n_layers
+    hidden, n, n_own = made.config.hidden_size, model.n_layers, made.config.n_layers
+    if not made.config.has_head_norms:
+        raise own.unsupported("model_type", made.config.family, "qwen3")
+    _check_model(own, "columns", hidden, model.row_width)
     _check_model(own, "layers", own.positive("num_target_layers", n), n)
+    inner = own.inner("dflash_config", own.take("dflash_config", dict))
     usual = [n // 2] if n_own == 1 else [round(1 + i * (n - 4) / (n_own - 1)) for i in range(n_own)]
-    counted = inner.take("target_layer_ids", list, usual)
     # of the last one its module reads what the final norm gives, other programs what it is given
-    layers = _layers(own, [_after(layer) for layer in counted], n - 1)
-    size = inner.positive("block_size", own.positive("block_size", 16, at_most=_MAX_BLOCK))
-    mask_id: int = inner.take("mask_token_id", int)
-    if not 0 <= mask_id < model.vocab_size or not 2 <= size <= _MAX_BLOCK:
-        raise own.damaged(f"mask_token_id {mask_id}, block_size {size}: out of range")
+    made.layers = _layers(own, inner.take("target_layer_ids", list, usual), n - 1, counts_from=1)
+    size = own.positive("block_size", 16)
+    made.block_size = inner.positive("block_size", size, at_most=_MAX_BLOCK)
+    made.mask_id = inner.positive("mask_token_id", at_most=model.vocab_size - 1)
     inner.note_the_rest()
-    table = _fusing(config, len(layers) * config.hidden_size)
-    for layer in range(n_own):
-        table |= _decoder(config, layer)
-    return DrafterFiles(
-        format=DrafterFormat.BLOCK,
-        config=config,
-        checkpoint=checkpoint,
-        table=table | {f"{OWN}.hidden_norm.weight": (config.hidden_size,)},
-        layers=layers,
-        draft_size=own.optional("draft_vocab_size"),
-        mask_id=mask_id,
-        block_size=size,
-    )
+    made.table[FUSE] = (hidden, len(made.layers) * hidden)
+    made.table["model.hidden_norm.weight"] = (hidden,)
 
 
-def _after(layer: object) -> object:
-    """Count a layer and those before it, where its number counts from 0."""
-    return layer + 1 if isinstance(layer, int) else layer
-
-
-def _layers(own: Fields, layers: list[Any], most: int) -> tuple[int, ...]:
-    """Check after how many layers states are read."""
-    if not layers or not all(isinstance(layer, int) and 0 <= layer <= most for layer in layers):
+def _layers(own: Fields, given: list[Any], most: int, *, counts_from: int) -> tuple[int, ...]:
+    """Return after how many layers states are read. Raises CheckpointError for what is none."""
+    found = [each + counts_from for each in given if isinstance(each, int)]
+    if not found or len(found) < len(given) or not 0 <= min(found) <= max(found) <= most:
         raise CheckpointError(
-            f"{own.where}: this drafter reads states after {layers} layers, of this model those "
+            f"{own.where}: this drafter reads states after {found} layers, of this model those "
             f"after 0 to {most} can be read",
             remedy=_OTHER_MODEL,
         )
-    return tuple(layers)
+    return tuple(found)
 
 
-def _decoder(config: ModelConfig, layer: int) -> Table:
-    """Name the parameters of a layer, Llama's or Qwen3's."""
-    table = attention(config, layer) | norms(
-        config, layer, "input_layernorm", "post_attention_layernorm"
-    )
-    if config.has_head_norms:
-        table |= head_norms(config, layer)
-    mlp = f"model.layers.{layer}.mlp"
-    table |= gated(config, mlp, config.intermediate_size, with_bias=config.mlp_bias)
-    return {_own_name(name): shape for name, shape in table.items()}
-
-
-def _fusing(config: ModelConfig, width: int) -> Table:
-    hidden = config.hidden_size
-    return {f"{OWN}.norm.weight": (hidden,)} | linears(OWN, {"fc": (hidden, width)})
-
-
-def _tables(
+def _read_vocabulary(
     own: Fields, made: DrafterFiles, model: ModelConfig, stored: Mapping[str, StoredTensor]
-) -> Table:
+) -> None:
     """Name embedding and LM head, as far as they are not the model's.
 
     Raises CheckpointError where they are neither here nor can be the model's.
     """
-    config, known = made.config, stored.get(KNOWN)
-    size = made.draft_size or (known.shape[0] if known is not None else config.vocab_size)
-    if size != config.vocab_size and (known is None or known.shape != (size,)):
+    n_all, hidden = made.config.vocab_size, made.config.hidden_size
+    _check_model(own, "token ids", n_all, model.vocab_size)
+    known = stored[KNOWN].shape if KNOWN in stored else (n_all,)
+    size = own.positive("draft_vocab_size", *known[:1])
+    if known != (size,):
         raise own.damaged(f"tensor d2t is missing, or does not have {size} numbers")
-    table: Table = {EMBEDDING: (config.vocab_size, config.hidden_size)}
-    table |= {HEAD: (size, config.hidden_size)}
-    for name in table.keys() - stored.keys():
-        if table[name] != (model.vocab_size, model.hidden_size):
-            raise own.damaged(f"tensor {name.removeprefix(OWN + '.')} is missing")
-        del table[name]
-    return table
+    for name, n in ((EMBEDDING, n_all), (HEAD, size)):
+        if name in stored:
+            made.table[name] = (n, hidden)
+        elif (n, hidden) != (n_all, model.hidden_size):
+            raise own.damaged(f"tensor {name} is missing")

@@ -61,7 +61,7 @@ class NativeSublayers:
             return cls(attention=None, mlp=None)
         return cls(
             attention=_native_attention(layer.attention, kernels),
-            mlp=native_mlp(layer.mlp, kernels),
+            mlp=_native_mlp(layer.mlp, kernels),
         )
 
     def replace_in(self, layer: Layer) -> Layer:
@@ -104,12 +104,7 @@ def _joined_attention(
     return NativeAttention(residual, own, qk_norm, qkv, output, kernels)
 
 
-def native_mlp(
-    sublayer: Sublayer, kernels: NativeKernels | None
-) -> NativeMlp | NativeExperts | None:
-    """Make the library's form of an MLP and what is around it, None where torch computes it."""
-    if kernels is None:
-        return None
+def _native_mlp(sublayer: Sublayer, kernels: NativeKernels) -> NativeMlp | NativeExperts | None:
     if isinstance(sublayer, ExpertsSublayer):
         residual = sublayer.residual
         return NativeExperts.of(residual, sublayer.mlp, kernels) if is_joined(residual) else None

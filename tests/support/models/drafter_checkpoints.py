@@ -212,7 +212,7 @@ class PlainDrafter:
         self.raw = {**raw, **raw.get("transformer_layer_config", {})}
         binary = folder / "pytorch_model.bin"
         stored = torch.load(binary) if binary.exists() else load_file(folder / "model.safetensors")
-        self.tensors = {name: tensor for name, tensor in stored.items()}
+        self.tensors = dict(stored)
         self.model = target.model
 
     def norm(self, rows: Tensor, name: str) -> Tensor:
