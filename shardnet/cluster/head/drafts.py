@@ -37,25 +37,21 @@ class Drafts:
 
     async def speculation(
         self,
-        how: str,
+        order: LoadDrafter,
         most: int,
         *,
-        vocab_size: int,
-        context: int,
         rewinds: bool,
         has_mtp: bool = False,
-        ignore_unknown_config: bool = False,
-        model: str = "",
         on_progress: OnBytes = lambda done, total: None,
     ) -> Speculation | None:
-        """Make the speculation that `how` asks for: off, ngram, mtp or a drafter's name.
+        """Make the speculation that an order's `drafter` asks for: off, ngram, mtp or a drafter.
 
         At most `most` tokens are drafted at once; 0 adapts the number to the acceptance rate.
         `rewinds` says whether the model's slots can be rewound, `has_mtp` whether the ring's tail
-        can draft, `ignore_unknown_config` whether unknown keys of a draft model's config are
-        ignored. `model` is the ring's; `on_progress` is told of a download. Raises UsageError if
-        `most` is above 31 and where slots cannot be rewound, and what loading a draft model raises.
+        can draft; `on_progress` is told of a download. Raises UsageError if `most` is above 31 and
+        where slots cannot be rewound, and what loading a drafter raises.
         """
+        how, vocab_size = order.drafter, order.vocab_size
         if most > MAX_DRAFT_TOKENS:
             raise UsageError(f"--draft-tokens {most}: at most {MAX_DRAFT_TOKENS} are verified")
         if how == OFF:
@@ -81,14 +77,6 @@ class Drafts:
             make = partial(NgramDrafts, before=self._texts)
             return Speculation(make_draft_source=lambda wake: make(), most=most)
         assert self.drafters is not None
-        order = LoadDrafter(
-            request=0,
-            drafter=how,
-            model=model,
-            vocab_size=vocab_size,
-            context=context,
-            ignore_unknown_config=ignore_unknown_config,
-        )
         host = await self.drafters.load(order, on_progress)
         return Speculation(make_draft_source=host.draft_source, most=most, layers=host.layers)
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
-import numpy as np
+from msgspec import structs
 
 from shardnet.cluster.member.stage_orders import StageOrders
 from shardnet.cluster.peers.control_link import REPLY_SILENCE_S, ControlLink, MessageHandlers
@@ -21,7 +21,6 @@ from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import (
     CancelledRequestError,
-    CapacityError,
     CheckpointError,
     PeerSilentError,
     RemoteProtocolError,
@@ -35,7 +34,6 @@ from shardnet.types import SlotId
 from shardnet.wire.framing.schema import Numbered
 from shardnet.wire.messages.control import Done, Failed, reported_error
 from shardnet.wire.messages.drafting import (
-    MAX_READ_TOKENS,
     Draft,
     Drafted,
     DrafterReady,
@@ -164,15 +162,7 @@ class LentDrafters:
         model = self._of(control, message.drafter)
         if len(message.token_ids) % 4 or len(message.states) % (len(message.token_ids) // 2):
             raise RemoteProtocolError("Draft has parts of token ids, or of rows of states")
-        ids = np.frombuffer(message.token_ids, "<u4").tolist()
-        ask = Ask(
-            slot=message.slot,
-            position=message.position,
-            token_ids=ids,
-            limit=message.limit,
-            states=message.states,
-            n_drafts=message.n_drafts,
-        )
+        ask = Ask(draft=message)
         drafting = model.ask(ask)
         try:
             token_ids = await asyncio.shield(drafting)
@@ -249,20 +239,8 @@ class FarDrafter(DraftHost):
 
     def ask(self, ask: Ask) -> asyncio.Future[list[int]]:
         """See DraftHost."""
-        message = Draft(
-            request=self._control.next_request(),
-            drafter=self._order.request,
-            slot=ask.slot,
-            position=ask.position,
-            token_ids=np.array(ask.token_ids[:MAX_READ_TOKENS], "<u4").tobytes(),
-            limit=ask.limit,
-            n_drafts=ask.n_drafts,
-            states=ask.states,
-        )
-        if len(ask.token_ids) > MAX_READ_TOKENS:
-            drafts = asyncio.get_running_loop().create_future()
-            drafts.set_exception(CapacityError(f"a drafter reads {MAX_READ_TOKENS} tokens at most"))
-            return drafts
+        request, drafter = self._control.next_request(), self._order.request
+        message = structs.replace(ask.draft, request=request, drafter=drafter)
         return self._sent(message, self._drafts)
 
     def free(self, slot: SlotId) -> asyncio.Future[None]:

@@ -43,6 +43,7 @@ from shardnet.types import (
     StepId,
     blocks_for,
 )
+from shardnet.wire.messages.drafting import Draft
 
 
 class DraftModel(DraftHost):
@@ -78,8 +79,16 @@ class DraftModel(DraftHost):
         """Measure what a draft takes, by the second of two in an empty slot."""
         for _ in range(2):
             began_s = time.perf_counter()
-            ask = Ask(slot=SlotId(0), position=0, token_ids=[0], limit=1, states=bytes(self._width))
-            await self.ask(ask)
+            draft = Draft(
+                request=0,
+                drafter=0,
+                slot=SlotId(0),
+                position=0,
+                token_ids=bytes(4),
+                limit=1,
+                states=bytes(self._width),
+            )
+            await self.ask(Ask(draft=draft))
         took_s = time.perf_counter() - began_s
         await self.free(SlotId(0))
         return took_s
@@ -97,17 +106,19 @@ class DraftModel(DraftHost):
 
         Raises CapacityError when the text outgrows the model's context or its room.
         """
+        draft, token_ids = ask.draft, ask.token_ids
+        slot = draft.slot
         if not isinstance(self.model, StageModel):
             return self._draft_of_states(self.model, ask)
-        for start in range(0, len(ask.token_ids), PREFILL_CHUNK_ROWS):
-            rows = ask.token_ids[start : start + PREFILL_CHUNK_ROWS]
-            n_drafts = max(0, start + len(rows) + ask.n_drafts - len(ask.token_ids))
-            token = self._next(self.model, ask.slot, rows, ask.position + start, n_drafts)
-        drafts = [token][: ask.limit]
-        end = ask.position + len(ask.token_ids)
-        while len(drafts) < ask.limit and not ask.is_over:
-            position, n_drafts = end + len(drafts) - 1, ask.n_drafts + len(drafts)
-            drafts.append(self._next(self.model, ask.slot, drafts[-1:], position, n_drafts))
+        for start in range(0, len(token_ids), PREFILL_CHUNK_ROWS):
+            rows = token_ids[start : start + PREFILL_CHUNK_ROWS]
+            n_drafts = max(0, start + len(rows) + draft.n_drafts - len(token_ids))
+            token = self._next(self.model, slot, rows, draft.position + start, n_drafts)
+        drafts = [token][: draft.limit]
+        end = draft.position + len(token_ids)
+        while len(drafts) < draft.limit and not ask.is_over:
+            position, n_drafts = end + len(drafts) - 1, draft.n_drafts + len(drafts)
+            drafts.append(self._next(self.model, slot, drafts[-1:], position, n_drafts))
         return drafts
 
     def _next(
@@ -127,10 +138,11 @@ class DraftModel(DraftHost):
 
     def _draft_of_states(self, model: StateDrafter, ask: Ask) -> list[int]:
         self.n_steps += 1
-        n_rows = len(ask.token_ids)
-        states = torch.frombuffer(bytearray(ask.states), dtype=torch.bfloat16).view(n_rows, -1)
-        limit = 0 if ask.is_over else ask.limit
-        return model.draft(ask.slot, ask.token_ids, ask.position, states, limit)
+        draft, token_ids = ask.draft, ask.token_ids
+        states = torch.frombuffer(bytearray(draft.states), dtype=torch.bfloat16)
+        rows = states.view(len(token_ids), -1)
+        limit = 0 if ask.is_over else draft.limit
+        return model.draft(draft.slot, token_ids, draft.position, rows, limit)
 
     def _forget(self, slot: SlotId) -> None:
         if isinstance(self.model, StageModel):

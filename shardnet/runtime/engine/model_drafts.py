@@ -20,6 +20,7 @@ from shardnet.errors import ShardnetError
 from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS
 from shardnet.runtime.scheduling.kv_block_manager import common_prefix
 from shardnet.types import PREFILL_CHUNK_ROWS, SlotId
+from shardnet.wire.messages.drafting import Draft
 from shardnet.wire.payloads.rows import RowBlock
 
 log = logging.getLogger(__name__)
@@ -51,21 +52,37 @@ class TakesStates(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Ask:
-    """What a drafter is to do: read tokens into a slot's keys and values, and draft behind them, at
-    most `limit` tokens.
+    """What a drafter is to do. Once it `is_over` no more than the reading is wanted."""
 
-    Those of the slot are cut to `position` first. With `states`, bfloat16 [T, width], these are of
-    the positions from there on, and each token is the one behind. Once it `is_over` no more than
-    the reading is wanted. The last `n_drafts` of a draft model's tokens may be rejected.
-    """
-
-    slot: SlotId
-    position: int
-    token_ids: Sequence[int]
-    limit: int
-    states: bytes = b""
-    n_drafts: int = 0
+    draft: Draft
     is_over: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens that are read."""
+        return np.frombuffer(self.draft.token_ids, "<u4").tolist()
+
+
+def _ask(
+    slot: SlotId,
+    position: int,
+    token_ids: Sequence[int],
+    limit: int,
+    states: bytes = b"",
+    n_drafts: int = 0,
+) -> Ask:
+    return Ask(
+        draft=Draft(
+            request=0,
+            drafter=0,
+            slot=slot,
+            position=position,
+            token_ids=np.array(token_ids, "<u4").tobytes(),
+            limit=limit,
+            states=states,
+            n_drafts=n_drafts,
+        )
+    )
 
 
 class DraftHost:
@@ -257,30 +274,20 @@ class ModelDrafts:
                 return
             position, rows = states
             behind = self._text[position + 1 : position + 1 + len(rows)]
-            ask = Ask(
-                slot=slot,
-                position=position,
-                token_ids=behind,
-                limit=max(1, min(wanted, host.most)) if position + len(rows) == n_known else 0,
-                states=rows.tobytes(),
-            )
-            self._begin(ask, [])
+            limit = max(1, min(wanted, host.most)) if position + len(rows) == n_known else 0
+            self._begin(_ask(slot, position, behind, limit, rows.tobytes()), [])
         elif self._n_tokens - self._n_sure > 2 * _READ_AT_ONCE:
             start = self._n_sure
             piece = self._text[start : start + _READ_AT_ONCE]
             self._n_sure, self._held = start + len(piece), []
-            self._begin(Ask(slot=slot, position=start, token_ids=piece, limit=0), [])
+            self._begin(_ask(slot, start, piece, 0), [])
         elif n_drafts < wanted:
             text = [*self._text[self._n_sure :], *self._drafts]
             n_held = common_prefix(self._held, text, min(len(self._held), len(text) - 1))
             missing = self._limit - n_drafts
-            ask = Ask(
-                slot=slot,
-                position=self._n_sure + n_held,
-                token_ids=text[n_held:],
-                limit=missing if missing > 0 else min(_PIECE, wanted - n_drafts),
-                n_drafts=n_drafts,
-            )
+            limit = missing if missing > 0 else min(_PIECE, wanted - n_drafts)
+            position = self._n_sure + n_held
+            ask = _ask(slot, position, text[n_held:], limit, n_drafts=n_drafts)
             self._note_held(self._begin(ask, [*self._drafts]), [])
 
     def _begin(self, ask: Ask, before: list[int]) -> _Job:
@@ -289,7 +296,7 @@ class ModelDrafts:
             ask=ask,
             n_tokens=self._n_tokens,
             before=before,
-            is_long=len(ask.token_ids) > PREFILL_CHUNK_ROWS or not ask.limit,
+            is_long=len(ask.draft.token_ids) > 4 * PREFILL_CHUNK_ROWS or not ask.draft.limit,
             began_s=loop.time(),
         )
         self._host.n_long += job.is_long
@@ -324,7 +331,7 @@ class ModelDrafts:
     def _keep(self, job: _Job, drafts: list[int]) -> None:
         """Put what a job has made behind the tokens that have come meanwhile."""
         self._job = None
-        if not job.ask.limit:  # a part of a long text was read
+        if not job.ask.draft.limit:  # a part of a long text was read
             self._go_on()
             return
         known, n_came = [*job.before, *drafts], self._n_tokens - job.n_tokens

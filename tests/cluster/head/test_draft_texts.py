@@ -6,6 +6,7 @@ import asyncio
 
 from shardnet.cluster.head.drafts import NGRAM, Drafts
 from shardnet.runtime.scheduling.drafting import DraftSource
+from shardnet.wire.messages.drafting import LoadDrafter
 
 SAID = [1, 2, 3, 4, 330, 5]
 
@@ -13,7 +14,9 @@ SAID = [1, 2, 3, 4, 330, 5]
 async def source(drafts: Drafts, vocab_size: int) -> DraftSource:
     """What drafts for a request to a model of so many token ids."""
     speculation = await drafts.speculation(
-        NGRAM, 0, vocab_size=vocab_size, context=512, rewinds=True
+        LoadDrafter(request=0, drafter=NGRAM, model="", vocab_size=vocab_size, context=512),
+        0,
+        rewinds=True,
     )
     assert speculation is not None
     assert speculation.make_draft_source is not None

@@ -193,7 +193,7 @@ class Noting(DraftHost):
     def ask(self, ask: Ask) -> asyncio.Future[list[int]]:
         self.asked.append(ask)
         answer: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        answer.set_result([ask.token_ids[-1] + n + 1 for n in range(ask.limit)])
+        answer.set_result([ask.token_ids[-1] + n + 1 for n in range(ask.draft.limit)])
         return answer
 
 
@@ -204,7 +204,7 @@ def test_a_model_drafts_behind_its_drafts_and_reads_nothing_twice() -> None:
         text = [*range(5000)]
         assert source.prepare(text, 3), "nobody waits for a long text"
         await settled(host)
-        parts = [(ask.position, len(ask.token_ids)) for ask in host.asked[:5]]
+        parts = [(ask.draft.position, len(ask.token_ids)) for ask in host.asked[:5]]
         assert parts == [(0, 1024), (1024, 1024), (2048, 1024), (3072, 1928), (5002, 1)]
         assert source.draft(text, 31) == [*range(5000, 5008)]
         assert source.draft(text, 31, [5000, 5001]) == [*range(5002, 5008)]
@@ -220,10 +220,10 @@ def test_a_model_drafts_behind_its_drafts_and_reads_nothing_twice() -> None:
         assert not source.prepare(text, 3)
         await settled(host)
         assert source.draft(text, 31) == [78, 79, 80], "no more than asked for behind a wrong one"
-        assert host.asked[-1].position == 5004
+        assert host.asked[-1].draft.position == 5004
         assert host.asked[-1].token_ids == [77]
         assert len(host.asked) > n_before
-        assert max(ask.n_drafts for ask in host.asked) > 0
+        assert max(ask.draft.n_drafts for ask in host.asked) > 0
         assert source.draft([*text, 78], 31) == [79, 80], "none are asked for that none wants"
         n_before = len(host.asked)
         await settled(host)
