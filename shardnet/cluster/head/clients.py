@@ -383,10 +383,8 @@ class Clients:
             LoadDrafter(
                 request=0,
                 drafter=message.speculate,
-                model=lead.plan.choice.model,
+                form=spec.form,
                 vocab_size=spec.config.vocab_size,
-                context=spec.form.context,
-                ignore_unknown_config=message.choice.ignore_unknown_config,
             ),
             message.draft_tokens,
             rewinds=spec.config.rewinds,

@@ -90,23 +90,23 @@ class DrafterLoader:
         from shardnet.runtime.engine.draft_model import load_drafter
 
         path = await self.folder_of(message.drafter, on_progress)
-        target = await self.disk.run(message.model, partial(find_folder, message.model))
+        model = message.form.model
+        target = await self.disk.run(model, partial(find_folder, model))
         spare_bytes, threads = self.orders.free_bytes(), self.orders.threads_of(0)
-        model = await self.disk.run(
+        loaded = await self.disk.run(
             message.drafter,
             lambda: load_drafter(
                 path,
                 target,
+                message.form,
                 vocab_size=message.vocab_size,
                 device=self.orders.device.for_torch,
-                context=message.context,
                 memory_bytes=spare_bytes,
                 threads=threads,
-                ignore_unknown_config=message.ignore_unknown_config,
             ),
         )
-        self._loaded.append(model)
-        return model
+        self._loaded.append(loaded)
+        return loaded
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -31,6 +31,7 @@ from shardnet.stage.drafters import load_state_drafter
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
+from shardnet.stage_form import StageForm
 from shardnet.types import (
     PREFILL_CHUNK_ROWS,
     DType,
@@ -154,15 +155,14 @@ class DraftModel(DraftHost):
 def load_drafter(
     path: Path,
     target: Path | None,
+    form: StageForm,
     *,
     vocab_size: int,
     device: str,
-    context: int,
     memory_bytes: int,
     threads: int,
-    ignore_unknown_config: bool = False,
 ) -> DraftModel:
-    """Load the drafter at `path`, whatever it is, for the model at `target`.
+    """Load the drafter at `path`, whatever it is, for a ring of this form and the model at `target`.
 
     As load_draft_model, which loads what is a model. Raises CheckpointError too for a drafter of
     another model, and without `target` for one that reads its states.
@@ -172,24 +172,24 @@ def load_drafter(
             path,
             vocab_size=vocab_size,
             device=device,
-            context=context,
+            context=form.context,
             memory_bytes=memory_bytes,
             threads=threads,
-            ignore_unknown_config=ignore_unknown_config,
+            ignore_unknown_config=form.ignore_unknown_config,
         )
     if target is None:
         raise CheckpointError(
             f"--speculate {path}: it takes tables of the model, which is not on this node",
             remedy="copy the model there, or draft on the head",
         )
-    checkpoint = Checkpoint.open(target, ignore_unknown_config=ignore_unknown_config)
+    checkpoint = Checkpoint.open(target, ignore_unknown_config=form.ignore_unknown_config)
     n_bytes = stored_bytes(path)
     if n_bytes > memory_bytes:
         raise CapacityError(
             f"--speculate {path}: the drafter takes {n_bytes} bytes, {memory_bytes} are left",
             remedy="give the node more --memory, or draft on another",
         )
-    context = min(context, 2 * DRAFT_POSITIONS)
+    context = min(form.context, 2 * DRAFT_POSITIONS)
     drafter = load_state_drafter(path, checkpoint, device=device, context=context)
     width = 2 * len(drafter.layers) * checkpoint.config.hidden_size
     return DraftModel(drafter, _thread(threads), n_bytes=n_bytes, width=width)

@@ -60,7 +60,8 @@ class Ask:
     @property
     def token_ids(self) -> list[int]:
         """The tokens that are read."""
-        return np.frombuffer(self.draft.token_ids, "<u4").tolist()
+        ids: list[int] = np.frombuffer(self.draft.token_ids, "<u4").tolist()
+        return ids
 
 
 def _ask(

@@ -10,6 +10,7 @@ from typing import Annotated, Final, TypeAlias
 from msgspec import Meta
 
 from shardnet.slot_operations import MAX_DRAFT_LAYERS, Slot
+from shardnet.stage_form import StageForm
 from shardnet.types import MAX_ROWS_IN_FLIGHT, U32, LayerNumber, Positions
 from shardnet.wire.framing.schema import Count, Numbered, RequestId, Seconds
 
@@ -23,15 +24,13 @@ _Model = Annotated[str, Meta(max_length=4096)]
 class LoadDrafter(Numbered, frozen=True, kw_only=True):
     """Order a node to load a drafter for the ring of the sender, and keep it until Cancel.
 
-    `drafter` is a path there or a name of the Hub, `model` the ring's, which has `vocab_size`
-    token ids. Texts have at most `context` positions. LoadProgress precedes the answer.
+    `drafter` is a path there or a name of the Hub, `form` that of the ring, whose model has
+    `vocab_size` token ids. LoadProgress precedes the answer.
     """
 
     drafter: _Model
-    model: _Model
+    form: StageForm
     vocab_size: U32
-    context: Positions
-    ignore_unknown_config: bool = False
 
 
 class DrafterReady(Numbered, frozen=True, kw_only=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from support.rings.stage_forms import FORM
+
 from shardnet.cluster.head.drafts import NGRAM, Drafts
 from shardnet.runtime.scheduling.drafting import DraftSource
 from shardnet.wire.messages.drafting import LoadDrafter
@@ -14,7 +16,7 @@ SAID = [1, 2, 3, 4, 330, 5]
 async def source(drafts: Drafts, vocab_size: int) -> DraftSource:
     """What drafts for a request to a model of so many token ids."""
     speculation = await drafts.speculation(
-        LoadDrafter(request=0, drafter=NGRAM, model="", vocab_size=vocab_size, context=512),
+        LoadDrafter(request=0, drafter=NGRAM, form=FORM, vocab_size=vocab_size),
         0,
         rewinds=True,
     )

@@ -13,6 +13,7 @@ from support.models.checkpoints import make_llama
 from support.models.drafter_checkpoints import make_dflash, make_eagle3
 from support.rings.real_ring import ask, guessing, real_ring, say, say_all
 from support.rings.stage_chain import CPU, probed, random_prompt
+from support.rings.stage_forms import form_of
 
 from shardnet.cluster.head import lent_drafters
 from shardnet.cluster.head.lent_drafters import FarDrafter, LentDrafters, OnBytes
@@ -49,10 +50,10 @@ class Loader:
     async def load(self, message: LoadDrafter, on_progress: OnBytes) -> DraftModel:
         model = load_drafter(
             Path(message.drafter),
-            Path(message.model),
+            Path(message.form.model),
+            message.form,
             vocab_size=message.vocab_size,
             device="cpu",
-            context=message.context,
             memory_bytes=self.memory_bytes,
             threads=1,
         )
@@ -97,9 +98,8 @@ async def borrowed(control: ControlLink, folder: Path, which: str) -> FarDrafter
     order = LoadDrafter(
         request=control.next_request(),
         drafter=str(folder / which),
-        model=str(folder / "model"),
+        form=form_of(folder / "model"),
         vocab_size=320,
-        context=512,
     )
     far = FarDrafter(control, order)
     await far.load(lambda done, total: None)
