@@ -7,11 +7,12 @@ nor which drafts are accepted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from msgspec import structs
 
@@ -22,6 +23,7 @@ from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import (
     CancelledRequestError,
     CheckpointError,
+    LinkError,
     PeerSilentError,
     RemoteProtocolError,
     ShardnetError,
@@ -31,8 +33,7 @@ from shardnet.runtime.engine.model_drafts import Ask, DraftHost
 from shardnet.runtime.loading.model_facts import find_folder
 from shardnet.transport.deadline import deadline
 from shardnet.types import SlotId
-from shardnet.wire.framing.schema import Numbered
-from shardnet.wire.messages.control import Done, Failed, reported_error
+from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.drafting import (
     Draft,
     Drafted,
@@ -47,8 +48,6 @@ if TYPE_CHECKING:  # it imports torch, which a node without a drafter may never 
 
 T = TypeVar("T")
 
-LOST_S: Final = 30.0
-"""A drafter on another node that has not answered for so long is lost."""
 OnBytes = Callable[[int, int], None]
 """Takes (bytes done, bytes in all)."""
 
@@ -162,15 +161,7 @@ class LentDrafters:
         model = self._of(control, message.drafter)
         if len(message.token_ids) % 4 or len(message.states) % (len(message.token_ids) // 2):
             raise RemoteProtocolError("Draft has parts of token ids, or of rows of states")
-        ask = Ask(draft=message)
-        drafting = model.ask(ask)
-        try:
-            token_ids = await asyncio.shield(drafting)
-        except asyncio.CancelledError:
-            ask.is_over = True
-            if drafting.cancelled():
-                raise CancelledRequestError("the drafter was unloaded") from None
-            raise
+        token_ids = await model.ask(Ask(draft=message))
         control.send(Drafted(request=message.request, token_ids=tuple(token_ids)))
 
     async def _free(self, control: ControlLink, message: FreeDraftSlot) -> None:
@@ -190,105 +181,74 @@ class FarDrafter(DraftHost):
     def __init__(self, control: ControlLink, order: LoadDrafter) -> None:
         super().__init__()
         self._control, self._order = control, order
-        self._answers: asyncio.Queue[Numbered | ShardnetError] = asyncio.Queue()
-        self._is_ready = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.draft_s = 0.0
 
     async def load(self, on_progress: OnBytes) -> None:
         """Have it loaded. Raises the error that the node reports, LinkError, PeerSilentError."""
-        self._control.begin(self._order, self._on_answer)
+        self._run(self._hold(on_progress))
         try:
-            await self._wait_until_ready(on_progress)
+            await self._ready
         except BaseException:
             self.close()
             raise
 
-    async def _wait_until_ready(self, on_progress: OnBytes) -> None:
-        peer = self._control.peer_name
-        while not self._is_ready:
-            try:
-                async with deadline(REPLY_SILENCE_S):
-                    answer = await self._answers.get()
-            except TimeoutError:
-                raise PeerSilentError(f"{peer} loads no drafter: it did not answer") from None
-            match answer:
-                case ShardnetError():
-                    raise answer
-                case Failed():
-                    raise reported_error(answer, peer)
-                case LoadProgress(done_bytes=done, total_bytes=total):
-                    on_progress(done, total)
-                case DrafterReady(layers=layers, most=most, draft_s=draft_s):
-                    self.layers, self.most, self.draft_s = layers, most, draft_s
-                    self._is_ready = True
-                case _:
-                    raise RemoteProtocolError(f"{peer} answered LoadDrafter with {answer}")
-
-    def _on_answer(self, answer: Numbered | ShardnetError) -> None:
-        if self._is_ready:  # whatever follows says that it is lost
+    async def _hold(self, on_progress: OnBytes) -> None:
+        """Wait until it is ready, and then for what ends it."""
+        try:
+            async with self._control.conversation(self._order) as answers:
+                while True:
+                    is_ready = self._ready.done()
+                    async with nullcontext() if is_ready else deadline(REPLY_SILENCE_S):
+                        answer = await anext(answers)
+                    if isinstance(answer, LoadProgress):
+                        on_progress(answer.done_bytes, answer.total_bytes)
+                    elif isinstance(answer, DrafterReady):
+                        self.layers, self.most = answer.layers, answer.most
+                        self.draft_s = answer.draft_s
+                        self._ready.set_result(None)
+        except (ShardnetError, TimeoutError) as error:
+            if not self._ready.done():
+                silent = PeerSilentError(f"{self._control.peer_name} loads no drafter: no answer")
+                self._ready.set_exception(error if isinstance(error, ShardnetError) else silent)
+        finally:
             self.close()
-        else:
-            self._answers.put_nowait(answer)
 
     def close(self) -> None:
         """Have it unloaded; see DraftHost."""
-        if not self.is_closed:
-            super().close()
-            if self._control.ended is None:
-                self._control.end(self._order.request, cancel=True)
+        super().close()
+        for task in self._tasks:
+            task.cancel()
 
     def ask(self, ask: Ask) -> asyncio.Future[list[int]]:
         """See DraftHost."""
-        request, drafter = self._control.next_request(), self._order.request
-        message = structs.replace(ask.draft, request=request, drafter=drafter)
-        return self._sent(message, self._drafts)
+        return self._run(self._drafts(ask))
 
     def free(self, slot: SlotId) -> asyncio.Future[None]:
         """See DraftHost."""
-        request = self._control.next_request()
-        message = FreeDraftSlot(request=request, drafter=self._order.request, slot=slot)
-        return self._sent(message, lambda answer: None)
+        return self._run(self._freed(slot))
 
-    def _drafts(self, answer: Numbered) -> list[int]:
-        if not isinstance(answer, Drafted):
-            raise RemoteProtocolError(f"{self._control.peer_name} answered Draft with {answer}")
+    async def _drafts(self, ask: Ask) -> list[int]:
+        control = self._control
+        request, drafter = control.next_request(), self._order.request
+        message = structs.replace(ask.draft, request=request, drafter=drafter)
+        try:
+            answer = await control.ask(message, Drafted)
+        except (LinkError, RemoteProtocolError):
+            self.close()
+            raise
         if max(answer.token_ids, default=0) >= self._order.vocab_size:
-            raise RemoteProtocolError(f"{self._control.peer_name} drafted no token of the model")
+            self.close()
+            raise RemoteProtocolError(f"{control.peer_name} drafted no token of the model")
         return [*answer.token_ids]
 
-    def _sent(
-        self, message: Draft | FreeDraftSlot, read: Callable[[Numbered], T]
-    ) -> asyncio.Future[T]:
-        """Send a message; the future has what `read` makes of its answer."""
-        loop, control = asyncio.get_running_loop(), self._control
-        answered: asyncio.Future[T] = loop.create_future()
+    async def _freed(self, slot: SlotId) -> None:
+        request, drafter = self._control.next_request(), self._order.request
+        await self._control.ask(FreeDraftSlot(request=request, drafter=drafter, slot=slot), Done)
 
-        def lost(error: ShardnetError) -> None:
-            if not answered.done():
-                answered.set_exception(error)
-            self.close()
-
-        def on_answer(answer: Numbered | ShardnetError) -> None:
-            timer.cancel()
-            if isinstance(answer, ShardnetError):  # the link has ended
-                lost(answer)
-                return
-            control.end(message.request, cancel=False)
-            if answered.done():
-                return
-            try:
-                if isinstance(answer, Failed):
-                    answered.set_exception(reported_error(answer, control.peer_name))
-                else:
-                    answered.set_result(read(answer))
-            except RemoteProtocolError as error:
-                lost(error)
-
-        silence = PeerSilentError(f"{control.peer_name} has drafted nothing for {LOST_S:g} s")
-        timer = loop.call_later(LOST_S, lost, silence)
-        try:
-            control.begin(message, on_answer)
-        except ShardnetError as error:
-            timer.cancel()
-            lost(error)
-        return answered
+    def _run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -162,7 +162,7 @@ def load_drafter(
     memory_bytes: int,
     threads: int,
 ) -> DraftModel:
-    """Load the drafter at `path`, whatever it is, for a ring of this form and the model at `target`.
+    """Load the drafter at `path`, whatever it is, for a ring of this form, of the model `target`.
 
     As load_draft_model, which loads what is a model. Raises CheckpointError too for a drafter of
     another model, and without `target` for one that reads its states.

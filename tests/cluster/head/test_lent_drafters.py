@@ -15,8 +15,8 @@ from support.rings.real_ring import ask, guessing, real_ring, say, say_all
 from support.rings.stage_chain import CPU, probed, random_prompt
 from support.rings.stage_forms import form_of
 
-from shardnet.cluster.head import lent_drafters
 from shardnet.cluster.head.lent_drafters import FarDrafter, LentDrafters, OnBytes
+from shardnet.cluster.peers import control_link
 from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
 from shardnet.errors import CapacityError, CheckpointError, ShardnetError
 from shardnet.runtime.engine.draft_model import DraftModel, load_drafter
@@ -151,7 +151,7 @@ def test_words_are_those_without(folder: Path, which: str, end: str) -> None:
 def test_an_answer_that_never_comes_ends_the_drafter(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lent_drafters, "LOST_S", 0.05)
+    monkeypatch.setattr(control_link, "REPLY_SILENCE_S", 0.05)
 
     async def main() -> None:
         async with lending(Loader()) as (control, deafen):
