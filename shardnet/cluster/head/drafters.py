@@ -18,7 +18,7 @@ from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.placement.draft_places import DraftPlace, draft_places
 from shardnet.cluster.planning.plan import Plan
-from shardnet.errors import CapacityError, CheckpointError, LinkError
+from shardnet.errors import CapacityError, LinkError, ShardnetError
 from shardnet.runtime.engine.model_drafts import DraftHost, stored_bytes
 from shardnet.runtime.loading.model_facts import find_folder, stamp
 from shardnet.types import NodeId
@@ -45,6 +45,8 @@ class Drafters:
         self._changing = asyncio.Lock()
         self._host: DraftHost | None = None
         self._key: tuple[object, ...] = ()
+        self._nodes: dict[str, str] = {}
+        """The names of nodes that were there, by what stood behind an @."""
         self.place: DraftPlace | None = None
         """Where the one that is held drafts, and why there."""
 
@@ -54,10 +56,11 @@ class Drafters:
             self._host.close()
             self._host = self.place = None
 
-    async def load(self, order: LoadDrafter, on_progress: OnBytes) -> DraftHost:
+    async def load(self, order: LoadDrafter, on_progress: OnBytes) -> DraftHost | None:
         """Return the drafter NAME or NAME@NODE of an order, loaded where it drafts best.
 
-        Raises what loading it raises, of the node that was named or of the last that was tried.
+        None where it has drafted before, and its node is lost: texts go on without. Raises what
+        loading it raises, of the node that was named or of the last that was tried.
         """
         async with self._changing:
             name, named = await self._split(order.drafter)
@@ -69,18 +72,29 @@ class Drafters:
             key = (order, named, stamped)
             if self._host is None or self._host.is_closed or self._key != key:
                 self.close()
-                self._host = await self._load_somewhere(order, named, on_progress)
+                try:
+                    self._host = await self._load_somewhere(order, named, on_progress)
+                except LinkError as error:
+                    if self._key != key:
+                        raise
+                    self.log(f"no drafts by {order.drafter}: {error}")
                 self._key = key
             return self._host
 
     async def _split(self, name: str) -> tuple[str, str]:
         """Split NAME@NODE: a node that is linked, by its name, or any by its address."""
         before, _, node = name.rpartition("@")
-        linked = [control.link.peer.name for control in self.peers.links.linked()]
-        if before and node.rpartition(":")[2].isdecimal():
-            control = await self.peers.find(node)
-            return before, self.own_info().name if control is None else control.link.peer.name
-        return (before, node) if before and node in (self.own_info().name, *linked) else (name, "")
+        own, linked = self.own_info().name, self._linked()
+        if before and node not in self._nodes:
+            if node.rpartition(":")[2].isdecimal():
+                control = await self.peers.find(node)
+                self._nodes[node] = own if control is None else control.link.peer.name
+            elif node in (own, *linked):
+                self._nodes[node] = node
+        return (before, self._nodes[node]) if node in self._nodes else (name, "")
+
+    def _linked(self) -> list[str]:
+        return [control.link.peer.name for control in self.peers.links.linked()]
 
     async def _load_somewhere(
         self, order: LoadDrafter, named: str, on_progress: OnBytes
@@ -90,7 +104,7 @@ class Drafters:
         for place, other in zip_longest(places, places[1:]):
             try:
                 host = await self._load_at(place, order, on_progress)
-            except (CapacityError, CheckpointError, LinkError) as error:
+            except ShardnetError as error:
                 if other is None:
                     raise
                 self.log(f"{order.drafter} cannot draft on {place.name}: {error}")
@@ -102,6 +116,8 @@ class Drafters:
                 continue
             self.place = place
             return host
+        if named not in (self.own_info().name, *self._linked()):
+            raise LinkError(f"{named} is not linked to this node any more")
         raise CapacityError(
             f"--speculate {order.drafter}: {named} takes no drafter now",
             remedy="name another node, or leave that to the plan",

@@ -78,6 +78,8 @@ class Drafts:
             return Speculation(make_draft_source=lambda wake: make(), most=most)
         assert self.drafters is not None
         host = await self.drafters.load(order, on_progress)
+        if host is None:
+            return None
         return Speculation(make_draft_source=host.draft_source, most=most, layers=host.layers)
 
     def close(self) -> None:
