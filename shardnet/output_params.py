@@ -23,11 +23,13 @@ class OutputKind(enum.Enum):
     LOGITS = "logits"
     HIDDEN = "hidden"
     ROUTING = "routing"
+    STATES = "states"
+    """Hidden states that a drafter on the head's side reads; no client asks for them."""
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element of a row: experts are int16, all else is float32."""
-        return 2 if self is OutputKind.ROUTING else 4
+        """Bytes of one element of a row: experts are int16, states bfloat16, all else float32."""
+        return 2 if self in (OutputKind.ROUTING, OutputKind.STATES) else 4
 
 
 NO_EXPERT = -1
@@ -93,6 +95,8 @@ class OutputParams(Strict, frozen=True, kw_only=True):
                 return self.hidden_rows
             case OutputKind.ROUTING:
                 return ALL_ROWS if self.routing else None
+            case OutputKind.STATES:
+                return None
 
     def first_row(self, kind: OutputKind, n_prompt: int) -> int | None:
         """Give the first position that may be asked for, with a prompt of `n_prompt` tokens."""

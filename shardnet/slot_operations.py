@@ -15,6 +15,7 @@ from shardnet.types import (
     U32,
     BlockKeys,
     Digest,
+    LayerNumber,
     Positions,
     Row,
     SequenceId,
@@ -26,6 +27,9 @@ from shardnet.types import (
 MAX_DRAFTS = 31
 """Draft tokens of a sequence in one step."""
 
+
+MAX_DRAFT_LAYERS = 16
+"""Numbers of layers behind which a drafter reads hidden states."""
 
 MAX_ADAPTERS = 16
 """LoRA adapters that a ring can have."""
@@ -98,7 +102,8 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
     begins at position `n_prompt`; `stop_ids` are those that `min_tokens` holds back. Only the tail
     uses `sampling` and `stop_ids`, and makes at most `n_drafts` drafts behind a sampled token.
     Every stage adds the `adapters`, each once, to the sequence's rows, whose positions so far had
-    the same, and knows the `pictures` among them.
+    the same, and knows the `pictures` among them. Rows from position `draft_from` on give their
+    hidden states after so many layers as each of `draft_layers` says, for a drafter.
     """
 
     sequence_id: Sequence
@@ -114,6 +119,8 @@ class OpenSequence(Tagged, frozen=True, kw_only=True):
     n_drafts: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0
     adapters: Annotated[tuple[AdapterUse, ...], Meta(max_length=MAX_ADAPTERS)] = ()
     pictures: Annotated[tuple[PicturePlace, ...], Meta(max_length=MAX_PICTURES)] = ()
+    draft_layers: Annotated[tuple[LayerNumber, ...], Meta(max_length=MAX_DRAFT_LAYERS)] = ()
+    draft_from: Positions = 0
 
 
 class StoredState(Row, frozen=True, array_like=True):

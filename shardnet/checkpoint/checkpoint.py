@@ -72,6 +72,8 @@ class Checkpoint:
         self.config_text = json.dumps(contents.config)
         """The content of config.json, or its equivalent in formats without one."""
         self.journal = Journal.find(path) if path.is_dir() else None
+        self.is_part = False
+        """Whether the parameters are not those of `config`: see `beside`."""
         self._files = contents.files
         self._opened = {name: FileState.of(self.folder / name) for name in contents.files}
         self._form = contents.form
@@ -208,15 +210,18 @@ class Checkpoint:
         other.tensors = ChainMap(tensors, dict(self.tensors))
         return other
 
-    def beside(self, folder: Path, file: TensorFile, tensors: dict[str, ModelTensor]) -> Checkpoint:
-        """Return one whose parameters are in a `file` of their own, in place of its own ones."""
+    def beside(
+        self, folder: Path, files: Mapping[str, TensorFile], tensors: dict[str, ModelTensor]
+    ) -> Checkpoint:
+        """Return one whose parameters are in `files` of their own, in place of its own ones."""
         other = copy(self)
         other.folder, other.journal = folder, None
-        other.config = replace(self.config, wrapper="mmproj")
-        other._files = {file.name: file}
-        other._opened = {file.name: FileState.of(folder / file.name)}
-        other._bytes_read = {file.name: 0}
-        other.stored, other.tensors = file.tensors, tensors
+        other.is_part = True
+        other._files = files
+        other._opened = {name: FileState.of(folder / name) for name in files}
+        other._bytes_read = dict.fromkeys(files, 0)
+        other.stored = {name: one for file in files.values() for name, one in file.tensors.items()}
+        other.tensors = tensors
         return other
 
     @property

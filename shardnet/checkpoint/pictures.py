@@ -282,7 +282,7 @@ def _open_gguf(
         table=family.tensors(config),
         load=partial(family.load, config),
         processor=_processor(family, config, own, token_id),
-        checkpoint=checkpoint.beside(path.parent, file, made),
+        checkpoint=checkpoint.beside(path.parent, {file.name: file}, made),
     )
 
 

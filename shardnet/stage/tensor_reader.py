@@ -63,7 +63,8 @@ class TensorReader:
         self._shapes = tensors.all
         for name, shape in self._shapes.items():
             _check(checkpoint, name, shape)
-        _refuse_unknown(checkpoint)
+        if not checkpoint.is_part:
+            _refuse_unknown(checkpoint)
         self._shared = tensors.embedding.keys() & tensors.head.keys()
         self._kept: dict[str, Tensor] = {}
         self._counted: set[str] = set()

@@ -27,6 +27,7 @@ ROOMS: dict[str, list[str]] = {
         "drivers",
         "devices",
         "fused",
+        "drafters",
         "modules",
         "families",
         "sampling",

@@ -34,6 +34,7 @@ from shardnet.wire.messages import (
     control,
     deputies,
     diagnostics,
+    drafting,
     extras,
     generation,
     handshake,
@@ -62,6 +63,7 @@ CONTROL_MESSAGES = (
     chat,
     generation,
     deputies,
+    drafting,
 )
 STRUCTS = {
     name: kind

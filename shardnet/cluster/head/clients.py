@@ -71,6 +71,7 @@ from shardnet.types import LiveState
 from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.deputies import CopiedTo
+from shardnet.wire.messages.drafting import LoadDrafter
 from shardnet.wire.messages.generation import (
     Detokenize,
     ExpertCount,
@@ -379,13 +380,16 @@ class Clients:
         spec = lead.ring.spec
         check_made(message, served.made, len(prompt), lead)
         speculation = await self.drafts.speculation(
-            message.speculate,
+            LoadDrafter(
+                request=0,
+                drafter=message.speculate,
+                form=spec.form,
+                vocab_size=spec.config.vocab_size,
+            ),
             message.draft_tokens,
-            vocab_size=spec.config.vocab_size,
-            context=spec.form.context,
             rewinds=spec.config.rewinds,
             has_mtp=spec.form.mtp,
-            ignore_unknown_config=message.choice.ignore_unknown_config,
+            on_progress=partial(report_progress, served.control, message.request, 0, "downloading"),
         )
         asked = None if message.constraint is None else message.constraint.params()
         constrained = await self.constraints.constrained(asked, lead.grammars)

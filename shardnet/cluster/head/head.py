@@ -89,6 +89,8 @@ class Head:
         self._gives_way = asyncio.Event()
         self.is_draining = False
         """Whether no more requests are taken."""
+        self.on_unloaded: Callable[[], None] = lambda: None
+        """Called when the ring was freed, as somebody asked."""
         self.rests = ""
         """Why no more requests are taken for the ring that stands, "" while they are."""
         self.until_settled: Callable[[], Awaitable[None]] = _nothing
@@ -291,6 +293,7 @@ class Head:
             self.led.check_idle()
             _check_unused(self.led.lead.ring, idle_s)
             await self.led.unload()
+            self.on_unloaded()
             return None
 
     async def close(self) -> None:

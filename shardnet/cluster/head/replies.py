@@ -67,10 +67,12 @@ def output_pieces(
         return
     shape, width = lead.ring.spec.config.routing, lead.plan.facts.config.hidden_size
     top_k = shape.top_k if shape and event.block.kind is OutputKind.ROUTING else 0
+    kind = event.block.kind
+    assert kind is not OutputKind.STATES, "they are for drafters alone"
     for block in event.block.parts(_PIECE_BYTES):
         yield RowsPiece(
             request=message.request,
-            kind=block.kind.value,
+            kind=kind.value,
             position=block.position,
             width=block.width,
             top_k=top_k,

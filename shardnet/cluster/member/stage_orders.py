@@ -67,6 +67,8 @@ class StageOrders:
         """Places of GPUs that ran out of memory while they had some left by their drivers' word."""
         self.encoder_bytes = 0
         """What encoders take of the first device (head/encoders.py)."""
+        self.drafter_bytes: Callable[[], int] = lambda: 0
+        """What drafters take of it (head/lent_drafters.py)."""
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the orders of heads but LoadStage, which the node's own ring may forbid."""
@@ -123,7 +125,7 @@ class StageOrders:
         for place in self._overfull:
             found[place] = 0
         if self.budget.asked_bytes is not None:  # else it is not among what is available
-            found[0] = max(0, found[0] - self.encoder_bytes)
+            found[0] = max(0, found[0] - self.encoder_bytes - self.drafter_bytes())
         return found
 
     def free_bytes(self, place: int = 0) -> int:

@@ -147,6 +147,7 @@ class Node(Services):
         await self.recovery.close()
         await self.head.close()
         self.drafts.close()
+        self.lent.close()
         await self.encoders.close()
         self.constraints.close()
         self.pictures.close()

@@ -15,9 +15,11 @@ from msgspec.structs import replace
 
 from shardnet.cluster.deputy.copying import Copying, KeptValues
 from shardnet.cluster.head.clients import Clients
+from shardnet.cluster.head.drafters import Drafters
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.encoders import Encoders
 from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.lent_drafters import DrafterLoader, LentDrafters
 from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.pictures import Pictures
 from shardnet.cluster.head.requests import Constraints
@@ -135,12 +137,19 @@ class Services:
         """Build what answers clients."""
         settings, stage, peers = self.settings, self.stage, self.links.peers
         self.copying = Copying(link_of=self._link_of, log=self._log)
+        loader = DrafterLoader(disk=stage.disk, planner=self.planner, orders=stage.orders)
+        self.lent = LentDrafters(loader=loader, log=self._log)
         self.drafts = Drafts(
-            disk=stage.disk,
-            device=settings.budget.device.for_torch,
-            spare_bytes=stage.orders.free_bytes,
-            threads=stage.own.threads,
+            drafters=Drafters(
+                own_info=stage.own.info,
+                loader=loader,
+                peers=peers,
+                directory=stage.directory,
+                plan=lambda: lead.plan if (lead := self.head.led.lead) is not None else None,
+                log=self._log,
+            )
         )
+        self.head.on_unloaded = self.drafts.close
         self.constraints = Constraints()
         self.pictures = Pictures(disk=stage.disk, find=processor_at)
         self.wire_loss = WireLoss(cache=settings.cache, threads=stage.own.threads, log=self._log)
@@ -247,7 +256,7 @@ class Services:
         orders = (stage.orders, stage.answers)
         ring = (self.head, self.planned, self.drain, self.stand_in)
         kept = KeptValues(peers.links.linked)
-        answers = (self.clients, self.router, self.lists, self.encoders, kept)
+        answers = (self.clients, self.router, self.lists, self.encoders, self.lent, kept)
         for room in (*own, *orders, stage.measuring, *ring, *answers):
             room.register(self.handlers)
 

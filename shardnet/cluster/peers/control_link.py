@@ -47,6 +47,7 @@ from shardnet.wire.messages.deputies import (
     TakenOver,
     TokensCopied,
 )
+from shardnet.wire.messages.drafting import DraftRequest
 from shardnet.wire.messages.generation import Cancel, TextRequest
 from shardnet.wire.messages.handshake import Hello, error_frame
 from shardnet.wire.messages.measurements import MeasuringRequest
@@ -68,6 +69,7 @@ _PROCESS_ENDS = (KeyboardInterrupt, SystemExit)
 ControlRequest = (
     ActivityRequest
     | DeputyRequest
+    | DraftRequest
     | TextRequest
     | MeasuringRequest
     | MembershipRequest

@@ -265,8 +265,7 @@ def attention(
     n_rows, n_heads, head_size = queries.shape
     n_read = 0 if kind.has_index else kind.value_size or values.shape[-1]
     kv, widths = step.kv, (keys.shape[-1], n_read)
-    slots = [kv.own(span.slot, layer) for span in step.spans]  # [KV heads, P, W] each
-    _store(kv.quantize(keys), kv.quantize(values), slots, step.spans)
+    store_rows(keys, values, layer, step)
     chosen = None if choose is None else choose(layer, step)
     if step.native_spans is not None:
         native = native_attend(
@@ -301,20 +300,17 @@ def _seen(
     return keys, values[..., : widths[1]]
 
 
-def _store(
-    keys: Tensor,
-    values: Tensor,
-    slots: Sequence[tuple[tuple[Tensor, Tensor], int]],
-    spans: Sequence[Span],
-) -> None:
-    """Write the rows' keys and values, [T, KV heads, W], to their slots and these' first positions.
+def store_rows(keys: Tensor, values: Tensor, layer: int, step: ForwardStep) -> None:
+    """Write the rows' keys and values, [T, KV heads, D], to their slots, in a layer of the stage.
 
     In one operator: with many sequences, one call per row costs more than the copy itself.
     """
+    keys, values = step.kv.quantize(keys), step.kv.quantize(values)
     targets: list[Tensor] = []
     parts: list[Tensor] = []
     key_rows, value_rows = keys.unbind(0), values.unbind(0)
-    for ((slot_keys, slot_values), first), span in zip(slots, spans, strict=True):
+    for span in step.spans:
+        (slot_keys, slot_values), first = step.kv.own(span.slot, layer)  # [KV heads, P, W] each
         start, n_rows, position = span.start, span.end - span.start, span.position - first
         if n_rows == 1:
             targets += (slot_keys.select(1, position), slot_values.select(1, position))

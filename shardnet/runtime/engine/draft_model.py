@@ -1,29 +1,37 @@
-"""A small draft model that runs beside the ring (design decision 5).
+"""A drafter on a thread of its own: a small model, or one that reads hidden states of the ring.
 
-Knows how to run a whole model on a thread of its own, greedily, for several sequences. Must not
-know the ring, nor which drafts are accepted: rejected ones are overwritten by position.
+Knows how to run it, greedily, for several sequences (design decision 5). Must not know the ring,
+nor which drafts are accepted: rejected ones are overwritten by position.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.errors import CheckpointError, ShardnetError
+from shardnet.checkpoint.drafters import DrafterFormat, drafter_format
+from shardnet.errors import CapacityError, CheckpointError
+from shardnet.model.drafters.state_drafter import StateDrafter
 from shardnet.model.kernels.linear import probe
+from shardnet.runtime.engine.model_drafts import (
+    MAX_DRAFTED_SEQUENCES,
+    Ask,
+    DraftHost,
+    stored_bytes,
+)
 from shardnet.runtime.loading.loading import kv_room, set_compute_threads
-from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS
-from shardnet.runtime.scheduling.kv_block_manager import common_prefix
+from shardnet.runtime.scheduling.admission_queue import DRAFT_POSITIONS
 from shardnet.runtime.stage.executor import COMPUTE_SILENCE_S, Executor
+from shardnet.stage.drafters import load_state_drafter
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
+from shardnet.stage_form import StageForm
 from shardnet.types import (
     PREFILL_CHUNK_ROWS,
     DType,
@@ -36,62 +44,87 @@ from shardnet.types import (
     StepId,
     blocks_for,
 )
-
-log = logging.getLogger(__name__)
-
-MAX_DRAFTED_SEQUENCES = 8
-"""Sequences that it drafts for at the same time; others get no drafts."""
+from shardnet.wire.messages.drafting import Draft
 
 
-@dataclass(slots=True, eq=False)
-class DraftModel:
-    """A loaded draft model. `draft` runs on `executor`, everything else on the event loop."""
+class DraftModel(DraftHost):
+    """A drafter that is loaded here. It computes on `executor`, all else is on the event loop."""
 
-    model: StageModel
-    executor: Executor
-    _free_slots: list[SlotId] = field(
-        default_factory=lambda: [*map(SlotId, range(MAX_DRAFTED_SEQUENCES))]
-    )
-    is_closed: bool = False
-    n_long: int = 0
-    """Texts of which more than a chunk is to be read now: nobody waits for drafts meanwhile."""
-    n_steps: int = 0
-    """Steps it has computed."""
+    def __init__(
+        self,
+        model: StageModel | StateDrafter,
+        executor: Executor,
+        *,
+        n_bytes: int = 0,
+        width: int = 0,
+    ) -> None:
+        """`n_bytes` are those of its weights, `width` that of a row of the states it reads."""
+        if isinstance(model, StageModel):
+            super().__init__()
+        else:
+            super().__init__(model.layers, model.most)
+        self.model, self.executor = model, executor
+        self.n_steps = 0
+        """Steps it has computed."""
+        self.n_bytes, self._width = n_bytes, width
+        self.ended = asyncio.Event()
+        """Set once it is unloaded."""
 
     def close(self) -> None:
-        """End the thread. Draft sources that are in use draft nothing more."""
-        self.is_closed = True
+        """End the thread; see DraftHost."""
+        super().close()
+        self.ended.set()
         self.executor.close()
 
-    def draft_source(self, wake: Callable[[], None]) -> ModelDrafts:
-        """Make the draft source of one sequence; it proposes nothing if all slots are taken."""
-        slot = self._free_slots.pop() if self._free_slots else None
-        return ModelDrafts(self, slot, wake)
+    async def measured_s(self) -> float:
+        """Measure what a draft takes, by the second of two in an empty slot."""
+        for _ in range(2):
+            began_s = time.perf_counter()
+            draft = Draft(
+                request=0,
+                drafter=0,
+                slot=SlotId(0),
+                position=0,
+                token_ids=bytes(4),
+                limit=1,
+                states=bytes(self._width),
+            )
+            await self.ask(Ask(draft=draft))
+        took_s = time.perf_counter() - began_s
+        await self.free(SlotId(0))
+        return took_s
 
-    def give_back(self, slot: SlotId) -> None:
-        """Release a slot when its last draft is done."""
-        if self.is_closed:
-            return
-        self.executor.submit(lambda: self.model.kv.free(slot)).add_done_callback(
-            lambda _: self._free_slots.append(slot)
-        )
+    def ask(self, ask: Ask) -> asyncio.Future[list[int]]:
+        """See DraftHost."""
+        return self.executor.submit(lambda: self._draft(ask), alive=lambda: self.n_steps)
 
-    def draft(self, slot: SlotId, tokens: Sequence[int], n_held: int, limit: int) -> list[int]:
-        """Return the `limit` likeliest tokens after `tokens`, one after the other.
+    def free(self, slot: SlotId) -> asyncio.Future[None]:
+        """See DraftHost."""
+        return self.executor.submit(lambda: self._forget(slot))
 
-        The slot holds the first `n_held` positions of `tokens`. Raises CapacityError when the
-        text outgrows the model's context or its room.
+    def _draft(self, ask: Ask) -> list[int]:
+        """Return the likeliest tokens behind those of `ask`, one after the other.
+
+        Raises CapacityError when the text outgrows the model's context or its room.
         """
-        for start in range(n_held, len(tokens), PREFILL_CHUNK_ROWS):
-            rows = tokens[start : start + PREFILL_CHUNK_ROWS]
-            token = self._next(slot, rows, start)
-        drafts = [token]
-        while len(drafts) < limit:
-            position = len(tokens) + len(drafts) - 1
-            drafts.append(self._next(slot, drafts[-1:], position, n_drafts=len(drafts)))
+        draft, token_ids = ask.draft, ask.token_ids
+        slot = draft.slot
+        if not isinstance(self.model, StageModel):
+            return self._draft_of_states(self.model, ask)
+        for start in range(0, len(token_ids), PREFILL_CHUNK_ROWS):
+            rows = token_ids[start : start + PREFILL_CHUNK_ROWS]
+            n_drafts = max(0, start + len(rows) + draft.n_drafts - len(token_ids))
+            token = self._next(self.model, slot, rows, draft.position + start, n_drafts)
+        drafts = [token][: draft.limit]
+        end = draft.position + len(token_ids)
+        while len(drafts) < draft.limit and not ask.is_over:
+            position, n_drafts = end + len(drafts) - 1, draft.n_drafts + len(drafts)
+            drafts.append(self._next(self.model, slot, drafts[-1:], position, n_drafts))
         return drafts
 
-    def _next(self, slot: SlotId, rows: Sequence[int], position: int, n_drafts: int = 0) -> int:
+    def _next(
+        self, model: StageModel, slot: SlotId, rows: Sequence[int], position: int, n_drafts: int
+    ) -> int:
         group = RowGroup(
             sequence_id=SequenceId(slot),
             slot=slot,
@@ -102,74 +135,72 @@ class DraftModel:
         )
         self.n_steps += 1
         batch = MicroBatch(epoch=Epoch(0), step=StepId(0), groups=(group,), token_ids=tuple(rows))
-        return int(self.model.forward(batch, None)[0].argmax())
+        return int(model.forward(batch, None)[0].argmax())
 
+    def _draft_of_states(self, model: StateDrafter, ask: Ask) -> list[int]:
+        self.n_steps += 1
+        draft, token_ids = ask.draft, ask.token_ids
+        states = torch.frombuffer(bytearray(draft.states), dtype=torch.bfloat16)
+        rows = states.view(len(token_ids), -1)
+        limit = 0 if ask.is_over else draft.limit
+        return model.draft(draft.slot, token_ids, draft.position, rows, limit)
 
-class ModelDrafts:
-    """Drafts for one sequence (drafting.DraftSource), computed while the ring does other work."""
-
-    kinds: Sequence[int] = range(MAX_DRAFT_TOKENS)
-    flies = False
-
-    def __init__(self, draft: DraftModel, slot: SlotId | None, wake: Callable[[], None]) -> None:
-        self._draft = draft
-        self._slot = slot
-        self._wake = wake
-        self._job: asyncio.Future[list[int]] | None = None
-        self._held: list[int] = []
-        self._n_tokens = 0
-        self._drafted: list[int] = []
-
-    def prepare(self, tokens: Sequence[int], limit: int) -> bool:
-        """Start drafting on the thread; see DraftSource.
-
-        While the thread reads a long text, as a prompt is, sequences go on without drafts.
-        """
-        if self._slot is None or self._n_tokens == len(tokens):
-            return True
-        if self._job is None:
-            if self._draft.is_closed:
-                return True
-            slot, text = self._slot, list(tokens)
-            n_held = common_prefix(self._held, text, min(len(self._held), len(text) - 1))
-            is_long = len(text) - n_held > PREFILL_CHUNK_ROWS
-            self._draft.n_long += is_long
-            self._job = self._draft.executor.submit(
-                lambda: self._draft.draft(slot, text, n_held, limit),
-                alive=lambda: self._draft.n_steps,
-            )
-            self._job.add_done_callback(lambda job: self._take(text, job, is_long=is_long))
-        return self._draft.n_long > 0
-
-    def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
-        """Return the drafts made for exactly these tokens; none if they are for others."""
-        return self._drafted[:limit] if self._n_tokens == len(tokens) else []
-
-    def close(self) -> None:
-        """Release the slot."""
-        if self._slot is not None:
-            self._draft.give_back(self._slot)
-            self._slot = None
-
-    def _take(self, text: list[int], job: asyncio.Future[list[int]], *, is_long: bool) -> None:
-        """Keep the drafts of a finished job. After a failure the model is not asked again."""
-        self._job = None
-        self._draft.n_long -= is_long
-        if self._slot is None:
-            return
-        error = None if job.cancelled() else job.exception()
-        if job.cancelled():  # the model was closed
-            self.close()
-        elif isinstance(error, ShardnetError):
-            log.warning("the draft model stops drafting for this text: %s", error)
-            self.close()
-        elif error is not None:  # our own bug: the ring continues without drafts
-            log.error("the draft model failed", exc_info=error)
-            self.close()
+    def _forget(self, slot: SlotId) -> None:
+        if isinstance(self.model, StageModel):
+            self.model.kv.free(slot)
         else:
-            self._n_tokens, self._drafted = len(text), job.result()
-            self._held = [*text, *self._drafted[:-1]]
-        self._wake()
+            self.model.free(slot)
+
+
+def load_drafter(
+    path: Path,
+    target: Path | None,
+    form: StageForm,
+    *,
+    vocab_size: int,
+    device: str,
+    memory_bytes: int,
+    threads: int,
+) -> DraftModel:
+    """Load the drafter at `path`, whatever it is, for a ring of this form, of the model `target`.
+
+    As load_draft_model, which loads what is a model. Raises CheckpointError too for a drafter of
+    another model, and without `target` for one that reads its states.
+    """
+    if drafter_format(path) is DrafterFormat.MODEL:
+        return load_draft_model(
+            path,
+            vocab_size=vocab_size,
+            device=device,
+            context=form.context,
+            memory_bytes=memory_bytes,
+            threads=threads,
+            ignore_unknown_config=form.ignore_unknown_config,
+        )
+    if target is None:
+        raise CheckpointError(
+            f"--speculate {path}: it takes tables of the model, which is not on this node",
+            remedy="copy the model there, or draft on the head",
+        )
+    checkpoint = Checkpoint.open(target, ignore_unknown_config=form.ignore_unknown_config)
+    n_bytes = stored_bytes(path)
+    if n_bytes > memory_bytes:
+        raise CapacityError(
+            f"--speculate {path}: the drafter takes {n_bytes} bytes, {memory_bytes} are left",
+            remedy="give the node more --memory, or draft on another",
+        )
+    context = min(form.context, 2 * DRAFT_POSITIONS)
+    drafter = load_state_drafter(path, checkpoint, device=device, context=context)
+    width = 2 * len(drafter.layers) * checkpoint.config.hidden_size
+    return DraftModel(drafter, _thread(threads), n_bytes=n_bytes, width=width)
+
+
+def _thread(threads: int) -> Executor:
+    return Executor(
+        "shardnet-draft",
+        set_up=lambda: set_compute_threads(threads),
+        silence_s=COMPUTE_SILENCE_S,
+    )
 
 
 def load_draft_model(
@@ -215,9 +246,4 @@ def load_draft_model(
         context=context,
         progress=lambda done, total: None,
     )
-    executor = Executor(
-        "shardnet-draft",
-        set_up=lambda: set_compute_threads(threads),
-        silence_s=COMPUTE_SILENCE_S,
-    )
-    return DraftModel(model, executor)
+    return DraftModel(model, _thread(threads), n_bytes=stored_bytes(path))

@@ -190,6 +190,9 @@ class Engine:
                     outputs=request.outputs,
                     drafter=drafter,
                     n_drafts=speculation.most_by_ring if speculation is not None else 0,
+                    draft_layers=tuple(sorted({*speculation.layers}))
+                    if speculation is not None
+                    else (),
                     guide=guide,
                     n_stored=n_stored,
                     made=tuple(token.token_id for token in request.made),
@@ -462,6 +465,7 @@ class Engine:
             drafted = self._live.get(SequenceId(drafts.sequence_id))
             if drafted is not None and drafted.ring_drafts is not None:
                 drafted.ring_drafts.take(drafts.position, drafts.token_ids)
+        self._live.take_states(groups, answered.answer.blocks)
         outcomes = self._scheduler.on_tokens(answered.answer.step, answered.answer.token_ids)
         waits = any(map(self._live.may_stop, groups))
         if waits:

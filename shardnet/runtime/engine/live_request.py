@@ -10,8 +10,10 @@ from statistics import median
 from typing import Final, assert_never
 
 from shardnet.errors import ShardnetError, internal_error, where
+from shardnet.output_params import OutputKind
 from shardnet.runtime.engine.counters import EngineTotals
 from shardnet.runtime.engine.guide import Guide
+from shardnet.runtime.engine.model_drafts import TakesStates
 from shardnet.runtime.engine.outputs import OutputCollector, OutputEvent
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
@@ -38,6 +40,7 @@ from shardnet.types import U32_MAX, LiveState, RowGroup, SequenceId
 from shardnet.wire.messages.activity import RequestProgress
 from shardnet.wire.messages.generation import MeanStageTime, Timing
 from shardnet.wire.messages.handshake import explanation
+from shardnet.wire.payloads.rows import RowBlock
 
 FEWEST_ALONE: Final = 16
 """From so many steps on the time of a stage counts as its usual one."""
@@ -219,7 +222,12 @@ class LiveRequest:
         self._give(
             self.outputs.arrive(
                 [s for s in answer.prompt_logprobs if s.sequence_id == group.sequence_id],
-                [b for b in answer.blocks if b.sequence_id == group.sequence_id],
+                [
+                    block
+                    for block in answer.blocks
+                    if block.sequence_id == group.sequence_id
+                    and block.kind is not OutputKind.STATES
+                ],
             )
         )
         self._give(self.outputs.release(group.position + group.n_rows - group.n_sampled))
@@ -342,6 +350,21 @@ class LiveRequests(dict[SequenceId, LiveRequest]):
                     live.take_step(group, answered)
                 except BaseException as error:
                     self.end_alone(group.sequence_id, live, error)
+
+    def take_states(self, groups: Sequence[RowGroup], blocks: Sequence[RowBlock]) -> None:
+        """Give draft sources the hidden states of the rows of these groups, right and wrong ones.
+
+        Those that are wrong come again before their positions count.
+        """
+        states = [block for block in blocks if block.kind is OutputKind.STATES]
+        for group in groups if states else ():
+            live = self.get(group.sequence_id)
+            if live is not None and live.drafter is not None:
+                source = live.drafter.draft_source
+                if isinstance(source, TakesStates):
+                    source.take_states(
+                        [block for block in states if block.sequence_id == group.sequence_id]
+                    )
 
     def note_pace(self, group: RowGroup, n_tokens: int) -> None:
         """Note that a sequence has made so many tokens more, if no other has the ring too.

@@ -50,12 +50,14 @@ class Speculation:
 
     `make_draft_source` makes the draft source of one request; it gets a callback to call when
     drafts are ready. It is None where the ring's tail drafts (MTP), at most `most_by_ring` behind a
-    token. `most` caps the drafts of one step.
+    token. `most` caps the drafts of one step. A source that takes states (TakesStates) is given the
+    ring's hidden states after so many layers as each of `layers` says.
     """
 
     make_draft_source: Callable[[Callable[[], None]], DraftSource] | None
     most: int = MAX_DRAFT_TOKENS
     most_by_ring: int = 0
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

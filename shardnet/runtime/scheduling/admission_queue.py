@@ -66,6 +66,8 @@ WARM_SHARE = 0.5
 A stage takes memory for a block when it is written: a small model's room is most of the machine,
 and prompts that nobody repeats would come to fill it. So it is with states that are kept.
 """
+DRAFT_POSITIONS = 2048
+"""The last positions of a prompt whose hidden states a drafter reads."""
 _LEAST_KEPT = 8
 """States that can be kept beside those of all sequences that run at once."""
 STORED_STATE_POSITIONS = 2048
@@ -545,4 +547,6 @@ def _opening(request: SequenceRequest, slot: SlotId, start: Start) -> OpenSequen
         n_drafts=request.n_drafts,
         adapters=request.adapters,
         pictures=request.pictures,
+        draft_layers=request.draft_layers,
+        draft_from=max(0, len(request.prompt) - DRAFT_POSITIONS) if request.draft_layers else 0,
     )

@@ -103,6 +103,8 @@ class SequenceRequest:
     """Positions of the prompt that every stage has on disk."""
     n_drafts: int = 0
     """Most drafts that the tail makes behind a sampled token."""
+    draft_layers: tuple[int, ...] = ()
+    """Numbers of layers behind which a drafter reads hidden states."""
     made: tuple[int, ...] = ()
     """Tokens of its output that are known already; they end nothing."""
     adapters: tuple[AdapterUse, ...] = ()

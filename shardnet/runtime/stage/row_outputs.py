@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
+import torch
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -156,6 +157,11 @@ def layer_blocks(
                 if number in states:
                     rows = states[number][start : start + group.n_rows].float()
                     _add_block(given, OutputKind.HIDDEN, owner, piece, first, rows, number)
+        for number in owner.draft_layers:
+            if number in states:
+                piece = range(group.position, group.position + group.n_rows)
+                rows = states[number][start : start + group.n_rows].to(torch.bfloat16)
+                _add_block(given, OutputKind.STATES, owner, piece, owner.draft_from, rows, number)
         start += group.n_rows
     return given.blocks
 
@@ -179,7 +185,7 @@ def _add_block(
     rows: Tensor,
     layer: int | None = None,
 ) -> None:
-    """Add the rows of a piece from position `first` on: `rows` is float32 [len(piece), width]."""
+    """Add the rows of a piece from position `first` on: `rows` is [len(piece), width]."""
     start = max(first, piece.start)
     if start < piece.stop:
         given.blocks.append(

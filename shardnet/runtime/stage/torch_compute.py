@@ -235,13 +235,14 @@ class TorchCompute:
                     f"step {batch.step} has rows of sequence {group.sequence_id} in slot "
                     f"{group.slot}, which that sequence does not own"
                 )
-        asked = [self._owners[group.slot].outputs for group in batch.groups]
+        owners = [self._owners[group.slot] for group in batch.groups]
+        kept = (each.outputs.hidden_layers + each.draft_layers for each in owners)
         return Run(
             batch=batch,
             hidden=self._hidden(batch, activations),
-            experts={} if any(outputs.routing for outputs in asked) else None,
-            kept_states=frozenset(chain.from_iterable(each.hidden_layers for each in asked)),
-            adapters=tuple(self._owners[group.slot].adapters for group in batch.groups),
+            experts={} if any(each.outputs.routing for each in owners) else None,
+            kept_states=frozenset(chain.from_iterable(kept)),
+            adapters=tuple(each.adapters for each in owners),
             pictures=self._picture_rows(batch, activations),
             choices=self._choices(batch, activations),
         )

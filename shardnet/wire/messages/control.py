@@ -17,6 +17,7 @@ from shardnet.wire.framing.schema import Address, Explanation, Numbered, Remedy,
 from shardnet.wire.messages.activity import ActivityMessage
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.deputies import DeputyMessage
+from shardnet.wire.messages.drafting import DraftMessage
 from shardnet.wire.messages.generation import TextMessage
 from shardnet.wire.messages.handshake import ErrorReport, explained
 from shardnet.wire.messages.measurements import MeasuringMessage
@@ -55,6 +56,7 @@ class Redirect(Numbered, frozen=True, kw_only=True):
 ControlMessage = (
     ActivityMessage
     | DeputyMessage
+    | DraftMessage
     | TextMessage
     | MeasuringMessage
     | MembershipMessage

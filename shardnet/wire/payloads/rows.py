@@ -21,7 +21,7 @@ _META: Final = struct.Struct("<QIIIBxH")
 _MOST_BYTES: Final = LIMITS[FrameKind.ROWS][1]
 
 # routing comes from all stages, not only from the tail: it travels in EXTRAS
-_CODE_OF_KIND: Final = {OutputKind.LOGITS: 1, OutputKind.HIDDEN: 2}
+_CODE_OF_KIND: Final = {OutputKind.LOGITS: 1, OutputKind.HIDDEN: 2, OutputKind.STATES: 7}
 _LAYER_CODE: Final = 3
 """Hidden states after a number of layers, which only they have."""
 _DEEP_CODE: Final = 4
@@ -30,6 +30,7 @@ _PICTURE_CODE: Final = 5
 """What pictures have in the place of embedded token ids, between the shards of a first stage."""
 _CHOICE_CODE: Final = 6
 """Positions that rows attend to, which layers of the next stage take from one before."""
+_OF_LAYERS: Final = (_LAYER_CODE, _DEEP_CODE, _CODE_OF_KIND[OutputKind.STATES])
 _KIND_OF_CODE: Final = {code: kind for kind, code in _CODE_OF_KIND.items()} | {
     _LAYER_CODE: OutputKind.HIDDEN,
     _DEEP_CODE: OutputKind.HIDDEN,
@@ -42,7 +43,8 @@ _KIND_OF_CODE: Final = {code: kind for kind, code in _CODE_OF_KIND.items()} | {
 class RowBlock:
     """Consecutive rows of one sequence, the first at `position`.
 
-    `payload` is little-endian, row after row of `width` elements, float32 or, of routing, int16.
+    `payload` is little-endian, row after row of `width` elements, float32 or, of routing, int16,
+    of states, bfloat16.
     Hidden states are the last ones, or those after so many layers as `layer` says; with `is_deep`
     they are added to what layer `layer` returns, without a layer in the place of embedded ids. With
     `is_choice` too they are no hidden states but positions, -1 behind the last.
@@ -97,7 +99,7 @@ def read_rows(frame: Frame) -> RowBlock:
     if len(frame.meta) != _META.size:
         raise _malformed(frame, f"its meta has {len(frame.meta)} bytes, not {_META.size}")
     sequence_id, position, n_rows, width, code, layer = _META.unpack(frame.meta)
-    if frame.meta[-3] or (layer and code not in (_LAYER_CODE, _DEEP_CODE)):
+    if frame.meta[-3] or (layer and code not in _OF_LAYERS):
         raise _malformed(frame, "its reserved bytes are not 0")
     if code not in _KIND_OF_CODE:
         raise _malformed(frame, f"kind {code} is not one of {sorted(_KIND_OF_CODE)}")
@@ -120,7 +122,7 @@ def read_rows(frame: Frame) -> RowBlock:
         position=position,
         width=width,
         payload=frame.payload,
-        layer=layer if code in (_LAYER_CODE, _DEEP_CODE) else None,
+        layer=layer if code in _OF_LAYERS else None,
         is_deep=code in (_DEEP_CODE, _PICTURE_CODE, _CHOICE_CODE),
         is_choice=code == _CHOICE_CODE,
     )
@@ -146,7 +148,8 @@ def _code(block: RowBlock) -> int:
         return _CHOICE_CODE
     if block.is_deep:
         return _PICTURE_CODE if block.layer is None else _DEEP_CODE
-    return _CODE_OF_KIND[block.kind] if block.layer is None else _LAYER_CODE
+    is_plain = block.layer is None or block.kind is OutputKind.STATES
+    return _CODE_OF_KIND[block.kind] if is_plain else _LAYER_CODE
 
 
 def _malformed(frame: Frame, fault: str) -> RemoteProtocolError:

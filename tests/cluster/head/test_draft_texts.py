@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+from support.rings.stage_forms import FORM
+
 from shardnet.cluster.head.drafts import NGRAM, Drafts
-from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.runtime.scheduling.drafting import DraftSource
+from shardnet.wire.messages.drafting import LoadDrafter
 
 SAID = [1, 2, 3, 4, 330, 5]
 
@@ -14,7 +16,9 @@ SAID = [1, 2, 3, 4, 330, 5]
 async def source(drafts: Drafts, vocab_size: int) -> DraftSource:
     """What drafts for a request to a model of so many token ids."""
     speculation = await drafts.speculation(
-        NGRAM, 0, vocab_size=vocab_size, context=512, rewinds=True
+        LoadDrafter(request=0, drafter=NGRAM, form=FORM, vocab_size=vocab_size),
+        0,
+        rewinds=True,
     )
     assert speculation is not None
     assert speculation.make_draft_source is not None
@@ -25,8 +29,7 @@ def test_no_draft_is_of_a_text_of_another_model() -> None:
     """A token that the model lacks would fail the step, and all requests in it."""
 
     async def main() -> None:
-        disk = DiskJobs("drafts")
-        drafts = Drafts(disk=disk, device="cpu", spare_bytes=lambda: 0, threads=lambda: 1)
+        drafts = Drafts()
         ended, running = await source(drafts, 400), await source(drafts, 400)
         ended.draft(SAID, 1)
         ended.close()

@@ -135,6 +135,6 @@ def test_a_draft_model_may_take_what_the_first_device_has_alone(tmp_path: Path) 
         )
         async with running(replace(small_settings(tmp_path), budget=budget)) as node:
             assert node.info().memory_free_bytes > 1 << 20
-            assert node.drafts.spare_bytes() <= 1 << 20
+            assert node.lent.loader.orders.free_bytes() <= 1 << 20
 
     asyncio.run(main())

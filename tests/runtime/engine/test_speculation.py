@@ -207,7 +207,7 @@ def test_a_ninth_guesser_has_nothing_to_say_and_holds_nobody_up(folder: Path) ->
             True
         ]
         assert guessers[8].draft([1, 2, 3], 2) == []
-        await asyncio.gather(*(g._job for g in guessers if g._job is not None))
+        await asyncio.gather(*(g._job.answer for g in guessers if g._job is not None))
         assert all(len(draft_source.draft([1, 2, 3], 2)) == 2 for draft_source in guessers[:8])
         for draft_source in guessers:
             draft_source.close()

@@ -76,9 +76,10 @@ def steps(draw: st.DrawFn) -> StepData:
 @st.composite
 def row_blocks(draw: st.DrawFn) -> RowBlock:
     n_rows, width = draw(st.integers(1, 5)), draw(st.one_of(st.integers(1, 8), st.just(20_000)))
-    kind = draw(st.sampled_from([OutputKind.LOGITS, OutputKind.HIDDEN]))
-    layers = st.none() if kind is OutputKind.LOGITS else st.none() | st.integers(0, 10_000)
-    layer = draw(layers)
+    kind = draw(st.sampled_from([OutputKind.LOGITS, OutputKind.HIDDEN, OutputKind.STATES]))
+    numbers = st.integers(0, 10_000)
+    layers = {OutputKind.LOGITS: st.none(), OutputKind.HIDDEN: st.none() | numbers}
+    layer = draw(layers.get(kind, numbers))
     return RowBlock(
         sequence_id=SequenceId(draw(U64)),
         kind=kind,
@@ -86,7 +87,7 @@ def row_blocks(draw: st.DrawFn) -> RowBlock:
         is_deep=kind is OutputKind.HIDDEN and draw(st.booleans()),
         position=draw(st.integers(0, 2**32 - 1 - n_rows)),
         width=width,
-        payload=draw(st.binary(min_size=4, max_size=4)) * (n_rows * width),
+        payload=draw(st.binary(min_size=4, max_size=4))[: kind.element_bytes] * (n_rows * width),
     )
 
 

@@ -62,7 +62,7 @@ def test_a_number_that_does_not_fit_is_ours() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({20: 7}, "kind 7 is not one of"),
+        ({20: 8}, "kind 8 is not one of"),
         ({20: 3, 22: 255, 23: 255}, "layer 65535, beyond 10000"),
         ({20: 0}, "kind 0 is not one of"),
         ({21: 1}, "reserved"),
