@@ -131,7 +131,7 @@ class Drafters:
         control = self.peers.links.link_of(place.node)
         if control is None:
             raise LinkError(f"{place.name} is not linked any more")
-        far = FarDrafter(control, structs.replace(order, request=control.next_request()))
+        far = FarDrafter(control, order)
         await far.load(on_progress)
         return far
 

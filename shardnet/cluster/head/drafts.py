@@ -17,9 +17,9 @@ from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, NgramDrafts, 
 from shardnet.wire.messages.drafting import LoadDrafter
 
 OFF, NGRAM, MTP = "off", "ngram", "mtp"
-MOST_BY_MTP = 4
-"""Drafts of the tail where as many are wanted as pay: each is less likely than the one before. What
-is looked up goes behind them."""
+MOST_BY_MTP = 12
+"""Drafts of the tail where as many are wanted as pay: each is less likely than the one before, and
+those of all frames in flight are among them. What is looked up goes behind them."""
 
 _MOST_TEXTS = 4
 """Texts that have ended in which drafts are looked up, too."""

@@ -183,7 +183,7 @@ class FarDrafter(DraftHost):
         self._control, self._order = control, order
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.draft_s = 0.0
+        self.draft_s, self._number = 0.0, 0
 
     async def load(self, on_progress: OnBytes) -> None:
         """Have it loaded. Raises the error that the node reports, LinkError, PeerSilentError."""
@@ -206,7 +206,7 @@ class FarDrafter(DraftHost):
                         on_progress(answer.done_bytes, answer.total_bytes)
                     elif isinstance(answer, DrafterReady):
                         self.layers, self.most = answer.layers, answer.most
-                        self.draft_s = answer.draft_s
+                        self.draft_s, self._number = answer.draft_s, answer.request
                         self._ready.set_result(None)
         except (ShardnetError, TimeoutError) as error:
             if not self._ready.done():
@@ -231,8 +231,7 @@ class FarDrafter(DraftHost):
 
     async def _drafts(self, ask: Ask) -> list[int]:
         control = self._control
-        request, drafter = control.next_request(), self._order.request
-        message = structs.replace(ask.draft, request=request, drafter=drafter)
+        message = structs.replace(ask.draft, drafter=self._number)
         try:
             answer = await control.ask(message, Drafted)
         except (LinkError, RemoteProtocolError):
@@ -244,8 +243,8 @@ class FarDrafter(DraftHost):
         return [*answer.token_ids]
 
     async def _freed(self, slot: SlotId) -> None:
-        request, drafter = self._control.next_request(), self._order.request
-        await self._control.ask(FreeDraftSlot(request=request, drafter=drafter, slot=slot), Done)
+        message = FreeDraftSlot(request=0, drafter=self._number, slot=slot)
+        await self._control.ask(message, Done)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.ensure_future(work)
