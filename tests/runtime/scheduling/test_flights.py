@@ -2,16 +2,148 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 import pytest
 from support.rings.timed_ring import Erring, TimedRing
 
-from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
+from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, RingDrafts
+from shardnet.runtime.scheduling.kv_block_manager import common_prefix
+from shardnet.runtime.stage.mtp_drafts import _PATIENCE, _PAUSE
+from shardnet.types import MicroBatch
+
+
+class Waited(Erring):
+    """Takes `takes_s` for its drafts, on a thread of its own."""
+
+    def __init__(self, *right: float, takes_s: float, ring: TimedRing) -> None:
+        super().__init__(*right, flies=False)
+        self._takes_s, self._ring = takes_s, ring
+        self._asked, self._ready_s = 0, 0.0
+
+    def prepare(self, tokens: Sequence[int], limit: int) -> bool:
+        if self._asked != len(tokens):
+            self._asked, self._ready_s = len(tokens), self._ring.now_s + self._takes_s
+            self._ring.wakes_s = self._ready_s
+        return self._ring.now_s >= self._ready_s
+
+    def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
+        return super().draft(tokens, limit) if self._asked == len(tokens) else []
+
+
+@dataclass(slots=True)
+class TailRing(TimedRing):
+    """The tail makes at most 4 drafts, for `draft_s` each, as MtpDrafts decides."""
+
+    right: Sequence[float] = ()
+    draft_s: float = 0.0
+    source: RingDrafts = field(default_factory=RingDrafts)
+    _made: dict[int, tuple[int, Sequence[int]]] = field(default_factory=dict)
+    _drafted: dict[int, int] = field(default_factory=dict)
+    """What was drafted for each position last."""
+    _n_without: int = 0
+
+    def _beside_s(self, batch: MicroBatch) -> float:
+        sampled = next(found for other, found in self.ring.in_flight if other is batch)
+        if not batch.n_sampled or not isinstance(sampled, list):
+            return 0.0
+        [group] = batch.groups
+        start = group.position + group.n_rows - group.n_sampled + 1
+        drafts = batch.token_ids[batch.n_rows - batch.n_sampled + 1 :]
+        is_behind = group.n_drafts >= group.n_rows
+        sent_at, sent = (group.position, batch.token_ids) if is_behind else (start, drafts)
+        own = [self._drafted.get(sent_at + place) == token for place, token in enumerate(sent)]
+        n_sent = (*own, False).index(False)
+        self._n_without = 0 if n_sent else self._n_without + 1
+        is_due = self._n_without <= _PATIENCE or self._n_without % _PAUSE == 0
+        n_right = common_prefix(drafts, sampled, len(drafts))
+        text = [*self.ring.stage.slots[group.slot].tokens[: start + n_right], sampled[n_right]]
+        wanted = min(4, n_sent + 1) if is_due else 0
+        wanted = wanted if self.right else 0
+        made = Erring(*(self.right or (0,)), flies=False, seed=2).draft(text, wanted)
+        self._made[batch.step] = len(text), made
+        self._drafted |= {len(text) + place: token for place, token in enumerate(made)}
+        return self.draft_s * len(made)
+
+    def _take(self, batch: MicroBatch) -> None:
+        position, made = self._made.pop(batch.step, (0, ()))
+        self.drafted = bool(made)
+        if made:
+            self.source.take(position, made)
 
 
 def speeds(ring: TimedRing, right: float, *, flies: bool, n_tokens: int) -> tuple[float, float]:
     """Tokens a second, and those of the slowest 200 in a row."""
     drafter = AdaptiveDrafter(draft_source=Erring(right, flies=flies), cost=ring.cost)
     return ring.speed(drafter, n_tokens), ring.least_speed()
+
+
+STAGES_S = [[0.1], [0.05, 0.05], [0.025] * 4]
+GOOD, BAD, FADES, COMES = (0.8,), (0.0,), (0.9, 0.0), (0.0, 0.9)
+
+
+def mixed(
+    stages_s: Sequence[float],
+    row_cost: float,
+    kind: str,
+    right: Sequence[float],
+    looked_up: Sequence[float] | None,
+    takes_s: float = 0.0,
+) -> TimedRing:
+    """Decode a text with the tail's drafts or a model's, which take time, and look-up."""
+    ring = TailRing(
+        stages_s, row_cost, hop_s=0.001, right=right if kind == "mtp" else (), draft_s=takes_s
+    )
+    source = ring.source if ring.right else Waited(*right, takes_s=takes_s, ring=ring)
+    drafter = AdaptiveDrafter(
+        draft_source=source,
+        name=kind,
+        look_up=Erring(*looked_up, flies=True, seed=5) if looked_up else None,
+        cost=ring.cost,
+        clock=lambda: ring.now_s,
+    )
+    ring.speed(drafter, 450)
+    return ring
+
+
+def speed(ring: TimedRing) -> float:
+    return (len(ring.times_s) - 1) / (ring.times_s[-1] - ring.times_s[0])
+
+
+@pytest.mark.parametrize("stages_s", STAGES_S, ids=str)
+@pytest.mark.parametrize("row_cost", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize(("kind", "takes_s"), [("mtp", 0.01), ("small", 0.05)])
+@pytest.mark.parametrize(
+    ("right", "looked_up"),
+    [(BAD, None), (BAD, BAD), (FADES, COMES), (COMES, BAD), (GOOD, BAD), (BAD, FADES)],
+)
+def test_no_mix_of_drafters_is_slower_than_plain_decoding(
+    stages_s: list[float],
+    row_cost: float,
+    kind: str,
+    takes_s: float,
+    right: tuple[float, ...],
+    looked_up: tuple[float, ...] | None,
+) -> None:
+    """Wrong ones, those that turn bad in mid-text, those that are waited for in vain."""
+    plain = TimedRing(stages_s, row_cost, hop_s=0.001).speed(None, 50)
+    assert mixed(stages_s, row_cost, kind, right, looked_up, takes_s).least_speed() >= 0.97 * plain
+
+
+@pytest.mark.parametrize("stages_s", STAGES_S, ids=str)
+@pytest.mark.parametrize("row_cost", [0.05, 0.3])
+@pytest.mark.parametrize(("kind", "takes_s"), [("mtp", 0.005), ("small", 0.03)])
+def test_drafters_side_by_side_are_as_good_as_the_better_of_them(
+    stages_s: list[float], row_cost: float, kind: str, takes_s: float
+) -> None:
+    """One is good where the other is not."""
+    alone = [
+        speed(mixed(stages_s, row_cost, kind, FADES, None, takes_s)),
+        speed(mixed(stages_s, row_cost, kind, BAD, COMES, takes_s)),
+    ]
+    both = speed(mixed(stages_s, row_cost, kind, FADES, COMES, takes_s))
+    assert both >= max(alone)
 
 
 @pytest.mark.parametrize(

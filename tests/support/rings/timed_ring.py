@@ -19,13 +19,19 @@ from shardnet.runtime.scheduling.sequences import SendStep, SequenceRequest, Tok
 from shardnet.runtime.scheduling.step_cost import RingLimits, StepCost, StepLimits
 from shardnet.types import Epoch, MicroBatch, SequenceId
 
+PART = 100
+"""Tokens of a text for which drafts are equally likely."""
+
 
 class Erring:
-    """Knows the text, and errs at a rate (drafting.DraftSource)."""
+    """Knows the text, and errs at a rate, one after the other of `right` in every PART of the text.
+
+    A drafting.DraftSource.
+    """
 
     kinds: Sequence[int] = [0] * 31
 
-    def __init__(self, right: float, *, flies: bool, seed: int = 1) -> None:
+    def __init__(self, *right: float, flies: bool, seed: int = 1) -> None:
         self.flies = flies
         self._right = right
         self._seed = seed
@@ -36,7 +42,8 @@ class Erring:
     def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
         text = [*tokens, *ahead]
         for _ in range(limit):
-            is_right = random.Random(f"{self._seed} {len(text)}").random() < self._right
+            right = self._right[len(text) // PART % len(self._right)]
+            is_right = random.Random(f"{self._seed} {len(text)}").random() < right
             text.append((next_token(text[-40:]) + (not is_right)) % VOCABULARY)
         return text[len(tokens) + len(ahead) :]
 
@@ -57,6 +64,10 @@ class TimedRing:
     contention: float = 1.0
     cost: StepCost = field(default_factory=StepCost)
     now_s: float = 0.0
+    drafted: bool = False
+    """Whether drafts came with the last answer."""
+    wakes_s: float = 0.0
+    """When a drafter that is waited for has drafts."""
     times_s: list[float] = field(default_factory=list)
     """When each token came."""
     _free_s: list[float] = field(default_factory=list)
@@ -76,7 +87,7 @@ class TimedRing:
                 limits=StepLimits(),
             )
         )
-        ring = ToyRing(scheduler)
+        self.ring = ring = ToyRing(scheduler)
         ring.stage.next_token = lambda tokens: next_token(tokens[-40:])
         scheduler.submit(
             SequenceRequest(
@@ -85,27 +96,41 @@ class TimedRing:
         )
         self._send(ring.pump())
         before_s = 0.0
-        while ring.in_flight:
+        while ring.in_flight or self.wakes_s > self.now_s:
+            if not ring.in_flight:
+                self.now_s = self.wakes_s
+                self._send(ring.pump())
+                continue
             self.now_s, n_rows, slowest_us, queued_s = heapq.heappop(self._answers)
             batch = ring.in_flight[0][0]
+            self._take(batch)
             says, flies = bool(scheduler.counting(batch.step)), batch.step in scheduler.beside
             n_new = sum(isinstance(outcome, TokenSampled) for outcome in ring.answer())
             self.times_s += [self.now_s] * n_new
             took_s = self.now_s - self._sent_s.pop(batch.step) - queued_s
             if batch.n_sampled == n_rows:  # as the engine does
-                self.cost.learn(n_rows, took_s, slowest_us / 1e6, flies=flies)
+                self.cost.learn(n_rows, took_s, slowest_us / 1e6, flies=flies, drafted=self.drafted)
+            self._send(ring.pump())
             if drafter is not None and says:
                 if before_s:
                     drafter.took(n_new, self.now_s - before_s)
                 before_s = self.now_s
-            self._send(ring.pump())
         return (n_tokens - 1) / (self.times_s[-1] - self.times_s[0])
 
     _sent_s: dict[int, float] = field(default_factory=dict)
 
+    ring: ToyRing = field(init=False)
+
     def _send(self, steps: Sequence[SendStep]) -> None:
         for step in steps:
             self._compute(step.batch)
+
+    def _take(self, batch: MicroBatch) -> None:
+        """Take what came with the answer beside its tokens."""
+
+    def _beside_s(self, batch: MicroBatch) -> float:
+        """Return how long the last stage takes beside the rows of a step."""
+        return 0.0
 
     def _compute(self, batch: MicroBatch) -> None:
         at_s, queued_s, slowest_s = self.now_s, 0.0, 0.0
@@ -114,6 +139,8 @@ class TimedRing:
             begin_s = max(at_s, self._free_s[rank])
             queued_s += begin_s - at_s
             took_s = one_row_s * (1 + self.row_cost * (batch.n_rows - 1))
+            if rank == len(self.stages_s) - 1:
+                took_s += self._beside_s(batch)
             others = [free_s for other, free_s in enumerate(self._free_s) if other != rank]
             if any(free_s > begin_s for free_s in others):
                 took_s *= self.contention
