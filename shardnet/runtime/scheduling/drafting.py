@@ -153,10 +153,13 @@ class NgramDrafts:
 
 
 class RingDrafts:
-    """What the ring's tail has drafted behind the newest token (MTP)."""
+    """What the ring's tail has drafted behind the newest token (MTP).
 
-    kinds: Sequence[int] = range(MAX_DRAFT_TOKENS)
-    flies = False
+    It drafts anew with every answer: a draft's kind is how many of its others are before it.
+    """
+
+    kinds: Sequence[int] = ()
+    flies = True
 
     def __init__(self) -> None:
         """Begin without any."""
@@ -172,8 +175,18 @@ class RingDrafts:
         return True
 
     def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
-        """Return the drafts made for exactly so many tokens."""
-        return [*self._token_ids[:limit]] if self._position == len(tokens) else []
+        """Return the drafts made for exactly so many tokens.
+
+        Where they differ from those `ahead`, which were made before, these are likely wrong:
+        nothing goes behind them.
+        """
+        made = [*self._token_ids] if self._position == len(tokens) else []
+        depth = len(ahead)
+        if made[:depth] != [*ahead[: len(made)]]:
+            return []
+        drafts = made[depth : depth + limit]
+        self.kinds = range(depth, depth + len(drafts))
+        return drafts
 
     def close(self) -> None:
         """Do nothing: it holds no resources."""
@@ -315,19 +328,13 @@ class AdaptiveDrafter:
             return self._propose_behind(tokens, limit, ahead, n_frames)
         self._n_frames, self._flies = 1, False
         n_frames = n_frames if self._spare >= _FLIGHT_SPARE else 1
-        self._settle(tokens)
-        chains = self._drafted(tokens, self.most * min(n_frames, 2), ())
-        self._settle(tokens, chains)
-        found: Sequence[Key] = ()
-        best = _Choice(0, 0.0, flies=False)
-        drafts: list[int] = []
-        for chain in chains:
-            keys = [key for key in chain.keys if key is not None]
+        best, drafts, found = _Choice(0, 0.0, flies=False), [], []
+        for made, keys in self._drafted(tokens, self.most * min(n_frames, 2), ()):
             choice = self._best(self._acceptance.all(keys), n_frames, company)
             if keys[0][0] != NGRAM:  # these took time, whether they are sent or not
                 self._n_blamed = max(self._n_blamed, 1)
             if choice.rate > best.rate:
-                best, drafts, found = choice, [*chain.drafts], keys
+                best, drafts, found = choice, made, keys
         drafts = drafts[: min(limit, best.length or self._n_probed)]
         self._flies, self._in_flight = best.flies, [*found[: len(drafts)]]
         self._n_without = 0 if drafts else self._n_without + 1
@@ -339,30 +346,32 @@ class AdaptiveDrafter:
         """Propose a frame behind those in flight, if it is likely enough that it is not wasted."""
         if self._n_frames >= n_frames or not self._flies or self._spare < _FLIGHT_SPARE:
             return []
-        self._settle(tokens)
         del self._in_flight[len(ahead) :]
-        chains = self._drafted(tokens, self.most, ahead)
-        self._settle(tokens, chains)
+        made = self._drafted(tokens, self.most, ahead)
         reached = math.prod(self._acceptance.all(self._in_flight))
         best, drafts, found = 0.0, [], []
-        for chain in chains:
-            keys = [key for key in chain.keys if key is not None]
+        for behind, keys in made:
             likely = self._acceptance.all(keys)
             gain = sum(accumulate(likely, mul))
             if gain > best and self._pays_behind(reached * likely[0], *self._pace(n_frames)):
-                length = 1 + self._best(likely[1:], n_frames).length
-                best, found = gain, keys[: min(limit, length)]
-                drafts = [*chain.drafts[len(ahead) : len(ahead) + len(found)]]
+                n_drafts = min(limit, 1 + self._best(likely[1:], n_frames).length)
+                best, drafts, found = gain, behind[:n_drafts], keys[:n_drafts]
         if drafts:
             self._in_flight += found
             self._n_frames += 1
             self._n_without = 0
         return drafts
 
-    def _drafted(self, tokens: Sequence[int], limit: int, ahead: Sequence[int]) -> list[_Chain]:
-        """Draft behind `tokens` and the drafts `ahead`: by each source, and what goes behind it."""
-        chains = []
-        look_up, depth = self.look_up, len(ahead)
+    def _drafted(
+        self, tokens: Sequence[int], limit: int, ahead: Sequence[int]
+    ) -> list[tuple[list[int], list[Key]]]:
+        """Draft behind `tokens` and the drafts `ahead`: by each source, and what goes behind it.
+
+        They are judged later: to their end, so that deep drafts are judged too, or the first draft
+        alone where others of the drafter are judged still.
+        """
+        made, look_up, depth = [], self.look_up, len(ahead)
+        names = self._settle(tokens)
         for name, source in ((self.name, self.draft_source), (NGRAM, look_up)):
             if source is None or (ahead and not source.flies):
                 continue
@@ -373,10 +382,11 @@ class AdaptiveDrafter:
                 keys += self._keys(NGRAM, look_up, len(behind), depth + len(drafts))
                 drafts += behind
             if drafts:
-                chains.append(
-                    _Chain(name, len(tokens), [*ahead, *drafts], [*[None] * depth, *keys])
-                )
-        return chains
+                made.append((drafts, keys))
+                judged = slice(1 if name in names else None)
+                text, known = [*ahead, *drafts[judged]], [None] * depth
+                self._chains.append(_Chain(name, len(tokens), text, [*known, *keys[judged]]))
+        return made
 
     @staticmethod
     def _keys(name: str, source: DraftSource | None, n_drafts: int, depth: int = 0) -> list[Key]:
@@ -384,13 +394,9 @@ class AdaptiveDrafter:
         kinds = source.kinds[:n_drafts] if source is not None else ()
         return [(name, kind, (depth + n).bit_length()) for n, kind in enumerate(kinds)]
 
-    def _settle(self, tokens: Sequence[int], drafted: Sequence[_Chain] = ()) -> None:
-        """Judge drafts by the tokens that came, and keep those that are right so far.
-
-        Those that were `drafted` now are judged next: to their end, so that deep drafts are judged
-        too, or the first draft alone where a chain of their drafter is judged still.
-        """
-        alive: list[_Chain] = []
+    def _settle(self, tokens: Sequence[int]) -> set[str]:
+        """Judge drafts by the tokens that came; return whose are right so far, and go on."""
+        alive = []
         for chain in self._chains:
             came = tokens[chain.start : chain.start + len(chain.drafts)]
             for token_id, draft, key in zip(came, chain.drafts, chain.keys, strict=False):
@@ -399,15 +405,10 @@ class AdaptiveDrafter:
                 if token_id != draft:
                     break
             else:
-                n_right = len(came)
-                if n_right < len(chain.drafts):
-                    rest = chain.drafts[n_right:], chain.keys[n_right:]
-                    alive.append(_Chain(chain.name, chain.start + n_right, *rest))
-        names = {chain.name for chain in alive}
-        for chain in drafted:
-            first = slice(chain.keys.count(None) + 1 if chain.name in names else None)
-            alive.append(chain._replace(drafts=chain.drafts[first], keys=chain.keys[first]))
+                rest = chain.drafts[len(came) :], chain.keys[len(came) :]
+                alive += [_Chain(chain.name, len(tokens), *rest)] if rest[0] else []
         self._chains = alive
+        return {chain.name for chain in alive}
 
     def _best(
         self,
@@ -426,7 +427,8 @@ class AdaptiveDrafter:
         period, waste = self._pace(n_frames)
         row = self.cost.extra(1)
         alone = 1 + row * company.n_others
-        most = min(len(likely), max(1, 2 * self.cost.most_rows - 1))  # what more cost is not known
+        known = max(1, 2 * self.cost.most_rows - 1)  # what more rows cost is not known
+        most = min(len(likely), self.most, known)
         if row and likely:
             is_sure = likely[0] > max(_SURE, 2 * row)
             spare = max(self._spare, row) if is_sure else self._spare

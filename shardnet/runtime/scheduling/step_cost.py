@@ -8,6 +8,9 @@ from typing import Final
 
 from shardnet.types import PREFILL_CHUNK_ROWS, Epoch
 
+_UNDRAFTED: Final = 0.9
+"""About which part of a step's time it takes where the tail drafts nothing behind it."""
+
 
 @dataclass(slots=True)
 class StepCost:
@@ -38,10 +41,10 @@ class StepCost:
     def plain_s(self) -> float:
         """The seconds of a step of one row without drafts; 0 before any measurement.
 
-        Where each step had some, a little less than the line says: making drafts is in that.
+        Where each step had some, a little less than it takes: making drafts is in that.
         """
         line = self._line()
-        return self._plain_s or (0.9 * (line[0] + line[1]) if line else 0.0)
+        return self._plain_s or (_UNDRAFTED * (line[0] + line[1]) if line else 0.0)
 
     def learn(
         self,
@@ -70,8 +73,9 @@ class StepCost:
             if time_s < self.forgets_at * expected_s:
                 self._weight = self._rows = self._time = self._rows_rows = self._rows_time = 0.0
         self.company += (1 - self.company) / 256  # to try again
-        if n_rows == 1 and not drafted:
-            self._plain_s += (0.1 if self._plain_s else 1.0) * (time_s - self._plain_s)
+        if n_rows == 1 and not (drafted and self._plain_s):
+            plain_s = time_s * (_UNDRAFTED if drafted else 1.0)
+            self._plain_s += (0.1 if self._plain_s else 1.0) * (plain_s - self._plain_s)
         self.most_rows = max(self.most_rows, n_rows)
         fade = 0.5 ** (1 / self.half_life)
         self._weight = self._weight * fade + 1

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import pytest
-from support.rings.timed_ring import Erring, TimedRing
+from support.rings.timed_ring import Erring, MtpRing, TimedRing
 
-from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, RingDrafts
-from shardnet.runtime.scheduling.kv_block_manager import common_prefix
-from shardnet.runtime.stage.mtp_drafts import _PATIENCE, _PAUSE
-from shardnet.types import MicroBatch
+from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, DraftSource, RingDrafts
+
+USUAL = [0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5]
+EASY = [0.95, 0.94, 0.93, 0.92, 0.91, 0.9]
+"""How often the tail's first draft is right, and each further one where those before it are."""
 
 
 class Waited(Erring):
@@ -30,47 +30,6 @@ class Waited(Erring):
 
     def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
         return super().draft(tokens, limit) if self._asked == len(tokens) else []
-
-
-@dataclass(slots=True)
-class TailRing(TimedRing):
-    """The tail makes at most 4 drafts, for `draft_s` each, as MtpDrafts decides."""
-
-    right: Sequence[float] = ()
-    draft_s: float = 0.0
-    source: RingDrafts = field(default_factory=RingDrafts)
-    _made: dict[int, tuple[int, Sequence[int]]] = field(default_factory=dict)
-    _drafted: dict[int, int] = field(default_factory=dict)
-    """What was drafted for each position last."""
-    _n_without: int = 0
-
-    def _beside_s(self, batch: MicroBatch) -> float:
-        sampled = next(found for other, found in self.ring.in_flight if other is batch)
-        if not batch.n_sampled or not isinstance(sampled, list):
-            return 0.0
-        [group] = batch.groups
-        start = group.position + group.n_rows - group.n_sampled + 1
-        drafts = batch.token_ids[batch.n_rows - batch.n_sampled + 1 :]
-        is_behind = group.n_drafts >= group.n_rows
-        sent_at, sent = (group.position, batch.token_ids) if is_behind else (start, drafts)
-        own = [self._drafted.get(sent_at + place) == token for place, token in enumerate(sent)]
-        n_sent = (*own, False).index(False)
-        self._n_without = 0 if n_sent else self._n_without + 1
-        is_due = self._n_without <= _PATIENCE or self._n_without % _PAUSE == 0
-        n_right = common_prefix(drafts, sampled, len(drafts))
-        text = [*self.ring.stage.slots[group.slot].tokens[: start + n_right], sampled[n_right]]
-        wanted = min(4, n_sent + 1) if is_due else 0
-        wanted = wanted if self.right else 0
-        made = Erring(*(self.right or (0,)), flies=False, seed=2).draft(text, wanted)
-        self._made[batch.step] = len(text), made
-        self._drafted |= {len(text) + place: token for place, token in enumerate(made)}
-        return self.draft_s * len(made)
-
-    def _take(self, batch: MicroBatch) -> None:
-        position, made = self._made.pop(batch.step, (0, ()))
-        self.drafted = bool(made)
-        if made:
-            self.source.take(position, made)
 
 
 def speeds(ring: TimedRing, right: float, *, flies: bool, n_tokens: int) -> tuple[float, float]:
@@ -92,10 +51,12 @@ def mixed(
     takes_s: float = 0.0,
 ) -> TimedRing:
     """Decode a text with the tail's drafts or a model's, which take time, and look-up."""
-    ring = TailRing(
-        stages_s, row_cost, hop_s=0.001, right=right if kind == "mtp" else (), draft_s=takes_s
+    tail = MtpRing(
+        stages_s, row_cost, hop_s=0.001, right=[1.0], parts=right or (0.0,), draft_s=takes_s
     )
-    source = ring.source if ring.right else Waited(*right, takes_s=takes_s, ring=ring)
+    ring = tail if kind == "mtp" else TimedRing(stages_s, row_cost, hop_s=0.001)
+    waited = Waited(*right, takes_s=takes_s, ring=ring)
+    source: DraftSource = tail.source if kind == "mtp" else waited
     drafter = AdaptiveDrafter(
         draft_source=source,
         name=kind,
@@ -103,7 +64,7 @@ def mixed(
         cost=ring.cost,
         clock=lambda: ring.now_s,
     )
-    ring.speed(drafter, 450)
+    ring.speed(drafter if right else None, 450)
     return ring
 
 
@@ -127,7 +88,7 @@ def test_no_mix_of_drafters_is_slower_than_plain_decoding(
     looked_up: tuple[float, ...] | None,
 ) -> None:
     """Wrong ones, those that turn bad in mid-text, those that are waited for in vain."""
-    plain = TimedRing(stages_s, row_cost, hop_s=0.001).speed(None, 50)
+    plain = speed(mixed(stages_s, row_cost, kind, (), None, takes_s))
     assert mixed(stages_s, row_cost, kind, right, looked_up, takes_s).least_speed() >= 0.97 * plain
 
 
@@ -159,6 +120,38 @@ def test_drafts_in_flight_are_faster_than_drafts_that_wait(
         for flies in (False, True)
     )
     assert flies / waits >= at_least
+
+
+@pytest.mark.parametrize(
+    ("n_stages", "row_cost", "right", "draft_cost", "at_least"),
+    [
+        (2, 0.2, USUAL, 0.02, 1.0),
+        (4, 0.2, USUAL, 0.02, 1.1),
+        (2, 0.2, EASY, 0.02, 1.05),
+        (4, 0.2, EASY, 0.05, 1.1),
+        (2, 0.02, EASY, 0.02, 1.0),
+        (2, 0.02, USUAL, 0.05, 0.96),
+        (1, 0.2, USUAL, 0.02, 1.0),
+    ],
+)
+def test_drafts_of_the_tail_fly_where_that_is_faster(
+    n_stages: int, row_cost: float, right: Sequence[float], draft_cost: float, at_least: float
+) -> None:
+    """They are less likely the deeper they are, and each takes its time in the last stage."""
+    found = []
+    for flies in (False, True):
+        source = RingDrafts()
+        source.flies = flies
+        ring = MtpRing(
+            [0.1 / n_stages] * n_stages,
+            row_cost,
+            hop_s=0.001,
+            right=right,
+            draft_s=0.1 * draft_cost,
+            source=source,
+        )
+        found.append(ring.speed(AdaptiveDrafter(draft_source=source, cost=ring.cost), 800))
+    assert found[1] >= at_least * found[0]
 
 
 @pytest.mark.parametrize("right", [0.0, 0.3, 0.8])
