@@ -8,15 +8,22 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from shardnet.cluster.head.drafters import Drafters
 from shardnet.cluster.head.lent_drafters import OnBytes
 from shardnet.errors import UsageError
 from shardnet.runtime.engine.requests import Speculation
-from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, NgramDrafts, check_drafts
+from shardnet.runtime.scheduling.drafting import (
+    MAX_DRAFT_TOKENS,
+    MTP,
+    NGRAM,
+    NgramDrafts,
+    check_drafts,
+)
 from shardnet.wire.messages.drafting import LoadDrafter
 
-OFF, NGRAM, MTP = "off", "ngram", "mtp"
+OFF, AUTO = "off", "auto"
 MOST_BY_MTP = 12
 """Drafts of the tail where as many are wanted as pay: each is less likely than the one before, and
 those of all frames in flight are among them. What is looked up goes behind them."""
@@ -44,9 +51,10 @@ class Drafts:
         has_mtp: bool = False,
         on_progress: OnBytes = lambda done, total: None,
     ) -> Speculation | None:
-        """Make the speculation that an order's `drafter` asks for: off, ngram, mtp or a drafter.
+        """Make the speculation that an order's `drafter` asks for: off, ngram, mtp, auto, another.
 
-        At most `most` tokens are drafted at once; 0 adapts the number to the acceptance rate.
+        Text is looked up beside and behind whatever else drafts. With auto the tail drafts if it
+        can. At most `most` tokens are drafted at once; 0 adapts the number to the acceptance rate.
         `rewinds` says whether the model's slots can be rewound, `has_mtp` whether the ring's tail
         can draft; `on_progress` is told of a download. Raises UsageError if `most` is above 31 and
         where slots cannot be rewound, and what loading a drafter raises.
@@ -56,6 +64,14 @@ class Drafts:
             raise UsageError(f"--draft-tokens {most}: at most {MAX_DRAFT_TOKENS} are verified")
         if how == OFF:
             return None
+        if how == AUTO:
+            if not rewinds:
+                return None
+            how = MTP if has_mtp else NGRAM
+        if vocab_size != self._texts_vocab_size:  # what was said may be no tokens of this model
+            self._texts = deque(maxlen=_MOST_TEXTS)
+            self._texts_vocab_size = vocab_size
+        look_up = partial(NgramDrafts, before=self._texts)
         if how == MTP:
             if not has_mtp:
                 raise UsageError(
@@ -65,22 +81,24 @@ class Drafts:
                 )
             return Speculation(
                 make_draft_source=None,
+                name=MTP,
+                look_up=look_up,
                 most=most or MAX_DRAFT_TOKENS,
                 most_by_ring=most or MOST_BY_MTP,
             )
         most = most or MAX_DRAFT_TOKENS
         check_drafts(rewinds=rewinds)
         if how == NGRAM:
-            if vocab_size != self._texts_vocab_size:  # what was said may be no tokens of this model
-                self._texts = deque(maxlen=_MOST_TEXTS)
-                self._texts_vocab_size = vocab_size
-            make = partial(NgramDrafts, before=self._texts)
-            return Speculation(make_draft_source=lambda wake: make(), most=most)
+            return Speculation(make_draft_source=lambda wake: look_up(), most=most)
         assert self.drafters is not None
         host = await self.drafters.load(order, on_progress)
-        if host is None:
-            return None
-        return Speculation(make_draft_source=host.draft_source, most=most, layers=host.layers)
+        return Speculation(
+            make_draft_source=(lambda wake: look_up()) if host is None else host.draft_source,
+            name=NGRAM if host is None else Path(how).name,
+            look_up=None if host is None else look_up,
+            most=most,
+            layers=() if host is None else host.layers,
+        )
 
     def close(self) -> None:
         """Unload what drafts beside the ring."""

@@ -36,8 +36,8 @@ from shardnet.types import SlotId
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.drafting import (
     Draft,
-    Drafted,
     DrafterReady,
+    DraftReply,
     FreeDraftSlot,
     LoadDrafter,
 )
@@ -162,7 +162,7 @@ class LentDrafters:
         if len(message.token_ids) % 4 or len(message.states) % (len(message.token_ids) // 2):
             raise RemoteProtocolError("Draft has parts of token ids, or of rows of states")
         token_ids = await model.ask(Ask(draft=message))
-        control.send(Drafted(request=message.request, token_ids=tuple(token_ids)))
+        control.send(DraftReply(request=message.request, token_ids=tuple(token_ids)))
 
     async def _free(self, control: ControlLink, message: FreeDraftSlot) -> None:
         await self._of(control, message.drafter).free(message.slot)
@@ -233,7 +233,7 @@ class FarDrafter(DraftHost):
         control = self._control
         message = structs.replace(ask.draft, drafter=self._number)
         try:
-            answer = await control.ask(message, Drafted)
+            answer = await control.ask(message, DraftReply)
         except (LinkError, RemoteProtocolError):
             self.close()
             raise

@@ -64,7 +64,7 @@ class Draft(Numbered, frozen=True, kw_only=True):
     states: Annotated[bytes, Meta(max_length=MAX_STATES_BYTES)] = b""
 
 
-class Drafted(Numbered, frozen=True, kw_only=True):
+class DraftReply(Numbered, frozen=True, kw_only=True):
     """Answers Draft."""
 
     token_ids: Annotated[tuple[U32, ...], Meta(max_length=MAX_DRAFTED)]
@@ -78,4 +78,4 @@ class FreeDraftSlot(Numbered, frozen=True, kw_only=True):
 
 
 DraftRequest: TypeAlias = LoadDrafter | Draft | FreeDraftSlot
-DraftMessage: TypeAlias = DraftRequest | DrafterReady | Drafted
+DraftMessage: TypeAlias = DraftRequest | DrafterReady | DraftReply

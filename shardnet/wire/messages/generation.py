@@ -19,6 +19,7 @@ from shardnet.slot_operations import MAX_PICTURES
 from shardnet.types import MAX_LAYERS, U32, LiveState, PathText, Positions, Row, Strict
 from shardnet.wire.framing import schema
 from shardnet.wire.messages.chat import ChatMessage, Picture, TemplateOptions, ToolsText
+from shardnet.wire.messages.diagnostics import Drafters
 from shardnet.wire.messages.plans import ModelChoice, PlanReply
 
 MAX_PROMPT_TAIL: Final = 256
@@ -182,15 +183,24 @@ class MeanStageTime(Strict, frozen=True, kw_only=True):
 
 
 class Timing(Strict, frozen=True, kw_only=True):
-    """Timing of a request by the head's clock; how many tokens were drafted and accepted."""
+    """Timing of a request by the head's clock, and what was drafted for it."""
 
     load_s: schema.Seconds
     ttft_s: schema.Seconds
     decode_tok_s: schema.Figure
     total_s: schema.Seconds
     per_stage: Annotated[tuple[MeanStageTime, ...], Meta(max_length=schema.MAX_STAGES)]
-    n_drafted: U32 = 0
-    n_accepted: U32 = 0
+    drafters: Drafters = []
+
+    @property
+    def n_drafted(self) -> int:
+        """How many tokens were drafted."""
+        return sum(each.n_drafted for each in self.drafters)
+
+    @property
+    def n_accepted(self) -> int:
+        """How many of these were right."""
+        return sum(each.n_accepted for each in self.drafters)
 
 
 class Finished(schema.Numbered, frozen=True, kw_only=True):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from support.rings.stage_forms import FORM
 
-from shardnet.cluster.head.drafts import NGRAM, Drafts
-from shardnet.runtime.scheduling.drafting import DraftSource
+from shardnet.cluster.head.drafts import Drafts
+from shardnet.errors import UsageError
+from shardnet.runtime.engine.requests import Speculation
+from shardnet.runtime.scheduling.drafting import MTP, NGRAM, DraftSource
 from shardnet.wire.messages.drafting import LoadDrafter
 
 SAID = [1, 2, 3, 4, 330, 5]
@@ -38,5 +41,32 @@ def test_no_draft_is_of_a_text_of_another_model() -> None:
         running.draft(SAID, 1)
         running.close()
         assert (await source(drafts, 320)).draft([9, 1, 2, 3, 4], 2) == []
+
+    asyncio.run(main())
+
+
+def test_auto_takes_what_the_ring_has_and_looks_text_up_beside_it() -> None:
+    async def main() -> None:
+        drafts = Drafts()
+
+        async def made(how: str, *, has_mtp: bool, rewinds: bool = True) -> Speculation | None:
+            return await drafts.speculation(
+                LoadDrafter(request=0, drafter=how, form=FORM, vocab_size=9),
+                0,
+                rewinds=rewinds,
+                has_mtp=has_mtp,
+            )
+
+        by_layer, looked_up = [await made("auto", has_mtp=has) for has in (True, False)]
+        assert by_layer is not None
+        assert looked_up is not None
+        assert (by_layer.name, by_layer.make_draft_source) == (MTP, None)
+        assert by_layer.most_by_ring > 0
+        assert by_layer.look_up is not None
+        assert (looked_up.name, looked_up.most_by_ring) == (NGRAM, 0)
+        assert looked_up.make_draft_source is not None
+        assert await made("auto", has_mtp=False, rewinds=False) is None, "none, and no error"
+        with pytest.raises(UsageError, match="made without the layer"):
+            await made("mtp", has_mtp=False)
 
     asyncio.run(main())
