@@ -81,7 +81,6 @@ class Drafts:
                 )
             return Speculation(
                 make_draft_source=None,
-                name=MTP,
                 look_up=look_up,
                 most=most or MAX_DRAFT_TOKENS,
                 most_by_ring=most or MOST_BY_MTP,

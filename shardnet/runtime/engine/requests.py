@@ -18,6 +18,7 @@ from shardnet.runtime.engine.outputs import OutputEvent
 from shardnet.runtime.ring.pipeline import StepAnswered
 from shardnet.runtime.scheduling.drafting import (
     MAX_DRAFT_TOKENS,
+    MTP,
     NGRAM,
     AdaptiveDrafter,
     DraftSource,
@@ -57,7 +58,7 @@ class Speculation:
     """
 
     make_draft_source: Callable[[Callable[[], None]], DraftSource] | None
-    name: str = NGRAM
+    name: str = ""
     look_up: Callable[[], DraftSource] | None = None
     most: int = MAX_DRAFT_TOKENS
     most_by_ring: int = 0
@@ -236,7 +237,7 @@ def drafter_of(
     assert source is not None
     return AdaptiveDrafter(
         draft_source=source,
-        name=request.speculation.name,
+        name=request.speculation.name or (MTP if source is ring_drafts else NGRAM),
         look_up=request.speculation.look_up and request.speculation.look_up(),
         cost=cost,
         most=request.speculation.most,
