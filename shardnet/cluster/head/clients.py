@@ -66,7 +66,7 @@ from shardnet.runtime.engine.requests import (
     RequestPicture,
     TokenGenerated,
 )
-from shardnet.runtime.scheduling.drafting import MTP
+from shardnet.runtime.scheduling.drafting import FORCED, MTP, NGRAM
 from shardnet.runtime.stage.executor import Executor
 from shardnet.types import LiveState
 from shardnet.wire.messages.chat import DescribeTokenizer
@@ -179,8 +179,11 @@ class Clients:
         if lead is None or lead.plan.facts.model_id != plan.facts.model_id:
             return []
         names = [node.name for node in lead.plan.nodes]
+        place = self.drafts.drafters.place if self.drafts.drafters is not None else None
+        where = dict.fromkeys((NGRAM, FORCED), names[0]) | {MTP: names[-1]}
+        other = names[0] if place is None else place.name
         return [
-            replace(each, node=names[-1 if each.drafter == MTP else 0])
+            replace(each, node=where.get(each.drafter, other))
             for each in lead.ring.engine.totals.drafters
         ]
 
