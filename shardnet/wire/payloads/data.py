@@ -35,6 +35,8 @@ _HEAD: Final = struct.Struct("<HBBII")
 """n_groups, dtype code, n_timings, n_rows, width."""
 _GROUP: Final = struct.Struct("<QIIIII")
 """sequence id, slot, position, n_rows, n_sampled, n_drafts."""
+_ONE_ROW: Final = struct.Struct("<HBBIIQIIIIII")
+"""The meta of a step of one row, up to its timings: head, group and token id in one call."""
 _TIMING: Final = struct.Struct("<4Q")
 """The fields of a StageTiming: rank, and microseconds: computing, queued, when it arrived."""
 TOKEN_BYTES: Final = 4
@@ -70,6 +72,10 @@ def data_frame(step: StepData) -> Frame:
     """
     batch = step.batch
     code, n_timings = CODE_OF_DTYPE[step.dtype], len(step.timings)
+    if len(batch.token_ids) == 1:
+        one = _one_row_frame(step, code)
+        if one is not None:
+            return one
     fault = _fault(batch, step.dtype, step.width, memoryview(step.payload).nbytes)
     if fault is not None:
         raise LocalProtocolError(f"step {batch.step}: {fault}")
@@ -97,6 +103,9 @@ def read_data(frame: Frame) -> StepData:
     Raises RemoteProtocolError when a length, count, dtype, slot or position is not allowed, or
     when rows x width x dtype is not the payload's length.
     """
+    one = _read_one_row(frame)
+    if one is not None:
+        return one
     try:
         step = _read_meta(frame)
     except _MalformedMeta as error:
@@ -151,6 +160,71 @@ def read_tokens(frame: Frame, *, n_sampled: int) -> tuple[int, ...]:
 
 class _MalformedMeta(Exception):
     """The meta cannot be taken apart; the text says why."""
+
+
+def _one_row_frame(step: StepData, code: int) -> Frame | None:
+    """Make the frame of a decode step of one sequence; None where anything is wrong with it."""
+    batch = step.batch
+    group = batch.groups[0] if len(batch.groups) == 1 else None
+    if group is None or group.n_rows != 1 or group.n_sampled > 1 or not step.width:
+        return None
+    if group.position >= U32_MAX or len(step.payload) != step.dtype.row_bytes(step.width):
+        return None
+    if group.n_drafts > min(group.position + 1, MAX_ROWS_IN_FLIGHT):
+        return None
+    try:
+        meta = _ONE_ROW.pack(
+            *(1, code, len(step.timings), 1, step.width),
+            *(group.sequence_id, group.slot, group.position, 1, group.n_sampled),
+            *(group.n_drafts, batch.token_ids[0]),
+        )
+        for timing in step.timings:
+            meta += _TIMING.pack(*astuple(timing))
+    except struct.error:
+        return None
+    return Frame(
+        kind=FrameKind.DATA, epoch=batch.epoch, step=batch.step, meta=meta, payload=step.payload
+    )
+
+
+def _read_one_row(frame: Frame) -> StepData | None:
+    """Read a decode step of one sequence, as most are; None for all that is not a right one."""
+    meta = frame.meta
+    if len(meta) < _ONE_ROW.size:
+        return None
+    fields = _ONE_ROW.unpack_from(meta)
+    n_groups, code, n_timings, n_rows, width = fields[:5]
+    sequence_id, slot, position, rows, n_sampled, n_drafts, token = fields[5:]
+    dtype = DTYPE_OF_CODE.get(code)
+    if not n_groups == n_rows == rows == 1 or n_sampled > 1 or dtype is None or not width:
+        return None
+    if len(meta) != _ONE_ROW.size + n_timings * _TIMING.size or position == U32_MAX:
+        return None
+    if len(frame.payload) != dtype.row_bytes(width):
+        return None
+    if n_drafts > min(position + 1, MAX_ROWS_IN_FLIGHT):
+        return None
+    group = RowGroup(
+        sequence_id=SequenceId(sequence_id),
+        slot=SlotId(slot),
+        position=position,
+        n_rows=1,
+        n_sampled=n_sampled,
+        n_drafts=n_drafts,
+    )
+    try:
+        timings = _timings(meta[_ONE_ROW.size :]) if n_timings else ()
+    except _MalformedMeta:
+        return None
+    return StepData(
+        batch=MicroBatch(
+            epoch=Epoch(frame.epoch), step=StepId(frame.step), groups=(group,), token_ids=(token,)
+        ),
+        dtype=dtype,
+        width=width,
+        payload=frame.payload,
+        timings=timings,
+    )
 
 
 def _read_meta(frame: Frame) -> StepData:
