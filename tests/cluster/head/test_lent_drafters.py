@@ -96,7 +96,7 @@ async def lending(loader: Any) -> AsyncIterator[tuple[ControlLink, Callable[[], 
 
 async def borrowed(control: ControlLink, folder: Path, which: str) -> FarDrafter:
     order = LoadDrafter(
-        request=control.next_request(),
+        request=0,
         drafter=str(folder / which),
         form=form_of(folder / "model"),
         vocab_size=320,
