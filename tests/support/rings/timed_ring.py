@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from support.rings.toy_ring import VOCABULARY, ToyRing, next_token
@@ -55,6 +55,9 @@ class TimedRing:
     row_cost: float
     hop_s: float = 0.0
     contention: float = 1.0
+    prompt: Sequence[int] = (1, 2, 3)
+    says: Callable[[Sequence[int]], int] = field(default=lambda tokens: next_token(tokens[-40:]))
+    """What the model says after such tokens."""
     cost: StepCost = field(default_factory=StepCost)
     now_s: float = 0.0
     times_s: list[float] = field(default_factory=list)
@@ -77,10 +80,13 @@ class TimedRing:
             )
         )
         ring = ToyRing(scheduler)
-        ring.stage.next_token = lambda tokens: next_token(tokens[-40:])
+        ring.stage.next_token = self.says
         scheduler.submit(
             SequenceRequest(
-                sequence_id=SequenceId(1), prompt=(1, 2, 3), max_tokens=n_tokens, drafter=drafter
+                sequence_id=SequenceId(1),
+                prompt=(*self.prompt,),
+                max_tokens=n_tokens,
+                drafter=drafter,
             )
         )
         self._send(ring.pump())
@@ -107,6 +113,10 @@ class TimedRing:
         for step in steps:
             self._compute(step.batch)
 
+    def _beside_s(self, batch: MicroBatch) -> float:
+        """Return how long the last stage takes beside the rows of a step."""
+        return 0.0
+
     def _compute(self, batch: MicroBatch) -> None:
         at_s, queued_s, slowest_s = self.now_s, 0.0, 0.0
         self._sent_s[batch.step] = at_s
@@ -114,6 +124,8 @@ class TimedRing:
             begin_s = max(at_s, self._free_s[rank])
             queued_s += begin_s - at_s
             took_s = one_row_s * (1 + self.row_cost * (batch.n_rows - 1))
+            if rank == len(self.stages_s) - 1:
+                took_s += self._beside_s(batch)
             others = [free_s for other, free_s in enumerate(self._free_s) if other != rank]
             if any(free_s > begin_s for free_s in others):
                 took_s *= self.contention
