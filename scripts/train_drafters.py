@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from drafters.files import make_mtp, write_block, write_eagle, write_mtp, write_
 from drafters.texts import given_texts, own_texts
 from drafters.training import Texts, block_loss, chain_loss, read, train
 from tokenizers import Tokenizer
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from shardnet.assets import DEFAULT_MODEL_PATH
@@ -60,26 +62,36 @@ def _make_eagle(model: Any, texts: Texts, options: argparse.Namespace) -> None:
     n_ids = len(texts.table)
     counts = torch.bincount(texts.ids.flatten(), minlength=n_ids)
     eagle = Eagle(model, counts.topk(n_ids // 2).indices.sort().values)
-    train(eagle, texts, partial(chain_loss, eagle), n_steps=options.steps)
+    _train(eagle, chain_loss, texts, options)
     write_eagle(options.folder, eagle)
 
 
 def _make_mtp(model: Any, texts: Texts, options: argparse.Namespace) -> None:
     mtp = make_mtp(model)
-    train(mtp, texts, partial(chain_loss, mtp), n_steps=options.steps)
+    _train(mtp, chain_loss, texts, options)
     write_mtp(options.folder, mtp)
 
 
 def _make_block(model: Any, texts: Texts, options: argparse.Namespace) -> None:
     block = Block(model)
-    train(block, texts, partial(block_loss, block), n_steps=options.steps)
+    _train(block, block_loss, texts, options)
     write_block(options.folder, block)
 
 
 def _make_small(model: Any, texts: Texts, options: argparse.Namespace) -> None:
     small = Small(model)
-    train(small, texts, partial(chain_loss, small), n_steps=options.steps)
+    _train(small, chain_loss, texts, options)
     write_small(options.folder, small)
+
+
+def _train(
+    drafter: nn.Module,
+    loss: Callable[[Any, Texts], Tensor],
+    texts: Texts,
+    options: argparse.Namespace,
+) -> None:
+    loss_of = partial(loss, drafter)
+    train(drafter, texts, loss_of, n_steps=options.steps, bfloat16=options.bfloat16)
 
 
 MAKE = {"mtp": _make_mtp, "eagle3": _make_eagle, "dflash": _make_block, "model": _make_small}
@@ -94,6 +106,9 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--bfloat16", action="store_true", help="multiply so: faster where the processor can"
+    )
     options = parser.parse_args()
     if options.texts < 8 or options.texts % 8:
         parser.error(f"--texts {options.texts}: give a multiple of 8")

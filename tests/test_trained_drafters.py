@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
-SMALL = argparse.Namespace(texts=8, length=24, steps=1, seed=0, threads=1)
+SMALL = argparse.Namespace(texts=8, length=24, steps=1, seed=0, threads=1, bfloat16=False)
 PROMPT = [0, 500, 17, 320, 41, 900, 77, 31, 12, 640, 8, 300, 29, 1500, 3000, 44]
 
 

@@ -30,6 +30,7 @@ from bench_engine import PROMPT_MARK, TEXTS, Forcing
 from bench_rig import Stream, follow, make_prompt, open_ring, request
 from bench_ring import random_1b
 from drafted_rings import measure
+from drafters.recording import Recorded, Text
 from timed_flights import WaitingNgrams, table
 
 from shardnet.assets import DEFAULT_MODEL_PATH
@@ -102,7 +103,8 @@ async def main() -> None:
 
 async def _trained(options: argparse.Namespace) -> None:
     """Measure trained drafters, and print a table or one JSON object."""
-    texts, found = {}, {}
+    texts: dict[str, Text] = {}
+    found: dict[str, dict[str, Recorded]] = {}
     for name, kind, text, recorded in records(options.drafters, options.most_tokens):
         texts[kind] = text
         found.setdefault(kind, {})[name] = recorded

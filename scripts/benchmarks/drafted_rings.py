@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,10 @@ def asked_of(folder: Path, also: Sequence[str]) -> dict[str, str]:
 
 
 async def measure(
-    checkpoint: Path, n_nodes: int, prompts: dict[str, Sequence[int]], options: argparse.Namespace
+    checkpoint: Path,
+    n_nodes: int,
+    prompts: Mapping[str, Sequence[int]],
+    options: argparse.Namespace,
 ) -> dict[str, dict[str, Any]]:
     """Have a ring of nodes go on behind the prompts with each drafter.
 

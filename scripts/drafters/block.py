@@ -45,21 +45,26 @@ class Block(nn.Module):
         places = (anchors[:, None] + torch.arange(BLOCK)).flatten()
         sees = torch.arange(ids.shape[1]) < anchors.repeat_interleave(BLOCK)[:, None]
         for layer in self.layers:
+            assert isinstance(layer, Layer)
             hidden = layer.finish(hidden + _attend(layer, context, hidden, places, sees))
-        rows: Tensor = self.norm(hidden).unflatten(1, (-1, BLOCK))
-        return rows
+        rows: Tensor = self.norm(hidden)
+        return rows.view(len(ids), len(anchors), BLOCK, -1)
 
 
-def _attend(layer: Any, context: Tensor, hidden: Tensor, places: Tensor, sees: Tensor) -> Tensor:
+def _attend(layer: Layer, context: Tensor, hidden: Tensor, places: Tensor, sees: Tensor) -> Tensor:
     attention, rows = layer.self_attn, layer.input_layernorm(hidden)
     queries = attention.queries(rows, places)
     before, values = attention.keys(context, torch.arange(context.shape[1]))
-    own, own_values = (part.unflatten(2, (-1, BLOCK)) for part in attention.keys(rows, places))
+    own, own_values = (_by_block(part) for part in attention.keys(rows, places))
     beyond = torch.zeros(sees.shape).masked_fill(~sees, -torch.inf)
-    inside = (queries.unflatten(2, (-1, BLOCK)) @ own.mT).flatten(2, 3)
+    inside = (_by_block(queries) @ own.mT).flatten(2, 3)
     scores = torch.cat((queries @ before.mT + beyond, inside), -1)
     shares = scores.mul(attention.size**-0.5).softmax(-1)
     found = shares[..., :-BLOCK] @ values
-    found = found + (shares[..., -BLOCK:].unflatten(2, (-1, BLOCK)) @ own_values).flatten(2, 3)
+    found = found + (_by_block(shares[..., -BLOCK:]) @ own_values).flatten(2, 3)
     joined: Tensor = attention.joined(found)
     return joined
+
+
+def _by_block(rows: Tensor) -> Tensor:
+    return rows.reshape(*rows.shape[:2], -1, BLOCK, rows.shape[-1])

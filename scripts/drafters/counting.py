@@ -70,7 +70,7 @@ def likely_tree(record: Recorded, place: int, n_rows: int) -> set[Path]:
     """Return the tree of the drafts that the drafter itself holds likeliest."""
     n_depths, n_ranks = record.ids.shape[2:]
     chances = record.chances[place].tolist()
-    left = [(-chances[0][0][rank], (rank,)) for rank in range(n_ranks)]
+    left: list[tuple[float, Path]] = [(-chances[0][0][rank], (rank,)) for rank in range(n_ranks)]
     heapq.heapify(left)
     tree: set[Path] = set()
     while left and len(tree) < n_rows:

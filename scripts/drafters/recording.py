@@ -118,7 +118,7 @@ def _likeliest(chain: Chain, rows: Tensor, table: Tensor) -> tuple[Tensor, Tenso
 
 def _record_block(block: Block, texts: Texts) -> Recorded:
     found = []
-    for anchors in torch.arange(1, texts.ids.shape[1]).split(128):
+    for anchors in torch.split(torch.arange(1, texts.ids.shape[1]), 128):
         rows = block(texts.states, texts.ids, anchors, texts.table)[0, :, 1:]
         found.append((rows @ texts.table.T).softmax(-1).topk(RANKS))
     chances, ids = (

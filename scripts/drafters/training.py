@@ -110,10 +110,11 @@ def train(
     loss_of: Callable[[Texts], Tensor],
     *,
     n_steps: int,
+    bfloat16: bool,
     n_texts: int = 8,
     rate: float = 2e-3,
 ) -> None:
-    """Train in place, printing the loss now and then."""
+    """Train in place, printing the loss now and then; products are `bfloat16` or float32."""
     began, seen = time.perf_counter(), 0.0
     backward: Any = torch.autograd.backward
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=rate, betas=(0.9, 0.95))
@@ -121,7 +122,9 @@ def train(
         share = (step + 1) / n_steps
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, 20 * share) * 0.5 * (1 + math.cos(math.pi * share))
-        missed = loss_of(texts.some(torch.randint(len(texts.ids), (n_texts,))))
+        chosen = texts.some(torch.randint(len(texts.ids), (n_texts,)))
+        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            missed = loss_of(chosen)
         optimizer.zero_grad()
         backward(missed)
         nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
