@@ -46,7 +46,8 @@ def go_on(model: Any, texts: Tensor, length: int, temperatures: Tensor) -> Tenso
 def given_texts(tokenizer: Any, n_texts: int, length: int, seed: int) -> Tensor:
     """Cut texts [N, T] of every kind from this repository's files, and edits of its code."""
     chosen = random.Random(seed)
-    streams = {kind: _stream(tokenizer, *where) for kind, where in GIVEN.items()}
+    enough = n_texts * length
+    streams = {kind: _stream(tokenizer, *GIVEN[kind], enough, chosen) for kind in GIVEN}
     kinds = [*GIVEN, "edit"]
     rows = []
     for number in range(n_texts):
@@ -58,10 +59,18 @@ def given_texts(tokenizer: Any, n_texts: int, length: int, seed: int) -> Tensor:
     return torch.tensor(rows)
 
 
-def _stream(tokenizer: Any, folder: str, pattern: str) -> Sequence[int]:
-    text = "\n".join(path.read_text("utf-8") for path in sorted((ROOT / folder).rglob(pattern)))
-    ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return ids
+def _stream(
+    tokenizer: Any, folder: str, pattern: str, enough: int, chosen: random.Random
+) -> Sequence[int]:
+    """Return at least `enough` tokens of files in any order, or those of all."""
+    files = sorted((ROOT / folder).rglob(pattern))
+    chosen.shuffle(files)
+    stream: list[int] = []
+    for path in files:
+        if len(stream) >= enough:
+            break
+        stream += tokenizer.encode(path.read_text("utf-8"), add_special_tokens=False).ids
+    return stream
 
 
 def _edited(piece: Sequence[int], chosen: random.Random) -> list[int]:
