@@ -7,9 +7,9 @@ delay of the links is made at the head: answers are held back for two.
 
 With --drafters DIR, in whose folders are drafters of scripts/train_drafters.py: every kind of
 drafts, waiting and in flight, on prose, edits of code, JSON, chat and what the bundled model says
-itself, as ratios. What the drafters draft at every place is recorded, then replayed over stages
-whose time is simulated; with --nodes N the bundled model goes on behind the prompts on N real
-nodes too.
+itself. A cell has the times of plain decoding, of the same drafts that wait, and of one node with
+the same drafts. What the drafters draft at every place is recorded, then replayed over stages whose
+time is simulated; with --nodes N the bundled model goes on behind the prompts on N real nodes too.
 """
 
 from __future__ import annotations
@@ -127,7 +127,11 @@ async def _trained(options: argparse.Namespace) -> None:
 def _print_table(rows: Sequence[dict[str, Any]]) -> None:
     print(f"\n| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
     for row in rows:
-        print(f"| {' | '.join(str(cell) for cell in row.values())} |")
+        cells = (
+            ", ".join(map(str, cell)) if isinstance(cell, list) else str(cell)
+            for cell in row.values()
+        )
+        print(f"| {' | '.join(cells)} |")
 
 
 async def _rates(rings: Sequence[Engine], options: argparse.Namespace) -> dict[str, Any]:

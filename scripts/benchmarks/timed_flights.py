@@ -19,7 +19,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from drafters.recording import Recorded, Text
 from support.rings.timed_ring import TimedRing
 
-from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, DraftSource, NgramDrafts
+from shardnet.cluster.head.drafts import MOST_BY_MTP
+from shardnet.runtime.scheduling.drafting import (
+    AdaptiveDrafter,
+    DraftSource,
+    NgramDrafts,
+    RingDrafts,
+)
 from shardnet.types import MicroBatch
 
 STEP_S, HOP_S = 0.1, 0.001
@@ -27,105 +33,119 @@ STEP_S, HOP_S = 0.1, 0.001
 LAYER_S, BLOCK_S, MODEL_S = 0.02 * STEP_S, 0.04 * STEP_S, 0.1 * STEP_S
 """What one draft takes an EAGLE-3 head or a layer for MTP, a block a block drafter, and one draft a
 small model."""
-MOST_BY_MTP = 4
-"""Drafts of the tail that wait for each other."""
+PATIENCE, PAUSE, RECENT = 2, 16, 8
+"""As the tail has them (runtime.stage.mtp_drafts)."""
 
 
 @dataclass
 class TextRing(TimedRing):
-    """Says a given text. Its last stage drafts where `drafts_here`, as many as lately were sent."""
+    """Says a given text. Its last stage drafts where `drafts_here`, as many as the tail would."""
 
     text: Text = field(kw_only=True)
     drafts_here: bool = False
-    _sent: deque[int] = field(default_factory=lambda: deque(maxlen=8))
+    n_made: int = 0
+    """Drafts that came with the last answer."""
+    _sent: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _n_without: int = 0
+    _made: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.prompt = self.text.ids[: self.text.n_prompt]
-        self.says = lambda tokens: (
-            self.text.ids[len(tokens)] if len(tokens) < len(self.text.ids) else 0
-        )
+        ids = self.text.ids
+        self.prompt = ids[: self.text.n_prompt]
+        self.says = lambda tokens: ids[len(tokens)] if len(tokens) < len(ids) else 0
 
     def said_per_s(self, drafter: AdaptiveDrafter | None) -> float:
         """Return tokens a second of the whole text."""
         return self.speed(drafter, len(self.text.ids) - self.text.n_prompt)
 
     def _beside_s(self, batch: MicroBatch) -> float:
-        if not self.drafts_here or not batch.n_sampled:
-            return 0.0
-        self._sent.append(max(group.n_drafts for group in batch.groups))
-        return LAYER_S * (max(self._sent) + 1)
+        (group,) = batch.groups
+        n_made = 0
+        if self.drafts_here and group.n_sampled:
+            self._sent.append(group.n_drafts)
+            self._n_without = 0 if group.n_drafts else self._n_without + 1
+            if self._n_without <= PATIENCE or self._n_without % PAUSE == 0:
+                n_made = min(max(self._sent) + 1, MOST_BY_MTP)
+        self._made[batch.step] = n_made
+        return LAYER_S * n_made
+
+    def _take(self, batch: MicroBatch) -> None:
+        self.n_made = self._made.pop(batch.step)
 
 
-class Replayed:
-    """Drafts that come with the token that they follow (drafting.DraftSource)."""
+class Tail(RingDrafts):
+    """What the last stage drafts with every answer."""
 
-    def __init__(self, recorded: Recorded, *, flies: bool, most: int = 31) -> None:
-        self._chains = [recorded.chain(place)[:most] for place in range(len(recorded.ids))]
-        self.flies = flies
-        self.kinds: Sequence[int] = ()
-
-    def prepare(self, tokens: Sequence[int], limit: int) -> bool:
-        """Return True."""
-        return True
+    def __init__(self, recorded: Recorded, ring: TextRing) -> None:
+        super().__init__()
+        self._recorded, self._of = recorded, ring
 
     def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
-        """Return what was drafted behind these tokens and the drafts `ahead`."""
-        return self._behind(len(tokens) - 2, 31, ahead, limit)
-
-    def _behind(self, place: int, n_made: int, known: Sequence[int], limit: int) -> list[int]:
-        chain = self._chains[place][:n_made] if place < len(self._chains) else []
-        drafts = chain[len(known) :][:limit] if chain[: len(known)] == [*known] else []
-        self.kinds = range(len(known), len(known) + len(drafts))
-        return drafts
-
-    def close(self) -> None:
-        """Do nothing."""
+        """See RingDrafts."""
+        if len(tokens) - 2 < len(self._recorded.ids):
+            chain = self._recorded.chain(len(tokens) - 2)
+            self.take(len(tokens), chain[: self._of.n_made])
+        return super().draft(tokens, limit, ahead)
 
 
-class Elsewhere(Replayed):
-    """Drafts that are made on a machine beside the ring, while the ring verifies others.
+class WaitingTail(Tail):
+    """Drafts of the last stage that wait for each other."""
+
+    flies = False
+
+
+class Elsewhere:
+    """Drafts that are made beside the ring, while it verifies others (drafting.DraftSource).
 
     Each job drafts behind one place, `first_s` for its first draft and `each_s` for each further
     one; `rereads` where it begins again with the states of every answer.
     """
 
+    flies = True
+
     def __init__(
         self, recorded: Recorded, ring: TimedRing, *, first_s: float, each_s: float, rereads: bool
     ) -> None:
-        super().__init__(recorded, flies=True)
+        self._chains = [recorded.chain(place) for place in range(len(recorded.ids))]
         self._ring, self._first_s, self._each_s, self._rereads = ring, first_s, each_s, rereads
         self._jobs: deque[tuple[int, float]] = deque(maxlen=4)
         """Places, and when the first draft behind them is there; the newest first."""
+        self.kinds: Sequence[int] = ()
 
     def prepare(self, tokens: Sequence[int], limit: int) -> bool:
         """Let time pass until drafts are there."""
-        self._follow(tokens)
-        if limit and not self.draft(tokens, 1):
-            first_s = self._jobs[0][1]
-            self._ring.now_s = max(self._ring.now_s, first_s + (limit - 1) * self._each_s)
+        if limit and not self.draft(tokens, 1) and self._jobs:
+            ready_s = self._jobs[0][1] + (limit - 1) * self._each_s
+            self._ring.now_s = max(self._ring.now_s, ready_s)
         return True
 
     def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
         """Return the drafts that are there of the newest job that has any."""
         self._follow(tokens)
+        self.kinds = ()
         for place, first_s in self._jobs:
             passed_s = self._ring.now_s - first_s
-            if passed_s >= -1e-9:
-                n_made = 1 + int(passed_s / self._each_s) if self._each_s else 31
-                drafts = self._behind(place, n_made, [*tokens[place + 2 :], *ahead], limit)
+            if passed_s > -1e-9:
+                n_made = 1 + int(passed_s / self._each_s + 1e-9) if self._each_s else None
+                chain, known = self._chains[place][:n_made], [*tokens[place + 2 :], *ahead]
+                drafts = chain[len(known) :][:limit] if chain[: len(known)] == known else []
                 if drafts:
+                    self.kinds = range(len(known), len(known) + len(drafts))
                     return drafts
         return []
 
+    def close(self) -> None:
+        """Do nothing."""
+
     def _follow(self, tokens: Sequence[int]) -> None:
         place = len(tokens) - 2
-        if self._jobs and self._jobs[0][0] == place:
+        if place >= len(self._chains) or (self._jobs and self._jobs[0][0] == place):
             return
         if self._jobs and not self._rereads:
             last, first_s = self._jobs[0]
             passed = place - last
             if self._chains[last][:passed] == [*tokens[last + 2 :]]:  # it goes on where it is
-                self._jobs.appendleft((place, max(first_s, first_s + passed * self._each_s)))
+                self._jobs.appendleft((place, first_s + passed * self._each_s))
                 return
         self._jobs.appendleft((place, self._ring.now_s + 2 * HOP_S + self._first_s))
 
@@ -161,8 +181,8 @@ def contestants(records: dict[str, Recorded]) -> dict[str, tuple[bool, Make | No
         "n-gram, flies": (False, lambda ring: NgramDrafts()),
     }
     if mtp := records.get("mtp"):
-        found["MTP, waits"] = True, lambda ring: Replayed(mtp, flies=False, most=MOST_BY_MTP)
-        found["MTP, flies"] = True, lambda ring: Replayed(mtp, flies=True)
+        found["MTP, waits"] = True, lambda ring: WaitingTail(mtp, ring)
+        found["MTP, flies"] = True, lambda ring: Tail(mtp, ring)
     for name, title, first_s, each_s, rereads in (
         ("eagle3", "EAGLE-3", LAYER_S, LAYER_S, True),
         ("dflash", "block drafter", BLOCK_S, 0.0, True),
@@ -197,25 +217,29 @@ def table(
     stages: Sequence[int],
     row_costs: Sequence[float],
 ) -> list[dict[str, Any]]:
-    """Compare all contestants on all texts and stages: a row of ratios for each."""
+    """Compare all contestants on all texts and stages.
+
+    Each is told by how many times as fast it is as plain decoding, as the same drafts that wait,
+    and as one node with the same drafts.
+    """
     rows = []
-    for kind, text in texts.items():
-        for row_cost in row_costs:
+    for row_cost in row_costs:
+        for kind, text in texts.items():
             alone = tokens_per_s(Case(1, row_cost), text, records[kind])
             for n_stages in stages:
                 speeds = tokens_per_s(Case(n_stages, row_cost), text, records[kind])
-                rows += [
-                    {
-                        "text": kind,
-                        "row": row_cost,
-                        "stages": n_stages,
-                        "drafts": name,
-                        "to plain": round(speed / speeds["plain"], 3),
-                        "to waiting": round(speed / speeds.get(_waiting(name), speed), 3),
-                        "to one node": round(speed / alone[name], 3),
-                    }
+                ratios = {
+                    name: [
+                        round(speed / other, 2)
+                        for other in (
+                            speeds["plain"],
+                            speeds.get(_waiting(name), speed),
+                            alone[name],
+                        )
+                    ]
                     for name, speed in speeds.items()
-                ]
+                }
+                rows.append({"row": row_cost, "text": kind, "stages": n_stages, **ratios})
     return rows
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 import torch
 from support.models.gguf_files import write_gguf
@@ -29,9 +31,12 @@ from shardnet.runtime.engine.requests import (
 )
 from shardnet.runtime.loading.loaded_stage import LoadedStage, computes_by_device, load_by_device
 from shardnet.runtime.loading.loading import load
+from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
+from shardnet.runtime.stage.mtp_drafts import MtpDrafts
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder, StagePart
 from shardnet.sampling_params import SamplingParams
-from shardnet.types import LEAST_STATES, LayerRange, SequenceId, SlotId, WireDType
+from shardnet.types import LEAST_STATES, LayerRange, MicroBatch, SequenceId, SlotId, WireDType
+from shardnet.wire.messages.extras import Drafts
 
 STREAMING = ["deepseek_v4", "hy_v4", "glm5_next_text", "qwen4_exp_text"]
 """Families with several residual streams."""
@@ -107,6 +112,95 @@ def test_drafts_change_no_token(stages: TorchStages) -> None:
         assert [tokens_of(one) for one in events] == plain
         ends = [one[-1] for one in events]
         assert all(isinstance(end, GenerationFinished) and end.timing.n_drafted for end in ends)
+
+
+@pytest.mark.parametrize(
+    "folder",
+    cases(["glm4_moe", "qwen3_next", *STREAMING], ["deepseek_v3", "qwen3_5_text"]),
+    indirect=True,
+)
+def test_frames_behind_a_wrong_draft_leave_no_trace_in_later_drafts(
+    folder: Path, stages: TorchStages
+) -> None:
+    """Right frames behind drafts in flight, one that is wrong in its middle, and those behind it.
+
+    Drafts suffice for as many as were in flight at once, and one more.
+    """
+    oracle = PlainMtp(folder)
+    tokens = random_prompt(45, 300)
+    stages.open(SamplingParams(), n_prompt=len(tokens), n_drafts=9, slot=3)
+    tokens.append(stages.step(0, tokens, 1, slot=3).token_ids[0])
+    text = [*tokens, *oracle.tokens(tokens, 14)]
+
+    def drafted(position: int, rows: list[int], n_ahead: int, n_known: int) -> int:
+        """Count drafts behind rows; check them and that they follow the first `n_known` tokens."""
+        found = stages.step(position, rows, len(rows), slot=3, n_ahead=n_ahead).drafts
+        for drafts in found:
+            assert drafts.position == n_known
+            known = text[:n_known]
+            assert [*drafts.token_ids] == oracle.drafts(known, len(drafts.token_ids))
+        return sum(len(drafts.token_ids) for drafts in found)
+
+    wrong = [319 - text[50], 7]
+    assert drafted(45, text[45:47], 0, 48) == 2
+    assert drafted(47, text[47:49], 1, 50) == 4
+    assert drafted(49, [text[49], *wrong], 3, 51) == 7, "the first of them is right"
+    assert drafted(52, [1, 2], 5, 0) == 0
+    assert drafted(54, [text[54]], 7, 0) == 0, "right where it stands, behind what is not"
+    assert drafted(50, text[50:53], 0, 54) == 7
+    assert drafted(53, text[53:55], 2, 56) == 7
+    assert drafted(55, [319 - text[55], 3], 4, 0) == 0, "wrong from its first draft on"
+    assert drafted(55, text[55:56], 0, 57) == 7
+
+
+@pytest.mark.usefixtures("drafts_always_pay")
+@pytest.mark.parametrize("family", cases(["glm4_moe", "qwen3_next"], ["deepseek_v4"]))
+def test_drafts_of_the_tail_in_flight_change_no_token(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 1, 2 and 4 stages, alone and two at once, greedy, sampled and with penalties.
+
+    In place of its own drafts, of which hardly any is right, the tail sends those that are, but for
+    two of twelve tokens. Without them frames fly too, and nearly all of them are wrong.
+    """
+    monkeypatch.setattr(AdaptiveDrafter, "_most_frames", 9)
+    monkeypatch.setattr(AdaptiveDrafter, "_pays_behind", lambda *_: True)
+    folder = make_mtp(tmp_path, family, n_layers=4)
+    kinds = [
+        SamplingParams(),
+        SamplingParams(temperature=0.4, seed=3, repetition_penalty=1.3, presence_penalty=0.2),
+    ]
+    asked = [request(random_prompt(20, 300, seed=n), 40, kind) for n, kind in enumerate(kinds)]
+    plain = [tokens_of(events) for events in run(TorchStages(folder, even_split(4, 1)), *asked)]
+    drafted = [replace(one, speculation=replace(MTP, most=3, most_by_ring=12)) for one in asked]
+    drafts_of, flown = MtpDrafts.draft, [0, 0]
+
+    def knowing(self: MtpDrafts, batch: MicroBatch, *rest: Any) -> list[Drafts]:
+        made = drafts_of(self, batch, *rest)
+        behind = [group for group in batch.groups if group.n_drafts >= group.n_rows]
+        flown[0] += len(behind)
+        flown[1] += len({group.sequence_id for group in behind} & {one.sequence_id for one in made})
+        if not knows:
+            return made
+        texts = {n: [*asked[n].prompt, *plain[n]] for n in range(2)}
+        found = []
+        for one in made:
+            text = texts[(one.sequence_id - 1) % 2]
+            said = text[one.position : one.position + len(one.token_ids)]
+            ids = [token ^ (n % 12 in (0, 5)) for n, token in enumerate(said, start=one.position)]
+            found.append(msgspec.structs.replace(one, token_ids=ids))
+        return found
+
+    monkeypatch.setattr(MtpDrafts, "draft", knowing)
+    for n_stages, knows in ((1, True), (2, True), (2, False), (4, True)):
+        stages = TorchStages(folder, even_split(4, n_stages), has_mtp=True)
+        for at_once in (True, False):
+            flown[:] = 0, 0
+            events = run(stages, *drafted, at_once=at_once)
+            assert [tokens_of(one) for one in events] == plain
+            if n_stages > 1 + at_once:
+                assert flown[0] > flown[1]
+                assert flown[1] > 1 or not knows
 
 
 @pytest.mark.usefixtures("drafts_always_pay")

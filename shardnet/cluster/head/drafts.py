@@ -23,9 +23,9 @@ if TYPE_CHECKING:  # it imports torch, which a node without a draft model may ne
     from shardnet.runtime.engine.draft_model import DraftModel
 
 OFF, NGRAM, MTP = "off", "ngram", "mtp"
-MOST_BY_MTP = 4
-"""Drafts of the tail where as many are wanted as pay: each is less likely than the one before. What
-is looked up goes behind them."""
+MOST_BY_MTP = 12
+"""Drafts of the tail where as many are wanted as pay: each is less likely than the one before, and
+those of all frames in flight are among them. What is looked up goes behind them."""
 
 _MOST_TEXTS = 4
 """Texts that have ended in which drafts are looked up, too."""

@@ -145,9 +145,12 @@ class NgramDrafts:
 
 
 class RingDrafts:
-    """What the ring's tail has drafted behind the newest token (MTP), and behind that look-up."""
+    """What the ring's tail has drafted behind the newest token (MTP), and behind that look-up.
 
-    flies = False
+    It drafts anew with every answer: a draft's kind is how many of its others are before it.
+    """
+
+    flies = True
 
     def __init__(self) -> None:
         """Begin without any."""
@@ -165,11 +168,20 @@ class RingDrafts:
         return True
 
     def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
-        """Return the drafts made for exactly so many tokens, and what is looked up behind them."""
-        drafts = [*self._token_ids[:limit]] if self._position == len(tokens) else []
-        behind = self._behind.draft(tokens, limit - len(drafts), drafts)
+        """Return the drafts made for exactly so many tokens, and what is looked up behind them.
+
+        Where they differ from those `ahead`, which were made before, these are likely wrong:
+        nothing goes behind them.
+        """
+        made = [*self._token_ids] if self._position == len(tokens) else []
+        depth = len(ahead)
+        if made[:depth] != [*ahead[: len(made)]]:
+            return []
+        drafts = made[depth : depth + limit]
+        behind = self._behind.draft(tokens, limit - len(drafts), [*ahead, *drafts])
         looked_up = self._behind.kinds[: len(behind)]
-        self.kinds = [*range(len(drafts)), *(MAX_DRAFT_TOKENS + kind for kind in looked_up)]
+        own = range(depth, depth + len(drafts))
+        self.kinds = [*own, *(MAX_DRAFT_TOKENS + kind for kind in looked_up)]
         return drafts + behind
 
     def close(self) -> None:
@@ -279,7 +291,8 @@ class AdaptiveDrafter:
         period, waste = self._pace(n_frames)
         row = self.cost.extra(1)
         best, best_rate, self._flies = 0, 0.0, False
-        most = min(len(likely), max(1, 2 * self.cost.most_rows - 1))  # what more cost is not known
+        known = max(1, 2 * self.cost.most_rows - 1)  # what more rows cost is not known
+        most = min(len(likely), self.most, known)
         most = min(most, int(self._spare / row)) if row else most
         for length in _LENGTHS:
             if length > most:

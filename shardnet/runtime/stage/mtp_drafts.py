@@ -9,6 +9,7 @@ step waits for the next one, unless it is sampled; a draft that was rejected was
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 _PATIENCE, _PAUSE = 2, 16
 """Where none was sent for more than two steps, drafts are made behind every 16th step."""
+_RECENT = 8
+"""Steps after which it counts no more how many drafts were in flight with one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +90,14 @@ class MtpDrafts:
         self._last: dict[SlotId, _Last] = {}
         self._n_without: dict[SlotId, int] = {}
         """The last steps of each slot that sampled a token and had no drafts."""
+        self._n_flown: dict[SlotId, deque[int]] = {}
+        """How many drafts were in flight with each of the last steps of each slot, 0 for one that
+        went behind none."""
 
     def keep(self, slot: SlotId, n_positions: int, source: SlotId | None) -> None:
         """Keep what is known of the slot's first positions, its own or copied from `source`."""
         self._n_without.pop(slot, None)
+        self._n_flown.pop(slot, None)
         if source is not None:
             self._ends[slot] = self._ends.get(source, 0)
         self._ends[slot] = min(self._ends.get(slot, 0), n_positions)
@@ -106,6 +113,7 @@ class MtpDrafts:
     def clear(self) -> None:
         """Forget all slots."""
         self._n_without.clear()
+        self._n_flown.clear()
         self._ends.clear()
         self._last.clear()
 
@@ -139,8 +147,9 @@ class MtpDrafts:
         for part in parts:
             end += len(part.token_ids)
             owner = owners[part.group.slot]
-            most = min(owner.n_drafts, self._n_wanted(part.group), self._n_chained(part) + 1)
+            most = min(owner.n_drafts, self._n_wanted(part.group))
             if most > 0:
+                most = 1 + self._n_chained(part, most - 1)
                 drafting.append(
                     _Drafting(owner=owner, part=part, most=most, hidden=outputs[end - 1 : end])
                 )
@@ -149,18 +158,23 @@ class MtpDrafts:
     def _part(
         self, group: RowGroup, token_ids: Sequence[int], hidden: Tensor, sampled: Sequence[int]
     ) -> _Part:
-        """Take the rows of a group that are right and whose next token is known."""
+        """Take the rows of a group that are right and whose next token is known.
+
+        What is known of the slot stays as it is where the group went behind a wrong draft.
+        """
         slot, n_drafts = group.slot, max(0, group.n_sampled - 1)
+        part, last = _Part(group=group, position=group.position), self._last.get(slot)
+        if last is not None and last.position != group.position - 1:
+            last = None
+        if _is_behind(group) and (last is None or last.token_id != token_ids[0]):
+            return part  # behind a wrong draft: the right rows are yet to come
         n_right = 0
         while n_right < n_drafts and token_ids[n_right - n_drafts] == sampled[n_right]:
             n_right += 1
         n_rows = group.n_rows - n_drafts + n_right
         inputs = self._model.mtp_inputs(hidden[:n_rows])
         following = [*token_ids[1:n_rows], *sampled[n_right : n_right + 1]]
-        part = _Part(group=group, position=group.position)
-        last = self._last.pop(slot, None)
-        is_next = last is not None and last.position == group.position - 1
-        if last is not None and is_next and last.token_id != token_ids[0]:
+        if last is not None and last.token_id != token_ids[0]:
             part.position -= 1
             part.inputs.append(last.inputs)
             part.token_ids.append(token_ids[0])
@@ -177,26 +191,29 @@ class MtpDrafts:
         return part
 
     def _n_wanted(self, group: RowGroup) -> int:
-        """Count the drafts to make behind a group: one more than the head found worth sending.
+        """Count the drafts to make behind a group: one more than the head lately had in flight.
 
-        None where it has sent none for a while, but to let it measure again now and then.
+        That is enough for those in flight behind the group and a further frame. None where it has
+        sent none for a while, but to let it measure again now and then.
         """
-        n_sent = group.n_sampled - 1
-        if n_sent < 0:
+        if not group.n_sampled:
             return 0
-        n_without = 0 if n_sent else self._n_without.get(group.slot, 0) + 1
+        n_without = 0 if group.n_drafts else self._n_without.get(group.slot, 0) + 1
         self._n_without[group.slot] = n_without
-        return n_sent + 1 if n_without <= _PATIENCE or n_without % _PAUSE == 0 else 0
+        flown = self._n_flown.setdefault(group.slot, deque(maxlen=_RECENT))
+        flown.append(group.n_drafts if _is_behind(group) else 0)
+        n_most = max(group.n_drafts, *flown)
+        return n_most + 1 if n_without <= _PATIENCE or n_without % _PAUSE == 0 else 0
 
-    def _n_chained(self, part: _Part) -> int:
-        """Count the positions behind a part's rows for which the slot has room."""
+    def _n_chained(self, part: _Part, most: int) -> int:
+        """Count the positions behind a part's rows, up to `most`, for which the slot has room."""
         n_chained = 0
-        while part.end + n_chained < self._model.context and self._model.kv.holds(
-            part.group.slot, part.end + n_chained + 1
+        while (
+            n_chained < most
+            and part.end + n_chained < self._model.context
+            and self._model.kv.holds(part.group.slot, part.end + n_chained + 1)
         ):
             n_chained += 1
-            if n_chained == part.group.n_sampled:
-                break
         return n_chained
 
     def _drafts(self, drafting: list[_Drafting], history: TokenHistory) -> list[Drafts]:
@@ -232,6 +249,11 @@ class MtpDrafts:
             for one in made
             if one.token_ids
         ]
+
+
+def _is_behind(group: RowGroup) -> bool:
+    """Say whether a group went behind drafts in flight: its first row is a draft too."""
+    return group.n_drafts >= group.n_rows
 
 
 def _row(one: _Drafting, history: TokenHistory) -> SampleRow:

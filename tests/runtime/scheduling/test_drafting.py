@@ -171,3 +171,5 @@ def test_the_cap_holds(most: int) -> None:
     cost.learn(32, 1.0)
     drafter = AdaptiveDrafter(draft_source=Coin(1), cost=cost, most=most)
     assert len(drafter.propose([1], 31)) == most
+    cost.slowest = 0.5
+    assert len(drafter.propose([1], 31, n_frames=2)) == most, "more drafts than it go behind"

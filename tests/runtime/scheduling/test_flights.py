@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-from support.rings.timed_ring import Erring, TimedRing
+from collections.abc import Sequence
 
-from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
+import pytest
+from support.rings.timed_ring import Erring, MtpRing, TimedRing
+
+from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, RingDrafts
+
+USUAL = [0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5]
+EASY = [0.95, 0.94, 0.93, 0.92, 0.91, 0.9]
+"""How often the tail's first draft is right, and each further one where those before it are."""
 
 
 def speeds(ring: TimedRing, right: float, *, flies: bool, n_tokens: int) -> tuple[float, float]:
@@ -27,6 +33,38 @@ def test_drafts_in_flight_are_faster_than_drafts_that_wait(
         for flies in (False, True)
     )
     assert flies / waits >= at_least
+
+
+@pytest.mark.parametrize(
+    ("n_stages", "row_cost", "right", "draft_cost", "at_least"),
+    [
+        (2, 0.2, USUAL, 0.02, 1.0),
+        (4, 0.2, USUAL, 0.02, 1.1),
+        (2, 0.2, EASY, 0.02, 1.05),
+        (4, 0.2, EASY, 0.05, 1.1),
+        (2, 0.02, EASY, 0.02, 1.0),
+        (2, 0.02, USUAL, 0.05, 0.96),
+        (1, 0.2, USUAL, 0.02, 1.0),
+    ],
+)
+def test_drafts_of_the_tail_fly_where_that_is_faster(
+    n_stages: int, row_cost: float, right: Sequence[float], draft_cost: float, at_least: float
+) -> None:
+    """They are less likely the deeper they are, and each takes its time in the last stage."""
+    found = []
+    for flies in (False, True):
+        source = RingDrafts()
+        source.flies = flies
+        ring = MtpRing(
+            [0.1 / n_stages] * n_stages,
+            row_cost,
+            hop_s=0.001,
+            right=right,
+            draft_s=0.1 * draft_cost,
+            source=source,
+        )
+        found.append(ring.speed(AdaptiveDrafter(draft_source=source, cost=ring.cost), 800))
+    assert found[1] >= at_least * found[0]
 
 
 @pytest.mark.parametrize("right", [0.0, 0.3, 0.8])

@@ -69,6 +69,7 @@ _MIXERS = {
     "qwen4_exp_text": ("hyper_connection_mixer.", "hyper_connection_mixer."),
 }
 """By family whose layer has several streams: before names of what joins the model's, and its."""
+_KINDS = {"layer_types", "mlp_layer_types", "indexer_types"}
 _ONE_STREAM = ("hy_v4", "glm5_next_text")
 _QWEN4 = {"e_proj": "fc_embedding", "h_proj": "fc_hidden"}
 _QWEN = {"shared_head.norm": "norm", "enorm": "pre_fc_norm_embedding"} | {
@@ -82,12 +83,17 @@ def is_qwen(family: str) -> bool:
     return family.startswith("qwen")
 
 
-def make_mtp(folder: Path, family: str, *, seed: int = 0, **config: Any) -> Path:
+def make_mtp(
+    folder: Path, family: str, *, seed: int = 0, n_layers: int = N_LAYERS, **config: Any
+) -> Path:
     """Write a random checkpoint of two layers and one that predicts further. Return `folder`.
 
-    `folder`/whole is what transformers makes of all three layers.
+    `folder`/whole is what transformers makes of all three layers. Kinds of more than two layers are
+    repeated.
     """
-    sizes = CASES[family] | {"num_hidden_layers": N_LAYERS + 1} | config
+    sizes = CASES[family] | {"num_hidden_layers": n_layers + 1} | config
+    for kinds in sizes.keys() & _KINDS:
+        sizes[kinds] = [*sizes[kinds][:N_LAYERS] * n_layers][:n_layers] + sizes[kinds][-1:]
     whole = make_decoder(folder / "whole", family, with_tokenizer=False, seed=seed, **sizes)
     stored = load_file(whole / "model.safetensors")
     raw = json.loads((whole / "config.json").read_text())
@@ -105,8 +111,8 @@ def make_mtp(folder: Path, family: str, *, seed: int = 0, **config: Any) -> Path
     if family == "qwen4_exp_text":  # the mixer norms what it joins
         own["hnorm"] = own["hnorm"].repeat(text["hc_count"])
         del own["shared_head.norm"]
-    block = next(name for name in stored if f"layers.{N_LAYERS}." in name)
-    block = block[: block.index(f"layers.{N_LAYERS}.")] + f"layers.{N_LAYERS}."
+    block = next(name for name in stored if f"layers.{n_layers}." in name)
+    block = block[: block.index(f"layers.{n_layers}.")] + f"layers.{n_layers}."
     usual = "mtp.layers.0." if is_qwen(family) else block
     place = _PLACES.get(family, usual)
     named: dict[str, Tensor] = {}
@@ -116,9 +122,9 @@ def make_mtp(folder: Path, family: str, *, seed: int = 0, **config: Any) -> Path
     named |= {_own_name(family, place, name): tensor for name, tensor in own.items()}
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
     save_file(own, whole / "own.safetensors")
-    text["num_hidden_layers"] = N_LAYERS
-    for kinds in text.keys() & {"layer_types", "mlp_layer_types", "indexer_types"}:
-        text[kinds] = text[kinds][:N_LAYERS]
+    text["num_hidden_layers"] = n_layers
+    for kinds in text.keys() & _KINDS:
+        text[kinds] = text[kinds][:n_layers]
     (folder / "config.json").write_text(json.dumps(raw))
     make_tokenizer(folder)
     return folder

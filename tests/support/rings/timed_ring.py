@@ -10,14 +10,19 @@ import heapq
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
+from support.rings.toy_mtp import ToyTail
 from support.rings.toy_ring import VOCABULARY, ToyRing, next_token
 
-from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
+from shardnet.errors import ShardnetError
+from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, RingDrafts
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import SendStep, SequenceRequest, TokenSampled
 from shardnet.runtime.scheduling.step_cost import RingLimits, StepCost, StepLimits
+from shardnet.slot_operations import OpenSequence
 from shardnet.types import Epoch, MicroBatch, SequenceId
+from shardnet.wire.messages.extras import Drafts
 
 
 class Erring:
@@ -81,6 +86,7 @@ class TimedRing:
         )
         ring = ToyRing(scheduler)
         ring.stage.next_token = self.says
+        self._begin(ring)
         scheduler.submit(
             SequenceRequest(
                 sequence_id=SequenceId(1),
@@ -92,12 +98,14 @@ class TimedRing:
         self._send(ring.pump())
         before_s = 0.0
         while ring.in_flight:
-            self.now_s, n_rows, slowest_us, queued_s = heapq.heappop(self._answers)
+            answered_s, n_rows, slowest_us, queued_s = heapq.heappop(self._answers)
+            self.now_s = max(self.now_s, answered_s)
             batch = ring.in_flight[0][0]
+            self._take(batch)
             says, flies = bool(scheduler.counting(batch.step)), batch.step in scheduler.beside
             n_new = sum(isinstance(outcome, TokenSampled) for outcome in ring.answer())
             self.times_s += [self.now_s] * n_new
-            took_s = self.now_s - self._sent_s.pop(batch.step) - queued_s
+            took_s = answered_s - self._sent_s.pop(batch.step) - queued_s
             if batch.n_sampled == n_rows:  # as the engine does
                 self.cost.learn(n_rows, took_s, slowest_us / 1e6, flies=flies)
             if drafter is not None and says:
@@ -109,9 +117,15 @@ class TimedRing:
 
     _sent_s: dict[int, float] = field(default_factory=dict)
 
+    def _begin(self, ring: ToyRing) -> None:
+        """Begin with a ring whose stages hold nothing yet."""
+
     def _send(self, steps: Sequence[SendStep]) -> None:
         for step in steps:
             self._compute(step.batch)
+
+    def _take(self, batch: MicroBatch) -> None:
+        """Take what came with the answer beside its tokens."""
 
     def _beside_s(self, batch: MicroBatch) -> float:
         """Return how long the last stage takes beside the rows of a step."""
@@ -138,3 +152,45 @@ class TimedRing:
         """Return the tokens a second of the slowest so many tokens in a row."""
         spans = zip(self.times_s, self.times_s[n_tokens:], strict=False)
         return n_tokens / max(end - begin for begin, end in spans)
+
+
+@dataclass(slots=True)
+class MtpRing(TimedRing):
+    """A ring that has a layer for drafts, which takes `draft_s` for each one.
+
+    It is in the last stage, or as `on_head` says: in the first stage's machine, or in one beside.
+    """
+
+    right: Sequence[float] = ()
+    draft_s: float = 0.0
+    on_head: Literal["", "first", "beside"] = ""
+    most: int = 12
+    source: RingDrafts = field(default_factory=RingDrafts)
+    _tail: ToyTail = field(init=False)
+    _made: dict[int, tuple[float, Sequence[Drafts]]] = field(default_factory=dict)
+
+    def _begin(self, ring: ToyRing) -> None:
+        self._ring, self._tail = ring, ToyTail(ring.stage, self.right)
+
+    def _beside_s(self, batch: MicroBatch) -> float:
+        for opened in self._ring.operations(OpenSequence) if batch.groups[0].position == 0 else ():
+            self._tail.carry_out(opened)
+        sampled = next(found for sent, found in self._ring.in_flight if sent is batch)
+        assert not isinstance(sampled, ShardnetError)
+        n_before = self._tail.model.n_runs
+        drafts = self._tail.draft(batch, sampled, self.most)
+        took_s = (self._tail.model.n_runs - n_before) * self.draft_s
+        self._made[batch.step] = took_s, drafts
+        return 0.0 if self.on_head else took_s
+
+    def _take(self, batch: MicroBatch) -> None:
+        took_s, drafts = self._made.pop(batch.step)
+        if self.on_head and took_s:
+            begin_s = max(self.now_s, self._free_s[0]) if self.on_head == "first" else self.now_s
+            self.now_s = begin_s + took_s
+            if self.on_head == "first":
+                self._free_s[0] = self.now_s
+        for one in drafts:
+            self.source.take(one.position, one.token_ids)
+
+    _ring: ToyRing = field(init=False)

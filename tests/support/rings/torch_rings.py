@@ -88,10 +88,12 @@ class TorchStages:
             for stage in stages
         ]
 
-    def step(self, position: int, ids: Sequence[int], n_sampled: int, *, slot: int = 0) -> Samples:
+    def step(
+        self, position: int, ids: Sequence[int], n_sampled: int, *, slot: int = 0, n_ahead: int = 0
+    ) -> Samples:
         """Send one group of rows, of the sequence numbered like its slot, through the stages.
 
-        Sampled rows behind the first are drafts.
+        Sampled rows behind the first are drafts, all of them behind `n_ahead` drafts in flight.
         """
         group = RowGroup(
             sequence_id=SequenceId(slot),
@@ -99,7 +101,7 @@ class TorchStages:
             position=position,
             n_rows=len(ids),
             n_sampled=n_sampled,
-            n_drafts=max(0, n_sampled - 1),
+            n_drafts=n_ahead + n_sampled if n_ahead else max(0, n_sampled - 1),
         )
         batch = MicroBatch(epoch=Epoch(1), step=StepId(1), groups=(group,), token_ids=ids)
         result: Any = None
