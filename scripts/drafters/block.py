@@ -13,7 +13,7 @@ from .layer import Layer
 
 BLOCK_LAYERS = (2, 4, 6)
 """The states that it reads: those after so many of the model's 8 layers."""
-BLOCK, N_LAYERS, MASK = 8, 2, 0
+BLOCK, N_LAYERS, MASK = 8, 2, 1
 """Tokens of a block, of which the first is known; layers; what stands for an unknown token."""
 
 
