@@ -16,6 +16,7 @@ from shardnet.permissions import others_at, privacy_command
 
 from ..output.exit_codes import say
 from .options import Access, check_choices, flag, is_loopback
+from .sampling_options import read_speculate
 
 MAX_KEY_FILE_BYTES = 1 << 20
 _STORED_KEY = Access()
@@ -94,6 +95,14 @@ class HttpOptions:
         min=0,
     )
 
+    speculate: str = flag(
+        "off",
+        "--speculate off|ngram|mtp|auto|NAME",
+        "How to draft for requests that do not say; auto: by what the model ships with, and "
+        "look-up.",
+        env=True,
+    )
+
     def listening(self, host: str, port: int, access: Access = _STORED_KEY) -> Listening:
         """Say where to listen, and how.
 
@@ -135,9 +144,11 @@ class HttpOptions:
         if root and not root.startswith("/"):
             raise typer.BadParameter(f"'{root}': begin it with /", param_hint="--root-path")
         lines = [*(self.api_key or ()), *self._file_lines()]
+        speculate = read_speculate(self.speculate)
         keys = [parse_key(line, number) for number, line in enumerate(lines, 1)]
         return Settings(
             keys=Keyring(keys),
+            speculate=speculate,
             cors_origins=tuple(self.cors_origin or ()),
             allowed_hosts=tuple(self.allowed_host or ()),
             root_path=root,

@@ -154,7 +154,7 @@ class RingOptions:
         False,
         "--mtp",
         "Load the layer of the model that predicts further tokens, for --speculate mtp, which "
-        "asks for it too.",
+        "asks for it too, and auto.",
         env=True,
     )
     stream_layers: str = flag(

@@ -106,9 +106,10 @@ class SamplingOptions:
     grammar: str = flag("", "--grammar FILE", "Write what this grammar, in Lark's form, matches.")
     speculate: str = flag(
         "off",
-        "--speculate off|ngram|mtp|PATH",
+        "--speculate off|ngram|mtp|auto|NAME",
         "Draft tokens and verify several at once: by look-up in the text, by the layer of the "
-        "model that predicts further tokens, or by the small model at PATH on the head.",
+        "model that predicts further tokens, or by the model NAME on the head. auto: by what "
+        "the model ships with, and look-up.",
         env=True,
     )
     draft_tokens: int = flag(
@@ -226,8 +227,10 @@ def _read(flag: str, name: str) -> str:
 
 
 def read_speculate(text: str) -> str:
-    """Return `off`, `ngram`, `mtp` or the draft model's name. Raises UsageError for a URL."""
-    return text if text in ("off", "ngram", "mtp") else name_model(text)
+    """Return `off`, `ngram`, `mtp`, `auto` or the draft model's name. Raises UsageError for a
+    URL.
+    """
+    return text if text in ("off", "ngram", "mtp", "auto") else name_model(text)
 
 
 def _parse_use(entry: str) -> tuple[str, float]:

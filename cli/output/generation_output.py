@@ -401,4 +401,5 @@ def _closing_line(result: GenerationResult) -> str:
 def _drafted(timing: GenerationTiming) -> str:
     if not timing.n_drafted:
         return ""
-    return f" ({timing.n_accepted} of {timing.n_drafted} draft tokens were accepted)"
+    names = " and ".join(each.drafter for each in timing.drafters)
+    return f" ({timing.n_accepted} of {timing.n_drafted} draft tokens by {names} were accepted)"

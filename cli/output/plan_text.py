@@ -9,6 +9,7 @@ import msgspec
 
 from shardnet.cluster.machine import kernels
 from shardnet.types import LayerRange
+from shardnet.wire.messages.diagnostics import Drafted
 from shardnet.wire.messages.generation import ExpertCount, LastRun, MeanStageTime
 from shardnet.wire.messages.measurements import NodeMeasured, StageSeconds, WayMeasured
 from shardnet.wire.messages.plans import (
@@ -184,6 +185,7 @@ def plan_text(plan: PlanReply) -> str:
     lines += _ring_lines(plan)
     lines += [_standby_line(plan, standby) for standby in plan.standbys]
     lines += [f"  left out: {out.name}: {out.why}" for out in plan.left_out]
+    lines += [_drafter_line(each) for each in plan.drafters]
     if plan.wire is not None:
         lines.append(f"  {narrow_wire_words(plan, plan.wire)}")
     lines += _without_kernels(plan)
@@ -252,6 +254,14 @@ def _standby_line(plan: PlanReply, standby: PlannedStandby) -> str:
         )
     size = f"{standby.weight_bytes / 2**20:.1f} MiB, {kv}"
     return f"  {standby.name} stands by for {stage}: {layers} ({size})"
+
+
+def _drafter_line(drafted: Drafted) -> str:
+    n_tokens = drafted.n_tokens / max(1, drafted.n_steps)
+    return (
+        f"  drafts: {drafted.drafter} on {drafted.node}, {drafted.n_accepted} of "
+        f"{drafted.n_drafted} right, {n_tokens:.2f} tokens a step"
+    )
 
 
 def _without_kernels(plan: PlanReply) -> list[str]:

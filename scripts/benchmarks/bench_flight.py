@@ -200,11 +200,11 @@ async def _by_turns(
             streams[name].append(await follow(engine, asked))
             flown[name] = [totals.n_flown - before[0], totals.n_wasted - before[1]]
             cost = engine._step_cost
-            costs[name] = [cost.extra(1), cost.slowest, cost.company, cost.one_row_s]
+            costs[name] = [cost.extra(1), cost.slowest, cost.company, cost.plain_s]
     return {
         name: {
             "flown_and_wasted": flown[name],
-            "row_slowest_company_one_row_s": [round(figure, 3) for figure in costs[name]],
+            "row_slowest_company_plain_s": [round(figure, 3) for figure in costs[name]],
             "tok_s": round(statistics.median(one.tok_s for one in some), 2),
             **{
                 f"to {other}": _ratio(some, streams[other])

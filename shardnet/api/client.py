@@ -165,6 +165,8 @@ class Client:
         redial: Callable[[], Awaitable[Link]] | None = None,
     ) -> None:
         self.choice = ModelChoice(model=DEFAULT_MODEL_NAME)
+        self.speculate = "off"
+        """How to draft for calls that do not say."""
         self.if_busy = ""
         """What a person can do while the node works for others, in place of the node's words."""
         self._reading: dict[ControlLink, asyncio.Task[None]] = {}
@@ -335,6 +337,7 @@ class Client:
         request raises it. Raises UsageError at once, before anything is sent, for values that no
         node would accept.
         """
+        options.setdefault("speculate", self.speculate)
         requests = make_requests(prompts, sampling, self._chosen(model), n=n, **options)
         hooks = Hooks(should_stop=should_stop, on_plan=on_plan, on_loading=on_loading)
         generations = Generations(requests, self._ids, self._reach, hooks, self._note_deputy)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from shardnet.errors import ShardnetError
-from shardnet.wire.messages.diagnostics import waiting_words
+from shardnet.wire.messages.diagnostics import Drafted, waiting_words
 
 if TYPE_CHECKING:  # most programs ask for no rows
     import numpy as np
@@ -144,7 +144,8 @@ class StageTime:
 class GenerationTiming:
     """Timing of a request by the head's clock, in seconds; `load_s` is part of `total_s`.
 
-    `n_accepted` of the `n_drafted` draft tokens were accepted. The wire's Timing as a dataclass.
+    `n_accepted` of the `n_drafted` draft tokens were accepted; `drafters` say whose they were. The
+    wire's Timing as a dataclass.
     """
 
     load_s: float
@@ -154,6 +155,7 @@ class GenerationTiming:
     per_stage: tuple[StageTime, ...]
     n_drafted: int = 0
     n_accepted: int = 0
+    drafters: Sequence[Drafted] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

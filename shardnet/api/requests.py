@@ -39,7 +39,8 @@ class GenerationOptions(TypedDict, total=False):
     to 100, the larger runs first. `deadline_s` (None): fail with DeadlineError unless ended so many
     seconds after the ring received the request; loading a model does not count. `speculate`
     ("off"): draft tokens ahead, by look-up in the text with "ngram", with "mtp" by the model's own
-    layer that predicts further tokens, or by the small model at a path on the head;
+    layer that predicts further tokens, with "auto" by that if the ring has it, or by the small
+    model at a path on the head;
     `draft_tokens` (0): draft at most so many at once, 0 is as many as pay off.
     `deterministic` (False): no bit depends on what else runs (design decision 4). `lockstep`
     (False): the requests of the call are run in fixed sets, each in lockstep. `outputs` (none):
@@ -273,8 +274,7 @@ def _message(
 ) -> Generate:
     """Make one message. Raises UsageError or SamplingError as the node would."""
     params.check()
-    if options.get("speculate") == "mtp":  # what drafts is a part of the ring
-        choice = msgspec.structs.replace(choice, mtp=True)
+    choice = choice.drafting(options.get("speculate", "off"))
     if "adapters" in options:
         used = [AdapterScale(*named) for named in options.pop("adapters").items()]
         choice = msgspec.structs.replace(choice, used_adapters=used)

@@ -72,7 +72,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     min_tokens: Count | None = None
     stop_token_ids: Annotated[list[Count], Meta(max_length=1024)] | None = None
     ignore_eos: bool | None = None
-    speculate: Literal["off", "ngram", "mtp"] | None = None
+    speculate: Literal["off", "ngram", "mtp", "auto"] | None = None
     draft_tokens: Count | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None
     deadline_s: Annotated[float, Meta(ge=0, le=1e9)] | None = None
@@ -117,18 +117,20 @@ def sampling_of(body: SamplingBody, n_logprobs: int | None) -> SamplingParams:
 def options_of(body: SamplingBody, max_tokens: int | None) -> GenerationOptions:
     """Return the other options. `max_tokens` None is as many as the context holds."""
     if body.draft_tokens and body.speculate in (None, "off"):
-        raise refused("draft_tokens needs speculate: give 'ngram' or 'mtp'", "draft_tokens")
-    return GenerationOptions(
+        raise refused("draft_tokens needs speculate: give 'auto', 'ngram' or 'mtp'", "draft_tokens")
+    options = GenerationOptions(
         max_tokens=MAX_POSITIONS if max_tokens is None else max_tokens,
         stop=[body.stop] if body.stop and isinstance(body.stop, str) else [*(body.stop or ())],
         stop_token_ids=body.stop_token_ids or [],
         ignore_eos=bool(body.ignore_eos),
-        speculate=body.speculate or "off",
         draft_tokens=body.draft_tokens or 0,
         priority=body.priority or 0,
         deadline_s=body.deadline_s,
         deterministic=bool(body.deterministic),
     )
+    if body.speculate is not None:
+        options["speculate"] = body.speculate
+    return options
 
 
 def wants_usage(body: SamplingBody) -> bool:

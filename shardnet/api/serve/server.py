@@ -266,6 +266,8 @@ async def serving(
     where the address, the files for TLS or what a package adds cannot be used.
     """
     settings = listening.settings
+    client.speculate = settings.speculate
+    client.choice = client.choice.drafting(settings.speculate)
     models = ModelNames(
         client, current=current, may_switch=settings.may_switch, aliases=settings.aliases
     )

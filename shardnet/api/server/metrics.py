@@ -41,11 +41,15 @@ _WORK: Final = {
     "prefix_hits": ("n_prefix_hits", "Prompts whose beginning was in the KV cache", 1.0),
     "prompt_tokens": ("n_prompt_tokens", "Tokens of prompts that began to run", 1.0),
     "prefix_tokens": ("n_prefix_tokens", "Tokens of prompts that were in the KV cache", 1.0),
-    "drafted_tokens": ("n_drafted", "Drafted tokens of requests that have ended", 1.0),
-    "accepted_tokens": ("n_accepted", "Drafted tokens that were right", 1.0),
     "flown_steps": ("n_flown", "Steps that went behind drafts in flight", 1.0),
     "wasted_steps": ("n_wasted", "Steps that went behind a wrong draft", 1.0),
 }
+
+_DRAFTS: Final = (
+    ("drafted_tokens", "n_drafted", "Drafted tokens of requests that have ended"),
+    ("accepted_tokens", "n_accepted", "Drafted tokens that were right"),
+    ("drafted_steps", "n_steps", "Steps that began with drafts"),
+)
 
 _NODE: Final = {
     "uptime_seconds": ("uptime_s", "How long a node has run"),
@@ -188,6 +192,11 @@ class RingMetrics(Collector):
         for tier, n_positions in work.reused.items() if work is not None else ():
             reused.add_metric([tier], n_positions)
         yield reused
+        for name, field, text in _DRAFTS:
+            metric = CounterMetricFamily(f"shardnet_ring_{name}", text, labels=["drafter"])
+            for drafted in work.drafters if work is not None else ():
+                metric.add_metric([drafted.drafter], getattr(drafted, field))
+            yield metric
         yield CounterMetricFamily(
             "shardnet_recoveries",
             "Lost rings whose requests went on over another one",

@@ -51,7 +51,8 @@ class Settings:
     unloaded, never for None. `aliases` are other names of models, "*" of all others. With
     `has_deputy` requests are copied to another node, which goes on if the head of the ring is lost.
     With `fetches_pictures` those that a request names by their URL are fetched. Of equal tool calls
-    in a row an answer has `most_equal_calls`, with 0 all.
+    in a row an answer has `most_equal_calls`, with 0 all. Requests that do not say how to draft
+    `speculate` so.
     """
 
     keys: Keyring = field(default_factory=Keyring)
@@ -69,6 +70,7 @@ class Settings:
     fetches_pictures: bool = False
     most_equal_calls: int = MOST_EQUAL_CALLS
     aliases: Mapping[str, str] = field(default_factory=dict)
+    speculate: str = "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

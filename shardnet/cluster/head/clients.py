@@ -66,11 +66,13 @@ from shardnet.runtime.engine.requests import (
     RequestPicture,
     TokenGenerated,
 )
+from shardnet.runtime.scheduling.drafting import MTP
 from shardnet.runtime.stage.executor import Executor
 from shardnet.types import LiveState
 from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.deputies import CopiedTo
+from shardnet.wire.messages.diagnostics import Drafted
 from shardnet.wire.messages.generation import (
     Detokenize,
     ExpertCount,
@@ -160,7 +162,7 @@ class Clients:
         if isinstance(plan, Elsewhere):
             control.send(Redirect(request=message.request, address=plan.address))
         elif not plan.choice.wire_dtype:
-            control.send(plan.reply(message.request))
+            control.send(replace(plan.reply(message.request), drafters=self._drafters(plan)))
         else:
             wire = await self.wire_loss.narrow(
                 plan,
@@ -169,6 +171,17 @@ class Clients:
                 ),
             )
             control.send(plan.reply(message.request, wire))
+
+    def _drafters(self, plan: Plan) -> list[Drafted]:
+        """Return what was drafted, and where, on the ring that is there, if it is of the model."""
+        lead = self.head.latest
+        if lead is None or lead.plan.facts.model_id != plan.facts.model_id:
+            return []
+        names = [node.name for node in lead.plan.nodes]
+        return [
+            replace(each, node=names[-1 if each.drafter == MTP else 0])
+            for each in lead.ring.engine.totals.drafters
+        ]
 
     async def last_run(self, control: ControlLink, message: LastRunRequest) -> None:
         """Reply with the last generation led from here, or Redirect to the ring's head.

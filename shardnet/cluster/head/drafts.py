@@ -17,12 +17,18 @@ from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.runtime.engine.requests import Speculation
 from shardnet.runtime.loading.model_facts import Stamp, find_folder, stamp
-from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, NgramDrafts, check_drafts
+from shardnet.runtime.scheduling.drafting import (
+    MAX_DRAFT_TOKENS,
+    MTP,
+    NGRAM,
+    NgramDrafts,
+    check_drafts,
+)
 
 if TYPE_CHECKING:  # it imports torch, which a node without a draft model may never need
     from shardnet.runtime.engine.draft_model import DraftModel
 
-OFF, NGRAM, MTP = "off", "ngram", "mtp"
+OFF, AUTO = "off", "auto"
 MOST_BY_MTP = 12
 """Drafts of the tail where as many are wanted as pay: each is less likely than the one before, and
 those of all frames in flight are among them. What is looked up goes behind them."""
@@ -63,18 +69,27 @@ class Drafts:
         has_mtp: bool = False,
         ignore_unknown_config: bool = False,
     ) -> Speculation | None:
-        """Make the speculation that `how` asks for: off, ngram, mtp or the path of a draft model.
+        """Make the speculation that `how` asks for: off, ngram, mtp, auto or the path of a draft
+        model. Text is looked up beside and behind whatever else drafts.
 
-        At most `most` tokens are drafted at once; 0 adapts the number to the acceptance rate.
-        `rewinds` says whether the model's slots can be rewound, `has_mtp` whether the ring's tail
-        can draft, `ignore_unknown_config` whether unknown keys of a draft model's config are
-        ignored. Raises UsageError if `most` is
-        above 31 and where slots cannot be rewound, and what loading a draft model raises.
+        With auto the tail drafts if it can. At most `most` tokens are drafted at once; 0 adapts the
+        number to the acceptance rate. `rewinds` says whether the model's slots can be rewound,
+        `has_mtp` whether the ring's tail can draft, `ignore_unknown_config` whether unknown keys of
+        a draft model's config are ignored. Raises UsageError if `most` is above 31 and where slots
+        cannot be rewound, and what loading a draft model raises.
         """
         if most > MAX_DRAFT_TOKENS:
             raise UsageError(f"--draft-tokens {most}: at most {MAX_DRAFT_TOKENS} are verified")
         if how == OFF:
             return None
+        if how == AUTO:
+            if not rewinds:
+                return None
+            how = MTP if has_mtp else NGRAM
+        if vocab_size != self._texts_vocab_size:  # what was said may be no tokens of this model
+            self._texts = deque(maxlen=_MOST_TEXTS)
+            self._texts_vocab_size = vocab_size
+        look_up = partial(NgramDrafts, before=self._texts)
         if how == MTP:
             if not has_mtp:
                 raise UsageError(
@@ -84,19 +99,22 @@ class Drafts:
                 )
             return Speculation(
                 make_draft_source=None,
+                name=MTP,
+                look_up=look_up,
                 most=most or MAX_DRAFT_TOKENS,
                 most_by_ring=most or MOST_BY_MTP,
             )
         most = most or MAX_DRAFT_TOKENS
         check_drafts(rewinds=rewinds)
         if how == NGRAM:
-            if vocab_size != self._texts_vocab_size:  # what was said may be no tokens of this model
-                self._texts = deque(maxlen=_MOST_TEXTS)
-                self._texts_vocab_size = vocab_size
-            make = partial(NgramDrafts, before=self._texts)
-            return Speculation(make_draft_source=lambda wake: make(), most=most)
+            return Speculation(make_draft_source=lambda wake: look_up(), most=most)
         model = await self._load(how, vocab_size, context, ignore_unknown_config)
-        return Speculation(make_draft_source=model.draft_source, most=most)
+        return Speculation(
+            make_draft_source=model.draft_source,
+            name=Path(how).name,
+            look_up=look_up,
+            most=most,
+        )
 
     def close(self) -> None:
         """Free the draft model."""
@@ -137,6 +155,6 @@ def _find(name: str) -> tuple[Path, Stamp]:
     if path is None:
         raise CheckpointError(
             f"--speculate {name}: there is no such checkpoint folder on the head",
-            remedy="name one that is there, or give off, ngram or mtp",
+            remedy="name one that is there, or give off, ngram, mtp or auto",
         )
     return path, stamp(path)

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from msgspec import structs
 
@@ -80,6 +81,10 @@ def make_plan(
     have, for an unknown dtype, and where `mtp` is asked for and the model has no such layer, or the
     stage would be cut over nodes or devices.
     """
+    if choice.mtp_if_fits:
+        given = facts, nodes, measured, silent, holdings, arith, divides
+        plain = make_plan(structs.replace(choice, mtp=False, mtp_if_fits=False), *given)
+        return _drafting_plan(plain, given) if facts.has_mtp else plain
     inputs = _inputs(choice, facts, nodes, measured, silent, holdings, arith)
     division = _division(inputs) if divides else None
     if division is not None:
@@ -96,6 +101,15 @@ def make_plan(
     return plan.with_standbys(
         choice.standby, [node for node in inputs.nodes if node not in plan.nodes]
     )
+
+
+def _drafting_plan(plain: Plan, given: tuple[Any, ...]) -> Plan:
+    """Plan the layer that predicts further tokens too, if that takes no more nodes than without."""
+    with contextlib.suppress(PlanError, UsageError):
+        plan = make_plan(structs.replace(plain.choice, mtp=True), *given)
+        if len(plan.nodes) <= len(plain.nodes):
+            return replace(plan, choice=structs.replace(plan.choice, mtp_if_fits=True))
+    return plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -190,7 +190,7 @@ class Plan:
         """
         had = self.choice
         return (
-            choice.are_met_by(had)
+            structs.replace(choice, mtp=choice.mtp and not choice.mtp_if_fits).are_met_by(had)
             and choice.context in (0, self.context)
             and choice.dtype in ("auto", self.dtype.value)
             and all(adapter in had.adapters for adapter in choice.adapters)

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from shardnet.runtime.ring.pipeline import StepAnswered
+from shardnet.runtime.scheduling.acceptance import DraftCounts
 from shardnet.wire.messages.activity import StepRecord
+from shardnet.wire.messages.diagnostics import Drafted
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,7 +23,7 @@ class EngineTotals:
     `wire_us` is what steps took beside all computing and queueing. Of `n_prompts` the first
     positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`,
     `n_disk_tokens` of those on disk. Lost rings were replaced `n_recoveries` times, in
-    `recovery_us`. Of `n_drafted` tokens of requests that have ended `n_accepted` were right.
+    `recovery_us`. `drafts` are those of requests that have ended.
     `n_flown` steps went behind drafts in flight, `n_wasted` of them behind a wrong one.
     """
 
@@ -36,10 +38,14 @@ class EngineTotals:
     n_disk_tokens: int = 0
     n_recoveries: int = 0
     recovery_us: int = 0
-    n_drafted: int = 0
-    n_accepted: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
     n_flown: int = 0
     n_wasted: int = 0
+
+    @property
+    def drafters(self) -> list[Drafted]:
+        """What each drafter has made."""
+        return self.drafts.told()
 
     def add_step(self, answered: StepAnswered) -> int:
         """Count a step; return how long it was queued."""

@@ -170,6 +170,7 @@ class Engine:
             cost=self._step_cost,
             exact_rows=self._scheduler.limits.exact_rows,
             on_ready=self._pump,
+            clock=lambda: self._clock_ns() / 1e9,
         )
         sequence_id = SequenceId(self._next_sequence)
         self._next_sequence += 1
@@ -199,7 +200,7 @@ class Engine:
             )
         except BaseException:
             if drafter is not None:
-                drafter.draft_source.close()
+                drafter.close()
             raise
         live = LiveRequest(
             request=request,
@@ -228,6 +229,7 @@ class Engine:
             if expiry is not None:
                 expiry.cancel()
             self._live.pop(sequence_id, None)
+            self.totals.drafts.update(live.counts)
             self._encoding.store.leave(digests)
             if self._replayed:
                 self._note_replayed(sequence_id)
@@ -235,9 +237,7 @@ class Engine:
                 self._pump()
                 self._live.report_queue_positions()
             if drafter is not None:
-                self.totals.n_drafted += drafter.n_proposed
-                self.totals.n_accepted += drafter.n_accepted
-                drafter.draft_source.close()
+                drafter.close()
 
     def drop_warm(self) -> None:
         """Free what is kept in KV caches for requests to come."""
@@ -510,7 +510,8 @@ class Engine:
                 self._restoring.learn(n_rows, slowest_us)
             self._scheduler.mix(0, n_rows, took_s, self._trips, SLOWDOWN)
             return
-        self._step_cost.learn(n_rows, took_s, slowest_us / 1e6, flies=flies)
+        drafted = bool(answered.answer.drafts)
+        self._step_cost.learn(n_rows, took_s, slowest_us / 1e6, flies=flies, drafted=drafted)
         if n_sampled == n_rows:
             self._trips.alone.learn(n_rows, took_s, slowest_us / 1e6)
         else:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from shardnet.constraints import TokenMask
 from shardnet.errors import ShardnetError, internal_error
-from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS, AdaptiveDrafter
+from shardnet.runtime.scheduling.drafting import FORCED, MAX_DRAFT_TOKENS, AdaptiveDrafter
 from shardnet.runtime.scheduling.sequences import Drafter
 from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.runtime.stage.executor import Executor
@@ -94,7 +94,7 @@ class Guide:
         self._is_busy = False
         self._is_over = False
         self.drafts = AdaptiveDrafter(
-            draft_source=_ForcedText(self._forced), cost=cost, acceptance=0.95
+            draft_source=_ForcedText(self._forced), name=FORCED, cost=cost, acceptance=0.95
         )
 
     @property

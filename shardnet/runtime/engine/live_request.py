@@ -22,6 +22,7 @@ from shardnet.runtime.engine.requests import (
     TokenGenerated,
 )
 from shardnet.runtime.ring.pipeline import StepAnswered
+from shardnet.runtime.scheduling.acceptance import DraftCounts
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, RingDrafts
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
@@ -264,16 +265,23 @@ class LiveRequest:
         last_ns = self._last_ns or now_ns
         first_ns = self._first_ns or last_ns
         decode_s = (last_ns - first_ns) / 1e9
-        drafters = [self.drafter, self.guide.drafts if self.guide else None]
         return Timing(
             load_s=0.0,
             ttft_s=(first_ns - self.submitted_ns) / 1e9,
             decode_tok_s=(self.n_tokens - 1) / decode_s if decode_s > 0 else 0.0,
             total_s=(last_ns - self.submitted_ns) / 1e9,
             per_stage=self._sums.means(),
-            n_drafted=sum(drafter.n_proposed for drafter in drafters if drafter),
-            n_accepted=sum(drafter.n_accepted for drafter in drafters if drafter),
+            drafters=self.counts.told(),
         )
+
+    @property
+    def counts(self) -> DraftCounts:
+        """What was drafted for it, what its constraint forced included."""
+        counts = DraftCounts()
+        for drafter in (self.drafter, self.guide.drafts if self.guide else None):
+            if drafter is not None:
+                counts.update(drafter.counts)
+        return counts
 
 
 _log = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from shardnet.runtime.engine.outputs import OutputEvent
 from shardnet.runtime.ring.pipeline import StepAnswered
 from shardnet.runtime.scheduling.drafting import (
     MAX_DRAFT_TOKENS,
+    NGRAM,
     AdaptiveDrafter,
     DraftSource,
     RingDrafts,
@@ -49,11 +50,14 @@ class Speculation:
     """Draft tokens and have the ring verify several at once (design decision 5).
 
     `make_draft_source` makes the draft source of one request; it gets a callback to call when
-    drafts are ready. It is None where the ring's tail drafts (MTP), at most `most_by_ring` behind a
-    token. `most` caps the drafts of one step.
+    drafts are ready, and drafts are counted by its `name`. It is None where the ring's tail drafts
+    (MTP), at most `most_by_ring` behind a token. What `look_up` makes drafts behind the source's
+    drafts, and beside it. `most` caps the drafts of one step.
     """
 
     make_draft_source: Callable[[Callable[[], None]], DraftSource] | None
+    name: str = NGRAM
+    look_up: Callable[[], DraftSource] | None = None
     most: int = MAX_DRAFT_TOKENS
     most_by_ring: int = 0
 
@@ -208,10 +212,12 @@ def drafter_of(
     cost: StepCost,
     exact_rows: int,
     on_ready: Callable[[], None],
+    clock: Callable[[], float],
 ) -> AdaptiveDrafter | None:
     """Make the drafter of a request, of `ring_drafts` if they are not None.
 
-    `exact_rows` are those of the ring's limits; `on_ready` is called when drafts are there. Raises
+    `exact_rows` are those of the ring's limits; `on_ready` is called when drafts are there, which
+    are waited for by `clock`, in seconds. Raises
     UsageError where drafts could change the request's bits.
     """
     if request.speculation is None:
@@ -228,6 +234,9 @@ def drafter_of(
     assert source is not None
     return AdaptiveDrafter(
         draft_source=source,
+        name=request.speculation.name,
+        look_up=request.speculation.look_up and request.speculation.look_up(),
         cost=cost,
         most=request.speculation.most,
+        clock=clock,
     )

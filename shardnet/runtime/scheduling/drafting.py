@@ -8,29 +8,35 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from itertools import accumulate
 from operator import mul
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from shardnet.errors import UsageError
+from shardnet.runtime.scheduling.acceptance import Acceptance, DraftCounts, Key
+from shardnet.runtime.scheduling.sequences import ALONE, Company
 from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.slot_operations import MAX_DRAFTS
+
+NGRAM, MTP, FORCED = "ngram", "mtp", "forced"
+"""Names of drafters: look-up, the tail's layer, and what a constraint allows alone."""
 
 MAX_DRAFT_TOKENS = MAX_DRAFTS
 """Together with the newest token, the rows that a step computes for about the cost of one."""
 
-_PROBE_EVERY, _PROBE_ROWS = 16, 64
-"""A drafter that does not pay proposes one token again after so many opportunities; where a row
-costs much, after the time of so many."""
+_ASK_EVERY, _ASKED, _PROBE_EVERY = 16, 4, 64
+"""A drafter that is not worth its wait is asked for 4 drafts again after 16 opportunities, and
+where none pays one row is sent to measure it after 64; where that costs much, after 64 times it."""
 _LENGTHS: Final = (*range(9), 10, 12, 15, 18, 23, 31)
 """How many drafts a frame may have: each is weighed."""
 _LEAST_WASTE: Final = 0.1
 """What a frame of wrong drafts costs at least, as part of the slowest stage's time: energy, and the
 memory that stages may share."""
 _PROMISED: Final = 1.05
-"""A flight has to promise so many times the speed of drafts that wait: its waste takes energy."""
+"""A flight has to promise so many times the speed of drafts that wait: its waste takes energy. So
+has a drafter that is waited for."""
 _MOST_MATCHED: Final = 32
 """Tokens before a draft that are compared with those before its source."""
 SIZES: Final = (6, 3, 2)
@@ -39,10 +45,12 @@ _ELSEWHERE: Final = 3
 """That of those that are looked up in other texts."""
 _MOST_KEPT: Final = 16384
 """A longer text is not looked up by others: its index takes some hundred bytes a token."""
-_MOST_BEHIND, _FORGIVEN = 3.0, 0.0125
+_MOST_BEHIND, _FORGIVEN = 2.75, 0.0125
 """Drafts may cost so many tokens' time more than they give, and so much of each token's after that:
 3 % of 200 tokens together."""
-_FLIGHT_SPARE: Final = 2.0
+_SURE: Final = 0.85
+"""One draft that is so likely, and twice as likely as it is dear, is risked whatever was lost."""
+_FLIGHT_SPARE: Final = 1.75
 """Drafts fly only where so much of that is left: else what flights cost would be taken from drafts
 that wait."""
 
@@ -145,19 +153,18 @@ class NgramDrafts:
 
 
 class RingDrafts:
-    """What the ring's tail has drafted behind the newest token (MTP), and behind that look-up.
+    """What the ring's tail has drafted behind the newest token (MTP).
 
     It drafts anew with every answer: a draft's kind is how many of its others are before it.
     """
 
+    kinds: Sequence[int] = ()
     flies = True
 
     def __init__(self) -> None:
         """Begin without any."""
         self._position = 0
         self._token_ids: Sequence[int] = ()
-        self._behind = NgramDrafts()
-        self.kinds: Sequence[int] = ()
 
     def take(self, position: int, token_ids: Sequence[int]) -> None:
         """Keep the drafts for the positions from `position` on, in place of those before."""
@@ -168,7 +175,7 @@ class RingDrafts:
         return True
 
     def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
-        """Return the drafts made for exactly so many tokens, and what is looked up behind them.
+        """Return the drafts made for exactly so many tokens.
 
         Where they differ from those `ahead`, which were made before, these are likely wrong:
         nothing goes behind them.
@@ -178,11 +185,8 @@ class RingDrafts:
         if made[:depth] != [*ahead[: len(made)]]:
             return []
         drafts = made[depth : depth + limit]
-        behind = self._behind.draft(tokens, limit - len(drafts), [*ahead, *drafts])
-        looked_up = self._behind.kinds[: len(behind)]
-        own = range(depth, depth + len(drafts))
-        self.kinds = [*own, *(MAX_DRAFT_TOKENS + kind for kind in looked_up)]
-        return drafts + behind
+        self.kinds = range(depth, depth + len(drafts))
+        return drafts
 
     def close(self) -> None:
         """Do nothing: it holds no resources."""
@@ -201,9 +205,29 @@ def _common_suffix(one: Sequence[int], other: Sequence[int]) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
+class _Chain(NamedTuple):
+    """Drafts behind each other for the positions from `start` on, the first by the drafter `name`.
+
+    Those without a key are judged with another chain.
+    """
+
+    name: str
+    start: int
+    drafts: Sequence[int]
+    keys: Sequence[Key | None]
+
+
+class _Choice(NamedTuple):
+    """How many drafts a frame has, the tokens for the time of a step of one row, if it flies."""
+
+    length: int
+    rate: float
+    flies: bool
+
+
 @dataclass(slots=True, kw_only=True)
 class AdaptiveDrafter:
-    """Proposes as many drafts as pay (sequences.Drafter).
+    """Proposes as many drafts as pay (sequences.Drafter), of that drafter whose are worth most.
 
     Drafts that are right with the probabilities `p1`, `p2`, … give 1 + p1 + p1 p2 + … tokens for
     the time of a frame with so many more rows. Where several frames may be in flight, the rest of
@@ -211,36 +235,84 @@ class AdaptiveDrafter:
     the probability that all before it are right: else the next right one may have to wait for it.
     `most` caps the drafts of a frame. Where no draft pays, one is proposed now and then to measure
     again. No drafts are risked that would take it too far behind plain decoding, were they wrong.
+
+    Drafts are those of `draft_source`, which is called `name`, with what is looked up behind them,
+    or what `look_up` finds alone. All are judged by the tokens that come, those that are not sent
+    too. A source that is waited for costs its wait, by `clock`, in seconds.
     """
 
     draft_source: DraftSource
     cost: StepCost
+    name: str = NGRAM
+    look_up: DraftSource | None = None
     most: int = MAX_DRAFT_TOKENS
-    acceptance: float = 0.7
-    n_proposed: int = 0
-    n_accepted: int = 0
-    _kinds: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """Of each kind of draft, recently: those that were right, and those that were judged."""
-    _in_flight: list[int] = field(default_factory=list)
-    """The kinds of the drafts in flight."""
+    acceptance: InitVar[float] = 0.7
+    """How likely drafts are as long as nothing is known of them."""
+    clock: Callable[[], float] = lambda: 0.0
+    counts: DraftCounts = field(default_factory=DraftCounts)
+    _acceptance: Acceptance = field(init=False)
+    _chains: list[_Chain] = field(default_factory=list)
+    """What is judged next: of each drafter the drafts of one moment, as far as they are right."""
+    _in_flight: list[Key] = field(default_factory=list)
+    """The drafts in flight."""
     _n_frames: int = 0
     """How many frames they are."""
     _flies: bool = False
     """Whether it pays that drafts go behind them."""
-    _n_without: int = field(default=0)
+    _n_without: float = math.inf
     """Opportunities since drafts have paid, or one was proposed."""
     _n_behind: float = 0.0
     """Tokens that plain decoding would have made more."""
+    _n_blamed: int = 0
+    """Steps to come that drafts may make slower than plain ones."""
+    _unpriced_s: float = 0.0
+    """How long steps took since it was last known how long a plain one takes."""
+    _n_unpriced: int = 0
+    _prepared: int = 0
+    """The tokens for which the source was asked, or was not worth it."""
+    _asked: int = 0
+    """How many drafts of it are waited for."""
+    _asked_s: float = 0.0
+    _wait_s: float | None = None
+    """How long it was waited for lately; the first time, when it reads the prompt, aside."""
+    _n_unasked: int = 0
+    """How often it was not worth its wait since it was."""
 
-    @property
-    def length(self) -> int:
-        """How many drafts pay at the measured acceptance rate and row cost."""
-        return self._best([self.acceptance] * self.most, 1)
+    def __post_init__(self, acceptance: float) -> None:
+        self._acceptance = Acceptance(acceptance)
+
+    def close(self) -> None:
+        """Release what the sources hold."""
+        self.draft_source.close()
+        if self.look_up is not None:
+            self.look_up.close()
 
     def prepare(self, tokens: Sequence[int]) -> bool:
         """See sequences.Drafter."""
-        wanted = self.length or self._n_probed
-        return not wanted or self.draft_source.prepare(tokens, wanted)
+        if self._prepared != len(tokens):
+            self._prepared, self._asked_s = len(tokens), self.clock()
+            self._asked = self._wanted(tokens)
+        if self._asked and self.draft_source.prepare(tokens, self._asked):
+            self._asked = 0
+            waited_s, before_s = self.clock() - self._asked_s, self._wait_s
+            self._wait_s = 0.0 if before_s is None else ((before_s or waited_s) + waited_s) / 2
+            self._n_blamed = max(self._n_blamed, int(waited_s > 0))
+        return not self._asked
+
+    def _wanted(self, tokens: Sequence[int]) -> int:
+        """Count the drafts to ask the source for: 0 where they are not worth their wait."""
+        plain_s = self.cost.plain_s
+        wait = (self._wait_s or 0.0) / plain_s if plain_s else 0.0
+        length, rate, _ = self._best([self._acceptance.likely(self.name)] * self.most, wait=wait)
+        if wait and length:
+            found = self.look_up.draft(tokens, self.most) if self.look_up is not None else ()
+            keys = self._keys(NGRAM, self.look_up, len(found))
+            if rate <= _PROMISED * max(1.0, self._best(self._acceptance.all(keys)).rate):
+                length = 0
+        self._n_unasked = 0 if length else self._n_unasked + 1
+        if self._n_unasked >= max(_ASK_EVERY, _PROBE_EVERY * wait) and self._spare >= wait:
+            self._n_unasked, length = 0, min(_ASKED, self.most)
+        return length
 
     def propose(
         self,
@@ -248,18 +320,24 @@ class AdaptiveDrafter:
         limit: int,
         ahead: Sequence[int] | None = None,
         n_frames: int = 1,
+        company: Company = ALONE,
     ) -> list[int]:
         """See sequences.Drafter."""
         n_frames = min(n_frames, self._most_frames)
         if ahead is not None:
             return self._propose_behind(tokens, limit, ahead, n_frames)
-        self._n_frames = 1
-        drafts = self.draft_source.draft(tokens, self.most * min(n_frames, 2))
-        likely = [self._likely(kind) for kind in self.draft_source.kinds[: len(drafts)]]
-        length = self._best(likely, n_frames)
-        drafts = drafts[: min(limit, length or self._n_probed)]
-        self._in_flight = [*self.draft_source.kinds[: len(drafts)]]
-        self._n_without = 0 if length or drafts else self._n_without + 1
+        self._n_frames, self._flies = 1, False
+        n_frames = n_frames if self._spare >= _FLIGHT_SPARE else 1
+        best, drafts, found = _Choice(0, 0.0, flies=False), [], []
+        for made, keys in self._drafted(tokens, self.most * min(n_frames, 2), ()):
+            choice = self._best(self._acceptance.all(keys), n_frames, company)
+            if keys[0][0] != NGRAM:  # these took time, whether they are sent or not
+                self._n_blamed = max(self._n_blamed, 1)
+            if choice.rate > best.rate:
+                best, drafts, found = choice, made, keys
+        drafts = drafts[: min(limit, best.length or self._n_probed)]
+        self._flies, self._in_flight = best.flies, [*found[: len(drafts)]]
+        self._n_without = 0 if drafts else self._n_without + 1
         return drafts
 
     def _propose_behind(
@@ -269,50 +347,113 @@ class AdaptiveDrafter:
         if self._n_frames >= n_frames or not self._flies or self._spare < _FLIGHT_SPARE:
             return []
         del self._in_flight[len(ahead) :]
-        drafts = self.draft_source.draft(tokens, self.most, ahead)
-        if not drafts:
-            return []
-        kinds = self.draft_source.kinds[: len(drafts)]
-        likely = [self._likely(kind) for kind in kinds]
-        reached = math.prod(map(self._likely, self._in_flight)) * likely[0]
-        if not self._pays_behind(reached, *self._pace(n_frames)):
-            return []
-        drafts = drafts[: min(limit, 1 + self._best(likely[1:], n_frames))]
-        self._flies = True
-        self._in_flight += kinds[: len(drafts)]
-        self._n_frames += 1
-        self._n_without = 0
+        made = self._drafted(tokens, self.most, ahead)
+        reached = math.prod(self._acceptance.all(self._in_flight))
+        best, drafts, found = 0.0, [], []
+        for behind, keys in made:
+            likely = self._acceptance.all(keys)
+            gain = sum(accumulate(likely, mul))
+            if gain > best and self._pays_behind(reached * likely[0], *self._pace(n_frames)):
+                n_drafts = min(limit, 1 + self._best(likely[1:], n_frames).length)
+                best, drafts, found = gain, behind[:n_drafts], keys[:n_drafts]
+        if drafts:
+            self._in_flight += found
+            self._n_frames += 1
+            self._n_without = 0
         return drafts
 
-    def _best(self, likely: Sequence[float], n_frames: int) -> int:
-        """Count the drafts of a frame that give the most tokens a second, and note if it flies."""
+    def _drafted(
+        self, tokens: Sequence[int], limit: int, ahead: Sequence[int]
+    ) -> list[tuple[list[int], list[Key]]]:
+        """Draft behind `tokens` and the drafts `ahead`: by each source, and what goes behind it.
+
+        They are judged later: to their end, so that deep drafts are judged too, or the first draft
+        alone where others of the drafter are judged still.
+        """
+        made, look_up, depth = [], self.look_up, len(ahead)
+        names = self._settle(tokens)
+        for name, source in ((self.name, self.draft_source), (NGRAM, look_up)):
+            if source is None or (ahead and not source.flies):
+                continue
+            drafts = [*source.draft(tokens, limit, ahead)]
+            keys = self._keys(name, source, len(drafts), depth)
+            if drafts and source is not look_up and look_up is not None:
+                behind = look_up.draft(tokens, limit - len(drafts), [*ahead, *drafts])
+                keys += self._keys(NGRAM, look_up, len(behind), depth + len(drafts))
+                drafts += behind
+            if drafts:
+                made.append((drafts, keys))
+                judged = slice(1 if name in names else None)
+                text, known = [*ahead, *drafts[judged]], [None] * depth
+                self._chains.append(_Chain(name, len(tokens), text, [*known, *keys[judged]]))
+        return made
+
+    @staticmethod
+    def _keys(name: str, source: DraftSource | None, n_drafts: int, depth: int = 0) -> list[Key]:
+        """Return the keys of the drafts that a source has just made, so deep behind others."""
+        kinds = source.kinds[:n_drafts] if source is not None else ()
+        return [(name, kind, (depth + n).bit_length()) for n, kind in enumerate(kinds)]
+
+    def _settle(self, tokens: Sequence[int]) -> set[str]:
+        """Judge drafts by the tokens that came; return whose are right so far, and go on."""
+        alive = []
+        for chain in self._chains:
+            came = tokens[chain.start : chain.start + len(chain.drafts)]
+            for token_id, draft, key in zip(came, chain.drafts, chain.keys, strict=False):
+                if key is not None:
+                    self._acceptance.judge(key, is_right=token_id == draft)
+                if token_id != draft:
+                    break
+            else:
+                rest = chain.drafts[len(came) :], chain.keys[len(came) :]
+                alive += [_Chain(chain.name, len(tokens), *rest)] if rest[0] else []
+        self._chains = alive
+        return {chain.name for chain in alive}
+
+    def _best(
+        self,
+        likely: Sequence[float],
+        n_frames: int = 1,
+        company: Company = ALONE,
+        wait: float = 0.0,
+    ) -> _Choice:
+        """Choose how many drafts a frame has for the most tokens a second, and if others follow.
+
+        All tokens of all that share steps count. `wait` is what the drafts are waited for, in steps
+        of one row.
+        """
         reach = [*accumulate(likely, mul)]
         gains = [0.0, *accumulate(reach)]
         period, waste = self._pace(n_frames)
         row = self.cost.extra(1)
-        best, best_rate, self._flies = 0, 0.0, False
+        alone = 1 + row * company.n_others
         known = max(1, 2 * self.cost.most_rows - 1)  # what more rows cost is not known
         most = min(len(likely), self.most, known)
-        most = min(most, int(self._spare / row)) if row else most
+        if row and likely:
+            is_sure = likely[0] > max(_SURE, 2 * row)
+            spare = max(self._spare, row) if is_sure else self._spare
+            most = min(most, int(min(spare, company.slack * alone) / row))
+        best = _Choice(0, 0.0, flies=False)
         for length in _LENGTHS:
             if length > most:
                 break
-            tokens, time, flies = 1 + gains[length], 1.0, False
+            tokens, time, flies = 1 + company.n_others + gains[length], 1.0, False
             for place in range(length, len(reach) if n_frames > 1 else 0, length + 1):
                 if not self._pays_behind(reach[place], period, waste):
                     break
                 flies = True
                 time += period * reach[place] + waste * (1 - reach[place])
                 tokens += gains[min(place + length + 1, len(reach))] - gains[place]
-            time *= (1 + row * length) * (self.cost.company * _PROMISED if flies else 1)
-            if tokens / time > best_rate * 1.001:
-                best, best_rate, self._flies = length, tokens / time, flies
+            time *= (alone + row * length) * (self.cost.company * _PROMISED if flies else 1)
+            if tokens / (time + wait) > best.rate * 1.001:
+                best = _Choice(length, tokens / (time + wait), flies)
         return best
 
     @property
     def _most_frames(self) -> int:
         """Frames that fill the stages: of more, all would only wait for the slowest one."""
-        return max(1, int(1 / self.cost.slowest + 0.5)) if self.draft_source.flies else 1
+        flies = self.draft_source.flies or (self.look_up is not None and self.look_up.flies)
+        return max(1, int(1 / self.cost.slowest + 0.5)) if flies else 1
 
     def _pace(self, n_frames: int) -> tuple[float, float]:
         """Return the time between frames in flight, and what a wrong one costs.
@@ -328,11 +469,6 @@ class AdaptiveDrafter:
         """Say whether a frame pays that is right so far with the probability `reached`."""
         return reached * (1 - period) > (1 - reached) * waste
 
-    def _likely(self, kind: int) -> float:
-        """Return how likely a draft of a kind is, which is that of all drafts at first."""
-        n_right, n_judged = self._kinds.get(kind, (0.0, 0.0))
-        return (n_right + self.acceptance) / (n_judged + 1)
-
     @property
     def _spare(self) -> float:
         """Tokens' time that may be risked."""
@@ -340,28 +476,31 @@ class AdaptiveDrafter:
 
     @property
     def _n_probed(self) -> int:
-        """1 where it is time to propose a draft although none pays, else 0."""
+        """1 where it is time to propose a draft although none pays, as at first, else 0."""
         row = self.cost.extra(1)
-        every = max(_PROBE_EVERY, _PROBE_ROWS * row)
+        every = _PROBE_EVERY * max(1.0, row)
         return int(self._n_without + 1 >= every and self._spare >= row)
 
     def learn(self, n_proposed: int, n_accepted: int) -> None:
-        """See sequences.Drafter. Drafts after the first rejected one carry no information."""
-        self.n_proposed += n_proposed
-        self.n_accepted += n_accepted
-        n_judged = n_accepted + (n_accepted < n_proposed)
-        for place, kind in enumerate(self._in_flight[:n_judged]):
-            n_right, n_before = self._kinds.get(kind, (0.0, 0.0))
-            is_right = place < n_accepted
-            self._kinds[kind] = (0.9 * n_right + is_right, 0.9 * n_before + 1)
+        """See sequences.Drafter."""
+        names = [name for name, _, _ in self._in_flight[:n_proposed]]
         del self._in_flight[:n_proposed]
         self._n_frames -= 1
-        share = 0.85**n_judged
-        self.acceptance = self.acceptance * share + (n_accepted / n_judged) * (1 - share)
+        goes_on = n_accepted == n_proposed and self._n_frames > 0
+        self.counts.note(names, n_accepted, n_accepted + (not goes_on))
+        self._n_blamed = 2
 
     def took(self, n_tokens: int, time_s: float) -> None:
-        """Note how long some tokens took, of a sequence that had the ring to itself."""
-        plain_s = self.cost.one_row_s
+        """Note how long some tokens took, of a sequence that had the ring to itself.
+
+        Steps without drafts, and not behind such, are what plain ones are.
+        """
+        plain_s = self.cost.plain_s
+        if self._n_blamed:
+            self._unpriced_s += time_s
+            self._n_unpriced += n_tokens
         if plain_s:
-            lost = time_s / plain_s - n_tokens * (1 + _FORGIVEN)
+            lost = self._unpriced_s / plain_s - self._n_unpriced - n_tokens * _FORGIVEN
             self._n_behind = max(0.0, self._n_behind + lost)
+            self._unpriced_s, self._n_unpriced = 0.0, 0
+        self._n_blamed = max(0, self._n_blamed - 1)

@@ -5,7 +5,8 @@ Must not know steps in flight, nor what is answered (scheduler.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter
@@ -15,11 +16,13 @@ import msgspec
 
 from shardnet.constraints import MAX_STEP_MASK_BYTES, RowMask, TokenMask
 from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
-from shardnet.runtime.scheduling.sequences import LiveSequence
+from shardnet.runtime.scheduling.sequences import ALONE, Company, LiveSequence
 from shardnet.runtime.scheduling.step_cost import StepLimits
 from shardnet.slot_operations import whole_before
 from shardnet.types import BLOCK_POSITIONS, MAX_ROWS_IN_FLIGHT, RowGroup
 
+_UNNOTICED: Final = 0.03
+"""The part by which drafts may lengthen the steps of those who have not asked for any."""
 _MAY_TRAVEL: Final = attrgetter("may_travel")
 _IS_DETERMINISTIC: Final = attrgetter("request.deterministic")
 
@@ -71,10 +74,11 @@ class RowChooser:
         secured = [sequence for sequence in secured if sequence.slot is not None]
         most = self.limits.exact_rows if is_exact else self.limits.cheap_rows
         spare = max(0, most - len(secured))
+        company = self._company(secured)
         rows: list[Rows] = []
         mask_bytes = 0
         for n_left, sequence in zip(range(len(secured), 0, -1), secured, strict=True):
-            found = self._drafts(sequence, spare // n_left, n_frames)
+            found = self._drafts(sequence, spare // n_left, n_frames, company)
             drafts, masks = _masked(sequence, found)
             if masks:
                 mask_bytes += sum(len(mask.data) for mask in masks)
@@ -96,20 +100,37 @@ class RowChooser:
 
         They are right if all those before them are, and take no room that is not booked.
         """
-        flying = [
-            each for each in self.queue.running.values() if self.queue.ring.rewinds and each.may_fly
-        ]
+        running = self.queue.running.values()
+        company = self._company(running)
+        may_fly = self.queue.ring.rewinds and math.isinf(company.slack)
+        flying = [each for each in running if may_fly and each.may_fly]
         for sequence in sorted(flying, key=lambda each: each.n_in_flight):
             is_exact = sequence.request.deterministic
             limit = self.limits.exact_rows if is_exact else self.limits.cheap_rows
             limit = min(limit, MAX_ROWS_IN_FLIGHT - len(sequence.ahead))
-            drafts = self._drafts(sequence, limit, n_frames, is_behind=True)
+            drafts = self._drafts(sequence, limit, n_frames, company, is_behind=True)
             if drafts:
                 return [Rows(sequence=sequence, n_rows=len(drafts), drafts=tuple(drafts))]
         return []
 
+    def _company(self, drafting: Collection[LiveSequence]) -> Company:
+        """Say with how many others a sequence decodes, and what drafts of some may cost these."""
+        if not any(each.request.drafter or each.request.guide for each in drafting):
+            return ALONE
+        decoding = [each for each in self.queue.running.values() if each.is_decoding]
+        n_drafting = sum(each.request.drafter is not None for each in decoding)
+        is_shared = n_drafting < len(decoding)
+        slack = _UNNOTICED / max(1, n_drafting) if is_shared else math.inf
+        return Company(max(0, len(decoding) - 1), slack)
+
     def _drafts(
-        self, sequence: LiveSequence, limit: int, n_frames: int, *, is_behind: bool = False
+        self,
+        sequence: LiveSequence,
+        limit: int,
+        n_frames: int,
+        company: Company,
+        *,
+        is_behind: bool = False,
     ) -> Sequence[int]:
         """Ask for drafts within what is left of the request, the context and the booked room.
 
@@ -126,7 +147,7 @@ class RowChooser:
         for drafter in (forced, request.drafter):
             if drafter is not None and limit > 0:
                 drafts = drafter.propose(
-                    sequence.tokens, limit, ahead if is_behind else None, n_frames
+                    sequence.tokens, limit, ahead if is_behind else None, n_frames, company
                 )
                 if drafts:
                     sequence.drafted_by = drafter

@@ -5,6 +5,7 @@ Knows token ids, positions and counts. Must not know slots' room or steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -30,6 +31,20 @@ class FinishReason(Enum):
     LENGTH = "length"
 
 
+@dataclass(frozen=True, slots=True)
+class Company:
+    """Other sequences that decode while drafts are verified: `n_others`.
+
+    Drafts may lengthen a step by the part `slack`, where not all of them have asked for drafts.
+    """
+
+    n_others: int = 0
+    slack: float = math.inf
+
+
+ALONE: Final = Company()
+
+
 class Drafter(Protocol):
     """Proposes draft tokens for a sequence (design decision 5)."""
 
@@ -45,11 +60,12 @@ class Drafter(Protocol):
         limit: int,
         ahead: Sequence[int] | None = None,
         n_frames: int = 1,
+        company: Company = ALONE,
     ) -> list[int]:
         """Return at most `limit` draft tokens after `tokens`, possibly none.
 
         Where `tokens` is in flight already they go behind it and the drafts `ahead`. `n_frames`
-        frames of the sequence may be in flight at once.
+        frames of the sequence may be in flight at once. Steps are shared with the `company`.
         """
 
     def learn(self, n_proposed: int, n_accepted: int) -> None:

@@ -8,6 +8,9 @@ from typing import Final
 
 from shardnet.types import PREFILL_CHUNK_ROWS, Epoch
 
+_UNDRAFTED: Final = 0.9
+"""About which part of a step's time it takes where the tail drafts nothing behind it."""
+
 
 @dataclass(slots=True)
 class StepCost:
@@ -26,6 +29,8 @@ class StepCost:
     """How much longer a step takes while others are in flight: stages may share their memory."""
     most_rows: int = 0
     """Rows of the largest measured step."""
+    _plain_s: float = 0.0
+    """The seconds of a step of one row behind which nothing was drafted; 0 before any."""
     _weight: float = 0.0
     _rows: float = 0.0
     _time: float = 0.0
@@ -33,17 +38,27 @@ class StepCost:
     _rows_time: float = 0.0
 
     @property
-    def one_row_s(self) -> float:
-        """The seconds of a step of one row; 0 before any measurement."""
+    def plain_s(self) -> float:
+        """The seconds of a step of one row without drafts; 0 before any measurement.
+
+        Where each step had some, a little less than it takes: making drafts is in that.
+        """
         line = self._line()
-        return line[0] + line[1] if line else 0.0
+        return self._plain_s or (_UNDRAFTED * (line[0] + line[1]) if line else 0.0)
 
     def learn(
-        self, n_rows: int, time_s: float, slowest_s: float = 0.0, *, flies: bool = False
+        self,
+        n_rows: int,
+        time_s: float,
+        slowest_s: float = 0.0,
+        *,
+        flies: bool = False,
+        drafted: bool = False,
     ) -> None:
         """Add one measured step: its rows, its seconds, and those of its slowest stage.
 
-        One that `flies` was in flight with others of its sequence.
+        One that `flies` was in flight with others of its sequence. Behind one that is `drafted` the
+        tail made drafts, which took time too.
         """
         if slowest_s:
             part = min(1.0, slowest_s / time_s)
@@ -58,6 +73,9 @@ class StepCost:
             if time_s < self.forgets_at * expected_s:
                 self._weight = self._rows = self._time = self._rows_rows = self._rows_time = 0.0
         self.company += (1 - self.company) / 256  # to try again
+        if n_rows == 1 and not (drafted and self._plain_s):
+            plain_s = time_s * (_UNDRAFTED if drafted else 1.0)
+            self._plain_s += (0.1 if self._plain_s else 1.0) * (plain_s - self._plain_s)
         self.most_rows = max(self.most_rows, n_rows)
         fade = 0.5 ** (1 / self.half_life)
         self._weight = self._weight * fade + 1

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _PATIENCE, _PAUSE = 2, 16
 """Where none was sent for more than two steps, drafts are made behind every 16th step."""
+_HOPELESS = 6
+"""So many first drafts that were wrong in a row count as none sent: what is sent is looked up."""
 _RECENT = 8
 """Steps after which it counts no more how many drafts were in flight with one."""
 
@@ -93,11 +95,16 @@ class MtpDrafts:
         self._n_flown: dict[SlotId, deque[int]] = {}
         """How many drafts were in flight with each of the last steps of each slot, 0 for one that
         went behind none."""
+        self._first: dict[SlotId, tuple[int, int]] = {}
+        """The position and the token of the first draft made last for each slot."""
+        self._n_wrong: dict[SlotId, int] = {}
+        """How many of those were wrong since one was right."""
 
     def keep(self, slot: SlotId, n_positions: int, source: SlotId | None) -> None:
         """Keep what is known of the slot's first positions, its own or copied from `source`."""
         self._n_without.pop(slot, None)
-        self._n_flown.pop(slot, None)
+        for counts in (self._n_flown, self._first, self._n_wrong):
+            counts.pop(slot, None)
         if source is not None:
             self._ends[slot] = self._ends.get(source, 0)
         self._ends[slot] = min(self._ends.get(slot, 0), n_positions)
@@ -114,6 +121,8 @@ class MtpDrafts:
         """Forget all slots."""
         self._n_without.clear()
         self._n_flown.clear()
+        self._first.clear()
+        self._n_wrong.clear()
         self._ends.clear()
         self._last.clear()
 
@@ -174,6 +183,10 @@ class MtpDrafts:
         n_rows = group.n_rows - n_drafts + n_right
         inputs = self._model.mtp_inputs(hidden[:n_rows])
         following = [*token_ids[1:n_rows], *sampled[n_right : n_right + 1]]
+        place, draft = self._first.get(slot, (0, 0))
+        if 0 <= (behind := place - group.position - 1) < len(following):
+            is_wrong = following[behind] != draft
+            self._n_wrong[slot] = is_wrong and self._n_wrong.get(slot, 0) + 1
         if last is not None and last.token_id != token_ids[0]:
             part.position -= 1
             part.inputs.append(last.inputs)
@@ -198,7 +211,8 @@ class MtpDrafts:
         """
         if not group.n_sampled:
             return 0
-        n_without = 0 if group.n_drafts else self._n_without.get(group.slot, 0) + 1
+        is_sent = group.n_drafts > 0 and self._n_wrong.get(group.slot, 0) < _HOPELESS
+        n_without = 0 if is_sent else self._n_without.get(group.slot, 0) + 1
         self._n_without[group.slot] = n_without
         flown = self._n_flown.setdefault(group.slot, deque(maxlen=_RECENT))
         flown.append(group.n_drafts if _is_behind(group) else 0)
@@ -240,6 +254,9 @@ class MtpDrafts:
                 break
             for one, token_id in zip(drafting, drawn.token_ids, strict=True):
                 one.token_ids.append(token_id)
+        for one in made:
+            if one.token_ids:
+                self._first[one.part.group.slot] = one.part.end + 1, one.token_ids[0]
         return [
             Drafts(
                 sequence_id=one.owner.sequence_id,

@@ -6,7 +6,7 @@ Knows the fields, their types and their bounds. Knows nothing of how they are fo
 from __future__ import annotations
 
 from math import ceil
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -272,6 +272,24 @@ class RingBehind(Strict, frozen=True, kw_only=True):
     predicted_tok_s: Figure | None = None
 
 
+class Drafted(Strict, frozen=True, kw_only=True):
+    """What one drafter made: ngram, mtp, forced by a constraint, or a draft model.
+
+    Of `n_drafted` tokens `n_accepted` were right. `n_steps` steps began with its drafts, and gave
+    `n_tokens` tokens. A plan says on which `node`, by its name.
+    """
+
+    drafter: PathText
+    node: Name = ""
+    n_drafted: Count = 0
+    n_accepted: Count = 0
+    n_steps: Count = 0
+    n_tokens: Count = 0
+
+
+Drafters: TypeAlias = Annotated[list[Drafted], Meta(max_length=64)]
+
+
 class StageWork(Strict, frozen=True, kw_only=True):
     """What one stage has done since its ring was built, microseconds by its own clock."""
 
@@ -287,9 +305,8 @@ class RingWork(Strict, frozen=True, kw_only=True):
     `wire_us` is what steps took beside all computing and queueing. Of `n_prompts` the first
     positions of `n_prefix_hits` were there already, `n_prefix_tokens` of `n_prompt_tokens`,
     `n_disk_tokens` of those on disk. It replaced others `n_recoveries` times, while which requests
-    stood still for `recovery_us`. Of `n_drafted` tokens of requests that have ended, `n_accepted`
-    were right. Of `n_flown` steps, which went behind drafts in flight, `n_wasted` were behind a
-    wrong one.
+    stood still for `recovery_us`. `drafters` made drafts for requests that have ended. Of `n_flown`
+    steps, which went behind drafts in flight, `n_wasted` were behind a wrong one.
     """
 
     load: RingLoad
@@ -302,8 +319,7 @@ class RingWork(Strict, frozen=True, kw_only=True):
     n_prefix_tokens: Count = 0
     n_recoveries: Count = 0
     recovery_us: Count = 0
-    n_drafted: Count = 0
-    n_accepted: Count = 0
+    drafters: Drafters = []
     n_flown: Count = 0
     n_wasted: Count = 0
     n_disk_tokens: Count = 0

@@ -34,6 +34,7 @@ from shardnet.wire.framing.schema import (
     TokenIds,
 )
 from shardnet.wire.messages.chat import ChatMessage, Picture, TemplateOptions, ToolsText
+from shardnet.wire.messages.diagnostics import Drafters
 from shardnet.wire.messages.plans import ModelChoice, PlanReply
 
 MAX_PROMPT_TAIL: Final = 256
@@ -197,15 +198,24 @@ class MeanStageTime(Strict, frozen=True, kw_only=True):
 
 
 class Timing(Strict, frozen=True, kw_only=True):
-    """Timing of a request by the head's clock; how many tokens were drafted and accepted."""
+    """Timing of a request by the head's clock, and what was drafted for it."""
 
     load_s: Seconds
     ttft_s: Seconds
     decode_tok_s: Figure
     total_s: Seconds
     per_stage: Annotated[tuple[MeanStageTime, ...], Meta(max_length=MAX_STAGES)]
-    n_drafted: U32 = 0
-    n_accepted: U32 = 0
+    drafters: Drafters = []
+
+    @property
+    def n_drafted(self) -> int:
+        """How many tokens were drafted."""
+        return sum(each.n_drafted for each in self.drafters)
+
+    @property
+    def n_accepted(self) -> int:
+        """How many of these were right."""
+        return sum(each.n_accepted for each in self.drafters)
 
 
 class Finished(Numbered, frozen=True, kw_only=True):

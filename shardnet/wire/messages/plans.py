@@ -46,6 +46,7 @@ from shardnet.wire.framing.schema import (
     StreamLayers,
     Threads,
 )
+from shardnet.wire.messages.diagnostics import Drafters
 from shardnet.wire.messages.extras import RecommendedSampling
 from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
 
@@ -76,7 +77,8 @@ class ModelChoice(StageOptions, frozen=True, kw_only=True):
     to spare, to go on in their place: `auto` holds their layers too, `kv` loads them at a loss.
     Every stage spans `nodes_per_stage` nodes; with 0 one, unless that pays where no nodes are
     named. The ring has at least the LoRA `adapters`; a request is computed with `used_adapters`,
-    whose names are among the ring's.
+    whose names are among the ring's. With `mtp_if_fits` the last stage has the layer that predicts
+    further tokens if the model has one, and there is room.
     """
 
     nodes: Addresses = []
@@ -92,6 +94,16 @@ class ModelChoice(StageOptions, frozen=True, kw_only=True):
     nodes_per_stage: Annotated[int, Meta(ge=0, le=MAX_STAGES)] = 0
     adapters: Annotated[list[NamedAdapter], Meta(max_length=MAX_ADAPTERS)] = []
     used_adapters: Annotated[list[AdapterScale], Meta(max_length=MAX_ADAPTERS)] = []
+    mtp_if_fits: bool = False
+
+    def drafting(self, speculate: str) -> ModelChoice:
+        """Return this choice for requests with `speculate`: what drafts is a part of the ring."""
+        match speculate:
+            case "mtp":
+                return msgspec.structs.replace(self, mtp=True)
+            case "auto" if not self.mtp:
+                return msgspec.structs.replace(self, mtp_if_fits=True)
+        return self
 
     def asked_as(self, former: ModelChoice) -> ModelChoice:
         """Return this choice for a request that was made with `former`: with its adapters."""
@@ -281,7 +293,8 @@ class PlanReply(Numbered, frozen=True, kw_only=True):
     `wire` is there in answer to a PlanRequest that asks for a wire dtype, `recommended` where the
     model's makers recommend how to sample. `warnings` say what is dubious about the model as it was
     chosen. Where several `rings` are behind one head, `stages` are those of the first, and what is
-    predicted is what all give together; [] is one ring. `mtp_bytes` is what the layer weighs that
+    predicted is what all give together; [] is one ring. `drafters` say what the ring that is there
+    has drafted for requests that have ended. `mtp_bytes` is what the layer weighs that
     predicts further tokens, 0 without it; `tower_bytes` what encodes pictures on the first stage,
     one of 512 x 512 pixels within about `picture_s`, null if not known. `turns` and `kept` are of
     long conversations, null where they cannot be told.
@@ -314,6 +327,7 @@ class PlanReply(Numbered, frozen=True, kw_only=True):
     adapters: Annotated[list[PlannedAdapter], Meta(max_length=MAX_ADAPTERS)] = []
     turns: PlannedTurns | None = None
     kept: KeptPositions | None = None
+    drafters: Drafters = []
 
 
 class NodeProgress(Numbered, frozen=True, kw_only=True):

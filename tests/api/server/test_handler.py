@@ -254,7 +254,11 @@ def test_a_request_is_traced_that_asks_for_it_and_its_key_alone_sees_it() -> Non
         ({"prompt": "a", "best_of": 2}, "best_of", "best_of must be n"),
         ({"prompt": [1], "suffix": "b"}, "suffix", "suffix needs a prompt that is text"),
         ({"prompt": "a", "draft_tokens": 2}, "draft_tokens", "needs speculate"),
-        ({"prompt": "a", "speculate": "/etc/passwd"}, "speculate", "give mtp or ngram or off"),
+        (
+            {"prompt": "a", "speculate": "/etc/passwd"},
+            "speculate",
+            "give auto or mtp or ngram or off",
+        ),
     ],
 )
 def test_a_wrong_body_is_refused_by_the_name_of_its_field(

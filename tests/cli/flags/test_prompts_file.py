@@ -216,7 +216,7 @@ def test_a_line_may_set_what_the_flags_set() -> None:
         "logprobs": 3,
         "logit_bias": {"50": -3.5, "7": 1},
         "bos": "off",
-        "speculate": "ngram",
+        "speculate": "auto",
         "draft_tokens": 4,
         "deterministic": True,
         "keep_special_tokens": True,
@@ -227,7 +227,7 @@ def test_a_line_may_set_what_the_flags_set() -> None:
     )
     assert prompt.options == {
         "bos": "off",
-        "speculate": "ngram",
+        "speculate": "auto",
         "draft_tokens": 4,
         "deterministic": True,
         "keep_special_tokens": True,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from shardnet.cluster.head.drafts import NGRAM, Drafts
+import pytest
+
+from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.runtime.scheduling.drafting import DraftSource
+from shardnet.errors import UsageError
+from shardnet.runtime.engine.requests import Speculation
+from shardnet.runtime.scheduling.drafting import MTP, NGRAM, DraftSource
 
 SAID = [1, 2, 3, 4, 330, 5]
 
@@ -35,5 +39,30 @@ def test_no_draft_is_of_a_text_of_another_model() -> None:
         running.draft(SAID, 1)
         running.close()
         assert (await source(drafts, 320)).draft([9, 1, 2, 3, 4], 2) == []
+
+    asyncio.run(main())
+
+
+def test_auto_takes_what_the_ring_has_and_looks_text_up_beside_it() -> None:
+    async def main() -> None:
+        disk = DiskJobs("drafts")
+        drafts = Drafts(disk=disk, device="cpu", spare_bytes=lambda: 0, threads=lambda: 1)
+
+        async def made(how: str, *, has_mtp: bool, rewinds: bool = True) -> Speculation | None:
+            return await drafts.speculation(
+                how, 0, vocab_size=9, context=512, rewinds=rewinds, has_mtp=has_mtp
+            )
+
+        by_layer, looked_up = [await made("auto", has_mtp=has) for has in (True, False)]
+        assert by_layer is not None
+        assert looked_up is not None
+        assert (by_layer.name, by_layer.make_draft_source) == (MTP, None)
+        assert by_layer.most_by_ring > 0
+        assert by_layer.look_up is not None
+        assert (looked_up.name, looked_up.most_by_ring) == (NGRAM, 0)
+        assert looked_up.make_draft_source is not None
+        assert await made("auto", has_mtp=False, rewinds=False) is None, "none, and no error"
+        with pytest.raises(UsageError, match="made without the layer"):
+            await made("mtp", has_mtp=False)
 
     asyncio.run(main())

@@ -809,6 +809,37 @@ def test_what_predicts_further_tokens_is_planned_on_the_last_stage() -> None:
         make_plan(ModelChoice(model="/m", mtp=True), facts(), nodes)
 
 
+def has_room(choice: ModelChoice, model: ModelFacts, one: NodeInfo) -> bool:
+    with contextlib.suppress(PlanError):
+        return bool(make_plan(choice, model, [one]))
+    return False
+
+
+def test_auto_has_what_predicts_further_tokens_where_there_is_room() -> None:
+    """Else the ring is made without it. No ring is made anew for requests that would use it."""
+    model, auto = model_with_mtp(), ModelChoice(model="/m", context=512).drafting("auto")
+    with_it = make_plan(auto, model, [node("a")])
+    assert with_it.choice.mtp
+    assert with_it.reply(1).mtp_bytes > 0
+    plain = ModelChoice(model="/m", context=512)
+    sizes = (node("a", memory=n << 14) for n in range(1, 1000))
+    small = next(one for one in sizes if has_room(plain, model, one))
+    without = make_plan(auto, model, [small])
+    assert not without.choice.mtp
+    assert without.reply(1).mtp_bytes == 0
+    assert not has_room(structs.replace(plain, mtp=True), model, small)
+    more = make_plan(auto, model, [small, node("b", memory=small.memory_bytes)])
+    assert not more.choice.mtp, "another node is slower than drafts are faster"
+    assert not make_plan(auto, facts(), [node("a")]).choice.mtp, "the model has none"
+    asked = ModelChoice(model="/m")
+    for plan in (with_it, without):
+        assert plan.computes(asked.drafting("auto"))
+        assert plan.computes(with_it.choice), "as programs ask again with what they were told"
+    assert not without.computes(asked.drafting("mtp"))
+    again = make_plan(with_it.choice, model, [small])
+    assert not again.choice.mtp, "a ring that lost a node goes on without"
+
+
 def test_what_predicts_further_tokens_is_on_no_stage_that_is_cut() -> None:
     """A node whose devices share layers is left out, and named where it is needed."""
     model, choice = model_with_mtp(), ModelChoice(model="/m", mtp=True)

@@ -79,7 +79,7 @@ def rows(n_rows: int, n_sampled: int) -> RowGroup:
     )
 
 
-@pytest.mark.parametrize("pause", ["prompt", "recovery", "slow tokens"])
+@pytest.mark.parametrize("pause", ["prompt", "recovery", "slow steps", "slow steps with drafts"])
 def test_drafts_are_not_blamed_for_the_time_of_prompts_and_recoveries(pause: str) -> None:
     cost, now_s = StepCost(), 1.0
     for n_rows in (1, 8):
@@ -94,9 +94,11 @@ def test_drafts_are_not_blamed_for_the_time_of_prompts_and_recoveries(pause: str
     if pause == "prompt":
         group, n_tokens = rows(256, 0), 0
     for _ in range(3):
+        if pause == "slow steps with drafts":
+            drafter.learn(1, 0)
         requests.note_pace(group, n_tokens)
         now_s += 5
         if pause == "recovery":
             live.suspend("a node was lost", 1.0, 0)
     requests.note_pace(rows(256, 1) if pause == "prompt" else group, 1)
-    assert bool(drafter.propose([1, 2, 3] * 9, 4)) is (pause != "slow tokens")
+    assert bool(drafter.propose([1, 2, 3] * 9, 4)) is (pause != "slow steps with drafts")

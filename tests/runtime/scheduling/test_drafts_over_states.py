@@ -18,7 +18,7 @@ from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.cache.slot_blocks import SlotState
 from shardnet.model.config.model_config import StateShape
 from shardnet.runtime.scheduling.scheduler import Scheduler
-from shardnet.runtime.scheduling.sequences import SequenceRequest
+from shardnet.runtime.scheduling.sequences import ALONE, Company, SequenceRequest
 from shardnet.runtime.scheduling.step_cost import RingLimits, StepLimits
 from shardnet.slot_operations import (
     CloseSequence,
@@ -110,6 +110,7 @@ class Guessing:
         limit: int,
         ahead: Sequence[int] | None = None,
         n_frames: int = 1,
+        company: Company = ALONE,
     ) -> list[int]:
         text = [*tokens, *(ahead or ())]
         n_drafts = self._chance.choice((0, 1, 1, 1, 1, 2, 5, 20))

@@ -657,16 +657,21 @@ def test_every_request_ends_exactly_once_and_says_what_it_says_alone(
 
 
 @pytest.mark.parametrize(
-    ("n_stages", "n_others", "n_flying"), [(1, 0, 1), (2, 0, 4), (4, 0, 8), (4, 1, 8), (2, 1, 2)]
+    ("n_stages", "n_others", "n_flying", "all_draft"),
+    [(1, 0, 1, 1), (2, 0, 4, 1), (4, 0, 8, 1), (4, 1, 8, 1), (4, 1, 2, 0), (2, 1, 2, 1)],
 )
 def test_drafts_go_behind_drafts_where_stages_have_nothing_else_to_do(
-    n_stages: int, n_others: int, n_flying: int
+    n_stages: int, n_others: int, n_flying: int, all_draft: int
 ) -> None:
-    """One answer comes round in as many frames, but as many of them are in flight as can be."""
+    """One answer comes round in as many frames, but as many of them are in flight as can be.
+
+    None beside a text that has not asked for drafts: it would wait for them.
+    """
     one, drafter = ring(n_stages=n_stages), Oracle(errs=9, most=1)
     one.scheduler.submit(request(1, 5, max_tokens=200, drafter=drafter))
     for number in range(2, n_others + 2):
-        one.scheduler.submit(request(number, 5, max_tokens=200))
+        other = Oracle(errs=9, most=1) if all_draft else None
+        one.scheduler.submit(request(number, 5, max_tokens=200, drafter=other))
     n_rounds, most = 0, 0
     one.pump()
     while one.in_flight:

@@ -63,7 +63,7 @@ class Eager(RingDrafts):
         tokens: Sequence[int],
         limit: int,
         ahead: Sequence[int] | None = None,
-        n_frames: int = 1,
+        *_: object,
     ) -> list[int]:
         limit = min(limit, self._chance.choice((0, 1, 1, 2, 3, 3, 5)))
         return self.draft(tokens, limit, ahead or ()) if limit else []

@@ -28,6 +28,7 @@ from shardnet.wire.messages.activity import TracedStep, TracePiece
 from shardnet.wire.messages.chat import AddedToken, DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect
 from shardnet.wire.messages.diagnostics import (
+    Drafted,
     LinkTraffic,
     RingLoad,
     RingWork,
@@ -217,8 +218,7 @@ _WORK = RingWork(
     n_prefix_hits=1,
     n_prompt_tokens=100,
     n_prefix_tokens=40,
-    n_drafted=30,
-    n_accepted=20,
+    drafters=[Drafted(drafter="mtp", n_drafted=30, n_accepted=20, n_steps=12, n_tokens=32)],
     n_flown=6,
     n_wasted=2,
     n_disk_tokens=10,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from support.rings.toy_mtp import ToyTail
+from support.rings.toy_mtp import PART, ToyTail
 from support.rings.toy_ring import VOCABULARY, ToyRing, next_token
 
 from shardnet.errors import ShardnetError
@@ -26,11 +26,14 @@ from shardnet.wire.messages.extras import Drafts
 
 
 class Erring:
-    """Knows the text, and errs at a rate (drafting.DraftSource)."""
+    """Knows the text, and errs at a rate, one after the other of `right` in every PART of the text.
+
+    A drafting.DraftSource.
+    """
 
     kinds: Sequence[int] = [0] * 31
 
-    def __init__(self, right: float, *, flies: bool, seed: int = 1) -> None:
+    def __init__(self, *right: float, flies: bool, seed: int = 1) -> None:
         self.flies = flies
         self._right = right
         self._seed = seed
@@ -41,7 +44,8 @@ class Erring:
     def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
         text = [*tokens, *ahead]
         for _ in range(limit):
-            is_right = random.Random(f"{self._seed} {len(text)}").random() < self._right
+            right = self._right[len(text) // PART % len(self._right)]
+            is_right = random.Random(f"{self._seed} {len(text)}").random() < right
             text.append((next_token(text[-40:]) + (not is_right)) % VOCABULARY)
         return text[len(tokens) + len(ahead) :]
 
@@ -65,6 +69,10 @@ class TimedRing:
     """What the model says after such tokens."""
     cost: StepCost = field(default_factory=StepCost)
     now_s: float = 0.0
+    drafted: bool = False
+    """Whether drafts came with the last answer."""
+    wakes_s: float = 0.0
+    """When a drafter that is waited for has drafts."""
     times_s: list[float] = field(default_factory=list)
     """When each token came."""
     _free_s: list[float] = field(default_factory=list)
@@ -97,7 +105,11 @@ class TimedRing:
         )
         self._send(ring.pump())
         before_s = 0.0
-        while ring.in_flight:
+        while ring.in_flight or self.wakes_s > self.now_s:
+            if not ring.in_flight:
+                self.now_s = self.wakes_s
+                self._send(ring.pump())
+                continue
             answered_s, n_rows, slowest_us, queued_s = heapq.heappop(self._answers)
             self.now_s = max(self.now_s, answered_s)
             batch = ring.in_flight[0][0]
@@ -107,12 +119,12 @@ class TimedRing:
             self.times_s += [self.now_s] * n_new
             took_s = answered_s - self._sent_s.pop(batch.step) - queued_s
             if batch.n_sampled == n_rows:  # as the engine does
-                self.cost.learn(n_rows, took_s, slowest_us / 1e6, flies=flies)
+                self.cost.learn(n_rows, took_s, slowest_us / 1e6, flies=flies, drafted=self.drafted)
+            self._send(ring.pump())
             if drafter is not None and says:
                 if before_s:
                     drafter.took(n_new, self.now_s - before_s)
                 before_s = self.now_s
-            self._send(ring.pump())
         return (n_tokens - 1) / (self.times_s[-1] - self.times_s[0])
 
     _sent_s: dict[int, float] = field(default_factory=dict)
@@ -162,6 +174,7 @@ class MtpRing(TimedRing):
     """
 
     right: Sequence[float] = ()
+    parts: Sequence[float] = (1.0,)
     draft_s: float = 0.0
     on_head: Literal["", "first", "beside"] = ""
     most: int = 12
@@ -171,6 +184,7 @@ class MtpRing(TimedRing):
 
     def _begin(self, ring: ToyRing) -> None:
         self._ring, self._tail = ring, ToyTail(ring.stage, self.right)
+        self._tail.model.parts = self.parts
 
     def _beside_s(self, batch: MicroBatch) -> float:
         for opened in self._ring.operations(OpenSequence) if batch.groups[0].position == 0 else ():
@@ -185,6 +199,7 @@ class MtpRing(TimedRing):
 
     def _take(self, batch: MicroBatch) -> None:
         took_s, drafts = self._made.pop(batch.step)
+        self.drafted = bool(drafts)
         if self.on_head and took_s:
             begin_s = max(self.now_s, self._free_s[0]) if self.on_head == "first" else self.now_s
             self.now_s = begin_s + took_s

@@ -22,16 +22,23 @@ from shardnet.slot_operations import CloseSequence, FreeSlot, OpenSequence, Slot
 from shardnet.types import MicroBatch, RowGroup, SlotId, blocks_for
 from shardnet.wire.messages.extras import Drafts
 
+PART = 100
+"""Tokens of a text for which drafts are equally likely."""
+
 
 class ToyMtp:
     """Model and sampler of MtpDrafts, over the slots of a stage.
 
-    A draft is right, where those before it are, as often as `right` says of its depth.
+    A draft is right, where those before it are, as often as `right` says of its depth, times what
+    `parts` say, one after the other, of every PART of the text.
     """
 
     context = 1 << 20
 
-    def __init__(self, stage: ToyStage, right: Sequence[float]) -> None:
+    def __init__(
+        self, stage: ToyStage, right: Sequence[float], parts: Sequence[float] = (1.0,)
+    ) -> None:
+        self.parts = parts
         self.kv = self
         self.n_runs = 0
         self.texts: dict[SlotId, list[int]] = {}
@@ -70,7 +77,8 @@ class ToyMtp:
             assert row.position == n_tokens - 1
             text = self.texts[SlotId(slot)][:n_tokens]
             chance = random.Random(f"{text[-9:]} {n_tokens}").random()
-            is_right = chance < self._right[min(depth, len(self._right)) - 1]
+            part = self.parts[n_tokens // PART % len(self.parts)]
+            is_right = chance < part * self._right[min(depth, len(self._right)) - 1]
             made.append((self._stage.next_token(text) + (not is_right)) % VOCABULARY)
         return SimpleNamespace(token_ids=made)
 

@@ -15,6 +15,8 @@ from typing import TypeVar
 from shardnet.errors import ShardnetError
 from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.sequences import (
+    ALONE,
+    Company,
     Instruction,
     OperateSlot,
     Outcome,
@@ -86,6 +88,7 @@ class Oracle:
         limit: int,
         ahead: Sequence[int] | None = None,
         n_frames: int = 1,
+        company: Company = ALONE,
     ) -> list[int]:
         start = [*tokens, *(ahead or ())]
         guessed = [*start]
