@@ -198,8 +198,16 @@ def _elsewhere(recorded: Recorded, first_s: float, each_s: float, *, rereads: bo
 
 
 def drafter_of(ring: TextRing, source: DraftSource) -> AdaptiveDrafter:
-    """Make the policy over a source."""
-    return AdaptiveDrafter(draft_source=source, cost=ring.cost)
+    """Make the policy over a source, with look-up behind and beside it, if it is not look-up."""
+    if isinstance(source, NgramDrafts):
+        return AdaptiveDrafter(draft_source=source, cost=ring.cost, clock=lambda: ring.now_s)
+    return AdaptiveDrafter(
+        draft_source=source,
+        name="trained",
+        look_up=NgramDrafts() if source.flies else WaitingNgrams(),
+        cost=ring.cost,
+        clock=lambda: ring.now_s,
+    )
 
 
 def tokens_per_s(case: Case, text: Text, records: dict[str, Recorded]) -> dict[str, float]:
