@@ -4,6 +4,12 @@ The drafter knows the text, which is the model's own, and errs at a given rate; 
 up, and the text is a given one (--script). One node alone takes part with --alone: plain, and with
 the same drafts. Figures are medians over rounds of one run, in which the contestants take turns. A
 delay of the links is made at the head: answers are held back for two.
+
+With --drafters DIR, in whose folders are drafters of scripts/train_drafters.py: every kind of
+drafts, waiting and in flight, on prose, edits of code, JSON, chat and what the bundled model says
+itself. A cell has the times of plain decoding, of the same drafts that wait, and of one node with
+the same drafts. What the drafters draft at every place is recorded, then replayed over stages whose
+time is simulated; with --nodes N the bundled model goes on behind the prompts on N real nodes too.
 """
 
 from __future__ import annotations
@@ -19,9 +25,13 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench_drafts import records
 from bench_engine import PROMPT_MARK, TEXTS, Forcing
 from bench_rig import Stream, follow, make_prompt, open_ring, request
 from bench_ring import random_1b
+from drafted_rings import measure
+from drafters.recording import Recorded, Text
+from timed_flights import WaitingNgrams, table
 
 from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.runtime.engine.engine import Engine
@@ -62,12 +72,6 @@ class Erring:
         """Do nothing."""
 
 
-class WaitingNgrams(NgramDrafts):
-    """Look-up whose drafts wait for each other."""
-
-    flies = False
-
-
 def delay_answers(delay_s: float) -> None:
     """Hold all answers back at the head for as long as two links take."""
     real = Pipeline.answer
@@ -81,6 +85,9 @@ def delay_answers(delay_s: float) -> None:
 async def main() -> None:
     """Measure and print one JSON object."""
     options = _parse_options()
+    if options.drafters is not None:
+        await _trained(options)
+        return
     if options.delay_ms:
         delay_answers(options.delay_ms / 1000)
     async with AsyncExitStack() as stack:
@@ -92,6 +99,39 @@ async def main() -> None:
         ]
         found = await (_scripts if options.script else _rates)(rings, options)
     print(json.dumps({"stages": options.stages, "delay_ms": options.delay_ms, **found}, indent=2))
+
+
+async def _trained(options: argparse.Namespace) -> None:
+    """Measure trained drafters, and print a table or one JSON object."""
+    texts: dict[str, Text] = {}
+    found: dict[str, dict[str, Recorded]] = {}
+    for name, kind, text, recorded in records(options.drafters, options.most_tokens):
+        texts[kind] = text
+        found.setdefault(kind, {})[name] = recorded
+    rows = table(texts, found, options.timed or [1, 2, 4], options.row or [0.016, 0.05, 0.2])
+    prompts = {kind: text.ids[: text.n_prompt] for kind, text in texts.items() if "own" not in kind}
+    nodes = {n: await measure(options.drafters / "mtp", n, prompts, options) for n in options.nodes}
+    if options.json:
+        print(json.dumps({"simulated": rows, "nodes": nodes}, indent=2))
+        return
+    _print_table(rows)
+    for n_nodes, kinds in nodes.items():
+        named = (
+            {"nodes": n_nodes, "text": kind, "drafts": name, **cells}
+            for kind, some in kinds.items()
+            for name, cells in some.items()
+        )
+        _print_table([*named])
+
+
+def _print_table(rows: Sequence[dict[str, Any]]) -> None:
+    print(f"\n| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
+    for row in rows:
+        cells = (
+            ", ".join(map(str, cell)) if isinstance(cell, list) else str(cell)
+            for cell in row.values()
+        )
+        print(f"| {' | '.join(cells)} |")
 
 
 async def _rates(rings: Sequence[Engine], options: argparse.Namespace) -> dict[str, Any]:
@@ -199,13 +239,22 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--script", type=Path, action="append", help="a text to force; repeatable")
     parser.add_argument("--scripts", action="store_true", help="all texts of scripts/benchmarks")
     parser.add_argument("--most-tokens", type=int, default=400, help="of a forced text")
+    parser.add_argument("--drafters", type=Path, metavar="DIR", help="compare trained drafters")
+    parser.add_argument("--timed", type=int, action="append", help="simulated stages; repeatable")
+    parser.add_argument("--row", type=float, action="append", help="what a row more costs, of one")
+    parser.add_argument("--nodes", type=int, action="append", default=[], help="real ones, too")
+    parser.add_argument("--also", action="append", default=[], help="a --speculate for real nodes")
+    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     options.rate = options.rate or [0.6, 0.8, 0.9]
     if options.scripts:
         options.script = sorted(TEXTS.glob("*.txt"))
     if options.bundled:
         options.checkpoint = DEFAULT_MODEL_PATH
-    options.checkpoint = (options.checkpoint or random_1b()).absolute()
+    if options.drafters is not None:
+        options.drafters = options.drafters.absolute()
+    else:
+        options.checkpoint = (options.checkpoint or random_1b()).absolute()
     return options
 
 

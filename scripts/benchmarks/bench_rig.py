@@ -66,7 +66,25 @@ async def open_ring(
     mtp: bool = False,
     most_positions: int = MAX_CONTEXT,
 ) -> AsyncIterator[Engine]:
-    """Give the engine of a ring over `n_stages` nodes, this process being the first.
+    """Give the engine of a ring over `n_stages` nodes; see open_head."""
+    async with open_head(checkpoint, n_stages, threads, mtp=mtp, most_positions=most_positions) as (
+        engine,
+        _,
+        _,
+    ):
+        yield engine
+
+
+@asynccontextmanager
+async def open_head(
+    checkpoint: Path,
+    n_stages: int,
+    threads: int,
+    *,
+    mtp: bool = False,
+    most_positions: int = MAX_CONTEXT,
+) -> AsyncIterator[tuple[Engine, str, ModelChoice]]:
+    """Give engine, address and choice of a ring over nodes of which this process is the first.
 
     The context is the model's, at most `most_positions`.
     """
@@ -99,7 +117,7 @@ async def open_ring(
             choice, on_plan=lambda plan: None, on_progress=lambda rank, phase, done, total: None
         ) as lead:
             assert not isinstance(lead, Elsewhere)
-            yield lead.ring.engine
+            yield lead.ring.engine, node.address, choice
 
 
 @dataclass(slots=True)

@@ -88,7 +88,10 @@ async def _measure(
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--checkpoint", type=Path, required=True, help="such as scripts/train_mtp_layer.py writes"
+        "--checkpoint",
+        type=Path,
+        required=True,
+        help="such as scripts/train_drafters.py mtp writes",
     )
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)

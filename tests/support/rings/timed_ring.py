@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -64,6 +64,9 @@ class TimedRing:
     row_cost: float
     hop_s: float = 0.0
     contention: float = 1.0
+    prompt: Sequence[int] = (1, 2, 3)
+    says: Callable[[Sequence[int]], int] = field(default=lambda tokens: next_token(tokens[-40:]))
+    """What the model says after such tokens."""
     cost: StepCost = field(default_factory=StepCost)
     now_s: float = 0.0
     drafted: bool = False
@@ -90,11 +93,14 @@ class TimedRing:
             )
         )
         ring = ToyRing(scheduler)
-        ring.stage.next_token = lambda tokens: next_token(tokens[-40:])
+        ring.stage.next_token = self.says
         self._begin(ring)
         scheduler.submit(
             SequenceRequest(
-                sequence_id=SequenceId(1), prompt=(1, 2, 3), max_tokens=n_tokens, drafter=drafter
+                sequence_id=SequenceId(1),
+                prompt=(*self.prompt,),
+                max_tokens=n_tokens,
+                drafter=drafter,
             )
         )
         self._send(ring.pump())

@@ -116,7 +116,7 @@ class ToyTail:
             owners = {slot: replace(owner, n_drafts=most) for slot, owner in owners.items()}
         rows = torch.zeros(batch.n_rows, 3, dtype=torch.int64)
         made = self._layer.draft(batch, rows, sampled, owners, TokenHistory())
-        slots = {group.sequence_id: group.slot for group in batch.groups}
+        slots: dict[int, SlotId] = {group.sequence_id: group.slot for group in batch.groups}
         for one in made:
             slot = slots[one.sequence_id]
             first, end = owners[slot].n_kept + 1, one.position - 1

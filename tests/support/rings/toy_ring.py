@@ -245,6 +245,7 @@ class ToyRing:
                 sampled = self.stage.compute(batch, fails=error is not None)
                 self.in_flight.append((batch, error or sampled))
             else:
+                assert isinstance(instruction, OperateSlot)
                 operation = instruction.operation
                 self.stage.carry_out(operation)
                 if isinstance(operation, CloseSequence) and instruction.is_pause:

@@ -1,0 +1,1 @@
+"""Drafters for the bundled model: how they are made, written, recorded and counted."""
