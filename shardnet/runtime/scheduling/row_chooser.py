@@ -100,10 +100,10 @@ class RowChooser:
 
         They are right if all those before them are, and take no room that is not booked.
         """
-        running = self.queue.running.values()
-        company = self._company(running)
-        may_fly = self.queue.ring.rewinds and math.isinf(company.slack)
-        flying = [each for each in running if may_fly and each.may_fly]
+        flying = [each for each in self.queue.running.values() if each.may_fly]
+        company = self._company(flying)
+        if not self.queue.ring.rewinds or math.isfinite(company.slack):
+            return []
         for sequence in sorted(flying, key=lambda each: each.n_in_flight):
             is_exact = sequence.request.deterministic
             limit = self.limits.exact_rows if is_exact else self.limits.cheap_rows
@@ -115,7 +115,10 @@ class RowChooser:
 
     def _company(self, drafting: Collection[LiveSequence]) -> Company:
         """Say with how many others a sequence decodes, and what drafts of some may cost these."""
-        if not any(each.request.drafter or each.request.guide for each in drafting):
+        for each in drafting:
+            if each.request.drafter or each.request.guide:
+                break
+        else:
             return ALONE
         decoding = [each for each in self.queue.running.values() if each.is_decoding]
         n_drafting = sum(each.request.drafter is not None for each in decoding)
