@@ -214,7 +214,9 @@ def _read_dflash(own: Fields, made: DrafterFiles, model: ModelConfig) -> None:
     made.layers = _layers(own, inner.take("target_layer_ids", list, usual), n - 1, counts_from=1)
     size = own.positive("block_size", 16)
     made.block_size = inner.positive("block_size", size, at_most=_MAX_BLOCK)
-    made.mask_id = inner.positive("mask_token_id", at_most=model.vocab_size - 1)
+    made.mask_id = inner.take("mask_token_id", int)
+    if not 0 <= made.mask_id < model.vocab_size:
+        raise inner.damaged(f"mask_token_id {made.mask_id} is no token of the model")
     inner.note_the_rest()
     made.table[FUSE] = (hidden, len(made.layers) * hidden)
     made.table["model.hidden_norm.weight"] = (hidden,)

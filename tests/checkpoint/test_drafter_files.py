@@ -60,6 +60,14 @@ def test_layers_where_the_config_names_none(model: Checkpoint, tmp_path: Path) -
     assert open_drafter(folder, model).layers == (2, 6)
 
 
+def test_any_token_of_the_model_may_stand_for_a_draft(model: Checkpoint, tmp_path: Path) -> None:
+    folder = make_dflash(tmp_path / "first", dflash_config={"mask_token_id": 0})
+    assert open_drafter(folder, model).mask_id == 0
+    folder = make_dflash(tmp_path / "none", dflash_config={"mask_token_id": 10**6})
+    with pytest.raises(CheckpointError, match="mask_token_id 1000000 is no token of the model"):
+        open_drafter(folder, model)
+
+
 def _eagle_1(raw: dict[str, Any], tensors: Tensors) -> None:
     for name in list(tensors):
         tensors[name.replace("midlayer", "layers.0")] = tensors.pop(name)

@@ -21,6 +21,7 @@ from shardnet import __version__
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.encoders import Encoders
 from shardnet.cluster.head.head import Head
+from shardnet.cluster.head.lent_drafters import LentDrafters
 from shardnet.cluster.machine.device_list import CPU
 from shardnet.cluster.machine.profile import Device, available_cores, make_host_id
 from shardnet.cluster.member.stage_host import StageHost
@@ -165,6 +166,7 @@ class NodePressure:
     drain: NodeDrain
     unused: UnusedModels
     drafts: Drafts
+    lent: LentDrafters
     encoders: Encoders
     disk: DiskJobs
     link_of: Callable[[NodeId], ControlLink | None]
@@ -248,6 +250,7 @@ class NodePressure:
                 self.log(f"warning: the head keeps what it has for requests to come: {error}")
         if not self.head.n_requests:
             self.drafts.close()
+        self.lent.close()
         self.encoders.free_idle()
         await self.host.drop_caches()
 

@@ -239,6 +239,7 @@ class Services:
             drain=self.drain,
             unused=self.unused,
             drafts=self.drafts,
+            lent=self.lent,
             encoders=self.encoders,
             disk=self.stage.disk,
             link_of=self._link_of,
