@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Final, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from shardnet.errors import ShardnetError
+from shardnet.errors import RemoteProtocolError, ShardnetError
+from shardnet.runtime.engine.outputs import joined_rows
 from shardnet.runtime.scheduling.drafting import MAX_DRAFT_TOKENS
 from shardnet.runtime.scheduling.kv_block_manager import common_prefix
 from shardnet.types import PREFILL_CHUNK_ROWS, SlotId
@@ -28,8 +30,10 @@ log = logging.getLogger(__name__)
 MAX_DRAFTED_SEQUENCES = 8
 """Sequences that it drafts for at the same time; others get no drafts."""
 _MOST_AHEAD: Final = 4 * MAX_DRAFT_TOKENS
-_STATES_BYTES: Final = 8 << 20
+_STATES_BYTES: Final = 2 << 20
 """Hidden states that an ask has at most; the rest of a long text follows in others."""
+_MOST_UNREAD: Final = 4096
+"""Positions whose states are kept for a drafter that is not asked."""
 _READ_AT_ONCE: Final = 1024
 """Tokens of a long text that a draft model reads at once."""
 _PIECE: Final = 4
@@ -186,8 +190,12 @@ class ModelDrafts:
 
     def take_states(self, blocks: Sequence[RowBlock]) -> None:
         """See TakesStates."""
-        if self._slot is not None:
-            self._states.take(blocks)
+        if self._slot is not None and not self._host.is_closed:
+            try:
+                self._states.take(blocks)
+            except RemoteProtocolError as error:
+                log.warning("the drafter stops drafting for this text: %s", error)
+                self.close()
 
     def prepare(self, tokens: Sequence[int], limit: int) -> bool:
         """Start drafting; see DraftSource.
@@ -325,6 +333,9 @@ class ModelDrafts:
         elif error is not None:  # our own bug: the ring continues without drafts
             log.error("the drafter failed", exc_info=error)
             self.close()
+        elif bool(answer.result()) != bool(job.ask.draft.limit):
+            log.warning("the drafter stops drafting for this text: it made no drafts")
+            self.close()
         else:
             self._keep(job, answer.result())
         self._wake()
@@ -366,29 +377,44 @@ class _States:
 
     def __init__(self, layers: Sequence[int]) -> None:
         self._layers = layers
-        self._parts: list[tuple[int, NDArray[np.uint16]]] = []
+        self._parts: deque[tuple[int, NDArray[np.uint16]]] = deque()
         """The position of the first row of each part, and bfloat16 [T, width]."""
         self._n_read = 0
 
     def take(self, blocks: Sequence[RowBlock]) -> None:
-        """Keep what came, in place of what was there of these positions and behind them."""
-        parts = {
-            block.layer: np.frombuffer(block.payload, "<u2").reshape(-1, block.width)
-            for block in blocks
-        }
-        if not self._layers or not all(number in parts for number in self._layers):
+        """Keep what came, in place of what was there of these positions and behind them.
+
+        The oldest are forgotten where they are not read. Raises RemoteProtocolError for layers of
+        different rows.
+        """
+        by_layer: dict[int | None, list[RowBlock]] = {}
+        for block in blocks:
+            by_layer.setdefault(block.layer, []).append(block)
+        if not self._layers or not all(number in by_layer for number in self._layers):
             return
-        rows = np.concatenate([parts[number] for number in self._layers], 1)
-        position = blocks[0].position
-        kept = [(at, each[: position - at]) for at, each in self._parts if at < position]
-        end = kept[-1][0] + len(kept[-1][1]) if kept else position
-        self._parts = [*(kept if end == position else []), (position, rows)]
+        tables = [joined_rows(by_layer[number], "<u2") for number in self._layers]
+        position, first = tables[0]
+        if any((at, len(rows)) != (position, len(first)) for at, rows in tables):
+            raise RemoteProtocolError("hidden states for drafts came of different rows")
+        parts = self._parts
+        while parts and parts[-1][0] >= position:
+            parts.pop()
+        if parts:
+            at, rows = parts.pop()
+            if at + len(rows) < position:
+                parts.clear()
+            else:
+                parts.append((at, rows[: position - at]))
+        parts.append((position, np.concatenate([rows for _, rows in tables], 1)))
+        while parts[0][0] + len(parts[0][1]) + _MOST_UNREAD < position:
+            parts.popleft()
 
     def read(self, end: int) -> tuple[int, NDArray[np.uint16]] | None:
         """Return the position of the first row before `end` that was not read, and the rows."""
         found: list[NDArray[np.uint16]] = []
         first = None
-        self._parts = [part for part in self._parts if part[0] + len(part[1]) > self._n_read]
+        while self._parts and self._parts[0][0] + len(self._parts[0][1]) <= self._n_read:
+            self._parts.popleft()
         for at, rows in self._parts:
             unread = rows[max(0, self._n_read - at) : max(0, end - at)]
             if len(unread):

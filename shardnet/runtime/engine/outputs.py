@@ -10,6 +10,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +92,9 @@ class OutputCollector:
                 parts.setdefault(block.layer, []).append(block)
         if not parts:
             return []
-        tables = [_table(parts.get(number, ())) for number in (*self._params.hidden_layers, None)]
+        tables = [
+            joined_rows(parts.get(number, ())) for number in (*self._params.hidden_layers, None)
+        ]
         starts = {start for start, _ in tables}
         shapes = {table.shape for _, table in tables}
         if len(starts) > 1 or len(shapes) > 1 or len(parts) != len(tables):
@@ -132,10 +135,13 @@ class OutputCollector:
         ]
 
 
-def _table(blocks: Sequence[RowBlock]) -> tuple[int, NDArray[np.float32]]:
-    """Join consecutive rows: the position of the first, and all, float32 [R, E]."""
+def joined_rows(blocks: Sequence[RowBlock], dtype: str = "<f4") -> tuple[int, NDArray[Any]]:
+    """Join consecutive rows: the position of the first, and all, [R, E].
+
+    Raises RemoteProtocolError for rows that are not, and for some of another width.
+    """
     if not blocks:
-        return 0, np.empty((0, 0), np.float32)
+        return 0, np.empty((0, 0), dtype)
     position = blocks[0].position
     for block in blocks:
         if block.position != position or block.width != blocks[0].width:
@@ -144,7 +150,7 @@ def _table(blocks: Sequence[RowBlock]) -> tuple[int, NDArray[np.float32]]:
                 f"{position} is next, {blocks[0].width} wide"
             )
         position += block.n_rows
-    rows = [np.frombuffer(block.payload, "<f4").reshape(-1, block.width) for block in blocks]
+    rows = [np.frombuffer(block.payload, dtype).reshape(-1, block.width) for block in blocks]
     return blocks[0].position, np.concatenate(rows)
 
 

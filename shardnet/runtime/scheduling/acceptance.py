@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from shardnet.wire.messages.diagnostics import Drafted
+from shardnet.wire.messages.diagnostics import MAX_DRAFTERS, Drafted
 
 _FADE: Final = 0.9
 """What a draft that was judged counts after the next one."""
@@ -35,11 +35,11 @@ class DraftCounts(Counter[tuple[str, str]]):
             self[name, "n_tokens"] += n_tokens
 
     def told(self) -> list[Drafted]:
-        """Return what each drafter has made."""
+        """Return what each drafter has made, of the last MAX_DRAFTERS."""
         made: dict[str, dict[str, str | int]] = {}
         for (name, what), number in self.items():
             made.setdefault(name, {"drafter": name})[what] = number
-        return msgspec.convert([*made.values()], list[Drafted])
+        return msgspec.convert([*made.values()][-MAX_DRAFTERS:], list[Drafted])
 
 
 @dataclass(slots=True)

@@ -295,6 +295,8 @@ class AdaptiveDrafter:
         if self._asked and self.draft_source.prepare(tokens, self._asked):
             self._asked = 0
             waited_s, before_s = self.clock() - self._asked_s, self._wait_s
+            usual_s = max(4 * (before_s or 0.0), self.cost.plain_s or waited_s)
+            waited_s = min(waited_s, usual_s)  # being late once says little
             self._wait_s = 0.0 if before_s is None else ((before_s or waited_s) + waited_s) / 2
             self._n_blamed = max(self._n_blamed, int(waited_s > 0))
         return not self._asked

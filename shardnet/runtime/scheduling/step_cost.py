@@ -67,6 +67,7 @@ class StepCost:
         if flies and line:
             times_as_long = time_s / (line[0] + line[1] * n_rows)
             self.company += 0.2 * (times_as_long - self.company)
+            self.most_rows = max(self.most_rows, n_rows)
             return
         if self._weight * time_s < self.forgets_at * self._time:
             expected_s = self.time_s(n_rows) or 0.0

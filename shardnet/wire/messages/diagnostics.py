@@ -6,7 +6,7 @@ Knows the fields, their types and their bounds. Knows nothing of how they are fo
 from __future__ import annotations
 
 from math import ceil
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -272,7 +272,8 @@ class Drafted(Strict, frozen=True, kw_only=True):
     n_tokens: schema.Count = 0
 
 
-Drafters: TypeAlias = Annotated[list[Drafted], Meta(max_length=64)]
+MAX_DRAFTERS: Final = 64
+Drafters: TypeAlias = Annotated[list[Drafted], Meta(max_length=MAX_DRAFTERS)]
 
 
 class StageWork(Strict, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from shardnet.wire.messages.deputies import (
     ValueFound,
     ValuesListed,
 )
+from shardnet.wire.messages.drafting import DrafterReady, DraftReply
 from shardnet.wire.messages.generation import (
     Cancel,
     Detokenized,
@@ -63,6 +64,8 @@ ANSWERS = {
     CopiedTo,
     Detokenized,
     Done,
+    DraftReply,
+    DrafterReady,
     Encoded,
     Failed,
     Finished,
