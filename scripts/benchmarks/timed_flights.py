@@ -33,7 +33,7 @@ STEP_S, HOP_S = 0.1, 0.001
 LAYER_S, BLOCK_S, MODEL_S = 0.02 * STEP_S, 0.04 * STEP_S, 0.1 * STEP_S
 """What one draft takes an EAGLE-3 head or a layer for MTP, a block a block drafter, and one draft a
 small model."""
-PATIENCE, PAUSE, RECENT = 2, 16, 8
+PATIENCE, PAUSE, RECENT, JUDGED = 2, 16, 8, 6
 """As the tail has them (runtime.stage.mtp_drafts)."""
 
 
@@ -45,6 +45,8 @@ class TextRing(TimedRing):
     drafts_here: bool = False
     n_made: int = 0
     """Drafts that came with the last answer."""
+    n_right: deque[int] = field(default_factory=lambda: deque(maxlen=JUDGED))
+    """How many of the last drafts were right."""
     _sent: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT))
     _n_without: int = 0
     _made: dict[int, int] = field(default_factory=dict)
@@ -63,9 +65,10 @@ class TextRing(TimedRing):
         n_made = 0
         if self.drafts_here and group.n_sampled:
             self._sent.append(group.n_drafts)
-            self._n_without = 0 if group.n_drafts else self._n_without + 1
+            longest = max(self.n_right) if len(self.n_right) == JUDGED else MOST_BY_MTP
+            self._n_without = 0 if group.n_drafts and longest else self._n_without + 1
             if self._n_without <= PATIENCE or self._n_without % PAUSE == 0:
-                n_made = min(max(self._sent) + 1, MOST_BY_MTP)
+                n_made = min(max(self._sent) + 1, MOST_BY_MTP, longest + 2)
         self._made[batch.step] = n_made
         return LAYER_S * n_made
 
@@ -82,10 +85,18 @@ class Tail(RingDrafts):
 
     def draft(self, tokens: Sequence[int], limit: int, ahead: Sequence[int] = ()) -> list[int]:
         """See RingDrafts."""
-        if len(tokens) - 2 < len(self._recorded.ids):
+        if len(tokens) - 2 < len(self._recorded.ids) and len(tokens) > self._position:
+            self._judge(tokens)
             chain = self._recorded.chain(len(tokens) - 2)
             self.take(len(tokens), chain[: self._of.n_made])
         return super().draft(tokens, limit, ahead)
+
+    def _judge(self, tokens: Sequence[int]) -> None:
+        """Count how many of the drafts before were right, as the tail does."""
+        if self._token_ids and (came := tokens[self._position :]):
+            pairs = enumerate(zip(self._token_ids, came, strict=False))
+            right = (n for n, (draft, token_id) in pairs if draft != token_id)
+            self._of.n_right.append(next(right, len(self._token_ids)))
 
 
 class WaitingTail(Tail):

@@ -32,6 +32,7 @@ from shardnet.runtime.engine.requests import (
 from shardnet.runtime.loading.loaded_stage import LoadedStage, computes_by_device, load_by_device
 from shardnet.runtime.loading.loading import load
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
+from shardnet.runtime.stage import mtp_drafts
 from shardnet.runtime.stage.mtp_drafts import MtpDrafts
 from shardnet.runtime.stage.stage_order import StageDevice, StageOrder, StagePart
 from shardnet.sampling_params import SamplingParams
@@ -120,12 +121,13 @@ def test_drafts_change_no_token(stages: TorchStages) -> None:
     indirect=True,
 )
 def test_frames_behind_a_wrong_draft_leave_no_trace_in_later_drafts(
-    folder: Path, stages: TorchStages
+    folder: Path, stages: TorchStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Right frames behind drafts in flight, one that is wrong in its middle, and those behind it.
 
     Drafts suffice for as many as were in flight at once, and one more.
     """
+    monkeypatch.setattr(mtp_drafts, "_JUDGED", 99)  # the layer is random, and hardly ever right
     oracle = PlainMtp(folder)
     tokens = random_prompt(45, 300)
     stages.open(SamplingParams(), n_prompt=len(tokens), n_drafts=9, slot=3)
@@ -163,6 +165,7 @@ def test_drafts_of_the_tail_in_flight_change_no_token(
     In place of its own drafts, of which hardly any is right, the tail sends those that are, but for
     two of twelve tokens. Without them frames fly too, and nearly all of them are wrong.
     """
+    monkeypatch.setattr(mtp_drafts, "_JUDGED", 99)
     monkeypatch.setattr(AdaptiveDrafter, "_most_frames", 9)
     monkeypatch.setattr(AdaptiveDrafter, "_pays_behind", lambda *_: True)
     folder = make_mtp(tmp_path, family, n_layers=4)

@@ -22,7 +22,7 @@ from torch import Tensor
 from shardnet.errors import NumericalError
 from shardnet.model.sampling.penalties import RowContext, TokenHistory, needs_context
 from shardnet.model.sampling.sampler import Sampler, SampleRow
-from shardnet.slot_operations import OpenSequence
+from shardnet.slot_operations import MAX_DRAFTS, OpenSequence
 from shardnet.types import MicroBatch, RowGroup, SlotId
 from shardnet.wire.messages.extras import Drafts
 
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 _PATIENCE, _PAUSE = 2, 16
 """Where none was sent for more than two steps, drafts are made behind every 16th step."""
-_HOPELESS = 6
-"""So many first drafts that were wrong in a row count as none sent: what is sent is looked up."""
+_JUDGED = 6
+"""So many of the last drafts say how many are made: two more than were right at most. Where none
+was, they count as not sent: what is sent is looked up."""
 _RECENT = 8
 """Steps after which it counts no more how many drafts were in flight with one."""
 
@@ -95,15 +96,15 @@ class MtpDrafts:
         self._n_flown: dict[SlotId, deque[int]] = {}
         """How many drafts were in flight with each of the last steps of each slot, 0 for one that
         went behind none."""
-        self._first: dict[SlotId, tuple[int, int]] = {}
-        """The position and the token of the first draft made last for each slot."""
-        self._n_wrong: dict[SlotId, int] = {}
-        """How many of those were wrong since one was right."""
+        self._made: dict[SlotId, tuple[int, Sequence[int]]] = {}
+        """The drafts made last for each slot, from a position on."""
+        self._n_right: dict[SlotId, deque[int]] = {}
+        """How many of the last ones of each slot were right, those not known yet among them."""
 
     def keep(self, slot: SlotId, n_positions: int, source: SlotId | None) -> None:
         """Keep what is known of the slot's first positions, its own or copied from `source`."""
         self._n_without.pop(slot, None)
-        for counts in (self._n_flown, self._first, self._n_wrong):
+        for counts in (self._n_flown, self._made, self._n_right):
             counts.pop(slot, None)
         if source is not None:
             self._ends[slot] = self._ends.get(source, 0)
@@ -121,8 +122,8 @@ class MtpDrafts:
         """Forget all slots."""
         self._n_without.clear()
         self._n_flown.clear()
-        self._first.clear()
-        self._n_wrong.clear()
+        self._made.clear()
+        self._n_right.clear()
         self._ends.clear()
         self._last.clear()
 
@@ -183,10 +184,11 @@ class MtpDrafts:
         n_rows = group.n_rows - n_drafts + n_right
         inputs = self._model.mtp_inputs(hidden[:n_rows])
         following = [*token_ids[1:n_rows], *sampled[n_right : n_right + 1]]
-        place, draft = self._first.get(slot, (0, 0))
+        place, drafts = self._made.get(slot, (0, ()))
         if 0 <= (behind := place - group.position - 1) < len(following):
-            is_wrong = following[behind] != draft
-            self._n_wrong[slot] = is_wrong and self._n_wrong.get(slot, 0) + 1
+            pairs = enumerate(zip(drafts, following[behind:], strict=False))
+            right = next((n for n, (draft, came) in pairs if draft != came), len(drafts))
+            self._n_right.setdefault(slot, deque(maxlen=_JUDGED)).append(right)
         if last is not None and last.token_id != token_ids[0]:
             part.position -= 1
             part.inputs.append(last.inputs)
@@ -211,13 +213,16 @@ class MtpDrafts:
         """
         if not group.n_sampled:
             return 0
-        is_sent = group.n_drafts > 0 and self._n_wrong.get(group.slot, 0) < _HOPELESS
+        right = self._n_right.get(group.slot, ())
+        longest = max(right) if len(right) == _JUDGED else MAX_DRAFTS
+        is_sent = group.n_drafts > 0 and longest > 0
         n_without = 0 if is_sent else self._n_without.get(group.slot, 0) + 1
         self._n_without[group.slot] = n_without
         flown = self._n_flown.setdefault(group.slot, deque(maxlen=_RECENT))
         flown.append(group.n_drafts if _is_behind(group) else 0)
         n_most = max(group.n_drafts, *flown)
-        return n_most + 1 if n_without <= _PATIENCE or n_without % _PAUSE == 0 else 0
+        is_wanted = n_without <= _PATIENCE or n_without % _PAUSE == 0
+        return min(n_most + 1, longest + 2) if is_wanted else 0
 
     def _n_chained(self, part: _Part, most: int) -> int:
         """Count the positions behind a part's rows, up to `most`, for which the slot has room."""
@@ -256,7 +261,7 @@ class MtpDrafts:
                 one.token_ids.append(token_id)
         for one in made:
             if one.token_ids:
-                self._first[one.part.group.slot] = one.part.end + 1, one.token_ids[0]
+                self._made[one.part.group.slot] = one.part.end + 1, one.token_ids
         return [
             Drafts(
                 sequence_id=one.owner.sequence_id,

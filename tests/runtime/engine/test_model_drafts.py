@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.models.checkpoints import make_llama
@@ -14,12 +15,15 @@ from support.rings.real_ring import ask, guessing, real_ring, say, say_all
 from support.rings.stage_chain import CPU, probed, random_prompt
 from torch import Tensor
 
+from shardnet.errors import RemoteProtocolError
+from shardnet.output_params import OutputKind
 from shardnet.runtime.engine.draft_model import DraftModel
-from shardnet.runtime.engine.model_drafts import Ask, DraftHost
+from shardnet.runtime.engine.model_drafts import Ask, DraftHost, _States
 from shardnet.runtime.engine.requests import GenerationRequest, Speculation
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
 from shardnet.runtime.stage.executor import Executor
-from shardnet.types import DType, SlotId
+from shardnet.types import DType, SequenceId, SlotId
+from shardnet.wire.payloads.rows import RowBlock
 
 LAYERS = (0, 2, 4)
 
@@ -231,6 +235,63 @@ def test_a_model_drafts_behind_its_drafts_and_reads_nothing_twice() -> None:
         source._slot = None
 
     asyncio.run(scenario())
+
+
+class Dumb(Noting):
+    """Answers without drafts, as a peer may."""
+
+    def ask(self, ask: Ask) -> asyncio.Future[list[int]]:
+        answer = super().ask(ask)
+        answer.result().clear()
+        return answer
+
+    def free(self, slot: SlotId) -> asyncio.Future[None]:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
+
+
+def test_a_drafter_that_makes_no_drafts_is_not_asked_again() -> None:
+    """Else its text would never go on: each answer would be the next question."""
+
+    async def scenario() -> None:
+        host, woken = Dumb(), []
+        source = host.draft_source(lambda: woken.append(source.prepare([1, 2], 3)))
+        assert not source.prepare([1, 2], 3)
+        await settled(host)
+        assert woken == [True]
+        assert len(host.asked) == 1
+        assert source.draft([1, 2], 3) == []
+
+    asyncio.run(scenario())
+
+
+def states(position: int, n_rows: int, layer: int, value: int = 0) -> RowBlock:
+    return RowBlock(
+        sequence_id=SequenceId(1),
+        kind=OutputKind.STATES,
+        position=position,
+        width=2,
+        payload=np.full((n_rows, 2), value, "<u2").tobytes(),
+        layer=layer,
+    )
+
+
+def test_states_are_joined_replaced_and_forgotten_where_nobody_reads_them() -> None:
+    kept = _States((1, 2))
+    kept.take([states(0, 3, 1, 10), states(3, 2, 1, 10), states(0, 5, 2, 20)])
+    kept.take([states(4, 2, 1, 11), states(4, 2, 2, 21)])
+    position, rows = kept.read(6) or (-1, np.empty(0))
+    assert position == 0
+    assert rows.tolist() == [[10, 10, 20, 20]] * 4 + [[11, 11, 21, 21]] * 2
+    kept.take([states(6, 1, 1), states(6, 1, 2)])
+    for start in range(7, 12007, 1000):
+        kept.take([states(start, 1000, 1), states(start, 1000, 2)])
+    position, rows = kept.read(12007) or (-1, np.empty(0))
+    assert position + len(rows) == 12007, "all but the last 4096 or so are forgotten"
+    assert 4096 <= len(rows) <= 6000
+    with pytest.raises(RemoteProtocolError, match="different rows"):
+        kept.take([states(0, 2, 1), states(0, 3, 2)])
 
 
 async def settled(host: Noting) -> None:

@@ -228,6 +228,21 @@ def test_a_drafter_is_waited_for_where_it_is_worth_its_time(
     assert n_asked >= share if share > 0.5 else n_asked <= share
 
 
+def test_a_drafter_that_is_late_once_is_asked_again() -> None:
+    late, text = Late(0.9, 0.1), [0]
+    cost = StepCost()
+    drafter = AdaptiveDrafter(
+        draft_source=late, name="small", cost=cost, most=6, clock=lambda: late.now_s
+    )
+    for n in range(60):
+        late.takes_s = 12.0 if n == 30 else 0.1
+        while not drafter.prepare(text):
+            late.now_s = late.at_s
+        step(drafter, text, 0.1)
+        late.now_s += 1
+    assert len(late.asked) > 50
+
+
 def test_in_company_rows_cost_the_others_too() -> None:
     """Many texts share a step; those who have not asked for drafts are hardly slowed."""
     lengths = []

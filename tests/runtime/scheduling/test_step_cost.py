@@ -59,6 +59,16 @@ def test_alone_a_trip_waits_for_the_other_steps_in_the_slowest_stage() -> None:
     assert cost.alone_s(3, 2) == pytest.approx(0.15)
 
 
+def test_steps_in_flight_say_how_many_rows_are_known() -> None:
+    """Else frames that fly would stay as short as the first of them."""
+    cost = StepCost()
+    for n_rows in (1, 3, 1):
+        cost.learn(n_rows, 1 + 0.1 * n_rows)
+    cost.learn(7, 1.9, flies=True)
+    assert cost.most_rows == 7
+    assert cost.company > 1
+
+
 def test_what_rows_cost_is_learnt_anew_when_it_changes() -> None:
     cost = StepCost(half_life=8)
     for time_s in (0.001, 0.01):
