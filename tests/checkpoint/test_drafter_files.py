@@ -131,6 +131,10 @@ def test_what_is_not_implemented_is_named(
             _set(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 16, 31]}),
             r"reads states after \[2, 17, 32\] layers, of this model those after 0 to 8",
         ),
+        (
+            _set(eagle_config={"eagle_aux_hidden_state_layer_ids": [*range(7)] * 3}),
+            "layers read = 21 is not supported; supported: at most 16",
+        ),
         (_without("d2t"), "d2t is missing"),
         (_scalar, "draft_vocab_size is missing"),
         (_without("lm_head.weight"), "lm_head.weight is missing"),
@@ -159,6 +163,7 @@ def test_a_drafter_for_another_model_is_refused(
         ({"dflash_config": DFLASH["dflash_config"] | {"causal": True}}, "dflash_config.causal"),
         ({"dflash_config": DFLASH["dflash_config"] | {"target_layer_ids": [1, 7]}}, "after 0 to 7"),
         ({"block_size": 500}, "block_size is 500, expected 1 to 256"),
+        ({"block_size": 1}, "block_size = 1 is not supported; supported: 2 to 256"),
         ({"fc_norm": True}, "fc_norm"),
     ],
 )
