@@ -146,7 +146,6 @@ class LentDrafters:
                     request=message.request,
                     layers=model.layers,
                     most=model.most,
-                    weight_bytes=model.n_bytes,
                     draft_s=await model.measured_s(),
                 )
             )
