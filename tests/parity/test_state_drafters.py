@@ -29,7 +29,7 @@ from torch import Tensor
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import CapacityError
 from shardnet.model.kernels.library import native_kernels
-from shardnet.stage.drafters import load_state_drafter
+from shardnet.stage.drafters import StateDrafterLoader
 from shardnet.types import SlotId
 
 SLOT = SlotId(0)
@@ -47,9 +47,9 @@ class Drafting:
         self.target = Target(model)
         self.oracle: Any = oracle(folder, self.target)
         self.layers = READ["dflash" if is_block else kind]
-        self.drafter: Any = load_state_drafter(
-            folder, Checkpoint.open(read or model), device="cpu", context=context
-        )
+        self.drafter: Any = StateDrafterLoader(
+            folder, Checkpoint.open(read or model), device="cpu", context=context, n_slots=8
+        ).load()
         assert self.drafter.layers == self.layers
         self.logits: list[Tensor] = []
         lm_head = self.drafter.lm_head

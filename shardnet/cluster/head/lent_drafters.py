@@ -62,7 +62,10 @@ class DrafterLoader:
 
     def __post_init__(self) -> None:
         self._loaded: list[DraftModel] = []
-        self.orders.drafter_bytes = lambda: sum(each.n_bytes for each in self._live())
+        self._turn, self._loading = asyncio.Lock(), dict[object, int]()
+        self.orders.drafter_bytes = lambda: sum(
+            [*self._loading.values(), *(each.n_bytes for each in self._live())]
+        )
 
     def _live(self) -> list[DraftModel]:
         self._loaded = [each for each in self._loaded if not each.is_closed]
@@ -91,20 +94,27 @@ class DrafterLoader:
         path = await self.folder_of(message.drafter, on_progress)
         model = message.form.model
         target = await self.disk.run(model, partial(find_folder, model))
-        spare_bytes, threads = self.orders.free_bytes(), self.orders.threads_of(0)
-        loaded = await self.disk.run(
-            message.drafter,
-            lambda: load_drafter(
-                path,
-                target,
-                message.form,
-                vocab_size=message.vocab_size,
-                device=self.orders.device.for_torch,
-                memory_bytes=spare_bytes,
-                threads=threads,
-            ),
-        )
-        self._loaded.append(loaded)
+        order = object()
+
+        def load() -> DraftModel:
+            try:
+                return load_drafter(
+                    path,
+                    target,
+                    message.form,
+                    vocab_size=message.vocab_size,
+                    device=self.orders.device.for_torch,
+                    memory_bytes=spare_bytes,
+                    threads=threads,
+                    take=partial(self._loading.__setitem__, order),
+                )
+            finally:  # also where nobody waits any more
+                self._loading.pop(order, None)
+
+        async with self._turn:  # who comes next counts what this one takes
+            spare_bytes, threads = self.orders.free_bytes(), self.orders.threads_of(0)
+            loaded = await self.disk.run(message.drafter, load)
+            self._loaded.append(loaded)
         return loaded
 
 
