@@ -168,9 +168,11 @@ class LentDrafters:
 
     async def _draft(self, control: ControlLink, message: Draft) -> None:
         model = self._of(control, message.drafter)
-        if len(message.token_ids) % 4 or len(message.states) % (len(message.token_ids) // 2):
-            raise RemoteProtocolError("Draft has parts of token ids, or of rows of states")
-        token_ids = await model.ask(Ask(draft=message))
+        ask, (n_rows, rest) = Ask(draft=message), divmod(len(message.token_ids), 4)
+        is_whole = not rest and len(message.states) == n_rows * model.width
+        if not is_whole or max(ask.token_ids) >= model.vocab_size:
+            raise RemoteProtocolError("Draft has parts of token ids or rows, or ids of no tokens")
+        token_ids = await model.ask(ask)
         control.send(DraftReply(request=message.request, token_ids=tuple(token_ids)))
 
     async def _free(self, control: ControlLink, message: FreeDraftSlot) -> None:

@@ -20,12 +20,13 @@ from shardnet.cluster.head.lent_drafters import DrafterLoader, FarDrafter, LentD
 from shardnet.cluster.peers import control_link
 from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import CapacityError, CheckpointError, ShardnetError
+from shardnet.errors import CapacityError, CheckpointError, LinkError, ShardnetError
 from shardnet.runtime.engine.draft_model import DraftModel, load_drafter
+from shardnet.runtime.engine.model_drafts import Ask
 from shardnet.runtime.engine.requests import Speculation
 from shardnet.transport.memory import memory_pair
-from shardnet.types import DType
-from shardnet.wire.messages.drafting import LoadDrafter
+from shardnet.types import DType, SlotId
+from shardnet.wire.messages.drafting import Draft, LoadDrafter
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
 pytestmark = pytest.mark.usefixtures("drafts_always_pay")
@@ -184,6 +185,39 @@ def test_what_does_not_fit_or_is_for_another_model_is_refused(folder: Path, tmp_
             async with lending(loader) as (control, _):
                 with pytest.raises(error, match=message):
                     await borrowed(control, folder, which)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("which", "token", "n_bytes"),
+    [
+        ("eagle3", 320, 288),
+        ("small", 320, 0),
+        ("eagle3", 3, 286),
+        ("eagle3", 3, 0),
+        ("small", 3, 2),
+    ],
+)
+def test_what_a_drafter_cannot_read_is_refused(
+    folder: Path, which: str, token: int, n_bytes: int
+) -> None:
+    """A token that the model lacks, and states of another size."""
+
+    async def main() -> None:
+        async with lending(Loader()) as (control, _):
+            far = await borrowed(control, folder, which)
+            draft = Draft(
+                request=0,
+                drafter=0,
+                slot=SlotId(0),
+                position=0,
+                token_ids=token.to_bytes(4, "little"),
+                limit=1,
+                states=bytes(n_bytes),
+            )
+            with pytest.raises(LinkError, match="Draft has"):
+                await far.ask(Ask(draft=draft))
 
     asyncio.run(main())
 
