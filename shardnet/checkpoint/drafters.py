@@ -28,6 +28,7 @@ from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.layout import Layout
 from shardnet.model.families.registry import parse_config
 from shardnet.model.families.tensor_shapes import Table
+from shardnet.slot_operations import MAX_DRAFT_LAYERS
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
@@ -214,6 +215,8 @@ def _read_dflash(own: Fields, made: DrafterFiles, model: ModelConfig) -> None:
     made.layers = _layers(own, inner.take("target_layer_ids", list, usual), n - 1, counts_from=1)
     size = own.positive("block_size", 16)
     made.block_size = inner.positive("block_size", size, at_most=_MAX_BLOCK)
+    if made.block_size == 1:
+        raise inner.unsupported("block_size", 1, f"2 to {_MAX_BLOCK}")
     made.mask_id = inner.take("mask_token_id", int)
     if not 0 <= made.mask_id < model.vocab_size:
         raise inner.damaged(f"mask_token_id {made.mask_id} is no token of the model")
@@ -231,6 +234,8 @@ def _layers(own: Fields, given: list[Any], most: int, *, counts_from: int) -> tu
             f"after 0 to {most} can be read",
             remedy=_OTHER_MODEL,
         )
+    if len(found) > MAX_DRAFT_LAYERS:
+        raise own.unsupported("layers read", len(found), f"at most {MAX_DRAFT_LAYERS}")
     return tuple(found)
 
 

@@ -6,16 +6,17 @@ know who drafts, nor for whom.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
-from shardnet.checkpoint.drafters import EMBEDDING, HEAD, DrafterFiles, DrafterFormat, open_drafter
+from shardnet.checkpoint.drafters import EMBEDDING, HEAD, DrafterFormat, open_drafter
 from shardnet.errors import CheckpointError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.drafters.state_drafter import (
@@ -30,7 +31,7 @@ from shardnet.model.fused.layers import NativeSublayers
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import capacity_error_for
 from shardnet.model.kernels.library import native_kernels
-from shardnet.model.kernels.linear import KernelChoice, probe
+from shardnet.model.kernels.linear import Kernel, probe
 from shardnet.model.layers.decoder_layer import (
     AttentionSublayer,
     Layer,
@@ -45,37 +46,28 @@ from shardnet.stage.estimate.stored_dtype import STORED_FLOATS
 from shardnet.stage.weights import StageWeights
 from shardnet.types import blocks_for
 
-MAX_SLOTS: Final = 8
-"""Slots that have room at the same time."""
 
-
-@torch.inference_mode()
-def load_state_drafter(
-    folder: Path, target: Checkpoint, *, device: torch.device | str, context: int
-) -> StateDrafter:
-    """Load the drafter in `folder` for the model `target`, for slots of `context` positions.
+class StateDrafterLoader:
+    """Loads a drafter for the model `target`, for `n_slots` slots of `context` positions.
 
     It computes in the dtype that it is stored in, as `probe` chooses. Where it has no embedding or
-    LM head of its own, those of the model are read. Raises CheckpointError for a drafter that was
-    made for another model, UnsupportedModelError for one that is not implemented, CapacityError if
-    memory runs out.
+    LM head of its own, those of the model are read.
     """
-    files, device = open_drafter(folder, target), torch.device(device)
-    choice = probe(
-        device, "auto", STORED_FLOATS.get(files.checkpoint.tensors["model.fc.weight"].dtype)
-    )
-    with capacity_error_for(f"{device} has no memory for the drafter {folder}"):
-        return _Loader(files, target, choice, device).load(context)
-
-
-class _Loader:
-    """Makes a drafter of its parameters and those of the model."""
 
     def __init__(
-        self, files: DrafterFiles, target: Checkpoint, choice: KernelChoice, device: torch.device
+        self, folder: Path, target: Checkpoint, *, device: str, context: int, n_slots: int
     ) -> None:
-        self._files, self._config, self._model = files, files.config, target.config
-        self._dtype, self._device = torch_dtype(choice.dtype), device
+        """Check the drafter in `folder` by its headers.
+
+        Raises CheckpointError for one that was made for another model, UnsupportedModelError for
+        one that is not implemented.
+        """
+        self._files = files = open_drafter(folder, target)
+        self._config, self._model, self._context = files.config, target.config, context
+        self._device, checkpoint = torch.device(device), files.checkpoint
+        stored = STORED_FLOATS.get(checkpoint.tensors["model.fc.weight"].dtype)
+        self._choice = choice = probe(self._device, "auto", stored)
+        self._dtype, config = torch_dtype(choice.dtype), files.config
         table, size = files.table, (self._model.vocab_size, self._model.hidden_size)
         is_tied = HEAD not in table and self._model.tie_word_embeddings
         self._head = EMBEDDING if is_tied else HEAD
@@ -85,27 +77,49 @@ class _Loader:
             layers={},
             head={} if HEAD in table else {self._head: size},
         )
-        rest = choice, device, lambda done, total: None
-        self._own = StageWeights(files.checkpoint, own, *rest)
+        rest = choice, self._device, lambda done, total: None
+        self._own = StageWeights(checkpoint, own, *rest)
         self._borrowed = StageWeights(target, borrowed, *rest)
+        is_eagle = files.format is DrafterFormat.EAGLE3
+        self._most = MOST_CHAINED if is_eagle else files.block_size - 1
+        self._end = context + self._most + 1
+        self._kv = KvCache(
+            *(config.n_layers, config.n_kv_heads, config.head_size, self._dtype),
+            *(self._device, n_slots * blocks_for(self._end), config.windows),
+        )
+        weights = [self._weight_bytes(checkpoint, name, name == EMBEDDING) for name in table]
+        twice = () if is_eagle else ("k_proj.weight", "v_proj.weight")  # for tokens, and for states
+        weights += [self._weight_bytes(checkpoint, n, False) for n in table if n.endswith(twice)]
+        weights += [self._weight_bytes(target, name, True) for name in borrowed.embedding]
+        weights += [self._weight_bytes(target, name, False) for name in borrowed.head]
+        self.n_bytes = sum(weights) + self._kv.room_blocks * self._kv.block_bytes
+        """What it takes in memory once all its slots are full."""
 
-    def load(self, context: int) -> StateDrafter:
-        """Take all parameters, for slots of `context` positions."""
+    def _weight_bytes(self, checkpoint: Checkpoint, name: str, is_looked_up: bool) -> int:
+        """Return what a tensor takes in memory, to look rows up in or to compute with."""
+        tensor, choice = checkpoint.tensors[name], self._choice
+        is_linear = len(tensor.shape) == 2 and not is_looked_up
+        stays = choice.kernel is Kernel.NATIVE if tensor.packed is None else not choice.unpacks
+        if stays and (is_linear or tensor.packed is not None):
+            return tensor.size_bytes
+        return math.prod(tensor.shape) * choice.dtype.size_bytes
+
+    @torch.inference_mode()
+    def load(self) -> StateDrafter:
+        """Take all parameters. Raises CheckpointError for damaged ones, CapacityError."""
         config, is_eagle = self._config, self._files.format is DrafterFormat.EAGLE3
-        most = MOST_CHAINED if is_eagle else self._files.block_size - 1
-        end = context + most + 1
         assert config.rope is not None, "Llama and Qwen3 have rotary positions"
-        with self._own.writer, self._borrowed.writer:
+        what = f"{self._device} has no memory for the drafter {self._files.checkpoint.folder}"
+        with capacity_error_for(what), self._own.writer, self._borrowed.writer:
             own = self._eagle3() if is_eagle else self._dflash()
             return (Eagle3Drafter if is_eagle else DFlashDrafter)(
                 layers=self._files.layers,
-                context=context,
-                most=most,
-                kv=KvCache(
-                    *(config.n_layers, config.n_kv_heads, config.head_size, self._dtype),
-                    *(self._device, MAX_SLOTS * blocks_for(end), config.windows),
+                context=self._context,
+                most=self._most,
+                kv=self._kv,
+                rotary=rotary_tables(
+                    *(config.rope, config.head_size, self._end, self._dtype, self._device)
                 ),
-                rotary=rotary_tables(config.rope, config.head_size, end, self._dtype, self._device),
                 fuse=self._own.linear("model.fc"),
                 norm=self._norm("model.norm"),
                 lm_head=self._source(HEAD).linear(self._head.removesuffix(".weight")),

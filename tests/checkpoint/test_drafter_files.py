@@ -16,7 +16,7 @@ from support.models.drafter_checkpoints import DFLASH, READ, make_dflash, make_e
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.drafters import DrafterFormat, drafter_format, open_drafter
 from shardnet.errors import CheckpointError, UnsupportedModelError
-from shardnet.stage.drafters import load_state_drafter
+from shardnet.stage.drafters import StateDrafterLoader
 
 Tensors = dict[str, torch.Tensor]
 
@@ -66,6 +66,28 @@ def test_any_token_of_the_model_may_stand_for_a_draft(model: Checkpoint, tmp_pat
     folder = make_dflash(tmp_path / "none", dflash_config={"mask_token_id": 10**6})
     with pytest.raises(CheckpointError, match="mask_token_id 1000000 is no token of the model"):
         open_drafter(folder, model)
+
+
+def _loader(folder: Path, model: Checkpoint) -> StateDrafterLoader:
+    return StateDrafterLoader(folder, model, device="cpu", context=256, n_slots=8)
+
+
+def test_what_a_drafter_takes_in_memory(model: Checkpoint, tmp_path: Path) -> None:
+    """Keys and values of all slots too, and the table of the model where it has none."""
+    made = [
+        make_eagle3(tmp_path / "own", "specforge"),
+        make_eagle3(tmp_path / "lent", "specforge", with_embedding=False),
+        make_dflash(tmp_path / "both"),
+    ]
+    for n_lent, folder in enumerate(made):
+        loader = _loader(folder, model)
+        stored = load_file(folder / "model.safetensors")
+        n_weights = sum(each.numel() for each in stored.values() if each.is_floating_point())
+        if n_lent == 2:  # keys and values are made of states too, by a copy
+            copied = [stored[n] for n in stored if n.endswith(("k_proj.weight", "v_proj.weight"))]
+            n_weights += sum(each.numel() for each in copied)
+        n_weights += n_lent * model.config.vocab_size * model.config.hidden_size
+        assert loader.n_bytes == 4 * n_weights + 8 * 2 * loader.load().kv.block_bytes
 
 
 def _eagle_1(raw: dict[str, Any], tensors: Tensors) -> None:
@@ -131,6 +153,10 @@ def test_what_is_not_implemented_is_named(
             _set(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 16, 31]}),
             r"reads states after \[2, 17, 32\] layers, of this model those after 0 to 8",
         ),
+        (
+            _set(eagle_config={"eagle_aux_hidden_state_layer_ids": [*range(7)] * 3}),
+            "layers read = 21 is not supported; supported: at most 16",
+        ),
         (_without("d2t"), "d2t is missing"),
         (_scalar, "draft_vocab_size is missing"),
         (_without("lm_head.weight"), "lm_head.weight is missing"),
@@ -145,7 +171,7 @@ def test_a_drafter_for_another_model_is_refused(
 ) -> None:
     folder = _change(make_eagle3(tmp_path, "specforge"), how)
     with pytest.raises(CheckpointError, match=why):
-        load_state_drafter(folder, model, device="cpu", context=256)
+        _loader(folder, model).load()
 
 
 @pytest.mark.parametrize(
@@ -159,6 +185,7 @@ def test_a_drafter_for_another_model_is_refused(
         ({"dflash_config": DFLASH["dflash_config"] | {"causal": True}}, "dflash_config.causal"),
         ({"dflash_config": DFLASH["dflash_config"] | {"target_layer_ids": [1, 7]}}, "after 0 to 7"),
         ({"block_size": 500}, "block_size is 500, expected 1 to 256"),
+        ({"block_size": 1}, "block_size = 1 is not supported; supported: 2 to 256"),
         ({"fc_norm": True}, "fc_norm"),
     ],
 )

@@ -27,8 +27,9 @@ from support.rings.stage_chain import random_prompt
 from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
+from shardnet.errors import CapacityError
 from shardnet.model.kernels.library import native_kernels
-from shardnet.stage.drafters import load_state_drafter
+from shardnet.stage.drafters import StateDrafterLoader
 from shardnet.types import SlotId
 
 SLOT = SlotId(0)
@@ -46,9 +47,9 @@ class Drafting:
         self.target = Target(model)
         self.oracle: Any = oracle(folder, self.target)
         self.layers = READ["dflash" if is_block else kind]
-        self.drafter: Any = load_state_drafter(
-            folder, Checkpoint.open(read or model), device="cpu", context=context
-        )
+        self.drafter: Any = StateDrafterLoader(
+            folder, Checkpoint.open(read or model), device="cpu", context=context, n_slots=8
+        ).load()
         assert self.drafter.layers == self.layers
         self.logits: list[Tensor] = []
         lm_head = self.drafter.lm_head
@@ -144,6 +145,18 @@ def test_a_full_slot_begins_anew(kind: str, drafting: Callable[..., Drafting]) -
     made.check(tokens[:104], 100, first=100)
     made.check(tokens[:110], 103, first=100)
     made.check(tokens, 112, first=112)
+
+
+@pytest.mark.parametrize("kind", ["specforge", "dflash"])
+def test_a_slot_without_room_is_begun_anew(kind: str, drafting: Callable[..., Drafting]) -> None:
+    """What it was to read counts as read no more."""
+    made, tokens = drafting(kind), random_prompt(400, VOCAB)
+    made.check(tokens[:101], 0)
+    made.drafter.kv.room_blocks = 1
+    with pytest.raises(CapacityError):
+        made.check(tokens[:301], 100)
+    made.drafter.kv.room_blocks = 8
+    made.check(tokens, 300, first=300)
 
 
 def test_layers_with_windows_go_back_as_far_as_they_keep_rows(

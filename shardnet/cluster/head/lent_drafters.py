@@ -62,7 +62,10 @@ class DrafterLoader:
 
     def __post_init__(self) -> None:
         self._loaded: list[DraftModel] = []
-        self.orders.drafter_bytes = lambda: sum(each.n_bytes for each in self._live())
+        self._turn, self._loading = asyncio.Lock(), dict[object, int]()
+        self.orders.drafter_bytes = lambda: sum(
+            [*self._loading.values(), *(each.n_bytes for each in self._live())]
+        )
 
     def _live(self) -> list[DraftModel]:
         self._loaded = [each for each in self._loaded if not each.is_closed]
@@ -91,20 +94,27 @@ class DrafterLoader:
         path = await self.folder_of(message.drafter, on_progress)
         model = message.form.model
         target = await self.disk.run(model, partial(find_folder, model))
-        spare_bytes, threads = self.orders.free_bytes(), self.orders.threads_of(0)
-        loaded = await self.disk.run(
-            message.drafter,
-            lambda: load_drafter(
-                path,
-                target,
-                message.form,
-                vocab_size=message.vocab_size,
-                device=self.orders.device.for_torch,
-                memory_bytes=spare_bytes,
-                threads=threads,
-            ),
-        )
-        self._loaded.append(loaded)
+        order = object()
+
+        def load() -> DraftModel:
+            try:
+                return load_drafter(
+                    path,
+                    target,
+                    message.form,
+                    vocab_size=message.vocab_size,
+                    device=self.orders.device.for_torch,
+                    memory_bytes=spare_bytes,
+                    threads=threads,
+                    take=partial(self._loading.__setitem__, order),
+                )
+            finally:  # also where nobody waits any more
+                self._loading.pop(order, None)
+
+        async with self._turn:  # who comes next counts what this one takes
+            spare_bytes, threads = self.orders.free_bytes(), self.orders.threads_of(0)
+            loaded = await self.disk.run(message.drafter, load)
+            self._loaded.append(loaded)
         return loaded
 
 
@@ -146,7 +156,6 @@ class LentDrafters:
                     request=message.request,
                     layers=model.layers,
                     most=model.most,
-                    weight_bytes=model.n_bytes,
                     draft_s=await model.measured_s(),
                 )
             )
@@ -159,9 +168,11 @@ class LentDrafters:
 
     async def _draft(self, control: ControlLink, message: Draft) -> None:
         model = self._of(control, message.drafter)
-        if len(message.token_ids) % 4 or len(message.states) % (len(message.token_ids) // 2):
-            raise RemoteProtocolError("Draft has parts of token ids, or of rows of states")
-        token_ids = await model.ask(Ask(draft=message))
+        ask, (n_rows, rest) = Ask(draft=message), divmod(len(message.token_ids), 4)
+        is_whole = not rest and len(message.states) == n_rows * model.width
+        if not is_whole or max(ask.token_ids) >= model.vocab_size:
+            raise RemoteProtocolError("Draft has parts of token ids or rows, or ids of no tokens")
+        token_ids = await model.ask(ask)
         control.send(DraftReply(request=message.request, token_ids=tuple(token_ids)))
 
     async def _free(self, control: ControlLink, message: FreeDraftSlot) -> None:

@@ -62,7 +62,11 @@ class StateDrafter(ABC):
         ids = [*token_ids[-self.context :]]
         place = self._begin(slot, position + len(token_ids) - len(ids), len(ids))
         states = states[-len(ids) :].to(self.kv.device, self.kv.dtype)
-        return self._draft(slot, ids, place, states, min(limit, self.most))
+        try:
+            return self._draft(slot, ids, place, states, min(limit, self.most))
+        except BaseException:  # it does not hold what it was to read
+            self.free(slot)
+            raise
 
     @abstractmethod
     def _draft(self, slot: SlotId, ids: list[int], place: int, states: Tensor, n: int) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,12 +22,12 @@ from shardnet.runtime.engine.model_drafts import (
     MAX_DRAFTED_SEQUENCES,
     Ask,
     DraftHost,
-    stored_bytes,
 )
 from shardnet.runtime.loading.loading import kv_room, set_compute_threads
 from shardnet.runtime.scheduling.admission_queue import DRAFT_POSITIONS
 from shardnet.runtime.stage.executor import COMPUTE_SILENCE_S, Executor
-from shardnet.stage.drafters import load_state_drafter
+from shardnet.stage.drafters import StateDrafterLoader
+from shardnet.stage.estimate.memory_estimate import kv_block_bytes, stage_weight_bytes
 from shardnet.stage.estimate.stored_dtype import weight_form
 from shardnet.stage.load import load_stage
 from shardnet.stage.stage_model import StageModel
@@ -57,8 +57,9 @@ class DraftModel(DraftHost):
         *,
         n_bytes: int = 0,
         width: int = 0,
+        vocab_size: int = 0,
     ) -> None:
-        """`n_bytes` are those of its weights, `width` that of a row of the states it reads."""
+        """It takes `n_bytes`, and reads rows of states of `width` bytes, 0 for none."""
         if isinstance(model, StageModel):
             super().__init__()
         else:
@@ -66,7 +67,7 @@ class DraftModel(DraftHost):
         self.model, self.executor = model, executor
         self.n_steps = 0
         """Steps it has computed."""
-        self.n_bytes, self._width = n_bytes, width
+        self.n_bytes, self.width, self.vocab_size = n_bytes, width, vocab_size
         self.ended = asyncio.Event()
         """Set once it is unloaded."""
 
@@ -87,7 +88,7 @@ class DraftModel(DraftHost):
                 position=0,
                 token_ids=bytes(4),
                 limit=1,
-                states=bytes(self._width),
+                states=bytes(self.width),
             )
             await self.ask(Ask(draft=draft))
         took_s = time.perf_counter() - began_s
@@ -161,11 +162,13 @@ def load_drafter(
     device: str,
     memory_bytes: int,
     threads: int,
+    take: Callable[[int], None] = lambda n_bytes: None,
 ) -> DraftModel:
     """Load the drafter at `path`, whatever it is, for a ring of this form, of the model `target`.
 
-    As load_draft_model, which loads what is a model. Raises CheckpointError too for a drafter of
-    another model, and without `target` for one that reads its states.
+    `take` is called with the bytes that it will take. As load_draft_model, which loads what is a
+    model. Raises CheckpointError too for a drafter of another model, and without `target` for one
+    that reads its states.
     """
     if drafter_format(path) is DrafterFormat.MODEL:
         return load_draft_model(
@@ -176,6 +179,7 @@ def load_drafter(
             memory_bytes=memory_bytes,
             threads=threads,
             ignore_unknown_config=form.ignore_unknown_config,
+            take=take,
         )
     if target is None:
         raise CheckpointError(
@@ -183,16 +187,19 @@ def load_drafter(
             remedy="copy the model there, or draft on the head",
         )
     checkpoint = Checkpoint.open(target, ignore_unknown_config=form.ignore_unknown_config)
-    n_bytes = stored_bytes(path)
-    if n_bytes > memory_bytes:
+    context = min(form.context, 2 * DRAFT_POSITIONS)
+    loader = StateDrafterLoader(
+        path, checkpoint, device=device, context=context, n_slots=MAX_DRAFTED_SEQUENCES
+    )
+    if loader.n_bytes > memory_bytes:
         raise CapacityError(
-            f"--speculate {path}: the drafter takes {n_bytes} bytes, {memory_bytes} are left",
+            f"--speculate {path}: it takes {loader.n_bytes} bytes, {memory_bytes} are left",
             remedy="give the node more --memory, or draft on another",
         )
-    context = min(form.context, 2 * DRAFT_POSITIONS)
-    drafter = load_state_drafter(path, checkpoint, device=device, context=context)
-    width = 2 * len(drafter.layers) * checkpoint.config.hidden_size
-    return DraftModel(drafter, _thread(threads), n_bytes=n_bytes, width=width)
+    take(loader.n_bytes)
+    drafter, thread = loader.load(), _thread(threads)
+    width = 2 * len(drafter.layers) * checkpoint.config.row_width
+    return DraftModel(drafter, thread, n_bytes=loader.n_bytes, width=width, vocab_size=vocab_size)
 
 
 def _thread(threads: int) -> Executor:
@@ -212,13 +219,14 @@ def load_draft_model(
     memory_bytes: int,
     threads: int,
     ignore_unknown_config: bool = False,
+    take: Callable[[int], None] = lambda n_bytes: None,
 ) -> DraftModel:
     """Load the whole model at `path` into at most `memory_bytes`, its KV cache included.
 
-    Runs on a loading thread. `vocab_size` is the ring's. Raises CheckpointError for a model of
-    another vocabulary, UsageError for one that is computed by modules of transformers,
-    UnsupportedModelError for unknown keys of its config unless `ignore_unknown_config`,
-    CapacityError when it does not fit.
+    Runs on a loading thread; see load_drafter. `vocab_size` is the ring's. Raises CheckpointError
+    for a model of another vocabulary, UsageError for one that is computed by modules of
+    transformers, UnsupportedModelError for unknown keys of its config unless
+    `ignore_unknown_config`, CapacityError when it does not fit.
     """
     checkpoint = Checkpoint.open(path, ignore_unknown_config=ignore_unknown_config)
     config = checkpoint.config
@@ -237,6 +245,9 @@ def load_draft_model(
         kv_room(config, layers, form, context, memory_bytes, device=kind.type).blocks,
         MAX_DRAFTED_SEQUENCES * blocks_for(context),
     )
+    block_bytes = kv_block_bytes(config, layers, form.kv, computed=form.dtype)
+    n_bytes = stage_weight_bytes(config, layers, form) + room_blocks * block_bytes
+    take(n_bytes)
     model = load_stage(
         checkpoint,
         layers,
@@ -246,4 +257,4 @@ def load_draft_model(
         context=context,
         progress=lambda done, total: None,
     )
-    return DraftModel(model, _thread(threads), n_bytes=stored_bytes(path))
+    return DraftModel(model, _thread(threads), n_bytes=n_bytes, vocab_size=vocab_size)

@@ -12,7 +12,7 @@ from msgspec import Meta
 from shardnet.slot_operations import MAX_DRAFT_LAYERS, Slot
 from shardnet.stage_form import StageForm
 from shardnet.types import MAX_ROWS_IN_FLIGHT, U32, LayerNumber, Positions
-from shardnet.wire.framing.schema import Count, Numbered, RequestId, Seconds
+from shardnet.wire.framing.schema import Numbered, RequestId, Seconds
 
 MAX_DRAFTED: Final = 256
 MAX_READ_TOKENS: Final = 1 << 20
@@ -37,12 +37,11 @@ class DrafterReady(Numbered, frozen=True, kw_only=True):
     """Answers LoadDrafter; Failed follows if the drafter is lost.
 
     It reads hidden states after so many layers as each of `layers` says, and makes at most `most`
-    drafts at once. One takes `draft_s`, of `weight_bytes`.
+    drafts at once. One takes `draft_s`.
     """
 
     layers: Annotated[tuple[LayerNumber, ...], Meta(max_length=MAX_DRAFT_LAYERS)]
     most: _NDrafts
-    weight_bytes: Count
     draft_s: Seconds
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +16,17 @@ from support.rings.real_ring import ask, guessing, real_ring, say, say_all
 from support.rings.stage_chain import CPU, probed, random_prompt
 from support.rings.stage_forms import form_of
 
-from shardnet.cluster.head.lent_drafters import FarDrafter, LentDrafters, OnBytes
+from shardnet.cluster.head.lent_drafters import DrafterLoader, FarDrafter, LentDrafters, OnBytes
 from shardnet.cluster.peers import control_link
 from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
-from shardnet.errors import CapacityError, CheckpointError, ShardnetError
+from shardnet.cluster.store.disk_jobs import DiskJobs
+from shardnet.errors import CapacityError, CheckpointError, LinkError, ShardnetError
 from shardnet.runtime.engine.draft_model import DraftModel, load_drafter
+from shardnet.runtime.engine.model_drafts import Ask
 from shardnet.runtime.engine.requests import Speculation
 from shardnet.transport.memory import memory_pair
-from shardnet.types import DType
-from shardnet.wire.messages.drafting import LoadDrafter
+from shardnet.types import DType, SlotId
+from shardnet.wire.messages.drafting import Draft, LoadDrafter
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
 pytestmark = pytest.mark.usefixtures("drafts_always_pay")
@@ -94,14 +97,13 @@ async def lending(loader: Any) -> AsyncIterator[tuple[ControlLink, Callable[[], 
         model.executor.join()
 
 
+def order_of(folder: Path, which: str) -> LoadDrafter:
+    form = form_of(folder / "model")
+    return LoadDrafter(request=0, drafter=str(folder) + f"/{which}", form=form, vocab_size=320)
+
+
 async def borrowed(control: ControlLink, folder: Path, which: str) -> FarDrafter:
-    order = LoadDrafter(
-        request=0,
-        drafter=str(folder / which),
-        form=form_of(folder / "model"),
-        vocab_size=320,
-    )
-    far = FarDrafter(control, order)
+    far = FarDrafter(control, order_of(folder, which))
     await far.load(lambda done, total: None)
     return far
 
@@ -183,5 +185,67 @@ def test_what_does_not_fit_or_is_for_another_model_is_refused(folder: Path, tmp_
             async with lending(loader) as (control, _):
                 with pytest.raises(error, match=message):
                     await borrowed(control, folder, which)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("which", "token", "n_bytes"),
+    [
+        ("eagle3", 320, 288),
+        ("small", 320, 0),
+        ("eagle3", 3, 286),
+        ("eagle3", 3, 0),
+        ("small", 3, 2),
+    ],
+)
+def test_what_a_drafter_cannot_read_is_refused(
+    folder: Path, which: str, token: int, n_bytes: int
+) -> None:
+    """A token that the model lacks, and states of another size."""
+
+    async def main() -> None:
+        async with lending(Loader()) as (control, _):
+            far = await borrowed(control, folder, which)
+            draft = Draft(
+                request=0,
+                drafter=0,
+                slot=SlotId(0),
+                position=0,
+                token_ids=token.to_bytes(4, "little"),
+                limit=1,
+                states=bytes(n_bytes),
+            )
+            with pytest.raises(LinkError, match="Draft has"):
+                await far.ask(Ask(draft=draft))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("which", ["small", "eagle3"])
+def test_two_loads_at_once_take_no_room_twice(folder: Path, which: str) -> None:
+    paths = [which, f"model/../{which}", f"small/../{which}"]  # jobs of each run side by side
+    asked, here = [order_of(folder, path) for path in paths], Loader()
+
+    async def main() -> None:
+        room = (await here.load(asked[0], lambda done, total: None)).n_bytes * 3 // 2
+        orders: Any = SimpleNamespace(
+            free_bytes=lambda: room - orders.drafter_bytes(),
+            threads_of=lambda place: 1,
+            device=SimpleNamespace(for_torch="cpu"),
+        )
+        planner: Any = None
+        loader = DrafterLoader(disk=DiskJobs("disk"), planner=planner, orders=orders)
+        loads = [loader.load(each, lambda done, total: None) for each in asked]
+        found = await asyncio.gather(*loads, return_exceptions=True)
+        loaded = [each for each in found if isinstance(each, DraftModel)]
+        taken = sum(each.n_bytes for each in loaded)
+        assert orders.drafter_bytes() == taken <= room
+        assert all(isinstance(each, DraftModel | CapacityError) for each in found)
+        assert len(loaded) < 3
+        for each in [*loaded, *here.loaded]:
+            each.close()
+        assert orders.drafter_bytes() == 0
+        loader.disk.close()
 
     asyncio.run(main())
