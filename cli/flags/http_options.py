@@ -93,7 +93,7 @@ class HttpOptions:
 
     speculate: str = flag(
         "off",
-        "--speculate off|ngram|mtp|auto|NAME",
+        "--speculate off|ngram|mtp|auto|NAME[@NODE]",
         "How to draft for requests that do not say; auto: by what the model ships with, and "
         "look-up.",
         env=True,

@@ -106,10 +106,10 @@ class SamplingOptions:
     grammar: str = flag("", "--grammar FILE", "Write what this grammar, in Lark's form, matches.")
     speculate: str = flag(
         "off",
-        "--speculate off|ngram|mtp|auto|NAME",
+        "--speculate off|ngram|mtp|auto|NAME[@NODE]",
         "Draft tokens and verify several at once: by look-up in the text, by the layer of the "
-        "model that predicts further tokens, or by the model NAME on the head. auto: by what "
-        "the model ships with, and look-up.",
+        "model that predicts further tokens, or by the small model or drafter (EAGLE-3, DFlash) "
+        "NAME, where it drafts best or on NODE. auto: by what the model ships with, and look-up.",
         env=True,
     )
     draft_tokens: int = flag(
