@@ -249,6 +249,7 @@ def _drafter_line(drafted: Drafted) -> str:
     return (
         f"  drafts: {drafted.drafter} on {drafted.node}, {drafted.n_accepted} of "
         f"{drafted.n_drafted} right, {n_tokens:.2f} tokens a step"
+        + (f" ({drafted.why})" if drafted.why else "")
     )
 
 

@@ -179,11 +179,12 @@ class Clients:
         if lead is None or lead.plan.facts.model_id != plan.facts.model_id:
             return []
         names = [node.name for node in lead.plan.nodes]
-        place = self.drafts.drafters.place if self.drafts.drafters is not None else None
+        places = {} if self.drafts.drafters is None else self.drafts.drafters.places_by_name
         where = dict.fromkeys((NGRAM, FORCED), names[0]) | {MTP: names[-1]}
-        other = names[0] if place is None else place.name
         return [
-            replace(each, node=where.get(each.drafter, other))
+            replace(each, node=place.name, why=place.why)
+            if (place := places.get(each.drafter)) is not None
+            else replace(each, node=where.get(each.drafter, names[0]))
             for each in lead.ring.engine.totals.drafters
         ]
 

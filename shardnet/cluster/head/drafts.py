@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from shardnet.cluster.head.drafters import Drafters
 from shardnet.cluster.head.lent_drafters import OnBytes
@@ -90,10 +89,10 @@ class Drafts:
         if how == NGRAM:
             return Speculation(make_draft_source=lambda wake: look_up(), most=most)
         assert self.drafters is not None
-        host = await self.drafters.load(order, on_progress)
+        name, host = await self.drafters.load(order, on_progress)
         return Speculation(
             make_draft_source=(lambda wake: look_up()) if host is None else host.draft_source,
-            name=NGRAM if host is None else Path(how).name,
+            name=NGRAM if host is None else name,
             look_up=None if host is None else look_up,
             most=most,
             layers=() if host is None else host.layers,

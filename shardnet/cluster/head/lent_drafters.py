@@ -7,12 +7,13 @@ nor which drafts are accepted.
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec import structs
 
@@ -22,12 +23,14 @@ from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.errors import (
     CancelledRequestError,
+    CapacityError,
     CheckpointError,
     LinkError,
     PeerSilentError,
     RemoteProtocolError,
     ShardnetError,
     UsageError,
+    internal_error,
 )
 from shardnet.runtime.engine.model_drafts import Ask, DraftHost
 from shardnet.runtime.loading.model_facts import find_folder
@@ -46,10 +49,16 @@ from shardnet.wire.messages.stages import LoadProgress
 if TYPE_CHECKING:  # it imports torch, which a node without a drafter may never need
     from shardnet.runtime.engine.draft_model import DraftModel
 
+_log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 OnBytes = Callable[[int, int], None]
 """Takes (bytes done, bytes in all)."""
+LOAD_S: Final = 1800.0
+"""How long another node may load one, its download included."""
+PAUSE_S: Final = 60.0
+"""How long a node that was short of memory loads none."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -66,6 +75,15 @@ class DrafterLoader:
         self.orders.drafter_bytes = lambda: sum(
             [*self._loading.values(), *(each.n_bytes for each in self._live())]
         )
+        self._until_s = 0.0
+
+    def pause(self) -> None:
+        """Refuse to load any for PAUSE_S: memory is short."""
+        self._until_s = time.monotonic() + PAUSE_S
+
+    def _check_pause(self) -> None:
+        if time.monotonic() < self._until_s:
+            raise CapacityError("memory is short here: no drafter is loaded now")
 
     def _live(self) -> list[DraftModel]:
         self._loaded = [each for each in self._loaded if not each.is_closed]
@@ -88,15 +106,18 @@ class DrafterLoader:
         return path
 
     async def load(self, message: LoadDrafter, on_progress: OnBytes) -> DraftModel:
-        """Load a drafter. Raises what `folder_of` and load_drafter raise."""
-        from shardnet.runtime.engine.draft_model import load_drafter
-
+        """Load a drafter. Raises what `folder_of` and load_drafter raise, and CapacityError in a
+        pause.
+        """
+        self._check_pause()
         path = await self.folder_of(message.drafter, on_progress)
         model = message.form.model
         target = await self.disk.run(model, partial(find_folder, model))
         order = object()
 
         def load() -> DraftModel:
+            from shardnet.runtime.engine.draft_model import load_drafter  # torch takes seconds
+
             try:
                 return load_drafter(
                     path,
@@ -115,6 +136,9 @@ class DrafterLoader:
             spare_bytes, threads = self.orders.free_bytes(), self.orders.threads_of(0)
             loaded = await self.disk.run(message.drafter, load)
             self._loaded.append(loaded)
+        if time.monotonic() < self._until_s:
+            loaded.close()
+        self._check_pause()
         return loaded
 
 
@@ -191,7 +215,7 @@ class FarDrafter(DraftHost):
 
     def __init__(self, control: ControlLink, order: LoadDrafter) -> None:
         super().__init__()
-        self._control, self._order = control, order
+        self.control, self._order = control, order
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.draft_s, self._number = 0.0, 0
@@ -207,22 +231,28 @@ class FarDrafter(DraftHost):
 
     async def _hold(self, on_progress: OnBytes) -> None:
         """Wait until it is ready, and then for what ends it."""
+        name = self.control.peer_name
         try:
-            async with self._control.conversation(self._order) as answers:
-                while True:
-                    is_ready = self._ready.done()
-                    async with nullcontext() if is_ready else deadline(REPLY_SILENCE_S):
-                        answer = await anext(answers)
-                    if isinstance(answer, LoadProgress):
-                        on_progress(answer.done_bytes, answer.total_bytes)
-                    elif isinstance(answer, DrafterReady):
-                        self.layers, self.most = answer.layers, answer.most
-                        self.draft_s, self._number = answer.draft_s, answer.request
-                        self._ready.set_result(None)
-        except (ShardnetError, TimeoutError) as error:
-            if not self._ready.done():
-                silent = PeerSilentError(f"{self._control.peer_name} loads no drafter: no answer")
-                self._ready.set_exception(error if isinstance(error, ShardnetError) else silent)
+            async with self.control.conversation(self._order) as answers:
+                async with deadline(LOAD_S):
+                    while not self._ready.done():
+                        async with deadline(REPLY_SILENCE_S):
+                            answer = await anext(answers)
+                        if isinstance(answer, LoadProgress):
+                            on_progress(answer.done_bytes, answer.total_bytes)
+                        elif isinstance(answer, DrafterReady):
+                            self.layers, self.most = answer.layers, answer.most
+                            self.draft_s, self._number = answer.draft_s, answer.request
+                            self._ready.set_result(None)
+                raise RemoteProtocolError(f"{name} sent {type(await anext(answers)).__name__}")
+        except Exception as error:
+            found = internal_error("a drafter", error)
+            if isinstance(error, TimeoutError):
+                found = PeerSilentError(f"{name} loads no drafter: no answer")
+            if self._ready.done():
+                _log.warning("%s drafts no more with %s: %s", name, self._order.drafter, found)
+            else:
+                self._ready.set_exception(found)
         finally:
             self.close()
 
@@ -241,21 +271,24 @@ class FarDrafter(DraftHost):
         return self._run(self._freed(slot))
 
     async def _drafts(self, ask: Ask) -> list[int]:
-        control = self._control
+        control = self.control
         message = structs.replace(ask.draft, drafter=self._number)
         try:
             answer = await control.ask(message, DraftReply)
-        except (LinkError, RemoteProtocolError):
+            if max(answer.token_ids, default=0) >= self._order.vocab_size:
+                raise RemoteProtocolError(f"{control.peer_name} drafted no token of the model")
+        except LinkError:
             self.close()
             raise
-        if max(answer.token_ids, default=0) >= self._order.vocab_size:
-            self.close()
-            raise RemoteProtocolError(f"{control.peer_name} drafted no token of the model")
         return [*answer.token_ids]
 
     async def _freed(self, slot: SlotId) -> None:
         message = FreeDraftSlot(request=0, drafter=self._number, slot=slot)
-        await self._control.ask(message, Done)
+        try:
+            await self.control.ask(message, Done)
+        except ShardnetError:  # the slot would be lost for good
+            self.close()
+            raise
 
     def _run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.ensure_future(work)

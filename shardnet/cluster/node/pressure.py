@@ -250,6 +250,7 @@ class NodePressure:
                 self.log(f"warning: the head keeps what it has for requests to come: {error}")
         if not self.head.n_requests:
             self.drafts.close()
+        self.lent.loader.pause()
         self.lent.close()
         self.encoders.free_idle()
         await self.host.drop_caches()

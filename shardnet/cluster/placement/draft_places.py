@@ -21,15 +21,14 @@ _ROOM: Final = 1.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlace:
-    """A node that may draft: what a draft takes there, its part of the way, and what it costs.
+    """A node that may draft, and what a draft costs there.
 
-    `cost_s` counts what its drafts take from a stage there. None where nothing was measured.
+    `cost_s` counts its part of the way, and what its drafts take from a stage there. None where
+    nothing was measured.
     """
 
     node: NodeId
     name: str
-    draft_s: float | None
-    way_s: float
     cost_s: float | None
     why: str
 
@@ -77,15 +76,12 @@ def _place(
     shares = key in stages and node.cores <= node.threads
     beside = ", which its stage waits for" if shares else ""
     if speed is None:
-        why = f"{node.name}: not measured{beside}"
-        return DraftPlace(node=key, name=node.name, draft_s=None, way_s=way_s, cost_s=None, why=why)
+        return DraftPlace(node=key, name=node.name, cost_s=None, why=f"not measured{beside}")
     draft_s = n_layers * speed.layer_s
     way = "" if is_head else f" and {way_s * 1e3:.2g} ms on its way"
     return DraftPlace(
         node=key,
         name=node.name,
-        draft_s=draft_s,
-        way_s=way_s,
         cost_s=draft_s * (2 if shares else 1) + way_s,
-        why=f"{node.name}: a draft takes about {draft_s * 1e3:.2g} ms{beside}{way}",
+        why=f"a draft takes about {draft_s * 1e3:.2g} ms{beside}{way}",
     )

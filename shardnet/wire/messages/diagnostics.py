@@ -261,11 +261,12 @@ class Drafted(Strict, frozen=True, kw_only=True):
     """What one drafter made: ngram, mtp, forced by a constraint, or a draft model.
 
     Of `n_drafted` tokens `n_accepted` were right. `n_steps` steps began with its drafts, and gave
-    `n_tokens` tokens. A plan says on which `node`, by its name.
+    `n_tokens` tokens. A plan says on which `node`, by its name, and `why` there.
     """
 
     drafter: PathText
     node: schema.Name = ""
+    why: schema.Explanation = ""
     n_drafted: schema.Count = 0
     n_accepted: schema.Count = 0
     n_steps: schema.Count = 0

@@ -10,23 +10,32 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from support.models.checkpoints import make_llama
 from support.models.drafter_checkpoints import make_dflash, make_eagle3
 from support.rings.real_ring import ask, guessing, real_ring, say, say_all
 from support.rings.stage_chain import CPU, probed, random_prompt
-from support.rings.stage_forms import form_of
+from support.rings.stage_forms import FORM, form_of
 
+from shardnet.cluster.head import lent_drafters
 from shardnet.cluster.head.lent_drafters import DrafterLoader, FarDrafter, LentDrafters, OnBytes
 from shardnet.cluster.peers import control_link
-from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, Handler, Incoming, MessageHandlers
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import CapacityError, CheckpointError, LinkError, ShardnetError
+from shardnet.errors import (
+    CapacityError,
+    CheckpointError,
+    LinkError,
+    PeerSilentError,
+    ShardnetError,
+    UsageError,
+)
 from shardnet.runtime.engine.draft_model import DraftModel, load_drafter
 from shardnet.runtime.engine.model_drafts import Ask
 from shardnet.runtime.engine.requests import Speculation
 from shardnet.transport.memory import memory_pair
 from shardnet.types import DType, SlotId
-from shardnet.wire.messages.drafting import Draft, LoadDrafter
+from shardnet.wire.messages.drafting import Draft, DrafterReady, LoadDrafter
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
 pytestmark = pytest.mark.usefixtures("drafts_always_pay")
@@ -73,9 +82,22 @@ async def nobody(control: ControlLink, message: Incoming) -> None:
 
 
 @asynccontextmanager
+async def linked(handle: Handler) -> AsyncIterator[ControlLink]:
+    """A link to a node that handles requests so."""
+    near, far = await memory_pair(hello("near"), hello("far"))
+    asking, answering = ControlLink(near, nobody), ControlLink(far, handle)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(asking.serve_to_the_end())
+        tasks.create_task(answering.serve_to_the_end())
+        try:
+            yield asking
+        finally:
+            await asyncio.gather(near.close(), far.close())
+
+
+@asynccontextmanager
 async def lending(loader: Any) -> AsyncIterator[tuple[ControlLink, Callable[[], None]]]:
     """A link to a node that lends, and what makes it deaf."""
-    near, far = await memory_pair(hello("near"), hello("far"))
     handlers, is_deaf = MessageHandlers(), asyncio.Event()
     LentDrafters(loader=loader, log=lambda line: None).register(handlers)
 
@@ -84,14 +106,8 @@ async def lending(loader: Any) -> AsyncIterator[tuple[ControlLink, Callable[[], 
             await asyncio.Event().wait()
         await handlers.handle(control, message)
 
-    asking, answering = ControlLink(near, nobody), ControlLink(far, handle)
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(asking.serve_to_the_end())
-        tasks.create_task(answering.serve_to_the_end())
-        try:
-            yield asking, is_deaf.set
-        finally:
-            await asyncio.gather(near.close(), far.close())
+    async with linked(handle) as asking:
+        yield asking, is_deaf.set
     for model in loader.loaded:
         assert model.is_closed
         model.executor.join()
@@ -185,6 +201,57 @@ def test_what_does_not_fit_or_is_for_another_model_is_refused(folder: Path, tmp_
             async with lending(loader) as (control, _):
                 with pytest.raises(error, match=message):
                     await borrowed(control, folder, which)
+
+    asyncio.run(main())
+
+
+ORDER = LoadDrafter(request=0, drafter="small", form=FORM, vocab_size=320)
+READY = DrafterReady(request=0, layers=(), most=4, draft_s=0.0)
+
+
+@pytest.mark.parametrize("n_ready", [1, 2])
+def test_a_node_that_says_twice_that_it_is_ready_or_keeps_a_slot_is_not_asked_again(
+    n_ready: int,
+) -> None:
+    async def handle(control: ControlLink, message: Incoming) -> None:
+        if not isinstance(message, LoadDrafter):
+            raise UsageError("there is no drafter here")
+        for _ in range(n_ready):
+            control.send(replace(READY, request=message.request))
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        async with linked(handle) as control:
+            far = FarDrafter(control, ORDER)
+            await far.load(lambda done, total: None)
+            [failed] = await asyncio.gather(far.free(SlotId(0)), return_exceptions=True)
+            assert isinstance(failed, UsageError | asyncio.CancelledError)
+            assert far.is_closed
+
+    asyncio.run(main())
+
+
+def test_a_load_ends_though_its_node_reports_progress_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lent_drafters, "LOAD_S", 0.05)
+
+    async def handle(control: ControlLink, message: Incoming) -> None:
+        assert isinstance(message, LoadDrafter)
+        while True:
+            control.tell_progress(message.request, 0, 0)
+            await control.link.drain()
+            await asyncio.sleep(0)
+
+    def fail(done: int, total: int) -> None:
+        raise ValueError("a bug")
+
+    async def main() -> None:
+        async with linked(handle) as control:
+            with pytest.raises(PeerSilentError, match="loads no drafter"):
+                await FarDrafter(control, ORDER).load(lambda done, total: None)
+            with pytest.raises(ShardnetError, match="internal error in a drafter"):
+                await FarDrafter(control, ORDER).load(fail)
 
     asyncio.run(main())
 

@@ -14,6 +14,7 @@ import pytest
 from support.cluster.small_node import small_settings
 from support.models.checkpoints import make_llama
 from support.rings.stage_chain import random_prompt
+from support.rings.stage_forms import FORM
 from support.waiting import until
 
 from shardnet.api.client import connect
@@ -23,8 +24,9 @@ from shardnet.cluster.node.node import Node, listening, running
 from shardnet.cluster.node.pressure import UnusedModels
 from shardnet.cluster.pressure.policy import Action, MemoryLook, OwnerLook
 from shardnet.cluster.store.disk_jobs import DiskJobs
-from shardnet.errors import BusyError, PeerFailedError, PlanError
+from shardnet.errors import BusyError, CapacityError, PeerFailedError, PlanError
 from shardnet.types import NodeId
+from shardnet.wire.messages.drafting import LoadDrafter
 from shardnet.wire.messages.generation import Unload
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -107,6 +109,9 @@ def test_a_node_gives_caches_then_layers_and_takes_part_again(
             state = bert.pressure.state()
             assert state is not None
             assert (state.n_drops, state.n_rests, state.yields) == (1, 1, True)
+            order = LoadDrafter(request=0, drafter=str(model), form=FORM, vocab_size=320)
+            with pytest.raises(CapacityError, match="memory is short here"):
+                await bert.lent.loader.load(order, lambda done, total: None)
             while anna.info().stage is not None:
                 await other.look(anna)
             with pytest.raises(

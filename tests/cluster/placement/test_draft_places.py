@@ -57,6 +57,5 @@ def test_where_drafts_cost_the_least(
     )
     assert [place.name for place in found] == expected
     for place in found:
-        assert place.name in place.why
-        if place.name in speeds:
-            assert place.draft_s == 2 * speeds[place.name]
+        takes = f"a draft takes about {2e3 * speeds.get(place.name, 0):.2g} ms"
+        assert place.why.startswith(takes if place.name in speeds else "not measured")
