@@ -183,7 +183,7 @@ class Drafters:
             await far.load(on_progress)
             return far
         except CapacityError:
-            if before is None or self._host is not before:
+            if before is None or before.is_closed or self._host is not before:
                 raise
         self._hold(None)
         return await self._load_at(place, order, None, on_progress)
