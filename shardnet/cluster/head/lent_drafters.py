@@ -275,12 +275,13 @@ class FarDrafter(DraftHost):
         message = structs.replace(ask.draft, drafter=self._number)
         try:
             answer = await control.ask(message, DraftReply)
-            if max(answer.token_ids, default=0) >= self._order.vocab_size:
-                raise RemoteProtocolError(f"{control.peer_name} drafted no token of the model")
+            ids = answer.token_ids
+            if len(ids) > message.limit or max(ids, default=0) >= self._order.vocab_size:
+                raise RemoteProtocolError(f"{control.peer_name} drafted what nobody asked for")
         except LinkError:
             self.close()
             raise
-        return [*answer.token_ids]
+        return [*ids]
 
     async def _freed(self, slot: SlotId) -> None:
         message = FreeDraftSlot(request=0, drafter=self._number, slot=slot)
