@@ -112,6 +112,7 @@ class RingHistory:
                 )
                 for one in activity.rings
             ],
+            drafters=activity.drafters,
         )
 
     def loading(self) -> ShownLoading | None:

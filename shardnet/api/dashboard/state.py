@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from shardnet.wire.messages.diagnostics import PartState, RingLoad
+from shardnet.wire.messages.diagnostics import Drafted, PartState, RingLoad
 from shardnet.wire.messages.plans import LeftOut
 
 NodeState = Literal["up", "draining", "resting", "silent", "lost", "refused"]
@@ -129,6 +129,7 @@ class ShownRing(msgspec.Struct, kw_only=True):
     stages: list[ShownStage]
     left_out: list[LeftOut]
     rings: list[ShownBehind] = []
+    drafters: list[Drafted] = []
 
 
 class ShownRequest(msgspec.Struct, kw_only=True):

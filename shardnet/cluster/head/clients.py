@@ -178,6 +178,10 @@ class Clients:
         lead = self.head.latest
         if lead is None or lead.plan.facts.model_id != plan.facts.model_id:
             return []
+        return self.drafted(lead)
+
+    def drafted(self, lead: Lead) -> list[Drafted]:
+        """Return what was drafted on a ring of this head, by whom and where."""
         names = [node.name for node in lead.plan.nodes]
         places = {} if self.drafts.drafters is None else self.drafts.drafters.places_by_name
         where = dict.fromkeys((NGRAM, FORCED), names[0]) | {MTP: names[-1]}

@@ -296,13 +296,14 @@ def _remembered(known: KnownNode, address: str) -> diagnostics.AddressView:
 
 @dataclass(eq=False, repr=False)
 class RingWatch:
-    """Answers requests about the ring that `head` leads, its `recoveries` so far, and the further
-    `rings` behind this head.
+    """Answers requests about the ring that `head` leads, what was `drafted` on it, its `recoveries`
+    so far, and the further `rings` behind this head.
     """
 
     head: Head
     recoveries: Sequence[RecoveryRecord]
     rings: Callable[[], list[diagnostics.RingBehind]]
+    drafted: Callable[[Lead], list[diagnostics.Drafted]]
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the messages that ask for activity and cancel requests."""
@@ -320,7 +321,7 @@ class RingWatch:
         if lead is None:
             shown = activity.RingActivity(request=message.request, opening=opening)
         else:
-            shown = _activity(message, lead, opening)
+            shown = replace(_activity(message, lead, opening), drafters=self.drafted(lead))
         control.send(replace(shown, recoveries=recoveries, rings=self.rings()))
 
     async def _cancel(self, control: ControlLink, message: activity.CancelSequence) -> None:

@@ -252,7 +252,9 @@ class Services:
     def _register(self) -> None:
         """Fill the table of message handlers."""
         stage, peers = self.stage, self.links.peers
-        watch = RingWatch(self.head, self.recovery.records, lambda: self.router.rings)
+        watch = RingWatch(
+            self.head, self.recovery.records, lambda: self.router.rings, self.clients.drafted
+        )
         own = (NodeMessages(stage=stage, peers=peers, head=self.head), NodeReporter(self), watch)
         orders = (stage.orders, stage.answers)
         ring = (self.head, self.planned, self.drain, self.stand_in)

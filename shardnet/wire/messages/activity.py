@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from shardnet.types import U32, U64, LiveState, PathText, Positions, Row, Strict
 from shardnet.wire.framing import schema
-from shardnet.wire.messages.diagnostics import RingBehind, RingLoad
+from shardnet.wire.messages.diagnostics import Drafters, RingBehind, RingLoad
 from shardnet.wire.messages.extras import Microseconds, StageTiming
 from shardnet.wire.messages.plans import ModelChoice, PlanReply
 
@@ -120,7 +120,7 @@ class RingActivity(schema.Numbered, frozen=True, kw_only=True):
     by the clock of `steps`, which has the newest ones, oldest first. `opening` is another one.
     While it `is_recovering` it is lost, and requests wait for another one. `recoveries` are those
     of this node, oldest first. `rings` are those behind this head where there are several, its own
-    first.
+    first. `drafters` made drafts for requests that have ended.
     """
 
     ring: schema.Name = ""
@@ -135,6 +135,7 @@ class RingActivity(schema.Numbered, frozen=True, kw_only=True):
     recoveries: Annotated[list[RecoveryReport], Meta(max_length=MAX_RECOVERIES_SEEN)] = []
 
     rings: Annotated[list[RingBehind], Meta(max_length=schema.MAX_STAGES)] = []
+    drafters: Drafters = []
 
 
 class KeepRing(schema.Numbered, frozen=True, kw_only=True):

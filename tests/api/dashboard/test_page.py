@@ -100,6 +100,7 @@ def test_what_changes_is_shown_and_the_page_outlives_nodes_and_server(
         async with shown(browser, monkeypatch) as it:
             page, dashboard = it.page, it.dashboard
             await page.until_text("1500 / 6000 read")
+            await page.until_text("Drafts by mtp on bert: 120 of 150 right, 2.50 tokens a step.")
             await page.until("document.title === 'Ring · anna'")
             card = "document.querySelector('.node[data-node=bert]')"
             before = await page.evaluate(f"getComputedStyle({card}).borderTopColor")

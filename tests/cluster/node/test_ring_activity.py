@@ -21,11 +21,13 @@ from shardnet.cluster.recovery.recovery import RecoveryRecord
 from shardnet.errors import CancelledRequestError, LinkError, UsageError
 from shardnet.runtime.engine.requests import TokenGenerated
 from shardnet.types import LiveState
+from shardnet.wire.messages.diagnostics import Drafted
 from shardnet.wire.messages.plans import PlanReply
 
 FOR_EVER = 900
 PROMPT = [1] * 100
 LOST = RecoveryRecord(at_s=5.0, why="bert was lost", n_requests=2, load_s=0.5, lost=("bert",))
+MADE = Drafted(drafter="mtp", node="bert", n_drafted=4, n_accepted=3, n_steps=2, n_tokens=5)
 
 
 class Watched(ScriptedNode):
@@ -35,7 +37,7 @@ class Watched(ScriptedNode):
         super().__init__()
         self.head = SimpleNamespace(latest=lead, elsewhere=lambda: None, opening=None)
         handlers = MessageHandlers()
-        RingWatch(cast(Any, self.head), [LOST], list).register(handlers)
+        RingWatch(cast(Any, self.head), [LOST], list, lambda lead: [MADE]).register(handlers)
         self.handle = handlers.handle  # type: ignore[method-assign]
 
 
@@ -85,6 +87,7 @@ def test_requests_and_steps_are_told_and_steps_only_once(monkeypatch: pytest.Mon
             await anext(second)
             seen = await client.activity()
             assert (seen.ring, seen.is_broken) == ("r1", False)
+            assert seen.drafters == [MADE]
             assert seen.plan is not None
             assert seen.plan.model == "m"
             assert seen.load is not None

@@ -134,6 +134,17 @@ def state_of_two() -> Value:
             "stages": stages,
             "left_out": [],
             "rings": [],
+            "drafters": [
+                {
+                    "drafter": "mtp",
+                    "node": "bert",
+                    "why": "",
+                    "n_drafted": 150,
+                    "n_accepted": 120,
+                    "n_steps": 80,
+                    "n_tokens": 200,
+                }
+            ],
         },
         "requests": [request],
         "rates": {

@@ -62,6 +62,10 @@ function TheRing() {
     ${value.rings.length > 0 && html`<ul>${value.rings.map((one) => html`<li>
       <b>${one.names.join(" + ")}</b>: ${one.why || `${one.n_requests} requests`}${
         one.n_taken_over > 0 && `, ${one.n_taken_over} taken over`}</li>`)}</ul>`}
+    ${value.drafters.map((one) => html`<p class="quiet" title=${one.why}>
+      Drafts by ${one.drafter} on ${one.node}: ${one.n_accepted} of ${one.n_drafted} right,
+      ${" "}${(one.n_tokens / Math.max(1, one.n_steps)).toFixed(2)} tokens a step.
+    </p>`)}
     ${value.left_out.length > 0 &&
     html`<details>
       <summary>Not used: ${value.left_out.map(({ name }) => name).join(", ")}</summary>
