@@ -23,6 +23,7 @@ import pytest
 
 from shardnet.runtime.engine import guide, prefixes
 from shardnet.runtime.engine.prefixes import FoundPrefix
+from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
 from shardnet.runtime.scheduling.step_cost import StepCost
 from shardnet.transport.loop import loop_factory
 
@@ -123,6 +124,7 @@ def logged() -> Iterator[io.StringIO]:
 def drafts_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take more rows and masks for free, so that drafts are made however slow the machine is."""
     monkeypatch.setattr(StepCost, "extra", lambda cost, n_rows: 0.0)
+    monkeypatch.setattr(AdaptiveDrafter, "took", lambda drafter, n_tokens, time_s: None)
     monkeypatch.setattr(guide, "SLOW_NS", 60 * 10**9)
     monkeypatch.setattr(guide, "DRAFTS_NS", 60 * 10**9)
 
