@@ -381,7 +381,7 @@ class StageModel:
                 self.dtype,
                 experts=run.experts,
                 hidden_dtype=None if narrower is None else torch_dtype(narrower),
-                layer_by_layer=bool(run.kept_states),
+                kept_layers=frozenset(n - self.layers.start for n in run.kept_states),
                 is_adapted=run.is_adapted,
                 pictures=run.pictures,
                 choices=run.choices,

@@ -139,7 +139,8 @@ class DecoderStage:
     def walk(self, hidden: Tensor, step: ForwardStep) -> Iterator[Tensor]:
         """Run hidden states [T, E] through the stage's layers: yields [T, E] after each, lazily."""
         rotaries = [table.at(step.rotary_positions) for table in self._tables]
-        is_alone = step.layer_by_layer or self._is_deepened(step)
+        is_deepened = self._is_deepened(step)
+        is_alone = bool(step.kept_layers) or is_deepened
         if self._on_device is not None and not (is_alone or step.is_adapted):
             whole = self._on_device(hidden, [rotaries[rope] for _, rope in self._layers], step)
             if whole is not None:
@@ -155,10 +156,10 @@ class DecoderStage:
             if replayed is not None:
                 yield from replayed
                 return
-        if self._joined is not None and not is_alone:
-            whole = self._joined(hidden, [rotaries[rope] for _, rope in self._layers], step)
-            if whole is not None:
-                yield from [whole] * len(self._layers)
+        if self._joined is not None and not is_deepened:
+            outputs = self._joined(hidden, [rotaries[rope] for _, rope in self._layers], step)
+            if outputs is not None:
+                yield from outputs
                 return
         for index, (layer, rope) in enumerate(self._layers):
             hidden = self._after(layer(hidden, index, rotaries[rope], step), index, step)

@@ -261,10 +261,11 @@ class NativeLayers:
 
     def __call__(
         self, hidden: Tensor, rotaries: Sequence[Rotary], step: ForwardStep
-    ) -> Tensor | None:
+    ) -> list[Tensor] | None:
         """Run all layers, each with its own rotary tables: [T, E] to [T, E], on the CPU.
 
-        Returns None if the library cannot compute all of it, and with many rows.
+        Returns for each layer what it gives, or one behind it that the step does not keep; None if
+        the library cannot compute all of it, and with many rows.
         Raises ValueError if rows, rotary tables and step do not match.
         """
         if step.native_spans is None or len(hidden) > _MAX_ROWS:
@@ -281,12 +282,17 @@ class NativeLayers:
             mlp.residual.rounds = step.hidden_dtype is not None
             if isinstance(mlp, NativeExperts):
                 mlp.bind_tokens(step)
-        self._call(self._structs, len(self._layers))
+        outputs: list[Tensor] = []
+        for end in (*sorted(step.kept_layers), len(self._layers)):
+            begin = len(outputs)
+            if begin < end <= len(self._layers):
+                self._call(ctypes.byref(self._structs[begin]), end - begin)
+                outputs += [workspace.rows.clone()] * (end - begin)
         for attention, _ in self._layers:
             attention.after_call()
         if step.experts is not None:
             self._record_experts(step)
-        return workspace.rows.clone()
+        return outputs
 
     def _record_experts(self, step: ForwardStep) -> None:
         for index, (_, mlp) in enumerate(self._layers):

@@ -83,9 +83,10 @@ class ForwardStep(msgspec.Struct, frozen=True, kw_only=True):
     `experts`, unless None, collects the experts [T, K] that the rows were routed to, by layer,
     counted from 0 within the stage. `native_spans` are `spans` for the compiled library, None on
     devices other than the CPU. `hidden_dtype` is that of the ring where the device computes in a
-    wider one. With `layer_by_layer` what each layer returns is looked at. With `is_adapted` linears
-    add adapters to rows, which calls that join several linears do not. `pictures` are those of the
-    rows, None for none. `choices` are the positions that layers so far have chosen: see Choose.
+    wider one. `kept_layers` are the numbers of layers whose last output is looked at. With
+    `is_adapted` linears add adapters to rows, which calls that join several linears do not.
+    `pictures` are those of the rows, None for none. `choices` are the positions that layers so far
+    have chosen: see Choose.
     """
 
     token_ids: Tensor  # [T], int64
@@ -95,7 +96,7 @@ class ForwardStep(msgspec.Struct, frozen=True, kw_only=True):
     experts: dict[int, Tensor] | None = None
     native_spans: NativeSpans | None = None
     hidden_dtype: torch.dtype | None = None
-    layer_by_layer: bool = False
+    kept_layers: frozenset[int] = frozenset()
     is_adapted: bool = False
     pictures: PictureRows | None = None
     choices: list[Tensor | None] = msgspec.field(default_factory=list)
@@ -126,7 +127,7 @@ class StepOptions(TypedDict, total=False):
 
     experts: dict[int, Tensor] | None
     hidden_dtype: torch.dtype | None
-    layer_by_layer: bool
+    kept_layers: frozenset[int]
     is_adapted: bool
     pictures: PictureRows | None
     choices: list[Tensor | None]
