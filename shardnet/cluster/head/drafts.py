@@ -86,16 +86,18 @@ class Drafts:
             )
         most = most or MAX_DRAFT_TOKENS
         check_drafts(rewinds=rewinds)
-        if how == NGRAM:
+        host = None
+        if how != NGRAM:
+            assert self.drafters is not None
+            name, host = await self.drafters.load(order, on_progress)
+        if host is None:
             return Speculation(make_draft_source=lambda wake: look_up(), most=most)
-        assert self.drafters is not None
-        name, host = await self.drafters.load(order, on_progress)
         return Speculation(
-            make_draft_source=(lambda wake: look_up()) if host is None else host.draft_source,
-            name=NGRAM if host is None else name,
-            look_up=None if host is None else look_up,
+            make_draft_source=host.draft_source,
+            name=name,
+            look_up=look_up,
             most=most,
-            layers=() if host is None else host.layers,
+            layers=host.layers,
         )
 
     def close(self) -> None:
