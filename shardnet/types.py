@@ -114,12 +114,27 @@ BlockKey = Annotated[bytes, Meta(max_length=BLOCK_KEY_BYTES)]
 BlockKeys = Annotated[tuple[BlockKey, ...], Meta(max_length=MAX_STORED_BLOCKS)]
 
 
-class Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A map with exactly these keys."""
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A map that informs: keys that only another release knows are ignored."""
+
+
+class Strict(Report, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A map that orders something, and has no other keys: what is not understood is not done.
+
+    Keys that have their default are left out, so that another release reads what makes no use of
+    those added since. That compares identities, not values: a key that is added needs a default of
+    which there is one (None, "", 0, False, [], ()).
+    """
 
 
 class Tagged(Strict, frozen=True, kw_only=True, tag=True, tag_field="type"):
     """A member of a union: the key `type` holds the class name."""
+
+
+class TaggedReport(
+    Tagged, frozen=True, kw_only=True, forbid_unknown_fields=False, omit_defaults=False
+):
+    """A member of a union that informs."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -75,7 +75,7 @@ from shardnet.wire.messages.generation import (
     Tokenized,
     Unload,
 )
-from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
+from shardnet.wire.messages.handshake import CAPABILITIES, Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import (
     ListModels,
     ModelsListed,
@@ -143,6 +143,7 @@ async def dial(
         node=secrets.token_hex(16),
         name="client",
         version=__version__,
+        capabilities=[*CAPABILITIES],
     )
     options = LinkOptions(identity=identity, handshake_s=handshake_s)
     return await tcp.connect(host, port, hello, options=options)

@@ -39,7 +39,7 @@ FOUR_GB = HEADER.pack(FRAME_MAGIC, FrameKind.CONTROL, 0, 2**32 - 1, 0, 0, 0)
     [
         (b"GET / HTTP/1.1\r\n\r\n", "does not speak the protocol of shardnet"),
         (bytes(range(256)) * 100, "does not speak the protocol of shardnet"),
-        (OTHER_VERSION, "protocol version 1, we speak 3"),
+        (OTHER_VERSION, "protocol version 1, we speak 4"),
         (PREAMBLE + b"\xff" * 24, "damaged"),
         (PREAMBLE + FOUR_GB, "CONTROL"),
         (PREAMBLE + hello(purpose=Purpose.DATA, ring="none"), "no member of ring none"),
@@ -78,7 +78,7 @@ def test_a_frame_that_claims_4_gb_takes_no_memory(trio: Crew, parrots: Parrots) 
 @pytest.mark.parametrize(
     ("said", "parts"),
     [
-        (OTHER_VERSION, ["version 1", "3", "same shardnet"]),
+        (OTHER_VERSION, ["version 1", "4", "update the older one"]),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", ["does not speak the protocol of shardnet"]),
     ],
     ids=["version", "http"],

@@ -167,7 +167,7 @@ def _diagnosis(result: Result) -> Diagnosis:
         ("refused", "port", "nothing listens there"),
         ("dropped", "port", "no answer within"),
         ("hangs", "port", "no answer within"),
-        ("version", "version", "install the same version of shardnet on both"),
+        ("version", "version", "update the older one"),
         ("stranger", "port", "does not speak the protocol"),
     ],
 )

@@ -522,7 +522,7 @@ def test_a_peer_that_breaks_the_protocol_is_told_why(
             RemoteProtocolError,
             "does not speak the protocol",
         ),
-        (PREAMBLE[:6] + struct.pack("<H", 9), VersionMismatchError, "version 9, we speak 3"),
+        (PREAMBLE[:6] + struct.pack("<H", 9), VersionMismatchError, "version 9, we speak 4"),
         (PREAMBLE + raw(frame(1)), RemoteProtocolError, "DATA frame is not allowed before the he"),
         (
             PREAMBLE + HEADER.pack(0x4E53, FrameKind.HELLO, 0, 5000, 0, 0, 0),

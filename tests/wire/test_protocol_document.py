@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import msgspec
 import pytest
 from support.protocol.protocol_examples import EXAMPLES, HELLO, INT8_STEP, STEP
-from support.protocol.protocol_notation import fields_of
+from support.protocol.protocol_notation import STRUCTS, fields_of
 from support.strategies.wire_strategies import feed, hello, pair
 
-from shardnet import errors, slot_operations, stage_form, types
+from shardnet import errors
 from shardnet.checkpoint.tensors.manifest import ID_FILES, INDEX_FILES
 from shardnet.cluster.machine.folders import ClusterKey
-from shardnet.stage_form import StageOptions
 from shardnet.transport.identity import derive_authority_key, fingerprint, make_identity
 from shardnet.types import WEIGHT_PART_BYTES
 from shardnet.wire.connection.connection import (
@@ -25,24 +23,7 @@ from shardnet.wire.connection.connection import (
     PeerLeft,
     ProgressReported,
 )
-from shardnet.wire.framing import schema
 from shardnet.wire.framing.frames import LIMITS, PREAMBLE, FrameKind, pack_frame
-from shardnet.wire.messages import (
-    activity,
-    bulk,
-    chat,
-    control,
-    deputies,
-    diagnostics,
-    drafting,
-    extras,
-    generation,
-    handshake,
-    measurements,
-    membership,
-    plans,
-    stages,
-)
 from shardnet.wire.messages.handshake import Purpose
 from shardnet.wire.payloads.data import read_data
 
@@ -52,26 +33,6 @@ HEX = {
     for name, body in re.findall(r"```hex (\S+)\n(.*?)```", DOCUMENT, re.DOTALL)
 }
 STEPS = {"data": STEP, "data-int8": INT8_STEP}
-CONTROL_MESSAGES = (
-    control,
-    membership,
-    measurements,
-    diagnostics,
-    stages,
-    plans,
-    activity,
-    chat,
-    generation,
-    deputies,
-    drafting,
-)
-STRUCTS = {
-    name: kind
-    for module in (handshake, slot_operations, stage_form, extras, *CONTROL_MESSAGES, bulk)
-    for name, kind in vars(module).items()
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
-    if name not in {*vars(types), *vars(schema), StageOptions.__name__}
-}
 
 
 def table(header: str) -> list[list[str]]:

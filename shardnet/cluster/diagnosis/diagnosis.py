@@ -287,9 +287,9 @@ def _versions(facts: Facts) -> Iterator[Finding]:
     versions = {node: version for node, version in facts.versions.items() if version}
     others = {node: v for node, v in versions.items() if v != facts.software}
     for node, version in others.items():
-        yield at("version", facts.label(node)).problem(
+        yield at("version", facts.label(node)).hint(
             f"it runs shardnet {version} and this machine {facts.software}",
-            "install the same version on both",
+            "a release works with the one before it: update the older one when it suits you",
         )
     if versions and not others:
         what = f"every node runs shardnet {facts.software}"

@@ -247,7 +247,7 @@ _REMEDIES: Mapping[Seen, str] = MappingProxyType(
         "hangs": "read that node's output, or restart it: it may be frozen",
         "unreachable": "check address, cable and routes between the two machines",
         "other key": SHARE_KEY,
-        "other version": "install the same version of shardnet on both",
+        "other version": "update the older one: a release speaks with the one before it",
         "other node": "",
         "failed": "see whether a node of shardnet listens there",
         "not tried": "",

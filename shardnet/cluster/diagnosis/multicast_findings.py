@@ -242,7 +242,7 @@ def _found(facts: Facts) -> Iterator[Finding]:
         if record.protocol != facts.protocol:
             yield at("version", _label(record)).problem(
                 f"it speaks protocol version {record.protocol} and this machine {facts.protocol}",
-                "install the same version of shardnet on both",
+                "update the older one: a release speaks with the one before it",
             )
         elif record.cluster == facts.key.fingerprint:
             yield at("multicast", _label(record)).good("it shows itself by mDNS")

@@ -17,7 +17,6 @@ from typing import Final
 from msgspec import structs
 
 from shardnet.cluster.head.lent_drafters import DrafterLoader, FarDrafter, OnBytes
-from shardnet.cluster.peers.control_link import check_version
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.placement.draft_places import DraftPlace, draft_places
@@ -178,7 +177,6 @@ class Drafters:
             control = self.peers.links.link_of(place.node)
             if control is None:
                 raise LinkError(f"{place.name} is not linked any more")
-            check_version(control.link.peer, "drafters")
             far = FarDrafter(control, order)
             await far.load(on_progress)
             return far

@@ -21,7 +21,7 @@ from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.checkpoint.model_names import FoundModel, is_path, match, nearest_name
 from shardnet.checkpoint.recommended_sampling import MAX_LICENCE, read_licence
-from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers, check_version
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.planning.placing import fits
@@ -275,7 +275,6 @@ class ModelLists:
         self, peer: ControlLink, message: ListModels
     ) -> AsyncGenerator[ModelsListed, None]:
         """Ask a peer for its own models. Raises ShardnetError and TimeoutError."""
-        check_version(peer.link.peer, "lists")
         n_listed = 0
         async with peer.conversation(message) as answers:
             while n_listed <= MAX_OF_PEER:

@@ -45,7 +45,7 @@ from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.traffic import Traffic
 from shardnet.types import NodeId
-from shardnet.wire.messages.handshake import MEASURED_RING, Hello, PeerRole, Purpose
+from shardnet.wire.messages.handshake import CAPABILITIES, MEASURED_RING, Hello, PeerRole, Purpose
 
 if TYPE_CHECKING:
     from shardnet.cluster.node.node import Node
@@ -86,7 +86,12 @@ class Dialer:
     def hello(self, purpose: Purpose) -> Hello:
         """Return the hello of this node for a link of `purpose`."""
         return Hello(
-            purpose=purpose, role=PeerRole.NODE, node=self.node, name=self.name, version=__version__
+            purpose=purpose,
+            role=PeerRole.NODE,
+            node=self.node,
+            name=self.name,
+            version=__version__,
+            capabilities=[*CAPABILITIES],
         )
 
     async def control(self, address: str) -> Link:

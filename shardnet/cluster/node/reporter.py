@@ -21,7 +21,7 @@ from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead, Opening
 from shardnet.cluster.machine.addresses import is_loopback
 from shardnet.cluster.machine.temperature import Thermometer
-from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers, check_version
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.peers.peer_links import clock_ahead
 from shardnet.cluster.peers.peer_table import KnownNode
 from shardnet.cluster.peers.rtt_probe import judge, probe
@@ -118,7 +118,6 @@ class NodeReporter:
     async def _ask(self, message: ReportRequest, peer: ControlLink) -> ReportReply:
         """Ask a peer for its own report, and compare its clock with ours."""
         hello = peer.link.peer
-        check_version(peer.link.peer, "reports")
         request = ReportRequest(request=0, probe=message.probe, model=message.model)
         asked_at = time.time()
         async with asyncio.timeout(PEER_REPORT_S):

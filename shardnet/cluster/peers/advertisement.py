@@ -107,7 +107,7 @@ def _refusal(record: NodeRecord, fingerprint: str) -> str:
     if record.protocol != PROTOCOL_VERSION:
         return (
             f"it speaks protocol version {record.protocol} and this node {PROTOCOL_VERSION}: "
-            "install the same version of shardnet on both"
+            "update the older one"
         )
     if record.fingerprint != fingerprint:
         return "it has another cluster key, or one of both has none"

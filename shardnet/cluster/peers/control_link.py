@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
 
@@ -22,6 +22,7 @@ from shardnet.errors import (
     PeerSilentError,
     RemoteProtocolError,
     ShardnetError,
+    VersionMismatchError,
     first_error,
     internal_error,
     where,
@@ -29,10 +30,11 @@ from shardnet.errors import (
 from shardnet.transport.deadline import deadline
 from shardnet.transport.link import Link
 from shardnet.wire.framing.frames import FrameKind
-from shardnet.wire.framing.schema import Numbered, Phase
+from shardnet.wire.framing.schema import Envelope, Numbered, Phase, Reply, read_envelope
 from shardnet.wire.messages.activity import ActivityRequest
 from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import (
+    ControlMessage,
     Failed,
     control_frame,
     failed,
@@ -49,7 +51,7 @@ from shardnet.wire.messages.deputies import (
 )
 from shardnet.wire.messages.drafting import DraftRequest
 from shardnet.wire.messages.generation import Cancel, TextRequest
-from shardnet.wire.messages.handshake import Hello, error_frame
+from shardnet.wire.messages.handshake import error_frame
 from shardnet.wire.messages.measurements import MeasuringRequest
 from shardnet.wire.messages.membership import MembershipRequest, PeersKnown
 from shardnet.wire.messages.plans import PlanRequest
@@ -82,6 +84,9 @@ Notice = (
 )
 Incoming = ControlRequest | Notice
 Answer = TypeVar("Answer", bound=Numbered)
+_ANSWERS: Final = frozenset(
+    kind.__name__ for kind in ControlMessage.__args__ if issubclass(kind, Reply)
+)
 Handler = Callable[["ControlLink", Incoming], Coroutine[None, None, None]]
 OnAnswer = Callable[[Numbered | ShardnetError], None]
 
@@ -281,16 +286,42 @@ class ControlLink:
             frame = await self.link.receive()
             if frame.kind is not FrameKind.CONTROL:
                 raise RemoteProtocolError(f"{self.peer_name} sent {frame.kind.name} for control")
-            match read_control(frame):
+            try:
+                message = read_control(frame)
+            except RemoteProtocolError as error:
+                if self.link.peer.version == __version__:
+                    raise
+                self._not_understood(read_envelope(frame), error)
+                continue
+            match message:
                 case Cancel(request=request):
                     if request in self._handling:
                         self._handling[request].cancel()
-                case message if isinstance(message, Notice):
-                    tasks.create_task(self._handle_notice(message))
-                case message if isinstance(message, ControlRequest):
-                    self._accept(message, tasks)
+                case notice if isinstance(notice, Notice):
+                    tasks.create_task(self._handle_notice(notice))
+                case request if isinstance(request, ControlRequest):
+                    self._accept(request, tasks)
                 case answer if answer.request in self._answers:
                     self._answers[answer.request](answer)
+
+    def _not_understood(self, sent: Envelope, error: RemoteProtocolError) -> None:
+        """Refuse a request of another release, or fail the one that is answered in its words.
+
+        What nobody waits for is dropped.
+        """
+        peer = self.link.peer
+        said = f"does not understand {sent.type} of shardnet"
+        _log.info("%s %s, by %s: %s", said, peer.version, self.peer_name, error.message)
+        if sent.request is None:
+            return
+        if sent.type not in _ANSWERS:
+            older = VersionMismatchError(
+                f"shardnet {__version__} {said} {peer.version}: {error.message}",
+                remedy="update the older one",
+            )
+            self.tell(failed(sent.request, older))
+        elif sent.request in self._answers:
+            self._answers[sent.request](error)
 
     def _accept(self, message: ControlRequest, tasks: asyncio.TaskGroup) -> None:
         if message.request in self._handling:
@@ -342,15 +373,6 @@ async def _unpacked(
         if isinstance(answer, Failed):
             raise reported_error(answer, peer_name)
         yield answer
-
-
-def check_version(peer: Hello, what: str) -> None:
-    """Raise ShardnetError if a peer would end the link over a message that it does not know."""
-    if peer.version != __version__:
-        raise ShardnetError(
-            f"it runs shardnet {peer.version} and this node {__version__}; only nodes of one "
-            f"version understand each other's {what}"
-        )
 
 
 class MessageHandlers:

@@ -295,7 +295,7 @@ class LinkConnection:
         if version != frames.PROTOCOL_VERSION:
             raise errors.VersionMismatchError(
                 f"the peer speaks protocol version {version}, we speak {frames.PROTOCOL_VERSION}",
-                remedy="install the same shardnet on both machines",
+                remedy="update the older one: a release speaks with the one before it",
             )
         self._state = LinkState.HELLO
         if self._greeting is not None:

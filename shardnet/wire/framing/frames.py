@@ -18,7 +18,7 @@ from shardnet.errors import DamagedFrameError, LocalProtocolError, RemoteProtoco
 
 Buffer = bytes | bytearray | memoryview
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 PREAMBLE_MAGIC: Final = b"shrdnt"
 PREAMBLE: Final = PREAMBLE_MAGIC + PROTOCOL_VERSION.to_bytes(2, "little")
 

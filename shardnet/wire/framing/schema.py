@@ -1,7 +1,7 @@
 """What the fields of msgpack schemas are: their types and bounds, and the first ones of messages.
 
-Every message is a strict struct: an unknown field, a missing one or a value out of bounds is the
-peer's fault and becomes RemoteProtocolError where it is read. Knows no message.
+A missing field or a value out of bounds is the peer's fault and becomes RemoteProtocolError where
+it is read; so is an unknown field of what orders something. Knows no message.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from shardnet.errors import RemoteProtocolError
-from shardnet.types import NO_NUL, U32, KvDTypeName, LayerNumber, Quant, Strict, Tagged
+from shardnet.types import NO_NUL, U32, KvDTypeName, LayerNumber, Quant, Report, Tagged
 from shardnet.wire.framing.frames import Frame
 
 MAX_STAGES: Final = 256
@@ -84,9 +84,13 @@ TokenIds = Annotated[list[U32], Meta(max_length=1 << 20)]
 
 
 class Numbered(Tagged, frozen=True, kw_only=True):
-    """A request, or a part of its answer, which has the same number."""
+    """A request; what answers it has the same number."""
 
     request: RequestId
+
+
+class Reply(Numbered, frozen=True, kw_only=True, forbid_unknown_fields=False, omit_defaults=False):
+    """An answer to a request."""
 
 
 class OfRing(Numbered, frozen=True, kw_only=True):
@@ -96,7 +100,7 @@ class OfRing(Numbered, frozen=True, kw_only=True):
     epoch: U32
 
 
-class LinkFigures(Strict, frozen=True, kw_only=True):
+class LinkFigures(Report, frozen=True, kw_only=True):
     """The way to a node and back: a round trip of a step without rows, and the bandwidth.
 
     `is_steady` is false if other programs kept the machine busy. A gather of both nodes takes
@@ -127,6 +131,13 @@ class OfModel(Numbered, frozen=True, kw_only=True):
     arith: ArithName = "fast"
 
 
+class Envelope(Report, frozen=True, kw_only=True):
+    """What every control message has, one of another release too: its name, a request's number."""
+
+    type: Name
+    request: RequestId | None = None
+
+
 _T = TypeVar("_T")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -144,3 +155,11 @@ def decode(decoder: msgspec.msgpack.Decoder[_T], frame: Frame) -> _T:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         why = str(error)[:MAX_EXPLANATION]  # it may repeat a value of any length
         raise RemoteProtocolError(f"a {frame.kind.name} frame is malformed: {why}") from error
+
+
+_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def read_envelope(frame: Frame) -> Envelope:
+    """Read of a CONTROL frame what any release can. Raises RemoteProtocolError."""
+    return decode(_envelope_decoder, frame)

@@ -10,7 +10,7 @@ from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta
 
-from shardnet.types import U32, U64, LiveState, PathText, Positions, Row, Strict
+from shardnet.types import U32, U64, LiveState, PathText, Positions, Report, Row
 from shardnet.wire.framing import schema
 from shardnet.wire.messages.diagnostics import Drafters, RingBehind, RingLoad
 from shardnet.wire.messages.extras import Microseconds, StageTiming
@@ -53,7 +53,7 @@ class StepRecord(Row, frozen=True, array_like=True):
     timings: Annotated[list[StageTiming], Meta(max_length=schema.MAX_STAGES)]
 
 
-class RequestProgress(Strict, frozen=True, kw_only=True):
+class RequestProgress(Report, frozen=True, kw_only=True):
     """A request of the ring. `n_computed` of its prompt's `n_prompt` tokens are in the KV cache.
 
     `n_kept` of these were there before it began to run. `ahead` requests go before it. Behind a
@@ -83,7 +83,7 @@ class StageProgress(Row, frozen=True, array_like=True):
     total_bytes: schema.Count
 
 
-class RingOpening(Strict, frozen=True, kw_only=True):
+class RingOpening(Report, frozen=True, kw_only=True):
     """A ring that is being looked for or built, for a request; counts are those of NodeProgress."""
 
     model: PathText
@@ -91,7 +91,7 @@ class RingOpening(Strict, frozen=True, kw_only=True):
     stages: Annotated[list[StageProgress], Meta(max_length=schema.MAX_STAGES)]
 
 
-class RecoveryReport(Strict, frozen=True, kw_only=True):
+class RecoveryReport(Report, frozen=True, kw_only=True):
     """A ring was replaced by another, or was to be: `error` says why that was given up.
 
     It was lost at `at_s`, counted from 1970, for the reason `why`. The oldest step had waited for
@@ -113,7 +113,7 @@ class RecoveryReport(Strict, frozen=True, kw_only=True):
     error: schema.Explanation = ""
 
 
-class RingActivity(schema.Numbered, frozen=True, kw_only=True):
+class RingActivity(schema.Reply, frozen=True, kw_only=True):
     """Answers GetActivity. `ring` is the name of the ring, "" without one.
 
     `plan` is there unless the asking side knows the ring. `age_us` is the time since it was built,
@@ -148,7 +148,7 @@ class KeepRing(schema.Numbered, frozen=True, kw_only=True):
     choice: ModelChoice
 
 
-class RingKept(schema.Numbered, frozen=True, kw_only=True):
+class RingKept(schema.Reply, frozen=True, kw_only=True):
     """Answers KeepRing: what the ring has in hand. While it `is_recovering` others should do it."""
 
     load: RingLoad
@@ -169,7 +169,7 @@ class ReadClock(schema.Numbered, frozen=True, kw_only=True):
     """Ask for the clock by which a node times its stage. Answered by ClockRead at once."""
 
 
-class ClockRead(schema.Numbered, frozen=True, kw_only=True):
+class ClockRead(schema.Reply, frozen=True, kw_only=True):
     """Answers ReadClock: the clock when the request came, and when this left. Its 0 is anywhere."""
 
     received_us: Microseconds
@@ -193,7 +193,7 @@ class TracedStep(Row, frozen=True, array_like=True):
     timings: Annotated[list[StageTiming], Meta(max_length=schema.MAX_STAGES)]
 
 
-class TracePiece(schema.Numbered, frozen=True, kw_only=True):
+class TracePiece(schema.Reply, frozen=True, kw_only=True):
     """The next steps of a Generate with `trace`; precedes Finished.
 
     `nodes` are the names of the ring's nodes in order. Their clocks are known to within

@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta
 
 from shardnet.types import U32, Row, Strict
-from shardnet.wire.framing.schema import Name, Numbered, Text
+from shardnet.wire.framing.schema import Name, Numbered, Reply, Text
 from shardnet.wire.messages.plans import ModelChoice
 
 MAX_TOOL_CALLS: Final = 1 << 10
@@ -91,7 +91,7 @@ class DescribeTokenizer(Numbered, frozen=True, kw_only=True):
     choice: ModelChoice
 
 
-class TokenizerDescribed(Numbered, frozen=True, kw_only=True):
+class TokenizerDescribed(Reply, frozen=True, kw_only=True):
     """Answers DescribeTokenizer: ids that begin and end a text, added tokens, the chat template.
 
     Tokens of more than 256 characters are left out. `template` is "" where there is none. It `sees`

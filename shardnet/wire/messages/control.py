@@ -13,7 +13,14 @@ from msgspec.structs import replace
 from shardnet.errors import ContextExceededError, ShardnetError, error_for_code
 from shardnet.types import U32, U32_MAX, Tagged
 from shardnet.wire.framing.frames import Frame, FrameKind
-from shardnet.wire.framing.schema import Address, Explanation, Numbered, Remedy, decode, encode
+from shardnet.wire.framing.schema import (
+    Address,
+    Explanation,
+    Remedy,
+    Reply,
+    decode,
+    encode,
+)
 from shardnet.wire.messages.activity import ActivityMessage
 from shardnet.wire.messages.chat import DescribeTokenizer, TokenizerDescribed
 from shardnet.wire.messages.deputies import DeputyMessage
@@ -26,11 +33,11 @@ from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import StageMessage
 
 
-class Done(Numbered, frozen=True, kw_only=True):
+class Done(Reply, frozen=True, kw_only=True):
     """Answers a request that has nothing to report."""
 
 
-class Failed(Numbered, frozen=True, kw_only=True):
+class Failed(Reply, frozen=True, kw_only=True):
     """Answers any request: it failed. Codes are those of ERROR frames.
 
     `n_prompt` and `n_context` are the counts of a ContextExceededError.
@@ -43,7 +50,7 @@ class Failed(Numbered, frozen=True, kw_only=True):
     n_context: U32 | msgspec.UnsetType = msgspec.UNSET
 
 
-class Redirect(Numbered, frozen=True, kw_only=True):
+class Redirect(Reply, frozen=True, kw_only=True):
     """Ask the node at `address` instead: it is the ring's head.
 
     In the middle of an answer the rest is asked for there: by Resume where it is copied, else by

@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from msgspec import Meta
 
 from shardnet.slot_operations import MAX_ADAPTERS
-from shardnet.types import U32, Digest, Positions, Row, Strict, Tagged
+from shardnet.types import U32, Digest, Positions, Row, Strict, Tagged, TaggedReport
 from shardnet.wire.framing import schema
 from shardnet.wire.messages.extras import LikelyTokens
 from shardnet.wire.messages.generation import Generate
@@ -90,13 +90,13 @@ class TakeOver(schema.Numbered, frozen=True, kw_only=True):
     """Tell the deputy to take over: the sender ends, and has let go of the ring."""
 
 
-class TakenOver(Tagged, frozen=True, kw_only=True):
+class TakenOver(TaggedReport, frozen=True, kw_only=True):
     """Tell a former head, unasked, that the sender leads in its place, from `epoch` on."""
 
     epoch: U32
 
 
-class StandByRefused(Tagged, frozen=True, kw_only=True):
+class StandByRefused(TaggedReport, frozen=True, kw_only=True):
     """Tell a head, unasked, that the sender does not stand by for it, and why."""
 
     why: schema.Explanation
@@ -108,7 +108,7 @@ class FindNode(schema.Numbered, frozen=True, kw_only=True):
     node: schema.Name
 
 
-class NodeFound(schema.Numbered, frozen=True, kw_only=True):
+class NodeFound(schema.Reply, frozen=True, kw_only=True):
     """Answers FindNode. It `stands_by` where it has copies of requests that run there."""
 
     is_linked: bool
@@ -121,13 +121,13 @@ class FindAnswer(schema.Numbered, frozen=True, kw_only=True):
     key: schema.RequestKey
 
 
-class AnswerFound(schema.Numbered, frozen=True, kw_only=True):
+class AnswerFound(schema.Reply, frozen=True, kw_only=True):
     """Answers FindAnswer."""
 
     is_kept: bool
 
 
-class CopiedTo(schema.Numbered, frozen=True, kw_only=True):
+class CopiedTo(schema.Reply, frozen=True, kw_only=True):
     """Tells a client that what its Generate makes is copied to the node at `address`.
 
     If the link ends, Resume there has the rest.
@@ -172,7 +172,7 @@ class FindValue(schema.Numbered, frozen=True, kw_only=True):
     of: ValueName
 
 
-class ValueFound(schema.Numbered, frozen=True, kw_only=True):
+class ValueFound(schema.Reply, frozen=True, kw_only=True):
     """Answers FindValue; null where nobody has one."""
 
     value: Annotated[bytes, Meta(max_length=MAX_VALUE)] | None
@@ -195,7 +195,7 @@ class ListedValue(Row, frozen=True, array_like=True):
     value: Annotated[bytes, Meta(max_length=MAX_LISTED_VALUE)]
 
 
-class ValuesListed(schema.Numbered, frozen=True, kw_only=True):
+class ValuesListed(schema.Reply, frozen=True, kw_only=True):
     """Answers ListValues: the latest, as many as fit."""
 
     values: Annotated[list[ListedValue], Meta(max_length=MAX_VALUES_LISTED)]

@@ -11,7 +11,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from shardnet.types import U32, LayerNumber, PathText, Strict
+from shardnet.types import U32, LayerNumber, PathText, Report
 from shardnet.wire.framing import schema
 
 MAX_VIEWS = 64
@@ -41,7 +41,7 @@ Seen = Literal[
 TCP answers and then nothing comes; no way there; and who or what else answers."""
 
 
-class InterfaceAddress(Strict, frozen=True, kw_only=True):
+class InterfaceAddress(Report, frozen=True, kw_only=True):
     """One address of the node's machine, and what it is good for.
 
     `is_told`: it is advertised to others. `mtu` and `speed_mbit` are 0 where unknown.
@@ -56,7 +56,7 @@ class InterfaceAddress(Strict, frozen=True, kw_only=True):
     is_told: bool
 
 
-class MulticastHeard(Strict, frozen=True, kw_only=True):
+class MulticastHeard(Report, frozen=True, kw_only=True):
     """A node that was heard by multicast on an interface, and how long ago for the last time."""
 
     node: schema.Name
@@ -64,7 +64,7 @@ class MulticastHeard(Strict, frozen=True, kw_only=True):
     age_s: schema.Seconds
 
 
-class MdnsRecord(Strict, frozen=True, kw_only=True):
+class MdnsRecord(Report, frozen=True, kw_only=True):
     """The mDNS record of another node: public, and not proved."""
 
     node: schema.Name
@@ -75,7 +75,7 @@ class MdnsRecord(Strict, frozen=True, kw_only=True):
     address: schema.Address
 
 
-class MulticastState(Strict, frozen=True, kw_only=True):
+class MulticastState(Report, frozen=True, kw_only=True):
     """How far a node's mDNS works. `hosts` are the addresses of the interfaces it speaks on.
 
     `listening` names the interfaces on which it notes who is heard, since `listening_s`. `heard`
@@ -93,7 +93,7 @@ class MulticastState(Strict, frozen=True, kw_only=True):
     others: Annotated[list[schema.Name], Meta(max_length=MAX_VIEWS)] = []
 
 
-class AddressView(Strict, frozen=True, kw_only=True):
+class AddressView(Report, frozen=True, kw_only=True):
     """One address of a peer: what came of the last attempt, why it is not used if it is not."""
 
     address: schema.Address
@@ -103,7 +103,7 @@ class AddressView(Strict, frozen=True, kw_only=True):
     remedy: Advice = msgspec.UNSET
 
 
-class PeerView(Strict, frozen=True, kw_only=True):
+class PeerView(Report, frozen=True, kw_only=True):
     """What a node knows of another one.
 
     `address` is the one it uses, "" while none has answered. `told_by` has the sources: `mdns`,
@@ -123,7 +123,7 @@ class PeerView(Strict, frozen=True, kw_only=True):
     addresses: Annotated[list[AddressView], Meta(max_length=schema.MAX_PEER_ADDRESSES)]
 
 
-class RefusedHost(Strict, frozen=True, kw_only=True):
+class RefusedHost(Report, frozen=True, kw_only=True):
     """Handshakes of one host that a node has refused for one reason, as the code of an error.
 
     `age_s` is how long ago the last one was, `n_times` how many there were.
@@ -137,7 +137,7 @@ class RefusedHost(Strict, frozen=True, kw_only=True):
     remedy: Advice = msgspec.UNSET
 
 
-class PrefixState(Strict, frozen=True, kw_only=True):
+class PrefixState(Report, frozen=True, kw_only=True):
     """The prompts that a node keeps on disk: bytes of all models, positions of the loaded one.
 
     `bytes_per_s` is how fast they were read, 0 if none was.
@@ -150,7 +150,7 @@ class PrefixState(Strict, frozen=True, kw_only=True):
     bytes_per_s: schema.Figure = 0.0
 
 
-class StandbyState(Strict, frozen=True, kw_only=True):
+class StandbyState(Report, frozen=True, kw_only=True):
     """The layers in which a node follows the node named `node`, to go on in its place.
 
     `weight_bytes` is 0 where it does not hold them: they are loaded when that is lost.
@@ -161,14 +161,14 @@ class StandbyState(Strict, frozen=True, kw_only=True):
     weight_bytes: schema.Count
 
 
-class DeputyState(Strict, frozen=True, kw_only=True):
+class DeputyState(Report, frozen=True, kw_only=True):
     """A head's deputy, or a head that a node is the deputy of: its name, and answers copied."""
 
     node: schema.Name
     n_requests: U32
 
 
-class PartState(Strict, frozen=True, kw_only=True):
+class PartState(Report, frozen=True, kw_only=True):
     """Layers of a stage that one of its node's `devices` has, or several, each a shard of them."""
 
     layers: schema.Layers
@@ -176,7 +176,7 @@ class PartState(Strict, frozen=True, kw_only=True):
     weight_bytes: schema.Count
 
 
-class StageState(Strict, frozen=True, kw_only=True):
+class StageState(Report, frozen=True, kw_only=True):
     """The stage that a node holds, and its place in a ring; `n_stages` is 0 where it has none.
 
     `head` is the id of the ring's head. KV room is counted in blocks of 256 positions. `prefixes`
@@ -210,7 +210,7 @@ RingWaitKind = Literal["nodes", "plan", "load", "replay"]
 """That nodes say whether they are there, a plan, layers, or that requests are computed again."""
 
 
-class RingWait(Strict, frozen=True, kw_only=True):
+class RingWait(Report, frozen=True, kw_only=True):
     """What the requests of a lost ring wait for: `what` in words, and about how long still.
 
     `expected_s` is 0 where that is not known, or has passed.
@@ -221,7 +221,7 @@ class RingWait(Strict, frozen=True, kw_only=True):
     expected_s: schema.Seconds = 0.0
 
 
-class RingLoad(Strict, frozen=True, kw_only=True):
+class RingLoad(Report, frozen=True, kw_only=True):
     """What a ring has in hand: requests, slots, and KV blocks of one stage.
 
     Warm slots and their blocks are among the used ones. `restored_positions` of prompts were read
@@ -240,7 +240,7 @@ class RingLoad(Strict, frozen=True, kw_only=True):
     wait: RingWait | None = None
 
 
-class RingBehind(Strict, frozen=True, kw_only=True):
+class RingBehind(Report, frozen=True, kw_only=True):
     """One of several rings behind a head: its nodes in order, and how it is.
 
     `why` says why it takes no requests now, "" while it does. It has `n_requests` now, and took
@@ -257,7 +257,7 @@ class RingBehind(Strict, frozen=True, kw_only=True):
     predicted_tok_s: schema.Figure | None = None
 
 
-class Drafted(Strict, frozen=True, kw_only=True):
+class Drafted(Report, frozen=True, kw_only=True):
     """What one drafter made: ngram, mtp, forced by a constraint, or a draft model.
 
     Of `n_drafted` tokens `n_accepted` were right. `n_steps` steps began with its drafts, and gave
@@ -277,7 +277,7 @@ MAX_DRAFTERS: Final = 64
 Drafters: TypeAlias = Annotated[list[Drafted], Meta(max_length=MAX_DRAFTERS)]
 
 
-class StageWork(Strict, frozen=True, kw_only=True):
+class StageWork(Report, frozen=True, kw_only=True):
     """What one stage has done since its ring was built, microseconds by its own clock."""
 
     rank: schema.Rank
@@ -286,7 +286,7 @@ class StageWork(Strict, frozen=True, kw_only=True):
     queue_us: schema.Count
 
 
-class RingWork(Strict, frozen=True, kw_only=True):
+class RingWork(Report, frozen=True, kw_only=True):
     """What a ring has done since it was built, as its head counts it, and what it has in hand.
 
     `wire_us` is what steps took beside all computing and queueing. Of `n_prompts` the first
@@ -318,7 +318,7 @@ class RingWork(Strict, frozen=True, kw_only=True):
         return {"memory": self.n_prefix_tokens - n_disk, "disk": n_disk}
 
 
-class LinkTraffic(Strict, frozen=True, kw_only=True):
+class LinkTraffic(Report, frozen=True, kw_only=True):
     """What the links of one purpose to the nodes of one name have carried since this node started.
 
     `n_links` of them live, `n_failed` were broken. `round_trip_us` is the kernel's, of the slowest
@@ -335,7 +335,7 @@ class LinkTraffic(Strict, frozen=True, kw_only=True):
     n_resent: schema.Count | None = None
 
 
-class PressureState(Strict, frozen=True, kw_only=True):
+class PressureState(Report, frozen=True, kw_only=True):
     """How short memory is on a node's machine, and what the node has given back since its start.
 
     `stalled` is the share of the last 10 s in which some program waited for memory, null where the
@@ -351,7 +351,7 @@ class PressureState(Strict, frozen=True, kw_only=True):
     yields: bool = False
 
 
-class AuditFinding(Strict, frozen=True, kw_only=True):
+class AuditFinding(Report, frozen=True, kw_only=True):
     """What an audit has found at `at`: the node computes wrong bits in `layer`, or near it.
 
     At `good_at` nothing was found, 0 for never since its ring was built: texts since then may be
@@ -368,7 +368,7 @@ class AuditFinding(Strict, frozen=True, kw_only=True):
     is_left_out: bool
 
 
-class AuditState(Strict, frozen=True, kw_only=True):
+class AuditState(Report, frozen=True, kw_only=True):
     """How a head has audited the stages of its rings since it started.
 
     That kept stages from steps for `busy_s`. `looked_bytes` of weights were held against what they
@@ -382,7 +382,7 @@ class AuditState(Strict, frozen=True, kw_only=True):
     findings: Annotated[list[AuditFinding], Meta(max_length=MAX_FINDINGS)]
 
 
-class NodeReport(Strict, frozen=True, kw_only=True):
+class NodeReport(Report, frozen=True, kw_only=True):
     """What a node knows. `cluster` is the fingerprint of its key, "" without one; never the key.
 
     `received_at` and `sent_at` are its clock, in seconds since 1970, when the request came and when

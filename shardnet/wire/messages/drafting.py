@@ -12,7 +12,7 @@ from msgspec import Meta
 from shardnet.slot_operations import MAX_DRAFT_LAYERS, Slot
 from shardnet.stage_form import StageForm
 from shardnet.types import MAX_ROWS_IN_FLIGHT, U32, LayerNumber, Positions
-from shardnet.wire.framing.schema import Numbered, RequestId, Seconds
+from shardnet.wire.framing.schema import Numbered, Reply, RequestId, Seconds
 
 MAX_DRAFTED: Final = 256
 MAX_READ_TOKENS: Final = 1 << 20
@@ -33,7 +33,7 @@ class LoadDrafter(Numbered, frozen=True, kw_only=True):
     vocab_size: U32
 
 
-class DrafterReady(Numbered, frozen=True, kw_only=True):
+class DrafterReady(Reply, frozen=True, kw_only=True):
     """Answers LoadDrafter; Failed follows if the drafter is lost.
 
     It reads hidden states after so many layers as each of `layers` says, and makes at most `most`
@@ -63,7 +63,7 @@ class Draft(Numbered, frozen=True, kw_only=True):
     states: Annotated[bytes, Meta(max_length=MAX_STATES_BYTES)] = b""
 
 
-class DraftReply(Numbered, frozen=True, kw_only=True):
+class DraftReply(Reply, frozen=True, kw_only=True):
     """Answers Draft."""
 
     token_ids: Annotated[tuple[U32, ...], Meta(max_length=MAX_DRAFTED)]

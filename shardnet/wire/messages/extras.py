@@ -12,7 +12,7 @@ from shardnet.constraints import MAX_MASK_BYTES, MaskForm, RowMask, TokenMask
 from shardnet.errors import RemoteProtocolError
 from shardnet.sampling_params import MAX_LOGPROBS, Probability, RepetitionPenalty, Temperature
 from shardnet.slot_operations import MAX_DRAFTS, SlotOperation
-from shardnet.types import MAX_LAYERS, U32, U64, LayerNumber, Positions, Row, Strict
+from shardnet.types import MAX_LAYERS, U32, U64, LayerNumber, Positions, Report, Row, Strict
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import Logprob, Rank, decode, encode
 
@@ -90,10 +90,10 @@ class Drafts(Row, frozen=True, array_like=True):
     token_ids: Annotated[list[U32], Meta(max_length=MAX_DRAFTS)]
 
 
-class Extras(Strict, frozen=True, kw_only=True, omit_defaults=True):
+class Extras(Strict, frozen=True, kw_only=True):
     """What goes with a step beside its rows or tokens. It precedes the step's own frame.
 
-    Empty lists are left out. `routing` has the parts of all stages so far, in their order. `masks`
+    `routing` has the parts of all stages so far, in their order. `masks`
     are on their way to the tail, `drafts` come from there.
     """
 
@@ -142,7 +142,7 @@ def read_masks(rows: Sequence[RowTokenMask], n_sampled: int) -> tuple[RowMask, .
     return tuple(RowMask(each.row, TokenMask(MaskForm(each.form), each.data)) for each in rows)
 
 
-class RecommendedSampling(Strict, frozen=True, kw_only=True):
+class RecommendedSampling(Report, frozen=True, kw_only=True):
     """The sampling that a model's makers recommend; null where they say nothing."""
 
     temperature: Temperature | None = None

@@ -16,7 +16,7 @@ from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS
 from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.sampling_params import MAX_LOGPROBS, SamplingParams
 from shardnet.slot_operations import MAX_PICTURES
-from shardnet.types import MAX_LAYERS, U32, LiveState, PathText, Positions, Row, Strict
+from shardnet.types import MAX_LAYERS, U32, LiveState, PathText, Positions, Report, Row, Strict
 from shardnet.wire.framing import schema
 from shardnet.wire.messages.chat import ChatMessage, Picture, TemplateOptions, ToolsText
 from shardnet.wire.messages.diagnostics import Drafters
@@ -103,7 +103,7 @@ class Generate(schema.Numbered, frozen=True, kw_only=True):
     turn: Turn = ""
 
 
-class StateChanged(schema.Numbered, frozen=True, kw_only=True):
+class StateChanged(schema.Reply, frozen=True, kw_only=True):
     """Tells how a Generate stands that has not ended. `ahead` requests go before it in the queue.
 
     When it begins to run its prompt has `n_prompt` tokens, and the first `n_kept` positions of
@@ -134,7 +134,7 @@ class TopToken(Row, frozen=True, array_like=True):
     logprob: schema.Logprob
 
 
-class TokenDetail(Strict, frozen=True, kw_only=True):
+class TokenDetail(Report, frozen=True, kw_only=True):
     """The logprob of a generated token and of the most likely ones in its place."""
 
     token_id: U32
@@ -144,7 +144,7 @@ class TokenDetail(Strict, frozen=True, kw_only=True):
     top: Annotated[list[TopToken], Meta(max_length=MAX_LOGPROBS)]
 
 
-class TextPiece(schema.Numbered, frozen=True, kw_only=True):
+class TextPiece(schema.Reply, frozen=True, kw_only=True):
     """More of the answer: new tokens, and the text that is whole by now.
 
     `prompt_logprobs` are those of the prompt's next tokens, the second one first.
@@ -157,7 +157,7 @@ class TextPiece(schema.Numbered, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[list[TokenDetail], Meta(max_length=1 << 14)] | None = None
 
 
-class RowsPiece(schema.Numbered, frozen=True, kw_only=True):
+class RowsPiece(schema.Reply, frozen=True, kw_only=True):
     """The next rows of what a Generate's `outputs` ask for, the first at `position`.
 
     `data` is float32, little-endian, row after row of `width` elements. A mean is at position 0.
@@ -173,7 +173,7 @@ class RowsPiece(schema.Numbered, frozen=True, kw_only=True):
     data: Annotated[bytes, Meta(max_length=MAX_ROWS_BYTES)]
 
 
-class MeanStageTime(Strict, frozen=True, kw_only=True):
+class MeanStageTime(Report, frozen=True, kw_only=True):
     """Where the time of a mean decode step went, for one stage."""
 
     rank: schema.Rank
@@ -182,7 +182,7 @@ class MeanStageTime(Strict, frozen=True, kw_only=True):
     wire_ms: schema.Figure
 
 
-class Timing(Strict, frozen=True, kw_only=True):
+class Timing(Report, frozen=True, kw_only=True):
     """Timing of a request by the head's clock, and what was drafted for it."""
 
     load_s: schema.Seconds
@@ -203,7 +203,7 @@ class Timing(Strict, frozen=True, kw_only=True):
         return sum(each.n_accepted for each in self.drafters)
 
 
-class Finished(schema.Numbered, frozen=True, kw_only=True):
+class Finished(schema.Reply, frozen=True, kw_only=True):
     """The answer is complete. `text` is what was held back until now."""
 
     finish_reason: schema.Name
@@ -212,7 +212,7 @@ class Finished(schema.Numbered, frozen=True, kw_only=True):
     timing: Timing
 
 
-class ExpertCount(Strict, frozen=True, kw_only=True):
+class ExpertCount(Report, frozen=True, kw_only=True):
     """Experts of streamed layers that steps have used since their stage was loaded, each once a
     step, and how many of these had to be read from disk.
     """
@@ -226,7 +226,7 @@ class LastRunRequest(schema.Numbered, frozen=True, kw_only=True):
     """Ask for the last generation of the ring this node leads. Answered by LastRun or Redirect."""
 
 
-class LastRun(schema.Numbered, frozen=True, kw_only=True):
+class LastRun(schema.Reply, frozen=True, kw_only=True):
     """Answers LastRunRequest: a generation's plan, and what became of it. It ended at `ended_at_s`,
     counted from 1970.
     """
@@ -258,7 +258,7 @@ class Tokenize(schema.Numbered, frozen=True, kw_only=True):
     generate: Generate
 
 
-class Tokenized(schema.Numbered, frozen=True, kw_only=True):
+class Tokenized(schema.Reply, frozen=True, kw_only=True):
     """Answers Tokenize. `context` is the most tokens of one sequence; there may be more ids."""
 
     token_ids: schema.TokenIds
@@ -273,7 +273,7 @@ class Detokenize(schema.Numbered, frozen=True, kw_only=True):
     keep_special_tokens: bool = False
 
 
-class Detokenized(schema.Numbered, frozen=True, kw_only=True):
+class Detokenized(schema.Reply, frozen=True, kw_only=True):
     """Answers Detokenize: the whole text, and the text of each token by itself."""
 
     text: schema.Text
@@ -301,7 +301,7 @@ class Encode(schema.Numbered, frozen=True, kw_only=True):
     keep_s: schema.Seconds | None = None
 
 
-class Encoded(schema.Numbered, frozen=True, kw_only=True):
+class Encoded(schema.Reply, frozen=True, kw_only=True):
     """Answers Encode: what the model is, "" for no encoder, and how many tokens each text had.
 
     `values` are float32, little-endian, `width` for each text: a vector, which is not scaled, or a

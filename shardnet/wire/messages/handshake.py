@@ -12,8 +12,8 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from shardnet.errors import ShardnetError, WrongValuesError
-from shardnet.types import U32, U64, Strict
+from shardnet.errors import ShardnetError, VersionMismatchError, WrongValuesError
+from shardnet.types import U32, U64, Report
 from shardnet.wire.framing import schema
 from shardnet.wire.framing.frames import Frame, FrameKind
 
@@ -33,6 +33,14 @@ MEASURED_RING: Final = "gathers"
 """What the hellos of a parts link name that belongs to no ring, and measures gathers."""
 
 
+CAPABILITIES: Final[tuple[str, ...]] = ()
+"""What this release understands beyond the one before, as its hellos list it. Whoever sends a
+message of a new kind, or a key that changes what is done, looks first whether the peer has it."""
+
+
+MAX_CAPABILITIES: Final = 64
+
+
 class PeerRole(enum.Enum):
     """Who is at an end of a link."""
 
@@ -40,11 +48,12 @@ class PeerRole(enum.Enum):
     CLIENT = "client"
 
 
-class Hello(Strict, frozen=True, kw_only=True):
+class Hello(Report, frozen=True, kw_only=True):
     """The first frame of each side: who it is and what the link is for.
 
     On links of data and parts `ring` and `epoch` name the ring and `rank` is the sender's. Between
-    the nodes of one stage `shard` is which part of it the sender has.
+    the nodes of one stage `shard` is which part of it the sender has. `capabilities` are names of
+    what it understands beyond what every release of the protocol's version does.
     """
 
     purpose: Purpose
@@ -56,9 +65,20 @@ class Hello(Strict, frozen=True, kw_only=True):
     epoch: U32 = 0
     rank: schema.Rank = 0
     shard: schema.Rank | msgspec.UnsetType = msgspec.UNSET
+    capabilities: Annotated[
+        list[Annotated[str, Meta(max_length=32)]], Meta(max_length=MAX_CAPABILITIES)
+    ] = []
+
+    def require(self, capability: str, what: str) -> None:
+        """Raise VersionMismatchError unless the peer lists the capability; `what` is done by it."""
+        if capability not in self.capabilities:
+            raise VersionMismatchError(
+                f"{self.name} runs shardnet {self.version}, which does not know {what}",
+                remedy="update it: all nodes of a cluster may run one release",
+            )
 
 
-class ErrorReport(Strict, frozen=True, kw_only=True):
+class ErrorReport(Report, frozen=True, kw_only=True):
     """The meta of an ERROR frame. Without sequence and step it is about the link, and ends it.
 
     `rank` is that of the stage which has computed what is wrong.

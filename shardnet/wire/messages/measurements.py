@@ -10,7 +10,7 @@ from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta
 
-from shardnet.types import PathText, Strict
+from shardnet.types import PathText, Report
 from shardnet.wire.framing import schema
 from shardnet.wire.framing.frames import LIMITS, FrameKind
 
@@ -28,7 +28,7 @@ class MeasureStage(schema.OfModel, frozen=True, kw_only=True):
     again: bool = False
 
 
-class StageSeconds(Strict, frozen=True, kw_only=True):
+class StageSeconds(Report, frozen=True, kw_only=True):
     """What a node needs for one model: a layer at 1 and at 256 rows, embedding, LM head.
 
     `step_s` is what a token costs it as head beside all computing.
@@ -41,7 +41,7 @@ class StageSeconds(Strict, frozen=True, kw_only=True):
     step_s: schema.Seconds = 0.0
 
 
-class DeviceMeasured(Strict, frozen=True, kw_only=True):
+class DeviceMeasured(Report, frozen=True, kw_only=True):
     """What one of several devices of a node has measured; `seconds` is null where it has not.
 
     `memory_bytes` is what a part of a stage may take there now.
@@ -56,7 +56,7 @@ class DeviceMeasured(Strict, frozen=True, kw_only=True):
 DevicesMeasured = Annotated[list[DeviceMeasured], Meta(max_length=schema.MAX_DEVICES)]
 
 
-class StageMeasured(schema.Numbered, frozen=True, kw_only=True):
+class StageMeasured(schema.Reply, frozen=True, kw_only=True):
     """Answers MeasureStage. `measured_at_s` counts from 1970, by that node's clock.
 
     `memory_bytes` is what a stage may take now, `disk_bytes_per_s` null without a checkpoint there.
@@ -105,13 +105,13 @@ class LinkMeasured(schema.LinkFigures, frozen=True, kw_only=True):
     node: schema.Name
 
 
-class LinksMeasured(schema.Numbered, frozen=True, kw_only=True):
+class LinksMeasured(schema.Reply, frozen=True, kw_only=True):
     """Answers MeasureLinks, without the nodes that have no link or are at work."""
 
     links: Annotated[list[LinkMeasured], Meta(max_length=schema.MAX_STAGES)]
 
 
-class NodeMeasured(Strict, frozen=True, kw_only=True):
+class NodeMeasured(Report, frozen=True, kw_only=True):
     """What a candidate of a plan has measured of the model; `why_not` where it has not.
 
     `memory_bytes` is what a stage may take there now, `isa` that of its NodeInfo, the last two as

@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from msgspec import Meta
 
-from shardnet.types import U32, PathText, Strict, Tagged
+from shardnet.types import U32, PathText, Report, TaggedReport
 from shardnet.wire.framing import schema
 from shardnet.wire.messages.diagnostics import NodeReport, Reason, RingLoad
 
@@ -20,7 +20,7 @@ MAX_MODELS_LISTED: Final = 64
 """Most models in one message."""
 
 
-class StageInfo(Strict, frozen=True, kw_only=True):
+class StageInfo(Report, frozen=True, kw_only=True):
     """The stage that a node has loaded. `rank` is null where its ring is over."""
 
     model: PathText
@@ -28,7 +28,7 @@ class StageInfo(Strict, frozen=True, kw_only=True):
     rank: schema.Rank | None
 
 
-class DeviceInfo(Strict, frozen=True, kw_only=True):
+class DeviceInfo(Report, frozen=True, kw_only=True):
     """One of several devices of a node, called `name`; the other fields as in NodeInfo."""
 
     name: schema.Name
@@ -40,7 +40,7 @@ class DeviceInfo(Strict, frozen=True, kw_only=True):
     arithmetic: schema.Name = ""
 
 
-class NodeInfo(Strict, frozen=True, kw_only=True):
+class NodeInfo(Report, frozen=True, kw_only=True):
     """What a node reports of itself. `host_id` is equal for nodes on one machine.
 
     `isa` is the instruction set of the compiled kernels on its CPU, `none` where they were not
@@ -80,7 +80,7 @@ class Status(schema.Numbered, frozen=True, kw_only=True):
     with_peers: bool
 
 
-class StatusReply(schema.Numbered, frozen=True, kw_only=True):
+class StatusReply(schema.Reply, frozen=True, kw_only=True):
     """Answers Status. `load` is that of the ring which the node leads."""
 
     node: NodeInfo
@@ -99,7 +99,7 @@ class Ping(schema.Numbered, frozen=True, kw_only=True):
     as_step: bool = False
 
 
-class KnownPeer(Strict, frozen=True, kw_only=True):
+class KnownPeer(Report, frozen=True, kw_only=True):
     """A node, and the addresses at which others may reach it, best first."""
 
     node: schema.Name
@@ -107,7 +107,7 @@ class KnownPeer(Strict, frozen=True, kw_only=True):
     addresses: Annotated[list[schema.Address], Meta(max_length=schema.MAX_PEER_ADDRESSES)]
 
 
-class PeersKnown(Tagged, frozen=True, kw_only=True):
+class PeersKnown(TaggedReport, frozen=True, kw_only=True):
     """Tell a peer, unasked, of the sender itself and of every node it has a control link to.
 
     Sent when a link is up, and again when it has changed: each takes the place of the one before.
@@ -130,7 +130,7 @@ class ReportRequest(schema.Numbered, frozen=True, kw_only=True):
     model: PathText = ""
 
 
-class ReportReply(schema.Numbered, frozen=True, kw_only=True):
+class ReportReply(schema.Reply, frozen=True, kw_only=True):
     """What a node knows, or `failure`: why it could not be asked.
 
     `clock_ahead_s` is how far its clock is ahead of the clock of the node that asked it.
@@ -159,7 +159,7 @@ class ListModels(schema.Numbered, frozen=True, kw_only=True):
     model: Annotated[str, Meta(max_length=4096)] = ""
 
 
-class ListedModel(Strict, frozen=True, kw_only=True):
+class ListedModel(Report, frozen=True, kw_only=True):
     """A model that a node has: `name` is what a client may ask for, `store` where it is kept.
 
     `size_bytes` is that of all its tensor files, `held_bytes` what of them is there: less where
@@ -185,7 +185,7 @@ class ListedModel(Strict, frozen=True, kw_only=True):
     kind: Literal["", "embedding", "reranker"] = ""
 
 
-class ModelsListed(schema.Numbered, frozen=True, kw_only=True):
+class ModelsListed(schema.Reply, frozen=True, kw_only=True):
     """Answers ListModels: some of the models of a node, or `failure`, why it does not say."""
 
     node: schema.Name
@@ -204,7 +204,7 @@ class IdentifyModel(schema.Numbered, frozen=True, kw_only=True):
     model_id: schema.DigestOrNone = ""
 
 
-class ModelIdentity(schema.Numbered, frozen=True, kw_only=True):
+class ModelIdentity(schema.Reply, frozen=True, kw_only=True):
     """Answers IdentifyModel. `model_id` is hexadecimal SHA-256, "" for nothing there.
 
     `complete`: it is a checkpoint folder with every tensor, not parts that came from other nodes.

@@ -21,8 +21,8 @@ from shardnet.types import (
     PathText,
     Positions,
     Quant,
+    Report,
     Row,
-    Strict,
 )
 from shardnet.wire.framing import schema
 from shardnet.wire.messages.diagnostics import Drafters
@@ -100,7 +100,7 @@ class PlanRequest(schema.Numbered, frozen=True, kw_only=True):
     without: Annotated[list[schema.Name], Meta(max_length=schema.MAX_STAGES)] = []
 
 
-class PlannedPart(Strict, frozen=True, kw_only=True):
+class PlannedPart(Report, frozen=True, kw_only=True):
     """Layers of a stage on one of its node's `devices`, or shared by several: as PlannedStage."""
 
     layers: schema.Layers
@@ -110,7 +110,7 @@ class PlannedPart(Strict, frozen=True, kw_only=True):
     compute_ms: schema.Figure | None = None
 
 
-class PlannedShard(Strict, frozen=True, kw_only=True):
+class PlannedShard(Report, frozen=True, kw_only=True):
     """One more node that a stage spans."""
 
     node: schema.Name
@@ -118,7 +118,7 @@ class PlannedShard(Strict, frozen=True, kw_only=True):
     address: schema.Address
 
 
-class PlannedStage(Strict, frozen=True, kw_only=True):
+class PlannedStage(Report, frozen=True, kw_only=True):
     """One stage of a plan: its memory, compute and way to the next stage as predicted.
 
     `streamed_layers` of its layers are streamed from disk, where tables of `looked_up_bytes` stay
@@ -162,14 +162,14 @@ class PlannedAdapter(Row, frozen=True, array_like=True):
     weight_bytes: schema.Count
 
 
-class PlannedRing(Strict, frozen=True, kw_only=True):
+class PlannedRing(Report, frozen=True, kw_only=True):
     """One of several rings behind one head: its stages, and what is predicted of it alone."""
 
     stages: Annotated[list[PlannedStage], Meta(max_length=schema.MAX_STAGES)]
     predicted_tok_s: schema.Figure | None = None
 
 
-class PlannedStandby(Strict, frozen=True, kw_only=True):
+class PlannedStandby(Report, frozen=True, kw_only=True):
     """A node that follows the stage `rank`, of these `layers`, in case that its node is lost.
 
     Its weights take `weight_bytes`, 0 where they are not held; its keys, values and states take at
@@ -184,7 +184,7 @@ class PlannedStandby(Strict, frozen=True, kw_only=True):
     kv_bytes: schema.Count
 
 
-class PlannedTurns(Strict, frozen=True, kw_only=True):
+class PlannedTurns(Report, frozen=True, kw_only=True):
     """When the first token of a prompt of `n_prompt` tokens is predicted to come, in seconds.
 
     `next_s` is that of its next turn, which adds `n_next` tokens, and `resumed_s` the same where
@@ -199,7 +199,7 @@ class PlannedTurns(Strict, frozen=True, kw_only=True):
     disk_bytes_per_s: schema.Figure
 
 
-class KeptPositions(Strict, frozen=True, kw_only=True):
+class KeptPositions(Report, frozen=True, kw_only=True):
     """How much of conversations a ring's memory keeps: positions, in `kv_bytes` of all stages.
 
     These are about `conversations` of `n_prompt` tokens. Where layers keep a state there is room
@@ -214,7 +214,7 @@ class KeptPositions(Strict, frozen=True, kw_only=True):
     state_bytes: schema.Count = 0
 
 
-class LeftOut(Strict, frozen=True, kw_only=True):
+class LeftOut(Report, frozen=True, kw_only=True):
     """A node that a plan does not use, and why."""
 
     node: schema.Name
@@ -222,7 +222,7 @@ class LeftOut(Strict, frozen=True, kw_only=True):
     why: schema.Explanation
 
 
-class WireError(Strict, frozen=True, kw_only=True):
+class WireError(Report, frozen=True, kw_only=True):
     """What a narrower wire does to the logits, measured over `n_rows` rows of one text.
 
     `max_error` and `rms_error` are shares of the standard deviation of a row's exact logits, `kl`
@@ -237,7 +237,7 @@ class WireError(Strict, frozen=True, kw_only=True):
     kl: schema.Share
 
 
-class NarrowWire(Strict, frozen=True, kw_only=True):
+class NarrowWire(Report, frozen=True, kw_only=True):
     """What the wire dtype that was asked for takes, saves and costs, rows of one hop in bytes.
 
     Where links differ, `row_bytes` is the mean over them. `saves_ms` per token, less the time to
@@ -251,7 +251,7 @@ class NarrowWire(Strict, frozen=True, kw_only=True):
     why: schema.Explanation
 
 
-class RingExactness(Strict, frozen=True, kw_only=True):
+class RingExactness(Report, frozen=True, kw_only=True):
     """What changes no bit of a ring's outputs, and `why` in words.
 
     `split` is how its layers are divided over its nodes, `batch` stands for chunks, prefix reuse
@@ -264,7 +264,7 @@ class RingExactness(Strict, frozen=True, kw_only=True):
     why: schema.Explanation
 
 
-class PlanReply(schema.Numbered, frozen=True, kw_only=True):
+class PlanReply(schema.Reply, frozen=True, kw_only=True):
     """A plan. It answers PlanRequest, and precedes the tokens of Generate.
 
     `wire_dtype` is `mixed` where links differ.
@@ -309,7 +309,7 @@ class PlanReply(schema.Numbered, frozen=True, kw_only=True):
     drafters: Drafters = []
 
 
-class NodeProgress(schema.Numbered, frozen=True, kw_only=True):
+class NodeProgress(schema.Reply, frozen=True, kw_only=True):
     """Tells the client of a Generate how far the node of a stage is with loading.
 
     With the phase `waiting`: that it is waited for, since another head uses it. With `measuring`,

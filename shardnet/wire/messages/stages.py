@@ -24,7 +24,7 @@ from shardnet.types import (
     LayerNumber,
     Row,
     Strict,
-    Tagged,
+    TaggedReport,
     WireDType,
 )
 from shardnet.wire.framing import schema
@@ -99,7 +99,7 @@ class LoadStage(schema.OfRing, frozen=True, kw_only=True):
     adapters: Annotated[list[RingAdapter], Meta(max_length=MAX_ADAPTERS)] = []
 
 
-class LoadProgress(schema.Numbered, frozen=True, kw_only=True):
+class LoadProgress(schema.Reply, frozen=True, kw_only=True):
     """How far a LoadStage or MeasureStage is. Sent every few seconds: it is not silence."""
 
     done_bytes: schema.Count
@@ -107,7 +107,7 @@ class LoadProgress(schema.Numbered, frozen=True, kw_only=True):
     phase: schema.Phase = "loading"
 
 
-class StageReady(schema.Numbered, frozen=True, kw_only=True):
+class StageReady(schema.Reply, frozen=True, kw_only=True):
     """Answers LoadStage: the stage is loaded. `kernel` names the matrix products' path.
 
     `room_blocks` is the KV room that is really there; `reused` that the weights were there already.
@@ -129,7 +129,7 @@ class StageReady(schema.Numbered, frozen=True, kw_only=True):
     room_states: U32 = 0
 
 
-class RingBroken(Tagged, frozen=True, kw_only=True):
+class RingBroken(TaggedReport, frozen=True, kw_only=True):
     """Tell the head, unasked, that the sender's stage left a ring, and why.
 
     `silent` is the neighbour from which nothing came any more, or what breaks the protocol, ""
@@ -181,7 +181,7 @@ class FindPrefix(schema.OfRing, frozen=True, kw_only=True):
     keys: BlockKeys
 
 
-class PrefixFound(schema.Numbered, frozen=True, kw_only=True):
+class PrefixFound(schema.Reply, frozen=True, kw_only=True):
     """Answers FindPrefix: bit `n % 8` of byte `n // 8` is 1 if the first `n + 1` can be restored.
 
     Reading one takes `block_bytes`, at `bytes_per_s` as measured, 0 if it was not.
@@ -204,7 +204,7 @@ class RestorePrefix(schema.OfRing, frozen=True, kw_only=True):
     token_ids: Annotated[bytes, Meta(max_length=4 * BLOCK_POSITIONS * MAX_STORED_BLOCKS)] = b""
 
 
-class PrefixRestored(schema.Numbered, frozen=True, kw_only=True):
+class PrefixRestored(schema.Reply, frozen=True, kw_only=True):
     """Answers RestorePrefix: whether all of it is there. Nothing is kept if not."""
 
     is_whole: bool
@@ -236,7 +236,7 @@ class MoveKv(schema.OfRing, frozen=True, kw_only=True):
     state: U32 | None = None
 
 
-class KvMoved(schema.Numbered, frozen=True, kw_only=True):
+class KvMoved(schema.Reply, frozen=True, kw_only=True):
     """Answers MoveKv: whether all of it is there. `n_bytes` came over links for it."""
 
     is_whole: bool
@@ -255,7 +255,7 @@ class AuditStage(schema.OfRing, frozen=True, kw_only=True):
     with_rows: bool = True
 
 
-class StageAudited(schema.Numbered, frozen=True, kw_only=True):
+class StageAudited(schema.Reply, frozen=True, kw_only=True):
     """Answers AuditStage: nothing is wrong. The stage was kept from steps for `took_s`.
 
     It has looked at `looked_bytes` of `weight_bytes`. Rows `before` the model's first layer are
@@ -274,7 +274,7 @@ class CountExperts(schema.OfRing, frozen=True, kw_only=True):
     """Ask how many of the experts that steps used were read from disk, of streamed layers."""
 
 
-class ExpertsCounted(schema.Numbered, frozen=True, kw_only=True):
+class ExpertsCounted(schema.Reply, frozen=True, kw_only=True):
     """Answers CountExperts: the experts that each step's rows used, since the stage was loaded, and
     how many of them had to be read.
     """
@@ -293,7 +293,7 @@ class ComputeLayer(schema.OfRing, frozen=True, kw_only=True):
     before: AuditedRows
 
 
-class LayerComputed(schema.Numbered, frozen=True, kw_only=True):
+class LayerComputed(schema.Reply, frozen=True, kw_only=True):
     """Answers ComputeLayer, in `took_s` of one thread."""
 
     took_s: schema.Seconds

@@ -66,7 +66,7 @@ def test_counters_count() -> None:
                 '_round_trip_seconds{node="anna",peer="bert",purpose="control"} 0.0004',
                 'shardnet_link_failures_total{node="anna",peer="bert",purpose="data"} 2.0',
                 'shardnet_link_resent_segments_total{node="bert",peer="anna",purpose="data"} 7.0',
-                'shardnet_node_info{device="cpu",node="anna",version="0.1.0"} 1.0',
+                'shardnet_node_info{device="cpu",node="anna",version="0.2.0"} 1.0',
             ):
                 assert line in text
 

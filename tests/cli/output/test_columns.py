@@ -16,7 +16,7 @@ NODE = NodeInfo(
     node="a" * 32,
     name="attic",
     address="192.168.1.10:7433",
-    version="0.1.0",
+    version="0.2.0",
     device="cpu",
     memory_bytes=16 << 30,
     memory_free_bytes=8 << 30,
@@ -37,7 +37,7 @@ def test_nodes_are_lines_and_long_parts_stand_alone() -> None:
     ]
     assert node_lines(nodes[:1], 80) == [
         "name   address            device  memory free      version  up     stage",
-        "attic  192.168.1.10:7433  cpu     8.0 of 16.0 GiB  0.1.0    3 min  -",
+        "attic  192.168.1.10:7433  cpu     8.0 of 16.0 GiB  0.2.0    3 min  -",
     ]
     shown = node_lines(nodes, 80)
     assert max(map(len, shown)) <= 80

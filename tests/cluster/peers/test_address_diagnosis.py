@@ -29,7 +29,7 @@ KNOCK = partial(dial, handshake_s=30.0)
 IMPATIENT = partial(dial, handshake_s=0.3)
 """For where nobody answers."""
 BERT = Hello(
-    purpose=Purpose.CONTROL, role=PeerRole.NODE, node="bert-id", name="bert", version="0.1.0"
+    purpose=Purpose.CONTROL, role=PeerRole.NODE, node="bert-id", name="bert", version="0.2.0"
 )
 
 

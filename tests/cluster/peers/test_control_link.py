@@ -6,9 +6,12 @@ import asyncio
 import io
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
+from support.strategies.wire_strategies import encoded
 
+from shardnet import __version__
 from shardnet.cluster.peers import control_link as control_module
 from shardnet.cluster.peers.control_link import ControlLink, Handler, Incoming
 from shardnet.errors import (
@@ -18,10 +21,12 @@ from shardnet.errors import (
     PeerSilentError,
     RemoteProtocolError,
     ShardnetError,
+    VersionMismatchError,
 )
 from shardnet.transport.loop import finish
 from shardnet.transport.memory import memory_pair
-from shardnet.wire.messages.control import Done, control_frame
+from shardnet.wire.framing.frames import Frame, FrameKind
+from shardnet.wire.messages.control import Done, Failed, control_frame
 from shardnet.wire.messages.generation import Unload
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import IdentifyModel, ModelIdentity
@@ -126,6 +131,73 @@ def test_a_reply_of_another_kind_is_the_peers_fault() -> None:
         async with pair(confuse) as (asking, _):
             with pytest.raises(RemoteProtocolError, match="answered IdentifyModel with Done"):
                 await asking.ask(IdentifyModel(request=1, model="/x"), ModelIdentity)
+
+    asyncio.run(main())
+
+
+def frame_of(message: dict[str, Any]) -> Frame:
+    return Frame(kind=FrameKind.CONTROL, meta=encoded(message))
+
+
+LATER = {
+    "a request of a new kind": {"type": "PaintNode", "request": 900, "colour": "red"},
+    "a key of a known one": {"type": "Unload", "request": 901, "colour": "red"},
+}
+
+
+@pytest.mark.parametrize("message", LATER.values(), ids=LATER)
+def test_a_request_that_only_another_release_knows_is_refused_and_the_link_stays(
+    message: dict[str, Any],
+) -> None:
+    """Hellos say "0" here: every peer is of another release."""
+
+    async def answer(control: ControlLink, message: Incoming) -> None:
+        control.send(Done(request=message.request))  # type: ignore[union-attr]
+
+    async def main() -> None:
+        async with pair(answer) as (asking, _):
+            refused = asyncio.get_running_loop().create_future()
+            asking._answers[int(message["request"])] = refused.set_result
+            asking.link.send(frame_of(message))
+            asking.link.send(frame_of({"type": "NodePainted", "node": "n"}))  # nobody waits for it
+            failed = await refused
+            assert isinstance(failed, Failed)
+            assert failed.code == VersionMismatchError.code
+            for part in (__version__, "shardnet 0", str(message["type"])):
+                assert part in failed.message
+            await asking.ask(Unload(request=2), Done)
+
+    asyncio.run(main())
+
+
+def test_an_answer_in_the_words_of_another_release_fails_its_request_alone() -> None:
+    async def answer(control: ControlLink, message: Incoming) -> None:
+        if isinstance(message, Unload):
+            control.send(Done(request=message.request))
+        else:
+            words = {"type": "ModelIdentity", "request": message.request, "complete": "nearly"}  # type: ignore[union-attr]
+            control.link.send(frame_of(words))
+
+    async def main() -> None:
+        async with pair(answer) as (asking, _):
+            with pytest.raises(RemoteProtocolError, match="CONTROL frame is malformed"):
+                await asking.ask(IdentifyModel(request=1, model="/x"), ModelIdentity)
+            await asking.ask(Unload(request=2), Done)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("message", LATER.values(), ids=LATER)
+def test_what_a_peer_of_the_same_release_may_not_send_ends_the_link(
+    monkeypatch: pytest.MonkeyPatch, message: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(control_module, "__version__", "0")
+
+    async def main() -> None:
+        async with pair(nobody) as (asking, _):
+            asking.link.send(frame_of(message))
+            with pytest.raises(RemoteProtocolError, match="CONTROL frame is malformed"):
+                await asking.ask(Unload(request=2), Done)
 
     asyncio.run(main())
 

@@ -35,7 +35,7 @@ def info(name: str, **changes: Any) -> NodeInfo:
         "node": f"{name}-id",
         "name": name,
         "address": address_of(name),
-        "version": "0.1.0",
+        "version": "0.2.0",
         "device": "cpu",
         "memory_bytes": 8 * GIB,
         "memory_free_bytes": 8 * GIB,
@@ -53,7 +53,7 @@ def view(name: str, **changes: Any) -> PeerView:
     values: dict[str, Any] = {
         "node": f"{name}-id",
         "name": name,
-        "version": "0.1.0",
+        "version": "0.2.0",
         "is_linked": True,
         "address": address,
         "rtt_s": 0.0004,
@@ -87,7 +87,7 @@ def record(name: str, **changes: Any) -> MdnsRecord:
     values: dict[str, Any] = {
         "node": f"{name}-id",
         "name": name,
-        "version": "0.1.0",
+        "version": "0.2.0",
         "protocol": 1,
         "cluster": CLUSTER,
         "address": address_of(name),
@@ -137,7 +137,7 @@ def facts(*replies: ReportReply, **changes: Any) -> Facts:
     """Facts of this machine, where anna runs; without replies two nodes that are well."""
     values: dict[str, Any] = {
         "key": OK_KEY,
-        "software": "0.1.0",
+        "software": "0.2.0",
         "protocol": 1,
         "asked": "anna (10.0.0.1:7433)",
         "asked_node": "anna-id",

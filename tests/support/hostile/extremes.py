@@ -178,7 +178,7 @@ def _extremes(info: mi.Type, path: str, base: Any = None) -> Iterator[tuple[str,
                     yield at, message | {name: value}, is_within
                 if field.required:
                     yield f"{path}.{name}", {k: v for k, v in message.items() if k != name}, False
-            yield path, message | {"unknown": 1}, False
+            yield path, message | {"unknown": 1}, not info.forbid_unknown_fields
         case mi.TupleType(item_types=items):
             row = list(base or _plain(info))
             for place, item in enumerate(items):
@@ -284,5 +284,7 @@ def _takes(info: mi.Type, value: Any) -> bool:
             return value in [member.value for member in cls]
         case mi.ListType() | mi.VarTupleType():
             return value == []
+        case mi.StructType(array_like=False, forbid_unknown_fields=False, fields=fields):
+            return isinstance(value, dict) and not any(field.required for field in fields)
         case _:
             return False

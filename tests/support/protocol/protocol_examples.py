@@ -39,7 +39,7 @@ HELLO = Hello(
     role=PeerRole.NODE,
     node="n1",
     name="nas",
-    version="0.1.0",
+    version="0.2.0",
     ring="r",
     epoch=3,
 )

@@ -7,6 +7,26 @@ from typing import Any
 import msgspec
 from msgspec import inspect as mi
 
+from shardnet import slot_operations, stage_form, types
+from shardnet.stage_form import StageOptions
+from shardnet.wire.framing import schema
+from shardnet.wire.messages import (
+    activity,
+    bulk,
+    chat,
+    control,
+    deputies,
+    diagnostics,
+    drafting,
+    extras,
+    generation,
+    handshake,
+    measurements,
+    membership,
+    plans,
+    stages,
+)
+
 _INTEGERS = {
     (0, 2**32 - 1): "u32",
     (0, 2**63 - 1): "u63",
@@ -88,3 +108,25 @@ def _type(info: mi.Type) -> str:
         case mi.StructType(cls=cls):
             return cls.__name__
     raise NotImplementedError(f"no notation for {info}")
+
+
+CONTROL_MESSAGES = (
+    control,
+    membership,
+    measurements,
+    diagnostics,
+    stages,
+    plans,
+    activity,
+    chat,
+    generation,
+    deputies,
+    drafting,
+)
+STRUCTS = {
+    name: kind
+    for module in (handshake, slot_operations, stage_form, extras, *CONTROL_MESSAGES, bulk)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+    if name not in {*vars(types), *vars(schema), StageOptions.__name__}
+}

@@ -27,7 +27,7 @@ def node(name: str, **other: Any) -> Value:
         "state": "up",
         "why": None,
         "since_s": 0.0,
-        "version": "0.1.0",
+        "version": "0.2.0",
         "uptime_s": 3600.0,
         "device": "cpu",
         "isa": "avx2",
@@ -103,7 +103,7 @@ def state_of_two() -> Value:
     load = {"running": 1, "waiting": 0, "paused": 0, "warm_slots": 2, "used_blocks": 12}
     return {
         "server": {
-            "version": "0.1.0",
+            "version": "0.2.0",
             "uptime_s": 12.5,
             "node": "id-of-anna",
             "name": "anna",

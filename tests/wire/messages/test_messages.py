@@ -17,7 +17,9 @@ from shardnet.slot_operations import SlotOperation
 from shardnet.wire.framing.frames import LIMITS, Frame, FrameKind, pack_frame
 from shardnet.wire.messages.bulk import BulkMessage, FetchSkeleton, Piece, bulk_frame, read_bulk
 from shardnet.wire.messages.control import (
+    Done,
     Failed,
+    control_frame,
     read_control,
     reported_error,
 )
@@ -37,6 +39,7 @@ from shardnet.wire.messages.handshake import (
     read_error,
     read_hello,
 )
+from shardnet.wire.messages.membership import Ping
 
 
 @pytest.mark.parametrize("kind", BulkMessage.__args__, ids=lambda kind: kind.__name__)
@@ -119,11 +122,26 @@ def test_the_message_that_the_cases_above_break_is_good() -> None:
     assert read_control(Frame(kind=FrameKind.CONTROL, meta=encoded(CANCEL))) == Cancel(request=1)
 
 
-@pytest.mark.parametrize("more", [{"rank": 256}, {"node": "x" * 257}, {"x": 1}, {"purpose": "?"}])
+@pytest.mark.parametrize("more", [{"rank": 256}, {"node": "x" * 257}, {"purpose": "?"}])
 def test_a_malformed_hello_is_the_peers_fault(more: dict[str, Any]) -> None:
     meta = encoded({**msgspec.to_builtins(hello()), **more})
     with pytest.raises(RemoteProtocolError, match="HELLO frame is malformed"):
         read_hello(Frame(kind=FrameKind.HELLO, meta=meta))
+
+
+def test_what_informs_may_have_keys_of_another_release_and_what_orders_may_not() -> None:
+    more = {**msgspec.to_builtins(hello()), "colour": "red"}
+    assert read_hello(Frame(kind=FrameKind.HELLO, meta=encoded(more))) == hello()
+    done = Frame(kind=FrameKind.CONTROL, meta=encoded({"type": "Done", "request": 1, "colour": 2}))
+    assert read_control(done) == Done(request=1)
+    status = {"type": "Status", "request": 1, "with_peers": True, "colour": 2}
+    with pytest.raises(RemoteProtocolError, match="unknown field `colour`"):
+        read_control(Frame(kind=FrameKind.CONTROL, meta=encoded(status)))
+
+
+def test_an_order_is_sent_without_what_has_its_default() -> None:
+    plain = control_frame(Ping(request=1))
+    assert msgspec.msgpack.decode(plain.meta) == {"type": "Ping", "request": 1}
 
 
 def test_a_reported_error_has_its_class_and_names_the_peer() -> None:
