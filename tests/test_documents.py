@@ -24,7 +24,8 @@ from shardnet_cli.flags.lazy_group import SECTIONS, SectionedCommand
 from shardnet_cli.main import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOP = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
+PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
 DECISIONS = sorted((ROOT / "docs" / "adr").glob("*.md"))
 NAMING = [page for page in [*PAGES, *DECISIONS] if page.name != "structures.md"]
 """Pages whose paths are looked at here; test_structures.py holds the other one."""
