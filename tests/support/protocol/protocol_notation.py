@@ -130,3 +130,8 @@ STRUCTS = {
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
     if name not in {*vars(types), *vars(schema), StageOptions.__name__}
 }
+
+
+if __name__ == "__main__":  # what tests/golden/release_messages.txt has of a release
+    for name, kind in sorted(STRUCTS.items()):
+        print(f"{name} | {fields_of(kind)}")
