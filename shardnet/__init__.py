@@ -2,7 +2,7 @@
 
 import os
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 """Has torch, imported later, ask for large pages: weights are read faster (docs/adr/0083)."""
