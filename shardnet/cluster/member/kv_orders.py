@@ -13,7 +13,7 @@ from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.sharing.bulk_client import KvClient, ReadRows, SourceRefused
 from shardnet.errors import CapacityError, UsageError
-from shardnet.runtime.loading.loading import check_layers
+from shardnet.runtime.loading.loading import check_layers, trim_heap
 from shardnet.runtime.loading.model_facts import check_model_id
 from shardnet.runtime.stage.stage_order import StageOrder
 from shardnet.stage.estimate.memory_estimate import stage_weight_bytes
@@ -373,6 +373,7 @@ async def compute_for_audit(host: StageHost, message: stages.ComputeLayer) -> st
     def compute() -> tuple[float, bytes]:
         began_s = time.thread_time()
         after = compute_layer(order, message.layer, message.before)
+        trim_heap()  # of the layer
         return time.thread_time() - began_s, after
 
     took_s, after = await host.beside_steps(compute)

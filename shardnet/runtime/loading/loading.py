@@ -65,6 +65,10 @@ MAX_ROOM_POSITIONS = 1 << 20
 """KV room is never booked beyond this many positions, however much memory there is."""
 
 
+_M_ARENA_MAX = -8
+"""The number by which glibc's mallopt knows how many heaps there may be."""
+
+
 Packs = tuple[Path | None, tuple[object, ...]]
 """Where quantised weights are cached, and what they are of."""
 
@@ -394,13 +398,29 @@ def release_freed_memory() -> None:
         from shardnet.model.kernels.devices import release_cached
 
         release_cached()
-    if sys.platform == "linux":
-        import ctypes
-        import ctypes.util
+    trim_heap()
 
-        library = ctypes.CDLL(ctypes.util.find_library("c"))
-        if hasattr(library, "malloc_trim"):
-            library.malloc_trim(0)
+
+def trim_heap() -> None:
+    """Return freed memory that the C library keeps to the system."""
+    if hasattr(library := _c_library(), "malloc_trim"):
+        library.malloc_trim(0)
+
+
+def keep_one_heap() -> None:
+    """Have threads that begin later allocate from the first one's heap, where that is glibc's.
+
+    Each would have one of its own, the end of which, of up to 64 MiB, is never trimmed.
+    """
+    if hasattr(library := _c_library(), "mallopt"):
+        library.mallopt(_M_ARENA_MAX, 1)
+
+
+def _c_library() -> object:
+    """Return the C library on Linux, None elsewhere."""
+    import ctypes
+
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

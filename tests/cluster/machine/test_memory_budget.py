@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -32,6 +35,34 @@ def test_what_is_freed_on_a_gpu_goes_back_to_its_driver(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     release_freed_memory()
     assert len(given_back) == 1
+
+
+LOADS_ON_A_THREAD = """
+import threading
+import psutil
+from shardnet.runtime.loading.loading import keep_one_heap, release_freed_memory
+
+def load():
+    large = b"x" * (30 << 20)
+    del large  # from here on what is smaller is put into a heap
+    weights = [b"x" * (9 << 20) for _ in range(3)]
+
+keep_one_heap()
+before = psutil.Process().memory_full_info().uss
+loading = threading.Thread(target=load)
+loading.start()
+loading.join()
+release_freed_memory()
+print((psutil.Process().memory_full_info().uss - before) >> 20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems trim their heaps themselves")
+def test_what_a_thread_had_loaded_goes_back_to_the_system() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS_ON_A_THREAD], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 9  # else the next model's weights in it would not seem to be freed
 
 
 def test_a_card_beside_a_cpu_is_promised_no_more_than_it_has(
