@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from support.system.nodes import FIGURES_VARIABLE, Crew, Machine, open_machine
+from support.system.nodes import FIGURES_VARIABLE, Command, Crew, Machine, open_machine
 from support.system.parrot import Parrots, make_parrots
 from support.system.warm_start import is_possible, server
 
@@ -58,6 +58,27 @@ def _figures_of_machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FIGURES_VARIABLE, str(folder))
         yield
+
+
+_failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, object]:
+    """Note of each test whether it failed."""
+    report = yield
+    item.stash[_failed] = item.stash.get(_failed, False) or report.failed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _failures_leave_no_processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """End what a failed test had started and did not come to end: of a passed one it is told."""
+    before = set(Command.running)
+    yield
+    if request.node.stash.get(_failed, False):
+        for command in set(Command.running) - before:
+            command.kill()
 
 
 @pytest.fixture

@@ -17,12 +17,13 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import psutil
 from support.system.netns import namespace_of
@@ -160,7 +161,11 @@ class Result:
 class Command:
     """A running command."""
 
+    running: ClassVar[weakref.WeakSet[Command]] = weakref.WeakSet()
+    """All that somebody still holds."""
+
     def __init__(self, process: subprocess.Popen[bytes] | WarmProcess) -> None:
+        self.running.add(self)
         assert process.stdout is not None
         assert process.stderr is not None
         self.process = process
