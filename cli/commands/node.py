@@ -119,11 +119,9 @@ async def _run(
     from shardnet.cluster.machine.profile import MemoryBudget, find_devices, make_node_id
     from shardnet.cluster.node.node import listening
     from shardnet.cluster.node.settings import NodeSettings
-    from shardnet.runtime.loading.loading import keep_one_heap
     from shardnet.runtime.processors.alertness import work_at_full_speed
 
     work_at_full_speed()
-    keep_one_heap()
     devices = find_devices(options.device, say)
     local_nodes = LocalNodes(runtime_dir(os.environ))
     settings = NodeSettings(

@@ -238,8 +238,10 @@ def import_node() -> None:
         import shardnet.cluster.machine.profile
         import shardnet.cluster.member.stage_host
         import shardnet.cluster.node.node
-        import shardnet.stage.load  # noqa: F401
+        import shardnet.runtime.loading.loading
+        import shardnet.stage.load
 
+        shardnet.runtime.loading.loading.keep_one_heap()  # before it has threads
         gc.freeze()
     finally:
         gc.enable()
