@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from ..flags.lazy_group import examples
 from ..flags.options import Access, Json, flag, reading, takes_groups
 from ..flags.ring_options import OnlineRingOptions, Wanted
 from ..output.exit_codes import counted, one_line, run_command, say, write_json, write_out
+from ..output.generation_output import joule_words
 from ..output.plan_text import dtype_words
 from ..output.progress import LoadBars
 
@@ -39,7 +41,7 @@ class Speed:
     """Throughput of `sequences` concurrent sequences, in tokens per second of all together.
 
     `ttft_s` is the mean time to the first token, `prefill_tok_s` the rate at which all prompts were
-    processed.
+    processed, `joules_per_token` what the nodes took meanwhile, None where that is not known.
     """
 
     sequences: int
@@ -48,6 +50,7 @@ class Speed:
     ttft_s: float
     prefill_tok_s: float
     decode_tok_s: float
+    joules_per_token: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +208,7 @@ class _Bench:
                 f"{counted(n_sequences, 'sequence'):>13}: "
                 f"first token after {best.ttft_s * 1e3:.0f} ms "
                 f"({best.prefill_tok_s:.0f} prompt tokens/s), "
-                f"{best.decode_tok_s:.1f} tokens/s"
+                f"{best.decode_tok_s:.1f} tokens/s{joule_words(best.joules_per_token)}"
             )
         return best
 
@@ -218,6 +221,8 @@ class _Bench:
                 f"tokens and {self._job.options.tokens} more",
                 remedy="give a smaller --prompt or --tokens, or a larger --context",
             )
+        told = [result.timing.joules_per_token for result in results]
+        joules = [each for each in told if each is not None]
         decode_s = max((self._job.options.tokens - 1) / r.timing.decode_tok_s for r in results)
         return Speed(
             sequences=n_sequences,
@@ -228,6 +233,7 @@ class _Bench:
             * self._job.options.prompt
             / max(result.timing.ttft_s for result in results),
             decode_tok_s=n_sequences * (self._job.options.tokens - 1) / decode_s,
+            joules_per_token=statistics.fmean(joules) if joules else None,
         )
 
     async def score(self) -> Quality:

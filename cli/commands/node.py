@@ -144,6 +144,7 @@ async def _run(
         idle_unload_s=idle_unload_s,
         yields=options.yields,
         audit_share=options.audit / 100,
+        power_command=options.power_words(),
         tailnet=options.tailnet and not until_stdin_closes,
         remembers=not until_stdin_closes,
         discovery=None

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 
 from shardnet.api.client import connect
@@ -127,6 +128,7 @@ def _as_json(info: NodeInfo) -> dict[str, Any]:
         **picked(info, "memory_bytes", "memory_free_bytes", "threads"),
         "draining": info.is_draining,
         "rests": info.rests or None,
+        "power": [msgspec.structs.asdict(meter) for meter in info.meters],
         "stage": info.stage and picked(info.stage, "model", "layers", "rank"),
     }
 

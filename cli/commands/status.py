@@ -20,7 +20,7 @@ from ..output.columns import terminal_width, wrapped
 from ..output.exit_codes import counted, one_line, picked, write_json, write_out
 
 if TYPE_CHECKING:
-    from shardnet.wire.messages.diagnostics import NodeReport, RingBehind, StageState
+    from shardnet.wire.messages.diagnostics import NodeReport, PowerMeter, RingBehind, StageState
     from shardnet.wire.messages.membership import NodeInfo, ReportReply
 
 _INDENT = "address  "
@@ -64,6 +64,7 @@ def _as_json(info: NodeInfo, report: NodeReport) -> dict[str, Any]:
         "cluster": report.cluster or None,
         "uptime_s": report.uptime_s,
         **picked(info, "device", "memory_bytes", "memory_free_bytes", "threads"),
+        "power": [msgspec.structs.asdict(meter) for meter in info.meters],
         "draining": info.is_draining,
         "rests": info.rests or None,
         "pressure": None if report.pressure is None else msgspec.structs.asdict(report.pressure),
@@ -110,6 +111,7 @@ def _as_lines(info: NodeInfo, report: NodeReport) -> list[str]:
         f"device   {info.device}, {counted(info.threads, 'thread')}, memory {size(used)} used, "
         f"{size(info.memory_free_bytes)} free",
         f"peers    {', '.join(peers) or 'none'}",
+        *map(_meter_line, info.meters),
     ]
     if info.is_draining:
         lines.append("state    draining: it gives its layers to other nodes, and ends")
@@ -157,6 +159,11 @@ def _part_lines(stage: StageState) -> list[str]:
         f"{', each shared by them' if len(part.devices) > 1 else ''}, {size(part.weight_bytes)}"
         for part in stage.parts
     ]
+
+
+def _meter_line(meter: PowerMeter) -> str:
+    now = "not known now" if meter.watts is None else f"{meter.watts:.0f} W"
+    return f"power    {now} ({meter.source}), {meter.joules / 3600:.2g} Wh since the node began"
 
 
 def _pressure_lines(report: NodeReport) -> list[str]:

@@ -5,6 +5,8 @@ Knows each flag once, and what its text means. Must not know what a node does wi
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -90,6 +92,11 @@ class NodeOptions:
         min=0,
         max=50,
     )
+    power_command: str = options.env_flag(
+        "",
+        "--power-command COMMAND",
+        "A command that prints what this machine draws, in watts, as a socket's plug says it.",
+    )
     peer: options.Peer = None
     no_mdns: options.NoMdns = False
     tailnet: options.Tailnet = False
@@ -110,6 +117,7 @@ class NodeOptions:
         self.share_bytes_per_s()
         self.prefix_cache_bytes()
         self.peers()
+        self.power_words()
         if len(self.name) > _MAX_NAME or not self.name.isprintable():
             raise typer.BadParameter(
                 f"{self.name[:_MAX_NAME]!r}: give at most {_MAX_NAME} characters on one line",
@@ -147,6 +155,11 @@ class NodeOptions:
     def peers(self) -> tuple[str, ...]:
         """Return the addresses of --peer. Raises typer.BadParameter."""
         return tuple(options.check_addresses(self.peer))
+
+    def power_words(self) -> tuple[str, ...]:
+        """Return the words of --power-command, which no shell reads. Raises typer.BadParameter."""
+        with options.naming("--power-command"):
+            return tuple(shlex.split(self.power_command, posix=os.name == "posix"))
 
     def http_address(self) -> tuple[str, int]:
         """Return host and port of --http, port 0 included. Raises typer.BadParameter."""

@@ -26,6 +26,7 @@ from shardnet.errors import ShardnetError
 from shardnet.wire.messages.plans import PlanReply
 
 from .exit_codes import StreamedText, counted, picked, say, write_json
+from .plan_text import short_number
 from .progress import ProgressLine
 
 _NAME_WIDTH = 20
@@ -379,12 +380,18 @@ def _closing_line(result: GenerationResult) -> str:
     )
     # one token takes no decode step, so there is no rate
     rate = f", {timing.decode_tok_s:.1f} tokens/s" if timing.decode_tok_s else ""
+    joules = joule_words(timing.joules_per_token)
     loaded = f"loaded in {timing.load_s:.1f} s, " if timing.load_s else ""
     return (
         f"{counted(result.usage.n_generated, 'token')} ({result.finish_reason}): {loaded}"
-        f"first after {timing.ttft_s:.2f} s{rate}{_drafted(timing)}"
+        f"first after {timing.ttft_s:.2f} s{rate}{joules}{_drafted(timing)}"
         + (f"; per step {stages}" if stages else "")
     )
+
+
+def joule_words(joules_per_token: float | None) -> str:
+    """Return what a token took, as the end of a list; "" where that is not known."""
+    return "" if joules_per_token is None else f", {short_number(joules_per_token)} J/token"
 
 
 def _drafted(timing: GenerationTiming) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shardnet.cluster.machine import kernels
+from shardnet.cluster.placement.energy import best_saving
 from shardnet.types import LayerRange
 from shardnet.wire.messages import plans
 from shardnet.wire.messages.diagnostics import Drafted
@@ -166,6 +167,7 @@ def plan_text(plan: plans.PlanReply) -> str:
         is_steady = all(node.is_steady for node in plan.nodes if node.node in used)
         of_what += "" if is_steady else ", measured while busy: likely more"
         lines.append(f"  predicted: {short_number(plan.predicted_tok_s)} tokens/s{of_what}")
+    lines += _energy_lines(plan)
     lines += [f"  warning: {warning}" for warning in plan.warnings]
     if plan.exact is not None:
         lines.append(f"  same bits ({plan.arith} arithmetic): {plan.exact.why}")
@@ -182,6 +184,22 @@ def plan_text(plan: plans.PlanReply) -> str:
         names = {node.node: node.name for node in plan.nodes}
         lines += [f"  {_link_line(link, names)}" for link in plan.links]
     return "\n".join(map(one_line, lines))
+
+
+def _energy_lines(plan: plans.PlanReply) -> list[str]:
+    """Say what a token takes, and which node costs more joules than it is worth."""
+    energy = plan.energy
+    if energy is None:
+        return []
+    line = f"  energy: about {short_number(energy.joules_per_token)} J a token "
+    line += f"({', '.join(energy.sources)})"
+    best = best_saving(energy)
+    if best is not None and plan.predicted_tok_s:
+        fewer = 100 * (1 - best.joules_per_token / energy.joules_per_token)
+        slower = 100 * (1 - best.predicted_tok_s / plan.predicted_tok_s)
+        speed = f"{slower:.0f} % slower" if slower >= 1 else "as fast"
+        line += f"; without {best.name}, switched off: {fewer:.0f} % fewer joules, {speed}"
+    return [line]
 
 
 def _conversation_lines(plan: plans.PlanReply) -> list[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from shardnet.errors import ShardnetError
 from shardnet.wire.messages.diagnostics import Drafted, waiting_words
+from shardnet.wire.messages.generation import StageEnergy
 
 if TYPE_CHECKING:  # most programs ask for no rows
     import numpy as np
@@ -145,7 +146,8 @@ class GenerationTiming:
     """Timing of a request by the head's clock, in seconds; `load_s` is part of `total_s`.
 
     `n_accepted` of the `n_drafted` draft tokens were accepted; `drafters` say whose they were. The
-    wire's Timing as a dataclass.
+    stages took `joules_per_token` together, None where one of them does not know; `energy` has each
+    that does. The wire's Timing as a dataclass.
     """
 
     load_s: float
@@ -156,6 +158,8 @@ class GenerationTiming:
     n_drafted: int = 0
     n_accepted: int = 0
     drafters: Sequence[Drafted] = ()
+    joules_per_token: float | None = None
+    energy: Sequence[StageEnergy] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,6 +159,7 @@ def _shown(info: NodeInfo, report: NodeReport, address: str, *, is_asked: bool) 
         memory_bytes=info.memory_bytes,
         memory_free_bytes=info.memory_free_bytes,
         temperature_c=report.temperature_c,
+        power=info.meters,
         host=info.host_id,
         is_asked=is_asked,
         deputy=None if report.deputy is None else report.deputy.node,

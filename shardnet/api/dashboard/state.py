@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from shardnet.wire.messages.diagnostics import Drafted, PartState, RingLoad
+from shardnet.wire.messages.diagnostics import Drafted, PartState, PowerMeter, RingLoad
 from shardnet.wire.messages.plans import LeftOut
 
 NodeState = Literal["up", "draining", "resting", "silent", "lost", "refused"]
@@ -61,6 +61,7 @@ class ShownNode(msgspec.Struct, kw_only=True):
     memory_bytes: int | None = None
     memory_free_bytes: int | None = None
     temperature_c: float | None = None
+    power: list[PowerMeter] = []
     host: str | None = None
     is_asked: bool = False
     model: str | None = None

@@ -79,6 +79,11 @@ _AUDITS: Final[Sequence[_Column]] = (
         "Bytes of weights that were held against what they were",
     ),
 )
+_METERS: Final[Sequence[_Column]] = (
+    (CounterMetricFamily, "node_energy_joules", "joules", "Joules that a source has counted"),
+    (GaugeMetricFamily, "node_power_watts", "watts", "What a source says is drawn now"),
+)
+_JOULES: Final = "Joules that a stage's nodes took for a token of the ring in the last request"
 _RINGS: Final[Sequence[_Column]] = (
     (GaugeMetricFamily, "rings_requests", "n_requests", "Requests that a ring behind the head has"),
     (
@@ -169,6 +174,8 @@ class RingMetrics(Collector):
         yield from _families(
             ["node"], _PRESSURE, [([n.label], n.report.pressure) for n in self._nodes]
         )
+        meters = [([n.label, m.source], m) for n in self._nodes for m in n.info.meters]
+        yield from _families(["node", "source"], _METERS, meters)
         yield from _families(["node"], _AUDITS, [([n.label], n.report.audit) for n in self._nodes])
         wrong = CounterMetricFamily(
             "shardnet_wrong_bits", "Times that a node was found computing wrong", labels=["node"]
@@ -208,6 +215,9 @@ class RingMetrics(Collector):
             count_value=0 if work is None else work.n_recoveries,
             sum_value=0.0 if work is None else work.recovery_us / 1e6,
         )
+        joules = (GaugeMetricFamily, "ring_joules_per_token", "joules_per_token", _JOULES)
+        stages = [([str(s.rank), s.name], s) for s in work.stages] if work is not None else []
+        yield from _families(["rank", "node"], [joules], stages)
         for name, text in (
             ("compute", "Time that a stage has computed"),
             ("queue", "Time that steps have waited in a stage"),

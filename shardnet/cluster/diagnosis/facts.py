@@ -41,6 +41,7 @@ Topic = Literal[
     "kernels",
     "memory",
     "bits",
+    "power",
 ]
 
 HERE = "this machine"

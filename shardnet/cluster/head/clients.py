@@ -19,6 +19,7 @@ from shardnet.cluster.deputy.copied_requests import CopiedRequest
 from shardnet.cluster.deputy.copying import Copy, Copying
 from shardnet.cluster.head.drafts import Drafts
 from shardnet.cluster.head.encoders import Encoders
+from shardnet.cluster.head.energy import EnergyWindow
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.last_run import write_last_run
 from shardnet.cluster.head.lead import Lead, LockstepSets, Member
@@ -446,7 +447,8 @@ class Clients:
                 StateChanged(request=message.request, state=LiveState.QUEUED, prompt_tail=tail)
             )
             await served.member.begin()
-        async with aclosing(lead.ring.engine.generate(request)) as events:
+        energy = EnergyWindow(lead, self.planner.directory)
+        async with aclosing(lead.ring.engine.generate(request)) as events, energy:
             async for event in events:
                 if copy is not None and copy.address != copied_to:
                     copied_to = copy.address
@@ -454,6 +456,7 @@ class Clients:
                 match event:
                     case TokenGenerated():
                         n_tokens += 1
+                        energy.take(n_tokens)
                         if copy is not None and n_tokens > len(request.made):
                             made = MadeToken(token_id=event.token_id, logprobs=event.logprobs)
                             copy.add(made)
@@ -488,6 +491,7 @@ class Clients:
                             for part in trace_pieces(message, event.trace, nodes, clocks, now):
                                 control.send(part)
                                 await control.link.drain(shared=True)
+                        event = await energy.finished(event)
                         await self._keep(lead, event, n_tokens, served.load_s)
                         control.send(finished(message, event, request.prompt, served.load_s))
 

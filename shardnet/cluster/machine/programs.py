@@ -14,7 +14,7 @@ from shardnet.transport.loop import at_most
 MAX_OUTPUT_BYTES: Final = 16 << 20
 _KILLED_S: Final = 1.0
 """How long a program may take to end when it is killed."""
-_NO_WINDOW: Final = getattr(subprocess, "CREATE_NO_WINDOW", 0)
+NO_WINDOW: Final = getattr(subprocess, "CREATE_NO_WINDOW", 0)
 
 
 class _Output(asyncio.SubprocessProtocol):
@@ -55,7 +55,7 @@ async def ask(command: Sequence[str], environment: Mapping[str, str], *, answer_
             *command,
             stdin=subprocess.DEVNULL,
             env=environment,
-            creationflags=_NO_WINDOW,
+            creationflags=NO_WINDOW,
         )
     except OSError as error:
         raise ConfigurationError(f"{name} cannot be run: {error.strerror}") from error

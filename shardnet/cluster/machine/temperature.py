@@ -104,7 +104,7 @@ def warmest(sensors: Mapping[str, Sequence[_Reading]]) -> float | None:
 def gpu_temperature(index: int = 0) -> float | None:
     """Read the temperature of one of torch's CUDA devices, None without NVIDIA's library."""
     with contextlib.suppress(OSError, AttributeError, RuntimeError):
-        nvml, device = _gpu(index)
+        nvml, device, _ = nvidia_gpu(index)
         degrees = ctypes.c_uint()
         if nvml.nvmlDeviceGetTemperature(device, _NVML_GPU, ctypes.byref(degrees)) == 0:
             return float(degrees.value)
@@ -118,7 +118,7 @@ def gpu_use(ours: Collection[int], index: int = 0) -> float | None:
     who uses it while several of ours may.
     """
     with contextlib.suppress(OSError, AttributeError, RuntimeError):
-        nvml, device = _gpu(index)
+        nvml, device, _ = nvidia_gpu(index)
         samples = _process_samples(nvml, device)
         if samples is not None:
             taken = sum(int(one.sm) for one in samples if one.pid not in ours)
@@ -155,10 +155,11 @@ def _process_samples(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> Sequence[_Pr
     return found if found is None or all(psutil.pid_exists(one.pid) for one in found) else None
 
 
-def _gpu(index: int) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
-    """Return NVIDIA's library and its handle of torch's CUDA device `index`, or raise RuntimeError.
+def nvidia_gpu(index: int) -> tuple[ctypes.CDLL, ctypes.c_void_p, str]:
+    """Return NVIDIA's library, its handle of torch's CUDA device `index`, and its UUID.
 
-    torch and that library may number devices differently: they are matched by their UUID.
+    torch and that library may number devices differently: they are matched by their UUID. Raises
+    RuntimeError where there is none.
     """
     import torch
 
@@ -173,7 +174,7 @@ def _gpu(index: int) -> tuple[ctypes.CDLL, ctypes.c_void_p]:
         or nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)) != 0
     ):
         raise RuntimeError("the library knows no such device")
-    return nvml, device
+    return nvml, device, uuid
 
 
 def runs_on_battery(supplies: Path = POWER_SUPPLIES) -> bool:
@@ -186,18 +187,19 @@ def runs_on_battery(supplies: Path = POWER_SUPPLIES) -> bool:
         return battery is not None and battery.power_plugged is False
     try:
         # Those of a mouse or a headset, which are online as well, say nothing of the machine.
-        found = [each for each in supplies.iterdir() if _read(each / "scope") != "Device"]
+        found = [each for each in supplies.iterdir() if read_word(each / "scope") != "Device"]
     except OSError:
         return False
-    if any(_read(each / "online") == "1" for each in found):
+    if any(read_word(each / "online") == "1" for each in found):
         return False
     return any(
-        _read(each / "type") == "Battery" and _read(each / "status") == "Discharging"
+        read_word(each / "type") == "Battery" and read_word(each / "status") == "Discharging"
         for each in found
     )
 
 
-def _read(path: Path) -> str:
+def read_word(path: Path) -> str:
+    """Read what one file of /sys says, "" where it says nothing."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

@@ -104,6 +104,7 @@ class Node(Services):
             "keeping peers": lambda: peers.run(self.settings.peers),
             "watching for unused models": self.unused.run,
             "watching this machine's memory": self.pressure.run,
+            "reading what this machine draws": self.stage.power.run,
             "watching for nodes that come": self.nodes.run,
             "keeping nodes that stand by": self.standbys.run,
             "auditing stages": self.audits.run,
@@ -156,6 +157,7 @@ class Node(Services):
         await self.links.peers.close()
         await self.stage.sharing.close()
         await self.dispatcher.close()
+        self.stage.power.close()
         self.stage.reader.close()
         self.stage.disk.close()
         self.wire_loss.close()

@@ -15,7 +15,10 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from shardnet import __version__
+from shardnet.cluster.machine.device_list import CUDA, NVIDIA
 from shardnet.cluster.machine.folders import PACKS_FOLDER, PREFIXES_FOLDER
+from shardnet.cluster.machine.power import PowerWatch
+from shardnet.cluster.machine.profile import machine_name
 from shardnet.cluster.machine.temperature import runs_on_battery
 from shardnet.cluster.measuring.figure_cache import FigureCache
 from shardnet.cluster.measuring.link_benchmark import GatherBenchmark, LinkBenchmark
@@ -235,16 +238,33 @@ class StageParts:
         )
         self.kv = KvOrders(self.host, links.dial_bulk)
         self.answers = StageAnswers(self.host, self.kv)
+        self.power = PowerWatch(
+            work=self._work,
+            cards=[
+                each.index or 0 for each in settings.budget.devices if each.kind in (CUDA, NVIDIA)
+            ],
+            command=settings.power_command,
+            kept=settings.cache / f"power-{machine_name()}.json",
+            log=settings.log,
+        )
         self.own = OwnState(
             settings=settings,
             advertisement=links.advertisement,
             host=self.host,
             orders=self.orders,
+            power=self.power,
         )
         self.directory = NodeDirectory(
             own_info=self.own.info, peers=peers, advertisement=links.advertisement
         )
         self._build_measuring(settings, links)
+
+    def _work(self) -> tuple[bool, int] | None:
+        """Tell whether sequences are open here, and the last step; None in a stage of several."""
+        membership = self.host.membership
+        if membership is not None and membership.span is not None:
+            return None
+        return self.host.is_busy, self.host.progress[1]
 
     def _build_measuring(self, settings: NodeSettings, links: LinkParts) -> None:
         """Build what measures this node and its links."""

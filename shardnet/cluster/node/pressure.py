@@ -23,6 +23,7 @@ from shardnet.cluster.head.encoders import Encoders
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lent_drafters import LentDrafters
 from shardnet.cluster.machine.device_list import CPU
+from shardnet.cluster.machine.power import PowerWatch
 from shardnet.cluster.machine.profile import Device, available_cores, make_host_id
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import StageOrders
@@ -353,6 +354,7 @@ class OwnState:
     advertisement: Advertisement
     host: StageHost
     orders: StageOrders
+    power: PowerWatch
     started_s: float = field(default_factory=time.monotonic)
 
     def info(self) -> NodeInfo:
@@ -388,6 +390,7 @@ class OwnState:
             rests=self.host.refusals.rests,
             devices=self._devices() if others else [],
             tensor_parallel=self.settings.tensor_parallel,
+            meters=self.power.meters(),
         )
 
     def _devices(self) -> list[DeviceInfo]:

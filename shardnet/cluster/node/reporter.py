@@ -169,6 +169,7 @@ class NodeReporter:
             deputy_of=self.of.stand_in.deputy_of,
             audit=self.of.audits.state,
             links=self.of.links.traffic.counts(),
+            power_failure=self.of.stage.power.failure,
             sent_at=time.time(),
         )
         return ReportReply(

@@ -30,6 +30,7 @@ class NodeSettings:
     `idle_unload_s` seconds is freed, never for None. While it awaits steps it `spins` for moments,
     but not on battery. A node that `yields` gives its layers to others while its machine's owner
     uses it. Audits take `audit_share` of the time of the stages that it leads, 0 for none.
+    `power_command` prints what the machine draws in watts.
     """
 
     node: NodeId
@@ -52,6 +53,7 @@ class NodeSettings:
     spins: bool = True
     yields: bool = False
     audit_share: float = 0.0
+    power_command: tuple[str, ...] = ()
 
     @property
     def cluster(self) -> str | None:

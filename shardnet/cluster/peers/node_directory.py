@@ -6,7 +6,7 @@ Knows how to ask a node for its status, and how long to wait. Must not know plan
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -83,6 +83,11 @@ class NodeDirectory:
                 raise UsageError(f"--nodes names node {info.name} ({info.address}) twice")
         return NodeCandidates(nodes=tuple(infos))
 
+    async def of(self, nodes: Collection[str], status_s: float) -> list[NodeInfo]:
+        """Return the status of those of some nodes, by their ids, that answer in time."""
+        infos, _ = await self._ask_all(status_s, nodes)
+        return [info for info in (self.own_info(), *infos) if info.node in nodes]
+
     async def listed(self) -> list[NodeInfo]:
         """Return the status of each peer, the last known one if it does not answer at once."""
         infos, _ = await self._ask_all(LISTED_S)
@@ -91,8 +96,13 @@ class NodeDirectory:
         self._latest = {node: self._latest[node] for node in linked if node in self._latest}
         return [answers.get(node) or self._latest[node] for node in linked if node in self._latest]
 
-    async def _ask_all(self, grace_s: float) -> tuple[list[NodeInfo], tuple[LeftOut, ...]]:
-        """Ask every linked peer. Returns the answers, and the peers without one in `grace_s`."""
+    async def _ask_all(
+        self, grace_s: float, nodes: Collection[str] | None = None
+    ) -> tuple[list[NodeInfo], tuple[LeftOut, ...]]:
+        """Ask every linked peer, or those of `nodes`.
+
+        Returns the answers, and the peers without one in `grace_s`.
+        """
 
         async def ask(control: ControlLink) -> NodeInfo | LeftOut:
             try:
@@ -103,7 +113,9 @@ class NodeDirectory:
             except ShardnetError as error:
                 return _silent(control, explanation(error))
 
-        answers = await asyncio.gather(*(ask(control) for control in self.peers.links.linked()))
+        linked = self.peers.links.linked()
+        asked = [each for each in linked if nodes is None or each.link.peer.node in nodes]
+        answers = await asyncio.gather(*map(ask, asked))
         infos = [
             replace(info, address=self.peers.address_of(NodeId(info.node)) or info.address)
             for info in answers

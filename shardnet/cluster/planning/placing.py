@@ -9,12 +9,13 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 from msgspec import structs
 
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
 from shardnet.cluster.placement.devices import first_device, place_over_devices
+from shardnet.cluster.placement.energy import joules_a_token, ring_without
 from shardnet.cluster.placement.figures import (
     LEAST_BYTES_PER_S,
     CandidateNode,
@@ -56,7 +57,10 @@ from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.stage.estimate.stored_dtype import check_streamable
 from shardnet.types import Arith, DType, KvDType, LayerRange, NodeId, WireDType, parse_wires
 from shardnet.wire.messages.membership import NodeInfo
-from shardnet.wire.messages.plans import LeftOut, ModelChoice
+from shardnet.wire.messages.plans import LeftOut, ModelChoice, PlannedEnergy
+
+MOST_WITHOUT: Final = 8
+"""Nodes of a ring without which it is planned again, to predict its joules."""
 
 
 def make_plan(
@@ -110,6 +114,31 @@ def _drafting_plan(plain: Plan, given: tuple[Any, ...]) -> Plan:
         if len(plan.nodes) <= len(plain.nodes):
             return replace(plan, choice=structs.replace(plan.choice, mtp_if_fits=True))
     return plain
+
+
+def weighed_plan(
+    choice: ModelChoice, facts: ModelFacts, nodes: Sequence[NodeInfo], *given: Any
+) -> Plan:
+    """Plan as `make_plan`, and predict the joules of that ring and of those without a node of it.
+
+    Nodes that were named are all needed but that one; the layers are then the planner's.
+    """
+    plan = make_plan(choice, facts, nodes, *given)
+    joules = joules_a_token(plan.members, plan.predicted_tok_s)
+    if joules is None:
+        return plan
+    rings = []
+    for node in plan.members[:MOST_WITHOUT] if len(nodes) > 1 else ():
+        left = [each for each in nodes if each.node != node.node]
+        named = [each.address for each in left] if choice.nodes else []
+        fewer = structs.replace(choice, nodes=named, layers=[])
+        with contextlib.suppress(PlanError, UsageError):
+            other = make_plan(fewer, facts, left, *given)
+            rings.append(ring_without(node, other.members, other.predicted_tok_s))
+    without = [ring for ring in rings if ring is not None]
+    told = [f"{n.name}: {' + '.join(m.source for m in n.meters)}" for n in plan.members]
+    energy = PlannedEnergy(joules_per_token=joules, sources=told, without=without)
+    return replace(plan, energy=energy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,7 @@ class Plan:
     the members of the ring; `spans` has the further nodes of each stage, and is () where no stage
     spans several. Their parts travel in `gather_dtype`, None for their own. `beside` are the plans
     of the other rings behind the same head. `turns` and `kept` are of long conversations.
+    `energy` is what is predicted of joules, None unless it was asked for and is known.
     """
 
     choice: plans.ModelChoice
@@ -77,6 +78,12 @@ class Plan:
     beside: tuple[Plan, ...] = ()
     turns: plans.PlannedTurns | None = None
     kept: plans.KeptPositions | None = None
+    energy: plans.PlannedEnergy | None = None
+
+    @property
+    def predicted_tok_s(self) -> float | None:
+        """The tokens per second of all rings together, None where that of one is not known."""
+        return _sum(ring.placement.predicted_tok_s for ring in self.rings)
 
     @property
     def rings(self) -> tuple[Plan, ...]:
@@ -305,7 +312,7 @@ class Plan:
                 for out in self.placement.left_out
             ]
             + list(self.silent),
-            predicted_tok_s=_sum(ring.placement.predicted_tok_s for ring in self.rings),
+            predicted_tok_s=self.predicted_tok_s,
             why=explanation(self.why),
             optimise=self.objective.value,
             nodes=list(self.measured.reports),
@@ -341,6 +348,7 @@ class Plan:
             ],
             turns=self.turns,
             kept=self.kept,
+            energy=self.energy,
         )
 
     def _picture_s(self) -> float | None:

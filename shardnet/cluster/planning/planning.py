@@ -24,7 +24,7 @@ from shardnet.cluster.download.hub import pull_beside
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured, OnMeasured, StageRun
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import NodeDirectory
-from shardnet.cluster.planning.placing import make_plan, plan_again
+from shardnet.cluster.planning.placing import make_plan, plan_again, weighed_plan
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.ring_dtypes import node_ariths, settle_arith, settle_dtype
 from shardnet.cluster.sharing.adapter_sharing import adapter_facts
@@ -99,9 +99,8 @@ class Planner:
                 )
             else:
                 measured = await self.measuring.known(nodes[0], choice, facts, dtype, ariths)
-            job = partial(
-                make_plan, choice, facts, nodes, measured, silent, holdings, arith, divides
-            )
+            make = weighed_plan if measure_one else make_plan
+            job = partial(make, choice, facts, nodes, measured, silent, holdings, arith, divides)
             return await self.threads.run(f"planning {choice.model}", job)
 
         plan = await _settled(choice.arith, settle_arith(choice.arith, nodes), placed)

@@ -181,6 +181,7 @@ class Ring:
                 name=port.node_name,
                 compute_us=totals.compute_us[rank],
                 queue_us=totals.queue_us[rank],
+                joules_per_token=totals.joules.get(rank),
             )
             for rank, port in enumerate(self.ports)
         ]

@@ -25,9 +25,11 @@ class EngineTotals:
     `n_disk_tokens` of those on disk. Lost rings were replaced `n_recoveries` times, in
     `recovery_us`. `drafts` are those of requests that have ended.
     `n_flown` steps went behind drafts in flight, `n_wasted` of them behind a wrong one.
+    `joules` for each token are those of the last request, where nodes say what they draw.
     """
 
     n_steps: int = 0
+    n_tokens: int = 0
     compute_us: Counter[int] = field(default_factory=Counter)
     queue_us: Counter[int] = field(default_factory=Counter)
     wire_us: int = 0
@@ -41,6 +43,7 @@ class EngineTotals:
     drafts: DraftCounts = field(default_factory=DraftCounts)
     n_flown: int = 0
     n_wasted: int = 0
+    joules: dict[int, float] = field(default_factory=dict)
 
     @property
     def drafters(self) -> list[Drafted]:
@@ -68,6 +71,7 @@ class EngineTotals:
         """Forget the stages: others have their ranks."""
         self.compute_us.clear()
         self.queue_us.clear()
+        self.joules.clear()
 
     def add_prompt(self, n_tokens: int, n_kept: int, *, is_restored: bool = False) -> None:
         """Count a prompt that begins to run; what was kept of it may have been read from disk."""

@@ -486,6 +486,7 @@ class Engine:
             n_tokens += isinstance(outcome, TokenSampled)
             if self._replayed:
                 self._note_replayed(outcome.sequence_id)
+        self.totals.n_tokens += n_tokens
         self.totals.n_flown += is_behind
         if groups:
             self._live.note_pace(groups[0], n_tokens)

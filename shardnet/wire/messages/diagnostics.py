@@ -41,6 +41,23 @@ Seen = Literal[
 TCP answers and then nothing comes; no way there; and who or what else answers."""
 
 
+class PowerMeter(Report, frozen=True, kw_only=True):
+    """What one source says that a node's machine, or a part of it, draws.
+
+    Since the node began it has counted `joules`, over `counted_s`, and last `age_s` ago. `watts`
+    are those of now, null where it is silent; `idle_w` and `busy_w` what it usually draws while the
+    node does nothing, and while its stage computes in a ring, null where that was not seen yet.
+    """
+
+    source: schema.Name
+    joules: schema.Figure
+    counted_s: schema.Seconds
+    age_s: schema.Seconds
+    watts: schema.Figure | None = None
+    idle_w: schema.Figure | None = None
+    busy_w: schema.Figure | None = None
+
+
 class InterfaceAddress(Report, frozen=True, kw_only=True):
     """One address of the node's machine, and what it is good for.
 
@@ -278,12 +295,16 @@ Drafters: TypeAlias = Annotated[list[Drafted], Meta(max_length=MAX_DRAFTERS)]
 
 
 class StageWork(Report, frozen=True, kw_only=True):
-    """What one stage has done since its ring was built, microseconds by its own clock."""
+    """What one stage has done since its ring was built, microseconds by its own clock.
+
+    `joules_per_token` is what its nodes took during the last request, null where nothing says it.
+    """
 
     rank: schema.Rank
     name: schema.Name
     compute_us: schema.Count
     queue_us: schema.Count
+    joules_per_token: schema.Figure | None = None
 
 
 class RingWork(Report, frozen=True, kw_only=True):
@@ -393,7 +414,8 @@ class NodeReport(Report, frozen=True, kw_only=True):
     leads, `links` what went over its links to other nodes. `pressure` is null where it does not
     look at the memory of its machine. `deputy` goes on if this node is lost, and this node if one
     of those in `deputy_of` is. `rings` are those behind this head where there are several. `audit`
-    is null for who has audited nothing.
+    is null for who has audited nothing. `power_failure` says why something that measures what the
+    machine draws cannot be used.
     """
 
     cluster: schema.Name
@@ -420,3 +442,4 @@ class NodeReport(Report, frozen=True, kw_only=True):
     links: Annotated[list[LinkTraffic], Meta(max_length=MAX_TRAFFIC)] = []
     rings: Annotated[list[RingBehind], Meta(max_length=schema.MAX_STAGES)] = []
     audit: AuditState | None = None
+    power_failure: schema.Explanation = ""

@@ -182,8 +182,20 @@ class MeanStageTime(Report, frozen=True, kw_only=True):
     wire_ms: schema.Figure
 
 
+class StageEnergy(Report, frozen=True, kw_only=True):
+    """What the nodes of a stage took for each token that the ring made, and what measured it."""
+
+    rank: schema.Rank
+    joules_per_token: schema.Figure
+    source: schema.Name
+
+
 class Timing(Report, frozen=True, kw_only=True):
-    """Timing of a request by the head's clock, and what was drafted for it."""
+    """Timing of a request by the head's clock, and what was drafted for it.
+
+    `energy` is of the stages that know it. `joules_per_token` is what all took, what several of
+    their nodes share counted once; null where one does not know it.
+    """
 
     load_s: schema.Seconds
     ttft_s: schema.Seconds
@@ -191,6 +203,8 @@ class Timing(Report, frozen=True, kw_only=True):
     total_s: schema.Seconds
     per_stage: Annotated[tuple[MeanStageTime, ...], Meta(max_length=schema.MAX_STAGES)]
     drafters: Drafters = []
+    joules_per_token: schema.Figure | None = None
+    energy: Annotated[tuple[StageEnergy, ...], Meta(max_length=schema.MAX_STAGES)] = ()
 
     @property
     def n_drafted(self) -> int:

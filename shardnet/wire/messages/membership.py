@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from shardnet.types import U32, PathText, Report, TaggedReport
 from shardnet.wire.framing import schema
-from shardnet.wire.messages.diagnostics import NodeReport, Reason, RingLoad
+from shardnet.wire.messages.diagnostics import NodeReport, PowerMeter, Reason, RingLoad
 
 MAX_FIT_NODES: Final = 64
 """Most nodes whose memory is asked about."""
@@ -50,7 +50,7 @@ class NodeInfo(Report, frozen=True, kw_only=True):
     empty; one that `rests` takes none for
     the reason given, until it does not any more. A node of several `devices` has the memory of all
     of them, and is otherwise as its first; `tensor_parallel` of them share each layer, 0 for as
-    the plan decides.
+    the plan decides. `meters` are what measures what its machine draws.
     """
 
     node: schema.Name
@@ -72,6 +72,7 @@ class NodeInfo(Report, frozen=True, kw_only=True):
     rests: schema.Explanation = ""
     devices: Annotated[list[DeviceInfo], Meta(max_length=schema.MAX_DEVICES)] = []
     tensor_parallel: schema.Threads = 0
+    meters: Annotated[list[PowerMeter], Meta(max_length=schema.MAX_DEVICES + 1)] = []
 
 
 class Status(schema.Numbered, frozen=True, kw_only=True):

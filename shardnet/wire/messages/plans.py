@@ -214,6 +214,30 @@ class KeptPositions(Report, frozen=True, kw_only=True):
     state_bytes: schema.Count = 0
 
 
+class PlannedWithout(Report, frozen=True, kw_only=True):
+    """What is predicted of the ring without a node that is in the plan, and is switched off.
+
+    `idle_joules_per_token` if it stays on idle, null where its idle watts are not known.
+    """
+
+    node: schema.Name
+    name: schema.Name
+    predicted_tok_s: schema.Figure
+    joules_per_token: schema.Figure
+    idle_joules_per_token: schema.Figure | None = None
+
+
+class PlannedEnergy(Report, frozen=True, kw_only=True):
+    """What is predicted that the nodes of a plan take for a token, and those `without` one.
+
+    `sources` say of each node, by its name, what measured it.
+    """
+
+    joules_per_token: schema.Figure
+    sources: Annotated[list[schema.Explanation], Meta(max_length=schema.MAX_STAGES)]
+    without: Annotated[list[PlannedWithout], Meta(max_length=schema.MAX_STAGES)] = []
+
+
 class LeftOut(Report, frozen=True, kw_only=True):
     """A node that a plan does not use, and why."""
 
@@ -276,7 +300,8 @@ class PlanReply(schema.Reply, frozen=True, kw_only=True):
     has drafted for requests that have ended. `mtp_bytes` is what the layer weighs that
     predicts further tokens, 0 without it; `tower_bytes` what encodes pictures on the first stage,
     one of 512 x 512 pixels within about `picture_s`, null if not known. `turns` and `kept` are of
-    long conversations, null where they cannot be told.
+    long conversations, null where they cannot be told. `energy` is there in answer to a PlanRequest
+    where every node of the plan knows what it draws.
     """
 
     model: PathText
@@ -307,6 +332,7 @@ class PlanReply(schema.Reply, frozen=True, kw_only=True):
     turns: PlannedTurns | None = None
     kept: KeptPositions | None = None
     drafters: Drafters = []
+    energy: PlannedEnergy | None = None
 
 
 class NodeProgress(schema.Reply, frozen=True, kw_only=True):

@@ -47,6 +47,7 @@ def state_of(*devices: Device, is_over: bool = False, standby_bytes: int = 0) ->
                 threads=1,
             ),
         ),
+        power=cast(Any, SimpleNamespace(meters=list)),
     )
 
 

@@ -22,7 +22,7 @@ from shardnet.cluster.peers.peer_links import MAX_PEERS
 from shardnet.cluster.placement.figures import HeldModel, LinkSpeed, StageSpeed
 from shardnet.cluster.planning import planning
 from shardnet.cluster.planning.model_shape import QuantizationChoice, model_shape
-from shardnet.cluster.planning.placing import fits, make_plan, plan_again
+from shardnet.cluster.planning.placing import fits, make_plan, plan_again, weighed_plan
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.sharing.replica_sources import ReplicaSource
@@ -49,10 +49,12 @@ from shardnet.types import Arith, DType, Epoch, KvDType, LayerRange, NodeId, Wir
 from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.framing.schema import encode
 from shardnet.wire.messages.control import read_control
+from shardnet.wire.messages.diagnostics import PowerMeter
 from shardnet.wire.messages.generation import MeanStageTime, Timing
 from shardnet.wire.messages.measurements import NodeMeasured
 from shardnet.wire.messages.membership import DeviceInfo, NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice, NamedAdapter, PlanReply
+from shardnet_cli.output.plan_text import plan_text
 
 GIB = 2**30
 
@@ -154,6 +156,54 @@ def test_measured_figures_decide_and_are_told() -> None:
     named = make_plan(ModelChoice(model="/m", nodes=["x"]), facts(), nodes, measured)
     assert [stage.layers for stage in named.reply(1).stages] == [(0, 2), (2, 6)]
     assert named.chunk_s == pytest.approx(6 * 1 + 2 * 0.002)
+
+
+def test_joules_are_predicted_of_the_ring_and_of_those_without_a_node() -> None:
+    """Two that must share the model, and a third in whose place either could be."""
+
+    def drawing(name: str, watts: float) -> NodeInfo:
+        meter = PowerMeter(source="plug", joules=0, counted_s=0, age_s=0, busy_w=watts)
+        fits_half = node(name, memory=memory * 3 // 4 + 2**21)
+        return structs.replace(fits_half, host_id=name, meters=[meter])
+
+    alone = make_plan(ModelChoice(model="/m"), facts("float32"), [node("a")]).placement.stages[0]
+    memory, link = alone.weight_bytes, LinkSpeed(round_trip_s=0.001, bytes_per_s=1e8)
+    nodes = [drawing("a", 20), drawing("b", 200), drawing("c", 15)]
+    times_s = {"a": 0.001, "b": 0.002, "c": 0.004}
+    measured = Measured(
+        speeds={
+            NodeId(f"id-{name}"): StageSpeed(layer_s=s, layer_256_s=1, embed_s=0, head_s=0)
+            for name, s in times_s.items()
+        },
+        links={(NodeId(a.node), NodeId(b.node)): link for a in nodes for b in nodes if a != b},
+    )
+    choice = ModelChoice(model="/m")
+    reply = weighed_plan(choice, facts("float32"), nodes, measured).reply(1)
+    assert {stage.name for stage in reply.stages} == {"a", "b"}
+    energy, tok_s = reply.energy, reply.predicted_tok_s
+    assert energy is not None
+    assert tok_s is not None
+    assert energy.joules_per_token == pytest.approx(220 / tok_s)
+    other = make_plan(choice, facts("float32"), [nodes[0], nodes[2]], measured).reply(1)
+    without = {ring.name: ring for ring in energy.without}
+    assert without.keys() == {"a", "b"}
+    assert without["b"].predicted_tok_s == other.predicted_tok_s
+    assert without["b"].joules_per_token == pytest.approx(35 / (other.predicted_tok_s or 0))
+    assert without["b"].idle_joules_per_token is None
+    named = ModelChoice(model="/m", nodes=["a:1", "b:1"], layers=[(0, 3), (3, 6)])
+    exactly = weighed_plan(named, facts("float32"), nodes[:2], measured)
+    assert exactly.energy is not None
+    assert exactly.energy.without == []  # neither has room for all
+    told = plan_text(reply)
+    slower = 100 * (1 - without["b"].predicted_tok_s / tok_s)
+    fewer = 100 * (1 - without["b"].joules_per_token / energy.joules_per_token)
+    assert (
+        f" J a token (a: plug, b: plug); without b, switched off: {fewer:.0f} % fewer joules, "
+        f"{slower:.0f} % slower"
+    ) in told
+    assert make_plan(choice, facts("float32"), nodes, measured).energy is None
+    blind = [structs.replace(each, meters=[]) for each in nodes]
+    assert weighed_plan(choice, facts("float32"), blind, measured).energy is None
 
 
 def test_a_plan_over_as_many_nodes_as_a_head_can_have_fits_into_its_message() -> None:

@@ -194,6 +194,9 @@ function Node({ one }) {
         html`<dt>Temperature</dt><dd class=${one.temperature_c >= 85 ? "hot" : ""}>
           ${one.temperature_c.toFixed(0)} °C
         </dd>`}
+        ${one.power?.map(
+          ({ source, watts }) => html`<dt>Power</dt><dd>${watts?.toFixed(0) ?? "–"} W (${source})</dd>`,
+        )}
         ${one.threads != null && html`<dt>Threads</dt><dd>${one.threads} of ${one.cores} cores</dd>`}
         <dt>Version</dt><dd>${one.version ?? "–"}, up for ${duration(one.uptime_s)}</dd>
         <dt>Address</dt><dd>${one.address}</dd>
