@@ -29,7 +29,7 @@ from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import ConfigurationError
 from shardnet.windows import library
 
-from ..finding.target import import_node, mdns_interfaces
+from ..finding.target import import_node
 from ..flags.http_options import HttpOptions
 from ..flags.lazy_group import examples
 from ..flags.node_options import NodeOptions
@@ -40,6 +40,7 @@ from ..flags.options import (
     is_loopback,
     keep_model_folders,
     keep_offline,
+    mdns_interfaces,
     take_log_format,
     takes_groups,
 )
@@ -89,7 +90,10 @@ def node(
     take_log_format(log_format)
     keep_offline(options.offline)
     keep_model_folders(options.model_folder)
-    http = http_options.listening(*options.http_address(), access) if options.http else None
+    name = "" if options.no_mdns else options.name or socket.gethostname()
+    http = None
+    if options.http:
+        http = http_options.listening(*options.http_address(), access, name)
     run_command(
         _run(
             options,

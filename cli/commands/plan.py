@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 from typing import Annotated, Any
 
-from shardnet.api.client import connect
+from shardnet.api.client import Client, connect
 from shardnet.api.requests import check_request
 from shardnet.cluster.head.last_run import read_last_run
 from shardnet.cluster.machine.folders import cache_dir
-from shardnet.errors import UsageError
+from shardnet.errors import PlanError, UsageError
 from shardnet.wire.messages.generation import LastRun
-from shardnet.wire.messages.plans import NodeProgress, PlanRequest
+from shardnet.wire.messages.measurements import NodeMeasured
+from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
 
 from ..finding.target import connect_here, open_target
 from ..flags.lazy_group import examples
@@ -20,7 +25,7 @@ from ..flags.options import Access, Json, naming, option, takes_groups
 from ..flags.ring_options import OnlineRingOptions
 from ..output.columns import terminal_width, wrapped
 from ..output.exit_codes import write_json, write_out
-from ..output.plan_text import WireBar, plan_json, plan_text, run_json, run_text
+from ..output.plan_text import WireBar, plan_json, plan_text, run_json, run_text, what_if_text
 from ..output.progress import LoadBars
 
 
@@ -28,6 +33,7 @@ from ..output.progress import LoadBars
     "shardnet plan --model ~/models/Qwen3-4B",
     "shardnet plan --model qwen3 --quant int8 --context 32768",
     "shardnet plan --nodes attic.local:7433,desk.local:7433",
+    'shardnet plan --model qwen3 --add "RTX 3060 12GB, 32 GB" --without attic',
     "shardnet plan --last",
 )
 @takes_groups
@@ -38,6 +44,17 @@ async def plan(
     again: Annotated[
         bool, option("--again", "Measure nodes and links again; ignore stored figures.")
     ] = False,
+    add: Annotated[
+        list[str] | None,
+        option(
+            "--add MACHINE",
+            "Predict with a machine that is not there: 'RTX 3060 12GB, 32 GB', or its figures, "
+            "NAME:GB/s:GiB[:TFLOPS]; may be given several times.",
+        ),
+    ] = None,
+    without: Annotated[
+        list[str] | None, option("--without NODE", "Predict without a node, by name or id.")
+    ] = None,
     last: Annotated[
         bool, option("--last", "Compare the last run's prediction with what was measured.")
     ] = False,
@@ -61,8 +78,38 @@ async def plan(
                     planning.stop()
                     bar.update(report)
 
-            reply = await target.client.plan(target.choice, update, again=again)
-    _show(plan_json(reply) if as_json else plan_text(reply))
+            client, choice = target.client, target.choice
+            ask = partial(client.plan, choice, update)
+            now, why_not, then = None, "", None
+            try:
+                now = await ask(again=again)
+            except PlanError as error:
+                if not add:
+                    raise
+                why_not = str(error)
+            if add or without:
+                left = [await _ids_of(client, now, name) for name in without or ()]
+                then = await ask(added=add or (), without=[*chain(*left)])
+    if then is None:
+        assert now is not None
+        _show(plan_json(now) if as_json else plan_text(now))
+    elif as_json:
+        _show(plan_json(then) | {"now": now and plan_json(now), "why_not_now": why_not or None})
+    else:
+        told = [*(f"with {one}" for one in add or ()), *(f"without {one}" for one in without or ())]
+        _show(what_if_text(", ".join(told), now, why_not, then))
+
+
+async def _ids_of(client: Client, now: PlanReply | None, name: str) -> list[str]:
+    """Return the ids of the nodes with a name or id. Raises UsageError where there is none."""
+    known: Sequence[NodeMeasured | NodeInfo] = now.nodes if now is not None else ()
+    if not known:
+        status = await client.status(with_peers=True)
+        known = [status.node, *status.peers]
+    if found := [node.node for node in known if name in (node.name, node.node)]:
+        return found
+    there = ", ".join(node.name for node in known)
+    raise UsageError(f"--without {name}: there is no such node", remedy=f"name one of {there}")
 
 
 def _show(told: dict[str, Any] | str) -> None:

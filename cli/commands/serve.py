@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from dataclasses import replace
 from typing import Annotated
 
@@ -46,7 +47,8 @@ async def serve(
     on the network; without any, the model runs in this process. Prints one line when it is ready.
     """
     options.take_log_format(log_format)
-    listening = http.listening(host, port, access)
+    name = "" if ring.no_mdns else socket.gethostname()
+    listening = http.listening(host, port, access, name)
     wanted = replace(
         ring.wanted(access), prefix_cache_bytes=options.parse_prefix_cache(prefix_cache)
     )

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +43,7 @@ from shardnet.threads import DaemonThreads
 from shardnet.transport.loop import at_most
 from shardnet.wire.messages.plans import ModelChoice
 
-from ..flags.options import Access, Search
+from ..flags.options import Access, Search, mdns_interfaces
 from ..flags.ring_options import Wanted
 from ..output.columns import warn_of_cache
 from ..output.exit_codes import counted, say
@@ -54,9 +54,6 @@ if TYPE_CHECKING:
     from shardnet.transport.identity import Identity
 
 
-INTERFACES_VARIABLE: Final = "SHARDNET_MDNS_INTERFACES"
-"""Comma-separated addresses of the interfaces to use, where the automatic choice is wrong."""
-
 LONGEST_S: Final = 1.5
 HERE_S: Final = 0.5
 QUIET_S: Final = 0.4
@@ -65,12 +62,6 @@ silence after which all nodes have been seen."""
 
 ANSWER_S: Final = 2.0
 """Deadline for a found node to answer."""
-
-
-def mdns_interfaces(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the interface addresses in SHARDNET_MDNS_INTERFACES, () where it is not set."""
-    named = environment.get(INTERFACES_VARIABLE, "")
-    return tuple(part.strip() for part in named.split(",") if part.strip())
 
 
 async def look_for_nodes(

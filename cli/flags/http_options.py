@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import typer
@@ -15,7 +16,7 @@ from shardnet.files import decode_text, expanded
 from shardnet.permissions import others_at, privacy_command
 
 from ..output.exit_codes import say
-from .options import Access, check_choices, env_flag, flag, is_loopback, naming
+from .options import Access, check_choices, env_flag, flag, is_loopback, mdns_interfaces, naming
 from .sampling_options import read_speculate
 
 MAX_KEY_FILE_BYTES = 1 << 20
@@ -99,8 +100,12 @@ class HttpOptions:
         env=True,
     )
 
-    def listening(self, host: str, port: int, access: Access = _STORED_KEY) -> Listening:
-        """Say where to listen, and how.
+    def listening(
+        self, host: str, port: int, access: Access = _STORED_KEY, name: str = ""
+    ) -> Listening:
+        """Say where to listen, and how, and under which `name` mDNS is to tell of it, "" for none.
+
+        A server that anyone may use is not announced.
 
         Raises ConfigurationError for an address beyond loopback without a key, or a key that is
         none, or --tls without a cluster key, typer.BadParameter for a flag.
@@ -118,6 +123,8 @@ class HttpOptions:
             certificate=self.tls_cert,
             private_key=self.tls_key,
             cluster_secret=access.key().secret if self.tls else b"",
+            name=name if settings.keys else "",
+            mdns_interfaces=mdns_interfaces(os.environ),
             settings=settings,
         )
 

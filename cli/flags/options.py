@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import Parameter, Signature
@@ -194,7 +194,9 @@ Peer = Annotated[
         words=node_addresses,
     ),
 ]
-NoMdns = Annotated[bool, env_option("--no-mdns", "Neither advertise nor look for nodes by mDNS.")]
+NoMdns = Annotated[
+    bool, env_option("--no-mdns", "Neither announce this machine nor look for nodes by mDNS.")
+]
 Tailnet = Annotated[
     bool,
     env_option(
@@ -257,6 +259,16 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+INTERFACES_VARIABLE: Final = "SHARDNET_MDNS_INTERFACES"
+"""Comma-separated addresses of the interfaces to use, where the automatic choice is wrong."""
+
+
+def mdns_interfaces(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the interface addresses in SHARDNET_MDNS_INTERFACES, () where it is not set."""
+    named = environment.get(INTERFACES_VARIABLE, "")
+    return tuple(part.strip() for part in named.split(",") if part.strip())
 
 
 def keep_model_folders(folders: Sequence[Path] | None) -> None:

@@ -126,6 +126,7 @@ def plan_json(plan: plans.PlanReply) -> dict[str, Any]:
         del told[key]
     for stage in told["stages"]:
         stage |= {key: stage[key] or None for key in ("wire_dtype", "parts_why")}
+        stage["estimated"] = stage["address"] == plans.NOT_THERE
     return told | {
         "quant": plan.quant or "none",
         "adapters": [picked(adapter, "name", "weight_bytes") for adapter in plan.adapters],
@@ -200,6 +201,19 @@ def _energy_lines(plan: plans.PlanReply) -> list[str]:
         speed = f"{slower:.0f} % slower" if slower >= 1 else "as fast"
         line += f"; without {best.name}, switched off: {fewer:.0f} % fewer joules, {speed}"
     return [line]
+
+
+def what_if_text(
+    title: str, now: plans.PlanReply | None, why_not: str, then: plans.PlanReply
+) -> str:
+    """Describe a plan as it would be, beside that now, None where nothing fits for `why_not`."""
+    rate = f"{_rate(then.predicted_tok_s)} tokens/s"
+    if now is None:
+        head, had = f"{title}: fits then, {rate}", [f"  now: {why_not}"]
+    else:
+        head = f"{title}: {rate} instead of {_rate(now.predicted_tok_s)}"
+        had = ["  now:", *(f"  {line}" for line in _ring_lines(now))]
+    return "\n".join([*map(one_line, [head, *had]), plan_text(then)])
 
 
 def _conversation_lines(plan: plans.PlanReply) -> list[str]:
@@ -359,6 +373,7 @@ def run_text(run: LastRun) -> str:
 def _node_json(node: NodeMeasured) -> dict[str, Any]:
     told = _builtins(node) | _speeds_json(node.seconds, "embed", "step")
     told |= {key: told[key] or None for key in ("kernel", "isa", "threads", "why_not")}
+    told["read_bytes_per_s"] = node.seconds and node.seconds.read_bytes_per_s
     told["devices"] = [
         picked(device, "name", "memory_bytes")
         | _speeds_json(device.seconds)
@@ -384,6 +399,8 @@ def _speeds_json(seconds: StageSeconds | None, *further: str) -> dict[str, float
 
 def _stage_line(plan: plans.PlanReply, stage: plans.PlannedStage) -> str:
     where = f" ({stage.address})" if stage.address else ""  # inside this process there is none
+    if stage.address == plans.NOT_THERE:
+        where = f" ({plans.NOT_THERE}: estimated)"
     line = (
         f"  rank {stage.rank}: {stage.name}{where}, {layer_words(plan, stage)}, "
         f"weights {stage.weight_bytes / 2**20:.1f} MiB, KV cache {stage.kv_bytes / 2**20:.1f} MiB"
@@ -428,12 +445,16 @@ def _node_line(node: NodeMeasured) -> str:
         devices += f"; a gather of their parts {_ms(node.gather_s * 1e3)}"
     disk = f", disk {_rate_of(node.disk_bytes_per_s)}" if node.disk_bytes_per_s else ""
     seconds = node.seconds
+    if seconds.read_bytes_per_s is not None:
+        memory += f" that reads {short_number(seconds.read_bytes_per_s / 1e9)} GB/s"
+    measured = f"{node.kernel}, threads: {node.threads}, {_date(node.measured_at_s)}"
+    if node.measured_at_s is None:
+        measured = f"{node.kernel}: it is {plans.NOT_THERE}"
     return (
         f"{node.name}: layer {_ms(seconds.layer_s * 1e3)} for 1 token, "
         f"{_ms(seconds.layer_256_s * 1e3)} for 256; embedding {_ms(seconds.embed_s * 1e3)}, "
         f"LM head {_ms(seconds.head_s * 1e3)}; {memory}{disk} "
-        f"({node.kernel}, threads: {node.threads}, {_date(node.measured_at_s)}"
-        f"{'' if node.is_steady else ', measured while busy'}){devices}"
+        f"({measured}{'' if node.is_steady else ', measured while busy'}){devices}"
     )
 
 

@@ -75,7 +75,7 @@ from shardnet.wire.messages.generation import (
     Tokenized,
     Unload,
 )
-from shardnet.wire.messages.handshake import CAPABILITIES, Hello, PeerRole, Purpose
+from shardnet.wire.messages.handshake import CAPABILITIES, WHAT_IF, Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import (
     ListModels,
     ModelsListed,
@@ -244,10 +244,12 @@ class Client:
         *,
         again: bool = False,
         without: Sequence[str] = (),
+        added: Sequence[str] = (),
     ) -> PlanReply:
         """Return the plan that `model` would get; with `again` after measuring everything again.
 
-        Nodes whose ids are in `without` are not used.
+        Nodes whose ids are in `without` are not used. Machines that are `added` are planned for as
+        if they were there: each is a text as `shardnet plan --add` takes it.
         `on_progress` is called while nodes and links are measured, with counts of these, and while
         the error of the wire dtype is measured, which reads the whole checkpoint on the head.
 
@@ -255,7 +257,11 @@ class Client:
         UsageError for a choice that cannot be sent.
         """
         message = PlanRequest(
-            request=0, choice=self._chosen(model), again=again, without=list(without)
+            request=0,
+            choice=self._chosen(model),
+            again=again,
+            without=list(without),
+            added=list(added),
         )
         return await self._follow(message, PlanReply, on_progress)
 
@@ -489,6 +495,8 @@ class Client:
         """
         for may_repeat in (True, False):
             control = await self._reach(address)
+            if isinstance(message, PlanRequest) and message.added:
+                control.link.peer.require(WHAT_IF, "machines that are not there (plan --add)")
             async with control.conversation(message) as answers:
                 try:
                     first = await anext(answers)

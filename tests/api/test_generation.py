@@ -23,6 +23,7 @@ from shardnet.errors import (
     LinkError,
     PeerFailedError,
     PeerUnreachableError,
+    VersionMismatchError,
 )
 from shardnet.transport.link import Link
 from shardnet.types import LiveState
@@ -312,6 +313,18 @@ def test_a_plan_is_told_once() -> None:
             await all_of(client.generate(["a", "b", "c"], on_plan=plans.append))
             assert [plan.why for plan in plans] == ["it is scripted"]
             assert (await client.plan("elsewhere/model")).model.endswith("elsewhere/model")
+
+    asyncio.run(main())
+
+
+def test_a_node_that_knows_no_what_if_is_not_asked_one() -> None:
+    """It would plan as if no machine had been added."""
+
+    async def main() -> None:
+        async with client_of(ScriptedNode()) as client:
+            with pytest.raises(VersionMismatchError, match="does not know machines that are not"):
+                await client.plan(added=["x:20:16"])
+            assert (await client.plan(without=["n1"])).why == "it is scripted"
 
     asyncio.run(main())
 

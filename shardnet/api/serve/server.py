@@ -284,10 +284,13 @@ async def serving(
     scheme = "https" if listening.is_secure else "http"
     task = asyncio.create_task(server.serve(sockets=[bound]))
     loading = asyncio.create_task(_load(service, on_loaded)) if on_loaded is not None else None
+    announcing = asyncio.create_task(_announce(listening, host, port))
     try:
         await server.until_started(task)
         yield f"{scheme}://{format_address(host, port)}{listening.settings.root_path}"
     finally:
+        announcing.cancel()
+        await asyncio.gather(announcing, return_exceptions=True)
         service.stop()
         server.should_exit = True
         await task
@@ -295,6 +298,16 @@ async def serving(
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
         await service.close()
+
+
+async def _announce(listening: Listening, host: str, port: int) -> None:
+    """Announce the server by mDNS until cancelled, if it is to be."""
+    if listening.name:
+        from shardnet.cluster.discovery.http_announcement import HttpServer, announce  # few need it
+
+        path = f"{listening.settings.root_path}/"
+        server = HttpServer(listening.name, host, port, path, listening.is_secure)
+        await announce(server, listening.mdns_interfaces, listening.settings.log)
 
 
 async def _load(service: Service, on_loaded: Callable[[ShardnetError | None], None]) -> None:

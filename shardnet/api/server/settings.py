@@ -78,6 +78,8 @@ class Listening:
     """Where a server listens; `certificate` and `private_key` are files for TLS, "" for none.
 
     With `cluster_secret` it makes certificates of its own, by the authority of the cluster key.
+    With a `name` it is announced by mDNS, on the interfaces of `mdns_interfaces` where any are
+    named.
     """
 
     host: str
@@ -85,6 +87,8 @@ class Listening:
     certificate: str = ""
     private_key: str = ""
     cluster_secret: bytes = field(default=b"", repr=False)
+    name: str = ""
+    mdns_interfaces: tuple[str, ...] = ()
 
     @property
     def is_secure(self) -> bool:

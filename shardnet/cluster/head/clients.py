@@ -160,6 +160,7 @@ class Clients:
                 measure_one=True,
                 again=message.again,
                 without=message.without,
+                added=message.added,
             )
         if isinstance(plan, Elsewhere):
             control.send(Redirect(request=message.request, address=plan.address))

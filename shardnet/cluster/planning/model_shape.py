@@ -23,6 +23,7 @@ from shardnet.types import (
     LayerRange,
     WireDType,
 )
+from shardnet.wire.messages.plans import ModelChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,11 @@ class QuantizationChoice:
     kv_dtype: KvDType = KvDType.AUTO
     is_unpacked: bool = False
     """Whether what is quantised is unpacked when it is loaded: it saves no memory then."""
+
+    @classmethod
+    def of(cls, choice: ModelChoice) -> QuantizationChoice:
+        """Return what a client has chosen."""
+        return cls(weights=Quantization.named(choice.quant), kv_dtype=KvDType(choice.kv_dtype))
 
     @property
     def unpacked(self) -> QuantizationChoice:

@@ -39,7 +39,7 @@ from shardnet.cluster.planning.candidates import (
     holders_of,
     tensor_parallel_of,
 )
-from shardnet.cluster.planning.model_shape import UNQUANTIZED, QuantizationChoice
+from shardnet.cluster.planning.model_shape import QuantizationChoice
 from shardnet.cluster.planning.plan import Plan, silent_words
 from shardnet.cluster.planning.ring_dtypes import (
     NodeForm,
@@ -51,16 +51,17 @@ from shardnet.cluster.planning.ring_dtypes import (
 from shardnet.cluster.planning.turns import with_conversations
 from shardnet.errors import PlanError, UsageError
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.config.panel_form import Quantization
 from shardnet.runtime.loading.loading import adapters_not_cut, mtp_not_cut
 from shardnet.runtime.loading.model_facts import ModelFacts
 from shardnet.stage.estimate.stored_dtype import check_streamable
-from shardnet.types import Arith, DType, KvDType, LayerRange, NodeId, WireDType, parse_wires
+from shardnet.types import Arith, DType, LayerRange, NodeId, WireDType, parse_wires
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import LeftOut, ModelChoice, PlannedEnergy
 
 MOST_WITHOUT: Final = 8
 """Nodes of a ring without which it is planned again, to predict its joules."""
+
+NO_FLAGS: Final = ModelChoice(model="")
 
 
 def make_plan(
@@ -215,9 +216,7 @@ def _inputs(
         context=context,
         wire=wires.every or WireDType.own(dtype),
         gather=wires.gather,
-        quantization=QuantizationChoice(
-            weights=Quantization.named(choice.quant), kv_dtype=KvDType(choice.kv_dtype)
-        ),
+        quantization=QuantizationChoice.of(choice),
         narrow_hops=narrow_hops(wires, dtype, nodes, measured.links, width, in_order=in_order),
     )
     rates = {told.node: told.disk_bytes_per_s or 0.0 for told in measured.reports}
@@ -420,23 +419,27 @@ def fits(facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:
 
 
 def unmeasured(
-    facts: ModelFacts, nodes: Sequence[NodeInfo]
+    facts: ModelFacts,
+    nodes: Sequence[NodeInfo],
+    choice: ModelChoice = NO_FLAGS,
+    arith: Arith | None = None,
 ) -> tuple[ModelShape, list[CandidateNode]]:
-    """Describe a model and `nodes` as a plan sees them with no flag given and nothing measured.
+    """Describe a model and `nodes` as a plan sees them, with nothing measured.
 
-    The shape is that on the first node, without one as most would hold it.
+    The shape is that on the first node, without one as most would hold it. The context is the usual
+    one; `arith` is None for what the nodes settle on.
     """
-    dtype = settle_dtype("auto", facts.config, nodes)
-    arith = settle_arith("auto", nodes)
+    dtype = settle_dtype(choice.dtype, facts.config, nodes)
+    arith = arith or settle_arith(choice.arith, nodes)
     shapes = Shapes(
         facts=facts,
         context=facts.config.default_context,
         wire=WireDType.own(dtype),
-        quantization=UNQUANTIZED,
+        quantization=QuantizationChoice.of(choice),
         narrow_hops={},
     )
-    forms = forms_of(facts, nodes, dtype, "auto", arith)
-    found = candidates_of(facts, dtype, nodes, NOTHING_MEASURED, {}, shapes, forms)
+    forms = forms_of(facts, nodes, dtype, choice.arith, arith)
+    found = candidates_of(facts, dtype, nodes, NOTHING_MEASURED, {}, shapes, forms, arith)
     usual = NodeForm(dtype=dtype, linear=dtype, arithmetic="", by_library=False)
     return shapes.of(forms[NodeId(nodes[0].node)] if nodes else usual), found
 

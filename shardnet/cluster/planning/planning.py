@@ -24,9 +24,10 @@ from shardnet.cluster.download.hub import pull_beside
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured, OnMeasured, StageRun
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import NodeDirectory
-from shardnet.cluster.planning.placing import make_plan, plan_again, weighed_plan
+from shardnet.cluster.planning.placing import make_plan, plan_again, unmeasured, weighed_plan
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.ring_dtypes import node_ariths, settle_arith, settle_dtype
+from shardnet.cluster.planning.what_if import parse_machine, with_estimates
 from shardnet.cluster.sharing.adapter_sharing import adapter_facts
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
@@ -77,34 +78,43 @@ class Planner:
         again: bool = False,
         without: Collection[str] = (),
         divides: bool = True,
+        added: Sequence[str] = (),
     ) -> Plan | Elsewhere:
         """Plan `choice` without the nodes `without`, or name the node that would be its head.
 
+        With machines that are `added`, as what_if.py reads them, any node may be the head: the plan
+        is only looked at.
         With `again` known figures are measured too; a node alone is measured with `measure_one`
         only. `on_measured` is called after each node and link, `divides` as in `make_plan`. Raises
         PlanError, CheckpointError, UsageError or LinkError if there can be no plan.
         """
-        nodes, silent = await self.find_candidates(choice, without)
-        if choice.nodes and nodes[0].node != self.node:
-            return Elsewhere(address=nodes[0].address, model=choice.model)
+        machines = [parse_machine(text) for text in added]
+        there, silent = await self.find_candidates(choice, without)
+        if choice.nodes and there[0].node != self.node:
+            return Elsewhere(address=there[0].address, model=choice.model)
         facts = await self.identify(choice)
+        infos = [machine.info(number, there) for number, machine in enumerate(machines)]
+        nodes = [*there, *infos]
         dtype = settle_dtype(choice.dtype, facts.config, nodes)
 
         async def placed(arith: Arith) -> Plan:
-            ariths = node_ariths(choice.arith, arith, nodes)
-            holdings = await self.sharing.holdings(facts, choice.model, nodes)
-            if len(nodes) > 1 or measure_one:
+            ariths = node_ariths(choice.arith, arith, there)
+            holdings = await self.sharing.holdings(facts, choice.model, there)
+            if len(there) > 1 or measure_one:
                 measured = await self.measuring.measured(
-                    nodes, choice, facts, dtype, ariths, again=again, on_measured=on_measured
+                    there, choice, facts, dtype, ariths, again=again, on_measured=on_measured
                 )
             else:
-                measured = await self.measuring.known(nodes[0], choice, facts, dtype, ariths)
-            make = weighed_plan if measure_one else make_plan
+                measured = await self.measuring.known(there[0], choice, facts, dtype, ariths)
+            if machines:
+                sizes = unmeasured(facts, nodes, choice, arith)
+                measured = with_estimates(measured, there, machines, infos, facts.config, sizes)
+            make = weighed_plan if measure_one and not machines else make_plan
             job = partial(make, choice, facts, nodes, measured, silent, holdings, arith, divides)
             return await self.threads.run(f"planning {choice.model}", job)
 
         plan = await _settled(choice.arith, settle_arith(choice.arith, nodes), placed)
-        if plan.nodes[0].node != self.node:
+        if plan.nodes[0].node != self.node and not added:
             return Elsewhere(address=plan.nodes[0].address, model=choice.model)
         return plan
 

@@ -13,6 +13,7 @@ import os
 import statistics
 import sys
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -48,6 +49,8 @@ _LAYERS_ON_DEVICE = 8
 STEADY = 1.25
 """On an undisturbed device the median window takes at most this many times the fastest."""
 
+READ_BYTES = 256 * 2**20
+"""How much memory is read."""
 DISK_BYTES = 64 * 2**20
 DISK_S = 0.3
 """Most bytes and seconds of reading from a checkpoint."""
@@ -143,6 +146,8 @@ def measure_stage(
     from shardnet.stage.synthetic_model import SyntheticModel, synthetic_config
 
     with _threads(threads):
+        is_host = device == "cpu" and not driver
+        rate = measure_reads(min(READ_BYTES, memory_bytes)) if is_host else None
         choice = probe(torch.device(device), dtype, config.checkpoint_dtype, quant, arith)
         choice = dataclasses.replace(choice, kv_form=kv_dtype)
         if device == "cuda":
@@ -174,7 +179,20 @@ def measure_stage(
     figures = _figures(
         config, sample, choice.name, singles.means, chunk_s, is_disturbed=is_disturbed
     )
-    return replace(figures, step_s=rounded(step_s))
+    return replace(figures, step_s=rounded(step_s), read_bytes_per_s=rate)
+
+
+def measure_reads(n_bytes: int) -> float | None:
+    """Sum up so much memory several times; return the bytes per second of the fastest.
+
+    None for so little that caches hold it.
+    """
+    import torch
+
+    if n_bytes < READ_BYTES // 4:
+        return None
+    memory = torch.ones(n_bytes // 4)
+    return rounded(n_bytes / min(timeit.repeat(memory.sum, number=1, repeat=3)))
 
 
 def _figures(

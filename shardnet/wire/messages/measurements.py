@@ -31,7 +31,8 @@ class MeasureStage(schema.OfModel, frozen=True, kw_only=True):
 class StageSeconds(Report, frozen=True, kw_only=True):
     """What a node needs for one model: a layer at 1 and at 256 rows, embedding, LM head.
 
-    `step_s` is what a token costs it as head beside all computing.
+    `step_s` is what a token costs it as head beside all computing, `read_bytes_per_s` what plain
+    reads of its memory reach, null where that was not measured.
     """
 
     layer_s: schema.Seconds
@@ -39,6 +40,7 @@ class StageSeconds(Report, frozen=True, kw_only=True):
     embed_s: schema.Seconds
     head_s: schema.Seconds
     step_s: schema.Seconds = 0.0
+    read_bytes_per_s: schema.Figure | None = None
 
 
 class DeviceMeasured(Report, frozen=True, kw_only=True):

@@ -31,6 +31,9 @@ from shardnet.wire.messages.measurements import NodeMeasured, WayMeasured
 
 MIXED_WIRES: Final = "mixed"
 """The wire dtype of a plan whose links differ."""
+NOT_THERE: Final = "not there"
+"""The address of a machine in a plan that only its request has added."""
+MAX_ADDED: Final = 8
 
 
 class NamedAdapter(Row, frozen=True, array_like=True):
@@ -92,12 +95,16 @@ class ModelChoice(StageOptions, frozen=True, kw_only=True):
 class PlanRequest(schema.Numbered, frozen=True, kw_only=True):
     """Ask for the plan that would be used. Answered by PlanReply or Redirect.
 
-    With `again` everything is measured anew. Nodes whose ids are in `without` are not used.
+    With `again` everything is measured anew. Nodes whose ids are in `without` are not used. The
+    machines `added` are planned for as if they were there, each a text that the head reads, with
+    figures that it estimates; their nodes have NOT_THERE as address. Then there is no Redirect but
+    to the first of nodes that `choice` names.
     """
 
     choice: ModelChoice
     again: bool = False
     without: Annotated[list[schema.Name], Meta(max_length=schema.MAX_STAGES)] = []
+    added: Annotated[list[schema.Name], Meta(max_length=MAX_ADDED)] = []
 
 
 class PlannedPart(Report, frozen=True, kw_only=True):

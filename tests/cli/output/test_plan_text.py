@@ -15,6 +15,7 @@ from shardnet.wire.messages.measurements import (
     WayMeasured,
 )
 from shardnet.wire.messages.plans import (
+    NOT_THERE,
     KeptPositions,
     LeftOut,
     PlannedPart,
@@ -32,6 +33,7 @@ from shardnet_cli.output.plan_text import (
     plan_text,
     run_json,
     run_text,
+    what_if_text,
 )
 
 
@@ -340,3 +342,36 @@ def test_turns_of_long_conversations_and_what_is_kept_of_them() -> None:
     )
     assert "conversation" not in plan_text(PLAN)
     assert (plan_json(PLAN)["turns"], plan_json(PLAN)["kept"]) == (None, None)
+
+
+def test_a_plan_with_what_is_not_there_stands_beside_that_now() -> None:
+    added = msgspec.structs.replace(PLAN.stages[1], name="RTX 3060", address=NOT_THERE)
+    seconds = StageSeconds(
+        layer_s=0.001, layer_256_s=0.01, embed_s=0, head_s=0, read_bytes_per_s=324e9
+    )
+    told = NodeMeasured(
+        node="added-0", name="RTX 3060", memory_bytes=2**30, seconds=seconds, kernel="estimated"
+    )
+    then = msgspec.structs.replace(
+        PLAN, stages=[PLAN.stages[0], added], nodes=[PLAN.nodes[0], told], predicted_tok_s=33.2
+    )
+    title, *lines = what_if_text("with RTX 3060", PLAN, "", then).splitlines()
+    assert title == "with RTX 3060: 33 tokens/s instead of 18"
+    assert lines[:3] == ["  now:", *(f"  {line}" for line in plan_text(PLAN).splitlines()[2:4])]
+    assert lines[3:] == plan_text(then).splitlines()
+    assert any(
+        line.startswith("  rank 1: RTX 3060 (not there: estimated), layers 4-7 of 8")
+        for line in lines
+    )
+    [estimated] = [line for line in lines if line.startswith("  RTX 3060: layer 1 ms")]
+    assert "memory 1.00 GiB that reads 324 GB/s (estimated: it is not there)" in estimated
+    found = plan_json(then)
+    assert [stage["estimated"] for stage in found["stages"]] == [False, True]
+    rates = [node["read_bytes_per_s"] for node in found["measured"]["nodes"]]
+    assert rates == [None, 324e9]
+
+
+def test_a_model_that_only_fits_with_what_is_not_there_is_told_so() -> None:
+    lines = what_if_text("with x", None, "too large; get more", PLAN).splitlines()
+    assert lines[:2] == ["with x: fits then, 18 tokens/s", "  now: too large; get more"]
+    assert lines[2:] == plan_text(PLAN).splitlines()

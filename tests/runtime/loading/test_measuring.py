@@ -91,6 +91,7 @@ def test_every_figure_is_a_time_of_two_digits(
     raw: dict[str, Any], dtype: DType, kv_dtype: KvDType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measuring, "WINDOW_S", 0.005)  # how long it takes is not looked at here
+    monkeypatch.setattr(measuring, "READ_BYTES", 2**20)
     ticks = []
     figures = measure_stage(
         config(raw),
@@ -104,6 +105,9 @@ def test_every_figure_is_a_time_of_two_digits(
     )
     for time_s in (figures.layer_s, figures.layer_256_s, figures.embed_s, figures.head_s):
         assert time_s == float(f"{time_s:.2g}") > 0
+    rate = figures.read_bytes_per_s
+    assert rate is not None
+    assert rate == rounded(rate) > 0
     choice = probed(torch.device("cpu"), dtype, None)
     assert figures.kernel == choice.name
     assert len(ticks) > 10
@@ -312,6 +316,11 @@ def test_the_disk_is_measured_where_there_are_tensors(tmp_path: Path) -> None:
     rate = measure_disk(tmp_path)
     assert rate is not None
     assert rate == rounded(rate) > 0
+
+
+def test_reads_of_memory_are_measured_where_there_is_more_than_caches_hold() -> None:
+    assert measuring.measure_reads(measuring.READ_BYTES // 4 - 1) is None
+    assert (measuring.measure_reads(measuring.READ_BYTES // 4) or 0) > 1e6
 
 
 @pytest.mark.parametrize("is_disturbed", [False, True])
