@@ -12,8 +12,8 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib import resources
 from itertools import combinations, product
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from msgspec import structs
@@ -113,7 +113,7 @@ class Machine(NamedTuple):
 def _table() -> dict[str, list[Device]]:
     """Read the table: by the plain form of a name its rows, of which the first is the usual one."""
     found: dict[str, list[Device]] = {}
-    text = resources.files(__package__).joinpath("machines.csv").read_text("utf-8")
+    text = Path(__file__).with_name("machines.csv").read_text("utf-8")
     for name, kind, gib, gb_s, tflops in [*csv.reader(text.splitlines())][1:]:
         rate = float(gb_s) * KINDS[kind].reads
         one = Device(name, kind, float(gib or 0), rate, float(tflops))

@@ -12,12 +12,11 @@ import pytest
 from msgspec.structs import replace
 from support.rings.stage_forms import FORM
 
-from shardnet import __version__
 from shardnet.cluster.head import drafters as module
 from shardnet.cluster.head.drafters import Drafters, name_of
 from shardnet.cluster.head.lent_drafters import DrafterLoader, FarDrafter, OnBytes
 from shardnet.cluster.placement.draft_places import DraftPlace
-from shardnet.errors import CapacityError, CheckpointError, ShardnetError
+from shardnet.errors import CapacityError, CheckpointError, ShardnetError, VersionMismatchError
 from shardnet.runtime.engine.model_drafts import DraftHost
 from shardnet.types import NodeId
 from shardnet.wire.messages.drafting import LoadDrafter
@@ -63,8 +62,8 @@ class Town:
         self.drafters = Drafters(plan=lambda: None, log=self.lines.append, **fakes)
 
     @staticmethod
-    def control(name: str, loads: float | ShardnetError, version: str = __version__) -> Any:
-        link = SimpleNamespace(peer=SimpleNamespace(name=name, version=version))
+    def control(name: str, loads: float | ShardnetError) -> Any:
+        link = SimpleNamespace(peer=SimpleNamespace(name=name))
         return SimpleNamespace(link=link, peer_name=name, loads=lambda: loads)
 
     async def run(self, place: object, job: Callable[[], object]) -> object:
@@ -170,12 +169,15 @@ def test_a_slow_one_drafts_where_no_other_can(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(main())
 
 
-def test_a_node_of_another_version_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_of_a_release_that_does_not_understand_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def main() -> None:
         town = Town(monkeypatch, "bert", "anna")
-        town.controls["bert"] = town.control("bert", AssertionError("asked"), "0")
+        refused = VersionMismatchError("shardnet 0.2.0 does not understand LoadDrafter")
+        town.controls["bert"] = town.control("bert", refused)
         assert await town.held("small") is not None
-        assert "small cannot draft on bert: it runs shardnet 0" in town.lines[0]
+        assert "small cannot draft on bert: shardnet 0.2.0 does not" in town.lines[0]
 
     asyncio.run(main())
 

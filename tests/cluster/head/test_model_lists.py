@@ -60,7 +60,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @asynccontextmanager
-async def asking(folder: Path, peer: Answer | None, version: str) -> AsyncIterator[Client]:
+async def asking(folder: Path, peer: Answer | None) -> AsyncIterator[Client]:
     """A client of a node that is linked to a `peer`, if any, played by a handler."""
     async with contextlib.AsyncExitStack() as stack:
         node = await stack.enter_async_context(listening(small_settings(folder), "127.0.0.1", 0))
@@ -72,7 +72,7 @@ async def asking(folder: Path, peer: Answer | None, version: str) -> AsyncIterat
                 role=PeerRole.NODE,
                 node="bert",
                 name="bert",
-                version=version,
+                version=__version__,
             )
             link = await tcp.connect(host, int(port), hello)
             serving = asyncio.create_task(ControlLink(link, peer).serve_to_the_end())
@@ -83,11 +83,9 @@ async def asking(folder: Path, peer: Answer | None, version: str) -> AsyncIterat
         yield client
 
 
-def ask(
-    folder: Path, question: Callable[[Client], Any], peer: Answer | None = None, version: str = ""
-) -> Any:
+def ask(folder: Path, question: Callable[[Client], Any], peer: Answer | None = None) -> Any:
     async def main() -> Any:
-        async with asking(folder, peer, version or __version__) as client:
+        async with asking(folder, peer) as client:
             return await question(client)
 
     return asyncio.run(main())
@@ -192,15 +190,14 @@ def test_a_peer_that_does_not_say_is_named(tmp_path: Path, monkeypatch: pytest.M
     async def answer_wrongly(control: ControlLink, message: Any) -> None:
         control.send(StatusReply(request=message.request, node=BERT, peers=[]))
 
-    for peer, version, words in (
-        (be_silent, "", "no answer for 0.05 s"),
-        (answer_wrongly, "", "answered ListModels with StatusReply"),
-        (peer_of(), "0.0.1", "it runs shardnet 0.0.1"),
+    for peer, words in (
+        (be_silent, "no answer for 0.05 s"),
+        (answer_wrongly, "answered ListModels with StatusReply"),
     ):
         with monkeypatch.context() as patched:
             if peer is be_silent:
                 patched.setattr(model_lists, "SILENCE_S", 0.05)
-            asked = ask(tmp_path, lists, peer, version)
+            asked = ask(tmp_path, lists, peer)
         [bert] = [one for one in asked if one.name == "bert"]
         assert words in bert.failure
         assert bert.models == []
