@@ -47,7 +47,7 @@ _SUMMARIES: Final = {
     "unload": "Free the model on every node of the ring.",
     "drain": "Empty a node without losing a request, and end it.",
     "doctor": "Diagnose the cluster: what is wrong, where, and what to do.",
-    "key": "Make, enter or show the cluster key.",
+    "key": "Make, enter, show or replace the cluster key.",
     "service": "Run a node or a server at boot, as a service of the system.",
     "cache": "List or delete what is cached on disk: weights and long prompts.",
 }

@@ -1,27 +1,40 @@
-"""`shardnet key`: make, enter or show the cluster key.
+"""`shardnet key`: make, enter, show or replace the cluster key.
 
 The key itself goes to standard output and nowhere else, and is never taken from an argument.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from shardnet.api.client import Client
 from shardnet.api.connections import key_path
 from shardnet.cluster.machine.folders import ClusterKey, load_key, store_key
-from shardnet.errors import ConfigurationError, UsageError
+from shardnet.errors import ConfigurationError, ShardnetError, UsageError
+from shardnet.wire.messages.membership import MAX_GRACE_S, NodeInfo
 
+from ..finding.target import named_or_here
+from ..flags import options
 from ..flags.options import Access, KeyFile, option
-from ..output.exit_codes import no_text, say, standard_input, write_out
+from ..output.exit_codes import no_text, picked, say, standard_input, write_json, write_out
 
+DAY_S = 86_400
+NOW_S = 600
+"""How long with --now those count both keys that hear no more of it."""
 TRIES = 3
 """Attempts to type the key at a terminal."""
 
-key_app = typer.Typer(name="key", help="Make, enter or show the cluster key.", no_args_is_help=True)
+key_app = typer.Typer(
+    name="key", help="Make, enter, show or replace the cluster key.", no_args_is_help=True
+)
 
 Replace = Annotated[
     bool, option("--replace", "Replace the key of another cluster that is stored here.")
@@ -72,6 +85,77 @@ def show(key_file: KeyFile = "") -> None:
     key = Access(key_file=key_file).key()
     write_out(key.text())
     _tell("this is the key", key, path)
+    if key.old:
+        _tell(f"until {_date(key.until_s)} it accepts too the key", ClusterKey(key.old), path)
+
+
+@key_app.command(short_help="Replace the key on every machine while they run.")
+@options.takes_groups
+async def rotate(
+    *,
+    days: Annotated[
+        int, option("--days N", "How long the old key counts too.", min=1, max=365)
+    ] = 7,
+    finish: Annotated[bool, option("--finish", "End that time now.")] = False,
+    now: Annotated[bool, option("--now", "Replace the key, and end that time at once.")] = False,
+    peer: options.Peer = None,
+    key_file: KeyFile = "",
+    as_json: options.Json = False,
+) -> None:
+    """Replace the cluster key by a new one on every node, while requests go on.
+
+    Machines that are off get it from any other when they are back, as long as the old key counts.
+    """
+    identity = Access(key_file=key_file).identity()
+    if identity is None or identity.keeper is None:
+        raise ConfigurationError("there is no key to replace", remedy="run `shardnet key new`")
+    before, is_under_way = identity.fingerprint, finish or bool(identity.old)
+    async with contextlib.AsyncExitStack() as stack:
+        [client, *_] = await named_or_here(stack, options.check_addresses(peer), identity)
+        status = await client.status(with_peers=True)
+        tell = functools.partial(_tell_all, client, [status.node, *status.peers])
+        can = "can be told a key" if is_under_way else ""
+        if wrong := await tell(identity.secret, MAX_GRACE_S, can):
+            raise ShardnetError(f"nothing was changed: {wrong}")
+        secret = identity.secret if is_under_way else ClusterKey.make().secret
+        grace_s = NOW_S if now else days * DAY_S
+        identity.keeper.take(secret, grace_s)
+        wrong = await tell(secret, grace_s, "has the new key")
+        if finish or now:
+            wrong = await tell(secret, 0, "has forgotten the old key")
+            identity.keeper.take(secret, 0)
+    if wrong:
+        raise ShardnetError(wrong, remedy="run this again, or `shardnet key join --replace` there")
+    until = _date(identity.until_s) if identity.old else None
+    if as_json:
+        told = [picked(info, "node", "name", "address") for info in (status.node, *status.peers)]
+        cluster = {"cluster": identity.fingerprints[0], "before": before}
+        write_json({**cluster, "until": until, "nodes": told})
+    else:
+        ends = f"counts until {until}, or `shardnet key rotate --finish`" if until else "is over"
+        write_out(f"cluster {before} is {identity.fingerprints[0]} now; its old key {ends}")
+
+
+async def _tell_all(
+    client: Client, nodes: Sequence[NodeInfo], secret: bytes, grace_s: int, done: str
+) -> str:
+    """Have the node of `client`, the first, and its peers take a key; say what each has `done`.
+
+    Returns who has not, and why; who still accepts another one has not where nothing was `done`.
+    """
+    wrong = []
+    for number, info in enumerate(nodes, 1):
+        try:
+            taken = await client.take_key(secret, grace_s, info.node if number > 1 else "")
+            if taken.old_s and not done:
+                raise ConfigurationError(
+                    "it still accepts the key before", remedy="run `shardnet key rotate --finish`"
+                )
+            if done:
+                say(f"{info.name} {done} ({number} of {len(nodes)})")
+        except ShardnetError as error:
+            wrong.append(f"{info.name} cannot be told a key: {error}")
+    return "; ".join(wrong)
 
 
 @key_app.command(short_help="Print the certificate that programs trust for HTTPS.")
@@ -85,6 +169,10 @@ def authority(key_file: KeyFile = "") -> None:
     key = Access(key_file=key_file).key()
     write_out(HttpAuthority(key.secret).certificate().decode(), end="")
     say("trust it where you ask from: docs/server.md says how")
+
+
+def _date(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s).astimezone().isoformat(" ", "minutes")
 
 
 def _type_key() -> ClusterKey:

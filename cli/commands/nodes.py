@@ -223,7 +223,7 @@ async def unload(
     """Free the model of the ring that the node of this machine, or a named node, is part of."""
     addresses, had_any = [*options.split_nodes(nodes), *options.check_addresses(peer)], False
     async with contextlib.AsyncExitStack() as stack:
-        for client in await named_or_here(stack, addresses, access):
+        for client in await named_or_here(stack, addresses, access.identity()):
             had_any |= (await client.status(with_peers=False)).node.stage is not None
             await client.unload()
     say("the model is unloaded" if had_any else "no model was loaded")

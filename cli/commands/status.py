@@ -34,7 +34,7 @@ ANSWER_S = 3.0
 async def status(*, nodes: Nodes = "", access: Access, as_json: Json = False) -> None:
     """Show what the node of this machine, or each named node, has loaded and runs."""
     async with contextlib.AsyncExitStack() as stack:
-        clients = await named_or_here(stack, split_nodes(nodes), access)
+        clients = await named_or_here(stack, split_nodes(nodes), access.identity())
         for reply in await asyncio.gather(*(_ask(client) for client in clients)):
             assert reply.info is not None
             assert reply.report is not None

@@ -54,7 +54,7 @@ async def top(
     if count is None:
         count = 0 if is_live or as_json else 1
     async with contextlib.AsyncExitStack() as stack:
-        client = (await named_or_here(stack, split_nodes(nodes)[:1], access))[0]
+        client = (await named_or_here(stack, split_nodes(nodes)[:1], access.identity()))[0]
         looks = await stack.enter_async_context(contextlib.aclosing(views(client, every, count)))
         if is_live:
             await _show(looks)

@@ -75,8 +75,8 @@ async def look_for_nodes(
     unknown node that happens to answer first.
     """
     found = await _browse(beyond=identity is not None or insecure, on_heard=on_heard)
-    fingerprint = identity.fingerprint if identity else ""
-    return [candidate for candidate in found if candidate.fingerprint == fingerprint]
+    clusters = identity.fingerprints if identity else ("",)
+    return [candidate for candidate in found if candidate.fingerprint in clusters]
 
 
 async def browse_all() -> list[NodeRecord]:
@@ -307,13 +307,12 @@ async def connect_here(
 
 
 async def named_or_here(
-    stack: contextlib.AsyncExitStack, addresses: Sequence[str], access: Access
+    stack: contextlib.AsyncExitStack, addresses: Sequence[str], identity: Identity | None
 ) -> list[Client]:
     """Connect to the nodes at `addresses`, or to the node of this machine if that is empty.
 
     Raises PeerUnreachableError when none runs here, LinkError when a named one does not answer.
     """
-    identity = access.identity()
     if addresses:
         return [await stack.enter_async_context(connect(a, identity)) for a in addresses]
     here = await connect_here(stack, identity)

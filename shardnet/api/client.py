@@ -45,6 +45,7 @@ from shardnet.errors import (
     RemoteProtocolError,
     ShardnetError,
     TakenError,
+    UsageError,
 )
 from shardnet.sampling_params import SamplingParams
 from shardnet.transport import tcp
@@ -77,12 +78,14 @@ from shardnet.wire.messages.generation import (
 )
 from shardnet.wire.messages.handshake import CAPABILITIES, WHAT_IF, Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import (
+    KeyTaken,
     ListModels,
     ModelsListed,
     ReportReply,
     ReportRequest,
     Status,
     StatusReply,
+    TakeKey,
 )
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import Drain, LoadProgress
@@ -108,6 +111,7 @@ Ask = (
     | FindValue
     | ListValues
     | DropValue
+    | TakeKey
 )
 Request = Ask | ReportRequest | ListModels
 Answer = TypeVar(
@@ -122,6 +126,7 @@ Answer = TypeVar(
     Encoded,
     ValueFound,
     ValuesListed,
+    KeyTaken,
 )
 
 GREEDY = SamplingParams()
@@ -136,6 +141,8 @@ async def dial(
     Raises UsageError unless `address` is host:port, LinkError when no node answers there,
     AuthenticationError when that node does not hold the key of `identity`.
     """
+    if identity is not None and identity.keeper is not None:
+        identity.keeper.forget_if_due()
     host, port = split_address(address)
     hello = Hello(
         purpose=Purpose.CONTROL,
@@ -154,7 +161,8 @@ class Client:
 
     `identity` authenticates the links to redirect addresses. `choice` is the model, with its nodes,
     for calls that name none. Calls may run concurrently. A call on a link that has ended, or that
-    ends before any answer, opens a new one with `redial`, where that is given.
+    ends before any answer, opens a new one with `redial`, where that is given; so does one that
+    comes when the cluster has a new key.
     """
 
     def __init__(
@@ -318,6 +326,15 @@ class Client:
         node leads and that are not done by then.
         """
         await self._follow(Drain(request=0, deadline_s=deadline_s), Done)
+
+    async def take_key(self, secret: bytes, grace_s: int, node: str = "") -> KeyTaken:
+        """Have the node, or the peer of it with id `node`, take a cluster key of these 16 bytes.
+
+        Holders of the key before stay members for `grace_s` seconds; the present key and 0 ends
+        that. Raises ShardnetError where a node cannot take it, or takes another one.
+        """
+        message = TakeKey(request=0, key=secret, grace_s=grace_s, node=node)
+        return await self._follow(message, KeyTaken)
 
     def generate(
         self,
@@ -513,14 +530,16 @@ class Client:
         """
         if address:
             return await self._link_to(address)
-        if self._redial is None or not _has_ended(self._control):
+        if self._redial is None or self._is_good(self._control):
             return self._control
         try:
             async with self._dialling:
-                if _has_ended(self._control):
+                if not self._is_good(self._control):
                     self._control = self._adopt(await self._redial())
                 return self._control
         except LinkError:
+            if not _has_ended(self._control):
+                return self._control
             if not self._deputy:
                 raise
         return await self._link_to(self._deputy)
@@ -532,7 +551,7 @@ class Client:
         """Return the link to another node; it stays open as long as the client."""
         async with self._dialling:
             control = self._elsewhere.get(address)
-            if control is None or _has_ended(control):
+            if control is None or not self._is_good(control):
                 control = self._adopt(await dial(address, self._identity))
                 self._elsewhere[address] = control
             return control
@@ -545,10 +564,25 @@ class Client:
         return self._serve(link)
 
     def _serve(self, link: Link, node_name: str = "") -> ControlLink:
-        control = ControlLink(link, _refuse, peer_name=node_name)
+        control = ControlLink(link, self._handle, peer_name=node_name)
         reading = self._reading[control] = asyncio.create_task(control.serve_to_the_end())
         reading.add_done_callback(lambda _: self._reading.pop(control))
         return control
+
+    def _is_good(self, control: ControlLink) -> bool:
+        """Whether a link has not ended, and was opened with the key that the cluster has now."""
+        signers, identity = control.link.signers, self._identity
+        is_present = signers is None or identity is None or signers.own == identity.signer
+        return is_present and not _has_ended(control)
+
+    async def _handle(self, control: ControlLink, message: Incoming) -> None:
+        """Take a new cluster key from a node, all that clients are asked."""
+        if not isinstance(message, TakeKey):
+            raise RemoteProtocolError(f"a client received the request {type(message).__name__}")
+        if self._identity is None or self._identity.keeper is None:
+            raise UsageError("this client has no cluster key in a file")
+        self._identity.keeper.take(message.key, message.grace_s)
+        control.send(KeyTaken(request=message.request))
 
     async def _close(self) -> None:
         """Close all links; calls that still run fail."""
@@ -617,7 +651,3 @@ def _has_ended(control: ControlLink) -> bool:
 async def _end(control: ControlLink, reading: asyncio.Task[None]) -> None:
     await control.link.close()
     await reading
-
-
-async def _refuse(control: ControlLink, message: Incoming) -> None:
-    raise RemoteProtocolError(f"a client received the request {type(message).__name__}")

@@ -19,7 +19,7 @@ from shardnet.api import client as by_link
 from shardnet.api.client import Client, open_client
 from shardnet.api.requests import name_model
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.cluster.machine.folders import default_key_path, load_key, runtime_dir
+from shardnet.cluster.machine.folders import HeldKey, default_key_path, load_key, runtime_dir
 from shardnet.cluster.machine.local_nodes import LocalNodes, share_of_cores
 from shardnet.cluster.machine.profile import available_cores
 from shardnet.errors import ConfigurationError, PeerFailedError, UsageError
@@ -158,7 +158,9 @@ def load_identity(key_file: str = "", *, insecure: bool = False) -> Identity | N
     if key is not None:
         from shardnet.transport.identity import make_identity
 
-        return make_identity(key.secret)
+        identity = make_identity(key.secret, key.old)
+        identity.until_s, identity.keeper = key.until_s, HeldKey(path, key, identity)
+        return identity
     if key_file:
         raise ConfigurationError(
             f"there is no key file {path}",

@@ -25,7 +25,7 @@ from shardnet.errors import (
 )
 from shardnet.transport.address import format_address
 from shardnet.transport.deadline import IdleTimeout, SendTimeout
-from shardnet.transport.link import DirectWriter, LinkOptions
+from shardnet.transport.link import DirectWriter, LinkOptions, Signers
 from shardnet.transport.traffic import Meter
 from shardnet.wire.connection import connection
 from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
@@ -61,6 +61,7 @@ class AsyncioLink(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._peer: Hello | None = None
         self.peer_address = "?"
+        self.signers: Signers | None = None
         self.peer_progress = (0, 0)
         self._came_step = 0
         self._frames: deque[tuple[Frame, int]] = deque()

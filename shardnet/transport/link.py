@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from shardnet.wire.framing.frames import MIB, Buffer, Frame
 from shardnet.wire.messages.handshake import Hello
@@ -17,6 +17,15 @@ if TYPE_CHECKING:  # not every link needs the library behind it
     from shardnet.transport.direct_connection import DirectConnection
     from shardnet.transport.identity import Identity
     from shardnet.transport.traffic import Traffic
+
+
+class Signers(NamedTuple):
+    """The cluster keys of a link, each as `Identity.signer`: what we have shown, what the peer has,
+    and the oldest one whose holders we believed then."""
+
+    own: bytes
+    peer: bytes
+    oldest: bytes
 
 
 def _no_progress() -> tuple[int, int]:
@@ -105,6 +114,10 @@ class Link(Protocol):
     @property
     def peer_address(self) -> str:
         """`host:port` of the peer's end."""
+
+    @property
+    def signers(self) -> Signers | None:
+        """By which cluster keys both ends have come, None without TLS."""
 
     @property
     def peer_progress(self) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from shardnet.errors import LinkClosedError
 from shardnet.transport.asyncio_link import AsyncioLink
 from shardnet.transport.direct_connection import DirectConnection
-from shardnet.transport.link import DirectWriter, LinkOptions
+from shardnet.transport.link import DirectWriter, LinkOptions, Signers
 from shardnet.transport.tls import TlsTransport
 from shardnet.wire.connection.connection import HelloAnswer
 from shardnet.wire.framing.frames import Buffer
@@ -56,7 +56,12 @@ class TcpLink(AsyncioLink):
         if identity is None:
             return self
         context = identity.client if self._initiator else identity.server
-        return TlsTransport(self, context, initiator=self._initiator)
+        own, *_, oldest = identity.signer, *identity.signers
+
+        def shown(leaf: bytes) -> None:
+            self.signers = Signers(own, identity.signer_of(leaf), oldest)
+
+        return TlsTransport(self, context, initiator=self._initiator, on_shown=shown)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Set the socket's remaining options, then begin the handshake."""

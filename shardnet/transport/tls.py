@@ -11,7 +11,7 @@ import enum
 import ssl
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, cast
 
@@ -194,15 +194,24 @@ def hello_begun(came: bytes) -> Begun:
 
 
 class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
-    """One end of a TLS connection. What is written before the handshake is done waits for it."""
+    """One end of a TLS connection. What is written before the handshake is done waits for it.
+
+    `on_shown` gets the peer's certificate (DER) then.
+    """
 
     _tcp: asyncio.Transport
 
     def __init__(
-        self, protocol: SecuredProtocol, context: ssl.SSLContext, *, initiator: bool
+        self,
+        protocol: SecuredProtocol,
+        context: ssl.SSLContext,
+        *,
+        initiator: bool,
+        on_shown: Callable[[bytes], None] = lambda leaf: None,
     ) -> None:
         super().__init__()
         self._protocol = protocol
+        self._on_shown = on_shown
         self._initiator = initiator
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._engine = context.wrap_bio(self._incoming, self._outgoing, server_side=not initiator)
@@ -381,6 +390,7 @@ class TlsTransport(asyncio.BufferedProtocol, asyncio.Transport):
             self._fail(failure, error)
         else:
             self._state = _State.UP
+            self._on_shown(self._engine.getpeercert(binary_form=True) or b"")
             self._received = memoryview(bytearray(_RECEIVE_BYTES))
             self._flush()
             self._encrypt()

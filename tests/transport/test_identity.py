@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import ssl
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from shardnet.errors import (
 )
 from shardnet.transport.identity import (
     Identity,
+    certificate,
     derive_authority_key,
     make_authority,
     make_identity,
@@ -75,8 +78,8 @@ def test_the_certificates_pass_the_strict_checks_of_newer_pythons() -> None:
     key = derive_authority_key(b"k" * 16)
     authority = make_authority(key)
     leaf = make_leaf(authority, key, Ed25519PrivateKey.generate())
-    for certificate, is_authority in ((authority, True), (leaf, False)):
-        extensions = certificate.extensions
+    for made, is_authority in ((authority, True), (leaf, False)):
+        extensions = made.extensions
         constraints = extensions.get_extension_for_class(x509.BasicConstraints)
         usage = extensions.get_extension_for_class(x509.KeyUsage)
         assert constraints.critical
@@ -430,3 +433,53 @@ def test_a_stream_that_is_cut_off_is_no_goodbye(harness: Harness) -> None:
         await asyncio.gather(link.close(), far.close())
 
     harness.run(scenario)
+
+
+# --- two keys, and clocks
+
+
+def shake_hands(acceptor: Identity, initiator: Identity) -> tuple[bytes, bytes] | None:
+    """Shake hands in memory; return by which keys initiator and acceptor came, None if refused."""
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        initiator.client.wrap_bio(back, there),
+        acceptor.server.wrap_bio(there, back, server_side=True),
+    ]
+    try:
+        for end in (*ends, *ends):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLError:
+        return None
+    initiator_is, acceptor_is = (end.getpeercert(binary_form=True) for end in reversed(ends))
+    assert initiator_is is not None
+    assert acceptor_is is not None
+    return Identity.signer_of(initiator_is), Identity.signer_of(acceptor_is)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_who_holds_two_keys_is_believed_by_holders_of_either(is_strict: bool) -> None:
+    old, new = b"o" * 16, b"n" * 16
+    sides = {"old": make_identity(old), "both": make_identity(new, old), "new": make_identity(new)}
+    if is_strict:
+        for side in sides.values():
+            side.server.verify_flags |= ssl.VERIFY_X509_STRICT
+            side.client.verify_flags |= ssl.VERIFY_X509_STRICT
+    for one, other in product(sides, sides):
+        shown = sides[one].signer, sides[other].signer
+        met = shake_hands(sides[other], sides[one])
+        assert met == (None if {one, other} == {"old", "new"} else shown), (one, other)
+        assert shake_hands(OTHER, sides[one]) is shake_hands(sides[one], OTHER) is None
+    assert sides["both"].fingerprints == (sides["new"].fingerprint, sides["old"].fingerprint)
+    assert sides["both"].fingerprint == sides["old"].fingerprint
+
+
+@pytest.mark.parametrize("years", [(2000, 2001), (2999, 9999)])
+def test_no_clock_keeps_members_apart(
+    years: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dates that are over, or still to come, as where a board without a clock starts in 1970."""
+    begin, end = (datetime.datetime(year, 1, 1, tzinfo=datetime.UTC) for year in years)
+    monkeypatch.setattr(certificate, "__defaults__", (begin, end))
+    member = make_identity(b"k" * 16)
+    assert shake_hands(member, member) == (member.signer, member.signer)

@@ -190,6 +190,8 @@ class Discovery:
         reannounce_s: float = REANNOUNCE_S,
     ) -> None:
         self.fingerprint = fingerprint
+        self.clusters: Sequence[str] = (fingerprint,)
+        """The fingerprints of all keys whose holders are of this cluster."""
         self._fixed_interfaces = tuple(interfaces)
         self._log = log
         self._reannounce_s = reannounce_s

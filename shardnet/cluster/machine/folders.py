@@ -8,19 +8,24 @@ XDG specification asks. The folders may not exist.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import platformdirs
 
 from shardnet.errors import ConfigurationError, UsageError
 from shardnet.files import NotOwnError, check_own, decode_text, delete, write_whole
 from shardnet.permissions import others_at, privacy_command
+
+if TYPE_CHECKING:  # not every command needs the library behind it
+    from shardnet.transport.identity import Identity
 
 CACHE_DIR_VARIABLE: Final = "SHARDNET_CACHE_DIR"
 RUNTIME_DIR_VARIABLE: Final = "SHARDNET_RUNTIME_DIR"
@@ -113,6 +118,8 @@ _N_CHARACTERS: Final = (KEY_BYTES * 8 + _CHECK_BITS) // 5
 _READ_AS: Final = str.maketrans("OIL", "011")
 """Letters that the alphabet leaves out (Crockford's base 32), and the digits they are taken for."""
 _MAX_FILE_BYTES: Final = 1024
+_REPLACED: Final = re.compile(r"^replaces (.*) until (\d{1,15})\n", re.MULTILINE)
+"""The line of a key file about the key before."""
 _READ_ONLY: Final = (
     os.O_RDONLY
     | getattr(os, "O_CLOEXEC", 0)
@@ -124,9 +131,15 @@ _READ_ONLY: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ClusterKey:
-    """128 secret bits. Neither `repr` nor `str` shows them."""
+    """128 secret bits. Neither `repr` nor `str` shows them.
+
+    A key that has replaced another one has the `old` bits too, which count until `until_s` (seconds
+    since 1970).
+    """
 
     secret: bytes = field(repr=False)
+    old: bytes = field(default=b"", repr=False)
+    until_s: float = field(default=0.0, repr=False)
 
     @classmethod
     def make(cls) -> ClusterKey:
@@ -172,7 +185,8 @@ class ClusterKey:
 
 
 def load_key(path: Path) -> ClusterKey | None:
-    """Load the key stored at `path`, None if there is no file.
+    """Load the key stored at `path`, None if there is no file; an old one whose time is over is
+    left out.
 
     Raises ConfigurationError if users other than its owner may read it, or it is damaged.
     """
@@ -196,8 +210,12 @@ def load_key(path: Path) -> ClusterKey | None:
             remedy=f"run `{privacy_command(path)}`, and make a new key if one of them may have "
             "read it",
         )
+    text, *replaced = re.split(_REPLACED, decode_text(content, "replace"), maxsplit=1)
     try:
-        return ClusterKey.parse(decode_text(content, "replace"))
+        key = ClusterKey.parse(text)
+        if not replaced or float(replaced[1]) <= time.time():
+            return key
+        return ClusterKey(key.secret, ClusterKey.parse(replaced[0]).secret, float(replaced[1]))
     except UsageError as error:
         raise ConfigurationError(
             f"the key file {path} is damaged: {error.message}", remedy=error.remedy
@@ -226,14 +244,64 @@ def store_key(key: ClusterKey, path: Path, *, replace: bool = False) -> None:
     Raises ConfigurationError if another key is there and `replace` is not set, or if the file
     cannot be written.
     """
-    if not replace and load_key(path) not in (None, key):
+    stored = None if replace else load_key(path)
+    if stored is not None and stored.secret != key.secret:
         raise ConfigurationError(
             f"{path} holds the key of another cluster", remedy="add --replace to leave that one"
         )
+    text = f"{key.text()}\n"
+    if key.old:
+        text += f"replaces {ClusterKey(key.old).text()} until {key.until_s:.0f}\n"
     try:
-        write_whole(path, f"{key.text()}\n".encode(), is_durable=True)
+        write_whole(path, text.encode(), is_durable=True)
     except OSError as error:
         raise ConfigurationError(
             f"the key file {path} cannot be written: {error.strerror}",
             remedy="name another with --key-file",
         ) from error
+
+
+@dataclass(slots=True, eq=False)
+class HeldKey:
+    """The key of a file and of the `identity` of this process: what is new is on disk first.
+
+    It is as of when it was read or changed here. Reads and writes where it is called.
+    """
+
+    path: Path
+    key: ClusterKey
+    identity: Identity
+
+    def take(self, secret: bytes, grace_s: float) -> None:
+        """See KeyKeeper. The key that is held only shortens the time in which the old one counts.
+
+        Raises ConfigurationError if an old key still counts beside the one that is held, or the
+        file holds another one or cannot be written; nothing has changed then.
+        """
+        old, until_s = self.key.old, time.time() + grace_s
+        if secret == self.key.secret:
+            until_s = min(until_s, self.key.until_s)
+        elif old:
+            raise ConfigurationError(
+                f"it has taken another new key, of cluster {self.identity.fingerprints[0]}, and "
+                "still accepts the one before",
+                remedy="run `shardnet key rotate --finish` where that one was made, then this "
+                "again",
+            )
+        else:
+            old = self.key.secret
+        stored = load_key(self.path)
+        if stored is not None and stored.secret not in (self.key.secret, secret):
+            raise ConfigurationError(
+                f"{self.path} holds another key by now, which was not told", remedy="start it again"
+            )
+        key = ClusterKey(secret, old, until_s) if old and grace_s > 0 else ClusterKey(secret)
+        store_key(key, self.path, replace=True)
+        if (key.secret, key.old) != (self.key.secret, self.key.old):
+            self.identity.use(key.secret, key.old)
+        self.key, self.identity.until_s = key, key.until_s
+
+    def forget_if_due(self) -> None:
+        """See KeyKeeper. Raises ConfigurationError as `take`."""
+        if self.key.old and self.key.until_s <= time.time():
+            self.take(self.key.secret, 0)

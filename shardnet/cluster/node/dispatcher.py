@@ -49,7 +49,8 @@ class Dispatcher:
     log: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        self._client_links: set[Link] = set()
+        self.clients: set[ControlLink] = set()
+        """The links of clients."""
 
     def hello(self, peer: handshake.Hello) -> handshake.Hello:
         """Return the answer to a peer's hello.
@@ -91,25 +92,26 @@ class Dispatcher:
 
     def tell_clients(self, error: ShardnetError) -> None:
         """Send `error` to every client, since this node is leaving."""
-        for link in self._client_links:
-            if not link.closed:
-                link.send(handshake.error_frame(error))
+        for control in self.clients:
+            if not control.link.closed:
+                control.link.send(handshake.error_frame(error))
 
     async def close(self) -> None:
         """Close the clients' links."""
-        await asyncio.gather(*(link.close() for link in self._client_links))
+        await asyncio.gather(*(control.link.close() for control in self.clients))
 
     async def _serve_client(self, link: Link) -> None:
         """Serve a client until it leaves. Log one that breaks the protocol or falls silent."""
-        self._client_links.add(link)
+        control = ControlLink(link, self.handle)
+        self.clients.add(control)
         try:
-            await ControlLink(link, self.handle).serve()
+            await control.serve()
         except ShardnetError as error:
             if isinstance(error, ProtocolError | PeerSilentError):
                 self.log(f"dropped the client at {link.peer_address}: {error}")
             await link.close()  # not at once: it may still read why
         finally:
-            self._client_links.discard(link)
+            self.clients.discard(control)
 
 
 def _measures_gathers(hello: handshake.Hello) -> bool:

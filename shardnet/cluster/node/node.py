@@ -40,7 +40,7 @@ class Node(Services):
             peers=links.peers,
             probe=links.dialer.probe,
             on_disk=stage.disk.submit,
-            remembered=RememberedPeers(settings.cache, settings.cluster or "")
+            remembered=RememberedPeers(settings.cache, lambda: settings.clusters)
             if settings.remembers
             else None,
             tailnet=settings.tailnet,
@@ -54,6 +54,11 @@ class Node(Services):
         self.links.peers.addresses_changed()
         if self.settings.discovery is not None:
             self.settings.discovery.announce()
+
+    def cluster_renamed(self) -> None:
+        """Advertise the node by the names that its cluster has now, and remember peers by them."""
+        super().cluster_renamed()
+        self.search.remember_all()
 
     def info(self) -> NodeInfo:
         """Describe this node."""
@@ -108,6 +113,7 @@ class Node(Services):
             "watching for nodes that come": self.nodes.run,
             "keeping nodes that stand by": self.standbys.run,
             "auditing stages": self.audits.run,
+            "changing cluster keys": self.keys.run,
         }
         if self.settings.tailnet or self.settings.remembers:
             jobs["looking for nodes without mDNS"] = self.search.run
@@ -128,6 +134,7 @@ class Node(Services):
         """Advertise this node and discover others, until cancelled."""
         discovery, links = self.settings.discovery, self.links
         if discovery is not None:
+            discovery.clusters = self.settings.clusters
             await kept_running(
                 lambda: links.advertisement.discover(discovery, links.peers),
                 "discovery by mDNS",

@@ -164,13 +164,14 @@ class LinkParts:
             name=settings.name,
             dial=self.dialer.control,
             dial_as_client=self.dialer.dial_as_client,
-            handler=lambda control, message: node.handlers.handle(control, message),
+            handler=lambda control, message: node.handle(control, message),
             tasks=tasks,
             own_hosts=lambda: self.advertisement.local,
             own_addresses=lambda: self.advertisement.addresses,
             log=settings.log,
             on_member=self.refusals.forget,
             on_named=lambda address: node.search.remember(address),
+            is_present=lambda link: settings.identity is None or settings.identity.is_present(link),
             rests=lambda: node.stage.host.refusals.rests,
         )
 

@@ -28,11 +28,12 @@ from shardnet.cluster.machine.device_list import CUDA, NVIDIA
 from shardnet.cluster.machine.temperature import OwnerUse, gpu_use, memory_stalled
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.node.dispatcher import Dispatcher, NodeMessages
+from shardnet.cluster.node.key_rotation import KeyRotation
 from shardnet.cluster.node.parts import LinkParts, StageParts
 from shardnet.cluster.node.pressure import NodeDrain, NodePressure, UnusedModels
 from shardnet.cluster.node.reporter import NodeReporter, RingWatch
 from shardnet.cluster.node.settings import NodeSettings
-from shardnet.cluster.peers.control_link import MessageHandlers
+from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
 from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.planning.wire_loss import WireLoss
 from shardnet.cluster.pressure.policy import MemoryLook, OwnerLook
@@ -63,7 +64,7 @@ class Services:
         """What handles each control message."""
         self.dispatcher = Dispatcher(
             own_hello=links.dialer.hello,
-            handle=self.handlers.handle,
+            handle=self.handle,
             host=stage.host,
             gathers=stage.gathers,
             sharing=stage.sharing,
@@ -71,11 +72,33 @@ class Services:
             tasks=tasks,
             log=settings.log,
         )
+        self.keys = KeyRotation(
+            node=settings.node,
+            identity=settings.identity,
+            peers=links.peers,
+            clients=lambda: self.dispatcher.clients,
+            disk=stage.disk,
+            on_changed=self.cluster_renamed,
+            log=settings.log,
+        )
         self._build_head()
         self._build_answers()
         self._build_router()
         self._build_yielding()
         self._register()
+
+    async def handle(self, control: ControlLink, message: Incoming) -> None:
+        """Handle one message, unless its sender is no member any more."""
+        self.keys.check(control.link)
+        await self.handlers.handle(control, message)
+
+    def cluster_renamed(self) -> None:
+        """Advertise the node by the names that its cluster has now."""
+        discovery = self.settings.discovery
+        if discovery is not None:
+            discovery.clusters = self.settings.clusters
+            discovery.fingerprint = self.settings.cluster or ""
+            discovery.announce()
 
     def _build_head(self) -> None:
         """Build what plans, leads rings and replaces them."""
@@ -257,7 +280,7 @@ class Services:
         )
         own = (NodeMessages(stage=stage, peers=peers, head=self.head), NodeReporter(self), watch)
         orders = (stage.orders, stage.answers)
-        ring = (self.head, self.planned, self.drain, self.stand_in)
+        ring = (self.head, self.planned, self.drain, self.stand_in, self.keys)
         kept = KeptValues(peers.links.linked)
         answers = (self.clients, self.router, self.lists, self.encoders, self.lent, kept)
         for room in (*own, *orders, stage.measuring, *ring, *answers):

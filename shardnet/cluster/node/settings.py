@@ -59,3 +59,8 @@ class NodeSettings:
     def cluster(self) -> str | None:
         """The fingerprint of the cluster key, None without one."""
         return self.identity.fingerprint if self.identity else None
+
+    @property
+    def clusters(self) -> tuple[str, ...]:
+        """Those of all keys that count now, the newest first; "" for none."""
+        return self.identity.fingerprints if self.identity else ("",)

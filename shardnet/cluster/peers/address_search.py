@@ -75,27 +75,33 @@ async def probe_all(
 class RememberedPeers:
     """Addresses named with --peer at which a node of this cluster has answered, in a file.
 
-    `cluster` is the fingerprint of the key. Reads and writes on the caller's thread. An unusable
-    file counts as empty, and failed writes are ignored.
+    `clusters` returns the fingerprints of the keys, the newest first. Reads and writes on the
+    caller's thread. An unusable file counts as empty, and failed writes are ignored.
     """
 
-    def __init__(self, folder: Path, cluster: str) -> None:
+    def __init__(self, folder: Path, clusters: Callable[[], Sequence[str]]) -> None:
         self.path = folder / "peers.json"
-        self._cluster = cluster
+        self._clusters = clusters
 
     def load(self) -> list[str]:
         """Return the addresses, the one that answered last first."""
-        seen = self._read().get(self._cluster, {})
+        seen = self._seen(self._read())
         return sorted(seen, key=lambda address: -seen[address])
 
-    def add(self, address: str) -> None:
-        """Remember that a node has answered at `address` now."""
-        now, clusters = time.time(), self._read()
-        seen = clusters.get(self._cluster, {}) | {address: now}
+    def add(self, *addresses: str) -> None:
+        """Remember that nodes answered at `addresses` now, and all others by the newest key."""
+        clusters = self._read()
+        seen = self._seen(clusters) | dict.fromkeys(addresses, time.time())
         latest = sorted(seen, key=lambda known: -seen[known])[:MAX_REMEMBERED]
-        clusters[self._cluster] = {known: seen[known] for known in latest}
+        clusters[self._clusters()[0]] = {known: seen[known] for known in latest}
         with contextlib.suppress(OSError):
             write_whole(self.path, msgspec.json.encode(clusters))
+
+    def _seen(self, clusters: dict[str, dict[str, float]]) -> dict[str, float]:
+        seen: dict[str, float] = {}
+        for cluster in reversed(self._clusters()):
+            seen |= clusters.get(cluster, {})
+        return seen
 
     def _read(self) -> dict[str, dict[str, float]]:
         try:
@@ -151,6 +157,11 @@ class AddressSearch:
         """Remember a named address at which a node has answered, unless it is on this machine."""
         if self.remembered is not None and not is_loopback(host_of(address)):
             self.on_disk(self.remembered.path, partial(self.remembered.add, address))
+
+    def remember_all(self) -> None:
+        """Remember what is remembered by the cluster's newest key."""
+        if self.remembered is not None:
+            self.on_disk(self.remembered.path, self.remembered.add)
 
     async def _before(self) -> list[str]:
         """Return the addresses named at earlier starts."""

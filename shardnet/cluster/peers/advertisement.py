@@ -6,7 +6,7 @@ Knows the listener's address, and which records are of the same cluster. Connect
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from shardnet import __version__
 from shardnet.cluster.discovery.discovery import Discovery
@@ -79,7 +79,7 @@ class Advertisement:
             if isinstance(event, Goodbye):
                 peers.withdraw(event.node)
             else:
-                why = _refusal(event, discovery.fingerprint)
+                why = _refusal(event, discovery.clusters)
                 peers.propose(event.node, event.name, event.addresses, why)
 
         await discovery.run(lambda: self._record(discovery.fingerprint), found)
@@ -102,13 +102,13 @@ def _hosts(addresses: Iterable[str]) -> tuple[str, ...]:
     return tuple(split_address(address)[0] for address in addresses)
 
 
-def _refusal(record: NodeRecord, fingerprint: str) -> str:
+def _refusal(record: NodeRecord, clusters: Sequence[str]) -> str:
     """Return why a node cannot belong to this cluster, "" if it may."""
     if record.protocol != PROTOCOL_VERSION:
         return (
             f"it speaks protocol version {record.protocol} and this node {PROTOCOL_VERSION}: "
             "update the older one"
         )
-    if record.fingerprint != fingerprint:
+    if record.fingerprint not in clusters:
         return "it has another cluster key, or one of both has none"
     return ""

@@ -1,7 +1,8 @@
 """The control links that are up, by node: which one requests use, its round trip, its clock.
 
 If two nodes dial each other at once, both use the link that the smaller node id has opened, and
-that node closes the other one once it is idle.
+that node closes the other one once it is idle. Links that were opened with the cluster's present
+key come before others.
 """
 
 from __future__ import annotations
@@ -55,11 +56,6 @@ class _Peer:
     links: list[PeerLink] = field(default_factory=list)
     watchers: list[Callable[[ShardnetError], None]] = field(default_factory=list)
 
-    @property
-    def peer_link(self) -> PeerLink:
-        """The link that requests use: opened by the smaller id, the oldest of these."""
-        return min(self.links, key=lambda peer_link: not peer_link.by_smaller)
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PeerLinks:
@@ -67,7 +63,8 @@ class PeerLinks:
 
     `retire_s`: how long (s) a replaced link stays open at least. `ping_s`: interval (s) between
     measurements of the round trip. `on_gone` is called with a node whose last link has ended.
-    `dial_again` opens a link to a node and calls `up` for it.
+    `dial_again` opens a link to a node and calls `up` for it. `is_present` says whether a link was
+    opened with the cluster's present key.
     """
 
     node: NodeId
@@ -78,6 +75,7 @@ class PeerLinks:
     log: Callable[[str], None]
     on_gone: Callable[[NodeId], None]
     dial_again: Callable[[NodeId], Awaitable[None]]
+    is_present: Callable[[Link], bool] = lambda link: True
 
     def __post_init__(self) -> None:
         self._peers: dict[NodeId, _Peer] = {}
@@ -97,17 +95,17 @@ class PeerLinks:
 
     def in_use(self) -> dict[NodeId, PeerLink]:
         """Return the link of each peer that requests use, by node id."""
-        return {node: self._peers[node].peer_link for node in sorted(self._peers)}
+        return {node: self._used(self._peers[node]) for node in sorted(self._peers)}
 
     def linked(self) -> list[ControlLink]:
         """Return the link to each peer that requests use, sorted by the peer's name."""
-        controls = [peer.peer_link.control for peer in self._peers.values()]
+        controls = [self._used(peer).control for peer in self._peers.values()]
         return sorted(controls, key=lambda control: control.link.peer.name)
 
     def link_of(self, node: NodeId) -> ControlLink | None:
         """Return the link to a node, None if there is none."""
         peer = self._peers.get(node)
-        return peer.peer_link.control if peer is not None else None
+        return self._used(peer).control if peer is not None else None
 
     def is_dialled(self, node: NodeId, address: str) -> bool:
         """Return whether a link to a node that is up was dialled at `address`."""
@@ -117,7 +115,7 @@ class PeerLinks:
     def rtt_s(self, node: NodeId) -> float | None:
         """Return the shortest recent round trip to a node (s), None before it is measured."""
         peer = self._peers.get(node)
-        return min(peer.peer_link.rtts_s, default=None) if peer is not None else None
+        return min(self._used(peer).rtts_s, default=None) if peer is not None else None
 
     def latest(self, control: ControlLink) -> ControlLink:
         """Return the link to the same node that requests should use now; if none, `control`."""
@@ -158,7 +156,15 @@ class PeerLinks:
         if smaller:
             self._retire_others(peer)
         self.on_up(peer_link.control)
-        return peer.peer_link.control
+        return self._used(peer).control
+
+    def _used(self, peer: _Peer) -> PeerLink:
+        """Return the link that requests use: opened with the present key and by the smaller id, the
+        oldest of these.
+        """
+        return min(
+            peer.links, key=lambda one: (not self.is_present(one.control.link), not one.by_smaller)
+        )
 
     def watch(
         self, control: ControlLink, on_lost: Callable[[ShardnetError], None]
@@ -189,7 +195,7 @@ class PeerLinks:
 
     def _retire_others(self, peer: _Peer) -> None:
         for peer_link in peer.links:
-            if peer_link is not peer.peer_link and not peer_link.is_retired:
+            if peer_link is not self._used(peer) and not peer_link.is_retired:
                 peer_link.is_retired = True
                 self.tasks.create_task(self._retire(peer, peer_link))
 
@@ -201,7 +207,7 @@ class PeerLinks:
         while not peer_link.ended.is_set():
             async with at_most(self.retire_s):
                 await peer_link.ended.wait()
-            if peer.links and peer.peer_link is peer_link:
+            if peer.links and self._used(peer) is peer_link:
                 peer_link.is_retired = False
                 return
             if peer_link.control.is_idle:

@@ -89,7 +89,7 @@ class Peers:
     `own_addresses` those to advertise. `log` takes lines for people, `on_member` the hosts of nodes
     that are linked or report themselves, `on_named` the addresses that a person named and where a
     node answers. `rests` returns why this node takes no layers now, ""
-    while it does.
+    while it does, `is_present` whether a link was opened with the cluster's present key.
     """
 
     node: NodeId
@@ -104,6 +104,7 @@ class Peers:
     on_member: Callable[[str], None] = lambda host: None
     on_named: Callable[[str], None] = lambda address: None
     rests: Callable[[], str] = lambda: ""
+    is_present: Callable[[Link], bool] = lambda link: True
     times: PeerTimes = PeerTimes()
 
     def __post_init__(self) -> None:
@@ -119,6 +120,7 @@ class Peers:
             log=self.log,
             on_gone=self._gone,
             dial_again=self._dial_again,
+            is_present=self.is_present,
         )
         """The links that are up."""
         self._node_at: dict[str, NodeId] = {}

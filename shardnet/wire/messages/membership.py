@@ -219,9 +219,39 @@ class ModelIdentity(schema.Reply, frozen=True, kw_only=True):
     layers: Annotated[list[schema.Layers], Meta(max_length=schema.MAX_STAGES)] = []
 
 
-MembershipRequest: TypeAlias = Status | Ping | ReportRequest | IdentifyModel | ListModels
+MAX_GRACE_S: Final = 365 * 86_400
+"""Longest time for which a cluster key is still accepted after another one has replaced it."""
+
+
+class TakeKey(schema.Numbered, frozen=True, kw_only=True):
+    """Tell the new cluster key. Its holders and those of the one before are members for `grace_s`.
+
+    A node is also told to have its peer `node` take it; and which key it has, to end the grace.
+    """
+
+    key: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    grace_s: Annotated[int, Meta(ge=0, le=MAX_GRACE_S)]
+    node: schema.Name = ""
+
+    def __repr__(self) -> str:
+        return f"TakeKey(request={self.request}, grace_s={self.grace_s}, node={self.node!r})"
+
+
+class KeyTaken(schema.Reply, frozen=True, kw_only=True):
+    """Answers TakeKey. For `old_s` more the node accepts the key before, 0 for none."""
+
+    old_s: Annotated[int, Meta(ge=0, le=MAX_GRACE_S)] = 0
+
+
+MembershipRequest: TypeAlias = Status | Ping | ReportRequest | IdentifyModel | ListModels | TakeKey
 """Requests about nodes and models."""
 MembershipMessage: TypeAlias = (
-    MembershipRequest | StatusReply | PeersKnown | ReportReply | ModelIdentity | ModelsListed
+    MembershipRequest
+    | StatusReply
+    | PeersKnown
+    | ReportReply
+    | ModelIdentity
+    | ModelsListed
+    | KeyTaken
 )
 """These, their answers, and what is sent unasked."""

@@ -27,6 +27,7 @@ from support.system.netns import Host, Network, NotPermittedError
 from support.system.nodes import FIGURES_VARIABLE, Command, Machine, NodeProcess
 from support.system.warm_start import WarmProcess, is_possible
 
+from shardnet.cluster.machine.folders import ClusterKey, store_key
 from shardnet.cluster.measuring.figure_cache import FOLDER
 
 MODULE = "support.chaos.troubled_node"
@@ -81,6 +82,11 @@ class Place:
         return f"{self.host}:{self.port}"
 
     @property
+    def key_file(self) -> Path:
+        """Where its cluster key is, if it has one."""
+        return self.folder / "cluster.key"
+
+    @property
     def lives(self) -> bool:
         """Whether its process runs, frozen or not."""
         return self.process is not None and self.process.process.poll() is None
@@ -90,12 +96,20 @@ class Lab:
     """Some nodes with a switch between. Node 0 is the one that clients ask.
 
     In a `network` each is a host of its own, and this process, with the switch, is the last one:
-    there cables of whole nodes are pulled, slowed and made lossy by the system.
+    there cables of whole nodes are pulled, slowed and made lossy by the system. With a `key` each
+    node has it in a file of its own, and listens on all interfaces.
     """
 
     def __init__(
-        self, folder: Path, n_nodes: int, chance: random.Random, network: Network | None = None
+        self,
+        folder: Path,
+        n_nodes: int,
+        chance: random.Random,
+        network: Network | None = None,
+        *,
+        key: ClusterKey | None = None,
     ):
+        self._key = key
         self.machine = Machine(folder / "machine")
         self._folder = folder
         self._network = network
@@ -114,6 +128,8 @@ class Lab:
         figures = os.environ.get(FIGURES_VARIABLE)
         for place in self.places:
             (place.folder / "cache").mkdir(parents=True)
+            if key is not None:
+                store_key(key, place.key_file)
             if figures:  # all nodes are this machine, which was measured before
                 (place.folder / "cache" / FOLDER).symlink_to(figures)
         targets = {place.number: (place.host, place.port) for place in self.places}
@@ -143,10 +159,13 @@ class Lab:
 
     def _launch(self, place: Place) -> subprocess.Popen[bytes] | WarmProcess:
         control = place.folder / f"control-{place.n_starts}"
-        arguments = ["node", "--json", "--host", place.host, "--port", str(place.port)]
+        host_name = place.host if self._key is None else "0.0.0.0"
+        arguments = ["node", "--json", "--host", host_name, "--port", str(place.port)]
         arguments += ["--name", place.name, "--threads", "1", "--memory", "256MB"]
         if place.number:
             arguments += ["--peer", self.places[0].address]
+        if self._key is not None:
+            arguments += ["--key-file", str(place.key_file)]
         about = {
             "number": place.number,
             "switch": (self._host, self.switch.port),
@@ -182,7 +201,9 @@ class Lab:
     async def drain(self, number: int) -> None:
         """Begin to drain a node, as `shardnet drain` does; it ends by itself when it is empty."""
         place = self.places[number]
-        told = ("drain", place.name, "--peer", self.places[0].address)
+        told = ["drain", place.name, "--peer", self.places[0].address]
+        if self._key is not None:
+            told += ["--key-file", str(self.places[0].key_file)]
         place.draining = self.machine.begin_copy(*told)
 
     async def until_drained(self) -> list[str]:

@@ -15,6 +15,7 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from shardnet.api import ModelChoice, Prompt
 from shardnet.api.client import connect
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.errors import ShardnetError
+from shardnet.transport.identity import Identity
 from shardnet.transport.loop import run
 
 N_CLIENTS = 4
@@ -56,6 +58,7 @@ class Owner:
     chance: random.Random
     models: Sequence[str]
     minute_s: float
+    identity: Identity | None = None
     prompts: Sequence[Prompt] = field(
         default_factory=lambda: make_prompts(N_PROMPTS, N_TOKENS, longest=LONGEST)
     )
@@ -66,12 +69,13 @@ class Owner:
     n_left: int = 0
     n_refused: int = 0
     n_returns: int = 0
+    errors: Counter[str] = field(default_factory=Counter)
     _began_s: float = field(default_factory=time.monotonic)
 
     async def record(self) -> None:
         """Have every answer of every model undisturbed."""
         for model in self.models:
-            async with connect(self.lab.places[0].address) as client:
+            async with connect(self.lab.places[0].address, self.identity) as client:
                 choice = self._choice(model)
                 self.undisturbed[model] = [await listen(client, p, choice) for p in self.prompts]
                 if errors := [one.error for one in self.undisturbed[model] if one.error]:
@@ -100,12 +104,13 @@ class Owner:
 
     async def _ask(self, model: str, number: int) -> None:
         try:
-            async with connect(self.lab.places[0].address) as client:
+            async with connect(self.lab.places[0].address, self.identity) as client:
                 heard = await listen(client, self.prompts[number], self._choice(model))
         except ShardnetError as error:
             heard = Heard(error=error)
         if heard.error is not None:  # most often the other model is still in use
             self.n_refused += 1
+            self.errors[str(heard.error)] += 1
             await asyncio.sleep(AGAIN_S)
             return
         self.n_answers += 1

@@ -4,9 +4,9 @@
         python -m support.chaos.troubled_node node --port 7001 ...
 
 Its links go through a switch (switch.py), and a thread takes orders at a Unix socket, one JSON
-object a connection: block the GIL, have the clock jump or run at half speed, keep steps, compute no
-numbers, hold the compute thread, find no room in /tmp, count what the process has open. All else is
-the command as users start it.
+object a connection: block the GIL, have the clock jump or run at half speed, have another address,
+keep steps, compute no numbers, hold the compute thread, find no room in /tmp, count what it has
+open. All else is the command as users start it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from typing import Any
 from msgspec.structs import replace
 from support.chaos.switch import PREFACE, REACHED, VARIABLE
 
+from shardnet.cluster.machine.addresses import Interface
 from shardnet.cluster.member.ring_membership import RingMembership
+from shardnet.cluster.peers import advertisement
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.ring.links import LinkSink
 from shardnet.runtime.stage.compute import Activations, Samples, StageOutput, StepComputed
@@ -135,6 +137,10 @@ class Trouble:
             case "swallow" | "overflow" | "stand still" | "fill":
                 (self._on.add if seconds > 0 else self._on.discard)(do)
                 return seconds > 0
+            case "move":
+                host = Interface(name="eth0", is_up=True, addresses=(f"10.9.0.{seconds:.0f}/24",))
+                advertisement.read_interfaces = lambda: (host,)  # type: ignore[attr-defined]
+                return seconds
             case "count":
                 return self._count()
             case _:
