@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import TYPE_CHECKING, TypeVar, Unpack
@@ -86,6 +86,7 @@ from shardnet.wire.messages.membership import (
 )
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import Drain, LoadProgress
+from shardnet.wire.messages.updates import Rearranged, UpdateDescribed, UpdateRequest
 
 if TYPE_CHECKING:  # not every client needs the library behind it
     from shardnet.transport.identity import Identity
@@ -108,6 +109,7 @@ Ask = (
     | FindValue
     | ListValues
     | DropValue
+    | UpdateRequest
 )
 Request = Ask | ReportRequest | ListModels
 Answer = TypeVar(
@@ -122,6 +124,8 @@ Answer = TypeVar(
     Encoded,
     ValueFound,
     ValuesListed,
+    UpdateDescribed,
+    Rearranged,
 )
 
 GREEDY = SamplingParams()
@@ -129,16 +133,20 @@ GREEDY = SamplingParams()
 
 
 async def dial(
-    address: str, identity: Identity | None = None, *, handshake_s: float = HANDSHAKE_S
+    address: str,
+    identity: Identity | None = None,
+    *,
+    handshake_s: float = HANDSHAKE_S,
+    purpose: Purpose = Purpose.CONTROL,
 ) -> Link:
-    """Open a client's control link to the node at `address` (host:port), within `handshake_s`.
+    """Open a client's link to the node at `address` (host:port), within `handshake_s`.
 
     Raises UsageError unless `address` is host:port, LinkError when no node answers there,
     AuthenticationError when that node does not hold the key of `identity`.
     """
     host, port = split_address(address)
     hello = Hello(
-        purpose=Purpose.CONTROL,
+        purpose=purpose,
         role=PeerRole.CLIENT,
         node=secrets.token_hex(16),
         name="client",
@@ -191,6 +199,11 @@ class Client:
     def node_name(self) -> str:
         """Name of the node."""
         return self._control.link.peer.name
+
+    @property
+    def capabilities(self) -> Collection[str]:
+        """What the node says it can do."""
+        return self._control.link.peer.capabilities
 
     async def status(self, *, with_peers: bool = False) -> StatusReply:
         """Return the node's own status and, `with_peers`, those of the nodes it knows."""
@@ -312,6 +325,13 @@ class Client:
         node leads and that are not done by then.
         """
         await self._follow(Drain(request=0, deadline_s=deadline_s), Done)
+
+    async def ask(self, message: UpdateRequest, expected: type[Answer]) -> Answer:
+        """Ask the node, or its ring's head where that is asked, what concerns its version.
+
+        Raises the error that it reports.
+        """
+        return await self._follow(message, expected)
 
     def generate(
         self,

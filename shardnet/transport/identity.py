@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import hmac
 import os
 import ssl
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from cryptography import x509
@@ -44,6 +45,11 @@ class Identity:
     server: ssl.SSLContext
     client: ssl.SSLContext
     fingerprint: str
+    _wheel_key: bytes = field(repr=False)
+
+    def wheel_proof(self, name: str, sha256: str) -> str:
+        """Return what only holders of the key can say of a wheel, in hex."""
+        return hmac.new(self._wheel_key, f"{name}\n{sha256}".encode(), hashlib.sha256).hexdigest()
 
 
 def make_identity(secret: bytes) -> Identity:
@@ -57,13 +63,17 @@ def make_identity(secret: bytes) -> Identity:
             server=_context(ssl.PROTOCOL_TLS_SERVER, authority, path),
             client=_context(ssl.PROTOCOL_TLS_CLIENT, authority, path),
             fingerprint=fingerprint(authority_key),
+            _wheel_key=_derived(secret, b"wheels 1"),
         )
 
 
 def derive_authority_key(secret: bytes) -> Ed25519PrivateKey:
     """Derive the private key of the cluster's certificate authority."""
-    derived = HKDF(hashes.SHA256(), 32, salt=b"shardnet", info=b"certificate authority 1")
-    return Ed25519PrivateKey.from_private_bytes(derived.derive(secret))
+    return Ed25519PrivateKey.from_private_bytes(_derived(secret, b"certificate authority 1"))
+
+
+def _derived(secret: bytes, info: bytes) -> bytes:
+    return HKDF(hashes.SHA256(), 32, salt=b"shardnet", info=info).derive(secret)
 
 
 def fingerprint(authority_key: Ed25519PrivateKey) -> str:

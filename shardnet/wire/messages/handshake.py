@@ -33,7 +33,7 @@ MEASURED_RING: Final = "gathers"
 """What the hellos of a parts link name that belongs to no ring, and measures gathers."""
 
 
-CAPABILITIES: Final[tuple[str, ...]] = ()
+CAPABILITIES: Final[tuple[str, ...]] = ("update",)
 """What this release understands beyond the one before, as its hellos list it. Whoever sends a
 message of a new kind, or a key that changes what is done, looks first whether the peer has it."""
 
