@@ -46,6 +46,7 @@ _SUMMARIES: Final = {
     "pull": "Download a model of the Hugging Face Hub to this machine.",
     "unload": "Free the model on every node of the ring.",
     "drain": "Empty a node without losing a request, and end it.",
+    "update": "Bring another version to all nodes, one after the other.",
     "doctor": "Diagnose the cluster: what is wrong, where, and what to do.",
     "key": "Make, enter, show or replace the cluster key.",
     "service": "Run a node or a server at boot, as a service of the system.",
@@ -57,6 +58,7 @@ _ELSEWHERE: Final = {
     "drain": (".commands.nodes", "drain"),
     "key": (".commands.key", "key_app"),
     "service": (".services.service", "service_app"),
+    "update": (".services.update", "update"),
     "cache": (".commands.cache", "cache_app"),
 }
 """The commands that are not what a module of the same name calls so."""

@@ -42,6 +42,7 @@ MOST_PARAMETERS = 8
 
 WIDER = {
     "cli/commands/generate.py generate": "the flags of a command are its parameters",
+    "cli/services/update.py update": "the flags of a command are its parameters",
     "shardnet/api/openai/endpoints.py endpoints": "a table",
     "shardnet/cluster/planning/candidates.py candidates_of": "all that a plan weighs meets here",
     "shardnet/cluster/planning/model_shape.py model_shape": "all that a plan weighs meets here",

@@ -52,6 +52,7 @@ PACKAGES: dict[str, set[str]] = {
     "permissions": {"windows"},
     "files": {"permissions", "windows"},
     "plugins": {"errors"},
+    "installation": {"errors"},
     "threads": {"windows"},
     "__init__": set(),
     "guard": {"errors", "windows"},
@@ -66,7 +67,10 @@ PACKAGES["runtime"] = {
     *("wire", "transport", "model", "checkpoint", "tokenizers", "stage", "threads", "plugins"),
     *BASE,
 }
-PACKAGES["cluster"] = {"runtime", "files", "permissions", "guard", *PACKAGES["runtime"]}
+PACKAGES["cluster"] = {
+    *("runtime", "files", "permissions", "guard", "installation"),
+    *PACKAGES["runtime"],
+}
 PACKAGES["api"] = {"cluster", *PACKAGES["cluster"]}
 PACKAGES["cli"] = {"api", *PACKAGES["api"]}
 
@@ -78,10 +82,12 @@ IMPURE = NETWORK | CLOCKS_AND_CHANCE | {"os", "threading", "subprocess", "torch"
 NOWHERE = {"transformers", "pickle", "cPickle", "marshal", "shelve", "importlib", "imp"}
 ALLOWED = {
     "shardnet/plugins.py": {"importlib"},
+    "shardnet/installation.py": {"importlib"},
     "cli/main.py": {"importlib"},
     "shardnet/runtime/encoding/encoder.py": {"transformers"},
 }
-"""What installed packages add, the commands in a table, and classes of the extra."""
+"""What installed packages add, and what of shardnet is installed; the commands in a table; classes
+of the extra."""
 OWN = {"shardnet", "shardnet_cli"}
 IMPORTED_AS = {"pillow": "PIL"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

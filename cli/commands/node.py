@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -14,7 +15,8 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
@@ -27,6 +29,7 @@ from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.placement.words import size
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.errors import ConfigurationError
+from shardnet.installation import ENDS_WITH_STDIN, EXIT_UPDATE, KEEPER_VARIABLE, KeeperFolder
 from shardnet.windows import library
 
 from ..finding.target import import_node
@@ -48,9 +51,11 @@ from ..output.columns import warn_of_cache
 from ..output.exit_codes import run_command, say, write_out
 
 if TYPE_CHECKING:  # it imports torch
-    from shardnet.cluster.machine.profile import MemoryBudget
+    from shardnet.cluster.discovery.discovery import Discovery
+    from shardnet.cluster.machine.profile import Device, MemoryBudget
     from shardnet.cluster.node.node import Node
     from shardnet.cluster.node.pressure import NodeDrain
+    from shardnet.cluster.node.settings import NodeSettings
     from shardnet.transport.identity import Identity
 
 REGISTER_S = 2.0
@@ -87,6 +92,8 @@ def node(
     While requests need it, Ctrl-C gives its layers to other nodes first; the second one does not.
     """
     options.check()
+    if options.allow_update and KEEPER_VARIABLE not in os.environ:
+        _have_it_kept()
     take_log_format(log_format)
     keep_offline(options.offline)
     keep_model_folders(options.model_folder)
@@ -107,6 +114,15 @@ def node(
     )
 
 
+def _have_it_kept() -> NoReturn:
+    """Go on as the keeper of this command line, which runs it as its child."""
+    keeper = "shardnet_cli.services.keeper"
+    if sys.platform == "win32":  # where a program in the place of another is nobody's child
+        runpy.run_module(keeper, run_name="__main__")
+        raise AssertionError("a keeper exits")
+    os.execv(sys.executable, [sys.executable, "-P", "-m", keeper, *sys.argv[1:]])
+
+
 async def _run(
     options: NodeOptions,
     access: Access,
@@ -119,7 +135,6 @@ async def _run(
     identity = access.identity()
     host = _host(options.host, access, identity is not None)
     import_node()
-    from shardnet.cluster.discovery.discovery import Discovery
     from shardnet.cluster.machine.profile import MemoryBudget, find_devices, make_node_id
     from shardnet.cluster.node.node import listening
     from shardnet.cluster.node.settings import NodeSettings
@@ -149,22 +164,15 @@ async def _run(
         yields=options.yields,
         audit_share=options.audit / 100,
         power_command=options.power_words(),
+        serves_http=http is not None,
+        keeper=KeeperFolder(Path(os.environ[KEEPER_VARIABLE])) if options.allow_update else None,
         tailnet=options.tailnet and not until_stdin_closes,
         remembers=not until_stdin_closes,
-        discovery=None
-        if options.no_mdns
-        else Discovery(
-            fingerprint=identity.fingerprint if identity else "",
-            interfaces=mdns_interfaces(os.environ),
-            log=say,
-        ),
+        discovery=None if options.no_mdns else _discovery(identity),
     )
-    if settings.tailnet and identity is None and not access.insecure:
-        say("warning: --tailnet: without a cluster key this node serves this machine alone")
+    _warn_of_tailnet(settings, access)
     warn_of_cache()
-    _warn_of_groups([device.cores for device in devices])
-    if any(device.isa == kernels.NONE for device in devices):
-        say(f"warning: no compiled kernels here: {kernels.SLOWER}; {kernels.REMEDY}")
+    _warn_of_devices(devices)
     _warn_of_memory(settings.budget)
     stopping = stop_signal(until_stdin_closes)
     async with contextlib.AsyncExitStack() as stack:
@@ -176,6 +184,8 @@ async def _run(
         await _until_it_leaves(node.drain, stopping, drains=not until_stdin_closes)
     if not as_json:
         say("node stopped")
+    if node.updates.is_ordered:
+        raise typer.Exit(EXIT_UPDATE)
 
 
 async def _until_it_leaves(drain: NodeDrain, stopping: asyncio.Event, *, drains: bool) -> None:
@@ -234,8 +244,24 @@ async def _registered(local_nodes: LocalNodes, node: Node, name: str) -> AsyncIt
         local_nodes.remove(entry)
 
 
-def _warn_of_groups(groups: Sequence[tuple[int, ...]]) -> None:
-    """Warn of groups that share a core: each waits while the other computes."""
+def _discovery(identity: Identity | None) -> Discovery:
+    from shardnet.cluster.discovery.discovery import Discovery
+
+    fingerprint = identity.fingerprint if identity else ""
+    return Discovery(fingerprint=fingerprint, interfaces=mdns_interfaces(os.environ), log=say)
+
+
+def _warn_of_tailnet(settings: NodeSettings, access: Access) -> None:
+    """Warn of a --tailnet that finds nobody."""
+    if settings.tailnet and settings.identity is None and not access.insecure:
+        say("warning: --tailnet: without a cluster key this node serves this machine alone")
+
+
+def _warn_of_devices(devices: Sequence[Device]) -> None:
+    """Warn of groups that share a core, where each waits for the other, and of lacking kernels."""
+    if any(device.isa == kernels.NONE for device in devices):
+        say(f"warning: no compiled kernels here: {kernels.SLOWER}; {kernels.REMEDY}")
+    groups = [device.cores for device in devices]
     named = [core for cores in groups for core in cores]
     if len(set(named)) < len(named):
         say(
@@ -317,10 +343,6 @@ def _say_ready(node: Node, url: str, *, as_json: bool, has_threads: bool) -> Non
         share = "as given" if has_threads else "this machine's cores shared among its nodes"
         line = f"node {info.name} ready on {info.address} ({where}), threads: {info.threads}"
         write_out(f"{line} ({share}){', HTTP at ' + url if url else ''}")
-
-
-ENDS_WITH_STDIN: Final = "SHARDNET_ENDS_WITH_STDIN"
-"""Set for a service on Windows, where what ends a task sends no signal."""
 
 
 def stop_signal(until_stdin_closes: bool) -> asyncio.Event:

@@ -38,6 +38,11 @@ DEADLINE_S = 60.0
 LONGEST_S = 86_400.0
 
 
+def seconds(spelled: str, help: str) -> Any:
+    """Describe a flag that takes seconds."""
+    return options.option(spelled, help, min=0.0, max=LONGEST_S)
+
+
 @options.takes_groups
 async def nodes(
     *,
@@ -56,7 +61,7 @@ async def nodes(
         raise typer.BadParameter("choose one of --watch and --json; `shardnet top --json` has both")
     named = [*options.split_nodes(nodes), *options.check_addresses(peer)]
     if not watch:
-        infos = await _gather(named, access, search)
+        infos = await gather(named, access, search)
         if as_json:
             write_json([_as_json(info) for info in infos])
         elif infos:
@@ -83,11 +88,11 @@ async def _looks(
 ) -> AsyncGenerator[list[str], None]:
     """Describe the nodes every REFRESH_S seconds."""
     while True:
-        yield node_lines(await _gather(named, access, search), terminal_width())
+        yield node_lines(await gather(named, access, search), terminal_width())
         await asyncio.sleep(REFRESH_S)
 
 
-async def _gather(
+async def gather(
     named: Sequence[str], access: options.Access, search: options.Search
 ) -> list[NodeInfo]:
     """Ask the nodes of this machine and the named ones for themselves and their peers.
@@ -165,13 +170,7 @@ async def drain(
     *,
     node: Annotated[str, typer.Argument(metavar="NODE", help="Name, address or id of the node.")],
     deadline: Annotated[
-        float,
-        options.option(
-            "--deadline SECONDS",
-            "After so long the node ends, empty or not.",
-            min=0.0,
-            max=LONGEST_S,
-        ),
+        float, seconds("--deadline SECONDS", "After so long the node ends, empty or not.")
     ] = DEADLINE_S,
     peer: options.Peer = None,
     search: options.Search,
@@ -193,7 +192,7 @@ async def _find(node: str, peers: list[str], access: options.Access, search: opt
     """Return the address of a node. Raises UsageError unless exactly one is called so."""
     if _is_address(node):
         return node
-    infos = await _gather(peers, access, search)
+    infos = await gather(peers, access, search)
     found = [info for info in infos if _is_called(info, node)]
     if len(found) == 1:
         return found[0].address

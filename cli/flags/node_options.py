@@ -97,6 +97,11 @@ class NodeOptions:
         "--power-command COMMAND",
         "A command that prints what this machine draws, in watts, as a socket's plug says it.",
     )
+    allow_update: bool = options.env_flag(
+        False,
+        "--allow-update",
+        "Let holders of the cluster key install other versions here (`shardnet update`).",
+    )
     peer: options.Peer = None
     no_mdns: options.NoMdns = False
     tailnet: options.Tailnet = False

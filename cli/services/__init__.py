@@ -1,1 +1,1 @@
-"""What runs at boot."""
+"""What runs at boot, and how it comes to another version."""

@@ -121,6 +121,7 @@ def _unit(service: Service) -> str:
         f"RestartSec={RESTART_S}",
         f"RestartPreventExitStatus={WRONG_USAGE}",
         f"TimeoutStopSec={STOP_S}",
+        "KillMode=mixed",  # a keeper tells its node itself, and a node its helpers
         "NoNewPrivileges=yes",
         *([] if is_user else ["ProtectSystem=full", "PrivateTmp=yes"]),
         "",

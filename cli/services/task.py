@@ -15,6 +15,8 @@ from pathlib import Path, PureWindowsPath
 from typing import Final
 from xml.sax.saxutils import escape
 
+from shardnet.installation import ENDS_WITH_STDIN
+
 from .service_files import RESTART_S, WRONG_USAGE, Service, ServiceFiles
 
 MAX_LOG_BYTES: Final = 16 << 20
@@ -118,8 +120,6 @@ def main(arguments: Sequence[str], sleep: Callable[[float], None] = time.sleep) 
     Before it stand the file that its output is appended to, and variables as NAME=VALUE. When this
     process is ended, the command sees its standard input close, and ends as it does at Ctrl-C.
     """
-    from ..commands.node import ENDS_WITH_STDIN
-
     place = arguments.index("--")
     (log, *variables), command = arguments[:place], arguments[place + 1 :]
     environment = {**os.environ, **dict(each.split("=", 1) for each in variables)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import TYPE_CHECKING, TypeVar, Unpack
@@ -89,6 +89,7 @@ from shardnet.wire.messages.membership import (
 )
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import Drain, LoadProgress
+from shardnet.wire.messages.updates import Rearranged, UpdateDescribed, UpdateRequest
 
 if TYPE_CHECKING:  # not every client needs the library behind it
     from shardnet.transport.identity import Identity
@@ -112,6 +113,7 @@ Ask = (
     | ListValues
     | DropValue
     | TakeKey
+    | UpdateRequest
 )
 Request = Ask | ReportRequest | ListModels
 Answer = TypeVar(
@@ -127,6 +129,8 @@ Answer = TypeVar(
     ValueFound,
     ValuesListed,
     KeyTaken,
+    UpdateDescribed,
+    Rearranged,
 )
 
 GREEDY = SamplingParams()
@@ -134,9 +138,13 @@ GREEDY = SamplingParams()
 
 
 async def dial(
-    address: str, identity: Identity | None = None, *, handshake_s: float = HANDSHAKE_S
+    address: str,
+    identity: Identity | None = None,
+    *,
+    handshake_s: float = HANDSHAKE_S,
+    purpose: Purpose = Purpose.CONTROL,
 ) -> Link:
-    """Open a client's control link to the node at `address` (host:port), within `handshake_s`.
+    """Open a client's link to the node at `address` (host:port), within `handshake_s`.
 
     Raises UsageError unless `address` is host:port, LinkError when no node answers there,
     AuthenticationError when that node does not hold the key of `identity`.
@@ -145,7 +153,7 @@ async def dial(
         identity.keeper.forget_if_due()
     host, port = split_address(address)
     hello = Hello(
-        purpose=Purpose.CONTROL,
+        purpose=purpose,
         role=PeerRole.CLIENT,
         node=secrets.token_hex(16),
         name="client",
@@ -199,6 +207,11 @@ class Client:
     def node_name(self) -> str:
         """Name of the node."""
         return self._control.link.peer.name
+
+    @property
+    def capabilities(self) -> Collection[str]:
+        """What the node says it can do."""
+        return self._control.link.peer.capabilities
 
     async def status(self, *, with_peers: bool = False) -> StatusReply:
         """Return the node's own status and, `with_peers`, those of the nodes it knows."""
@@ -335,6 +348,13 @@ class Client:
         """
         message = TakeKey(request=0, key=secret, grace_s=grace_s, node=node)
         return await self._follow(message, KeyTaken)
+
+    async def ask(self, message: UpdateRequest, expected: type[Answer]) -> Answer:
+        """Ask the node, or its ring's head where that is asked, what concerns its version.
+
+        Raises the error that it reports.
+        """
+        return await self._follow(message, expected)
 
     def generate(
         self,

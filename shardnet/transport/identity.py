@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import hmac
 import os
 import ssl
 import sys
@@ -123,6 +124,12 @@ class Identity:
         shown = link.signers
         return shown is None or shown.peer == self.signer or shown.oldest in self.signers
 
+    def wheel_proofs(self, name: str, sha256: str) -> list[str]:
+        """Return what only holders of a key can say of a wheel, in hex, by each; the oldest last."""
+        said = f"{name}\n{sha256}".encode()
+        keys = [_derived(each, b"wheels 1") for each in (self.secret, self.old) if each]
+        return [hmac.new(key, said, hashlib.sha256).hexdigest() for key in keys]
+
 
 def make_identity(secret: bytes, old: bytes = b"") -> Identity:
     """Make the identity of a cluster key, and of the one that it replaces."""
@@ -131,8 +138,11 @@ def make_identity(secret: bytes, old: bytes = b"") -> Identity:
 
 def derive_authority_key(secret: bytes) -> Ed25519PrivateKey:
     """Derive the private key of the cluster's certificate authority."""
-    derived = HKDF(hashes.SHA256(), 32, salt=b"shardnet", info=b"certificate authority 1")
-    return Ed25519PrivateKey.from_private_bytes(derived.derive(secret))
+    return Ed25519PrivateKey.from_private_bytes(_derived(secret, b"certificate authority 1"))
+
+
+def _derived(secret: bytes, info: bytes) -> bytes:
+    return HKDF(hashes.SHA256(), 32, salt=b"shardnet", info=info).derive(secret)
 
 
 def fingerprint(authority_key: Ed25519PrivateKey) -> str:

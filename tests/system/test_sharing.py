@@ -25,7 +25,7 @@ from support.system.parrot import Parrots, make_parrot
 from support.system.sites import Site, address, meet, open_site
 from tokenizers import Tokenizer
 
-from shardnet.errors import UsageError
+from shardnet.cluster.sharing.bulk_client import BulkClient, SourceRefused
 from shardnet.transport import tcp
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 
@@ -248,8 +248,10 @@ def test_weights_are_not_given_to_clients(machines: list[Machine]) -> None:
     hello = Hello(purpose=Purpose.BULK, role=PeerRole.CLIENT, node="x", name="x", version="0")
 
     async def main() -> None:
-        with pytest.raises(UsageError, match="weights go from node to node only, not to clients"):
-            await tcp.connect("127.0.0.1", anna.ready["port"], hello)
+        link = await tcp.connect("127.0.0.1", anna.ready["port"], hello)
+        with pytest.raises(SourceRefused, match="weights go from node to node only"):
+            await BulkClient(link, "f" * 64).skeleton()
+        await link.close()
 
     asyncio.run(main())
 

@@ -192,6 +192,9 @@ class Head:
         has none. Raises BusyError when another model's requests run, CheckpointError for a model
         without a tokenizer, and what planning or loading raises.
         """
+        if self.is_draining and self.successor_address:
+            yield Elsewhere(address=self.successor_address, model=choice.model)
+            return
         self._check_takes_requests()
         with contextlib.ExitStack() as stack:
             lead: Lead | Elsewhere | None = await self._standing(choice)
@@ -262,6 +265,15 @@ class Head:
             while self._gave_way[0] < epoch:
                 await self._gives_way.wait()
         return self._gave_way[1] if self._gave_way[0] >= epoch else ""
+
+    @property
+    def successor_address(self) -> str:
+        """Where the node is to which this one has given way, "" if it may lead itself."""
+        return self._gave_way[1]
+
+    def was_succeeded(self, address: str) -> None:
+        """Note that the node at `address` leads in place of this one's process before this."""
+        self._gave_way = self.led.epoch, address
 
     def elsewhere(self) -> Elsewhere | None:
         """Return the head of the ring that this node is in, None if that is itself or no ring."""
@@ -380,6 +392,10 @@ class Head:
         except errors.PeerFailedError:
             self.led.check_idle()  # its requests have the lock from now on
             raise
+        except errors.LinkError:  # a node that is named is away
+            if (elsewhere := self._instead(choice)) is None:
+                raise
+            return elsewhere
         if isinstance(plan, Elsewhere):
             return plan
         try:
@@ -389,12 +405,17 @@ class Head:
                 raise
             return Elsewhere(address=error.address, model=choice.model)
         except errors.BusyError:
-            elsewhere = self.led.elsewhere_with(choice)
-            if elsewhere is None and self._gave_way[1]:  # whose requests still run
-                elsewhere = Elsewhere(address=self._gave_way[1], model=choice.model)
-            if elsewhere is None:
+            if (elsewhere := self._instead(choice)) is None:
                 raise
             return elsewhere
+
+    def _instead(self, choice: ModelChoice) -> Elsewhere | None:
+        """Return the head whose ring may be in the place of the one that a choice names."""
+        elsewhere = self.led.other_head()
+        if elsewhere is not None and elsewhere.model == choice.model:
+            return elsewhere
+        address = self.successor_address  # whose requests still run
+        return Elsewhere(address=address, model=choice.model) if address else None
 
     async def _unless_recovering(
         self, work: Coroutine[Any, Any, Plan | Elsewhere]

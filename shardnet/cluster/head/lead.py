@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coro
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Final, TypeVar
 
+from msgspec.structs import replace
+
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.member.refusals import generating_with
 from shardnet.cluster.member.stage_host import StageHost
@@ -66,7 +68,10 @@ class Lead:
     def told(self) -> StandBy:
         """What the deputy needs to know of plan and ring; the same object while they are."""
         if self._told is None or self._told[0] is not self.plan or self._told[1] is not self.ring:
-            self._told = self.plan, self.ring, self.plan.stand_by(self.ring.epoch)
+            told = self.plan.stand_by(self.ring.epoch)
+            if self.instead is not None:  # its clients still name that one
+                told = replace(told, choice=self.instead)
+            self._told = self.plan, self.ring, told
         return self._told[2]
 
     def suits(self, choice: ModelChoice) -> bool:

@@ -44,6 +44,8 @@ from shardnet.wire.messages.stages import Drain, DropWarm, LeaveRing
 
 DRAIN_LOOK_S: Final = 0.05
 """Interval of the looks at what is left."""
+OFFER_S: Final = 3.0
+"""How long a head takes new requests for its deputy to take over with the others."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -51,7 +53,7 @@ class NodeDrain:
     """Drains one node, once. `link_of` gives the control link to a head, `n_routed` the number of
     requests that this node gives to several rings.
 
-    `hand_over` has the deputy of this head go on; it returns whether that does.
+    `hand_over` has the deputy of this head go on, if it `has_deputy`; it returns whether that does.
     """
 
     head: Head
@@ -59,6 +61,7 @@ class NodeDrain:
     n_routed: Callable[[], int]
     link_of: Callable[[NodeId], ControlLink | None]
     hand_over: Callable[[], Awaitable[bool]]
+    has_deputy: Callable[[], bool]
     log: Callable[[str], None]
 
     def __post_init__(self) -> None:
@@ -93,51 +96,67 @@ class NodeDrain:
         """Whether requests come to this node: for its own ring, or for others behind it."""
         return self.head.is_in_use or self.n_routed() > 0
 
-    async def drain(self, deadline_s: float) -> None:
+    async def drain(self, deadline_s: float, pauses_s: float = 0.0) -> bool:
         """Take nothing more, and give away what is here; return when that is done.
 
-        After `deadline_s` seconds the node counts as done in any case.
+        After `deadline_s` seconds it is over in any case; returns whether it was done. A ring that
+        cannot do without this node may wait for it `pauses_s`: then it need not be empty.
         """
         if self.host.refusals.is_draining:
             await self._done.wait()
-            return
-        self.host.refusals.is_draining = self.head.is_draining = True
+            return not self.is_needed
+        self.host.refusals.is_draining, asked_s = True, time.monotonic()
+        self.head.is_draining = not self.has_deputy()
         self.log("draining: this node takes nothing more, and ends when it is empty")
         try:
             async with asyncio.timeout(deadline_s):
-                while True:
-                    await self.leave()
+                while not (await self.leave(pauses_s=pauses_s) and pauses_s):
                     if self._leads and await self.hand_over():
                         self.log("the deputy goes on with the requests of this node")
+                        self.head.is_draining = True
+                    if time.monotonic() - asked_s > OFFER_S:  # some are not copied there
+                        self.head.is_draining = True
                     if not self.is_needed:
                         break
                     await asyncio.sleep(DRAIN_LOOK_S)
             self.log("drained: no request needs this node any more")
         except TimeoutError:
             self.log(f"the node ends before it is empty: {deadline_s:g} s are over")
+            return False
         finally:
+            self.head.is_draining = True
             self._done.set()
+        return True
 
-    async def leave(self, why: str = "") -> None:
+    def stay(self) -> None:
+        """Take part again, after a drain."""
+        self.host.refusals.is_draining = self.head.is_draining = False
+        self._refused, self._done = ("", ""), asyncio.Event()
+        self.log("this node stays, and takes part again")
+
+    async def leave(self, why: str = "", pauses_s: float = 0.0) -> bool:
         """Ask the head of the ring that this node is in, if it is another one, to do without it.
 
         Where it cannot, its requests are waited for: it is not asked again for that reason. `why`
-        is why the node rests, "" if it drains.
+        is why the node rests, "" if it drains. Returns whether the head does without it, or waits
+        for `pauses_s` where it cannot.
         """
         membership = self.host.membership
         if membership is None or membership.is_over or membership.owner == self.head.node:
-            return
+            return False
         if membership.is_forming or self._refused == (membership.ring, why):
-            return
+            return False
         control = self.link_of(NodeId(membership.owner))
         if control is None:  # it is dialled again, or lost
-            return
-        message = LeaveRing(request=0, ring=membership.ring, why=why)
+            return False
+        message = LeaveRing(request=0, ring=membership.ring, why=why, returns_s=pauses_s)
         try:
             await control.ask(message, Done, on_progress=lambda report: None)
         except ShardnetError as error:
             self._refused = (membership.ring, why)
             self.log(f"the ring of {membership.model} cannot do without this node: {error}")
+            return False
+        return True
 
 
 LOOK_S: Final = 2.0

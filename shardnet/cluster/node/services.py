@@ -33,6 +33,7 @@ from shardnet.cluster.node.parts import LinkParts, StageParts
 from shardnet.cluster.node.pressure import NodeDrain, NodePressure, UnusedModels
 from shardnet.cluster.node.reporter import NodeReporter, RingWatch
 from shardnet.cluster.node.settings import NodeSettings
+from shardnet.cluster.node.updates import NodeUpdates
 from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
 from shardnet.cluster.planning.planning import Planner
 from shardnet.cluster.planning.wire_loss import WireLoss
@@ -139,7 +140,11 @@ class Services:
             log=self._log,
         )
         self.planned = PlannedChanges(
-            head=self.head, planner=self.planner, left_out=self.recovery.left_out, log=self._log
+            head=self.head,
+            planner=self.planner,
+            left_out=self.recovery.left_out,
+            await_node=self.recovery.await_node,
+            log=self._log,
         )
         self.nodes = NodeWatch(
             head=self.head,
@@ -246,8 +251,18 @@ class Services:
             n_routed=lambda: self.router.n_requests,
             link_of=self._link_of,
             hand_over=self.stand_in.hand_over,
+            has_deputy=lambda: self.stand_in.deputy is not None,
             log=self._log,
         )
+        self.updates = NodeUpdates(
+            keeper=settings.keeper,
+            identity=settings.identity,
+            drain=self.drain,
+            deputy=lambda: self.stand_in.deputy,
+            cut_off="answers of its own HTTP server (--http) end with it" * settings.serves_http,
+            log=self._log,
+        )
+        self.stage.sharing.server.take_wheel = self.updates.receive
         self.unused = UnusedModels(
             router=self.router,
             host=host,
@@ -280,7 +295,7 @@ class Services:
         )
         own = (NodeMessages(stage=stage, peers=peers, head=self.head), NodeReporter(self), watch)
         orders = (stage.orders, stage.answers)
-        ring = (self.head, self.planned, self.drain, self.stand_in, self.keys)
+        ring = (self.head, self.planned, self.drain, self.updates, self.stand_in, self.keys)
         kept = KeptValues(peers.links.linked)
         answers = (self.clients, self.router, self.lists, self.encoders, self.lent, kept)
         for room in (*own, *orders, stage.measuring, *ring, *answers):

@@ -10,6 +10,7 @@ from shardnet.cluster.discovery.discovery import Discovery
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import MemoryBudget
 from shardnet.cluster.store.model_cache import ModelCache
+from shardnet.installation import KeeperFolder
 from shardnet.transport.identity import Identity
 from shardnet.types import NodeId
 
@@ -30,7 +31,8 @@ class NodeSettings:
     `idle_unload_s` seconds is freed, never for None. While it awaits steps it `spins` for moments,
     but not on battery. A node that `yields` gives its layers to others while its machine's owner
     uses it. Audits take `audit_share` of the time of the stages that it leads, 0 for none.
-    `power_command` prints what the machine draws in watts.
+    `power_command` prints what the machine draws in watts. The process has a `keeper` where other
+    versions may be installed, else None, and `serves_http` or does not.
     """
 
     node: NodeId
@@ -54,6 +56,8 @@ class NodeSettings:
     yields: bool = False
     audit_share: float = 0.0
     power_command: tuple[str, ...] = ()
+    keeper: KeeperFolder | None = None
+    serves_http: bool = False
 
     @property
     def cluster(self) -> str | None:

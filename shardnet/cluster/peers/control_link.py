@@ -56,6 +56,7 @@ from shardnet.wire.messages.measurements import MeasuringRequest
 from shardnet.wire.messages.membership import MembershipRequest, PeersKnown
 from shardnet.wire.messages.plans import PlanRequest
 from shardnet.wire.messages.stages import LoadProgress, RingBroken, StageRequest
+from shardnet.wire.messages.updates import UpdateRequest
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ ControlRequest = (
     | MeasuringRequest
     | MembershipRequest
     | StageRequest
+    | UpdateRequest
     | PlanRequest
     | DescribeTokenizer
 )

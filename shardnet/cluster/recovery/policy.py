@@ -23,6 +23,8 @@ from shardnet.types import NodeId
 DELAYS_S: Final = (0.0, 0.0, 0.1, 0.5, 1.0, 2.0, 4.0)
 """How long to wait before each attempt to build another ring; there are no more attempts. Rings
 that are lost one after the other without a token are replaced after these times too."""
+AWAIT_S: Final = 1.0
+"""The same while a node is expected back."""
 MOST_IN_VAIN: Final = 3
 IN_VAIN_S: Final = 30.0
 """How many rings may be lost one after the other before any request has made a token on them, and
@@ -100,6 +102,11 @@ class RecoveryPolicy:
     _apart: dict[NodeId, _Absence] = field(default_factory=dict)
     _refusing: dict[NodeId, str] = field(default_factory=dict)
     _unreached: set[NodeId] = field(default_factory=set)
+    _awaited_until_s: float = 0.0
+
+    def await_node(self, until_s: float) -> None:
+        """Try again until then where the nodes that are there cannot do it: one comes back."""
+        self._awaited_until_s = until_s
 
     def broke(self, now_s: float, error: ShardnetError, blamed: Collection[Blame]) -> Decision:
         """Handle the loss of a ring that was built."""
@@ -127,6 +134,8 @@ class RecoveryPolicy:
             if blame.kind == "refused":
                 self._refusing[blame.node] = blame.error.message
         if isinstance(error, PlanError):
+            if now_s < self._awaited_until_s:
+                return Attempt(after_s=AWAIT_S, without=self.left_out(now_s + AWAIT_S))
             absences = [*self._apart.values(), *self._wrong.values()]
             if not self._refusing and not any(now_s < one.until_s for one in absences):
                 return GiveUp(error=error)

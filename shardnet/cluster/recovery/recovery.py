@@ -106,6 +106,10 @@ class Recovery:
         """Return the nodes that are not to be used for a lead now, and why."""
         return self._policy_of(lead).left_out(time.monotonic())
 
+    def await_node(self, lead: Lead, returns_s: float) -> None:
+        """Have requests of a lead wait so long for a node that leaves, and comes back."""
+        self._policy_of(lead).await_node(time.monotonic() + returns_s)
+
     async def close(self) -> None:
         """End what runs."""
         self._is_closing = True

@@ -24,11 +24,19 @@ from shardnet.cluster.recovery.policy import Returns, is_better
 from shardnet.cluster.recovery.recovery import Recovery
 from shardnet.cluster.ring.ring import Ring
 from shardnet.cluster.ring.ring_moves import RingMoves
-from shardnet.errors import BusyError, CapacityError, LinkError, PeerFailedError, ShardnetError
+from shardnet.errors import (
+    BusyError,
+    CapacityError,
+    LinkError,
+    PeerFailedError,
+    PlanError,
+    ShardnetError,
+)
 from shardnet.transport.loop import at_most, finish
 from shardnet.types import NodeId
-from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.stages import LeaveRing
+from shardnet.wire.messages.updates import Rearrange, Rearranged
 
 MOST_ROUNDS: Final = 3
 """Rounds of moving ahead: each leaves what was computed during it to the next one."""
@@ -74,12 +82,14 @@ class PlannedRecord:
 class PlannedChanges:
     """Replaces the ring that `head` leads, for nodes that ask for it and for this one.
 
-    `left_out` returns the nodes that are not to be used for a lead now, and why.
+    `left_out` returns the nodes that are not to be used for a lead now, and why; `await_node` has
+    the requests of one wait so many seconds for a node that leaves and comes back.
     """
 
     head: Head
     planner: Planner
     left_out: Callable[[Lead], Mapping[NodeId, str]]
+    await_node: Callable[[Lead, float], None]
     log: Callable[[str], None]
 
     def __post_init__(self) -> None:
@@ -87,8 +97,9 @@ class PlannedChanges:
         """The last replacements, the latest at the end."""
 
     def register(self, handlers: MessageHandlers) -> None:
-        """Register what nodes that leave ask for."""
+        """Register what is asked of a head for nodes that leave, or have come back."""
         handlers.register(LeaveRing, self._leave)
+        handlers.register(Rearrange, self._rearrange)
 
     async def _leave(self, control: ControlLink, message: LeaveRing) -> None:
         """Do without a node. Raises as `replace`; then the ring is as it was."""
@@ -100,10 +111,43 @@ class PlannedChanges:
             try:
                 await control.report_until(message.request, replacing)
                 replacing.result()
+            except PlanError as error:
+                if not message.returns_s:
+                    raise
+                self.await_node(lead, message.returns_s)
+                self.log(f"requests wait for node {peer.name}, which comes back: {error}")
             finally:
                 replacing.cancel()
                 await finish(_ended(replacing))
         control.send(Done(request=message.request))
+
+    async def _rearrange(self, control: ControlLink, message: Rearrange) -> None:
+        """Use the nodes that are there now, or say how it would be without one of them.
+
+        Raises PlanError if they cannot do it, and as `put`.
+        """
+        lead, elsewhere = self.head.latest, self.head.elsewhere()
+        if elsewhere is not None:
+            control.send(Redirect(request=message.request, address=elsewhere.address))
+        elif lead is None or not lead.stands:
+            control.send(Rearranged(request=message.request, nodes=[]))
+        else:
+            work = self._rearranged(lead, message)
+            await control.answer_with(message.request, work)
+
+    async def _rearranged(self, lead: Lead, message: Rearrange) -> Rearranged:
+        _check_works(lead)
+        gone = {NodeId(message.without): "it leaves"} if message.without else {}
+        out = {**self.left_out(lead), **gone}
+        known: list[str] = [*self.planner.directory.peers.ready()]
+        plan = await self.planner.replan(lead.opened, lead.plan, out, measures=not gone)
+        if not gone and _stages(plan) != _stages(lead.plan):
+            await self.put(lead, plan, "a node is back")
+        return Rearranged(
+            request=message.request,
+            nodes=[node.node for node in plan.ring_nodes],
+            known=known,
+        )
 
     async def replace(self, lead: Lead, without: Mapping[NodeId, str], why: str) -> None:
         """Put another ring in the place of a lead's, without some nodes.

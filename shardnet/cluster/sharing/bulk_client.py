@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 from msgspec.structs import replace
 
@@ -30,7 +30,7 @@ from shardnet.transport.link import Link
 from shardnet.types import block_spans
 from shardnet.wire.framing.frames import Buffer
 from shardnet.wire.messages import bulk
-from shardnet.wire.messages.handshake import error_frame, explanation
+from shardnet.wire.messages.handshake import PeerRole, error_frame, explanation
 
 ANSWER_S = 20.0
 """Timeout while a source sends nothing of an answer."""
@@ -173,6 +173,24 @@ class AdapterClient(BulkAsker):
         return bytes(content)
 
 
+class WheelClient(BulkAsker):
+    """Sends a wheel on one link."""
+
+    async def send(
+        self, offer: bulk.OfferWheel, file: BinaryIO, on_progress: Callable[[int, int], None]
+    ) -> None:
+        """Send what is offered, the content of `file`, and wait until it can be installed there."""
+        self._send(offer)
+        await self._receive(offer.request, bulk.WheelState)
+        n_sent = 0
+        while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+            self.link.send(bulk.bulk_frame(bulk.Piece(request=offer.request), piece))
+            await self.link.drain()
+            n_sent += len(piece)
+            on_progress(n_sent, offer.size_bytes)
+        await self._receive(offer.request, bulk.WheelState)
+
+
 class KvClient(BulkAsker):
     """Requests what stages of one ring hold of sequences."""
 
@@ -212,6 +230,15 @@ BURST_S = 0.25
 """Unused rate of at most this time may be used later."""
 
 
+TakeWheel = Callable[[Link, bulk.OfferWheel], Awaitable[None]]
+"""Receives the wheel that is offered over a link, and answers."""
+
+
+async def take_none(link: Link, offer: bulk.OfferWheel) -> None:
+    """Take no wheel. Raises UsageError."""
+    raise errors.UsageError("this node takes no wheels")
+
+
 ReadRows = Callable[[int, int], Awaitable[memoryview]]
 
 
@@ -237,6 +264,7 @@ class BulkServer:
     clock: Callable[[], float]
     adapters: AdapterStore
     kv: HeldKv | None = None
+    take_wheel: TakeWheel = take_none
 
     async def serve(self, link: Link) -> None:
         """Answer requests until the link ends; raises its LinkError then.
@@ -266,6 +294,12 @@ class BulkServer:
         self, link: Link, message: bulk.BulkRequest, opened: dict[str, OpenModel]
     ) -> None:
         try:
+            is_of_client = link.peer.role is PeerRole.CLIENT
+            if is_of_client and not isinstance(message, bulk.OfferWheel):
+                raise errors.UsageError("weights go from node to node only, not to clients")
+            if isinstance(message, bulk.OfferWheel):
+                await self.take_wheel(link, message)
+                return
             if isinstance(message, bulk.FetchKv):
                 await self._send_kv(link, message)
                 return

@@ -37,7 +37,6 @@ from shardnet.errors import (
     PeerSilentError,
     ShardnetError,
     ShortageError,
-    UsageError,
 )
 from shardnet.runtime.loading.loading import check_layers
 from shardnet.runtime.loading.model_facts import ModelFacts, check_model_id, find_folder, stamp
@@ -45,7 +44,7 @@ from shardnet.transport.link import Link
 from shardnet.transport.loop import at_most, finish, together
 from shardnet.types import LayerRange, NodeId
 from shardnet.wire.framing.schema import MAX_STAGES
-from shardnet.wire.messages.handshake import Hello, PeerRole
+from shardnet.wire.messages.handshake import Hello
 from shardnet.wire.messages.membership import IdentifyModel, ModelIdentity, NodeInfo
 from shardnet.wire.messages.stages import LoadStage
 
@@ -86,7 +85,7 @@ class Sharing:
         store = AdapterStore(self.cache.folder / ADAPTERS_FOLDER)
         self.adapters = AdapterSharing(store, self.dial, self.disk)
         """Finds LoRA adapters here, and fetches them."""
-        self._server = bulk_client.BulkServer(
+        self.server = bulk_client.BulkServer(
             self._models, self.disk, self.rate, time.monotonic, store, self.kv
         )
         self._links: set[Link] = set()
@@ -109,9 +108,7 @@ class Sharing:
         )
 
     def check_hello(self, hello: Hello) -> None:
-        """Raise UsageError for a bulk link of a client, BusyError if there are too many."""
-        if hello.role is not PeerRole.NODE:
-            raise UsageError("weights go from node to node only, not to clients")
+        """Raise BusyError for a bulk link if there are too many."""
         if len(self._links) >= MAX_BULK_LINKS:
             raise BusyError(
                 f"this node sends weights over {MAX_BULK_LINKS} links already",
@@ -123,7 +120,7 @@ class Sharing:
         self._links.add(link)
         try:
             with self._at_work():
-                await self._server.serve(link)
+                await self.server.serve(link)
         except ShardnetError as error:
             if not link.closed:
                 self.log(f"stopped sending weights: {error}")

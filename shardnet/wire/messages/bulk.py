@@ -20,6 +20,7 @@ MAX_FILES: Final = 4096
 MAX_DIGESTS: Final = 256
 
 MAX_RANGES: Final = 1 << 16
+MAX_WHEEL_BYTES: Final = 256 << 20
 
 TensorName = Annotated[str, Meta(max_length=1024)]
 
@@ -131,6 +132,26 @@ class KvSent(schema.Numbered, frozen=True, kw_only=True):
     sha256: Digest
 
 
+class OfferWheel(schema.Numbered, frozen=True, kw_only=True):
+    """Offer a wheel. Answered by WheelState; then its bytes follow in Piece frames, and another
+    WheelState answers. Clients send it too.
+
+    `proof` is the HMAC-SHA-256 of the UTF-8 of name and `sha256`, a line each, by the key that both
+    sides derive from the cluster key.
+    """
+
+    name: schema.FileName
+    size_bytes: Annotated[int, Meta(ge=1, le=MAX_WHEEL_BYTES)]
+    sha256: Digest
+    proof: Digest
+
+
+class WheelState(schema.Reply, frozen=True, kw_only=True):
+    """Answers OfferWheel: it is wanted; and its bytes: it is whole, and can be installed there."""
+
+    is_whole: bool
+
+
 class Refused(schema.Numbered, frozen=True, kw_only=True):
     """Answers any request of a bulk link, also after pieces: it failed. Codes as in ERROR."""
 
@@ -139,8 +160,8 @@ class Refused(schema.Numbered, frozen=True, kw_only=True):
 
 
 WeightsRequest = FetchSkeleton | FetchHead | FetchPart | FetchDigests
-BulkRequest = WeightsRequest | FetchAdapter | FetchKv
-BulkMessage = BulkRequest | Skeleton | Piece | Digests | KvRows | KvSent | Refused
+BulkRequest = WeightsRequest | FetchAdapter | FetchKv | OfferWheel
+BulkMessage = BulkRequest | Skeleton | Piece | Digests | KvRows | KvSent | WheelState | Refused
 
 _decoder: msgspec.msgpack.Decoder[BulkMessage] = msgspec.msgpack.Decoder(BulkMessage)
 

@@ -31,6 +31,7 @@ from shardnet.wire.messages.measurements import MeasuringMessage
 from shardnet.wire.messages.membership import MembershipMessage
 from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import StageMessage
+from shardnet.wire.messages.updates import UpdateMessage
 
 
 class Done(Reply, frozen=True, kw_only=True):
@@ -68,6 +69,7 @@ ControlMessage = (
     | MeasuringMessage
     | MembershipMessage
     | StageMessage
+    | UpdateMessage
     | Done
     | Failed
     | PlanRequest

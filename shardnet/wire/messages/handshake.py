@@ -36,7 +36,7 @@ MEASURED_RING: Final = "gathers"
 WHAT_IF: Final = "what-if"
 KEYS: Final = "keys"
 """A peer that has it takes new cluster keys (TakeKey)."""
-CAPABILITIES: Final[tuple[str, ...]] = (WHAT_IF, KEYS)
+CAPABILITIES: Final[tuple[str, ...]] = (WHAT_IF, KEYS, "update")
 """What this release understands beyond the one before, as its hellos list it. Whoever sends a
 message of a new kind, or a key that changes what is done, looks first whether the peer has it."""
 

@@ -163,10 +163,14 @@ class Drain(schema.Numbered, frozen=True, kw_only=True):
 
 
 class LeaveRing(schema.Numbered, frozen=True, kw_only=True):
-    """Ask the head of a ring to do without the sender: it is draining, or `why` it rests."""
+    """Ask the head of a ring to do without the sender: it is draining, or `why` it rests.
+
+    A head that cannot holds its requests until the node is back, for `returns_s` seconds at most.
+    """
 
     ring: schema.Name
     why: schema.Explanation = ""
+    returns_s: schema.Seconds = 0.0
 
 
 class DropWarm(schema.Numbered, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ def test_a_list_that_nobody_sees_live_is_printed_at_each_look(
             raise ShardnetError("no more")
         return []
 
-    monkeypatch.setattr(nodes, "_gather", gathered)
+    monkeypatch.setattr(nodes, "gather", gathered)
     monkeypatch.setattr(nodes, "REFRESH_S", 0.0)
     looking: Any = nodes.nodes
     with pytest.raises(ShardnetError, match="no more"):

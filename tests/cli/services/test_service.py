@@ -50,6 +50,7 @@ def test_a_unit_is_one_for_systemd(scope: str, tmp_path: Path) -> None:
     [start] = [line for line in text.splitlines() if line.startswith("ExecStart=")]
     assert shlex.split(start.removeprefix("ExecStart="))[-1] == 'x "%%h" $$HOME \\'
     assert ("User=ann" in text) is (scope == "system")
+    assert "KillMode=mixed" in text.splitlines()
     [stop] = [line for line in text.splitlines() if line.startswith("TimeoutStopSec=")]
     assert float(stop.partition("=")[2]) > DRAIN_S + server.STOP_S
     assert files.start[-1] == [*(["systemctl", "--user"] if scope == "user" else ["systemctl"]),

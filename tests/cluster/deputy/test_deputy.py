@@ -17,7 +17,7 @@ from shardnet.api.client import connect
 from shardnet.api.events import RequestState
 from shardnet.cluster.peers import peer_links
 from shardnet.cluster.recovery import stand_in
-from shardnet.errors import PeerFailedError, SupersededError
+from shardnet.errors import SupersededError
 from shardnet.types import NodeId
 from shardnet.wire.messages.diagnostics import DeputyState
 from shardnet.wire.messages.plans import ModelChoice
@@ -96,8 +96,8 @@ def test_a_deputy_goes_on_and_the_former_head_gives_way(tmp_path: Path) -> None:
             assert "the deputy goes on with the requests of this node" in bert.lines
             await saying
             assert (said.tokens, said.logprobs) == (whole.tokens, whole.logprobs)
-            with pytest.raises(PeerFailedError, match="draining"):
-                await client.complete([5], model=choice, max_tokens=1)
+            await client.complete([5], model=choice, max_tokens=1)  # it says who leads instead
+            assert cleo.node.head.latest is not None
 
     asyncio.run(main())
 

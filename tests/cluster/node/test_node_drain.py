@@ -32,6 +32,7 @@ def test_a_head_is_asked_again_but_where_it_refused_for_the_same_reason() -> Non
         n_routed=lambda: 0,
         link_of=lambda _: links.pop(0),
         hand_over=cast(Any, None),
+        has_deputy=lambda: False,
         log=lambda line: None,
     )
 

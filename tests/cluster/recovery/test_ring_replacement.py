@@ -58,6 +58,7 @@ def test_a_ring_that_is_lost_while_the_next_one_loads_is_recovered_at_once(
             head=SimpleNamespace(led=led),  # type: ignore[arg-type]
             planner=Mock(),
             left_out=lambda lead: {},
+            await_node=lambda lead, returns_s: None,
             log=lambda line: None,
         )
         replacing = asyncio.create_task(changes.put(lead, Mock(), "a better plan"))
@@ -101,6 +102,7 @@ def test_a_ring_that_is_lost_while_a_node_says_nothing_is_recovered_at_once(sile
             head=Mock(led=led),
             planner=Mock(replan=say_nothing if silent == "a plan" else at_once),
             left_out=lambda lead: {},
+            await_node=lambda lead, returns_s: None,
             log=lambda line: None,
         )
         replacing = asyncio.create_task(changes.replace(lead, {NodeId("b"): "it leaves"}, "why"))

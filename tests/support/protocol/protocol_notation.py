@@ -25,6 +25,7 @@ from shardnet.wire.messages import (
     membership,
     plans,
     stages,
+    updates,
 )
 
 _INTEGERS = {
@@ -116,6 +117,7 @@ CONTROL_MESSAGES = (
     measurements,
     diagnostics,
     stages,
+    updates,
     plans,
     activity,
     chat,

@@ -491,10 +491,16 @@ class Machine:
 
 
 @contextmanager
-def open_machine(folder: Path, *, is_measured: bool = True) -> Iterator[Machine]:
-    """Give a machine in a new folder, and end all its processes afterwards."""
+def open_machine(
+    folder: Path, *, is_measured: bool = True, python: str = sys.executable
+) -> Iterator[Machine]:
+    """Give a machine in a new folder, and end all its processes afterwards.
+
+    Those that another `python` runs are no copies.
+    """
     folder.mkdir(parents=True)
-    machine = Machine(folder, is_measured=is_measured)
+    makes_copies = is_possible() and python == sys.executable
+    machine = Machine(folder, is_measured=is_measured, python=python, makes_copies=makes_copies)
     try:
         yield machine
     finally:

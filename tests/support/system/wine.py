@@ -28,7 +28,7 @@ from packaging.requirements import Requirement
 from support.system.nodes import Machine, NodeProcess
 
 from shardnet.cluster.machine.folders import CONFIG_VARIABLE, RUNTIME_DIR_VARIABLE
-from shardnet_cli.commands.node import ENDS_WITH_STDIN
+from shardnet.installation import ENDS_WITH_STDIN
 
 LAB_VARIABLE = "SHARDNET_WINDOWS_LAB"
 """Names the folder of the lab."""
