@@ -46,6 +46,7 @@ _SUMMARIES: Final = {
     "pull": "Download a model of the Hugging Face Hub to this machine.",
     "unload": "Free the model on every node of the ring.",
     "drain": "Empty a node without losing a request, and end it.",
+    "wake": "Wake a machine whose node sleeps.",
     "doctor": "Diagnose the cluster: what is wrong, where, and what to do.",
     "key": "Make, enter or show the cluster key.",
     "service": "Run a node or a server at boot, as a service of the system.",
@@ -55,6 +56,7 @@ _SUMMARIES: Final = {
 _ELSEWHERE: Final = {
     "unload": (".commands.nodes", "unload"),
     "drain": (".commands.nodes", "drain"),
+    "wake": (".commands.nodes", "wake"),
     "key": (".commands.key", "key_app"),
     "service": (".services.service", "service_app"),
     "cache": (".commands.cache", "cache_app"),

@@ -149,6 +149,7 @@ async def _run(
         yields=options.yields,
         audit_share=options.audit / 100,
         power_command=options.power_words(),
+        sleeps=options.sleeps(),
         tailnet=options.tailnet and not until_stdin_closes,
         remembers=not until_stdin_closes,
         discovery=None
@@ -290,7 +291,12 @@ async def _http(
     name = node.info().name
     async with (
         open_client(await node.client(), identity, node_name=name, redial=node.client) as client,
-        serving(client, wanted, current=lambda: node.head.choice) as url,
+        serving(
+            client,
+            wanted,
+            current=lambda: node.head.choice,
+            on_server=lambda has: setattr(node.sleep, "has_readers", has),
+        ) as url,
     ):
         yield url
 

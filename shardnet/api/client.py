@@ -83,6 +83,7 @@ from shardnet.wire.messages.membership import (
     ReportRequest,
     Status,
     StatusReply,
+    Wake,
 )
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import Drain, LoadProgress
@@ -100,6 +101,7 @@ Ask = (
     | CancelSequence
     | Unload
     | Drain
+    | Wake
     | Tokenize
     | Detokenize
     | DescribeTokenizer
@@ -318,6 +320,10 @@ class Client:
         node leads and that are not done by then.
         """
         await self._follow(Drain(request=0, deadline_s=deadline_s), Done)
+
+    async def wake(self, node: str) -> None:
+        """Have the node wake the node of the id `node`. Raises UsageError if it does not wake."""
+        await self._follow(Wake(request=0, node=node), Done)
 
     def generate(
         self,

@@ -109,6 +109,8 @@ class Node(Services):
             "keeping nodes that stand by": self.standbys.run,
             "auditing stages": self.audits.run,
         }
+        if self.settings.sleeps.after_s is not None:
+            jobs["watching for use of this node"] = self.sleep.run
         if self.settings.tailnet or self.settings.remembers:
             jobs["looking for nodes without mDNS"] = self.search.run
         return [kept_running(run, what, self.settings.log) for what, run in jobs.items()]

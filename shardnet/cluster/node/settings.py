@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardnet.cluster.discovery.discovery import Discovery
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import MemoryBudget
+from shardnet.cluster.pressure.sleep import SleepSettings
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.transport.identity import Identity
 from shardnet.types import NodeId
@@ -29,7 +30,8 @@ class NodeSettings:
     take at most `prefix_cache_bytes` of it, 0 for none. A model that no request has used for
     `idle_unload_s` seconds is freed, never for None. While it awaits steps it `spins` for moments,
     but not on battery. A node that `yields` gives its layers to others while its machine's owner
-    uses it. Audits take `audit_share` of the time of the stages that it leads, 0 for none.
+    uses it. `sleeps` says how it has its machine sleep while nobody needs it. Audits take
+    `audit_share` of the time of the stages that it leads, 0 for none.
     `power_command` prints what the machine draws in watts.
     """
 
@@ -54,6 +56,7 @@ class NodeSettings:
     yields: bool = False
     audit_share: float = 0.0
     power_command: tuple[str, ...] = ()
+    sleeps: SleepSettings = field(default_factory=SleepSettings)
 
     @property
     def cluster(self) -> str | None:
