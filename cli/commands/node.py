@@ -164,8 +164,7 @@ async def _run(
         say("warning: --tailnet: without a cluster key this node serves this machine alone")
     warn_of_cache()
     _warn_of_groups([device.cores for device in devices])
-    if any(device.isa == kernels.NONE for device in devices):
-        say(f"warning: no compiled kernels here: {kernels.SLOWER}; {kernels.REMEDY}")
+    _warn_of_kernels([device.isa for device in devices])
     _warn_of_memory(settings.budget)
     stopping = stop_signal(until_stdin_closes)
     async with contextlib.AsyncExitStack() as stack:
@@ -233,6 +232,12 @@ async def _registered(local_nodes: LocalNodes, node: Node, name: str) -> AsyncIt
     finally:
         keeping.cancel()
         local_nodes.remove(entry)
+
+
+def _warn_of_kernels(instruction_sets: Sequence[str]) -> None:
+    """Warn where a device computes without the compiled kernels."""
+    if kernels.NONE in instruction_sets:
+        say(f"warning: no compiled kernels here: {kernels.SLOWER}; {kernels.REMEDY}")
 
 
 def _warn_of_groups(groups: Sequence[tuple[int, ...]]) -> None:
