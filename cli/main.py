@@ -47,6 +47,7 @@ _SUMMARIES: Final = {
     "unload": "Free the model on every node of the ring.",
     "drain": "Empty a node without losing a request, and end it.",
     "update": "Bring another version to all nodes, one after the other.",
+    "wake": "Wake a machine whose node sleeps.",
     "doctor": "Diagnose the cluster: what is wrong, where, and what to do.",
     "key": "Make, enter, show or replace the cluster key.",
     "service": "Run a node or a server at boot, as a service of the system.",
@@ -56,6 +57,7 @@ _SUMMARIES: Final = {
 _ELSEWHERE: Final = {
     "unload": (".commands.nodes", "unload"),
     "drain": (".commands.nodes", "drain"),
+    "wake": (".commands.nodes", "wake"),
     "key": (".commands.key", "key_app"),
     "service": (".services.service", "service_app"),
     "update": (".services.update", "update"),

@@ -166,6 +166,7 @@ async def _run(
         power_command=options.power_words(),
         serves_http=http is not None,
         keeper=KeeperFolder(Path(os.environ[KEEPER_VARIABLE])) if options.allow_update else None,
+        sleeps=options.sleeps(),
         tailnet=options.tailnet and not until_stdin_closes,
         remembers=not until_stdin_closes,
         discovery=None if options.no_mdns else _discovery(identity),
@@ -316,7 +317,12 @@ async def _http(
     name = node.info().name
     async with (
         open_client(await node.client(), identity, node_name=name, redial=node.client) as client,
-        serving(client, wanted, current=lambda: node.head.choice) as url,
+        serving(
+            client,
+            wanted,
+            current=lambda: node.head.choice,
+            on_server=lambda has: setattr(node.sleep, "has_readers", has),
+        ) as url,
     ):
         yield url
 

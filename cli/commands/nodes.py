@@ -1,4 +1,4 @@
-"""`shardnet nodes`, `drain` and `unload`: who is here, one of them less, none of them loaded."""
+"""`shardnet nodes`, `drain`, `wake` and `unload`: who is here, less of them, more, none loaded."""
 
 from __future__ import annotations
 
@@ -134,6 +134,7 @@ def _as_json(info: NodeInfo) -> dict[str, Any]:
         "draining": info.is_draining,
         "rests": info.rests or None,
         "power": [msgspec.structs.asdict(meter) for meter in info.meters],
+        "asleep": info.asleep and picked(info.asleep, "wake_s", "since_s"),
         "stage": info.stage and picked(info.stage, "model", "layers", "rank"),
     }
 
@@ -141,6 +142,7 @@ def _as_json(info: NodeInfo) -> dict[str, Any]:
 def node_lines(infos: Sequence[NodeInfo], width: int | None) -> list[str]:
     """Describe nodes in columns of at most `width`, None for no limit."""
     from shardnet.cluster.diagnosis.facts import age
+    from shardnet.cluster.peers.sleepers import words
 
     rows = [("name", "address", "device", "memory free", "version", "up", "stage")]
     for info in infos:
@@ -150,6 +152,8 @@ def node_lines(infos: Sequence[NodeInfo], width: int | None) -> list[str]:
             loaded.append("draining")
         if info.rests:
             loaded.append("resting")
+        if info.asleep is not None:
+            loaded.append(words(info).removeprefix(f"{info.name} "))
         if info.stage is not None:
             layers = LayerRange(*info.stage.layers).words
             where = "in no ring" if info.stage.rank is None else f"rank {info.stage.rank}"
@@ -186,6 +190,32 @@ async def drain(
         say(f"draining {client.node_name} ({address})")
         await client.drain(deadline)
         say(f"{client.node_name} is empty, and ends")
+
+
+@examples("shardnet wake attic")
+@options.takes_groups
+async def wake(
+    *,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Name or id of the node.")],
+    peer: options.Peer = None,
+    access: options.Access,
+) -> None:
+    """Wake a machine whose node sleeps, as --sleep-after has it do.
+
+    The node of this machine, or a named one, is asked to: it knows how.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        for client in await named_or_here(stack, options.check_addresses(peer), access.identity()):
+            for info in (await client.status(with_peers=True)).peers:
+                if info.asleep is not None and _is_called(info, node):
+                    say(f"waking {info.name}, from {client.node_name}")
+                    await client.wake(info.node)
+                    say(f"{info.name} is awake")
+                    return
+    raise UsageError(
+        f"no node is known to sleep that is called {node!r}",
+        remedy="`shardnet nodes` lists those that sleep",
+    )
 
 
 async def _find(node: str, peers: list[str], access: options.Access, search: options.Search) -> str:

@@ -13,8 +13,11 @@ from typing import Final, TypeVar
 
 import typer
 
+from shardnet.api.switching.model_switch import parse_duration
 from shardnet.cluster.machine.addresses import NODE_PORT
 from shardnet.cluster.machine.device_list import parse_devices, parse_tensor_parallel
+from shardnet.cluster.machine.wake_on_lan import check_wake_at
+from shardnet.cluster.pressure.sleep import DEFAULT_SLEEP, SleepSettings
 from shardnet.plugins import COMPUTES, installed_names
 from shardnet.types import whole_number
 
@@ -85,6 +88,18 @@ class NodeOptions:
     yields: bool = options.env_flag(
         False, "--yield", "Give the layers to other nodes while the owner of this machine uses it."
     )
+    sleep_after: str = options.env_flag(
+        "", "--sleep-after 30m", "Have this machine sleep while nobody needs it. Default: never."
+    )
+    sleep_command: str = options.env_flag(
+        DEFAULT_SLEEP, "--sleep-command COMMAND", "What has this machine sleep, or turns it off."
+    )
+    wake_at: str = options.env_flag(
+        "", "--wake-at H:P", "Where to send what wakes this machine. Default: its networks."
+    )
+    wake_wait: str = options.env_flag(
+        "90s", "--wake-wait 90s", "How long another machine may take to wake."
+    )
     audit: float = options.env_flag(
         0.5,
         "--audit PERCENT",
@@ -123,6 +138,7 @@ class NodeOptions:
         self.prefix_cache_bytes()
         self.peers()
         self.power_words()
+        self.sleeps()
         if len(self.name) > _MAX_NAME or not self.name.isprintable():
             raise typer.BadParameter(
                 f"{self.name[:_MAX_NAME]!r}: give at most {_MAX_NAME} characters on one line",
@@ -157,6 +173,19 @@ class NodeOptions:
         """Return --prefix-cache, 0 without it. Raises typer.BadParameter."""
         return options.parse_prefix_cache(self.prefix_cache)
 
+    def sleeps(self) -> SleepSettings:
+        """Return how the node sleeps, and wakes others. Raises typer.BadParameter."""
+        after_s = None
+        if self.sleep_after:
+            after_s = _value("--sleep-after", _duration, self.sleep_after, 1.0)
+        if self.wake_at:
+            with options.naming("--wake-at"):
+                check_wake_at(self.wake_at)
+        wait_s = _value("--wake-wait", _duration, self.wake_wait, 1.0)
+        return SleepSettings(
+            after_s=after_s, command=self.sleep_command, wake_at=self.wake_at, wait_s=wait_s
+        )
+
     def peers(self) -> tuple[str, ...]:
         """Return the addresses of --peer. Raises typer.BadParameter."""
         return tuple(options.check_addresses(self.peer))
@@ -173,6 +202,13 @@ class NodeOptions:
         if not host or port is None or port > MAX_PORT:
             raise typer.BadParameter(f"'{self.http:.80}' is not HOST:PORT", param_hint="--http")
         return host.removeprefix("[").removesuffix("]"), port
+
+
+def _duration(text: str, least_s: float) -> float:
+    seconds = parse_duration(text)
+    if seconds < least_s:
+        raise ValueError(f"{text}: give {least_s:g}s or more")
+    return seconds
 
 
 def _value(flag: str, parse: Callable[[str, A], T], text: str, among: A) -> T:

@@ -32,6 +32,7 @@ class LoadBars:
         self._fetch_words: dict[int, str] = {}
         self._bars: dict[tuple[int, Phase], TaskID] = {}
         self._waiting: set[int] = set()
+        self._asleep: set[int] = set()
         self._measured = ""
         self._planning: TaskID | None = None
         self._planning_timer = threading.Timer(PLANNING_SHOWN_AFTER_S, self._show_planning)
@@ -54,6 +55,8 @@ class LoadBars:
             self._bars.clear()
             self._fetch_words.clear()
             self._names.clear()
+        asleep = {one.node for one in plan.asleep}
+        self._asleep = {stage.rank for stage in plan.stages if stage.node in asleep}
         for stage in plan.stages:
             self._names[stage.rank] = f"{stage.name} {layer_words(plan, stage)}"
             if stage.fetch_s:
@@ -75,7 +78,8 @@ class LoadBars:
     def update(self, report: NodeProgress) -> None:
         """Move a node's bar: one for each of downloading, fetching and loading."""
         if report.phase == "waiting":
-            self._show_waiting(report.rank)
+            self._show_waiting(report)
+            return
         if report.phase == "measuring":
             self._show_measuring(report.done_bytes, report.total_bytes)
             return
@@ -104,10 +108,14 @@ class LoadBars:
         self._end_planning()
         self._progress.stop()
 
-    def _show_waiting(self, rank: int) -> None:
-        if rank not in self._waiting:
-            self._waiting.add(rank)
-            say(f"{self._names.get(rank, 'a node')}: waiting for another head that uses the node")
+    def _show_waiting(self, report: NodeProgress) -> None:
+        if report.rank not in self._waiting:
+            self._waiting.add(report.rank)
+            why = "waiting for another head that uses the node"
+            if report.rank in self._asleep:
+                rule = f": {report.total_bytes} s as a rule" if report.total_bytes else ""
+                why = f"it sleeps, and is woken{rule}"
+            say(f"{self._names.get(report.rank, 'a node')}: {why}")
 
     def _show_measuring(self, n_done: int, n_all: int) -> None:
         self._measured = f", {n_done} of {n_all} so far"

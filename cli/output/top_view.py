@@ -31,6 +31,7 @@ _STYLES = {
     "up": "",
     "draining": "cyan",
     "resting": "cyan",
+    "asleep": "cyan",
     "silent": "yellow",
     "lost": "bold red",
     "refused": "red",

@@ -86,6 +86,7 @@ from shardnet.wire.messages.membership import (
     Status,
     StatusReply,
     TakeKey,
+    Wake,
 )
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
 from shardnet.wire.messages.stages import Drain, LoadProgress
@@ -104,6 +105,7 @@ Ask = (
     | CancelSequence
     | Unload
     | Drain
+    | Wake
     | Tokenize
     | Detokenize
     | DescribeTokenizer
@@ -355,6 +357,10 @@ class Client:
         Raises the error that it reports.
         """
         return await self._follow(message, expected)
+
+    async def wake(self, node: str) -> None:
+        """Have the node wake the node of the id `node`. Raises UsageError if it does not wake."""
+        await self._follow(Wake(request=0, node=node), Done)
 
     def generate(
         self,

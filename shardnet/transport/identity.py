@@ -125,7 +125,7 @@ class Identity:
         return shown is None or shown.peer == self.signer or shown.oldest in self.signers
 
     def wheel_proofs(self, name: str, sha256: str) -> list[str]:
-        """Return what only holders of a key can say of a wheel, in hex, by each; the oldest last."""
+        """Return what only holders of a key can say of a wheel (hex), by each; the oldest last."""
         said = f"{name}\n{sha256}".encode()
         keys = [_derived(each, b"wheels 1") for each in (self.secret, self.old) if each]
         return [hmac.new(key, said, hashlib.sha256).hexdigest() for key in keys]

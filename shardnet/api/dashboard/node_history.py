@@ -96,7 +96,8 @@ class NodeHistory:
             return replace(before or unknown, state="silent", why="it did not report in time")
         why = view.refusal or next((one.why for one in view.addresses if one.why), "") or None
         if before is not None and before.state != "refused":
-            return replace(before, state="lost", why=why)
+            state: NodeState = "asleep" if view.sleeps else "lost"
+            return replace(before, state=state, why=view.sleeps or why)
         if not (view.told_by or view.refusal):
             return None
         return ShownNode(

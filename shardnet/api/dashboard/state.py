@@ -9,7 +9,7 @@ import msgspec
 from shardnet.wire.messages.diagnostics import Drafted, PartState, PowerMeter, RingLoad
 from shardnet.wire.messages.plans import LeftOut
 
-NodeState = Literal["up", "draining", "resting", "silent", "lost", "refused"]
+NodeState = Literal["up", "draining", "resting", "asleep", "silent", "lost", "refused"]
 JobKind = Literal["load", "unload", "pull"]
 JobState = Literal["running", "done", "failed", "cancelled"]
 

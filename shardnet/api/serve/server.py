@@ -256,12 +256,14 @@ async def serving(
     current: Callable[[], ModelChoice | None] | None = None,
     on_loaded: Callable[[ShardnetError | None], None] | None = None,
     added: Sequence[Endpoint[Any]] = (),
+    on_server: Callable[[Callable[[], bool]], None] = lambda has_connections: None,
 ) -> AsyncIterator[str]:
     """Serve HTTP until the context ends; yield the URL.
 
     `added` are endpoints beside shardnet's own and those of installed packages. Requests that name
     no model get what `current` returns, else the client's choice. With `on_loaded` the default
     model is loaded at once, and that is called at the end with the error, if there was one.
+    `on_server` takes what says whether there are connections.
     Requests that still run at the end are told, and have STOP_S seconds. Raises ConfigurationError
     where the address, the files for TLS or what a package adds cannot be used.
     """
@@ -280,6 +282,7 @@ async def serving(
     except BaseException:
         bound.close()
         raise
+    on_server(lambda: bool(server.server_state.connections))
     host, port = bound.getsockname()[:2]
     scheme = "https" if listening.is_secure else "http"
     task = asyncio.create_task(server.serve(sockets=[bound]))

@@ -244,6 +244,8 @@ def _view(where: str, report: NodeReport, view: PeerView) -> Iterator[Finding]:
             records = [record for record in report.multicast.records if record.node == view.node]
             other_version = any(record.protocol != report.protocol for record in records)
             yield at("version" if other_version else "link", where).problem(view.refusal)
+    elif view.sleeps:
+        yield at("link", where).good(view.sleeps)
     elif view.is_linked:
         yield _link(where, view)
         yield from _addresses(where, view)

@@ -382,9 +382,11 @@ class Head:
         if elsewhere is not None:
             return elsewhere
         self.led.check_idle()
-        planning = self.planner.plan(
+        planning = self.planner.plan_awake(
             choice,
             lambda done, total: on_progress(0, "measuring", done, total),
+            on_plan,
+            on_progress,
             divides=False,  # several are the router's
         )
         try:

@@ -59,7 +59,8 @@ _ORDER: Final = {verdict: place for place, verdict in enumerate(Verdict)}
 class Interface:
     """A network interface as the system describes it. Addresses are written `address/prefix`.
 
-    `speed_mbit` (Mbit/s) and `mtu` (bytes) are 0 if the system does not know them.
+    `mac` is its hardware address, as `00:1b:44:11:3a:b7`, "" without one. `speed_mbit` (Mbit/s) and
+    `mtu` (bytes) are 0 if the system does not know them.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Interface:
     is_point_to_point: bool = False
     speed_mbit: int = 0
     mtu: int = 0
+    mac: str = ""
     addresses: tuple[str, ...]
 
 
@@ -80,6 +82,7 @@ class LocalAddress:
     verdict: Verdict
     speed_mbit: int
     mtu: int = 0
+    mac: str = ""
 
 
 def read_interfaces() -> tuple[Interface, ...]:
@@ -99,6 +102,9 @@ def read_interfaces() -> tuple[Interface, ...]:
                 is_point_to_point="pointopoint" in flags,
                 speed_mbit=state.speed if state is not None else 0,
                 mtu=state.mtu if state is not None else 0,
+                mac=next((mac for kind, mac, *_ in entries if kind == psutil.AF_LINK), "")
+                .replace("-", ":")
+                .lower(),
                 addresses=tuple(filter(None, (_written(e.address, e.netmask) for e in entries))),
             )
         )
@@ -115,6 +121,7 @@ def rank(interfaces: Iterable[Interface]) -> tuple[LocalAddress, ...]:
             verdict=_judge(interface, net),
             speed_mbit=interface.speed_mbit,
             mtu=interface.mtu,
+            mac=interface.mac,
         )
         for interface in interfaces
         for written in interface.addresses

@@ -54,7 +54,7 @@ async def ask(command: Sequence[str], environment: Mapping[str, str], *, answer_
             _Output,
             *command,
             stdin=subprocess.DEVNULL,
-            env=environment,
+            env={**environment},  # uvloop takes no other mapping
             creationflags=NO_WINDOW,
         )
     except OSError as error:

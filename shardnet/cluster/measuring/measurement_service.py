@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+from msgspec import structs
 
 from shardnet.cluster.measuring.link_benchmark import LinkBenchmark
 from shardnet.cluster.measuring.measurement import (
@@ -20,14 +23,17 @@ from shardnet.cluster.measuring.measurement import (
     OnMeasured,
     StageRun,
     gather,
+    stage_speed,
 )
 from shardnet.cluster.measuring.node_benchmark import NodeBenchmark
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
+from shardnet.cluster.peers.sleepers import MAX_FIGURES, Sleepers
+from shardnet.cluster.placement.figures import LinkSpeed
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.model.config.panel_form import Quantization
 from shardnet.runtime.loading.model_facts import ModelFacts, config_text
-from shardnet.types import PREFILL_CHUNK_ROWS, Arith, DType, NodeId, Quant
-from shardnet.wire.framing.schema import OfModel
+from shardnet.types import PREFILL_CHUNK_ROWS, Arith, DType, NodeId, Quant, remember
+from shardnet.wire.framing.schema import OfModel, encode
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.measurements import (
     MAX_PAYLOAD_BYTES,
@@ -46,12 +52,16 @@ TELL_S: Final = 2.0
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class MeasurementService:
-    """Has this `node` and others measured; `control_to` returns the link to another one."""
+    """Has this `node` and others measured; `control_to` returns the link to another one.
+
+    Of those that sleep it knows what was measured before, from `sleepers`.
+    """
 
     node: NodeId
     own: NodeBenchmark
     links: LinkBenchmark
     control_to: Callable[[NodeInfo], Awaitable[ControlLink]]
+    sleepers: Sleepers
 
     async def measured(
         self,
@@ -73,7 +83,32 @@ class MeasurementService:
         payload_bytes = min(largest, MAX_PAYLOAD_BYTES)
         of_stage = self.measure_stage if facts.config.outline is None else _not_measured
         instruments = Instruments(of_stage, self.measure_links)
-        return await gather(nodes, ask, payload_bytes, instruments, on_measured, ariths)
+        awake = [node for node in nodes if node.asleep is None]
+        found = await gather(awake, ask, payload_bytes, instruments, on_measured, ariths)
+        return self._with_remembered(found, nodes, ask)
+
+    def _with_remembered(
+        self, found: Measured, nodes: Sequence[NodeInfo], ask: MeasureStage
+    ) -> Measured:
+        """Add what is remembered of the nodes that sleep; remember what was found."""
+        same = structs.replace(ask, request=0, again=False, model="")
+        subject, memory = hashlib.sha256(encode(same)).hexdigest()[:16], self.sleepers.figures
+        names = {NodeId(node.node): node.name for node in nodes}
+        for report in found.reports:
+            if report.seconds is not None:
+                remember(memory.speeds, f"{report.name} {subject}", report, MAX_FIGURES)
+        for (one, other), speed in found.links.items():
+            remember(memory.links, f"{names[one]} {names[other]}", speed, MAX_FIGURES)
+        speeds, links, reports = {**found.speeds}, {**found.links}, [*found.reports]
+        for node in (NodeId(info.node) for info in nodes if info.asleep is not None):
+            known = memory.speeds.get(f"{names[node]} {subject}")
+            if known is not None and known.seconds is not None:
+                reports.append(structs.replace(known, node=node))
+                speeds[node] = stage_speed(known.seconds, is_steady=known.is_steady)
+            for pair in [*((node, other) for other in names), *((other, node) for other in names)]:
+                if (way := memory.links.get(f"{names[pair[0]]} {names[pair[1]]}")) is not None:
+                    links[pair] = LinkSpeed(**structs.asdict(way))
+        return Measured(speeds=speeds, links=links, reports=tuple(reports))
 
     async def known(
         self, node: NodeInfo, choice: ModelChoice, facts: ModelFacts, dtype: DType, ariths: Ariths

@@ -23,7 +23,13 @@ from shardnet.cluster.peers.peer_links import now_us
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.supervision import supervised
 from shardnet.cluster.sharing.sharing import Sharing
-from shardnet.errors import PeerSilentError, ProtocolError, RemoteProtocolError, ShardnetError
+from shardnet.errors import (
+    BusyError,
+    PeerSilentError,
+    ProtocolError,
+    RemoteProtocolError,
+    ShardnetError,
+)
 from shardnet.transport.link import Link
 from shardnet.wire.messages import handshake
 from shardnet.wire.messages.activity import ClockRead, ReadClock
@@ -56,9 +62,11 @@ class Dispatcher:
         """Return the answer to a peer's hello.
 
         Raises UsageError for a data link from another node than the one before this in its ring,
-        and what Sharing.check_hello raises for a bulk link, GatherBenchmark.check_hello for a link
-        of parts that belongs to no ring.
+        what Sharing.check_hello raises for a bulk link, GatherBenchmark.check_hello for a link of
+        parts that belongs to no ring, and BusyError while this machine falls asleep.
         """
+        if self.peers.sleeps:
+            raise BusyError("this machine is about to sleep", remedy="wake it with `shardnet wake`")
         if _measures_gathers(peer):
             self.gathers.check_hello(peer)
         elif peer.purpose in handshake.OF_RINGS:
@@ -89,6 +97,12 @@ class Dispatcher:
                 link.abort("an internal error of the other end")
 
         self.tasks.create_task(serve())
+
+    @property
+    def has_clients(self) -> bool:
+        """Whether a client has a link to this node, other than from its own process."""
+        own = self.own_hello(handshake.Purpose.CONTROL).node
+        return any(control.link.peer.node != own for control in self.clients)
 
     def tell_clients(self, error: ShardnetError) -> None:
         """Send `error` to every client, since this node is leaving."""
@@ -136,7 +150,8 @@ class NodeMessages:
         handlers.register(ReadClock, self._read_clock)
 
     async def _status(self, control: ControlLink, message: Status) -> None:
-        peers = await self.stage.directory.listed() if message.with_peers else []
+        listed = self.stage.directory.listed
+        peers = [*await listed(), *self.peers.sleepers.listed()] if message.with_peers else []
         load, node = self.head.load, self.stage.own.info()
         control.send(StatusReply(request=message.request, node=node, peers=peers, load=load))
 

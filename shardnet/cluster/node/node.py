@@ -115,6 +115,8 @@ class Node(Services):
             "auditing stages": self.audits.run,
             "changing cluster keys": self.keys.run,
         }
+        if self.settings.sleeps.after_s is not None:
+            jobs["watching for use of this node"] = self.sleep.run
         if self.settings.tailnet or self.settings.remembers:
             jobs["looking for nodes without mDNS"] = self.search.run
         return [kept_running(run, what, self.settings.log) for what, run in jobs.items()]

@@ -35,6 +35,7 @@ from shardnet.cluster.peers.node_directory import NodeDirectory
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rejected_handshakes import RejectedHandshakes
 from shardnet.cluster.peers.rtt_probe import HANDSHAKE_S as PROBE_S
+from shardnet.cluster.peers.sleepers import Sleepers
 from shardnet.cluster.sharing.bulk_client import SendRate
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
@@ -147,6 +148,8 @@ class LinkParts:
 
     def __init__(self, settings: NodeSettings, node: Node, tasks: asyncio.TaskGroup) -> None:
         self.settings = settings
+        self.disk = DiskJobs("shardnet-disk", niceness=10)
+        """Reads and writes files."""
         self.traffic = Traffic(settings.node)
         self.dialer = Dialer(
             node=settings.node,
@@ -169,6 +172,14 @@ class LinkParts:
             own_hosts=lambda: self.advertisement.local,
             own_addresses=lambda: self.advertisement.addresses,
             log=settings.log,
+            sleepers=Sleepers(
+                path=settings.cache / "sleepers.json" if settings.remembers else None,
+                cluster=settings.cluster or "",
+                own=lambda: self.advertisement.local,
+                wait_s=settings.sleeps.wait_s,
+                on_disk=self.disk.submit,
+                log=settings.log,
+            ),
             on_member=self.refusals.forget,
             on_named=lambda address: node.search.remember(address),
             is_present=lambda link: settings.identity is None or settings.identity.is_present(link),
@@ -202,8 +213,7 @@ class StageParts:
         peers = links.peers
         self.reader = Executor("shardnet-read", niceness=10)
         """The thread that tokenises."""
-        self.disk = DiskJobs("shardnet-disk", niceness=10)
-        """Reads and writes files."""
+        self.disk = links.disk
         prefixes = None
         if settings.prefix_cache_bytes:
             prefixes = PrefixStore(settings.cache / PREFIXES_FOLDER, settings.prefix_cache_bytes)
@@ -281,4 +291,5 @@ class StageParts:
             own=NodeBenchmark(host=self.host, orders=self.orders, disk=self.disk, cache=cache),
             links=self.links,
             control_to=self.sharing.control,
+            sleepers=links.peers.sleepers,
         )

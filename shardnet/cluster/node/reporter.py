@@ -199,7 +199,8 @@ class NodeReporter:
     async def _view(self, known: KnownNode, with_probes: bool) -> diagnostics.PeerView:
         addresses = self.of.links.peers.order(known.addresses)[:MAX_PEER_ADDRESSES]
         bytes_per_s = None
-        if with_probes and not known.refusal and (known.is_linked or known.reported_by):
+        asked = with_probes and not (known.refusal or known.sleeps)
+        if asked and (known.is_linked or known.reported_by):
             views = await probe(
                 known.node, addresses, self.of.links.dialer.probe, self._probe_slots
             )
@@ -221,7 +222,8 @@ class NodeReporter:
             bytes_per_s=bytes_per_s,
             told_by=list(known.reported_by)[: diagnostics.MAX_TELLERS],
             refusal=explanation(known.refusal),
-            addresses=views,
+            addresses=[] if known.sleeps else views,
+            sleeps=self.of.links.peers.sleepers.words_of(known.node) if known.sleeps else "",
         )
 
     def _interfaces(self) -> list[diagnostics.InterfaceAddress]:

@@ -33,6 +33,7 @@ from shardnet.cluster.node.parts import LinkParts, StageParts
 from shardnet.cluster.node.pressure import NodeDrain, NodePressure, UnusedModels
 from shardnet.cluster.node.reporter import NodeReporter, RingWatch
 from shardnet.cluster.node.settings import NodeSettings
+from shardnet.cluster.node.sleep import NodeSleep
 from shardnet.cluster.node.updates import NodeUpdates
 from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
 from shardnet.cluster.planning.planning import Planner
@@ -107,6 +108,7 @@ class Services:
         self.planner = Planner(
             node=settings.node,
             directory=stage.directory,
+            sleepers=peers.sleepers,
             sharing=stage.sharing,
             measuring=stage.measuring,
             threads=stage.disk,
@@ -286,6 +288,7 @@ class Services:
             on_changed=self.links.peers.rest_changed,
             log=self._log,
         )
+        self.sleep = NodeSleep(self)
 
     def _register(self) -> None:
         """Fill the table of message handlers."""
@@ -295,10 +298,10 @@ class Services:
         )
         own = (NodeMessages(stage=stage, peers=peers, head=self.head), NodeReporter(self), watch)
         orders = (stage.orders, stage.answers)
-        ring = (self.head, self.planned, self.drain, self.updates, self.stand_in, self.keys)
+        ring = (self.head, self.planned, self.drain, self.updates, self.sleep, self.stand_in)
         kept = KeptValues(peers.links.linked)
         answers = (self.clients, self.router, self.lists, self.encoders, self.lent, kept)
-        for room in (*own, *orders, stage.measuring, *ring, *answers):
+        for room in (*own, *orders, stage.measuring, *ring, self.keys, *answers):
             room.register(self.handlers)
 
 

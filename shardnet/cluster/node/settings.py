@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardnet.cluster.discovery.discovery import Discovery
 from shardnet.cluster.machine.local_nodes import LocalNodes
 from shardnet.cluster.machine.profile import MemoryBudget
+from shardnet.cluster.pressure.sleep import SleepSettings
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.installation import KeeperFolder
 from shardnet.transport.identity import Identity
@@ -30,9 +31,10 @@ class NodeSettings:
     take at most `prefix_cache_bytes` of it, 0 for none. A model that no request has used for
     `idle_unload_s` seconds is freed, never for None. While it awaits steps it `spins` for moments,
     but not on battery. A node that `yields` gives its layers to others while its machine's owner
-    uses it. Audits take `audit_share` of the time of the stages that it leads, 0 for none.
-    `power_command` prints what the machine draws in watts. The process has a `keeper` where other
-    versions may be installed, else None, and `serves_http` or does not.
+    uses it. `sleeps` says how it has its machine sleep while nobody needs it. Audits take
+    `audit_share` of the time of the stages that it leads, 0 for none. `power_command` prints what
+    the machine draws in watts. The process has a `keeper` where other versions may be installed,
+    else None, and `serves_http` or does not.
     """
 
     node: NodeId
@@ -58,6 +60,7 @@ class NodeSettings:
     power_command: tuple[str, ...] = ()
     keeper: KeeperFolder | None = None
     serves_http: bool = False
+    sleeps: SleepSettings = field(default_factory=SleepSettings)
 
     @property
     def cluster(self) -> str | None:

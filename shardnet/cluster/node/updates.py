@@ -103,7 +103,7 @@ class NodeUpdates:
         assert self.keeper is not None
         assert self.identity is not None
         proofs = self.identity.wheel_proofs(offer.name, offer.sha256)
-        if not any([hmac.compare_digest(proof, offer.proof) for proof in proofs]):
+        if not any(hmac.compare_digest(proof, offer.proof) for proof in proofs):
             raise UsageError("the wheel does not come from a holder of the cluster key")
         if not installation.WHEEL_NAME.fullmatch(offer.name):
             raise UsageError(f"{offer.name!r} is no wheel of {installation.PACKAGE}")

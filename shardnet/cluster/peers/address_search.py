@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -23,12 +23,11 @@ from shardnet.cluster.machine.virtual_networks import Tailnet, ask_tailscale
 from shardnet.cluster.peers.peer_table import NAMED, TAILNET, KnownNode
 from shardnet.cluster.peers.peers import Peers
 from shardnet.cluster.peers.rtt_probe import DialAsClient, ProbeAnswer, probe_rtt
+from shardnet.cluster.peers.sleepers import REMEMBERED_S, OnDisk
 from shardnet.errors import ConfigurationError, ShardnetError
 from shardnet.files import read_own, write_whole
 from shardnet.transport.address import host_of
 from shardnet.types import NodeId
-
-T = TypeVar("T")
 
 FIRST_S: Final = 10.0
 LONGEST_S: Final = 300.0
@@ -41,7 +40,6 @@ timeout."""
 
 MAX_REMEMBERED: Final = 32
 """Addresses remembered per cluster; the one that answered longest ago is dropped first."""
-REMEMBERED_S: Final = 90 * 86400.0
 
 
 def tailnet_addresses(tailnet: Tailnet) -> list[str]:
@@ -113,13 +111,6 @@ class RememberedPeers:
             cluster: {address: at for address, at in seen.items() if at > oldest}
             for cluster, seen in clusters.items()
         }
-
-
-class OnDisk(Protocol):
-    """Runs jobs that use the disk, on a thread for each place."""
-
-    def __call__(self, place: object, job: Callable[[], T]) -> asyncio.Future[T]:
-        """Queue the job; the future has its result, or what it raised."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from itertools import count
@@ -92,6 +93,12 @@ _ANSWERS: Final = frozenset(
 Handler = Callable[["ControlLink", Incoming], Coroutine[None, None, None]]
 OnAnswer = Callable[[Numbered | ShardnetError], None]
 
+
+_NO_USE: Final = {
+    *("Status", "Ping", "PeersKnown", "ReportRequest", "ListModels", "GetActivity", "ReadClock"),
+    *("LastRunRequest", "AuditStage", "ComputeLayer", "StandBy"),
+}
+"""What comes also while nobody uses a node: looks at it, and what heads do beside requests."""
 
 M = TypeVar("M", bound=Incoming)
 
@@ -382,6 +389,14 @@ class MessageHandlers:
 
     def __init__(self) -> None:
         self._by_type: dict[type[object], Callable[..., Coroutine[Any, Any, None]]] = {}
+        self._n_at_work = 0
+        self.used_s = time.monotonic()
+        """When a message was handled last that puts this node to use."""
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether such a message is handled now."""
+        return self._n_at_work > 0
 
     @property
     def types(self) -> frozenset[type[object]]:
@@ -397,4 +412,10 @@ class MessageHandlers:
 
     async def handle(self, control: ControlLink, message: Incoming) -> None:
         """Handle one message of `control`. The request fails with the ShardnetError this raises."""
-        await self._by_type[type(message)](control, message)
+        is_use = type(message).__name__ not in _NO_USE
+        self._n_at_work += is_use
+        try:
+            await self._by_type[type(message)](control, message)
+        finally:
+            self._n_at_work -= is_use
+            self.used_s = time.monotonic() if is_use else self.used_s

@@ -125,8 +125,10 @@ class NodeDirectory:
         return infos, tuple(answer for answer in answers if isinstance(answer, LeftOut))
 
     async def _at(self, address: str) -> NodeInfo:
-        """Return the status of the node at `address`, which may be this one."""
+        """Return the status of the node at `address`, which may be this one, or sleep."""
         own = self.own_info()
+        if (asleep := self.peers.sleepers.at(address)) is not None:
+            return asleep
         control = None if address == own.address else await self.peers.find(address)
         if control is not None:
             return replace(await _ask(control), address=address)

@@ -190,6 +190,10 @@ class PeerLinks:
     async def close(self) -> None:
         """Close every link, and accept no more."""
         self._closing = True
+        await self.leave()
+
+    async def leave(self) -> None:
+        """Close every link."""
         links = [peer_link for peer in self._peers.values() for peer_link in peer.links]
         await asyncio.gather(*(peer_link.control.link.close() for peer_link in links))
 

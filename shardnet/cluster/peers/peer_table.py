@@ -8,7 +8,7 @@ clocks.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -45,7 +45,7 @@ class KnownNode:
     `reports` has the addresses by source, the latest report last. `address` is the one that has
     answered a handshake with the node's id, "" before; `rtt_s` the round trip measured there then.
     `failures` has why each other address is not used, by address. `refusal` says why the node is
-    not linked to at all.
+    not linked to at all. One that `sleeps` has said so, and is not dialled: it dials when it wakes.
     `is_settled`: its addresses were tried since they last changed. `unreported_since`: when the
     last source retracted its report. `unreached_since`: since when it has not been reached.
     """
@@ -58,6 +58,7 @@ class KnownNode:
     failures: dict[str, str] = field(default_factory=dict)
     refusal: str = ""
     is_linked: bool = False
+    sleeps: bool = False
     n_failed: int = 0
     next_try: float = 0.0
     is_settled: bool = False
@@ -104,7 +105,8 @@ class KnownNode:
     @property
     def is_wanted(self) -> bool:
         """Whether to try its addresses: it is not linked, or the best of them is not settled."""
-        return not (self.refusal or (self.is_linked and self.is_settled)) and bool(self.addresses)
+        is_done = self.refusal or self.sleeps or (self.is_linked and self.is_settled)
+        return not is_done and bool(self.addresses)
 
 
 class PeerTable:
@@ -153,6 +155,7 @@ class PeerTable:
         known.reports[source] = addresses
         known.unreported_since = None
         known.refusal = ""
+        known.sleeps = known.sleeps and source != MDNS  # it has said something itself
         self._forget_refused_at(known)
         if not before.issuperset(addresses):
             known.is_settled = False
@@ -213,6 +216,7 @@ class PeerTable:
         if known is None:
             return
         known.is_linked = True
+        known.sleeps = False
         known.refusal = ""
         known.unreached_since = None
         known.n_failed = 0
@@ -273,6 +277,16 @@ class PeerTable:
             known.address, known.rtt_s = "", None
         known.n_failed += 1
         known.next_try = now + delay_s
+
+    def rouse(self, nodes: Collection[NodeId] | None, now: float) -> None:
+        """Have nodes dialled that sleep, as far as is known; None for all, also those that do not.
+
+        A node that has slept itself has heard nothing meanwhile.
+        """
+        for known in self._known.values():
+            if nodes is None or known.node in nodes:
+                known.sleeps, known.n_failed, known.next_try = False, 0, now
+                known.unreported_since = None if known.unreported_since is None else now
 
     # --- nodes that are due
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 from weakref import WeakValueDictionary
+
+from msgspec import structs
 
 from shardnet.cluster.machine.addresses import LocalAddress, dial_order
 from shardnet.cluster.peers.control_link import ControlLink, Handler
@@ -25,6 +27,7 @@ from shardnet.cluster.peers.peer_table import (
     usable_addresses,
 )
 from shardnet.cluster.peers.rtt_probe import DialAsClient, ProbeAnswer, compare
+from shardnet.cluster.peers.sleepers import Sleepers
 from shardnet.errors import LinkError, ShardnetError, UsageError
 from shardnet.transport.address import host_of
 from shardnet.transport.link import Link
@@ -32,7 +35,7 @@ from shardnet.transport.loop import at_most
 from shardnet.types import NodeId
 from shardnet.wire.framing.schema import MAX_PEER_ADDRESSES
 from shardnet.wire.messages.handshake import explanation
-from shardnet.wire.messages.membership import PeersKnown
+from shardnet.wire.messages.membership import NodeInfo, PeersKnown
 
 MAX_VISITS: Final = 8
 """Nodes dialled at one time."""
@@ -90,6 +93,7 @@ class Peers:
     that are linked or report themselves, `on_named` the addresses that a person named and where a
     node answers. `rests` returns why this node takes no layers now, ""
     while it does, `is_present` whether a link was opened with the cluster's present key.
+    `sleepers` are the nodes that sleep.
     """
 
     node: NodeId
@@ -101,6 +105,7 @@ class Peers:
     own_hosts: Callable[[], Sequence[LocalAddress]]
     own_addresses: Callable[[], Sequence[str]]
     log: Callable[[str], None]
+    sleepers: Sleepers
     on_member: Callable[[str], None] = lambda host: None
     on_named: Callable[[str], None] = lambda address: None
     rests: Callable[[], str] = lambda: ""
@@ -110,6 +115,11 @@ class Peers:
     def __post_init__(self) -> None:
         self._resting: set[NodeId] = set()
         """Nodes that take no layers now."""
+        self.sleeps = False
+        """Whether this node is about to sleep: it dials nobody, and takes no link."""
+        self.woke_s = 0.0
+        """How long this node took to wake, as the one has said that woke it last."""
+        self.sleepers.on_waking = self._rouse
         self._table = PeerTable(self.node)
         self.links = PeerLinks(
             node=self.node,
@@ -234,6 +244,10 @@ class Peers:
     async def keep(self, address: str) -> None:
         """Keep a link to `address` up until cancelled: dial, wait for its end, dial again."""
         while True:
+            known = self._table.get(self._node_at.get(address, self.node))
+            if self.sleeps or (known is not None and known.sleeps):
+                await asyncio.sleep(self.times.redial_s)
+                continue
             try:
                 control = await self.find(address)
                 if control is None:
@@ -297,6 +311,12 @@ class Peers:
                 peer, sender=control.peer_name, sender_at=control.link.peer_address
             )
             self._table.add_report(NodeId(peer.node), peer.name, addresses, source=sender, now=now)
+        self.woke_s = message.woke_s or self.woke_s
+        if (told := message.sleeps) is not None and told.node == sender and told.asleep is not None:
+            address = self.address_of(sender) or told.address
+            self.sleepers.fell_asleep(structs.replace(told, address=address))
+            if (known := self._table.get(sender)) is not None:
+                known.sleeps = True
         if message.rests:
             self._resting.add(sender)
         else:
@@ -320,6 +340,23 @@ class Peers:
         """Send this node's changed addresses to the peers."""
         self._news.set()
 
+    async def fall_asleep(self, info: NodeInfo) -> None:
+        """Tell the peers that this node sleeps, as `info` says, and leave them; dial nobody."""
+        self.sleeps = True
+        for peer_link in self.links.in_use().values():
+            self._send_known_peers(peer_link, info)
+        await self.links.leave()
+
+    def wake(self) -> None:
+        """Dial all nodes again."""
+        self.sleeps = False
+        self._rouse(None)
+
+    def _rouse(self, nodes: Collection[NodeId] | None) -> None:
+        """Dial nodes that sleep, as far as is known; None for all."""
+        self._table.rouse(nodes, time.monotonic())
+        self._changed.set()
+
     # --- tasks
 
     async def run(self, named: Iterable[str]) -> None:
@@ -327,6 +364,7 @@ class Peers:
         async with asyncio.TaskGroup() as tasks:
             for address in named:
                 tasks.create_task(self.keep(address))
+            tasks.create_task(self.sleepers.load())
             tasks.create_task(self._send_news())
             await self._visit_all(tasks)
 
@@ -339,13 +377,13 @@ class Peers:
         while True:
             self._changed.clear()
             now = time.monotonic()
-            for known in self._table.due(now):
+            for known in () if self.sleeps else self._table.due(now):
                 room = not self.links.is_full or known.is_linked
                 if known.node in self._visiting or len(self._visiting) >= MAX_VISITS or not room:
                     continue
                 self._visiting.add(known.node)
                 tasks.create_task(self._visit(known))
-            next_due = self._table.next_due()
+            next_due = None if self.sleeps else self._table.next_due()
             wait_s = max(0.05, next_due - now) if next_due is not None else None
             async with at_most(wait_s):
                 await self._changed.wait()
@@ -419,6 +457,7 @@ class Peers:
         self._table.linked(
             NodeId(link.peer.node), link.peer.name, time.monotonic(), dialled_at=dialled_at
         )
+        self.sleepers.woke(NodeId(link.peer.node), link.peer.name)
         self._is_member(link)
         self._news.set()
         self._changed.set()
@@ -449,14 +488,19 @@ class Peers:
             for peer_link in self.links.in_use().values():
                 self._send_known_peers(peer_link)
 
-    def _send_known_peers(self, peer_link: PeerLink) -> None:
+    def _send_known_peers(self, peer_link: PeerLink, sleeps: NodeInfo | None = None) -> None:
         reader_at = peer_link.control.link.peer_address
         entries = [entry_for(self.node, self.name, self.own_addresses(), reader_at=reader_at)]
         for node in self.links.in_use():
             known = self._table.get(node)
             if known is not None and node != peer_link.control.link.peer.node:
                 entries.append(entry_for(node, known.name, known.vouched, reader_at=reader_at))
-        message = PeersKnown(peers=entries, rests=explanation(self.rests()))
+        message = PeersKnown(
+            peers=entries,
+            rests=explanation(self.rests()),
+            sleeps=sleeps,
+            woke_s=self.sleepers.woke_s.get(peer_link.control.link.peer.name, 0),
+        )
         if message != peer_link.last_sent and not peer_link.control.link.closed:
             peer_link.last_sent = message
             peer_link.control.send(message)

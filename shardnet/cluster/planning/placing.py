@@ -14,6 +14,7 @@ from typing import Any, Final
 from msgspec import structs
 
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured
+from shardnet.cluster.peers.sleepers import words
 from shardnet.cluster.placement.devices import first_device, place_over_devices
 from shardnet.cluster.placement.energy import joules_a_token, ring_without
 from shardnet.cluster.placement.figures import (
@@ -407,6 +408,26 @@ def plan_again(
         with contextlib.suppress(PlanError):
             return exactly(ring)
     return exactly([head, *others])
+
+
+WORTH_WAKING: Final = 1.5
+"""How many times as fast a ring has to be with nodes that sleep, for them to be woken."""
+
+
+def is_worth_waking(plan: Plan | PlanError, wider: Plan) -> bool:
+    """Say whether the nodes that are asleep in `wider` should be woken for it.
+
+    `plan` does without them, or says why that cannot be.
+    """
+    if isinstance(plan, PlanError) or not wider.asleep:
+        return isinstance(plan, PlanError)
+    now, then = plan.predicted_tok_s, wider.predicted_tok_s
+    return now is not None and then is not None and then >= WORTH_WAKING * now
+
+
+def unneeded(info: NodeInfo) -> LeftOut:
+    """Say of a node that is asleep why a plan does without it."""
+    return LeftOut(node=info.node, name=info.name, why=f"{words(info)}; it is not needed")
 
 
 def fits(facts: ModelFacts, nodes: Sequence[NodeInfo]) -> bool:

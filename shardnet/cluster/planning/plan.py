@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 from msgspec import structs
 
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, WRONG_BY, Measured, StageRun
+from shardnet.cluster.peers.sleepers import words
 from shardnet.cluster.placement.figures import Exclusion, Objective, PartPlan, Placement
 from shardnet.cluster.placement.standbys import Standby, choose_standbys, without_stage
 from shardnet.cluster.placement.words import LISTED
@@ -94,6 +95,11 @@ class Plan:
     def members(self) -> tuple[NodeInfo, ...]:
         """The nodes of all rings."""
         return tuple(node for ring in self.rings for node in ring.ring_nodes)
+
+    @property
+    def asleep(self) -> list[NodeInfo]:
+        """Those of them that have to wake before anything is built."""
+        return [node for node in self.members if node.asleep is not None]
 
     @property
     def ring_nodes(self) -> tuple[NodeInfo, ...]:
@@ -209,9 +215,9 @@ class Plan:
 
     @property
     def why(self) -> str:
-        """Why this plan was chosen, and which nodes could not be asked."""
-        words = self.placement.why
-        return f"{words}; {silent_words(self.silent)}" if self.silent else words
+        """Why this plan was chosen, who sleeps, and which nodes could not be asked."""
+        silent = [silent_words(self.silent)] if self.silent else []
+        return "; ".join([self.placement.why, *map(words, self.asleep), *silent])
 
     @property
     def warnings(self) -> list[str]:
@@ -349,6 +355,11 @@ class Plan:
             turns=self.turns,
             kept=self.kept,
             energy=self.energy,
+            asleep=[
+                plans.SleepingNode(node=node.node, name=node.name, wake_s=node.asleep.wake_s)
+                for node in self.members
+                if node.asleep is not None
+            ],
         )
 
     def _picture_s(self) -> float | None:

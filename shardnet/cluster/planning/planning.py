@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,10 +25,19 @@ from shardnet.cluster.download.hub import pull_beside
 from shardnet.cluster.measuring.measurement import NOTHING_MEASURED, Measured, OnMeasured, StageRun
 from shardnet.cluster.measuring.measurement_service import MeasurementService
 from shardnet.cluster.peers.node_directory import NodeDirectory
-from shardnet.cluster.planning.placing import make_plan, plan_again, unmeasured, weighed_plan
+from shardnet.cluster.peers.sleepers import Sleepers
+from shardnet.cluster.planning.placing import (
+    is_worth_waking,
+    make_plan,
+    plan_again,
+    unmeasured,
+    unneeded,
+    weighed_plan,
+)
 from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.planning.ring_dtypes import node_ariths, settle_arith, settle_dtype
 from shardnet.cluster.planning.what_if import parse_machine, with_estimates
+from shardnet.cluster.ring.ring import OnStageProgress
 from shardnet.cluster.sharing.adapter_sharing import adapter_facts
 from shardnet.cluster.sharing.sharing import Sharing
 from shardnet.cluster.store.disk_jobs import DiskJobs
@@ -60,10 +70,14 @@ class Elsewhere:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Planner:
-    """Plans for clients of `node`. `threads` compute plans: a strange model's takes seconds."""
+    """Plans for clients of `node`. `threads` compute plans: a strange model's takes seconds.
+
+    Nodes that are asleep are `sleepers`.
+    """
 
     node: NodeId
     directory: NodeDirectory
+    sleepers: Sleepers
     sharing: Sharing
     measuring: MeasurementService
     threads: DiskJobs
@@ -83,40 +97,81 @@ class Planner:
         """Plan `choice` without the nodes `without`, or name the node that would be its head.
 
         With machines that are `added`, as what_if.py reads them, any node may be the head: the plan
-        is only looked at.
+        is only looked at. One with nodes that are `asleep` is for when they wake (`plan_awake`).
         With `again` known figures are measured too; a node alone is measured with `measure_one`
         only. `on_measured` is called after each node and link, `divides` as in `make_plan`. Raises
         PlanError, CheckpointError, UsageError or LinkError if there can be no plan.
         """
         machines = [parse_machine(text) for text in added]
-        there, silent = await self.find_candidates(choice, without)
-        if choice.nodes and there[0].node != self.node:
-            return Elsewhere(address=there[0].address, model=choice.model)
+        awake, silent = await self.find_candidates(choice, without)
+        if choice.nodes and awake[0].node != self.node and awake[0].asleep is None:
+            return Elsewhere(address=awake[0].address, model=choice.model)
         facts = await self.identify(choice)
-        infos = [machine.info(number, there) for number, machine in enumerate(machines)]
-        nodes = [*there, *infos]
-        dtype = settle_dtype(choice.dtype, facts.config, nodes)
+        infos = [machine.info(number, awake) for number, machine in enumerate(machines)]
+        known = () if choice.nodes else self.sleepers.infos()
+        asleep = [info for info in known if info.node not in without]
 
-        async def placed(arith: Arith) -> Plan:
-            ariths = node_ariths(choice.arith, arith, there)
-            holdings = await self.sharing.holdings(facts, choice.model, there)
-            if len(there) > 1 or measure_one:
-                measured = await self.measuring.measured(
-                    there, choice, facts, dtype, ariths, again=again, on_measured=on_measured
+        async def over(there: Sequence[NodeInfo], silent: Sequence[LeftOut]) -> Plan:
+            nodes = [*there, *infos]
+            dtype = settle_dtype(choice.dtype, facts.config, nodes)
+
+            async def placed(arith: Arith) -> Plan:
+                ariths = node_ariths(choice.arith, arith, there)
+                here = [info for info in there if info.asleep is None]
+                holdings = await self.sharing.holdings(facts, choice.model, here)
+                if len(there) > 1 or measure_one or asleep:
+                    measured = await self.measuring.measured(
+                        there, choice, facts, dtype, ariths, again=again, on_measured=on_measured
+                    )
+                else:
+                    measured = await self.measuring.known(there[0], choice, facts, dtype, ariths)
+                if machines:
+                    sizes = unmeasured(facts, nodes, choice, arith)
+                    measured = with_estimates(measured, there, machines, infos, facts.config, sizes)
+                make = weighed_plan if measure_one and not machines else make_plan
+                job = partial(
+                    make, choice, facts, nodes, measured, silent, holdings, arith, divides
                 )
-            else:
-                measured = await self.measuring.known(there[0], choice, facts, dtype, ariths)
-            if machines:
-                sizes = unmeasured(facts, nodes, choice, arith)
-                measured = with_estimates(measured, there, machines, infos, facts.config, sizes)
-            make = weighed_plan if measure_one and not machines else make_plan
-            job = partial(make, choice, facts, nodes, measured, silent, holdings, arith, divides)
-            return await self.threads.run(f"planning {choice.model}", job)
+                return await self.threads.run(f"planning {choice.model}", job)
 
-        plan = await _settled(choice.arith, settle_arith(choice.arith, nodes), placed)
-        if plan.nodes[0].node != self.node and not added:
+            return await _settled(choice.arith, settle_arith(choice.arith, nodes), placed)
+
+        silent = [*silent, *self.sleepers.left_out()]
+        plan: Plan | PlanError
+        try:
+            plan = await over(awake, [*silent, *map(unneeded, asleep)])
+        except PlanError as error:
+            plan = error
+        if asleep:
+            with contextlib.suppress(PlanError):
+                wider = await over([*awake, *asleep], silent)
+                plan = wider if is_worth_waking(plan, wider) else plan
+        if isinstance(plan, PlanError):
+            raise plan
+        if plan.nodes[0].node != self.node and not (added or plan.asleep):
             return Elsewhere(address=plan.nodes[0].address, model=choice.model)
         return plan
+
+    async def plan_awake(
+        self,
+        choice: ModelChoice,
+        on_measured: OnMeasured,
+        on_plan: Callable[[Plan], None],
+        on_progress: OnStageProgress,
+        *,
+        divides: bool = True,
+    ) -> Plan | Elsewhere:
+        """Plan as `plan`, and wake the nodes that the plan needs, or plan without them.
+
+        `on_plan` takes a plan with nodes that are asleep, before they are woken. Raises as `plan`.
+        """
+        while True:
+            plan = await self.plan(choice, on_measured, divides=divides)
+            if isinstance(plan, Elsewhere) or not plan.asleep:
+                return plan
+            on_plan(plan)
+            tell = partial(_tell_waking, plan, on_progress)
+            await self.sleepers.wake([info.node for info in plan.asleep], tell)
 
     async def replan(
         self, opened: Plan, now: Plan, without: Mapping[NodeId, str], *, measures: bool = False
@@ -126,9 +181,22 @@ class Planner:
         `now` is the plan of the ring to replace, whose dtype and arithmetic are kept, and its
         figures too unless the nodes are to be measured. Of nodes that the client named those are
         used that are there. Nodes in `without` are left out for the reason given. Those of the ring
-        that drain or rest by now are used where it takes them. Raises PlanError if the nodes that
-        are there cannot do it.
+        that drain or rest by now are used where it takes them; where the others cannot do it, those
+        that sleep are woken. Raises PlanError if the nodes that are there cannot do it.
         """
+        try:
+            return await self._replan(opened, now, without, measures)
+        except PlanError:
+            asleep = [] if opened.choice.nodes else [info.node for info in self.sleepers.infos()]
+            if not asleep:
+                raise
+            await self.sleepers.wake(asleep)
+            return await self._replan(opened, now, without, measures)
+
+    async def _replan(
+        self, opened: Plan, now: Plan, without: Mapping[NodeId, str], measures: bool
+    ) -> Plan:
+        """Plan again over the nodes that are there; see replan."""
         found = await self.directory.candidates((), REPLAN_STATUS_S, leads=True)
         nodes = tuple(info for info in found.nodes if info.node not in without)
         members = {node.node for node in now.nodes} - without.keys()
@@ -229,7 +297,7 @@ class Planner:
             with contextlib.suppress(ShardnetError, TimeoutError):
                 async with asyncio.timeout(REPLAN_STATUS_S):
                     [info] = (await self.directory.candidates([address])).nodes
-                    if info.node not in without:
+                    if info.node not in without and info.asleep is None:
                         found[address] = info
         return found
 
@@ -320,6 +388,14 @@ class Planner:
         except CheckpointError:
             return False
         return True
+
+
+def _tell_waking(
+    plan: Plan, on_progress: OnStageProgress, node: str, waited_s: float, rule_s: float
+) -> None:
+    """Tell for how long a node of a plan has been waited for, and how long that takes, in s."""
+    rank = next((rank for rank, info in enumerate(plan.nodes) if info.node == node), 0)
+    on_progress(rank, "waiting", int(waited_s), math.ceil(rule_s))
 
 
 def _named_nodes(opened: Plan, nodes: Sequence[NodeInfo]) -> dict[str, NodeInfo]:

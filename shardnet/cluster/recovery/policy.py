@@ -223,14 +223,15 @@ class Returns:
     _n_lost: dict[NodeId, int] = field(default_factory=dict)
     _told: set[NodeId] = field(default_factory=set)
 
-    def look(self, now_s: float, here: Collection[NodeId]) -> None:
-        """Take which nodes are here now."""
+    def look(self, now_s: float, here: Collection[NodeId], asleep: Collection[str] = ()) -> None:
+        """Take which nodes are here now; those `asleep` have not been lost."""
         for node in [*self._since_s]:
             if node not in here:
                 been_s = now_s - self._since_s.pop(node)
-                n_lost = 0 if been_s >= FORGIVEN_S else self._n_lost.get(node, 0)
-                self._n_lost[node] = n_lost + 1
                 self._told.discard(node)
+                if node not in asleep:
+                    n_lost = 0 if been_s >= FORGIVEN_S else self._n_lost.get(node, 0)
+                    self._n_lost[node] = n_lost + 1
         for node in here:
             self._since_s.setdefault(node, now_s)
 

@@ -320,7 +320,8 @@ class NodeWatch:
         now_s = time.monotonic()
         lead = self.head.latest
         left_out = self.recovery.left_out(lead) if lead is not None else {}
-        self._returns.look(now_s, [node for node in self.linked() if node not in left_out])
+        asleep = [info.node for info in self.planner.sleepers.listed()]
+        self._returns.look(now_s, [node for node in self.linked() if node not in left_out], asleep)
         if lead is None or lead.is_recovering or now_s < self._not_before_s:
             return
         used = [NodeId(node.node) for node in lead.plan.ring_nodes] if lead.stands else []

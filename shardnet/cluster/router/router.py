@@ -426,10 +426,15 @@ class Router:
         self, control: ControlLink, request: int, choice: ModelChoice
     ) -> Front | Elsewhere | None:
         """Open several rings if that is best. What is wrong with the choice is said elsewhere."""
-        progress = partial(report_progress, control, request, 0)
+        progress = partial(report_progress, control, request)
         try:
-            await self.planner.provide(choice.model, partial(progress, "downloading"))
-            plan = await self.planner.plan(choice, partial(progress, "measuring"))
+            await self.planner.provide(choice.model, partial(progress, 0, "downloading"))
+            plan = await self.planner.plan_awake(
+                choice,
+                partial(progress, 0, "measuring"),
+                lambda plan: None,
+                progress,
+            )
         except (errors.CheckpointError, errors.PlanError):
             return None
         if isinstance(plan, Elsewhere):

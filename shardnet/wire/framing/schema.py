@@ -65,11 +65,13 @@ Shares = Annotated[list[Annotated[int, Meta(ge=1, le=10_000)]], Meta(max_length=
 AdapterName = Annotated[str, Meta(max_length=64, pattern=_PRINTABLE)]
 FileName = Annotated[str, Meta(max_length=255, pattern=NO_NUL)]
 """One file of a checkpoint. Which names a model may have is checked where it is used."""
+Mac = Annotated[str, Meta(max_length=17, pattern=_PRINTABLE)]
+"""A hardware address, as `00:1b:44:11:3a:b7`."""
 DigestOrNone = Annotated[str, Meta(max_length=64, pattern=r"\A(?:[0-9a-f]{64})?\Z")]
 """SHA-256 in hex, "" for none."""
 Phase = Literal["downloading", "fetching", "loading", "waiting", "measuring"]
 """What a node does before its stage is ready: weights come from the Hub, from peers or from its own
-disk; it still works for another head; nodes and links are measured for a plan."""
+disk; it still works for another head, or wakes; nodes and links are measured for a plan."""
 MAX_TEXT: Final = 1 << 20
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 MAX_PING_BYTES: Final = 2 * 2**20

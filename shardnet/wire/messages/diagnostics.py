@@ -125,7 +125,7 @@ class PeerView(Report, frozen=True, kw_only=True):
 
     `address` is the one it uses, "" while none has answered. `told_by` has the sources: `mdns`,
     `named`, `tailnet`, or ids of nodes; none when no node advertises it any more. `refusal` says
-    why it is not linked to.
+    why it is not linked to. One that `sleeps` said so; that is in words.
     """
 
     node: schema.Name
@@ -138,6 +138,7 @@ class PeerView(Report, frozen=True, kw_only=True):
     told_by: Annotated[list[schema.Name], Meta(max_length=MAX_TELLERS)]
     refusal: schema.Explanation
     addresses: Annotated[list[AddressView], Meta(max_length=schema.MAX_PEER_ADDRESSES)]
+    sleeps: schema.Explanation = ""
 
 
 class RefusedHost(Report, frozen=True, kw_only=True):

@@ -40,6 +40,21 @@ class DeviceInfo(Report, frozen=True, kw_only=True):
     arithmetic: schema.Name = ""
 
 
+class Asleep(Report, frozen=True, kw_only=True):
+    """How a node that sleeps is woken: by the packet that its hardware addresses `macs` wait for.
+
+    It goes to the broadcast addresses of `networks`, which are the node's own addresses with their
+    prefixes, or to `wake_at` where that is not "". It took `wake_s` the last time, 0 where that is
+    not known. It sleeps since `since_s`, by its own clock.
+    """
+
+    macs: Annotated[list[schema.Mac], Meta(max_length=schema.MAX_PEER_ADDRESSES)] = []
+    networks: Annotated[list[schema.Name], Meta(max_length=schema.MAX_PEER_ADDRESSES)] = []
+    wake_at: schema.Address = ""
+    wake_s: schema.Seconds = 0
+    since_s: schema.Moment = 0
+
+
 class NodeInfo(Report, frozen=True, kw_only=True):
     """What a node reports of itself. `host_id` is equal for nodes on one machine.
 
@@ -51,6 +66,7 @@ class NodeInfo(Report, frozen=True, kw_only=True):
     the reason given, until it does not any more. A node of several `devices` has the memory of all
     of them, and is otherwise as its first; `tensor_parallel` of them share each layer, 0 for as
     the plan decides. `meters` are what measures what its machine draws.
+    One that is `asleep` is as it said before that.
     """
 
     node: schema.Name
@@ -73,6 +89,7 @@ class NodeInfo(Report, frozen=True, kw_only=True):
     devices: Annotated[list[DeviceInfo], Meta(max_length=schema.MAX_DEVICES)] = []
     tensor_parallel: schema.Threads = 0
     meters: Annotated[list[PowerMeter], Meta(max_length=schema.MAX_DEVICES + 1)] = []
+    asleep: Asleep | None = None
 
 
 class Status(schema.Numbered, frozen=True, kw_only=True):
@@ -112,11 +129,24 @@ class PeersKnown(TaggedReport, frozen=True, kw_only=True):
     """Tell a peer, unasked, of the sender itself and of every node it has a control link to.
 
     Sent when a link is up, and again when it has changed: each takes the place of the one before.
-    The sender takes no layers now if it `rests`, for the reason given.
+    The sender takes no layers now if it `rests`, for the reason given. One that is about to sleep
+    says how it `sleeps`. The receiver took `woke_s` to wake when the sender woke it last, 0 where
+    it has not.
     """
 
     peers: Annotated[list[KnownPeer], Meta(max_length=1024)]
     rests: schema.Explanation = ""
+    sleeps: NodeInfo | None = None
+    woke_s: schema.Seconds = 0
+
+
+class Wake(schema.Numbered, frozen=True, kw_only=True):
+    """Ask a node to wake the node `node`, an id, which has told it that it sleeps.
+
+    LoadProgress precedes Done, which comes when it is linked.
+    """
+
+    node: schema.Name
 
 
 class ReportRequest(schema.Numbered, frozen=True, kw_only=True):
@@ -243,7 +273,9 @@ class KeyTaken(schema.Reply, frozen=True, kw_only=True):
     old_s: Annotated[int, Meta(ge=0, le=MAX_GRACE_S)] = 0
 
 
-MembershipRequest: TypeAlias = Status | Ping | ReportRequest | IdentifyModel | ListModels | TakeKey
+MembershipRequest: TypeAlias = (
+    Status | Ping | Wake | ReportRequest | IdentifyModel | ListModels | TakeKey
+)
 """Requests about nodes and models."""
 MembershipMessage: TypeAlias = (
     MembershipRequest

@@ -253,6 +253,14 @@ class LeftOut(Report, frozen=True, kw_only=True):
     why: schema.Explanation
 
 
+class SleepingNode(Report, frozen=True, kw_only=True):
+    """A node of a plan that sleeps. To wake took it `wake_s`, 0 where that is not known."""
+
+    node: schema.Name
+    name: schema.Name
+    wake_s: schema.Seconds = 0
+
+
 class WireError(Report, frozen=True, kw_only=True):
     """What a narrower wire does to the logits, measured over `n_rows` rows of one text.
 
@@ -309,6 +317,7 @@ class PlanReply(schema.Reply, frozen=True, kw_only=True):
     one of 512 x 512 pixels within about `picture_s`, null if not known. `turns` and `kept` are of
     long conversations, null where they cannot be told. `energy` is there in answer to a PlanRequest
     where every node of the plan knows what it draws.
+    Nodes that are `asleep` have to wake first.
     """
 
     model: PathText
@@ -340,12 +349,14 @@ class PlanReply(schema.Reply, frozen=True, kw_only=True):
     kept: KeptPositions | None = None
     drafters: Drafters = []
     energy: PlannedEnergy | None = None
+    asleep: Annotated[list[SleepingNode], Meta(max_length=schema.MAX_STAGES)] = []
 
 
 class NodeProgress(schema.Reply, frozen=True, kw_only=True):
     """Tells the client of a Generate how far the node of a stage is with loading.
 
-    With the phase `waiting`: that it is waited for, since another head uses it. With `measuring`,
+    With the phase `waiting`: that it is waited for, since another head uses it, or since it sleeps,
+    for how many seconds of how many as a rule then, 0 where that is not known. With `measuring`,
     before the plan: how many nodes and links are measured, of how many. The client of a PlanRequest
     is told of the latter, and how far the head, rank 0, is with measuring a narrower wire.
     """

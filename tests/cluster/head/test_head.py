@@ -60,7 +60,7 @@ class Alone:
         """Nothing has to be downloaded."""
         return True
 
-    async def plan(self, *_: object, **__: object) -> Any:
+    async def plan_awake(self, *_: object, **__: object) -> Any:
         """Plan a ring without nodes."""
         facts = SimpleNamespace(path=MODEL)
         choice = ModelChoice(model=MODEL)
@@ -208,7 +208,7 @@ class Losing(Alone):
         self._losses = [*losses]
         self.planned: list[str] = []
 
-    async def plan(self, *_: object, **__: object) -> Any:
+    async def plan_awake(self, *_: object, **__: object) -> Any:
         """Plan for all three."""
         return self._over("abc")
 
@@ -388,7 +388,7 @@ def test_a_ring_that_is_lost_is_not_kept_from_recovery_by_who_plans_another_one(
         planning, measured, lost = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
         class Silent(Alone):
-            async def plan(self, *_: object, **__: object) -> Any:
+            async def plan_awake(self, *_: object, **__: object) -> Any:
                 planning.set()
                 await measured.wait()
                 raise PlanError("no node has answered")

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from msgspec import structs
+from support.cluster.town import make_sleepers
 from support.rings.stage_forms import FORM
 
 from shardnet.cluster.head.head import Head
@@ -58,6 +59,7 @@ def test_a_disk_that_does_not_answer_has_changed_nothing(
 ) -> None:
     monkeypatch.setattr(planning, "CHECK_S", 0.02)
     planner = Planner(
+        sleepers=make_sleepers(),
         node=NodeId("a"),
         directory=cast(Any, None),
         sharing=cast(Any, disk),
@@ -107,7 +109,7 @@ class Around:
         self.asked.set()
         await self.answers.wait()
 
-    async def plan(self, choice: ModelChoice, on_measured: object, *, divides: bool) -> Any:
+    async def plan_awake(self, choice: ModelChoice, *_: object, divides: bool) -> Any:
         assert not divides, "several rings are the router's"
         if choice.model == ELSEWHERE:
             raise PlanError("no node has memory for it")

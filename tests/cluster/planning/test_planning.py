@@ -13,6 +13,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 from msgspec import structs
+from support.cluster.town import make_sleepers
 
 from shardnet.checkpoint.replica import StoredLayers
 from shardnet.cluster.head.ring_builder import ring_spec
@@ -52,8 +53,14 @@ from shardnet.wire.messages.control import read_control
 from shardnet.wire.messages.diagnostics import PowerMeter
 from shardnet.wire.messages.generation import MeanStageTime, Timing
 from shardnet.wire.messages.measurements import NodeMeasured
-from shardnet.wire.messages.membership import DeviceInfo, NodeInfo
-from shardnet.wire.messages.plans import LeftOut, ModelChoice, NamedAdapter, PlanReply
+from shardnet.wire.messages.membership import Asleep, DeviceInfo, NodeInfo
+from shardnet.wire.messages.plans import (
+    LeftOut,
+    ModelChoice,
+    NamedAdapter,
+    PlanReply,
+    SleepingNode,
+)
 from shardnet_cli.output.plan_text import plan_text
 
 GIB = 2**30
@@ -538,6 +545,7 @@ def test_unknown_keys_of_the_config_end_the_plan_or_are_warned_of() -> None:
 
     others = cast(Any, None)
     planner = Planner(
+        sleepers=make_sleepers(),
         node=NodeId("id-a"),
         directory=others,
         sharing=cast(Any, Sharing()),
@@ -643,6 +651,7 @@ def test_nodes_that_are_to_be_left_out_are_no_candidates() -> None:
         return SimpleNamespace(nodes=infos, silent=())
 
     planner = Planner(
+        sleepers=make_sleepers(),
         node=NodeId("a"),
         directory=cast(Any, SimpleNamespace(candidates=candidates)),
         sharing=cast(Any, None),
@@ -734,6 +743,7 @@ def test_members_that_leave_are_used_where_a_lost_ring_cannot_do_without(
 
     monkeypatch.setattr(planning, "plan_again", plan_again)
     planner = Planner(
+        sleepers=make_sleepers(),
         node=NodeId("a"),
         directory=Mock(candidates=AsyncMock(return_value=found)),
         sharing=Mock(holdings=AsyncMock()),
@@ -927,3 +937,107 @@ def test_what_a_plan_computes_is_what_a_choice_asks_for_or_leaves_open() -> None
         assert plan.computes(structs.replace(open_choice, **same)), same
     for other in ({"mmproj": "/q"}, {"quant": ""}, {"context": 1}, {"mtp": True}, {"threads": 3}):
         assert not plan.computes(structs.replace(open_choice, **other)), other
+
+
+class Site:
+    """A node a that plans, and b, which sleeps and wakes if it `wakes`; how fast both are."""
+
+    def __init__(self, layer_s: dict[str, float], memory: int = GIB, *, wakes: bool = True) -> None:
+        self.layer_s, self.awake, self.told = layer_s, [node("a", memory=memory)], list[Any]()
+        asleep = Asleep(macs=["00:1b:44:11:3a:b7"], wake_at="127.0.0.1:9", wake_s=24.2)
+        self.sleepers = make_sleepers(wait_s=0.05)
+        self.sleepers.fell_asleep(structs.replace(node("b", memory=memory), asleep=asleep))
+        self.sleepers.on_waking = lambda nodes: (
+            asyncio.get_running_loop().call_soon(self.wake) if wakes else None
+        )
+        self.planner = Planner(
+            node=NodeId("id-a"),
+            directory=cast(Any, self),
+            sleepers=self.sleepers,
+            sharing=Mock(
+                identify=AsyncMock(return_value=facts("float32")),
+                holdings=AsyncMock(return_value={}),
+            ),
+            measuring=cast(Any, self),
+            threads=cast(Any, self),
+            log=pytest.fail,
+        )
+
+    def wake(self) -> None:
+        self.awake.append(node("b", memory=self.awake[0].memory_bytes))
+        self.sleepers.woke(NodeId("id-b"), "b")
+
+    async def candidates(self, addresses: Sequence[str]) -> NodeCandidates:
+        return NodeCandidates(nodes=tuple(self.awake))
+
+    async def measured(self, nodes: Sequence[NodeInfo], *_: object, **__: object) -> Measured:
+        speeds = {
+            NodeId(one.node): StageSpeed(
+                layer_s=self.layer_s[one.name], layer_256_s=1, embed_s=0, head_s=0
+            )
+            for one in nodes
+        }
+        link = LinkSpeed(round_trip_s=1e-4, bytes_per_s=1e9)
+        return Measured(
+            speeds=speeds, links={(x, y): link for x in speeds for y in speeds if x != y}
+        )
+
+    async def known(self, only: NodeInfo, *_: object) -> Measured:
+        return await self.measured([only])
+
+    async def run(self, _: str, job: Callable[[], Plan]) -> Plan:
+        return job()
+
+    def plan(self) -> Any:
+        choice = ModelChoice(model="/m")
+        return asyncio.run(self.planner.plan(choice, lambda *_: None))
+
+    def plan_awake(self) -> Any:
+        choice = ModelChoice(model="/m")
+        return asyncio.run(
+            self.planner.plan_awake(
+                choice, lambda *_: None, self.told.append, lambda *told: self.told.append(told)
+            )
+        )
+
+
+def test_a_plan_names_the_node_that_would_be_woken_and_wakes_nobody() -> None:
+    """Where it is much faster with it; what is somewhat faster is not worth it."""
+    site = Site({"a": 0.01, "b": 0.001})
+    plan = site.plan()
+    assert [one.name for one in plan.asleep] == ["b"]
+    reply = plan.reply(1)
+    assert reply.asleep == [SleepingNode(node="id-b", name="b", wake_s=24.2)]
+    assert reply.why.endswith("; b sleeps: 25 s to wake")
+    assert reply.predicted_tok_s == pytest.approx(1000 / 6)
+    assert [one.name for one in site.awake] == ["a"]
+    reply = Site({"a": 0.01, "b": 0.05}).plan().reply(1)
+    assert [(stage.name, reply.asleep) for stage in reply.stages] == [("a", [])]
+    assert reply.left_out == [
+        LeftOut(node="id-b", name="b", why="b sleeps: 25 s to wake; it is not needed")
+    ]
+
+
+def test_a_node_that_a_ring_needs_is_woken_before_it_is_planned_for() -> None:
+    site = Site({"a": 0.01, "b": 0.001})
+    assert site.plan_awake() == planning.Elsewhere(address="b:1", model="/m"), "b leads it"
+    [plan, progress] = site.told
+    assert [one.name for one in plan.asleep] == ["b"]
+    assert progress == (0, "waiting", 0, 25)
+
+
+def test_a_node_that_does_not_wake_is_done_without_by_name() -> None:
+    """By the others, or not at all."""
+    site = Site({"a": 0.01, "b": 0.001}, wakes=False)
+    plan = site.plan_awake()
+    assert [one.name for one in plan.nodes] == ["a"]
+    [out] = plan.silent
+    assert (out.name, out.why[:35]) == ("b", "it did not wake within 0.05 s; see ")
+    whole = make_plan(ModelChoice(model="/m"), facts("float32"), [node("a")]).placement.stages[0]
+    memory = whole.weight_bytes * 3 // 4 + 2 * 2**20
+    site = Site({"a": 0.01, "b": 0.01}, memory, wakes=False)
+    with pytest.raises(PlanError, match=r"left out: b \(it did not wake within 0\.05 s"):
+        site.plan_awake()
+    assert len(site.told) == 2, "it was tried once"
+    woken = Site({"a": 0.01, "b": 0.01}, memory).plan_awake()
+    assert [one.name for one in woken.ring_nodes] == ["a", "b"]

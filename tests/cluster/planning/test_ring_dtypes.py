@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from msgspec import structs
+from support.cluster.town import make_sleepers
 from test_planning import GIB, facts, node
 
 from shardnet.cluster.head.ring_builder import ring_spec
@@ -263,6 +264,7 @@ def test_nodes_that_are_alike_are_measured_as_they_compute_once_others_are_left_
 
     around, found = cast(Any, Around()), Found()
     planner = Planner(
+        sleepers=make_sleepers(),
         node=NodeId("id-a"),
         directory=around,
         sharing=around,

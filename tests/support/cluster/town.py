@@ -10,11 +10,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
 
 from shardnet.cluster.machine.addresses import Interface, rank
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
 from shardnet.cluster.peers.peer_table import KnownNode
 from shardnet.cluster.peers.peers import Peers, PeerTimes
+from shardnet.cluster.peers.sleepers import Sleepers
 from shardnet.errors import PeerUnreachableError
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
@@ -23,8 +26,25 @@ from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import PeersKnown, Ping
 
+T = TypeVar("T")
+
 TIMES = PeerTimes(redial_s=0.01, compare_s=20.0, retire_s=0.02, ping_s=0.05, gather_s=0.0)
 HERE = rank([Interface(name="eth0", is_up=True, addresses=("10.0.0.99/24",))])
+
+
+def make_sleepers(
+    log: Callable[[str], None] = lambda line: None, path: Path | None = None, wait_s: float = 60.0
+) -> Sleepers:
+    """What a node of this town knows of those that sleep, in a file or in none."""
+
+    def on_disk(place: object, job: Callable[[], T]) -> asyncio.Future[T]:
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        done.set_result(job())
+        return done
+
+    return Sleepers(
+        path=path, cluster="town", own=lambda: HERE, wait_s=wait_s, on_disk=on_disk, log=log
+    )
 
 
 class Member:
@@ -60,6 +80,7 @@ class Member:
             own_hosts=lambda: HERE,
             own_addresses=lambda: self.addresses,
             log=self._log,
+            sleepers=make_sleepers(self._log),
             on_member=self.members.append,
             times=times,
         )

@@ -45,6 +45,13 @@ class Host:
         return (self.address, f"fd77::{self.number}")
 
     @property
+    def link_address(self) -> str:
+        """The hardware address of its interface."""
+        shown = ("ip", "-n", self.namespace, "-o", "link", "show", "eth0")
+        told = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
+        return told.partition("link/ether ")[2].split()[0]
+
+    @property
     def prefix(self) -> tuple[str, ...]:
         """What to put before a command line to run it there. The process id stays the same."""
         return (*ENTER, self.namespace)

@@ -12,6 +12,7 @@ const STATES = {
   up: ["up", "good"],
   draining: ["draining", "warn"],
   resting: ["resting", "warn"],
+  asleep: ["asleep", "warn"],
   silent: ["silent", "warn"],
   lost: ["lost", "bad"],
   refused: ["refused", "warn"],
