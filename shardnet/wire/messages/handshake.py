@@ -36,7 +36,11 @@ MEASURED_RING: Final = "gathers"
 WHAT_IF: Final = "what-if"
 KEYS: Final = "keys"
 """A peer that has it takes new cluster keys (TakeKey)."""
-CAPABILITIES: Final[tuple[str, ...]] = (WHAT_IF, KEYS, "update")
+UPDATE: Final = "update"
+SAMPLERS: Final = ("samplers-2", "DRY, top-n-sigma and typical sampling")
+THOUGHTS: Final = ("thoughts", "budgets of reasoning")
+"""Capabilities, and what is done by them."""
+CAPABILITIES: Final[tuple[str, ...]] = (WHAT_IF, KEYS, UPDATE, SAMPLERS[0], THOUGHTS[0])
 """What this release understands beyond the one before, as its hellos list it. Whoever sends a
 message of a new kind, or a key that changes what is done, looks first whether the peer has it."""
 

@@ -49,7 +49,7 @@ class Machine:
         node, links = self.node, self.node.links.peers.links
         self.is_unplugged = True
         await self.listener.close()
-        clients = [*node.dispatcher._client_links] if with_clients else []
+        clients = [one.link for one in node.dispatcher.clients] if with_clients else []
         controls = [one.control.link for peer in links._peers.values() for one in peer.links]
         membership = node.stage.host.membership
         data = [] if membership is None else [*membership._links]
