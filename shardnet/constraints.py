@@ -120,6 +120,14 @@ class TokenMask:
         """Whether it allows no token."""
         return self.form is MaskForm.ALLOWED and not self.data
 
+    def allows(self, token_id: int) -> bool:
+        """Say whether a token may be drawn."""
+        if self.form is MaskForm.BITS:
+            byte = self.data[token_id // 8 : token_id // 8 + 1]
+            return bool(byte) and bool(byte[0] >> token_id % 8 & 1)
+        is_listed = token_id in memoryview(self.data).cast("I")
+        return is_listed is (self.form is MaskForm.ALLOWED)
+
 
 @dataclass(frozen=True, slots=True)
 class RowMask:

@@ -100,6 +100,14 @@ class HttpOptions:
         env=True,
     )
 
+    reasoning_budget: int = flag(
+        -1,
+        "--reasoning-budget N",
+        "How many tokens a model may think for requests that do not say; then its thought is "
+        "closed and the answer begins. -1: any number.",
+        min=-1,
+    )
+
     def listening(
         self, host: str, port: int, access: Access = _STORED_KEY, name: str = ""
     ) -> Listening:
@@ -159,6 +167,7 @@ class HttpOptions:
             has_deputy=self.deputy == "auto",
             fetches_pictures=self.fetch_images,
             most_equal_calls=self.equal_calls,
+            thought_budget=None if self.reasoning_budget < 0 else self.reasoning_budget,
             aliases=dict(map(_alias, self.alias or ())),
         )
 

@@ -31,7 +31,8 @@ _FLAGS: Final = {
     ),
     "Sampling": (
         "--temperature --top-k --top-p --min-p --repetition-penalty --presence-penalty "
-        "--frequency-penalty --logit-bias --seed --use-lora"
+        "--frequency-penalty --top-n-sigma --typical-p --dry-multiplier --dry-base "
+        "--dry-allowed-length --dry-sequence-breaker --logit-bias --seed --use-lora"
     ),
     "The form of a text": "--json-schema --regex --grammar",
     "The end of a text": "--max-tokens --min-tokens --stop --stop-token-id --ignore-eos",
@@ -43,7 +44,7 @@ _FLAGS: Final = {
     "HTTP": (
         "--http --api-key --api-key-file --cors-origin --allowed-host --alias "
         "--root-path --tls --tls-cert --tls-key --switch --idle-unload --deputy "
-        "--fetch-images --equal-calls"
+        "--fetch-images --equal-calls --reasoning-budget"
     ),
 }
 SECTIONS: Final = MappingProxyType({name: flags.split() for name, flags in _FLAGS.items()})

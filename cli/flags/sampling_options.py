@@ -22,13 +22,16 @@ from shardnet.api.validation import find_half_pair, find_refused
 from shardnet.constraints import MAX_CONSTRAINT_CHARACTERS, Constraint, ConstraintKind
 from shardnet.errors import UsageError
 from shardnet.files import decode_text, expanded, read_text
-from shardnet.sampling_params import SamplingParams
+from shardnet.sampling_params import NEWER, SamplingParams
 from shardnet.wire.messages.generation import RecommendedName
 from shardnet.wire.messages.plans import ModelChoice
 
 from .options import check_choices, flag, naming, option, reading
 
 RECOMMENDED: Final[tuple[RecommendedName, ...]] = get_args(RecommendedName)
+
+SETTLED: Final = ("presence_penalty", "frequency_penalty", "min_tokens", *NEWER)
+"""Those that no model recommends."""
 
 MaxTokens = Annotated[
     int,
@@ -71,6 +74,28 @@ class SamplingOptions:
         0.0,
         "--frequency-penalty X",
         "Lower the logit of tokens of the output by X for each time they occur.",
+    )
+    top_n_sigma: float | None = flag(
+        None, "--top-n-sigma X", "Sample from logits within X deviations of the best; 0 is off."
+    )
+    typical_p: float | None = flag(
+        None, "--typical-p P", "Sample from tokens about as surprising as expected, P together."
+    )
+    dry_multiplier: float | None = flag(
+        None, "--dry-multiplier X", "Lower what would go on with a repeat (DRY) by X; 0 is off."
+    )
+    dry_base: float | None = flag(
+        None, "--dry-base X", "X times more for each token it is longer. Default: 1.75."
+    )
+    dry_allowed_length: int | None = flag(
+        None,
+        "--dry-allowed-length N",
+        "Repeats of N tokens get the multiplier, shorter ones nothing. Default: 2.",
+    )
+    dry_sequence_breaker: list[str] | None = flag(
+        None,
+        "--dry-sequence-breaker STR",
+        'No repeat goes over this text; may be given several times. Default: a new line, : " *',
     )
     logit_bias: list[str] | None = flag(
         None,
@@ -153,10 +178,9 @@ class SamplingOptions:
         params = structs.replace(
             self.DEFAULTS,
             **{name: value for name, value in given.items() if value is not None},
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
+            **{name: getattr(self, name) for name in SETTLED},
+            dry_breakers=tuple(self.dry_sequence_breaker or ()),
             logit_bias=tuple(_parse_bias(entry) for entry in self.logit_bias or ()),
-            min_tokens=self.min_tokens,
             seed=secrets.randbits(32) if self.seed is None else self.seed,
             n_logprobs=n_logprobs,
         )
@@ -252,6 +276,12 @@ class PromptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     repetition_penalty: float | UnsetType = UNSET
     presence_penalty: float | UnsetType = UNSET
     frequency_penalty: float | UnsetType = UNSET
+    top_n_sigma: float | UnsetType = UNSET
+    typical_p: float | UnsetType = UNSET
+    dry_multiplier: float | UnsetType = UNSET
+    dry_base: float | UnsetType = UNSET
+    dry_allowed_length: int | UnsetType = UNSET
+    dry_breakers: tuple[str, ...] | UnsetType = UNSET
     min_tokens: int | UnsetType = UNSET
     seed: int | UnsetType = UNSET
     logit_bias: dict[int, float] | UnsetType = UNSET
@@ -272,7 +302,11 @@ class PromptLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     deadline_s: float | UnsetType = UNSET
 
 
-_SAMPLING_KEYS: Final = {*SamplingParams.__struct_fields__} - {"logit_bias", "sample_index"}
+_SAMPLING_KEYS: Final = {*SamplingParams.__struct_fields__} - {
+    "logit_bias",
+    "sample_index",
+    "dry_breakers",
+}
 _OPTION_KEYS: Final = GenerationOptions.__annotations__.keys()
 """What a line may change of the command's: `logit_bias` and `sample_index` have another form."""
 

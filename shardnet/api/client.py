@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from itertools import count
 from typing import TYPE_CHECKING, TypeVar, Unpack
+from weakref import WeakSet
 
 from msgspec.structs import replace
 
@@ -35,6 +36,7 @@ from shardnet.api.requests import (
     is_single,
     make_requests,
     name_model,
+    thought_of,
 )
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.cluster.peers.control_link import ControlLink, Incoming
@@ -45,6 +47,7 @@ from shardnet.errors import (
     RemoteProtocolError,
     ShardnetError,
     TakenError,
+    UsageError,
 )
 from shardnet.sampling_params import SamplingParams
 from shardnet.transport import tcp
@@ -71,6 +74,7 @@ from shardnet.wire.messages.generation import (
     Encoded,
     LastRun,
     LastRunRequest,
+    Thought,
     Tokenize,
     Tokenized,
     Unload,
@@ -180,6 +184,7 @@ class Client:
         self._deputy = ""
         """The node that goes on if ours is lost, as far as is known."""
         self._is_over = False
+        self._calls: WeakSet[Generations] = WeakSet()
         self._ids = count(1)
 
     @property
@@ -347,8 +352,31 @@ class Client:
         requests = make_requests(prompts, sampling, self._chosen(model), n=n, **options)
         hooks = Hooks(should_stop=should_stop, on_plan=on_plan, on_loading=on_loading)
         generations = Generations(requests, self._ids, self._reach, hooks, self._note_deputy)
+        self._calls.add(generations)
         events = self._explained(generations.events())
         return _raising(events) if is_single(prompts) and n == 1 else events
+
+    async def thinking(
+        self,
+        budget: int | None = None,
+        *,
+        message: str = "",
+        model: str | ModelChoice | None = None,
+    ) -> Thought | None:
+        """Return an option `thinking` for `generate`: at most `budget` tokens of reasoning.
+
+        Behind these `message` and the model's own mark end it. None for a model that has no marks
+        of reasoning. Raises as `describe_tokenizer`.
+        """
+        return thought_of(await self.describe_tokenizer(model=model), budget, message)
+
+    def end_thought(self, request_id: int) -> None:
+        """Have a running request, named as in its events, end its reasoning and answer.
+
+        Raises UsageError if it does not run, or was sent without the option `thinking`.
+        """
+        if not any(call.end_thought(request_id) for call in self._calls):
+            raise UsageError(f"no request {request_id} of this client runs")
 
     async def complete(
         self,

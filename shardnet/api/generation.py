@@ -29,6 +29,7 @@ from shardnet.errors import (
     PeerFailedError,
     ShardnetError,
     UsageError,
+    VersionMismatchError,
 )
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.control import Redirect
@@ -111,6 +112,19 @@ class Generations:
         self._is_served = False
         self._n_of_set = self._set = self._set_size = 0
 
+    def end_thought(self, request_id: int) -> bool:
+        """Have a request end its reasoning: it is sent anew with the tokens so far, for which the
+        ring has everything. Returns False for one that does not run; raises UsageError.
+        """
+        running = self._running.get(request_id)
+        if running is None or running.control is None:
+            return False
+        control = running.control
+        running.end_thought()
+        running.detach(give_up=True)
+        self._send(running, control)
+        return True
+
     async def events(self) -> AsyncGenerator[GenerationEvent, None]:
         """Run all requests and yield their events. Closing the iterator cancels those that run."""
         try:
@@ -176,7 +190,7 @@ class Generations:
 
         try:
             running.send(control, on_answer)
-        except LinkError as error:
+        except (LinkError, VersionMismatchError) as error:
             on_answer(error)
 
     async def _take(self, running: RunningRequest, answer: Answer) -> GenerationEvent | None:

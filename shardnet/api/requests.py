@@ -14,6 +14,8 @@ from typing import Any, Final, Literal, NotRequired, TypeAlias, TypedDict, TypeG
 
 import msgspec
 
+from shardnet.api.chat_formats.choice import choose_format
+from shardnet.api.chat_formats.marks import TokenText
 from shardnet.api.validation import find_refused, find_unwritable, nearest
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.model_names import has_prefix, may_be_name
@@ -25,7 +27,7 @@ from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages import generation
 from shardnet.wire.messages.chat import MAX_PICTURES_BYTES, ChatMessage, Picture, TokenizerDescribed
 from shardnet.wire.messages.control import ControlMessage, control_frame, read_control
-from shardnet.wire.messages.generation import Generate, RecommendedName
+from shardnet.wire.messages.generation import Generate, RecommendedName, Thought, ThoughtMark
 from shardnet.wire.messages.plans import AdapterScale, ModelChoice
 
 
@@ -54,8 +56,10 @@ class GenerationOptions(TypedDict, total=False):
     are copied to a deputy of the head, which goes on if the head is lost. `adapters` (none): LoRA
     adapters of the ring by name (ModelChoice has their paths), and what each is multiplied by.
     `pictures` (none): those of a prompt that is no messages, as bytes or paths; they stand where it
-    has the model's own token for one, else before it. With `resume` (False) the answers to a call
-    with the same `key` are gone on with, from their beginning.
+    has the model's own token for one, else before it. `thinking` (none): how many tokens the model
+    may think, and by which marks; `Client.thinking` makes one. With
+    `resume` (False) the answers to a call with the same `key` are gone on with, from their
+    beginning.
     """
 
     max_tokens: int
@@ -79,6 +83,7 @@ class GenerationOptions(TypedDict, total=False):
     key: str
     adapters: Mapping[str, float]
     pictures: Sequence[bytes | Path]
+    thinking: Thought | None
     resume: bool
 
 
@@ -156,6 +161,29 @@ class Request:
     sample: int
     message: Generate
     resumes: bool = False
+
+
+def thought_of(
+    described: TokenizerDescribed, budget: int | None, message: str = ""
+) -> Thought | None:
+    """Return how long a model may think, None for a model that has no marks of reasoning.
+
+    After `budget` tokens, None for any number, its own mark ends that, behind `message`.
+    """
+    tokens = {token.token_id: TokenText(token.text, token.is_special) for token in described.added}
+    reader = choose_format(described.template, tokens).reader
+    known = {described.template, *(token.text for token in tokens.values())}
+    marks = [
+        ThoughtMark(
+            opening=opening,
+            closing=closing,
+            before=reader.BEFORE_THINK,
+            also=[*reader.ENDS_THOUGHT],
+        )
+        for opening, closing in reader.THINK
+        if any((reader.BEFORE_THINK or opening) in text for text in known)
+    ]
+    return Thought(marks=marks, budget=budget, message=message) if marks else None
 
 
 def is_single(prompts: Prompts) -> bool:
@@ -288,6 +316,7 @@ def _message(
         fields["tools"] = _tools_text(options["tools"])
     if "template_options" in options:
         fields["template_options"] = list(options["template_options"].items())
+    fields["thought"] = fields.pop("thinking", None)
     constraint = options.get("constraint")
     if constraint is not None:
         constraint.check()

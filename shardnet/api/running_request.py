@@ -91,17 +91,35 @@ class RunningRequest:
         return not self.is_answered or not (self.copied_to or self.resumes or has_output)
 
     def send(self, control: ControlLink, on_answer: Callable[[Answer], None]) -> None:
-        """Send the request on this link. Raises LinkError when that has ended.
+        """Send the request on this link. Raises LinkError when that has ended, VersionMismatchError
+        for what the peer does not know.
 
         One that was sent on after its first tokens goes on behind them.
         """
         message = self.request.message
         made = [*message.made, *self.token_ids]
-        asked: Generate | Resume = replace(message, made=made)
+        asked = replace(message, made=made)
+        if (thought := message.thought) and (thought.budget, thought.until) == (None, None):
+            asked = replace(asked, thought=None)  # its marks are kept for `end_thought`
+        for capability in asked.needed:
+            control.link.peer.require(*capability)
+        request: Generate | Resume = asked
         if self.resumes:
-            asked = Resume(request=0, key=message.key, n_tokens=len(self.token_ids))
-        self.number = control.begin(asked, on_answer)
+            request = Resume(request=0, key=message.key, n_tokens=len(self.token_ids))
+        self.number = control.begin(request, on_answer)
         self.control = control
+
+    def end_thought(self) -> None:
+        """Send it from now on as one whose reasoning ends behind the tokens so far.
+
+        Raises UsageError where it was sent without marks of reasoning.
+        """
+        message = self.request.message
+        if message.thought is None:
+            raise UsageError("this request was sent without marks of reasoning")
+        ended = replace(message.thought, until=len(self.token_ids))
+        self.request = changed(self.request, message=replace(message, thought=ended))
+        self.resumes = False
 
     def detach(self, *, give_up: bool) -> None:
         """Stop receiving answers; with `give_up` also cancel the request on the node."""

@@ -106,9 +106,13 @@ class ChosenTool(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
-    """Whether the model thinks first. With adaptive it is as the chat template has it."""
+    """Whether the model thinks first, and for how many tokens at most.
+
+    With adaptive it is as the chat template has it.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=0, le=2**32 - 1)] | None = None
 
 
 class OutputFormat(msgspec.Struct, kw_only=True):
@@ -206,6 +210,7 @@ def counted(body: ConversationBody, model: ModelChoice) -> ChatRequest:
         forced_tool=forced,
         parallel_tool_calls=not is_one,
         template_options=thinking_options(_thinking(body)),
+        thought_budget=body.thinking.budget_tokens if body.thinking is not None else None,
     )
 
 

@@ -23,7 +23,7 @@ from shardnet.api.anthropic.answers import (
 )
 from shardnet.api.anthropic.body import ContinuedBody, ConversationBody, continued, counted
 from shardnet.api.chat.request import ChatRequest
-from shardnet.api.chat.run import Accepted, Ended, Piece, chat_prompt
+from shardnet.api.chat.run import Accepted, Ended, Piece, count_prompt
 from shardnet.api.chat_formats.marks import OutputDelta
 from shardnet.api.server.endpoint import (
     Dialect,
@@ -36,7 +36,6 @@ from shardnet.api.server.endpoint import (
 )
 from shardnet.api.server.errors import Fault
 from shardnet.api.server.service import Exchange
-from shardnet.errors import ContextExceededError
 
 
 class TokensCounted(msgspec.Struct, kw_only=True):
@@ -57,6 +56,7 @@ async def continue_messages(exchange: Exchange, body: ContinuedBody) -> Reply:
         stop_sequence=None,
         usage=tokens_used(),
     )
+    exchange.go_by(answer.id)
     if body.stream:
         chunks = _chunks(exchange, body, request, answer)
         return Stream(chunks=chunks, heartbeat=lambda: comment(exchange.note) + _event(Ping()))
@@ -102,14 +102,8 @@ def _event(event: StreamEvent) -> bytes:
 async def count_tokens(exchange: Exchange, body: ConversationBody) -> Reply:
     """Count the tokens of a conversation, one that is longer than the context too."""
     served = await exchange.service.models.find(body.model)
-    messages, options = chat_prompt(counted(body, served.choice))
-    try:
-        told = await exchange.tokenize(messages, model=served.choice, **options)
-    except ContextExceededError as error:
-        if not error.n_prompt:
-            raise
-        return Json(value=TokensCounted(input_tokens=error.n_prompt))
-    return Json(value=TokensCounted(input_tokens=len(told.token_ids)))
+    n_tokens = await count_prompt(exchange, counted(body, served.choice))
+    return Json(value=TokensCounted(input_tokens=n_tokens))
 
 
 _KINDS: Final = {

@@ -208,7 +208,8 @@ class ChatRequest:
     The chat template shows `shown_tools` if there are any, else `tools`: where a call must come a
     grammar keeps it among the tools, and prompts of one conversation begin alike.
     `template_options` are passed to the chat template. The sampling's `n_logprobs` asks for
-    logprobs, the options' `constraint` for JSON.
+    logprobs, the options' `constraint` for JSON. Reasoning ends after `thought_budget` tokens, with
+    -1 after any number, behind `thought_message`; None leaves it to the server.
     """
 
     turns: tuple[ChatTurn, ...]
@@ -222,6 +223,8 @@ class ChatRequest:
     forced_tool: str = ""
     parallel_tool_calls: bool = True
     template_options: Mapping[str, OptionValue] = field(default_factory=dict)
+    thought_budget: int | None = None
+    thought_message: str = ""
 
 
 def without_bills(turns: Iterable[ChatTurn]) -> Iterator[ChatTurn]:

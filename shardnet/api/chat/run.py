@@ -11,7 +11,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, TypeAlias, Unpack
 
-from shardnet.api.chat.request import ChatRequest, ChatTurn, Tool, without_bills, written
+from shardnet.api.chat.request import (
+    ChatRequest,
+    ChatTurn,
+    Tool,
+    thinking_options,
+    without_bills,
+    written,
+)
 from shardnet.api.chat_formats.choice import (
     MOST_EQUAL_CALLS,
     ChatFormat,
@@ -32,8 +39,9 @@ from shardnet.api.chat_formats.reader import HOLD
 from shardnet.api.chat_grammars.output import may_begin_thought, output_constraint
 from shardnet.api.events import GenerationEvent, GenerationResult, TokenLogprob
 from shardnet.api.generation import Generator
-from shardnet.api.requests import GenerationOptions, Message, Prompt
+from shardnet.api.requests import GenerationOptions, Message, Prompt, thought_of
 from shardnet.constraints import Constraint
+from shardnet.errors import ContextExceededError
 from shardnet.json_schemas import relax
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.generation import Detokenized, Tokenized
@@ -110,6 +118,7 @@ async def run_chat(
     *,
     is_streamed: bool,
     most_equal_calls: int = MOST_EQUAL_CALLS,
+    thought_budget: int | None = None,
 ) -> AsyncGenerator[ChatEvent, None]:
     """Run a request and yield its events: Accepted first, then for each sample pieces and its end.
 
@@ -117,12 +126,18 @@ async def run_chat(
     `constraint` where tool calls or reasoning may precede the answer.
 
     Unless it `is_streamed`, a tool call is yielded when it is complete. Of equal calls in a row
-    only the first `most_equal_calls` are yielded, with 0 all. Closing the iterator cancels the
-    request. Raises the first error of any sample.
+    only the first `most_equal_calls` are yielded, with 0 all. `thought_budget` is that of requests
+    that do not say. Closing the iterator cancels the request. Raises the first error of any sample.
     """
+    budget = thought_budget if request.thought_budget is None else request.thought_budget
+    if budget == 0:
+        switched = thinking_options(False, request.template_options)
+        request = replace(request, template_options=switched)
     reader = await _reader(generator, request, hold=HOLD if is_streamed else None)
     messages, options = chat_prompt(request)
     options["constraint"] = await _constraint(generator, request, reader, messages, options)
+    bound = None if budget is None or budget < 0 else budget
+    options["thinking"] = thought_of(reader.described, bound, request.thought_message)
     events = generator.generate(
         messages, request.sampling, n=request.n, model=request.model, **options
     )
@@ -155,11 +170,23 @@ def chat_prompt(request: ChatRequest) -> tuple[list[Message], GenerationOptions]
     return [*map(_message, without_bills(request.turns))], options
 
 
+async def count_prompt(generator: ChatGenerator, request: ChatRequest) -> int:
+    """Count the tokens of a prompt, one that is longer than the context too."""
+    messages, options = chat_prompt(request)
+    try:
+        told = await generator.tokenize(messages, model=request.model, **options)
+    except ContextExceededError as error:
+        if not error.n_prompt:
+            raise
+        return error.n_prompt
+    return len(told.token_ids)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
     """Makes the parsers of a request's output."""
 
-    template: str
+    described: TokenizerDescribed
     format: ChatFormat
     tokens: Mapping[int, TokenText]
     tools: Sequence[Mapping[str, Any]]
@@ -181,7 +208,7 @@ async def _reader(generator: ChatGenerator, request: ChatRequest, *, hold: int |
     described = await generator.describe_tokenizer(model=request.model)
     tokens = {token.token_id: TokenText(token.text, token.is_special) for token in described.added}
     return _Reader(
-        template=described.template,
+        described=described,
         format=choose_format(described.template, tokens),
         tokens=tokens,
         tools=_tools(request.tools),
@@ -202,7 +229,7 @@ async def _constraint(
     if answer is None and not reader.choice.must_call:
         return None
     tail = ""
-    if may_begin_thought(reader.format, reader.template):
+    if may_begin_thought(reader.format, reader.described.template):
         free = options.copy()
         free.pop("constraint", None)
         told = await generator.tokenize(messages, model=request.model, **free)
@@ -211,7 +238,7 @@ async def _constraint(
         tail = said.text
     tools, left_out = _relaxed(request.tools)
     constraint = output_constraint(
-        template=reader.template,
+        template=reader.described.template,
         tokens=reader.tokens,
         tools=_tools(tools),
         choice=reader.choice,

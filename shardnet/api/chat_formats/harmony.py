@@ -21,6 +21,9 @@ _PEOPLE = ("", "assistant", "user", "all")
 class HarmonyReader(Reader):
     """`<|channel|>CHANNEL to=functions.NAME <|constrain|>json<|message|>BODY<|call|>`."""
 
+    THINK = ((f"analysis{_MESSAGE}", _END),)
+    BEFORE_THINK = _CHANNEL
+    ENDS_THOUGHT = (_CALL, _RETURN, _START)
     MARKS = (_START, _END, _MESSAGE, _CHANNEL, _CALL, _RETURN, _CONSTRAIN)
 
     def read(self) -> Steps[None]:

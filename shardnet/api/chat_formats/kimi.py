@@ -62,6 +62,9 @@ class KimiReader(MarkedReader):
 class KimiElementsReader(Reader):
     """`<|open|>call tool="…"<|sep|><|open|>argument key="…" type="…"<|sep|>…`, as K3 writes."""
 
+    THINK = ((f"think{_SEP}", f"{_CLOSE}think{_SEP}"),)
+    BEFORE_THINK = _OPEN
+    ENDS_THOUGHT = (_CLOSE, _OPEN, _END_MESSAGE)
     MARKS = (_OPEN, _CLOSE, _SEP, _END_MESSAGE)
 
     def read(self) -> Steps[None]:

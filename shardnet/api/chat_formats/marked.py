@@ -23,8 +23,6 @@ class MarkedReader(Reader):
     """Marks that stand around content or calls and are no part of it."""
     NAME_KEY: ClassVar[str] = "name"
     """The key of a tool's name in a call that is an object."""
-    CALLS_END_REASONING: ClassVar[bool] = False
-    """Whether a call ends reasoning that is still open."""
 
     def read(self) -> Steps[None]:
         """Read the whole output."""
@@ -65,7 +63,7 @@ class MarkedReader(Reader):
     def think(self, close: str, openers: str) -> Steps[None]:
         """Read reasoning up to its closing mark."""
         self.reasoning_text.drop_space()
-        stops = openers if self.CALLS_END_REASONING else ""
+        stops = openers if self.ENDS_THOUGHT else ""
         while mark := (yield from self._prose(self.reasoning, close, stops)):
             if mark != close and (yield from self.calls()):
                 return

@@ -74,7 +74,7 @@ class ApertusReader(ListReader):
     OPENERS = ("<|tools_prefix|>",)
     AROUND = ("<|tools_suffix|>",)
     MARKS = (*THINK[0], *OPENERS, *AROUND)
-    CALLS_END_REASONING = True
+    ENDS_THOUGHT = OPENERS
 
     def call_object(self, *, is_strict: bool = False) -> Steps[None]:
         """Read a call as an object whose only key is the tool's name."""

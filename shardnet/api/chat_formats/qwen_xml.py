@@ -57,7 +57,7 @@ class QwenXmlReader(MarkedReader):
     WORDS: ClassVar[Words] = QWEN
     OPENERS = (QWEN.open, QWEN.function)
     MARKS = ("<think>", "</think>", QWEN.close, *OPENERS)
-    CALLS_END_REASONING = True
+    ENDS_THOUGHT = OPENERS
 
     def calls(self) -> Steps[bool]:
         """Read one call. Some models leave out the mark before the function."""
@@ -120,6 +120,7 @@ class SeedReader(QwenXmlReader):
     THINK = (("<seed:think>", "</seed:think>"),)
     OPENERS = (SEED.open, SEED.function)
     MARKS = (*THINK[0], SEED.close, *OPENERS)
+    ENDS_THOUGHT = OPENERS
 
 
 class MinimaxReader(QwenXmlReader):
@@ -128,6 +129,7 @@ class MinimaxReader(QwenXmlReader):
     WORDS = MINIMAX
     OPENERS = (MINIMAX.open, MINIMAX.function)
     MARKS = ("<think>", "</think>", MINIMAX.close, *OPENERS)
+    ENDS_THOUGHT = OPENERS
 
 
 def _end_of_value(text: str, newline: str, close: str, tool: Tool, words: Words) -> int | None:

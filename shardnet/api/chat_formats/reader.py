@@ -108,6 +108,12 @@ class Reader(ABC):
     """An OutputParser for one output."""
 
     MARKS: ClassVar[tuple[str, ...]] = ()
+    THINK: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """Marks around reasoning."""
+    BEFORE_THINK: ClassVar[str] = ""
+    """What stands before these, and before other things too."""
+    ENDS_THOUGHT: ClassVar[tuple[str, ...]] = ()
+    """Marks that end reasoning which is still open, beside its own."""
     KEEPS_SPACE: ClassVar[bool] = False
     """Whether space between content and a call is content."""
 

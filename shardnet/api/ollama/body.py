@@ -21,6 +21,7 @@ MAX_STOPS: Final = 64
 
 StopText = Annotated[str, Meta(min_length=1, max_length=4096)]
 ModelName = Annotated[str, Meta(max_length=4096)]
+Budget = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Exact = Annotated[float, Meta(ge=-(2**53), le=2**53)]
 """What a float64 holds exactly of whole numbers."""
@@ -52,7 +53,7 @@ class OllamaRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     options: OllamaOptions | None = None
     format: str | dict[str, Any] | None = None
-    think: bool | Annotated[str, Meta(max_length=64)] | None = None
+    think: bool | Budget | Annotated[str, Meta(max_length=64)] | None = None
     keep_alive: float | str | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None

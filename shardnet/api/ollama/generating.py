@@ -115,6 +115,7 @@ def _request(
         options=settings,
         tools=tools,
         template_options={**thinking_options(_thinking(body)), **_continuing(turns)},
+        thought_budget=_budget(body.think),
     )
 
 
@@ -167,7 +168,13 @@ def _thinking(body: OllamaRequest) -> bool | str | None:
     """Return whether the model is to think, or how hard; None leaves it to the chat template."""
     if body.think is None and _has_form(body):
         return False  # a form that begins with the first token has no room for reasoning before it
-    return body.think
+    think = body.think
+    return think if think is None or isinstance(think, bool | str) else True
+
+
+def _budget(think: bool | int | str | None) -> int | None:
+    """Return how many tokens the model may think, None where `think` is no number."""
+    return think if isinstance(think, int) and not isinstance(think, bool) else None
 
 
 def _turns(messages: Sequence[OllamaMessage]) -> list[ChatTurn]:

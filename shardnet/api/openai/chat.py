@@ -7,7 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -25,9 +25,18 @@ from shardnet.api.chat_formats.marks import (
 from shardnet.api.events import GenerationResult, TokenLogprob
 from shardnet.api.openai.chat_body import ChatBody, chat_request
 from shardnet.api.openai.faults import DONE
-from shardnet.api.openai.logprobs import Answer, ChatLogprobs, UsageBody, chat_logprobs, usage_of
-from shardnet.api.openai.sampling import adapted_by, wants_usage
+from shardnet.api.openai.logprobs import (
+    Answer,
+    ChatLogprobs,
+    Timings,
+    UsageBody,
+    chat_logprobs,
+    timings_of,
+    usage_of,
+)
+from shardnet.api.openai.sampling import adapted_by, settle_biases, wants_usage
 from shardnet.api.server.endpoint import Json, Reply, Stream, comment, event
+from shardnet.api.server.errors import refused
 from shardnet.api.server.service import Exchange
 
 
@@ -106,8 +115,10 @@ class ChatChunk(Answer[ChunkChoice], kw_only=True):
 async def complete_chat(exchange: Exchange, body: ChatBody) -> Reply:
     """Answer a chat completion."""
     served = await exchange.service.models.find(body.model)
+    await settle_biases(exchange, body, served.choice)
     request = chat_request(body, adapted_by(body, served.choice))
     writer = _Writer(model=served.name, has_old_form=body.has_old_form)
+    exchange.go_by(writer.id)
     if body.stream:
         chunks = _chunks(exchange, request, writer, with_usage=wants_usage(body))
         return Stream(chunks=chunks, heartbeat=lambda: comment(exchange.note))
@@ -119,6 +130,31 @@ async def complete_chat(exchange: Exchange, body: ChatBody) -> Reply:
             elif isinstance(told, Ended):
                 samples[told.sample].end = told
     return Json(value=writer.answer(samples, with_logprobs=bool(body.logprobs)))
+
+
+class ControlBody(msgspec.Struct, kw_only=True):
+    """What is done to an answer that is being made: its reasoning is ended.
+
+    `id` is that of the answer, in any form, or the request's X-Request-Id.
+    """
+
+    id: str
+    action: Literal["reasoning_end"]
+
+
+class Controlled(msgspec.Struct, kw_only=True):
+    """Says that it was done."""
+
+    success: bool = True
+
+
+async def control_chat(exchange: Exchange, body: ControlBody) -> Reply:
+    """Have the model end its reasoning, in llama-server's form. Raises HttpError 404."""
+    running = exchange.service.exchanges.get((exchange.owner, body.id))
+    if running is None:
+        raise refused(f"no request {body.id[:128]} of this key runs at this server", status=404)
+    running.end_thought()
+    return Json(value=Controlled())
 
 
 async def _chunks(
@@ -141,9 +177,9 @@ async def _chunks(
                         first = None
                     if first:  # of a token whose text is held back
                         yield writer.chunk(sample, ChatDelta(), logprobs=first)
-                case Ended(sample=sample, finish_reason=reason, result=result):
+                case Ended(sample=sample, result=result):
                     results.append(result)
-                    yield writer.chunk(sample, ChatDelta(), finish_reason=reason)
+                    yield writer.chunk(sample, ChatDelta(), end=told)
     if with_usage:
         yield writer.last(usage_of(results))
     yield DONE
@@ -209,7 +245,7 @@ class _Writer:
 
     def __init__(self, model: str, *, has_old_form: bool) -> None:
         self._has_old_form = has_old_form
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
         self.usage: UnsetType | None = UNSET
@@ -221,16 +257,17 @@ class _Writer:
         delta: ChatDelta,
         *,
         logprobs: Sequence[TokenLogprob] | None = None,
-        finish_reason: str | None = None,
+        end: Ended | None = None,
     ) -> bytes:
         """Write an event with more of one sample."""
         choice = ChunkChoice(
             index=sample,
             delta=self._formed(delta),
             logprobs=None if logprobs is None else chat_logprobs(logprobs),
-            finish_reason=self._reason(finish_reason) if finish_reason is not None else None,
+            finish_reason=self._reason(end.finish_reason) if end is not None else None,
         )
-        return self._event([choice], self.usage)
+        timings = timings_of([end.result]) if end is not None else UNSET
+        return self._event([choice], self.usage, timings)
 
     def last(self, usage: UsageBody) -> bytes:
         """Write the event that has the usage."""
@@ -249,11 +286,12 @@ class _Writer:
             for number, sample in enumerate(samples)
         ]
         return ChatCompletion(
-            id=self._id,
+            id=self.id,
             created=self._created,
             model=self._model,
             choices=choices,
             usage=usage_of(end.result for end in ends),
+            timings=timings_of([end.result for end in ends]),
         )
 
     def _formed(self, said: Said) -> Said:
@@ -265,13 +303,19 @@ class _Writer:
     def _reason(self, reason: str) -> str:
         return "function_call" if self._has_old_form and reason == "tool_calls" else reason
 
-    def _event(self, choices: list[ChunkChoice], usage: UsageBody | UnsetType | None) -> bytes:
+    def _event(
+        self,
+        choices: list[ChunkChoice],
+        usage: UsageBody | UnsetType | None,
+        timings: Timings | UnsetType = UNSET,
+    ) -> bytes:
         return event(
             ChatChunk(
-                id=self._id,
+                id=self.id,
                 created=self._created,
                 model=self._model,
                 choices=choices,
                 usage=usage,
+                timings=timings,
             )
         )

@@ -196,7 +196,8 @@ def chat_request(body: ChatBody, model: ModelChoice) -> ChatRequest:
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     most = body.max_completion_tokens
     tools, choice, forced = _tools(body)
-    options = thinking_options(body.reasoning_effort, body.chat_template_kwargs)
+    effort = body.reasoning_effort or (body.reasoning.effort if body.reasoning else None)
+    options = thinking_options(effort, body.chat_template_kwargs)
     if body.continue_final_message:
         if body.messages[-1].role != "assistant" or body.messages[-1].tool_calls:
             field = "continue_final_message"
@@ -216,6 +217,8 @@ def chat_request(body: ChatBody, model: ModelChoice) -> ChatRequest:
         forced_tool=forced,
         parallel_tool_calls=body.parallel_tool_calls is not False and not body.has_old_form,
         template_options=options,
+        thought_budget=body.thought_budget,
+        thought_message=body.reasoning_budget_message or "",
     )
 
 

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Annotated, Final
 
 import msgspec
@@ -18,9 +19,11 @@ from shardnet.api.openai.logprobs import (
     Answer,
     TextLogprobs,
     TextLogprobsWriter,
+    Timings,
     Token,
     UsageBody,
     n_characters,
+    timings_of,
     usage_of,
 )
 from shardnet.api.openai.sampling import (
@@ -31,6 +34,7 @@ from shardnet.api.openai.sampling import (
     options_of,
     prompts_of,
     sampling_of,
+    settle_biases,
     wants_usage,
 )
 from shardnet.api.requests import GenerationOptions, Prompts, added_ids, infill
@@ -75,12 +79,13 @@ class Completion(Answer[CompletionChoice], kw_only=True):
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
-    """What to generate, and how it is written."""
+    """What to generate, and how it is written: of `n` samples the `n_best` likeliest by token."""
 
     prompts: list[str] | list[list[int]]
     sampling: SamplingParams
     options: GenerationOptions
     n: int
+    n_best: int
     echo: bool
     has_logprobs: bool
     model: ModelChoice
@@ -89,20 +94,29 @@ class _Job:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def completion(
-        self, choices: list[CompletionChoice], usage: UsageBody | UnsetType | None
+        self,
+        choices: list[CompletionChoice],
+        usage: UsageBody | UnsetType | None,
+        timings: Timings | UnsetType = UNSET,
     ) -> Completion:
         """Write an answer or an event."""
         return Completion(
-            id=self.id, created=self.created, model=self.name, choices=choices, usage=usage
+            id=self.id,
+            created=self.created,
+            model=self.name,
+            choices=choices,
+            usage=usage,
+            timings=timings,
         )
 
 
 async def complete(exchange: Exchange, body: CompletionBody) -> Reply:
     """Answer a completion."""
     prompts = prompts_of(body.prompt, "prompt")
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise refused("best_of must be n: no samples are thrown away", "best_of")
-    if len(prompts) * (body.n or 1) > MAX_PROMPTS:
+    n_best, n = body.n or 1, body.best_of or body.n or 1
+    if n < n_best or (n > n_best and body.stream):
+        raise refused("best_of must be n or more, and n in a stream", "best_of")
+    if len(prompts) * n > MAX_PROMPTS:
         raise refused(f"prompt has {len(prompts)}: give at most {MAX_PROMPTS} samples", "prompt")
     served = await exchange.service.models.find(body.model)
     max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
@@ -113,11 +127,14 @@ async def complete(exchange: Exchange, body: CompletionBody) -> Reply:
         options["bos"] = "auto" if body.add_special_tokens else "off"
     if body.suffix:
         prompts = await _middles(exchange, prompts, body.suffix, served.choice, options)
+    await settle_biases(exchange, body, served.choice)
+    n_logprobs = 0 if n > n_best and body.logprobs is None else body.logprobs
     job = _Job(
         prompts=prompts,
-        sampling=sampling_of(body, body.logprobs),
+        sampling=sampling_of(body, n_logprobs),
         options=options,
-        n=body.n or 1,
+        n=n,
+        n_best=n_best,
         echo=bool(body.echo),
         has_logprobs=body.logprobs is not None,
         model=adapted_by(body, served.choice),
@@ -165,8 +182,12 @@ async def _whole(exchange: Exchange, job: _Job) -> Completion:
             if told.result is not None:
                 results.append(told.result)
     results.sort(key=lambda result: (result.index, result.sample))
+    best = results
+    if job.n > job.n_best:
+        ranked = sorted(results, key=lambda result: (result.index, -_likelihood(result)))
+        best = [one for at, one in enumerate(ranked) if at % job.n < job.n_best]
     choices = []
-    for number, result in enumerate(results):
+    for number, result in enumerate(best):
         writer = TextLogprobsWriter()
         text, tokens = result.text, _scored(result.logprobs)
         if job.echo:
@@ -178,7 +199,12 @@ async def _whole(exchange: Exchange, job: _Job) -> Completion:
         choices.append(
             CompletionChoice(index=number, text=text, logprobs=logprobs, finish_reason=reason)
         )
-    return job.completion(choices, usage_of(results))
+    return job.completion(choices, usage_of(results), timings_of(results))
+
+
+def _likelihood(result: GenerationResult) -> float:
+    """Return the mean logprob of its tokens."""
+    return fmean([one.logprob for one in result.logprobs or ()] or [0.0])
 
 
 async def _chunks(
@@ -216,7 +242,8 @@ async def _chunks(
                 logprobs=writers[place].write(tokens) if job.has_logprobs and tokens else None,
                 finish_reason=reason,
             )
-            yield event(job.completion([choice], usage))
+            timings = timings_of([told.result]) if told.result is not None else UNSET
+            yield event(job.completion([choice], usage, timings))
     if with_usage:
         yield event(job.completion([], usage_of(results)))
     yield DONE

@@ -11,9 +11,17 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from shardnet.api.chat.run import chat_prompt
 from shardnet.api.client import Client
-from shardnet.api.openai.chat import ChatChunk, ChatCompletion, complete_chat
-from shardnet.api.openai.chat_body import ChatBody
+from shardnet.api.openai.chat import (
+    ChatChunk,
+    ChatCompletion,
+    ControlBody,
+    Controlled,
+    complete_chat,
+    control_chat,
+)
+from shardnet.api.openai.chat_body import ChatBody, chat_request
 from shardnet.api.openai.completions import (
     Completion,
     CompletionBody,
@@ -108,6 +116,22 @@ async def tokenize(exchange: Exchange, body: TokenizeBody) -> Reply:
     return Json(value=Tokens(tokens=ids, count=len(ids), max_model_len=told.context))
 
 
+class Applied(msgspec.Struct, kw_only=True):
+    """A conversation as the model gets it."""
+
+    prompt: str
+
+
+async def apply_template(exchange: Exchange, body: ChatBody) -> Reply:
+    """Return the prompt that a chat completion means, in llama-server's form."""
+    served = await exchange.service.models.find(body.model)
+    messages, options = chat_prompt(chat_request(body, served.choice))
+    told = await exchange.tokenize(messages, model=served.choice, **options)
+    ids = told.token_ids
+    said = await exchange.detokenize(ids, keep_special_tokens=True, model=served.choice)
+    return Json(value=Applied(prompt=said.text))
+
+
 async def detokenize(exchange: Exchange, body: DetokenizeBody) -> Reply:
     """Return the text of token ids."""
     served = await exchange.service.models.find(body.model)
@@ -177,6 +201,13 @@ def endpoints() -> list[Endpoint[Any]]:
             counts=True,
         ),
         OPENAI.at(
+            "POST /v1/chat/completions/control",
+            "End the reasoning of an answer that is being made",
+            control_chat,
+            ControlBody,
+            Controlled,
+        ),
+        OPENAI.at(
             "POST /v1/completions",
             "Continue texts or token ids",
             complete,
@@ -229,6 +260,14 @@ def endpoints() -> list[Endpoint[Any]]:
             counts=True,
         ),
         OPENAI.at(
+            "POST /apply-template",
+            "A conversation in the model's chat template, in llama-server's form",
+            apply_template,
+            ChatBody,
+            Applied,
+            counts=True,
+        ),
+        OPENAI.at(
             "GET /tokenizer_info",
             "The tokens that begin and end a text, and the chat template",
             tokenizer_info,
@@ -277,6 +316,11 @@ class Kept:
             await client.keep_value(owner, _part(name, place), content[at : at + MAX_VALUE])
         value = _Value(description=description, n_bytes=len(content))
         await client.keep_value(owner, name, msgspec.msgpack.encode(value))
+
+    async def touch(self, client: Client, owner: str, name: str) -> None:
+        """Make the age of a value 0."""
+        if (value := await client.find_value(owner, name)) is not None:
+            await client.keep_value(owner, name, value)
 
     async def describe(self, client: Client, owner: str, name: str) -> bytes:
         """Return a description. Raises HttpError 404."""

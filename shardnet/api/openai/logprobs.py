@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -34,6 +35,30 @@ class UsageBody(msgspec.Struct, kw_only=True):
 Choice = TypeVar("Choice")
 
 
+Timings: TypeAlias = dict[str, float]
+
+
+def timings_of(results: Sequence[GenerationResult]) -> Timings:
+    """Sum up the tokens and milliseconds of a request, as llama-server tells them.
+
+    The `prompt_n` tokens that were computed of a prompt, without `cache_n`, took `prompt_ms`, waits
+    included. With several samples the times are means.
+    """
+    used, times = [one.usage for one in results], [one.timing for one in results]
+    told: Timings = {"cache_n": sum(one.n_reused for one in used)}
+    first_s = fmean(one.ttft_s for one in times)
+    rest_s = fmean(max(0.0, one.total_s - one.load_s - one.ttft_s) for one in times)
+    n_prompt = sum(one.n_prompt - one.n_reused for one in used)
+    n_made = sum(one.n_generated for one in used)
+    for name, n, took_s in (("prompt", n_prompt, first_s), ("predicted", n_made, rest_s)):
+        told |= {f"{name}_n": n, f"{name}_ms": 1e3 * took_s}
+        told[f"{name}_per_token_ms"] = 1e3 * took_s / max(1, n)
+        told[f"{name}_per_second"] = n / took_s if took_s else 0.0
+    if n_drafted := sum(one.n_drafted for one in times):
+        told |= {"draft_n": n_drafted, "draft_n_accepted": sum(x.n_accepted for x in times)}
+    return told
+
+
 class Answer(msgspec.Struct, Generic[Choice], kw_only=True):
     """A whole answer, or an event of a stream: its samples, or more of them."""
 
@@ -43,6 +68,7 @@ class Answer(msgspec.Struct, Generic[Choice], kw_only=True):
     model: str
     choices: list[Choice]
     usage: UsageBody | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
     system_fingerprint: str | None = None
 
 

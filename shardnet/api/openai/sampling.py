@@ -14,9 +14,19 @@ from msgspec.structs import replace
 
 from shardnet.api.requests import GenerationOptions
 from shardnet.api.server.errors import refused
-from shardnet.sampling_params import MAX_LOGIT_BIASES, SamplingParams
+from shardnet.api.server.service import Exchange
+from shardnet.sampling_params import (
+    MAX_LOGIT_BIASES,
+    NEWER,
+    Bias,
+    Deviations,
+    DryBase,
+    DryBreakers,
+    DryMultiplier,
+    SamplingParams,
+)
 from shardnet.slot_operations import MAX_ADAPTER_SCALE, MAX_ADAPTERS
-from shardnet.types import MAX_POSITIONS
+from shardnet.types import MAX_POSITIONS, whole_number
 from shardnet.wire.messages.plans import AdapterScale, ModelChoice
 
 MAX_SAMPLES: Final = 128
@@ -29,6 +39,7 @@ AnyText = Annotated[str, Meta(max_length=4096)]
 StopText = Annotated[str, Meta(min_length=1, max_length=4096)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Count = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Budget = Annotated[int, Meta(ge=-1, le=2**32 - 1)]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -42,6 +53,14 @@ class LoraScale(msgspec.Struct, kw_only=True):
 
     id: Annotated[int, Meta(ge=0)]
     scale: Annotated[float, Meta(ge=-MAX_ADAPTER_SCALE, le=MAX_ADAPTER_SCALE)] = 1.0
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    """How hard the model thinks, and for how many tokens at most."""
+
+    effort: Annotated[str, Meta(max_length=64)] | None = None
+    summary: str | None = None
+    max_tokens: Count | None = None
 
 
 class SamplingBody(msgspec.Struct, kw_only=True):
@@ -59,10 +78,8 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: (
-        Annotated[
-            dict[Annotated[int, Meta(ge=0)], Annotated[float, Meta(ge=-100, le=100)]],
-            Meta(max_length=MAX_LOGIT_BIASES),
-        ]
+        Annotated[dict[str, Bias | bool], Meta(max_length=MAX_LOGIT_BIASES)]
+        | Annotated[list[tuple[int | str, Bias | bool]], Meta(max_length=MAX_LOGIT_BIASES)]
         | None
     ) = None
     user: str | None = None
@@ -78,6 +95,23 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     deadline_s: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     deterministic: bool | None = None
     lora: Annotated[list[LoraScale], Meta(max_length=MAX_ADAPTERS)] | None = None
+    top_n_sigma: Deviations | None = None
+    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    dry_multiplier: DryMultiplier | None = None
+    dry_base: DryBase | None = None
+    dry_allowed_length: Count | None = None
+    dry_sequence_breakers: DryBreakers | None = None
+    reasoning: ReasoningOptions | None = None
+    reasoning_budget_tokens: Budget | None = None
+    thinking_budget_tokens: Budget | None = None
+    reasoning_budget_message: Annotated[str, Meta(max_length=4096)] | None = None
+
+    @property
+    def thought_budget(self) -> int | None:
+        """How many tokens the model may think, by any of the names; -1 for any number."""
+        asked = self.reasoning.max_tokens if self.reasoning is not None else None
+        named = (self.reasoning_budget_tokens, self.thinking_budget_tokens, asked)
+        return next((budget for budget in named if budget is not None), None)
 
 
 def adapted_by(body: SamplingBody, choice: ModelChoice) -> ModelChoice:
@@ -96,9 +130,31 @@ def adapted_by(body: SamplingBody, choice: ModelChoice) -> ModelChoice:
     return replace(choice, used_adapters=used)
 
 
+async def settle_biases(exchange: Exchange, body: SamplingBody, model: ModelChoice) -> None:
+    """Put token ids in the place of texts in a body's `logit_bias`: each of a text's tokens.
+
+    Raises HttpError 400 for a text without tokens.
+    """
+    given = body.logit_bias or {}
+    settled: dict[str, float | bool] = {}
+    for name, bias in given.items() if isinstance(given, dict) else given:
+        ids = [name] if isinstance(name, int) else [whole_number(name)]
+        if ids == [None] and name:
+            ids = [*(await exchange.tokenize(str(name), model=model, bos="off")).token_ids]
+        if not ids or None in ids:
+            raise refused(f"logit_bias names {name!r}: give token ids or texts", "logit_bias")
+        settled |= dict.fromkeys(map(str, ids), bias)
+    body.logit_bias = settled
+
+
 def sampling_of(body: SamplingBody, n_logprobs: int | None) -> SamplingParams:
-    """Return how tokens are drawn. Without a seed it is another one each time."""
+    """Return how tokens are drawn. Without a seed it is another one each time.
+
+    `settle_biases` has to have settled these.
+    """
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
+    given: dict[str, Any] = {name: getattr(body, name) for name in NEWER}
+    biases = dict(body.logit_bias or ()).items()
     return SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_k=max(0, body.top_k or 0),
@@ -107,10 +163,12 @@ def sampling_of(body: SamplingBody, n_logprobs: int | None) -> SamplingParams:
         repetition_penalty=body.repetition_penalty or 1.0,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=tuple((body.logit_bias or {}).items()),
+        logit_bias=tuple((int(name), -100.0 if x is False else float(x)) for name, x in biases),
         min_tokens=body.min_tokens or 0,
         seed=seed,
         n_logprobs=n_logprobs,
+        dry_breakers=body.dry_sequence_breakers or (),
+        **given,
     )
 
 

@@ -105,8 +105,8 @@ class ResponseError(msgspec.Struct, kw_only=True):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """The answer, with what it was asked for. `status` is in_progress, completed, incomplete or
-    failed.
+    """The answer, with what it was asked for. `status` is queued, in_progress, completed,
+    incomplete, cancelled or failed.
     """
 
     id: str
@@ -150,6 +150,10 @@ class _OfResponse(Event, kw_only=True):
 
 class ResponseCreated(_OfResponse, kw_only=True, tag="response.created"):
     """Begins a stream."""
+
+
+class ResponseQueued(_OfResponse, kw_only=True, tag="response.queued"):
+    """Says that the response waits to be made."""
 
 
 class ResponseInProgress(_OfResponse, kw_only=True, tag="response.in_progress"):
@@ -244,6 +248,7 @@ class ArgumentsDone(Event, kw_only=True, tag="response.function_call_arguments.d
 
 StreamEvent: TypeAlias = (
     ResponseCreated
+    | ResponseQueued
     | ResponseInProgress
     | ResponseCompleted
     | ResponseIncomplete

@@ -113,13 +113,6 @@ class TextOptions(msgspec.Struct, kw_only=True):
     verbosity: str | None = None
 
 
-class ReasoningOptions(msgspec.Struct, kw_only=True):
-    """How hard the model thinks."""
-
-    effort: Annotated[str, Meta(max_length=64)] | None = None
-    summary: str | None = None
-
-
 class ResponseBody(SamplingBody, kw_only=True):
     """A conversation that is continued. Fields about what no server here keeps are refused if set.
 
@@ -133,7 +126,6 @@ class ResponseBody(SamplingBody, kw_only=True):
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     include: Annotated[list[str], Meta(max_length=64)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -152,7 +144,6 @@ LOGPROBS: Final = "message.output_text.logprobs"
 _REFUSED: Final = {
     "conversation": "this server keeps no conversations: give previous_response_id",
     "prompt": "this server keeps no prompts: send the text as instructions or input",
-    "background": "read the answer as it comes, or send a batch",
 }
 _READ: Final = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
@@ -186,6 +177,8 @@ def response_request(
         forced_tool=forced,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_options=thinking_options(body.reasoning.effort if body.reasoning else None),
+        thought_budget=body.thought_budget,
+        thought_message=body.reasoning_budget_message or "",
     )
 
 

@@ -135,6 +135,8 @@ class Service:
     switch: ModelSwitch = field(init=False)
     """What has the ring load the models that are asked for."""
     traces: KeptTraces = field(default_factory=KeptTraces)
+    exchanges: dict[tuple[str, str], Exchange] = field(default_factory=dict)
+    """Those that generate chats now, by key and the names that their clients have for them."""
     wrong_keys: WrongKeys = field(default_factory=WrongKeys)
     began_s: float = field(default_factory=time.monotonic)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -202,9 +204,13 @@ class Exchange:
     traces: dict[str, RequestTrace] = field(default_factory=dict)
     resumes: bool = False
     """Whether the answer to an earlier request of this id is wanted again."""
+    outlives: bool = False
+    """Whether another server may go on with it, if this one ends."""
     n_received: int = 0
     """Events of its stream that the client has."""
     n_calls: int = 0
+    running: set[int] = field(default_factory=set)
+    """The requests of the client that run for it."""
     _place: Ticket | None = None
 
     @property
@@ -245,6 +251,9 @@ class Exchange:
 
     def pay(self) -> None:
         """Count the tokens that this took for its key; once, when it has ended."""
+        exchanges = self.service.exchanges
+        for name in [name for name, one in exchanges.items() if one is self]:
+            del exchanges[name]
         if self.key is not None:
             n_tokens = self.n_prompt + self.n_generated
             self.service.settings.keys.spend(self.key, n_tokens, time.monotonic())
@@ -270,7 +279,7 @@ class Exchange:
             has_begun = False
             if self.is_traced and len(self.traces) < MAX_TRACED_AT_ONCE:
                 options["trace"] = True
-            if self.service.settings.has_deputy or self.resumes:
+            if self.service.settings.has_deputy or self.resumes or self.outlives:
                 options["key"], options["resume"] = self._next_key(), self.resumes
             events = self.service.client.generate(
                 prompts, sampling, n=n, model=choice, on_loading=self.loading, **options
@@ -280,6 +289,9 @@ class Exchange:
             try:
                 async with aclosing(events):
                     async for event in events:
+                        self.running.add(event.request_id)
+                        if event.state.is_end:
+                            self.running.discard(event.request_id)
                         if event.error is not None:
                             if not has_begun and _is_displaced(event.error):
                                 raise event.error
@@ -338,8 +350,24 @@ class Exchange:
 
     def chat(self, request: ChatRequest, *, is_streamed: bool) -> AsyncGenerator[ChatEvent, None]:
         """Run a chat request as `run_chat` does, with this server's settings."""
-        most = self.service.settings.most_equal_calls
-        return run_chat(self, request, is_streamed=is_streamed, most_equal_calls=most)
+        settings = self.service.settings
+        self.go_by(self.request_id)
+        return run_chat(
+            self,
+            request,
+            is_streamed=is_streamed,
+            most_equal_calls=settings.most_equal_calls,
+            thought_budget=settings.thought_budget,
+        )
+
+    def go_by(self, name: str) -> None:
+        """Have it found by a name that its client knows, until it has ended."""
+        self.service.exchanges[self.owner, name] = self
+
+    def end_thought(self) -> None:
+        """Have the model end its reasoning and answer, in each of the samples that run."""
+        for request_id in [*self.running]:
+            self.service.client.end_thought(request_id)
 
     async def describe_tokenizer(
         self, *, model: str | ModelChoice | None = None

@@ -52,7 +52,7 @@ class Settings:
     `has_deputy` requests are copied to another node, which goes on if the head of the ring is lost.
     With `fetches_pictures` those that a request names by their URL are fetched. Of equal tool calls
     in a row an answer has `most_equal_calls`, with 0 all. Requests that do not say how to draft
-    `speculate` so.
+    `speculate` so; those that do not say how long to think, at most `thought_budget` tokens.
     """
 
     keys: Keyring = field(default_factory=Keyring)
@@ -71,6 +71,7 @@ class Settings:
     most_equal_calls: int = MOST_EQUAL_CALLS
     aliases: Mapping[str, str] = field(default_factory=dict)
     speculate: str = "off"
+    thought_budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

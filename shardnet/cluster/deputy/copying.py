@@ -193,11 +193,16 @@ class Copying:
             self._tell_request(deputy.control, request)
 
     def _tell_request(self, control: ControlLink, request: CopiedRequest) -> None:
-        """Send a request; one whose pictures would have to wait on the link is copied no more.
+        """Send a request; one whose pictures would have to wait on the link is copied no more, nor
+        one that the deputy, of an older release, does not know.
 
         The link ends where too much waits, and the ring with it.
         """
-        if request.picture_bytes and control.link.is_full:
+        lacks = any(
+            capability not in control.link.peer.capabilities
+            for capability, _ in request.generate.needed
+        )
+        if lacks or (request.picture_bytes and control.link.is_full):
             self.requests.forget(request.generate.key)
             return
         control.send(deputies.RequestCopied(generate=request.generate))

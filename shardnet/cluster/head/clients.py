@@ -48,6 +48,7 @@ from shardnet.cluster.head.requests import (
     sampling_params,
     stop_ids,
     text_stream,
+    thoughts,
     turn_of,
     with_ids,
 )
@@ -418,7 +419,7 @@ class Clients:
         constrained = await self.constraints.constrained(asked, lead.grammars)
         return GenerationRequest(
             prompt=tuple(prompt),
-            sampling=sampling_params(message, lead),
+            sampling=await self.reader.run(lambda: sampling_params(message, lead)),
             max_tokens=message.max_tokens,
             stop_ids=stop_ids(message, lead),
             text=text_stream(message, lead, prompt),
@@ -434,6 +435,7 @@ class Clients:
             made=tuple(served.made),
             adapters=adapter_uses(message, lead),
             pictures=pictures,
+            thoughts=await self.reader.run(lambda: thoughts(message, lead, prompt)),
         )
 
     async def _answer(

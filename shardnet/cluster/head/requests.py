@@ -15,15 +15,16 @@ from shardnet.output_params import OutputKind, OutputParams
 from shardnet.runtime.engine.guide import Constrained
 from shardnet.runtime.engine.outputs import output_bytes
 from shardnet.runtime.engine.requests import GenerationRequest, MadeToken
+from shardnet.runtime.engine.thoughts import MOST_MARK_TOKENS, Marks, Stands, Thoughts
 from shardnet.runtime.stage.executor import Executor
 from shardnet.runtime.stage.routing import MAX_ROUTING_BYTES
-from shardnet.sampling_params import SamplingParams
+from shardnet.sampling_params import MAX_DRY_BREAKERS, SamplingParams
 from shardnet.slot_operations import MAX_PICTURES, AdapterUse
 from shardnet.tokenizers.chat.chat_template import CONTINUES, TemplateOptions
 from shardnet.tokenizers.detokenizer import TextStream
 from shardnet.tokenizers.grammar.grammars import Grammars
 from shardnet.tokenizers.tokenizer import check_token_ids, no_tokenizer
-from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS
+from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS, U32_MAX
 from shardnet.wire.messages.chat import (
     MAX_ADDED_TEXT,
     MAX_ADDED_TOKENS,
@@ -42,7 +43,10 @@ from shardnet.wire.messages.generation import (
     Generate,
     Turn,
 )
+from shardnet.wire.messages.handshake import SAMPLERS
 
+DRY_BREAKERS = ("\n", ":", '"', "*")
+"""Texts over which no repeat goes unless a request names others: llama.cpp's."""
 _TAIL_TOKENS = 64
 """More than a template writes behind the last message."""
 _MAX_STATES_BYTES = 1 << 28
@@ -221,7 +225,31 @@ def sampling_params(message: Generate, lead: Lead) -> SamplingParams:
     left: dict[str, Any] = {name: made[name] for name in message.recommended if name in made}
     params = structs.replace(message.sampling, **left)
     params.check()
+    if params.is_newer:
+        lead.ring.ports[-1].require(*SAMPLERS)
+    if params.dry_multiplier:
+        breakers = _breakers(params.dry_breakers or DRY_BREAKERS, lead)
+        params = structs.replace(params, dry_breakers=breakers)
     return params
+
+
+def _breakers(texts: Sequence[str | int], lead: Lead) -> tuple[int, ...]:
+    """Return the tokens that have one of the texts; none without a tokenizer.
+
+    Raises UsageError for too many, and for a text that no token has.
+    """
+    if (tokenizer := lead.tokenizer) is None:
+        return ()
+    pieces = [*map(tokenizer.token_bytes, range(tokenizer.n_tokens))]
+    found: set[int] = set()
+    for text in filter(None, map(str, texts)):
+        ids = {token_id for token_id, piece in enumerate(pieces) if text.encode() in piece}
+        if not ids:
+            raise UsageError(f"dry-sequence-breaker: no token of this model has {text!r}")
+        found |= ids
+    if len(found) > MAX_DRY_BREAKERS:
+        raise UsageError(f"dry-sequence-breaker: {len(found)} tokens have one of these texts")
+    return tuple(sorted(found))
 
 
 def detokenized(message: Detokenize, lead: Lead) -> Detokenized:
@@ -293,6 +321,60 @@ def stop_ids(message: Generate, lead: Lead) -> frozenset[int]:
     if lead.tokenizer is not None and turn_of(message):
         ids |= lead.tokenizer.template_stop_ids
     return ids | frozenset(lead.eos_ids)
+
+
+def thoughts(message: Generate, lead: Lead, prompt: Sequence[int]) -> Thoughts | None:
+    """Return what follows the reasoning of an answer, None where nothing is asked of it. Blocks.
+
+    Raises UsageError where the model has no tokenizer.
+    """
+    asked, tokenizer = message.thought, lead.tokenizer
+    if asked is None:
+        return None
+    if tokenizer is None:
+        raise UsageError(f"{lead.plan.facts.path} has no tokenizer, so no marks of reasoning")
+    added, bytes_of = frozenset(tokenizer.table.added_ids()), tokenizer.token_bytes
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, bos="off")) if text else ()
+
+    def text_of(tail: Sequence[int]) -> bytes:
+        return b"".join(map(bytes_of, tail))
+
+    def is_token(text: str) -> bool:
+        return not added.isdisjoint(ids(text))
+
+    def ends(text: str) -> Stands:
+        if not is_token(text):
+            return lambda tail: text.encode() in text_of(tail)
+        mark = ids(text)
+        return lambda tail: tuple(tail[-len(mark) :]) == mark
+
+    def begins(text: str) -> Stands:
+        if is_token(text):
+            return ends(text)
+        mark = text.encode()  # with nothing before it
+        return lambda tail: len(tail) < MOST_MARK_TOKENS and text_of(tail).lstrip().startswith(mark)
+
+    tail, opened = prompt_tail(prompt, lead).rstrip(), None
+    known = []
+    for each in asked.marks:
+        if not (each.opening and each.closing):
+            raise UsageError("thought: a mark of reasoning is empty")
+        whole, before = each.before + each.opening, ids(each.before)
+        marks = Marks(
+            opening=begins(whole),
+            closings=tuple(map(ends, (each.closing, *filter(is_token, each.also)))),
+            written=ids(asked.message) + ids(each.closing),
+            before=before,
+            barred=ids(whole)[len(before)] if is_token(whole) else None,
+        )
+        known.append(marks)
+        if tail.endswith(whole):
+            opened = marks
+    budget = U32_MAX if asked.budget is None else asked.budget
+    until = U32_MAX if asked.until is None else asked.until
+    return Thoughts(known, budget, until, opened)
 
 
 def text_stream(message: Generate, lead: Lead, prompt: Sequence[int]) -> TextStream:

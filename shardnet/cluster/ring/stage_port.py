@@ -86,6 +86,9 @@ class LocalPort:
         assert isinstance(answer, expected)
         return answer
 
+    def require(self, capability: str, what: str) -> None:
+        """Do nothing: this node is of this release."""
+
     @property
     def first_stage(self) -> FirstStage:
         """This node's own stage."""
@@ -157,6 +160,10 @@ class RemotePort:
         if isinstance(message, SOON):
             return await self._control.ask(message, expected)
         return await self._control.ask(message, expected, on_progress=lambda report: None)
+
+    def require(self, capability: str, what: str) -> None:
+        """Raise VersionMismatchError unless the peer lists the capability; see Hello.require."""
+        self.first_control.link.peer.require(capability, what)
 
     @property
     def first_stage(self) -> None:

@@ -127,6 +127,8 @@ class KeptRing:
             is_over |= isinstance(answer, Failed)
             answers.put_nowait(answer)
 
+        for capability in message.needed:
+            control.link.peer.require(*capability)
         choice = self.plan.choice.asked_as(message.choice)
         request = control.begin(replace(message, choice=choice), take)
         self._running.add(answers)

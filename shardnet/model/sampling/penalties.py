@@ -6,15 +6,18 @@ need no other state (design decision 2).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shardnet.sampling_params import SamplingParams
+from shardnet.sampling_params import DRY_ALLOWED, DRY_BASE, SamplingParams
 from shardnet.types import BLOCK_POSITIONS, SlotId, blocks_for
 
 
@@ -41,6 +44,8 @@ class RowContext:
         return len(self.tokens) - self.n_prompt
 
 
+_NO_PLACES: Final = np.empty(0, np.intp)
+
 NO_CONTEXT = RowContext(tokens=np.empty(0, np.int32))
 
 
@@ -51,6 +56,7 @@ def needs_context(params: SamplingParams) -> bool:
         or params.frequency_penalty != 0
         or params.presence_penalty != 0
         or params.min_tokens > 0
+        or bool(params.dry_multiplier)
     )
 
 
@@ -65,10 +71,10 @@ def change_logits(logits: Tensor, rows: Sequence[tuple[SamplingParams, RowContex
     `logits` is float32 [R, V], R = len(rows); ids beyond its columns are ignored. Each operation is
     rounded to float32. The formulas are those of transformers' SequenceBiasLogitsProcessor,
     RepetitionPenaltyLogitsProcessor and MinNewTokensLengthLogitsProcessor, and of vLLM's
-    apply_penalties for the other two.
+    apply_penalties for the next two; `repeats` has those of DRY.
     """
     bias, repetition = _Entries(logits), _Entries(logits)
-    frequency, presence = _Entries(logits), _Entries(logits)
+    frequency, presence, dry = (_Entries(logits) for _ in range(3))
     for row, (params, context) in enumerate(rows):
         if params.logit_bias:
             ids, values = zip(*params.logit_bias, strict=True)
@@ -81,13 +87,57 @@ def change_logits(logits: Tensor, rows: Sequence[tuple[SamplingParams, RowContex
             frequency.note(row, output, np.float32(params.frequency_penalty) * counts)
         if params.presence_penalty:
             presence.note(row, output, params.presence_penalty)
+        if params.dry_multiplier:
+            dry.note(row, *repeats(context.tokens, params))
     bias.apply(torch.add)
     repetition.apply(lambda scores, by: torch.where(scores < 0, scores * by, scores / by))
     frequency.apply(torch.sub)
     presence.apply(torch.sub)
+    dry.apply(torch.sub)
     for row, (params, context) in enumerate(rows):
         if context.stop_ids and context.n_output < params.min_tokens:
             _bar(logits[row], context.stop_ids)
+
+
+MOST_REPEATED: Final = 256
+"""A repeat counts for so many tokens at most."""
+_MOST_EXPONENT: Final = 88.7228391
+"""The logarithm of the largest float32."""
+
+
+def repeats(
+    tokens: NDArray[np.int32], params: SamplingParams
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Return the tokens that would go on with a repeat of what ends `tokens`, and DRY's penalties.
+
+    As llama.cpp's llama_sampler_dry_apply has it, over the whole sequence.
+    """
+    allowed = DRY_ALLOWED if params.dry_allowed_length is None else params.dry_allowed_length
+    base, shortest, n_tokens = params.dry_base or DRY_BASE, max(1, allowed), len(tokens)
+    breakers = _as_set(params.dry_breakers)
+    latest = tokens[: -MOST_REPEATED - 1 : -1].tolist()
+    most = next((n for n, token_id in enumerate(latest) if token_id in breakers), len(latest))
+    places = np.flatnonzero(tokens[:-1] == tokens[-1]) if most >= shortest else _NO_PLACES
+    length = 1
+    longest: dict[int, int] = {}
+    while len(places):
+        if length >= shortest:
+            longest.update(dict.fromkeys(tokens[places + 1].tolist(), length))
+        if length == most:
+            break
+        places = places[places >= length]
+        places = places[tokens[places - length] == tokens[n_tokens - 1 - length]]
+        length += 1
+    ids = np.fromiter(longest, np.int32)
+    exponents = np.fromiter(longest.values(), np.float64) - allowed
+    if base > 1.000001:
+        exponents = np.minimum(exponents, int(_MOST_EXPONENT / math.log(base)))
+    return ids, ((params.dry_multiplier or 0.0) * base**exponents).astype(np.float32)
+
+
+@lru_cache(maxsize=64)
+def _as_set(token_ids: tuple[int | str, ...]) -> frozenset[int | str]:
+    return frozenset(token_ids)
 
 
 class _Entries:

@@ -317,24 +317,30 @@ def _changed_rows(logits: Tensor, rows: Sequence[SampleRow]) -> dict[int, Tensor
 
 
 def surviving_tokens(row: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Apply temperature, cut, top-k, top-p and min-p, in this order, to one row.
+    """Apply top-n-sigma, temperature, cut, top-k, typical, top-p and min-p, in this order.
 
-    `row` is float32 [V] with a finite maximum, `params.temperature` above 0. Returns, on the device
-    of the row, or on the CPU where that has no float64, the remaining ids, int64 [S] ascending, and
-    their gaps, float64 [S]: (logit - maximum) / temperature.
+    `row` is one row, float32 [V] with a finite maximum, `params.temperature` above 0. Returns, on
+    the device of the row, or on the CPU where that has no float64, the remaining ids, int64 [S]
+    ascending, and their gaps, float64 [S]: (logit - maximum) / temperature.
 
     The sets are those of transformers' TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-    and MinPLogitsWarper. Ties: top-k keeps every token that equals the k-th logit; top-p keeps, of
-    equal logits at its border, the smaller ids.
+    and MinPLogitsWarper, and of llama.cpp's top-n-sigma and typical. Ties: top-k keeps every token
+    that equals the k-th logit; top-p keeps, of equal logits at its border, the smaller ids.
     """
     row = where_float64(row)
     maximum = row.max()
     ids = None
+    if params.top_n_sigma:
+        exact = row.double()
+        sigma = exact[exact.isfinite()].std(correction=0)
+        ids, row = _select(exact >= maximum - params.top_n_sigma * sigma, ids, row)
     if 0 < params.top_k < len(row):  # temperature does not change ranks: top-k may come first
-        ids = (row >= torch.topk(row, params.top_k).values[-1]).nonzero().squeeze(1)
-        row = row[ids]
+        ids, row = _select(row >= torch.topk(row, params.top_k).values[-1], ids, row)
     gaps = (row.to(torch.float64) - maximum).div_(params.temperature)
     ids, gaps = _select(gaps >= -CUT, ids, gaps)
+    if params.typical_p is not None and params.typical_p < 1:
+        ids, gaps = _select(_typical(gaps, params.typical_p), ids, gaps)
+        gaps = gaps - gaps.max()
     if params.top_p < 1:
         ids, gaps = _select(_nucleus(gaps, params.top_p), ids, gaps)
     if params.min_p > 0:
@@ -358,6 +364,22 @@ def _draw(row: Tensor, sample: SampleRow) -> int:
     )
     noise += gaps.cpu().numpy()
     return int(candidates[np.argmax(noise)])  # the first maximum: ties to the smaller id
+
+
+def _typical(gaps: Tensor, typical_p: float) -> Tensor:
+    """Choose the tokens whose surprise is nearest to the expected one: a mask, bool [S].
+
+    In the order of how far it is from that, of equal ones the smaller id first, a token stays while
+    the mass before it is below `typical_p` (arXiv 2202.00666).
+    """
+    logprobs = gaps - gaps.exp().sum().log()
+    shares = logprobs.exp()
+    strange = (logprobs - (shares * logprobs).sum()).abs()
+    order = torch.argsort(strange, stable=True)
+    n_kept = 1 + int((shares[order].cumsum(0)[:-1] < typical_p).sum())
+    kept = torch.zeros_like(gaps, dtype=torch.bool)
+    kept[order[:n_kept]] = True
+    return kept
 
 
 def _nucleus(gaps: Tensor, top_p: float) -> Tensor:

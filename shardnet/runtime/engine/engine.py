@@ -366,10 +366,11 @@ class Engine:
             live.fail(error)
 
     def _guide(self, request: GenerationRequest, sequence_id: SequenceId) -> Guide | None:
-        if request.constrained is None:
+        if request.constrained is None and request.thoughts is None:
             return None
         return Guide(
             request.constrained,
+            request.thoughts,
             cost=self._step_cost,
             clock_ns=self._clock_ns,
             soon=asyncio.get_running_loop().call_soon,

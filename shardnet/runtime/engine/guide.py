@@ -14,6 +14,7 @@ from typing import Protocol
 
 from shardnet.constraints import TokenMask
 from shardnet.errors import ShardnetError, internal_error
+from shardnet.runtime.engine.thoughts import Thoughts
 from shardnet.runtime.scheduling.drafting import FORCED, MAX_DRAFT_TOKENS, AdaptiveDrafter
 from shardnet.runtime.scheduling.sequences import Drafter
 from shardnet.runtime.scheduling.step_cost import StepCost
@@ -62,14 +63,16 @@ class Constrained:
 class Guide:
     """Makes the masks of one request (sequences.Guide). All calls are made on the event loop.
 
-    `cost` says what drafts of forced text cost. `ready` is called when a mask that was waited for
-    is there, `ended` when the output turned out to be complete, or failed with an error. None is
-    called before the call of this guide has returned.
+    They are those of what is `constrained`, with what `thoughts` force, either of which may be
+    None. `cost` says what drafts of forced text cost. `ready` is called when a mask that was
+    waited for is there, `ended` when the output turned out to be complete, or failed with an error.
+    None is called before the call of this guide has returned.
     """
 
     def __init__(
         self,
-        constrained: Constrained,
+        constrained: Constrained | None,
+        thoughts: Thoughts | None = None,
         *,
         cost: StepCost,
         clock_ns: Callable[[], int],
@@ -77,16 +80,16 @@ class Guide:
         ready: Callable[[], None],
         ended: Callable[[ShardnetError | None], None],
     ) -> None:
-        self._matcher = constrained.matcher
-        self._thread = constrained.thread
+        self._constrained = constrained
+        self._thoughts = thoughts
         self._clock_ns = clock_ns
         self._soon = soon
         self._ready = ready
         self._ended = ended
         self._tokens: list[int] = []
         """Those of the output that the matcher has not taken."""
-        self._is_made = False
-        """Whether the matcher has the mask of the next token."""
+        self._is_made = constrained is None
+        """Whether the matcher, if any, has the mask of the next token."""
         self._spent_ns = 0
         """Time that the tokens since the last mask have taken."""
         self._n_slow = 0
@@ -98,6 +101,16 @@ class Guide:
         )
 
     @property
+    def _matcher(self) -> Matcher:
+        assert self._constrained is not None
+        return self._constrained.matcher
+
+    @property
+    def may_fly(self) -> bool:
+        """See sequences.Guide."""
+        return self._constrained is None
+
+    @property
     def forced(self) -> Drafter:
         """See sequences.Guide."""
         return self.drafts
@@ -107,13 +120,15 @@ class Guide:
 
         Where masks are slow that turns out later. Raises what Matcher.advance raises.
         """
+        if self._constrained is None:
+            return False
         self._is_made = False
         self._tokens.append(token_id)
         return not self._n_slow and self.settle()
 
     def settle(self) -> bool:
         """Take the tokens so far now; return whether the output is complete."""
-        if self._is_busy:
+        if self._is_busy or self._constrained is None:
             return False
         started_ns = self._clock_ns()
         self._advance()
@@ -122,12 +137,12 @@ class Guide:
 
     def prepare(self) -> bool:
         """See sequences.Guide."""
-        if self._is_made or self._is_busy or self._is_over:
+        if self._is_made or self._is_busy or self._is_over or self._constrained is None:
             return self._is_made
         try:
             if self._n_slow:
                 self._is_busy = True
-                self._thread.post(self._timed, self._on_made, self._on_failed)
+                self._constrained.thread.post(self._timed, self._on_made, self._on_failed)
             else:
                 self._note(self._timed())
         except (KeyboardInterrupt, SystemExit):
@@ -136,8 +151,13 @@ class Guide:
             self._end(contained(error))
         return self._is_made
 
-    def masks(self, drafts: Sequence[int]) -> Sequence[TokenMask]:
+    def masks(self, drafts: Sequence[int], ahead: Sequence[int] = ()) -> Sequence[TokenMask | None]:
         """See sequences.Guide. Few drafts count where masks are slow."""
+        free = [None] * (1 + len(drafts))
+        masks = free if self._constrained is None else self._constraint(drafts)
+        return masks if self._thoughts is None else self._thoughts.masks(masks, drafts, ahead)
+
+    def _constraint(self, drafts: Sequence[int]) -> Sequence[TokenMask]:
         most = 0 if self._n_slow else int(DRAFTS_NS / max(1.0, self._mask_ns))
         started_ns = self._clock_ns()
         try:
@@ -153,7 +173,7 @@ class Guide:
         return masks
 
     def _forced(self, limit: int) -> list[int]:
-        if self._n_slow:
+        if self._n_slow or self._constrained is None:
             return []
         try:
             return self._matcher.forced(limit)

@@ -241,6 +241,8 @@ class LiveRequest:
         if self.outputs is not None:
             self._give(self.outputs.release(len(self.request.prompt) + self.n_tokens))
         self.n_tokens += 1
+        if self.request.thoughts is not None:
+            self.request.thoughts.advance(token_id)
         is_stop_id = token_id in self.request.stop_ids
         text, stopped = ("", False) if is_stop_id else self.request.text.push(token_id)
         self.events.put_nowait(TokenGenerated(token_id=token_id, text=text, logprobs=logprobs))

@@ -15,6 +15,7 @@ from shardnet.errors import SamplingError, UsageError
 from shardnet.output_params import NO_OUTPUTS, OutputParams
 from shardnet.runtime.engine.guide import Constrained
 from shardnet.runtime.engine.outputs import OutputEvent
+from shardnet.runtime.engine.thoughts import Thoughts
 from shardnet.runtime.ring.pipeline import StepAnswered
 from shardnet.runtime.scheduling.drafting import (
     MAX_DRAFT_TOKENS,
@@ -92,7 +93,7 @@ class GenerationRequest:
     has its steps. A text that no stop string can end says so by `stops_by_text`: its next row need
     not wait for it. The answer begins with the tokens `made`, which are reported again. All stages
     add `adapters` to its rows, in the order of their ids. Rows of `pictures` take the place of
-    tokens of the prompt.
+    tokens of the prompt. `thoughts` follow its reasoning, and end it.
     """
 
     prompt: tuple[int, ...]
@@ -112,6 +113,7 @@ class GenerationRequest:
     made: tuple[MadeToken, ...] = ()
     adapters: tuple[AdapterUse, ...] = ()
     pictures: tuple[RequestPicture, ...] = ()
+    thoughts: Thoughts | None = None
 
     @property
     def places(self) -> Pictures:

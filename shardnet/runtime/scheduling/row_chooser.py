@@ -37,7 +37,7 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
     sequence: LiveSequence
     n_rows: int
     drafts: tuple[int, ...] = ()
-    masks: tuple[TokenMask, ...] = ()
+    masks: tuple[TokenMask | None, ...] = ()
 
     @property
     def is_behind(self) -> bool:
@@ -81,7 +81,7 @@ class RowChooser:
             found = self._drafts(sequence, spare // n_left, n_frames, company)
             drafts, masks = _masked(sequence, found)
             if masks:
-                mask_bytes += sum(len(mask.data) for mask in masks)
+                mask_bytes += sum(len(mask.data) for mask in masks if mask is not None)
                 if rows and mask_bytes > MAX_STEP_MASK_BYTES:
                     break  # the others go with the next step
             spare -= len(drafts)
@@ -109,8 +109,12 @@ class RowChooser:
             limit = self.limits.exact_rows if is_exact else self.limits.cheap_rows
             limit = min(limit, MAX_ROWS_IN_FLIGHT - len(sequence.ahead))
             drafts = self._drafts(sequence, limit, n_frames, company, is_behind=True)
+            drafts, masks = _masked(sequence, drafts, sequence.ahead)
             if drafts:
-                return [Rows(sequence=sequence, n_rows=len(drafts), drafts=tuple(drafts))]
+                behind = tuple(masks[1:])  # the first is that of the row before them
+                return [
+                    Rows(sequence=sequence, n_rows=len(drafts), drafts=tuple(drafts), masks=behind)
+                ]
         return []
 
     def _company(self, drafting: Collection[LiveSequence]) -> Company:
@@ -239,13 +243,13 @@ class RowChooser:
 
 
 def _masked(
-    sequence: LiveSequence, drafts: Sequence[int]
-) -> tuple[Sequence[int], Sequence[TokenMask]]:
+    sequence: LiveSequence, drafts: Sequence[int], ahead: Sequence[int] = ()
+) -> tuple[Sequence[int], Sequence[TokenMask | None]]:
     """Return the drafts up to the first that the sequence's constraint forbids, and the masks."""
     guide = sequence.request.guide
     if guide is None:
         return drafts, ()
-    masks = guide.masks(drafts)
+    masks = guide.masks(drafts, ahead)
     return drafts[: len(masks) - 1], masks
 
 
@@ -253,5 +257,5 @@ def row_masks(rows: Sequence[Rows], groups: Sequence[RowGroup]) -> Iterator[RowM
     """Number the masks of a step by its sampled rows."""
     first = 0
     for part, group in zip(rows, groups, strict=True):
-        yield from (RowMask(first + place, mask) for place, mask in enumerate(part.masks))
+        yield from (RowMask(first + at, mask) for at, mask in enumerate(part.masks) if mask)
         first += group.n_sampled

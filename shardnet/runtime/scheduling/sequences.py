@@ -76,6 +76,10 @@ class Guide(Protocol):
     """Says which tokens may come next in a sequence whose output is constrained."""
 
     @property
+    def may_fly(self) -> bool:
+        """Whether it knows the masks behind drafts in flight."""
+
+    @property
     def forced(self) -> Drafter:
         """Drafts what must follow, where only one text can."""
 
@@ -85,10 +89,11 @@ class Guide(Protocol):
         A sequence is not scheduled until it is.
         """
 
-    def masks(self, drafts: Sequence[int]) -> Sequence[TokenMask]:
+    def masks(self, drafts: Sequence[int], ahead: Sequence[int] = ()) -> Sequence[TokenMask | None]:
         """Return the mask of the next token, and that after each draft up to the first forbidden.
 
-        Called when `prepare` has returned True.
+        None allows all. Called when `prepare` has returned True; with the drafts `ahead`, which are
+        in flight before these, where it `may_fly`.
         """
 
 
@@ -312,9 +317,9 @@ class LiveSequence:
 
     @property
     def may_fly(self) -> bool:
-        """Whether drafts can go behind those in flight: masks come one by one."""
+        """Whether drafts can go behind those in flight: masks of grammars come one by one."""
         request = self.request
-        if request.drafter is None or request.guide is not None:
+        if request.drafter is None or (request.guide is not None and not request.guide.may_fly):
             return False
         is_over = not request.stop_ids.isdisjoint(self.ahead)
         return self.n_generated > 0 and self.n_sent > len(self.tokens) - 1 and not is_over

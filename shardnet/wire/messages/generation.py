@@ -20,6 +20,7 @@ from shardnet.types import MAX_LAYERS, U32, LiveState, PathText, Positions, Repo
 from shardnet.wire.framing import schema
 from shardnet.wire.messages.chat import ChatMessage, Picture, TemplateOptions, ToolsText
 from shardnet.wire.messages.diagnostics import Drafters
+from shardnet.wire.messages.handshake import SAMPLERS, THOUGHTS
 from shardnet.wire.messages.plans import ModelChoice, PlanReply
 
 MAX_PROMPT_TAIL: Final = 256
@@ -54,6 +55,29 @@ class Constraint(Strict, frozen=True, kw_only=True):
 
 
 Turn = Literal["", "new", "begun"]
+_Mark = Annotated[str, Meta(max_length=64)]
+
+
+class ThoughtMark(Strict, frozen=True, kw_only=True):
+    """What a model writes around reasoning: it begins with `before` and `opening`, where `before`
+    begins other things, too, and ends with `closing`, or where one of the texts `also` begins.
+    """
+
+    opening: _Mark
+    closing: _Mark
+    before: Annotated[str, Meta(max_length=64)] = ""
+    also: Annotated[list[_Mark], Meta(max_length=16)] = []
+
+
+class Thought(Strict, frozen=True, kw_only=True):
+    """How long a model may think: after `budget` tokens of reasoning, or with token number `until`
+    of the answer, `message` and the closing mark follow, and no other reasoning. Null is no bound.
+    """
+
+    marks: Annotated[list[ThoughtMark], Meta(max_length=4)]
+    budget: U32 | None = None
+    until: U32 | None = None
+    message: Annotated[str, Meta(max_length=4096)] = ""
 
 
 class Generate(schema.Numbered, frozen=True, kw_only=True):
@@ -69,7 +93,8 @@ class Generate(schema.Numbered, frozen=True, kw_only=True):
     matches `constraint`. With `trace` TracePieces precede Finished. With a `key` it is copied to a
     deputy, and Resume finds it by that. The answer begins with the tokens `made`, which are not
     sent again. `token_ids` that messages became say by `turn` whether the answer is a new message,
-    or goes on with one that was begun; "" is the continuation of a text.
+    or goes on with one that was begun; "" is the continuation of a text. `thought` says how long
+    the model may think.
     """
 
     choice: ModelChoice
@@ -101,6 +126,12 @@ class Generate(schema.Numbered, frozen=True, kw_only=True):
     made: schema.TokenIds = []
     pictures: Annotated[list[Picture], Meta(max_length=MAX_PICTURES)] = []
     turn: Turn = ""
+    thought: Thought | None = None
+
+    @property
+    def needed(self) -> list[tuple[str, str]]:
+        """The capabilities that its receiver has to have, and what is done by them."""
+        return [*[SAMPLERS] * self.sampling.is_newer, *[THOUGHTS] * (self.thought is not None)]
 
 
 class StateChanged(schema.Reply, frozen=True, kw_only=True):

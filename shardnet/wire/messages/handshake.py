@@ -34,7 +34,10 @@ MEASURED_RING: Final = "gathers"
 
 
 WHAT_IF: Final = "what-if"
-CAPABILITIES: Final[tuple[str, ...]] = (WHAT_IF,)
+SAMPLERS: Final = ("samplers-2", "DRY, top-n-sigma and typical sampling")
+THOUGHTS: Final = ("thoughts", "budgets of reasoning")
+"""Capabilities, and what is done by them."""
+CAPABILITIES: Final[tuple[str, ...]] = (WHAT_IF, SAMPLERS[0], THOUGHTS[0])
 """What this release understands beyond the one before, as its hellos list it. Whoever sends a
 message of a new kind, or a key that changes what is done, looks first whether the peer has it."""
 

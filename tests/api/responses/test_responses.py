@@ -132,7 +132,6 @@ def test_options_have_the_names_of_responses() -> None:
     [
         ({"conversation": {"id": "c"}}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"background": True}, "background"),
         ({"n": 2}, "n"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},

@@ -248,10 +248,11 @@ def test_a_request_is_traced_that_asks_for_it_and_its_key_alone_sees_it() -> Non
         ({"prompt": "a", "temperature": -1}, "temperature", "give a number of at least 0"),
         ({"prompt": "a", "n": 0}, "n", "give a whole number of at least 1"),
         ({"prompt": "a", "stop": [""]}, "stop[0]", "'': give text that is not empty"),
-        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "a key of logit_bias is 'x'"),
+        ({"prompt": "a", "logit_bias": {"": 1}}, "logit_bias", "logit_bias names ''"),
         ({"prompt": [1, "a"]}, "prompt", "a list of several kinds"),
         ({"prompt": []}, "prompt", "prompt is empty"),
-        ({"prompt": "a", "best_of": 2}, "best_of", "best_of must be n"),
+        ({"prompt": "a", "n": 3, "best_of": 2}, "best_of", "best_of must be n or more"),
+        ({"prompt": "a", "best_of": 2, "stream": True}, "best_of", "and n in a stream"),
         ({"prompt": [1], "suffix": "b"}, "suffix", "suffix needs a prompt that is text"),
         ({"prompt": "a", "draft_tokens": 2}, "draft_tokens", "needs speculate"),
         (

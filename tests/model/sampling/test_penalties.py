@@ -19,10 +19,11 @@ from transformers import (
     SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from shardnet.errors import NumericalError, SamplingError
-from shardnet.model.sampling.penalties import RowContext, change_logits
+from shardnet.model.sampling.penalties import RowContext, change_logits, repeats
 from shardnet.model.sampling.sampler import Sampler, SampleRow, surviving_tokens
 from shardnet.sampling_params import MAX_LOGIT_BIASES, SamplingParams
 
@@ -131,6 +132,81 @@ def test_min_p_leaves_what_transformers_leaves(
         assert surviving_tokens(row[0], params)[0].tolist() == want.nonzero().squeeze(1).tolist()
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.5])
+@pytest.mark.parametrize("mass", [0.2, 0.6, 0.95])
+def test_typical_leaves_what_transformers_leaves(temperature: float, mass: float) -> None:
+    params = SamplingParams(temperature=temperature, typical_p=mass)
+    for seed in range(6):
+        row = random_logits(1, seed, 400)
+        scores = TemperatureLogitsWarper(temperature)(None, row.double())
+        want = TypicalLogitsWarper(mass)(None, scores)[0] > -math.inf
+        ids, gaps = surviving_tokens(row[0], params)
+        assert ids.tolist() == want.nonzero().squeeze(1).tolist()
+        assert gaps.max() == 0
+
+
+@pytest.mark.parametrize("n_sigma", [0.1, 1.0, 2.5])
+def test_top_n_sigma_leaves_what_is_so_near_to_the_best(n_sigma: float) -> None:
+    """Whatever the temperature; excluded tokens do not count."""
+    for seed, temperature in ((0, 1.0), (1, 20.0)):
+        row = random_logits(1, seed, 400)[0]
+        row[::7] = -math.inf
+        exact = row.double().numpy()
+        least = exact.max() - n_sigma * exact[np.isfinite(exact)].std()
+        params = SamplingParams(temperature=temperature, top_n_sigma=n_sigma)
+        assert surviving_tokens(row, params)[0].tolist() == np.flatnonzero(exact >= least).tolist()
+
+
+def slow_repeats(tokens: Sequence[int], params: SamplingParams) -> dict[int, float]:
+    """Step 7 of the document, word by word."""
+    found: dict[int, int] = {}
+    n = len(tokens)
+    most = next((i for i in range(n) if tokens[n - 1 - i] in params.dry_breakers), n)
+    for j in range(n - 1):
+        length = 0
+        while length < min(most, j + 1, 256) and tokens[j - length] == tokens[n - 1 - length]:
+            length += 1
+        if length >= max(1, params.dry_allowed_length or 0):
+            found[tokens[j + 1]] = max(found.get(tokens[j + 1], 0), length)
+    exponents = {t: length - (params.dry_allowed_length or 0) for t, length in found.items()}
+    assert params.dry_base is not None
+    assert params.dry_multiplier is not None
+    if params.dry_base > 1.000001:
+        limit = math.floor(88.7228391 / math.log(params.dry_base))
+        exponents = {t: min(e, limit) for t, e in exponents.items()}
+    return {t: params.dry_multiplier * params.dry_base**e for t, e in exponents.items()}
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), min_size=1, max_size=60),
+    allowed=st.integers(0, 4),
+    breakers=st.sampled_from([(), (2,), (0, 3)]),
+    base=st.sampled_from([1.0, 1.75, 100.0]),
+)
+@settings(deadline=None)
+def test_repeats_are_those_of_the_document(
+    tokens: list[int], allowed: int, breakers: tuple[int, ...], base: float
+) -> None:
+    params = SamplingParams(
+        dry_multiplier=0.8, dry_base=base, dry_allowed_length=allowed, dry_breakers=breakers
+    )
+    ids, penalties = repeats(np.array(tokens, np.int32), params)
+    want = slow_repeats(tokens, params)
+    assert sorted(ids.tolist()) == sorted(want)
+    assert dict(zip(ids.tolist(), penalties.tolist(), strict=True)) == {
+        token_id: pytest.approx(value, rel=1e-6) for token_id, value in want.items()
+    }
+
+
+def test_a_long_repeat_lowers_what_would_go_on_with_it_alone() -> None:
+    params = SamplingParams(dry_multiplier=1.0, dry_base=2.0)
+    logits = torch.zeros(2, 8)
+    got = changed(logits, (params, context([1, 2, 3, 4, 1, 2, 3])), (params, context([1])))
+    assert got.tolist() == [[0, 0, 0, 0, -2, 0, 0, 0], [0] * 8]
+    long = context([5] * 1000)
+    assert repeats(long.tokens, params)[1].tolist() == [2.0 ** min(256 - 2, 127)]
+
+
 def sample(logits: Tensor, *rows: SampleRow) -> list[int]:
     return Sampler(logits.shape[1]).sample(logits, rows).token_ids
 
@@ -222,6 +298,11 @@ def test_logits_that_overflow_in_the_penalties_are_refused() -> None:
         ("min_p", -0.1, "min-p .* not -0.1"),
         ("min_p", 1.01, "min-p"),
         ("min_p", math.nan, "min-p"),
+        ("top_n_sigma", -1.0, "top-n-sigma .* not -1"),
+        ("typical_p", 0.0, "typical-p must be above 0"),
+        ("dry_multiplier", 101.0, "dry-multiplier .* not 101"),
+        ("dry_base", 0.5, "dry-base must be from 1 to 100, not 0.5"),
+        ("dry_allowed_length", -1, "dry-allowed-length"),
         ("repetition_penalty", 0.0, "repetition-penalty .* not 0"),
         ("repetition_penalty", math.inf, "repetition-penalty"),
         ("presence_penalty", 2.1, "presence-penalty .* not 2.1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -409,3 +410,22 @@ def test_logprobs_are_made_only_where_asked() -> None:
     ]
     logprobs = Sampler(9).sample(torch.zeros(3, 9), rows).logprobs
     assert [entry if entry is None else len(entry.top) for entry in logprobs] == [None, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "tokens", "drawn"),
+    rows_of("| parameters | `s` | tokens at positions 0 to 11 |"),
+)
+def test_vectors_of_the_other_filters(parameters: str, tokens: str, drawn: str) -> None:
+    given: dict[str, Any] = {
+        name: float(value) if "." in value else int(value)
+        for name, _, value in (one.partition("=") for one in parameters.split())
+    }
+    if "dry_breakers" in given:
+        given["dry_breakers"] = (given["dry_breakers"],)
+    params = SamplingParams(temperature=1.0, seed=8, **given)
+    told = RowContext(tokens=np.array(tokens.split(), np.int32), n_prompt=len(tokens.split()))
+    rows = [SampleRow(params=params, position=n, context=told) for n in range(12)]
+    logits = torch.tensor([[1, 3, 2.5, 3, -1, 0, 2, -50]]).expand(12, 8)
+    got = Sampler(8).sample(logits, rows).token_ids
+    assert " ".join(map(str, got)) == drawn

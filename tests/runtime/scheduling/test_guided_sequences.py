@@ -58,12 +58,14 @@ class PositionGuide:
     is_slow: bool
     mask_bytes: int = 4
     n_asked: int = 0
+    may_fly: bool = False
 
     def prepare(self) -> bool:
         self.n_asked += 1
         return not self.is_slow or self.n_asked % 2 == 0
 
-    def masks(self, drafts: Sequence[int]) -> list[TokenMask]:
+    def masks(self, drafts: Sequence[int], ahead: Sequence[int] = ()) -> list[TokenMask]:
+        assert not ahead
         first = self.n_prompt + len(self.ring.said.get(self.sequence_id, ())) - 1
         n_right = next((n for n, draft in enumerate(drafts) if draft % 5 == 0), len(drafts))
         return [self._mask(first + place) for place in range(n_right + 1)]

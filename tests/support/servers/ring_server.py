@@ -19,6 +19,8 @@ from shardnet.assets import DEFAULT_MODEL_PATH
 from shardnet.wire.messages.plans import ModelChoice
 
 DEADLINE_S = 120.0
+CALL_MARKS = ("</tool_call>", "<tool_call>")
+THINK_MARKS = ("</think>", "<think>")
 
 TOOL_TEMPLATE = """{{ bos_token }}
 {%- for tool in tools or [] %}{{ tool.function | tojson }}
@@ -44,16 +46,25 @@ async def served(
             yield url, client
 
 
-def make_tool_model(folder: Path) -> Path:
+THINK_TEMPLATE = """{{ bos_token }}
+{%- for message in messages %}{{ message.role }}: {{ message.content or '' }}
+{% endfor %}assistant: {% if enable_thinking is not defined or enable_thinking %}<think>
+{% endif %}"""
+"""That of a model whose prompts begin its reasoning unless they are told not to."""
+
+
+def make_tool_model(
+    folder: Path, template: str = TOOL_TEMPLATE, marks: tuple[str, str] = CALL_MARKS
+) -> Path:
     """Write the bundled model with a chat template that knows tools, and tokens for its marks."""
     shutil.copytree(DEFAULT_MODEL_PATH, folder)
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text())
-    file.write_text(json.dumps({**config, "chat_template": TOOL_TEMPLATE}))
+    file.write_text(json.dumps({**config, "chat_template": template}))
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     model = tokenizer["model"]
-    for mark, merge in zip(("</tool_call>", "<tool_call>"), model["merges"][:-3:-1], strict=True):
+    for mark, merge in zip(marks, model["merges"][:-3:-1], strict=True):
         token_id = model["vocab"].pop("".join(merge))  # the last tokens that were made
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
         tokenizer["added_tokens"].append({"id": token_id, "content": mark, **flags})
