@@ -198,9 +198,11 @@ class Copying:
 
         The link ends where too much waits, and the ring with it.
         """
-        known, needed = control.link.peer.capabilities, request.generate.needed
-        is_known = all(capability in known for capability, _ in needed)
-        if not is_known or (request.picture_bytes and control.link.is_full):
+        lacks = any(
+            capability not in control.link.peer.capabilities
+            for capability, _ in request.generate.needed
+        )
+        if lacks or (request.picture_bytes and control.link.is_full):
             self.requests.forget(request.generate.key)
             return
         control.send(deputies.RequestCopied(generate=request.generate))
