@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from msgspec import structs
 
 from shardnet.cluster.head.lead import Lead
@@ -242,9 +241,8 @@ def detokenized(message: Detokenize, lead: Lead) -> Detokenized:
 
 def _shown(said: ChatMessage) -> dict[str, Any]:
     """Return what a template gets of a message: its role, its content, and what is not empty."""
-    fields: dict[str, Any] = msgspec.to_builtins(said)
-    parts = fields.pop("parts")
-    if parts:
+    fields = structs.asdict(said) | {"tool_calls": [*map(structs.asdict, said.tool_calls)]}
+    if parts := fields.pop("parts"):
         fields["content"] = [
             {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
             for part in parts
