@@ -40,6 +40,7 @@ from shardnet.wire.messages.generation import (
 )
 from shardnet.wire.messages.measurements import LinksMeasured, StageMeasured
 from shardnet.wire.messages.membership import (
+    KeyTaken,
     ModelIdentity,
     ModelsListed,
     ReportReply,
@@ -56,6 +57,7 @@ from shardnet.wire.messages.stages import (
     StageAudited,
     StageReady,
 )
+from shardnet.wire.messages.updates import Rearranged, UpdateDescribed
 
 ANSWERS = {
     AnswerFound,
@@ -97,6 +99,9 @@ ANSWERS = {
     TracePiece,
     ValueFound,
     ValuesListed,
+    KeyTaken,
+    Rearranged,
+    UpdateDescribed,
 }
 """What answers a request: peers/control_link.py gives it to whoever asked."""
 ON_THE_LINK = {Cancel}
