@@ -88,7 +88,13 @@ def test_what_generates_generates(machine: Machine) -> None:
 
 
 def test_keys_are_made_and_shown(machine: Machine) -> None:
-    assert [command[1] for command in shown(USAGE, "key")] == ["new", "join", "show", "rotate"]
+    assert [command[1] for command in shown(USAGE, "key")] == [
+        "new",
+        "join",
+        "show",
+        "rotate",
+        "rotate",
+    ]
     key = machine.run("key", "new").stdout
     assert key.strip() in machine.run("key", "show").stdout
 

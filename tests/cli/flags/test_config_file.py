@@ -53,6 +53,7 @@ def test_a_key_holds_for_the_commands_of_a_group_too(tmp_path: Path) -> None:
         "new": {"key_file": "k", "replace": True},
         "join": {"key_file": "k", "replace": True},
         "show": {"key_file": "k"},
+        "rotate": {"key_file": "k"},
         "authority": {"key_file": "k"},
     }
 

@@ -13,6 +13,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 from msgspec import structs
+from support.cluster.town import make_sleepers
 from test_planning import GIB, facts, node
 
 from shardnet.cluster.machine.profile import MEMORY_SHARE
@@ -287,6 +288,7 @@ def test_a_head_plans_with_machines_and_asks_none_of_them() -> None:
         sharing=Mock(identify=AsyncMock(return_value=facts()), holdings=holdings),
         measuring=Mock(measured=measured),
         threads=Mock(run=run),
+        sleepers=make_sleepers(),
         log=print,
     )
 

@@ -42,7 +42,8 @@ def make_wheel(
     text as what `python -m shardnet_cli` runs.
     """
     path, info = folder / f"shardnet-{version}-{TAG}.whl", f"shardnet-{version}.dist-info"
-    metadata = distribution("shardnet").read_text("METADATA") or ""
+    found = distribution("shardnet")  # in a checkout it may be what setuptools left there
+    metadata = found.read_text("METADATA") or found.read_text("PKG-INFO") or ""
     metadata = re.sub(r"(?m)^Version: .*$", f"Version: {version}", metadata, count=1)
     if requires:
         metadata = metadata.replace(
