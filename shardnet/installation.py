@@ -31,6 +31,7 @@ INSTALL_S: Final = 300.0
 _NOT_IN_WHEELS: Final = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"}
 """Files of the folder *.dist-info that an installer writes itself."""
 _MOST_SAID: Final = 600
+_CHECKOUT: Final = "it runs from a checkout: update that checkout"
 
 
 def why_fixed() -> str:
@@ -38,13 +39,14 @@ def why_fixed() -> str:
     try:
         found = distribution(PACKAGE)
     except PackageNotFoundError:
-        return "it runs from a checkout: update that"
+        return _CHECKOUT
     origin = json.loads(found.read_text("direct_url.json") or "{}")
     if origin.get("dir_info", {}).get("editable"):
         return f"it is an editable install of {origin.get('url')}: update that checkout"
     folder = Path(str(found.locate_file("")))
-    if not folder.joinpath(PACKAGE).is_dir() or not Path(__file__).is_relative_to(folder):
-        return "it runs from a checkout: update that"
+    is_here = folder.joinpath(PACKAGE).is_dir() and Path(__file__).is_relative_to(folder)
+    if not is_here or found.read_text("WHEEL") is None:  # else a build has left its metadata there
+        return _CHECKOUT
     if found.files is None:
         return f"who installed it in {folder} has left no list of its files (RECORD)"
     if not os.access(folder / PACKAGE, os.W_OK) or not os.access(folder, os.W_OK):
