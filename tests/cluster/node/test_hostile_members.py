@@ -27,18 +27,22 @@ from shardnet.wire.messages.control import ControlMessage, Done, Redirect, read_
 from shardnet.wire.messages.deputies import AnswerFound, NodeFound, ValueFound, ValuesListed
 from shardnet.wire.messages.generation import Cancel, Finished, LastRun, TextPiece
 from shardnet.wire.messages.measurements import LinksMeasured, StageMeasured
-from shardnet.wire.messages.membership import ModelIdentity, Ping, StatusReply
+from shardnet.wire.messages.membership import KeyTaken, ModelIdentity, Ping, StatusReply
 from shardnet.wire.messages.plans import PlanReply
 from shardnet.wire.messages.stages import Drain, StageReady
+from shardnet.wire.messages.updates import Rearranged, UpdateDescribed
 
 NOWHERE = "/nowhere/model"
 ANSWER_S = 30.0
 LAST = (
     *(ClockRead, Done, Redirect, Finished, LastRun, RingActivity, LinksMeasured, StageMeasured),
     AnswerFound,
+    KeyTaken,
     ModelIdentity,
     NodeFound,
+    Rearranged,
     StatusReply,
+    UpdateDescribed,
     ValueFound,
     ValuesListed,
 )
