@@ -50,7 +50,7 @@ from shardnet.wire.messages.generation import (
     Tokenized,
     Unload,
 )
-from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
+from shardnet.wire.messages.handshake import CAPABILITIES, Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import (
     ListedModel,
     ListModels,
@@ -315,7 +315,14 @@ async def client_of(node: ScriptedNode) -> AsyncIterator[Client]:
 @asynccontextmanager
 async def serving(node: ScriptedNode) -> AsyncIterator[Link]:
     """Let the node serve one link, and give its other end."""
-    hello = Hello(purpose=Purpose.CONTROL, role=PeerRole.NODE, node="n", name="n", version="0")
+    hello = Hello(
+        purpose=Purpose.CONTROL,
+        role=PeerRole.NODE,
+        node="n",
+        name="n",
+        version="0",
+        capabilities=[*CAPABILITIES],
+    )
     near, node.link = await memory_pair(hello, hello)
     serving = asyncio.create_task(_serve(node))
     try:
