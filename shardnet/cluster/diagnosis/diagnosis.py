@@ -8,6 +8,7 @@ Uses the planner's own figures and words, so that doctor and plan agree.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -289,13 +290,25 @@ def _versions(facts: Facts) -> Iterator[Finding]:
     versions = {node: version for node, version in facts.versions.items() if version}
     others = {node: v for node, v in versions.items() if v != facts.software}
     for node, version in others.items():
-        yield at("version", facts.label(node)).hint(
-            f"it runs shardnet {version} and this machine {facts.software}",
-            "a release works with the one before it: update the older one when it suits you",
-        )
+        what = f"it runs shardnet {version} and this machine {facts.software}"
+        place = at("version", facts.label(node))
+        if _is_near(version, facts.software):
+            yield place.hint(what, "a release works with the one before it: update the older one")
+        else:
+            yield place.problem(what, "update the older one: a release works with the one before")
     if versions and not others:
         what = f"every node runs shardnet {facts.software}"
         yield at("version", HERE).good(what)
+
+
+def _is_near(version: str, other: str) -> bool:
+    """Return whether one of two versions X.Y.Z is of the release before the other, or of the same.
+
+    What is no such version is near nothing.
+    """
+    releases = [re.match(r"(\d+)\.(\d+)\.", each) for each in (version, other)]
+    (one, two) = [tuple(map(int, found.groups())) if found else None for found in releases]
+    return one is not None and two is not None and one[0] == two[0] and abs(one[1] - two[1]) <= 1
 
 
 def pressure_findings(where: str, info: NodeInfo, report: NodeReport) -> Iterator[Finding]:
