@@ -56,7 +56,7 @@ class TcpLink(AsyncioLink):
         if identity is None:
             return self
         context = identity.client if self._initiator else identity.server
-        own, *_, oldest = identity.signer, *identity.signers
+        own, oldest = identity.signer, identity.signers[-1]
 
         def shown(leaf: bytes) -> None:
             self.signers = Signers(own, identity.signer_of(leaf), oldest)

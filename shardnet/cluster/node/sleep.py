@@ -55,15 +55,15 @@ class NodeSleep:
         sleepers = self._node.links.peers.sleepers
         if not any(info.node == message.node for info in sleepers.listed()):
             raise UsageError("no such node has told this one that it sleeps")
-        waking = asyncio.ensure_future(sleepers.wake([message.node]))
-        try:
-            await control.report_until(message.request, waking)
-        finally:
-            waking.cancel()
-        for out in sleepers.left_out():
-            if out.node == message.node:
-                raise UsageError(f"{out.name} sleeps on: {out.why}")
-        control.send(Done(request=message.request))
+
+        async def woken() -> Done:
+            await sleepers.wake([message.node])
+            for out in sleepers.left_out():
+                if out.node == message.node:
+                    raise UsageError(f"{out.name} sleeps on: {out.why}")
+            return Done(request=message.request)
+
+        await control.answer_with(message.request, woken())
 
     def _is_needed(self) -> bool:
         """Say whether requests, orders or clients need this node now."""
