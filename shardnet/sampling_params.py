@@ -108,7 +108,7 @@ class SamplingParams(Strict, frozen=True, kw_only=True):
 
     @property
     def is_newer(self) -> bool:
-        """Whether nodes without the capability SAMPLERS would draw other tokens."""
+        """Whether nodes without Capability.SAMPLERS would draw other tokens."""
         return bool(self.dry_breakers) or any(getattr(self, name) is not None for name in NEWER)
 
     def check(self) -> None:

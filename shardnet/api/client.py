@@ -79,7 +79,7 @@ from shardnet.wire.messages.generation import (
     Tokenized,
     Unload,
 )
-from shardnet.wire.messages.handshake import CAPABILITIES, WHAT_IF, Hello, PeerRole, Purpose
+from shardnet.wire.messages.handshake import Capability, Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import (
     KeyTaken,
     ListModels,
@@ -163,7 +163,7 @@ async def dial(
         node=secrets.token_hex(16),
         name="client",
         version=__version__,
-        capabilities=[*CAPABILITIES],
+        capabilities=[*Capability],
     )
     options = LinkOptions(identity=identity, handshake_s=handshake_s)
     return await tcp.connect(host, port, hello, options=options)
@@ -566,7 +566,7 @@ class Client:
         for may_repeat in (True, False):
             control = await self._reach(address)
             if isinstance(message, PlanRequest) and message.added:
-                control.link.peer.require(WHAT_IF, "machines that are not there (plan --add)")
+                control.link.peer.require(Capability.WHAT_IF)
             async with control.conversation(message) as answers:
                 try:
                     first = await anext(answers)

@@ -101,8 +101,7 @@ class RunningRequest:
         asked = replace(message, made=made)
         if (thought := message.thought) and (thought.budget, thought.until) == (None, None):
             asked = replace(asked, thought=None)  # its marks are kept for `end_thought`
-        for capability in asked.needed:
-            control.link.peer.require(*capability)
+        control.link.peer.require(*asked.needed)
         request: Generate | Resume = asked
         if self.resumes:
             request = Resume(request=0, key=message.key, n_tokens=len(self.token_ids))

@@ -31,7 +31,7 @@ from shardnet.installation import INSTALL_S, PACKAGE, WHEEL_NAME
 from shardnet.transport.identity import Identity
 from shardnet.wire.messages.bulk import MAX_WHEEL_BYTES, OfferWheel
 from shardnet.wire.messages.control import Done
-from shardnet.wire.messages.handshake import UPDATE, Purpose
+from shardnet.wire.messages.handshake import Capability, Purpose
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.updates import (
     DescribeUpdate,
@@ -184,7 +184,7 @@ class Updater:
     async def look(self, info: NodeInfo) -> Due:
         """Ask a node how it comes to run another version, and its ring whether it can be spared."""
         async with connect(info.address, self.identity) as client:
-            if UPDATE not in client.capabilities:
+            if Capability.UPDATE not in client.capabilities:
                 refusal = f"shardnet {info.version} takes no version from here"
                 return Due(info=info, refusal=refusal, remedy="install the wheel there with pip")
             status = await client.status(with_peers=True)

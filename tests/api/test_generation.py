@@ -321,7 +321,7 @@ def test_a_node_that_knows_no_what_if_is_not_asked_one() -> None:
     """It would plan as if no machine had been added."""
 
     async def main() -> None:
-        async with client_of(ScriptedNode()) as client:
+        async with client_of(ScriptedNode(capabilities=[])) as client:
             with pytest.raises(VersionMismatchError, match="does not know machines that are not"):
                 await client.plan(added=["x:20:16"])
             assert (await client.plan(without=["n1"])).why == "it is scripted"

@@ -248,9 +248,15 @@ def test_a_stage_that_spans_three_unequal_nodes_says_the_same(anna: Survivor) ->
     of its own behind one that spans the others.
     """
     [emma] = anna.machine.start_nodes("emma")
-    [lena] = anna.machine.start_nodes("lena", arguments=["--memory", "11MiB"])
+    [lena] = anna.machine.start_nodes("lena", arguments=["--memory", "16MiB"])
     addresses = [anna.node.address, emma.address, lena.address]
-    choice = ModelChoice(model=DEFAULT_MODEL_NAME, nodes=addresses, nodes_per_stage=3, context=512)
+    choice = ModelChoice(
+        model=DEFAULT_MODEL_NAME,
+        nodes=addresses,
+        nodes_per_stage=3,
+        context=512,
+        dtype="float32",  # as large on every machine
+    )
     alone = structs.replace(choice, nodes=addresses[:1], nodes_per_stage=1)
 
     async def main() -> None:

@@ -12,7 +12,7 @@ from typing import Final
 
 from support.protocol.protocol_notation import STRUCTS, fields_of
 
-from shardnet.wire.messages.handshake import CAPABILITIES
+from shardnet.wire.messages.handshake import Capability
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 RELEASED = Path(__file__).parents[1] / "golden" / "release_messages.txt"
@@ -75,4 +75,4 @@ def test_a_change_that_a_release_before_would_stumble_over_is_seen() -> None:
 
 def test_the_document_lists_the_capabilities_of_hellos() -> None:
     section = DOCUMENT.read_text(encoding="utf-8").split("**Releases.**")[1].split("```")[0]
-    assert re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE) == [*CAPABILITIES]
+    assert re.findall(r"^\| `(.+?)` \|", section, re.MULTILINE) == [*Capability]

@@ -198,10 +198,7 @@ class Copying:
 
         The link ends where too much waits, and the ring with it.
         """
-        lacks = any(
-            capability not in control.link.peer.capabilities
-            for capability, _ in request.generate.needed
-        )
+        lacks = {*request.generate.needed} - {*control.link.peer.capabilities}
         if lacks or (request.picture_bytes and control.link.is_full):
             self.requests.forget(request.generate.key)
             return

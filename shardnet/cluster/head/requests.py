@@ -43,7 +43,7 @@ from shardnet.wire.messages.generation import (
     Generate,
     Turn,
 )
-from shardnet.wire.messages.handshake import SAMPLERS
+from shardnet.wire.messages.handshake import Capability
 
 DRY_BREAKERS = ("\n", ":", '"', "*")
 """Texts over which no repeat goes unless a request names others: llama.cpp's."""
@@ -226,7 +226,7 @@ def sampling_params(message: Generate, lead: Lead) -> SamplingParams:
     params = structs.replace(message.sampling, **left)
     params.check()
     if params.is_newer:
-        lead.ring.ports[-1].require(*SAMPLERS)
+        lead.ring.ports[-1].require(Capability.SAMPLERS)
     if params.dry_multiplier:
         breakers = _breakers(params.dry_breakers or DRY_BREAKERS, lead)
         params = structs.replace(params, dry_breakers=breakers)

@@ -25,7 +25,7 @@ from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link
 from shardnet.transport.loop import at_most
 from shardnet.types import NodeId
-from shardnet.wire.messages.handshake import KEYS, PeerRole
+from shardnet.wire.messages.handshake import Capability, PeerRole
 from shardnet.wire.messages.membership import MAX_GRACE_S, KeyTaken, TakeKey
 
 LOOK_S: Final = 1.0
@@ -36,7 +36,6 @@ AGAIN_S: Final = 30.0
 """When a link is looked after again that could not be replaced."""
 RENEWED_S: Final = 12.0
 """How long links are replaced before the old key is forgotten at once."""
-WHAT: Final = "how a cluster key is replaced"
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -95,7 +94,7 @@ class KeyRotation:
             peer = self.peers.links.link_of(NodeId(message.node))
             if peer is None:
                 raise LinkError("this node has no link to it any more")
-            peer.link.peer.require(KEYS, WHAT)
+            peer.link.peer.require(Capability.KEYS)
             answer = await peer.ask(replace(message, node=""), KeyTaken)
             control.send(replace(answer, request=message.request))
         else:
@@ -141,7 +140,7 @@ class KeyRotation:
         self._tried[control] = now
         try:
             if signers.peer != identity.signer:
-                peer.require(KEYS, WHAT)
+                peer.require(Capability.KEYS)
                 told = TakeKey(request=0, key=identity.secret, grace_s=_left_s(identity))
                 async with asyncio.timeout(ANSWER_S):
                     await control.ask(told, KeyTaken)

@@ -49,7 +49,7 @@ from shardnet.transport.identity import Identity
 from shardnet.transport.link import Link, LinkOptions
 from shardnet.transport.traffic import Traffic
 from shardnet.types import NodeId
-from shardnet.wire.messages.handshake import CAPABILITIES, MEASURED_RING, Hello, PeerRole, Purpose
+from shardnet.wire.messages.handshake import MEASURED_RING, Capability, Hello, PeerRole, Purpose
 
 if TYPE_CHECKING:
     from shardnet.cluster.node.node import Node
@@ -95,7 +95,7 @@ class Dialer:
             node=self.node,
             name=self.name,
             version=__version__,
-            capabilities=[*CAPABILITIES],
+            capabilities=[*Capability],
         )
 
     async def control(self, address: str) -> Link:

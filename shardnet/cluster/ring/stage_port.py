@@ -21,6 +21,7 @@ from shardnet.runtime.ring.pipeline import Pipeline
 from shardnet.transport.loop import together
 from shardnet.types import NodeId
 from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.handshake import Capability
 from shardnet.wire.messages.stages import ConnectRing, LoadStage, StageReady, UnloadStage
 
 T = TypeVar("T")
@@ -86,7 +87,7 @@ class LocalPort:
         assert isinstance(answer, expected)
         return answer
 
-    def require(self, capability: str, what: str) -> None:
+    def require(self, *needed: Capability) -> None:
         """Do nothing: this node is of this release."""
 
     @property
@@ -161,9 +162,9 @@ class RemotePort:
             return await self._control.ask(message, expected)
         return await self._control.ask(message, expected, on_progress=lambda report: None)
 
-    def require(self, capability: str, what: str) -> None:
-        """Raise VersionMismatchError unless the peer lists the capability; see Hello.require."""
-        self.first_control.link.peer.require(capability, what)
+    def require(self, *needed: Capability) -> None:
+        """Raise VersionMismatchError unless the peer lists each capability; see Hello.require."""
+        self.first_control.link.peer.require(*needed)
 
     @property
     def first_stage(self) -> None:

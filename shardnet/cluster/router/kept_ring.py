@@ -127,8 +127,7 @@ class KeptRing:
             is_over |= isinstance(answer, Failed)
             answers.put_nowait(answer)
 
-        for capability in message.needed:
-            control.link.peer.require(*capability)
+        control.link.peer.require(*message.needed)
         choice = self.plan.choice.asked_as(message.choice)
         request = control.begin(replace(message, choice=choice), take)
         self._running.add(answers)

@@ -20,7 +20,7 @@ from shardnet.types import MAX_LAYERS, U32, LiveState, PathText, Positions, Repo
 from shardnet.wire.framing import schema
 from shardnet.wire.messages.chat import ChatMessage, Picture, TemplateOptions, ToolsText
 from shardnet.wire.messages.diagnostics import Drafters
-from shardnet.wire.messages.handshake import SAMPLERS, THOUGHTS
+from shardnet.wire.messages.handshake import Capability
 from shardnet.wire.messages.plans import ModelChoice, PlanReply
 
 MAX_PROMPT_TAIL: Final = 256
@@ -129,9 +129,13 @@ class Generate(schema.Numbered, frozen=True, kw_only=True):
     thought: Thought | None = None
 
     @property
-    def needed(self) -> list[tuple[str, str]]:
-        """The capabilities that its receiver has to have, and what is done by them."""
-        return [*[SAMPLERS] * self.sampling.is_newer, *[THOUGHTS] * (self.thought is not None)]
+    def needed(self) -> list[Capability]:
+        """What its receiver has to understand."""
+        needs = {
+            Capability.SAMPLERS: self.sampling.is_newer,
+            Capability.THOUGHTS: self.thought is not None,
+        }
+        return [capability for capability, is_needed in needs.items() if is_needed]
 
 
 class StateChanged(schema.Reply, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ what is done with a message.
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Final
+from typing import Annotated, Final, Self
 
 import msgspec
 from msgspec import Meta
@@ -33,16 +33,26 @@ MEASURED_RING: Final = "gathers"
 """What the hellos of a parts link name that belongs to no ring, and measures gathers."""
 
 
-WHAT_IF: Final = "what-if"
-KEYS: Final = "keys"
-"""A peer that has it takes new cluster keys (TakeKey)."""
-UPDATE: Final = "update"
-SAMPLERS: Final = ("samplers-2", "DRY, top-n-sigma and typical sampling")
-THOUGHTS: Final = ("thoughts", "budgets of reasoning")
-"""Capabilities, and what is done by them."""
-CAPABILITIES: Final[tuple[str, ...]] = (WHAT_IF, KEYS, UPDATE, SAMPLERS[0], THOUGHTS[0])
-"""What this release understands beyond the one before, as its hellos list it. Whoever sends a
-message of a new kind, or a key that changes what is done, looks first whether the peer has it."""
+class Capability(enum.StrEnum):
+    """What this release understands beyond the one before, as its hellos list it.
+
+    Whoever sends a message of a new kind, or a key that changes what is done, looks first whether
+    the peer has it. `what` says for people what is done by it.
+    """
+
+    what: str
+
+    WHAT_IF = "what-if", "machines that are not there (plan --add)"
+    KEYS = "keys", "how a cluster key is replaced"
+    UPDATE = "update", "how a node is updated from elsewhere"
+    SAMPLERS = "samplers-2", "DRY, top-n-sigma and typical sampling"
+    THOUGHTS = "thoughts", "budgets of reasoning"
+
+    def __new__(cls, name: str, what: str) -> Self:
+        """Take the name for the value."""
+        made = str.__new__(cls, name)
+        made._value_, made.what = name, what
+        return made
 
 
 MAX_CAPABILITIES: Final = 64
@@ -76,11 +86,13 @@ class Hello(Report, frozen=True, kw_only=True):
         list[Annotated[str, Meta(max_length=32)]], Meta(max_length=MAX_CAPABILITIES)
     ] = []
 
-    def require(self, capability: str, what: str) -> None:
-        """Raise VersionMismatchError unless the peer lists the capability; `what` is done by it."""
-        if capability not in self.capabilities:
+    def require(self, *needed: Capability) -> None:
+        """Raise VersionMismatchError unless the peer lists each capability."""
+        for lacking in needed:
+            if lacking in self.capabilities:
+                continue
             raise VersionMismatchError(
-                f"{self.name} runs shardnet {self.version}, which does not know {what}",
+                f"{self.name} runs shardnet {self.version}, which does not know {lacking.what}",
                 remedy="update it: all nodes of a cluster may run one release",
             )
 

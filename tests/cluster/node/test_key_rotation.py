@@ -153,7 +153,7 @@ def test_a_link_under_the_old_key_alone_ends_with_it(cluster: Cluster) -> None:
         async with cluster.node("anna", OLD) as anna:
             with pytest.MonkeyPatch.context() as patch:
                 for module in ("shardnet.api.client", "shardnet.cluster.node.parts"):
-                    patch.setattr(f"{module}.CAPABILITIES", ())
+                    patch.setattr(f"{module}.Capability", ())
                 async with cluster.node("bert", OLD) as bert, cluster.client("anna", OLD) as client:
                     links = anna.links.peers.links
                     await until(lambda: bert.node in links)

@@ -123,7 +123,7 @@ def test_what_is_asked_of_a_ring_waits_for_the_pictures_before_it() -> None:
         async def drain(*, shared: bool) -> None:
             link.is_full = False
 
-        link: Any = SimpleNamespace(is_full=True, drain=drain)
+        link: Any = Mock(is_full=True, drain=drain)
         control: Any = Mock(link=link, begin=lambda message, take: sent.append(link.is_full))
         plan: Any = Mock(nodes=[SimpleNamespace(name="anna")])
         plan.choice.asked_as = lambda choice: choice

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
@@ -50,7 +50,7 @@ from shardnet.wire.messages.generation import (
     Tokenized,
     Unload,
 )
-from shardnet.wire.messages.handshake import CAPABILITIES, Hello, PeerRole, Purpose
+from shardnet.wire.messages.handshake import Capability, Hello, PeerRole, Purpose
 from shardnet.wire.messages.membership import (
     ListedModel,
     ListModels,
@@ -80,10 +80,13 @@ async def _at_once(control: ControlLink, message: Incoming) -> None:
 class ScriptedNode:
     """Remembers what it was asked, how many requests it had at once and who gave up."""
 
-    def __init__(self, elsewhere: str = "") -> None:
+    def __init__(
+        self, elsewhere: str = "", capabilities: Sequence[str] = tuple(Capability)
+    ) -> None:
         self.asked: list[Generate] = []
         self.given_up: list[str] = []
         self.elsewhere = elsewhere
+        self.capabilities = [*capabilities]
         self.before: Before = _at_once
         """Awaited before each answer."""
         self.stage: StageInfo | None = None
@@ -321,7 +324,7 @@ async def serving(node: ScriptedNode) -> AsyncIterator[Link]:
         node="n",
         name="n",
         version="0",
-        capabilities=[*CAPABILITIES],
+        capabilities=node.capabilities,
     )
     near, node.link = await memory_pair(hello, hello)
     serving = asyncio.create_task(_serve(node))
