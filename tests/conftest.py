@@ -78,7 +78,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run what waits for long first: small files fill the end more evenly."""
-    items.sort(key=lambda item: (item.path.name != "test_wine.py", "system" not in item.path.parts))
+    items.sort(key=lambda item: "system" not in item.path.parts)
 
 
 def pytest_collection_finish() -> None:

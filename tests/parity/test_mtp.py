@@ -89,7 +89,10 @@ def test_drafts_are_those_of_the_published_module(folder: Path, stages: TorchSta
 @pytest.mark.usefixtures("drafts_always_pay")
 @pytest.mark.parametrize(
     "folder",
-    cases(["qwen3_next", "qwen3_5_text", *STREAMING], ["deepseek_v3", "glm4_moe"]),
+    cases(
+        ["qwen3_next", "deepseek_v4", "hy_v4"],
+        ["qwen3_5_text", "glm5_next_text", "qwen4_exp_text", "deepseek_v3", "glm4_moe"],
+    ),
     indirect=True,
 )
 def test_drafts_change_no_token(stages: TorchStages) -> None:
@@ -117,7 +120,10 @@ def test_drafts_change_no_token(stages: TorchStages) -> None:
 
 @pytest.mark.parametrize(
     "folder",
-    cases(["glm4_moe", "qwen3_next", *STREAMING], ["deepseek_v3", "qwen3_5_text"]),
+    cases(
+        ["glm4_moe", "glm5_next_text", "qwen4_exp_text"],
+        ["qwen3_next", "deepseek_v4", "hy_v4", "deepseek_v3", "qwen3_5_text"],
+    ),
     indirect=True,
 )
 def test_frames_behind_a_wrong_draft_leave_no_trace_in_later_drafts(
@@ -156,7 +162,7 @@ def test_frames_behind_a_wrong_draft_leave_no_trace_in_later_drafts(
 
 
 @pytest.mark.usefixtures("drafts_always_pay")
-@pytest.mark.parametrize("family", cases(["glm4_moe", "qwen3_next"], ["deepseek_v4"]))
+@pytest.mark.parametrize("family", cases(["qwen3_next"], ["glm4_moe", "deepseek_v4"]))
 def test_drafts_of_the_tail_in_flight_change_no_token(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

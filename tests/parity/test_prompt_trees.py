@@ -67,12 +67,6 @@ KINDS = {
         form="states",
         config=CASES["kimi_linear"] | THREE | {"layer_types": [L, F, L]},
     ),
-    "Mamba-2": Kind(family="nemotron_h", form="states", config={}),
-    "convolutions": Kind(
-        family="lfm3",
-        form="states",
-        config=THREE | {"layer_types": [C, S, F], "sliding_window": 100},
-    ),
     "windows": Kind(
         family="gemma3_text",
         form="windows",
@@ -87,7 +81,13 @@ KINDS = {
         | {"mlp_layer_types": ["dense", "sparse", "dense"]},
     ),
 }
-MORE_KINDS = {
+SELDOM = {
+    "Mamba-2": Kind(family="nemotron_h", form="states", config={}),
+    "convolutions": Kind(
+        family="lfm3",
+        form="states",
+        config=THREE | {"layer_types": [C, S, F], "sliding_window": 100},
+    ),
     "latents": Kind(
         family="deepseek_v3", form="rows", config=CASES["deepseek_v3"] | {"num_hidden_layers": 3}
     ),
@@ -126,7 +126,7 @@ MORE_KINDS = {
         family="bailing_hybrid", form="states", config=CASES["bailing_hybrid"]
     ),
 }
-ALL_KINDS = KINDS | MORE_KINDS
+ALL_KINDS = KINDS | SELDOM
 
 LEAST = {
     "the next turn": {"rows": 1.0, "windows": 1.0, "states": 1.0},
@@ -226,7 +226,7 @@ class Asked:
             await self._grown.wait()
 
 
-@pytest.fixture(scope="module", params=cases([*KINDS], [*MORE_KINDS]))
+@pytest.fixture(scope="module", params=cases([*KINDS], [*SELDOM]))
 def kind(request: pytest.FixtureRequest) -> Kind:
     return ALL_KINDS[request.param]
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
+from support.soak import cases
 from support.system import released
 from support.system.nodes import Machine, NodeProcess, Result
 from support.system.parrot import Parrots
@@ -101,7 +102,7 @@ def test_weights_go_from_one_to_the_other(both: Both, parrots: Parrots, holder: 
     assert json.loads(other.run("cache", "ls", "--json").stdout)
 
 
-@pytest.mark.parametrize("leaves", ["old", "new"])
+@pytest.mark.parametrize("leaves", cases(["old"], ["new"]))
 def test_a_running_request_moves_from_one_to_the_other(both: Both, leaves: str) -> None:
     """The head is of either release; the node that is drained is of the other."""
     machine = both.old_machine if leaves == "old" else both.new_machine

@@ -201,7 +201,7 @@ def test_all_outputs_and_chosen_experts_are_those_of_one_node(pair: Pair, tmp_pa
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("family", cases(["phi3", "qwen3"], ["llama"]))
+@pytest.mark.parametrize("family", cases(["phi3"], ["qwen3", "llama"]))
 def test_adapters_are_cut_as_the_linears_that_they_add_to(
     pair: Pair, tmp_path: Path, family: str
 ) -> None:
@@ -286,7 +286,7 @@ def twice(piece: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("has_key", "how"), cases([(False, twice), (True, flipped)], [(False, flipped), (True, twice)])
+    ("has_key", "how"), cases([(True, flipped)], [(False, twice), (False, flipped), (True, twice)])
 )
 def test_parts_that_no_node_has_sent_end_the_ring_by_name_and_change_no_text(
     machine: Machine, has_key: bool, how: Callable[[bytes], bytes]

@@ -156,6 +156,8 @@ class NodeDrain:
             self._refused = (membership.ring, why)
             self.log(f"the ring of {membership.model} cannot do without this node: {error}")
             return False
+        if not why:
+            self.head.was_succeeded(membership.addresses[0])  # who asks here is sent there
         return True
 
 

@@ -12,7 +12,10 @@ from shardnet.wire.messages.stages import LeaveRing
 
 
 def test_a_head_is_asked_again_but_where_it_refused_for_the_same_reason() -> None:
-    """One whose ring nobody used just then may get a request before the node has left it."""
+    """One whose ring nobody used just then may get a request before the node has left it.
+
+    Requests that come to a node which is drained are sent to that head.
+    """
     asked: list[tuple[str, str]] = []
     answers: list[ShardnetError | None] = [None, None, PlanError("too little memory"), None]
 
@@ -24,10 +27,16 @@ def test_a_head_is_asked_again_but_where_it_refused_for_the_same_reason() -> Non
     control = SimpleNamespace(ask=ask)
     links: list[Any] = [None, *[control] * 4]
     membership = SimpleNamespace(
-        is_over=False, is_forming=False, owner="head", ring="r", model="/m"
+        is_over=False,
+        is_forming=False,
+        owner="head",
+        ring="r",
+        model="/m",
+        addresses=["head:1"],
     )
+    succeeded: list[str] = []
     drain = NodeDrain(
-        head=cast(Any, SimpleNamespace(node="me")),
+        head=cast(Any, SimpleNamespace(node="me", was_succeeded=succeeded.append)),
         host=cast(Any, SimpleNamespace(membership=membership)),
         n_routed=lambda: 0,
         link_of=lambda _: links.pop(0),
@@ -42,3 +51,4 @@ def test_a_head_is_asked_again_but_where_it_refused_for_the_same_reason() -> Non
 
     asyncio.run(main())
     assert asked == [*[("r", "typing")] * 3, ("r", "")]
+    assert succeeded == ["head:1"]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from support.rings.timed_ring import Erring, MtpRing, TimedRing
+from support.soak import cases
 
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter, DraftSource, RingDrafts
 
@@ -38,7 +39,7 @@ def speeds(ring: TimedRing, right: float, *, flies: bool, n_tokens: int) -> tupl
     return ring.speed(drafter, n_tokens), ring.least_speed()
 
 
-STAGES_S = [[0.1], [0.05, 0.05], [0.025] * 4]
+STAGES_S = cases([[0.1], [0.025] * 4], [[0.05, 0.05]])
 GOOD, BAD, FADES, COMES = (0.8,), (0.0,), (0.9, 0.0), (0.0, 0.9)
 
 
@@ -73,7 +74,7 @@ def speed(ring: TimedRing) -> float:
 
 
 @pytest.mark.parametrize("stages_s", STAGES_S, ids=str)
-@pytest.mark.parametrize("row_cost", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("row_cost", cases([0.3], [0.05, 1.0]))
 @pytest.mark.parametrize(("kind", "takes_s"), [("mtp", 0.01), ("small", 0.05)])
 @pytest.mark.parametrize(
     ("right", "looked_up"),
