@@ -103,6 +103,11 @@ def _cline(served: Served) -> str:
     )
 
 
+def _cline_cli(served: Served) -> str:
+    given = {"-p": "openai-compatible", "-b": served.openai, "-k": served.key, "-m": served.model}
+    return shlex.join(["cline", "auth", *(word for pair in given.items() for word in pair)])
+
+
 def _continue(served: Served) -> str:
     return (
         "name: shardnet\n"
@@ -138,6 +143,34 @@ def _opencode(served: Served) -> str:
         "models": {served.model: {"name": served.model, "tool_call": True, "limit": limit}},
     }
     return _json({"model": f"shardnet/{served.model}", "provider": {"shardnet": provider}})
+
+
+def _pi(served: Served) -> str:
+    provider = {
+        "baseUrl": served.openai,
+        "api": "openai-completions",
+        "apiKey": served.key,
+        "models": [
+            {
+                "id": served.model,
+                "contextWindow": served.context,
+                "maxTokens": served.context // 4,
+            }
+        ],
+    }
+    return _json({"providers": {"shardnet": provider}})
+
+
+def _goose(served: Served) -> str:
+    return _variables(
+        {
+            "GOOSE_PROVIDER": "openai",
+            "GOOSE_MODEL": served.model,
+            "GOOSE_CONTEXT_LIMIT": str(served.context),
+            "OPENAI_HOST": served.url,
+            "OPENAI_API_KEY": served.key,
+        }
+    )
 
 
 def _zed(served: Served) -> str:
@@ -188,11 +221,19 @@ PROGRAMS: Final[Mapping[str, Program]] = MappingProxyType(
             "file; Codex asks for /v1/responses",
         ),
         "cline": Program(where="Cline's settings, API Configuration", write=_cline),
+        "cline-cli": Program(where="a shell, once: it keeps them", write=_cline_cli),
+        "roo": Program(where="Roo Code's settings, Providers", write=_cline),
         "continue": Program(where="~/.continue/config.yaml", write=_continue),
         "aider": Program(where="~/.aider.conf.yml", write=_aider),
         "opencode": Program(
             where="~/.config/opencode/opencode.json, or opencode.json in a project", write=_opencode
         ),
+        "pi": Program(
+            where="~/.pi/agent/models.json",
+            write=_pi,
+            note="then `pi --model shardnet/MODEL`, or choose it with /model",
+        ),
+        "goose": Program(where="the shell that starts goose", write=_goose),
         "zed": Program(
             where="Zed's settings.json",
             write=_zed,

@@ -320,16 +320,24 @@ class Metrics:
         self.active = Gauge(
             "shardnet_http_requests_active", "Requests that are being answered", registry=registry
         )
+        whose = ["key", "model"]
         self.prompt_tokens = Counter(
-            "shardnet_prompt_tokens", "Tokens of prompts", registry=registry
+            "shardnet_prompt_tokens",
+            "Tokens of prompts, by API key and model",
+            whose,
+            registry=registry,
         )
         self.cached_tokens = Counter(
             "shardnet_prompt_tokens_cached",
-            "Tokens of prompts whose keys and values were there already",
+            "Tokens of prompts whose keys and values were there already, by API key and model",
+            whose,
             registry=registry,
         )
         self.generated_tokens = Counter(
-            "shardnet_generated_tokens", "Tokens that were generated", registry=registry
+            "shardnet_generated_tokens",
+            "Tokens that were generated, by API key and model",
+            whose,
+            registry=registry,
         )
         self.first_token_s = Histogram(
             "shardnet_time_to_first_token_seconds",

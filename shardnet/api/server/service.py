@@ -297,7 +297,7 @@ class Exchange:
                                 raise event.error
                             self._note_failure(choice, event.error)
                         has_begun = True
-                        self._count(event, last_s, counted)
+                        self._count(event, choice, last_s, counted)
                         yield event
             except ShardnetError as error:
                 self._note_failure(choice, error)
@@ -344,7 +344,8 @@ class Exchange:
             message = replace(message, keep_s=self.keep_s)
         answer = await self.service.client.encode(message, self.loading)
         n_tokens = sum(answer.n_tokens)
-        self.service.metrics.prompt_tokens.inc(n_tokens)
+        labels = self._labels(message.model)
+        self.service.metrics.prompt_tokens.labels(*labels).inc(n_tokens)
         self.n_prompt += n_tokens
         return answer
 
@@ -467,14 +468,24 @@ class Exchange:
             self.leave()
             self.service.switch.lost(choice.model, is_broken=is_broken)
 
-    def _count(self, event: GenerationEvent, last_s: dict[int, float], counted: set[int]) -> None:
+    def _labels(self, model: str) -> tuple[str, str]:
+        """Return whose tokens of which model are counted."""
+        return self.owner, self.service.models.shown(model)
+
+    def _count(
+        self,
+        event: GenerationEvent,
+        choice: ModelChoice,
+        last_s: dict[int, float],
+        counted: set[int],
+    ) -> None:
         """Count what an event says: a prompt when it runs, since its client may leave then."""
-        metrics = self.service.metrics
+        metrics, labels = self.service.metrics, self._labels(choice.model)
         result = event.result
         n_prompt = result.usage.n_prompt if result is not None else event.n_prompt
         if n_prompt and event.request_id not in counted:
             counted.add(event.request_id)
-            metrics.prompt_tokens.inc(n_prompt)
+            metrics.prompt_tokens.labels(*labels).inc(n_prompt)
             self.n_prompt += n_prompt
         if event.ahead:
             self.note = f"queued behind {event.ahead}"
@@ -490,10 +501,10 @@ class Exchange:
             else:
                 metrics.between_tokens_s.observe(now - before)
             last_s[event.request_id] = now
-            metrics.generated_tokens.inc(len(event.token_ids))
+            metrics.generated_tokens.labels(*labels).inc(len(event.token_ids))
             self.n_generated += len(event.token_ids)
         if result is not None:
-            metrics.cached_tokens.inc(result.usage.n_reused)
+            metrics.cached_tokens.labels(*labels).inc(result.usage.n_reused)
             if result.trace is not None and len(self.traces) < MAX_TRACED_AT_ONCE:
                 self.traces[f"{self.request_id} {len(self.traces)}"] = result.trace
 

@@ -111,7 +111,7 @@ def test_a_prompt_counts_for_its_key_though_its_client_leaves() -> None:
                     running.leave()
                     await server.node.until_given_up(n)
             told = (await ask(server.app, "/metrics", **mine)).content.decode()
-            assert "shardnet_prompt_tokens_total 4.0" in told
+            assert 'shardnet_prompt_tokens_total{key="alice",model="shardnet/default"} 4.0' in told
 
     asyncio.run(main())
 

@@ -57,7 +57,11 @@ def test_settings_read_back_as_they_were_meant() -> None:
     assert zed["available_models"][0]["max_tokens"] == SERVED.context
     assert SERVED.url in json.loads(written("vscode")).values()
     compile(written("langchain"), "settings", "exec")
-    for name in ("cline", "home-assistant"):
+    [model] = json.loads(written("pi"))["providers"]["shardnet"]["models"]
+    assert (model["id"], model["contextWindow"]) == (SERVED.model, SERVED.context)
+    assert exported("goose")["OPENAI_HOST"] == SERVED.url
+    assert shlex.split(written("cline-cli"))[-1] == SERVED.model
+    for name in ("cline", "roo", "home-assistant"):
         assert SERVED.model in written(name)
 
 

@@ -91,6 +91,12 @@ AGENTS: Final[Mapping[str, Agent]] = MappingProxyType(
             command="cn --config ~/.continue/config.yaml --auto -p",
             settings=".continue/config.yaml",
         ),
+        "pi": Agent(
+            package="@earendil-works/pi-coding-agent",
+            command="pi --model shardnet/scripted -p",
+            settings=".pi/agent/models.json",
+        ),
+        "cline-cli": Agent(package="cline", command="cline", settings="once"),
         "aider": Agent(
             package="aider-chat",
             command=f"aider --yes-always --no-git --no-check-update --file {FILE} --message",
