@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import httpx
+import openai
+from support.soak import is_soak
 from support.system.nodes import Machine
 
+from shardnet.api.client import connect
+from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.wire.messages.plans import ModelChoice
+
 ROOM = {"timeout": 60, "trust_env": False}
+AWAY_S = 30.0 if is_soak() else 3.0
+"""How long there is no client."""
 
 
 def test_a_response_and_a_batch_outlive_the_server_that_had_them(machine: Machine) -> None:
@@ -57,3 +66,49 @@ def test_a_response_and_a_batch_outlive_the_server_that_had_them(machine: Machin
             assert content.json()["custom_id"] == "a"
 
     asyncio.run(main())
+
+
+def test_a_stream_is_taken_up_after_its_client_and_its_head_were_gone(machine: Machine) -> None:
+    """The head makes a response in the background, and is killed; the deputy's server has it."""
+    arguments = ["--http", "127.0.0.1:0", "--deputy", "auto"]
+    anna, bert, cleo = machine.start_nodes("anna", "bert", "cleo", arguments=arguments)
+    addresses = [node.address for node in (anna, bert, cleo)]
+
+    async def build() -> None:
+        async with connect(anna.address) as client:
+            choice = ModelChoice(model=DEFAULT_MODEL_NAME, nodes=addresses)
+            await client.complete("so", max_tokens=2, model=choice)
+
+    asyncio.run(build())
+    clients = [
+        openai.OpenAI(base_url=f"{node.ready['http']}/v1", api_key="-", max_retries=0)
+        for node in (anna, bert, cleo)
+    ]
+    asked: dict[str, Any] = {
+        "model": DEFAULT_MODEL_NAME,
+        "input": "Write a long story about a lighthouse.",
+        "max_output_tokens": 400,
+        "temperature": 0,
+    }
+
+    def text_of(events: list[Any]) -> str:
+        return "".join(one.delta for one in events if one.type == "response.output_text.delta")
+
+    whole = clients[0].responses.create(**asked).output_text
+    begun: list[Any] = []
+    with clients[0].responses.create(**asked, background=True, stream=True) as stream:
+        for event in stream:
+            begun.append(event)
+            if text_of(begun):
+                break
+    name, last = begun[0].response.id, begun[-1].sequence_number
+    anna.kill()
+    time.sleep(AWAY_S)
+    for client in clients[1:]:
+        with client.responses.retrieve(name, stream=True, starting_after=last) as stream:
+            events = [*begun, *stream]
+        assert [one.sequence_number for one in events] == [*range(len(events))]
+        assert text_of(events) == whole
+        assert client.responses.retrieve(name).output_text == whole
+    for client in clients:
+        client.close()
