@@ -37,6 +37,7 @@ TEMPLATE: Final = """
 {%- elif 'shell' in names %}<|shell|>
 {%- elif 'Bash' in names %}<|Bash|>
 {%- elif 'bash' in names %}<|bash|>
+{%- elif 'run_commands' in names %}<|run_commands|>
 {%- elif 'edit' in (messages | map(attribute='content') | join | lower) %}<|edit|>
 {%- else %}<|say|>{% endif %}{# <tool_call> #}"""
 
@@ -47,6 +48,7 @@ ANSWERS: Final = {
     "<|shell|>": call("shell", command=["bash", "-lc", _SHELL]),
     "<|Bash|>": call("Bash", command=_SHELL, description="Write the file"),
     "<|bash|>": call("bash", command=_SHELL, description="Write the file again"),
+    "<|run_commands|>": call("run_commands", commands=[_SHELL]),
     "<|edit|>": f"{FILE}\n```\n{SAID}\n``` ",
     "<|say|>": "A file",
 }
