@@ -198,7 +198,8 @@ class Copying:
 
         The link ends where too much waits, and the ring with it.
         """
-        lacks = {*request.generate.needed} - {*control.link.peer.capabilities}
+        needed = request.generate.needed
+        lacks = any(one not in control.link.peer.capabilities for one in needed)
         if lacks or (request.picture_bytes and control.link.is_full):
             self.requests.forget(request.generate.key)
             return

@@ -44,8 +44,11 @@ from shardnet.wire.messages.stages import Drain, DropWarm, LeaveRing
 
 DRAIN_LOOK_S: Final = 0.05
 """Interval of the looks at what is left."""
-OFFER_S: Final = 3.0
-"""How long a head takes new requests for its deputy to take over with the others."""
+OFFER_S: Final = 8.0
+"""How long a head takes new requests for its deputy to take over with the others: a second offer is
+made after 5 s."""
+LULL_S: Final = 0.5
+"""How long a head with a deputy has to be without requests: clients may just be asking again."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -108,6 +111,7 @@ class NodeDrain:
         self.host.refusals.is_draining, asked_s = True, time.monotonic()
         self.head.is_draining = not self.has_deputy()
         self.log("draining: this node takes nothing more, and ends when it is empty")
+        needed_s = asked_s if self.has_deputy() else 0.0
         try:
             async with asyncio.timeout(deadline_s):
                 while not (await self.leave(pauses_s=pauses_s) and pauses_s):
@@ -116,7 +120,9 @@ class NodeDrain:
                         self.head.is_draining = True
                     if time.monotonic() - asked_s > OFFER_S:  # some are not copied there
                         self.head.is_draining = True
-                    if not self.is_needed:
+                    if self.is_needed:
+                        needed_s = time.monotonic()
+                    elif self.head.is_draining or time.monotonic() - needed_s > LULL_S:
                         break
                     await asyncio.sleep(DRAIN_LOOK_S)
             self.log("drained: no request needs this node any more")

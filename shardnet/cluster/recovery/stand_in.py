@@ -402,6 +402,7 @@ class StandIn:
 
         One that could not is not asked again at once: requests stand still meanwhile.
         """
+        self.copying.flush()  # the deputy of a ring that was just built is another one
         lead, deputy = self.head.latest, self.copying.deputy
         if lead is None or deputy is None or lead.is_recovering or lead.ring.broken is not None:
             return False
