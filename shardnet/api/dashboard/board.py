@@ -29,6 +29,7 @@ from shardnet.api.dashboard.state import (
     ShownRing,
     ShownServer,
     ShownState,
+    ShownUsage,
     ShownSteps,
 )
 from shardnet.api.server.endpoint import named_event
@@ -221,15 +222,33 @@ class Dashboard:
         ring, requests = watcher.ring.ring(), watcher.ring.requests()
         loading = watcher.ring.loading()
         rates, jobs = watcher.ring.rates(), self.jobs.listed()
+        usage = self._usage()
         return [
             ("server", server, replace(server, uptime_s=0)),
             ("nodes", nodes, [_node_news(node) for node in nodes]),
             ("ring", ring, _news(ring)),
             ("loading", loading, _news(loading)),
             ("requests", requests, [*map(_news, requests)]),
+            ("usage", usage, usage),
             ("rates", rates, rates),
             ("jobs", jobs, [*map(_news, jobs)]),
         ]
+
+    def _usage(self) -> list[ShownUsage]:
+        """List tokens by key and model."""
+        metrics, found = self._service.metrics, dict[tuple[str, str], ShownUsage]()
+        counters = {
+            "n_prompt": metrics.prompt_tokens,
+            "n_cached": metrics.cached_tokens,
+            "n_generated": metrics.generated_tokens,
+        }
+        for field, counter in counters.items():
+            for sample in (sample for family in counter.collect() for sample in family.samples):
+                if sample.name.endswith("_total"):
+                    key, model = sample.labels["key"], sample.labels["model"]
+                    one = found.setdefault((key, model), ShownUsage(key=key, model=model))
+                    setattr(one, field, int(sample.value))
+        return [found[place] for place in sorted(found)]
 
     def _server(self) -> ShownServer:
         service, watcher = self._service, self.watcher

@@ -151,6 +151,16 @@ class ShownRequest(msgspec.Struct, kw_only=True):
     expected_s: float
 
 
+class ShownUsage(msgspec.Struct, kw_only=True):
+    """Tokens of one key, "" without one, with one model, since the server began."""
+
+    key: str
+    model: str
+    n_prompt: int = 0
+    n_cached: int = 0
+    n_generated: int = 0
+
+
 class ShownRates(msgspec.Struct, kw_only=True):
     """What the ring did in the last seconds."""
 
@@ -234,6 +244,7 @@ class ShownState(msgspec.Struct, kw_only=True):
     ring: ShownRing | None
     loading: ShownLoading | None
     requests: list[ShownRequest]
+    usage: list[ShownUsage]
     rates: ShownRates
     steps: ShownSteps
     jobs: list[ShownJob]

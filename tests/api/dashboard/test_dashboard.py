@@ -95,10 +95,14 @@ def test_the_state_has_everything_as_it_is_written_down() -> None:
             assert state["ring"]["stages"][1]["layers"] == [2, 4]
             assert state["requests"][0]["id"] == "r1-7"
             assert state["steps"]["steps"][0]["stages"][0]["compute_ms"] == 3.0
-            assert state["jobs"] == []
+            assert state["jobs"] == state["usage"] == []
+            counter = page.service.metrics.generated_tokens
+            counter.labels("ann", "m").inc(3)
             assert page.node.asked_for[0].known_ring == ""
             # What was said is not said again.
             again = (await page.ask("/state")).json
+            [used] = again["usage"]
+            assert (used["key"], used["model"], used["n_generated"]) == ("ann", "m", 3)
             assert page.node.asked_for[1].after_step == 1
             assert len(again["steps"]["steps"]) == 1
 

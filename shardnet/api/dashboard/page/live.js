@@ -6,6 +6,7 @@ export const server = signal(null);
 export const nodes = signal([]);
 export const ring = signal(null);
 export const requests = signal([]);
+export const usage = signal([]);
 export const rates = signal(null);
 export const jobs = signal([]);
 /** The last trips round the ring, and when they were taken by the head's and by this clock. */
@@ -29,7 +30,7 @@ const UNSEEN_MS = 10_000;
 const isSeen = signal(!document.hidden);
 document.addEventListener("visibilitychange", () => (isSeen.value = !document.hidden));
 
-const plain = { server, nodes, ring, requests, jobs };
+const plain = { server, nodes, ring, requests, usage, jobs };
 
 /** Whether what is shown is as it is now. */
 export const isLive = computed(

@@ -1,7 +1,7 @@
 // The requests that the ring has in hand, with how far each is.
 import { duration, waiting } from "./format.js";
 import { html } from "./html.js";
-import { isLive, requests, ring, start } from "./live.js";
+import { isLive, requests, ring, start, usage } from "./live.js";
 import { Action, Bar, Nothing } from "./parts.js";
 
 export function Requests() {
@@ -15,7 +15,34 @@ export function Requests() {
         ${" "}prompts kept warm; ${load.used_blocks} of ${load.room_blocks} blocks of the KV cache used
       </p>`}
       <${RequestList} />
+      ${usage.value.length > 0 && html`<${Usage} />`}
     </section>
+  `;
+}
+
+function Usage() {
+  return html`
+    <h2 id="usage-title">Tokens since the server began</h2>
+    <div class="scrolls" tabindex="0" role="group" aria-label="Tokens by key and model">
+      <table>
+        <thead>
+          <tr><th>Key</th><th>Model</th><th>Read</th><th>Kept</th><th>Written</th></tr>
+        </thead>
+        <tbody>
+          ${usage.value.map(
+            (one) => html`
+              <tr key=${`${one.key} ${one.model}`}>
+                <th scope="row">${one.key || "none"}</th>
+                <td>${one.model}</td>
+                <td>${one.n_prompt}</td>
+                <td>${one.n_cached}</td>
+                <td>${one.n_generated}</td>
+              </tr>
+            `,
+          )}
+        </tbody>
+      </table>
+    </div>
   `;
 }
 
