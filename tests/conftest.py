@@ -21,7 +21,7 @@ import hypothesis
 import psutil
 import pytest
 
-from shardnet.runtime.engine import guide, model_drafts, prefixes
+from shardnet.runtime.engine import guide, prefixes
 from shardnet.runtime.engine.prefixes import FoundPrefix
 from shardnet.runtime.scheduling.drafting import AdaptiveDrafter
 from shardnet.runtime.scheduling.step_cost import StepCost
@@ -127,8 +127,6 @@ def drafts_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AdaptiveDrafter, "took", lambda drafter, n_tokens, time_s: None)
     monkeypatch.setattr(guide, "SLOW_NS", 60 * 10**9)
     monkeypatch.setattr(guide, "DRAFTS_NS", 60 * 10**9)
-    for bound in ("_LEAST_PATIENCE_S", "_MOST_PATIENCE_S"):
-        monkeypatch.setattr(model_drafts, bound, 60.0)
 
 
 @pytest.fixture

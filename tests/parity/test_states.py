@@ -16,6 +16,7 @@ from support.soak import cases, is_soak
 
 from shardnet.errors import CapacityError, UsageError
 from shardnet.output_params import OutputParams
+from shardnet.runtime.engine import model_drafts
 from shardnet.runtime.engine.draft_model import load_draft_model
 from shardnet.runtime.engine.requests import (
     GenerationFinished,
@@ -222,10 +223,14 @@ def test_a_request_that_is_given_up_amid_flights_leaves_what_was_answered(
 
 
 @pytest.mark.usefixtures("drafts_always_pay")
-def test_it_may_be_a_draft_model(family: str, folder: Path, stages: TorchStages) -> None:
+def test_it_may_be_a_draft_model(
+    family: str, folder: Path, stages: TorchStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Greedy texts are drafted without an error, by the same model; others part from its own."""
     if family == "falcon_h1" and not is_soak():
         pytest.skip("scripts/soak runs it")
+    for bound in ("_LEAST_PATIENCE_S", "_MOST_PATIENCE_S"):
+        monkeypatch.setattr(model_drafts, bound, 60.0)
     vocab_size, memory_bytes = stages.vocab_size, 1 << 30
     draft = load_draft_model(
         folder,

@@ -29,8 +29,8 @@ from shardnet.api.dashboard.state import (
     ShownRing,
     ShownServer,
     ShownState,
-    ShownUsage,
     ShownSteps,
+    ShownUsage,
 )
 from shardnet.api.server.endpoint import named_event
 from shardnet.api.server.service import Service

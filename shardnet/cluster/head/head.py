@@ -378,7 +378,7 @@ class Head:
         if standing is not None:
             on_plan(standing.plan)
             return standing
-        elsewhere = self.led.elsewhere_with(choice)
+        elsewhere = self.led.elsewhere_with(choice) or self._successor_with(choice)
         if elsewhere is not None:
             return elsewhere
         self.led.check_idle()
@@ -410,6 +410,15 @@ class Head:
             if (elsewhere := self._instead(choice)) is None:
                 raise
             return elsewhere
+
+    def _successor_with(self, choice: ModelChoice) -> Elsewhere | None:
+        """Return the node that leads in place of this one, where its ring with this node has the
+        model, and a choice names it."""
+        elsewhere = self.led.other_head()
+        if elsewhere is None or elsewhere.address != self.successor_address:
+            return None
+        is_named = elsewhere.address in choice.nodes
+        return elsewhere if is_named and elsewhere.model == choice.model else None
 
     def _instead(self, choice: ModelChoice) -> Elsewhere | None:
         """Return the head whose ring may be in the place of the one that a choice names."""
