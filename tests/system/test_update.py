@@ -174,7 +174,8 @@ def test_all_nodes_are_updated_while_streams_go_on(town: Town) -> None:
             pauses = [stream.pause_s for stream in streams]
             print(f"{version}: longest pauses {[round(pause_s, 2) for pause_s in pauses]} s")
             assert result.code == 0, result.stderr
-            assert len(re.findall("back(?: in its ring|, and the plan)", result.stderr)) == n_due
+            n_back = len(re.findall("back(?: in its ring|, and the plan)", result.stderr))
+            assert n_back == n_due, result.stderr
             assert await town.versions() == [version] * len(NAMES)
             assert max(pauses) < PAUSE_S
 

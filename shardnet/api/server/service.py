@@ -286,6 +286,7 @@ class Exchange:
             )
             last_s: dict[int, float] = {}
             counted: set[int] = set()
+            labels = self._labels(choice.model)
             try:
                 async with aclosing(events):
                     async for event in events:
@@ -297,7 +298,7 @@ class Exchange:
                                 raise event.error
                             self._note_failure(choice, event.error)
                         has_begun = True
-                        self._count(event, choice, last_s, counted)
+                        self._count(event, labels, last_s, counted)
                         yield event
             except ShardnetError as error:
                 self._note_failure(choice, error)
@@ -475,12 +476,12 @@ class Exchange:
     def _count(
         self,
         event: GenerationEvent,
-        choice: ModelChoice,
+        labels: tuple[str, str],
         last_s: dict[int, float],
         counted: set[int],
     ) -> None:
         """Count what an event says: a prompt when it runs, since its client may leave then."""
-        metrics, labels = self.service.metrics, self._labels(choice.model)
+        metrics = self.service.metrics
         result = event.result
         n_prompt = result.usage.n_prompt if result is not None else event.n_prompt
         if n_prompt and event.request_id not in counted:

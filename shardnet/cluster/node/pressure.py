@@ -111,7 +111,7 @@ class NodeDrain:
         self.host.refusals.is_draining, asked_s = True, time.monotonic()
         self.head.is_draining = not self.has_deputy()
         self.log("draining: this node takes nothing more, and ends when it is empty")
-        needed_s = asked_s if self.has_deputy() else 0.0
+        needed_s = asked_s
         try:
             async with asyncio.timeout(deadline_s):
                 while not (await self.leave(pauses_s=pauses_s) and pauses_s):
