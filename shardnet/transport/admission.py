@@ -25,6 +25,8 @@ KEPT_SHARE: Final = 4
 """One of so many handshakes is kept for known hosts."""
 MAX_HOSTS: Final = 256
 """So many hosts are remembered: those that are known, and those whose failures were reported."""
+MAX_REPORTED: Final = 8
+"""So many different failures of a host are reported."""
 
 
 class KnownHosts:
@@ -43,19 +45,22 @@ class KnownHosts:
 
 
 class ReportedFailures:
-    """Which kinds of failures of which hosts were reported, so that each is once."""
+    """Which failures of which hosts were reported, so that each is once."""
 
     def __init__(self) -> None:
-        self._by_host: dict[str, set[type[ShardnetError]]] = {}
+        self._by_host: dict[str, set[str]] = {}
 
     def is_news(self, address: str, error: ShardnetError) -> bool:
-        """Return whether to report `error`: once per host and kind, until `clear`."""
+        """Return whether to report `error`: once per host and message, until `clear`.
+
+        What a stranger says may be part of the message: MAX_REPORTED of a host are reported.
+        """
         name = host_name(address)
         reported = self._by_host.get(name, set())
         remember(self._by_host, name, reported, MAX_HOSTS)
-        if type(error) in reported:
+        if error.message in reported or len(reported) == MAX_REPORTED:
             return False
-        reported.add(type(error))
+        reported.add(error.message)
         return True
 
     def clear(self, address: str) -> None:

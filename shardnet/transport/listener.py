@@ -341,7 +341,7 @@ class Listener:
         where = format_address(*address[:2])
         bare = type(error)(error.message.removeprefix(f"{where}: "), remedy=error.remedy)
         self.on_refused(address[0], bare)
-        if self._reported.is_news(address[0], error):
+        if self._reported.is_news(address[0], bare):
             self.on_failure(error)
 
 

@@ -33,7 +33,7 @@ from shardnet.wire.messages.plans import ModelChoice
 N_TOKENS = 60
 N_FEW = 15
 """Where only bits are asked for, of a stage whose nodes have half a core each."""
-N_TIMES = 4
+N_TIMES = 7
 """How many times as many of a text of which a step may make many, and of the first one, which has
 to go on until all have begun.
 """

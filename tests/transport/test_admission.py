@@ -12,6 +12,7 @@ from shardnet.errors import AuthenticationError, PeerSilentError
 from shardnet.transport.admission import (
     GRACE_S,
     MAX_HOSTS,
+    MAX_REPORTED,
     SPENT_S,
     Admission,
     KnownHosts,
@@ -338,15 +339,22 @@ def test_the_hosts_that_are_known_are_bounded_and_the_longest_unseen_is_forgotte
     assert [address in known for address in (ONE, TWO, THREE)] == [True, False, True]
 
 
-def test_a_kind_of_failure_is_told_once_per_host_until_a_link_comes_up() -> None:
+def test_a_failure_is_told_once_per_host_until_a_link_comes_up() -> None:
     reported = ReportedFailures()
     stranger, silent = AuthenticationError("no key"), PeerSilentError("no hello")
     assert reported.is_news(ONE, stranger)
     assert reported.is_news(ONE, silent)
-    assert not reported.is_news(ONE, AuthenticationError("still no key"))
+    assert not reported.is_news(ONE, AuthenticationError("no key"))
+    assert reported.is_news(ONE, AuthenticationError("another key"))
     assert reported.is_news(TWO, stranger)
     reported.clear(ONE)
     assert reported.is_news(ONE, stranger)
+
+
+def test_the_failures_of_a_host_that_are_told_are_bounded() -> None:
+    reported = ReportedFailures()
+    news = [reported.is_news(ONE, AuthenticationError(f"key {n}")) for n in range(20)]
+    assert sum(news) == MAX_REPORTED
 
 
 def test_the_hosts_whose_failures_were_told_are_bounded() -> None:
