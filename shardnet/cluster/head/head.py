@@ -95,6 +95,8 @@ class Head:
         """Why no more requests are taken for the ring that stands, "" while they are."""
         self.until_settled: Callable[[], Awaitable[None]] = _nothing
         """Waits while this node may be about to lead in the place of another."""
+        self.model_led_at: Callable[[str], Awaitable[str]] = _no_model
+        """Asks the node at an address for the model of the ring that it leads, "" for none."""
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the messages that stages send to their head."""
@@ -378,7 +380,7 @@ class Head:
         if standing is not None:
             on_plan(standing.plan)
             return standing
-        elsewhere = self.led.elsewhere_with(choice) or self._successor_with(choice)
+        elsewhere = self.led.elsewhere_with(choice) or await self._successor_with(choice)
         if elsewhere is not None:
             return elsewhere
         self.led.check_idle()
@@ -411,14 +413,18 @@ class Head:
                 raise
             return elsewhere
 
-    def _successor_with(self, choice: ModelChoice) -> Elsewhere | None:
-        """Return the node that leads in place of this one, where its ring with this node has the
-        model, and a choice names it."""
-        elsewhere = self.led.other_head()
-        if elsewhere is None or elsewhere.address != self.successor_address:
+    async def _successor_with(self, choice: ModelChoice) -> Elsewhere | None:
+        """Return the node that leads in place of this one, where its ring has the model, and a
+        choice names it.
+
+        That ring may be without this node as yet, whose process may be another one than before.
+        """
+        elsewhere, address = self.led.other_head(), self.successor_address
+        if address not in choice.nodes:
             return None
-        is_named = elsewhere.address in choice.nodes
-        return elsewhere if is_named and elsewhere.model == choice.model else None
+        model = elsewhere.model if elsewhere is not None else await self.model_led_at(address)
+        is_there = elsewhere is None or elsewhere.address == address
+        return Elsewhere(address=address, model=model) if is_there and model == choice.model else None
 
     def _instead(self, choice: ModelChoice) -> Elsewhere | None:
         """Return the head whose ring may be in the place of the one that a choice names."""
@@ -493,6 +499,11 @@ class Head:
 
 async def _nothing() -> None:
     """Wait for nothing."""
+
+
+async def _no_model(address: str) -> str:
+    """Know of no ring."""
+    return ""
 
 
 def _check_unused(ring: Ring, idle_s: float) -> None:

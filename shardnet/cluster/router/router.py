@@ -42,6 +42,7 @@ from shardnet.wire.messages.deputies import RingNode, StandBy
 from shardnet.wire.messages.diagnostics import RingBehind
 from shardnet.wire.messages.generation import Detokenize, Generate, Tokenize, Tokenized, Unload
 from shardnet.wire.messages.handshake import PeerRole
+from shardnet.wire.messages.membership import Status, StatusReply
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 
 LOOK_S: Final = 0.25
@@ -125,6 +126,8 @@ class Keeping:
 
 FREE_S = 5.0
 """How long the head of another ring may take to free it."""
+ASK_S = 1.0
+"""How long another node may take to say what it leads."""
 
 Asked = TypeVar("Asked", Tokenize, Detokenize, DescribeTokenizer)
 
@@ -155,6 +158,7 @@ class Router:
         self._changing = asyncio.Lock()
         self._front: Front | None = None
         self._to_self: ControlLink | None = None
+        self.head.model_led_at = self._model_led_at
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register what needs a ring."""
@@ -463,6 +467,16 @@ class Router:
                 control = await self._reach(plan)
                 message = Unload(request=0, model=plan.choice.model)
                 await control.ask(message, Done)
+
+    async def _model_led_at(self, address: str) -> str:
+        """Ask the node at an address for the model of the ring that it leads, "" for none."""
+        with contextlib.suppress(errors.ShardnetError, TimeoutError):
+            async with asyncio.timeout(ASK_S):
+                control = await self.link_to(address)
+                told = await control.ask(Status(request=0, with_peers=False), StatusReply)
+            if told.load is not None and told.node.stage is not None:
+                return told.node.stage.model
+        return ""
 
     async def _reach(self, plan: Plan) -> ControlLink:
         """Return the control link to the head of a ring. Raises LinkError."""

@@ -15,7 +15,7 @@ import pytest
 from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.ring_builder import RingBuilder
 from shardnet.cluster.member.stage_host import StageHost
-from shardnet.cluster.planning.planning import Planner
+from shardnet.cluster.planning.planning import Elsewhere, Planner
 from shardnet.errors import (
     BusyError,
     CheckpointError,
@@ -413,5 +413,28 @@ def test_a_ring_that_is_lost_is_not_kept_from_recovery_by_who_plans_another_one(
             measured.set()
             with pytest.raises(PlanError, match="no node has answered"):
                 await asking
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("led", [MODEL, "another", ""])
+def test_a_node_that_was_led_by_another_sends_requests_there_before_it_is_back(led: str) -> None:
+    """Its process is another one than before: it is in no ring as yet, and the other one leads."""
+
+    async def main() -> None:
+        around = Alone(StandingRing)
+        head, asked = around.head(), []
+
+        async def model_led_at(address: str) -> str:
+            asked.append(address)
+            return led
+
+        head.model_led_at = model_led_at
+        head.was_succeeded("10.0.0.2:7433")
+        choice = ModelChoice(model=MODEL, nodes=["10.0.0.1:7433", "10.0.0.2:7433"])
+        async with head.lead(choice, on_plan=lambda plan: None, on_progress=lambda *_: None) as got:
+            is_there = isinstance(got, Elsewhere) and got.address == "10.0.0.2:7433"
+            assert is_there == (led == MODEL)
+        assert asked == ["10.0.0.2:7433"]
 
     asyncio.run(main())
