@@ -80,6 +80,13 @@ from shardnet.wire.messages.generation import (
     Unload,
 )
 from shardnet.wire.messages.handshake import Capability, Hello, PeerRole, Purpose
+from shardnet.wire.messages.household import (
+    HouseholdListed,
+    HouseholdModel,
+    HouseholdModelState,
+    ListHousehold,
+    NameModels,
+)
 from shardnet.wire.messages.membership import (
     KeyTaken,
     ListModels,
@@ -119,6 +126,8 @@ Ask = (
     | DropValue
     | TakeKey
     | UpdateRequest
+    | ListHousehold
+    | NameModels
 )
 Request = Ask | ReportRequest | ListModels
 Answer = TypeVar(
@@ -126,6 +135,7 @@ Answer = TypeVar(
     PlanReply,
     LastRun,
     RingActivity,
+    HouseholdListed,
     Done,
     Tokenized,
     Detokenized,
@@ -361,6 +371,20 @@ class Client:
         Raises the error that it reports.
         """
         return await self._follow(message, expected)
+
+    async def household(self) -> list[HouseholdModelState]:
+        """Return how the models of the household are, the most important first."""
+        return (await self._follow(ListHousehold(request=0), HouseholdListed)).models
+
+    async def name_models(
+        self, models: Sequence[HouseholdModel] = (), *, dropped: Sequence[str] = ()
+    ) -> None:
+        """Have the household have these models, and not those called `dropped`.
+
+        The node leads it from now on where none does. Raises UsageError for too many models.
+        """
+        message = NameModels(request=0, models=list(models), dropped=list(dropped))
+        await self._follow(message, Done)
 
     async def wake(self, node: str) -> None:
         """Have the node wake the node of the id `node`. Raises UsageError if it does not wake."""

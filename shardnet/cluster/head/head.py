@@ -414,17 +414,21 @@ class Head:
             return elsewhere
 
     async def _successor_with(self, choice: ModelChoice) -> Elsewhere | None:
-        """Return the node that leads in place of this one, where its ring has the model, and a
-        choice names it.
+        """Return the node that leads in place of this one, which has given way to one, if a choice
+        names it and its ring has the model.
 
-        That ring may be without this node as yet, whose process may be another one than before.
+        It may be the successor of the successor, and its ring without this node as yet, whose
+        process may be another one than before.
         """
-        elsewhere, address = self.led.other_head(), self.successor_address
-        if address not in choice.nodes:
+        elsewhere, others = self.led.other_head(), choice.nodes[1:]
+        if not self.successor_address or not others:
             return None
-        model = elsewhere.model if elsewhere is not None else await self.model_led_at(address)
-        is_there = elsewhere is None or elsewhere.address == address
-        return Elsewhere(address=address, model=model) if is_there and model == choice.model else None
+        if elsewhere is None:
+            models = await asyncio.gather(*map(self.model_led_at, others))
+            led = [at for at, model in zip(others, models, strict=True) if model == choice.model]
+            return Elsewhere(address=led[0], model=choice.model) if led else None
+        is_named = elsewhere.address in others
+        return elsewhere if is_named and elsewhere.model == choice.model else None
 
     def _instead(self, choice: ModelChoice) -> Elsewhere | None:
         """Return the head whose ring may be in the place of the one that a choice names."""

@@ -59,6 +59,8 @@ SILENCE_S: Final = 20.0
 """How long a peer may take for the next of its models."""
 MAX_OF_PEER: Final = 8192
 """Models that are taken from one peer."""
+HOUSEHOLD_STORE: Final = "household"
+"""Where a model is that was given its name in the household."""
 NAMED_STORE: Final = "a path"
 """Where a model is that is described though no store lists it."""
 MAX_NAME: Final = 4096
@@ -81,6 +83,8 @@ class ModelLists:
     def __post_init__(self) -> None:
         self._meanings: dict[str, str] = {}
         self._nearest: dict[str, str] = {}
+        self.household: Callable[[], Sequence[str]] = tuple
+        """Lists what models of the household are called."""
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the message that asks for lists."""
@@ -165,6 +169,9 @@ class ModelLists:
             with contextlib.suppress(ShardnetError):  # opening it says why
                 found = await self.disk.run(path, partial(dated, found))
             held.append(HeldModel(found=found))
+        of_household = [ListedModel(name=name, store=HOUSEHOLD_STORE) for name in self.household()]
+        if of_household and message.with_peers:
+            yield self._listed(message, of_household)
         if message.names_only:
             for named in _pieces([_named(model) for model in held], MAX_MODELS_LISTED):
                 yield self._listed(message, named)

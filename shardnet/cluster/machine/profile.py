@@ -332,7 +332,7 @@ def _good_dtypes(torch_name: str) -> tuple[DType, ...]:
         torch.set_num_threads(n_threads)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class MemoryBudget:
     """The memory that a node may use for its stage. `asked_bytes` is --memory, None without it.
 

@@ -61,7 +61,7 @@ class StageHost:
     computes in place of torch. `may_spin` is asked for each ring, whether to spin while steps are
     awaited. `node` is this node: its own orders it takes while it drains, since requests that it
     leads may need another ring. What is loaded may be on several `devices`, whose memory is given
-    in their order.
+    in their order. Several may `compute` on the same threads.
     """
 
     def __init__(
@@ -74,15 +74,17 @@ class StageHost:
         plugin: ComputePlugin | None = None,
         may_spin: Callable[[], bool] = lambda: False,
         devices: Sequence[StageDevice] = ONE_DEVICE,
+        compute: ComputeThreads | None = None,
     ) -> None:
         self._dial = dial
         self._may_spin = may_spin
         self._packs = packs
         self._prefix_disk = PrefixDisk()
-        self._compute = ComputeThreads(devices)
+        self.compute = compute or ComputeThreads(devices)
+        self._has_own_threads = compute is None
         self._moves_thread = Executor("shardnet-moves")
         self._loader = StageLoader(
-            packs=packs, plugin=plugin, prefixes=prefixes, compute=self._compute
+            packs=packs, plugin=plugin, prefixes=prefixes, compute=self.compute
         )
         self._changing = asyncio.Lock()
         self.refusals = Refusals(node=node)
@@ -97,7 +99,7 @@ class StageHost:
 
     def state(self) -> StageState | None:
         """Describe the loaded stage and its place in a ring, for people."""
-        n_devices = len(self._compute.devices)
+        n_devices = len(self.compute.devices)
         return stage_state(self.loaded, self._prepared, self.membership, n_devices)
 
     @property
@@ -110,7 +112,7 @@ class StageHost:
         """The same for each device."""
         parts = {id(part): part for stage in self._stages for part in stage.parts or (stage,)}
         n_bytes = [part.weight_bytes_by_place for part in parts.values()]
-        places = range(len(self._compute.devices))
+        places = range(len(self.compute.devices))
         return [sum(of_part[place] for of_part in n_bytes) for place in places]
 
     @property
@@ -208,7 +210,7 @@ class StageHost:
                 raise PeerFailedError(
                     f"this node is no member of ring {membership.ring} any more", remedy="ask again"
                 )
-            self._compute.share_cores(threads, set_compute_threads)
+            self.compute.share_cores(threads, set_compute_threads)
             set_compute_threads(threads)  # of this thread, which may compute short steps itself
             reused = self._take_prepared(membership.ring, order)
             if not reused:
@@ -222,7 +224,7 @@ class StageHost:
                 del kept  # what the next stage does not take is to be freed
                 self.loaded = await loading
             compute = self.loaded.compute
-            await self._compute.run(lambda: compute.use_wire(sent, received))
+            await self.compute.run(lambda: compute.use_wire(sent, received))
             membership.is_loaded = True
             return self.loaded, reused
 
@@ -346,7 +348,7 @@ class StageHost:
 
         Raises as `moves_of`, and what `job` raises.
         """
-        return await self._compute.run(partial(job, self.moves_of(ring, epoch)))
+        return await self.compute.run(partial(job, self.moves_of(ring, epoch)))
 
     async def on_arrivals(self, ring: str, job: Callable[[Moves], T], *, is_free: bool = True) -> T:
         """Run `job` with what arrives for the stage that is ready for a ring.
@@ -358,7 +360,7 @@ class StageHost:
 
     async def beside_compute(self, job: Callable[[], T], is_free: bool) -> T:
         """Run a job that copies memory beside steps if it `is_free`, and else between two."""
-        return await (self._moves_thread.run(job) if is_free else self._compute.run(job))
+        return await (self._moves_thread.run(job) if is_free else self.compute.run(job))
 
     async def forget_arrivals(self) -> None:
         """Drop what has arrived and was not opened."""
@@ -414,7 +416,7 @@ class StageHost:
 
     async def between_steps(self, job: Callable[[], T], place: int) -> T:
         """Run a short job on the compute thread of a device. Raises what it raises."""
-        return await self._compute.submit(job, place)
+        return await self.compute.submit(job, place)
 
     async def on_first_part(self, job: Callable[[StageCompute], T]) -> T:
         """Run a short job on the compute thread of the first layers' device, with what computes.
@@ -424,7 +426,7 @@ class StageHost:
         if self.loaded is None:
             raise PeerFailedError("the stage of the head is not there any more", remedy="ask again")
         place, compute = computes_by_device(self.loaded)[0]
-        return await self._compute.submit(lambda: job(compute), place)
+        return await self.compute.submit(lambda: job(compute), place)
 
     async def beside_steps(self, job: Callable[[], T]) -> T:
         """Run a job on the loading thread; see StageLoader.run."""
@@ -453,7 +455,7 @@ class StageHost:
                         reporter.report(0, 1)
 
                     return await reporter.to_its_end(
-                        self._compute.submit(
+                        self.compute.submit(
                             lambda: job(tick), place, alive=lambda: reporter.n_reports
                         )
                     )
@@ -469,9 +471,9 @@ class StageHost:
         async with self._changing:
             self.refusals.check_not_closing()
             self.check_idle()
-            n_devices = len(self._compute.devices)
+            n_devices = len(self.compute.devices)
             each = job(n_devices)
-            running = [self._compute.submit(each[place], place) for place in range(n_devices)]
+            running = [self.compute.submit(each[place], place) for place in range(n_devices)]
             return (await asyncio.gather(*running))[0]
 
     def between_sequences(self, job: Callable[[], T]) -> asyncio.Future[T]:
@@ -481,7 +483,7 @@ class StageHost:
         """
         self.refusals.check_not_closing()
         self.check_idle()
-        return self._compute.submit(job)
+        return self.compute.submit(job)
 
     async def drop_caches(self) -> None:
         """Give back memory that holds only what can be made or read again.
@@ -523,7 +525,7 @@ class StageHost:
         if self.loaded is None or not membership.is_loaded:
             raise UsageError(f"ring {ring} was asked to connect before its stage was loaded")
         lanes = [
-            Lane(compute, self._compute.of(place))
+            Lane(compute, self.compute.of(place))
             for place, compute in computes_by_device(self.loaded)
         ]
         await membership.join(lanes, pipeline)
@@ -561,8 +563,10 @@ class StageHost:
         """
         self.refusals.is_closing = True
         self._loader.cancel(leaving())
-        threads = (self._loader, self._compute, self._moves_thread, self._prefix_disk)
-        for give_up in (thread.close for thread in threads):
+        closes = [self._loader.close, self._moves_thread.close, self._prefix_disk.close]
+        if self._has_own_threads:
+            closes.insert(1, self.compute.close)
+        for give_up in closes:
             async with at_most(CLOSE_S), self._changing:
                 await self._leave()
                 if self.loaded is not None:

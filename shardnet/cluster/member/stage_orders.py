@@ -69,6 +69,9 @@ class StageOrders:
         """What encoders take of the first device (head/encoders.py)."""
         self.drafter_bytes: Callable[[], int] = lambda: 0
         """What drafters take of it (head/lent_drafters.py)."""
+        self.promised_bytes: Callable[[], int] = lambda: 0
+        """What of this node's memory is promised to runners, and looks free (household/runners.py).
+        """
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the orders of heads but LoadStage, which the node's own ring may forbid."""
@@ -126,7 +129,8 @@ class StageOrders:
             found[place] = 0
         if self.budget.asked_bytes is not None:  # else it is not among what is available
             found[0] = max(0, found[0] - self.encoder_bytes - self.drafter_bytes())
-        return found
+        left = max(0, sum(found) - self.promised_bytes())
+        return [n_bytes * left // sum(found) if left else 0 for n_bytes in found]
 
     def free_bytes(self, place: int = 0) -> int:
         """Return the bytes left of a device beside what is loaded, at most what it has free."""

@@ -10,21 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Final
 
+from shardnet.cluster.machine.addresses import LOOPBACK_HOST
+from shardnet.cluster.machine.profile import make_node_id
 from shardnet.cluster.node.parts import LinkParts, StageParts
 from shardnet.cluster.node.services import Services, own_client
 from shardnet.cluster.node.settings import NodeSettings
 from shardnet.cluster.peers.address_search import AddressSearch, RememberedPeers
 from shardnet.cluster.peers.supervision import kept_running
+from shardnet.cluster.pressure.sleep import SleepSettings
 from shardnet.errors import PeerFailedError, ShardnetError
 from shardnet.transport import tcp
 from shardnet.transport.link import Link
 from shardnet.transport.listener import Listener
 from shardnet.types import NodeId
 from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.plans import ModelChoice
 
 ADDRESSES_S: Final = 2.0
 """Interval of the looks at this machine's addresses."""
@@ -47,6 +52,7 @@ class Node(Services):
             named=settings.peers,
             log=settings.log,
         )
+        self._listens_on = LOOPBACK_HOST
         super().__init__(settings, links, stage, tasks)
 
     def addresses_changed(self) -> None:
@@ -59,6 +65,30 @@ class Node(Services):
         """Advertise the node by the names that its cluster has now, and remember peers by them."""
         super().cluster_renamed()
         self.search.remember_all()
+
+    @asynccontextmanager
+    async def open_runner(self, model: str, choice: ModelChoice) -> AsyncIterator[NodeRunner]:
+        """See Services: it listens where this node does, at a port of its own."""
+        settings, host = self.settings, self.stage.host
+        own = replace(
+            settings,
+            node=make_node_id(),
+            name=settings.name,
+            budget=replace(settings.budget, asked_bytes=0),
+            peers=(),
+            discovery=None,
+            tailnet=False,
+            remembers=False,
+            idle_unload_s=None,
+            keeper=None,
+            serves_http=False,
+            sleeps=SleepSettings(),
+            serves=choice,
+            compute=host.compute,
+            log=lambda line: settings.log(f"{model}: {line}"),
+        )
+        async with listening(own, self._listens_on, 0) as node:
+            yield NodeRunner(node)
 
     def info(self) -> NodeInfo:
         """Describe this node."""
@@ -85,6 +115,7 @@ class Node(Services):
 
     async def listen(self, host: str, port: int) -> Listener:
         """Listen on `host`, "" for all interfaces. Raises ConfigurationError if it cannot."""
+        self._listens_on = host
         listener = await tcp.listen(
             host,
             port,
@@ -115,6 +146,8 @@ class Node(Services):
             "auditing stages": self.audits.run,
             "changing cluster keys": self.keys.run,
         }
+        if self.settings.serves is None:
+            jobs["looking after the household"] = self.household.run
         if self.settings.sleeps.after_s is not None:
             jobs["watching for use of this node"] = self.sleep.run
         if self.settings.tailnet or self.settings.remembers:
@@ -148,6 +181,8 @@ class Node(Services):
 
         Waiting clients get an error that says so.
         """
+        await self.household.close()
+        await self.runners.close()
         self.copying.stop()
         self.dispatcher.tell_clients(
             PeerFailedError("the node is leaving", remedy="start it again or ask another one")
@@ -170,6 +205,37 @@ class Node(Services):
         self.stage.reader.close()
         self.stage.disk.close()
         self.wire_loss.close()
+
+
+class NodeRunner:
+    """A node that is a runner of another one: see household/runners.py."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.node, self.address = node.node, node.address
+
+    @property
+    def held_bytes(self) -> int:
+        """See Runner."""
+        return self._node.stage.host.weight_bytes
+
+    @property
+    def is_needed(self) -> bool:
+        """See Runner."""
+        return self._node.drain.is_needed
+
+    def limit(self, memory_bytes: int) -> None:
+        """See Runner."""
+        self._node.settings.budget.asked_bytes = memory_bytes
+
+    async def meet(self, addresses: Sequence[str]) -> None:
+        """See Runner. One that is not there is left out."""
+        peers = self._node.links.peers
+        await asyncio.gather(*map(peers.find, addresses), return_exceptions=True)
+
+    async def leave(self, deadline_s: float) -> None:
+        """See Runner."""
+        await self._node.drain.drain(deadline_s)
 
 
 @asynccontextmanager

@@ -225,6 +225,7 @@ class StageParts:
             plugin=settings.budget.device.plugin,
             may_spin=lambda: settings.spins and not runs_on_battery(),
             devices=stage_devices(settings.budget.devices),
+            compute=settings.compute,
         )
         self.sharing = Sharing(
             node=settings.node,

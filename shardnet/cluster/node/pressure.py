@@ -57,6 +57,7 @@ class NodeDrain:
     requests that this node gives to several rings.
 
     `hand_over` has the deputy of this head go on, if it `has_deputy`; it returns whether that does.
+    `drain_runners` drains the runners of this node within so many seconds.
     """
 
     head: Head
@@ -66,6 +67,7 @@ class NodeDrain:
     hand_over: Callable[[], Awaitable[bool]]
     has_deputy: Callable[[], bool]
     log: Callable[[str], None]
+    drain_runners: Callable[[float], Awaitable[None]] = lambda deadline_s: asyncio.sleep(0)
 
     def __post_init__(self) -> None:
         self._refused = ("", "")
@@ -112,8 +114,10 @@ class NodeDrain:
         self.head.is_draining = not self.has_deputy()
         self.log("draining: this node takes nothing more, and ends when it is empty")
         needed_s = asked_s
+        runners = asyncio.ensure_future(self.drain_runners(deadline_s))
         try:
             async with asyncio.timeout(deadline_s):
+                await asyncio.shield(runners)
                 while not (await self.leave(pauses_s=pauses_s) and pauses_s):
                     if self._leads and await self.hand_over():
                         self.log("the deputy goes on with the requests of this node")

@@ -24,6 +24,8 @@ from shardnet.cluster.head.model_lists import ModelLists
 from shardnet.cluster.head.pictures import Pictures
 from shardnet.cluster.head.requests import Constraints
 from shardnet.cluster.head.ring_builder import RingBuilder
+from shardnet.cluster.household.household import Household
+from shardnet.cluster.household.runners import Runner, Runners
 from shardnet.cluster.machine.device_list import CUDA, NVIDIA
 from shardnet.cluster.machine.temperature import OwnerUse, gpu_use, memory_stalled
 from shardnet.cluster.member.stage_host import StageHost
@@ -50,7 +52,10 @@ from shardnet.errors import ConfigurationError
 from shardnet.runtime.loading.model_facts import processor_at
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
+from shardnet.types import NodeId
 from shardnet.wire.messages.handshake import PeerRole, Purpose
+from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.plans import ModelChoice
 
 
 class Services:
@@ -85,9 +90,16 @@ class Services:
         )
         self._build_head()
         self._build_answers()
+        self._build_household()
         self._build_router()
         self._build_yielding()
         self._register()
+
+    def open_runner(
+        self, model: str, choice: ModelChoice
+    ) -> contextlib.AbstractAsyncContextManager[Runner]:
+        """Run a runner of this node for a model of the household."""
+        raise NotImplementedError
 
     async def handle(self, control: ControlLink, message: Incoming) -> None:
         """Handle one message, unless its sender is no member any more."""
@@ -217,6 +229,35 @@ class Services:
             self._log,
         )
 
+    def _build_household(self) -> None:
+        """Build what has several models loaded side by side. A runner has no runners itself."""
+        stage, peers = self.stage, self.links.peers
+
+        async def reach(node: NodeId) -> ControlLink:
+            return await self.router.reach(node, peers.address_of(node))
+
+        async def nodes() -> list[NodeInfo]:
+            own = replace(stage.own.info(), address="")
+            return [own, *await stage.directory.listed()]
+
+        self.runners = Runners(
+            open_node=self.open_runner,
+            tasks=self._tasks,
+            free_bytes=lambda: stage.own.info().memory_free_bytes,
+            is_limited=self.settings.budget.asked_bytes is not None,
+            log=self._log,
+        )
+        stage.orders.promised_bytes = lambda: self.runners.promised_bytes
+        self.household = Household(
+            nodes=nodes,
+            reach=reach,
+            dial=self.links.dialer.dial_as_client,
+            links=peers.links,
+            tasks=self._tasks,
+            log=self._log,
+        )
+        self.lists.household = self.household.names
+
     def _build_router(self) -> None:
         """Build what gives requests to one of several rings, and what goes on for a lost head."""
         peers = self.links.peers
@@ -226,6 +267,8 @@ class Services:
             clients=self.clients,
             encoders=self.encoders,
             copying=self.copying,
+            household=self.household,
+            serves=self.settings.serves,
             own_link=partial(own_client, self.links, self.dispatcher),
             link_to=peers.link_to,
             address_of=peers.address_of,
@@ -254,6 +297,7 @@ class Services:
             link_of=self._link_of,
             hand_over=self.stand_in.hand_over,
             has_deputy=lambda: self.stand_in.deputy is not None,
+            drain_runners=self.runners.leave,
             log=self._log,
         )
         self.updates = NodeUpdates(
@@ -303,6 +347,9 @@ class Services:
         answers = (self.clients, self.router, self.lists, self.encoders, self.lent, kept)
         for room in (*own, *orders, stage.measuring, *ring, self.keys, *answers):
             room.register(self.handlers)
+        if self.settings.serves is None:
+            self.household.register(self.handlers)
+            self.runners.register(self.handlers)
 
 
 async def own_client(links: LinkParts, dispatcher: Dispatcher) -> Link:

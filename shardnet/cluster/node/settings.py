@@ -12,8 +12,10 @@ from shardnet.cluster.machine.profile import MemoryBudget
 from shardnet.cluster.pressure.sleep import SleepSettings
 from shardnet.cluster.store.model_cache import ModelCache
 from shardnet.installation import KeeperFolder
+from shardnet.runtime.stage.executor import ComputeThreads
 from shardnet.transport.identity import Identity
 from shardnet.types import NodeId
+from shardnet.wire.messages.plans import ModelChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,8 @@ class NodeSettings:
     uses it. `sleeps` says how it has its machine sleep while nobody needs it. Audits take
     `audit_share` of the time of the stages that it leads, 0 for none. `power_command` prints what
     the machine draws in watts. The process has a `keeper` where other versions may be installed,
-    else None, and `serves_http` or does not.
+    else None, and `serves_http` or does not. A runner computes what it `serves`, whatever it is
+    asked for, on the threads `compute` of its node.
     """
 
     node: NodeId
@@ -60,6 +63,8 @@ class NodeSettings:
     power_command: tuple[str, ...] = ()
     keeper: KeeperFolder | None = None
     serves_http: bool = False
+    serves: ModelChoice | None = None
+    compute: ComputeThreads | None = None
     sleeps: SleepSettings = field(default_factory=SleepSettings)
 
     @property

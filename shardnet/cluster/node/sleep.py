@@ -70,6 +70,7 @@ class NodeSleep:
         node = self._node
         return bool(
             node.drain.is_needed
+            or node.runners.is_needed
             or node.pressure.rests
             or node.stage.host.refusals.is_draining
             or node.stage.host.is_preparing

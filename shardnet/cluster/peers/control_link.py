@@ -53,6 +53,7 @@ from shardnet.wire.messages.deputies import (
 from shardnet.wire.messages.drafting import DraftRequest
 from shardnet.wire.messages.generation import Cancel, TextRequest
 from shardnet.wire.messages.handshake import error_frame
+from shardnet.wire.messages.household import HouseholdLed, HouseholdRequest
 from shardnet.wire.messages.measurements import MeasuringRequest
 from shardnet.wire.messages.membership import MembershipRequest, PeersKnown
 from shardnet.wire.messages.plans import PlanRequest
@@ -74,6 +75,7 @@ ControlRequest = (
     ActivityRequest
     | DeputyRequest
     | DraftRequest
+    | HouseholdRequest
     | TextRequest
     | MeasuringRequest
     | MembershipRequest
@@ -83,7 +85,14 @@ ControlRequest = (
     | DescribeTokenizer
 )
 Notice = (
-    RingBroken | PeersKnown | StandBy | StandByRefused | RequestCopied | TokensCopied | TakenOver
+    RingBroken
+    | PeersKnown
+    | StandBy
+    | StandByRefused
+    | RequestCopied
+    | TokensCopied
+    | TakenOver
+    | HouseholdLed
 )
 Incoming = ControlRequest | Notice
 Answer = TypeVar("Answer", bound=Numbered)
@@ -96,7 +105,7 @@ OnAnswer = Callable[[Numbered | ShardnetError], None]
 
 _NO_USE: Final = {
     *("Status", "Ping", "PeersKnown", "ReportRequest", "ListModels", "GetActivity", "ReadClock"),
-    *("LastRunRequest", "AuditStage", "ComputeLayer", "StandBy"),
+    *("LastRunRequest", "AuditStage", "ComputeLayer", "StandBy", "HouseholdLed", "ListHousehold"),
 }
 """What comes also while nobody uses a node: looks at it, and what heads do beside requests."""
 

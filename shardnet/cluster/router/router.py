@@ -21,6 +21,7 @@ from shardnet.cluster.head.head import Head
 from shardnet.cluster.head.lead import Lead
 from shardnet.cluster.head.replies import report_progress
 from shardnet.cluster.head.requests import with_ids
+from shardnet.cluster.household.household import Household
 from shardnet.cluster.member.refusals import draining, generating_with, resting
 from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
 from shardnet.cluster.peers.supervision import SupervisedJobs
@@ -33,14 +34,21 @@ from shardnet.cluster.router.routed_request import RING_ERRORS, RoutedRequest, p
 from shardnet.runtime.engine.requests import MadeToken
 from shardnet.transport.link import Link
 from shardnet.transport.loop import at_most
-from shardnet.types import Epoch, NodeId
+from shardnet.types import Epoch, LiveState, NodeId
 from shardnet.wire.framing.schema import MAX_STAGES, Numbered
 from shardnet.wire.messages.activity import KeepRing, RingKept
 from shardnet.wire.messages.chat import DescribeTokenizer
 from shardnet.wire.messages.control import Done, Redirect
 from shardnet.wire.messages.deputies import RingNode, StandBy
 from shardnet.wire.messages.diagnostics import RingBehind
-from shardnet.wire.messages.generation import Detokenize, Generate, Tokenize, Tokenized, Unload
+from shardnet.wire.messages.generation import (
+    Detokenize,
+    Generate,
+    StateChanged,
+    Tokenize,
+    Tokenized,
+    Unload,
+)
 from shardnet.wire.messages.handshake import PeerRole
 from shardnet.wire.messages.membership import Status, StatusReply
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
@@ -135,7 +143,8 @@ Asked = TypeVar("Asked", Tokenize, Detokenize, DescribeTokenizer)
 @dataclass(kw_only=True, eq=False, repr=False)
 class Router:
     """What clients ask of this node. `head` leads its own ring, `clients` answer for that.
-    `encoders` are beside it.
+    `encoders` are beside it, models of the `household` elsewhere. A runner computes what it
+    `serves`.
 
     `own_link` opens a control link to this very node, `link_to` gives that to the node at another
     address, `address_of` the address of a node. Jobs run in `tasks`, a group that outlives it.
@@ -146,6 +155,8 @@ class Router:
     clients: Clients
     encoders: Encoders
     copying: Copying
+    household: Household
+    serves: ModelChoice | None
     own_link: Callable[[], Awaitable[Link]]
     link_to: Callable[[str], Awaitable[ControlLink]]
     address_of: Callable[[NodeId], str]
@@ -193,8 +204,15 @@ class Router:
 
     async def generate(self, control: ControlLink, message: Generate) -> None:
         """Run one request and stream its tokens and rows, or reply Redirect."""
+        message = replace(message, choice=self._served(message.choice))
         made = [MadeToken(token_id=token_id) for token_id in message.made]
-        match await self._front_for(control, message.request, message.choice):
+        request = message.request
+
+        def tell(why: str) -> None:
+            report_progress(control, request, 0, "waiting", 0, 0)
+            control.tell(StateChanged(request=request, state=LiveState.QUEUED, why=why))
+
+        match await self._front_for(control, request, message.choice, tell):
             case Front() as front:
                 await self._route(front, control, message, made, len(made))
             case Elsewhere(address=address):
@@ -267,7 +285,14 @@ class Router:
         alone: Callable[[ControlLink, Asked], Awaitable[None]],
     ) -> None:
         """Answer what takes no slot: from any ring, or from the one that is led `alone`."""
-        match await self._front_for(control, message.request, choice):
+        choice = self._served(choice)
+        message = _asked_of(choice, message)
+        request = message.request
+
+        def tell(why: str) -> None:
+            report_progress(control, request, 0, "waiting", 0, 0)
+
+        match await self._front_for(control, request, choice, tell):
             case Front() as front:
                 with front:
                     await front.opened(partial(_pass_on, control, message.request))
@@ -365,14 +390,18 @@ class Router:
         return replace(told, choice=front.choice, nodes=[*nodes, *told.nodes[1:]][:MAX_STAGES])
 
     async def _front_for(
-        self, control: ControlLink, request: int, choice: ModelChoice
+        self, control: ControlLink, request: int, choice: ModelChoice, tell: Callable[[str], None]
     ) -> Front | Elsewhere | None:
         """Return the rings for a choice, opened if that is best; None for the one of this node.
 
+        A model of the household is elsewhere; `tell` takes what it waits for.
         Who has this node's ring kept behind it is asked first: it frees its rings for what these
         are not, if nothing runs on them. Raises BusyError while requests run on several rings that
         are not what is asked for.
         """
+        if self.household.has(choice.model):
+            address = await self.household.address_of(choice.model, tell)
+            return Elsewhere(address=address, model=choice.model)
         choice = await self.clients.settled(choice)
         if choice.nodes and self._stands(choice):
             return None
@@ -395,6 +424,10 @@ class Router:
             if front is not None:
                 await self._end(front)
             return await self._open(control, request, choice) if self._may_divide(choice) else None
+
+    def _served(self, choice: ModelChoice) -> ModelChoice:
+        """Return what is computed here for a choice: what this runner serves, if it is one."""
+        return choice if self.serves is None else self.serves.asked_as(choice)
 
     async def _serves(self, front: Front, choice: ModelChoice) -> bool:
         """Say whether rings are what `choice` asks for, and their checkpoint is unchanged."""
@@ -447,7 +480,7 @@ class Router:
             return None
         self.head.check_idle()
         self.log(f"{choice.model}: {plan.why}")
-        front = self._front = Front(choice, plan, self._reach, self._jobs, self.log)
+        front = self._front = Front(choice, plan, self._reach_head, self._jobs, self.log)
         return front
 
     async def _end(self, front: Front, idle_s: float = 0.0) -> None:
@@ -464,9 +497,13 @@ class Router:
         """Have another head free its ring, if it is there."""
         with contextlib.suppress(errors.ShardnetError, TimeoutError):
             async with asyncio.timeout(FREE_S):
-                control = await self._reach(plan)
+                control = await self._reach_head(plan)
                 message = Unload(request=0, model=plan.choice.model)
                 await control.ask(message, Done)
+
+    async def _reach_head(self, plan: Plan) -> ControlLink:
+        head = plan.nodes[0]
+        return await self.reach(head.node, head.address)
 
     async def _model_led_at(self, address: str) -> str:
         """Ask the node at an address for the model of the ring that it leads, "" for none."""
@@ -478,11 +515,10 @@ class Router:
                 return told.node.stage.model
         return ""
 
-    async def _reach(self, plan: Plan) -> ControlLink:
-        """Return the control link to the head of a ring. Raises LinkError."""
-        head = plan.nodes[0]
-        if head.node != self.head.node:
-            return await self.link_to(head.address)
+    async def reach(self, node: str, address: str) -> ControlLink:
+        """Return the control link to a node, which may be this one. Raises LinkError."""
+        if node != self.head.node:
+            return await self.link_to(address)
         if self._to_self is None or self._to_self.link.closed:
             control = self._to_self = ControlLink(await self.own_link(), _refuse)
             self._jobs.begin(control.serve_to_the_end, "a link of this node to itself")

@@ -27,6 +27,7 @@ from shardnet.wire.messages.deputies import DeputyMessage
 from shardnet.wire.messages.drafting import DraftMessage
 from shardnet.wire.messages.generation import TextMessage
 from shardnet.wire.messages.handshake import ErrorReport, explained
+from shardnet.wire.messages.household import HouseholdMessage
 from shardnet.wire.messages.measurements import MeasuringMessage
 from shardnet.wire.messages.membership import MembershipMessage
 from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
@@ -65,6 +66,7 @@ ControlMessage = (
     ActivityMessage
     | DeputyMessage
     | DraftMessage
+    | HouseholdMessage
     | TextMessage
     | MeasuringMessage
     | MembershipMessage

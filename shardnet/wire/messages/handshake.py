@@ -47,6 +47,7 @@ class Capability(enum.StrEnum):
     UPDATE = "update", "how a node is updated from elsewhere"
     SAMPLERS = "samplers-2", "DRY, top-n-sigma and typical sampling"
     THOUGHTS = "thoughts", "budgets of reasoning"
+    HOUSEHOLD = "household", "several models of a household"
 
     def __new__(cls, name: str, what: str) -> Self:
         """Take the name for the value."""

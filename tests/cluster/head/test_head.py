@@ -427,14 +427,14 @@ def test_a_node_that_was_led_by_another_sends_requests_there_before_it_is_back(l
 
         async def model_led_at(address: str) -> str:
             asked.append(address)
-            return led
+            return led if address == "10.0.0.3:7433" else ""
 
         head.model_led_at = model_led_at
-        head.was_succeeded("10.0.0.2:7433")
-        choice = ModelChoice(model=MODEL, nodes=["10.0.0.1:7433", "10.0.0.2:7433"])
+        head.was_succeeded("10.0.0.2:7433")  # which was succeeded by another one since
+        choice = ModelChoice(model=MODEL, nodes=[f"10.0.0.{n}:7433" for n in (1, 2, 3)])
         async with head.lead(choice, on_plan=lambda plan: None, on_progress=lambda *_: None) as got:
-            is_there = isinstance(got, Elsewhere) and got.address == "10.0.0.2:7433"
+            is_there = isinstance(got, Elsewhere) and got.address == "10.0.0.3:7433"
             assert is_there == (led == MODEL)
-        assert asked == ["10.0.0.2:7433"]
+        assert asked == ["10.0.0.2:7433", "10.0.0.3:7433"]
 
     asyncio.run(main())

@@ -46,7 +46,7 @@ def test_requests_end_by_name_and_the_node_serves_when_its_thread_goes_on(
             await said.some.wait()
             host, went_on = anna.node.stage.host, asyncio.Event()
             hang = partial(goes_on.wait, DEADLINE_S)
-            host._compute.of(0).post(hang, lambda _: went_on.set(), pytest.fail)
+            host.compute.of(0).post(hang, lambda _: went_on.set(), pytest.fail)
             await bert.unplug()
             try:
                 with pytest.raises(PeerFailedError, match=r"shardnet-compute of this node hangs"):

@@ -1,0 +1,1 @@
+"""Several models at one address: each has runners on the nodes, which share what the nodes have."""

@@ -1,0 +1,593 @@
+"""Leads a household: has the models loaded that are asked for, each on runners of the nodes.
+
+Knows which models there are, where each has its ring, and who makes room for whom. Must not know
+how a ring is planned or built: the runners of one model are a cluster of their own, which does so
+within the memory that they are given here.
+
+Another node that is asked for one of the models sends its clients to the leader, or to the ring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from shardnet.cluster.household.allotment import (
+    Loaded,
+    is_better_alone,
+    made_up,
+    needed,
+    victim,
+)
+from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
+from shardnet.cluster.peers.peer_links import PeerLinks
+from shardnet.cluster.peers.supervision import SupervisedJobs
+from shardnet.errors import (
+    BusyError,
+    CapacityError,
+    LinkError,
+    PeerFailedError,
+    PlanError,
+    RemoteProtocolError,
+    ShardnetError,
+    UsageError,
+)
+from shardnet.sampling_params import SamplingParams
+from shardnet.transport.address import format_address, host_of, split_address
+from shardnet.transport.link import Link
+from shardnet.types import NodeId
+from shardnet.wire.framing.schema import Numbered
+from shardnet.wire.messages.control import Done, Redirect
+from shardnet.wire.messages.diagnostics import RingLoad
+from shardnet.wire.messages.generation import Generate, Tokenize, Tokenized, Unload
+from shardnet.wire.messages.handshake import Capability, explanation
+from shardnet.wire.messages.household import (
+    MAX_HOUSEHOLD,
+    HouseholdLed,
+    HouseholdListed,
+    HouseholdModel,
+    HouseholdModelState,
+    LedModel,
+    ListHousehold,
+    ModelState,
+    NameModels,
+    OpenRunner,
+    RunnerOpened,
+    RunnerShare,
+)
+from shardnet.wire.messages.membership import NodeInfo, Status, StatusReply
+from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
+
+LOOK_S: Final = 0.5
+"""Interval of the looks at rings and nodes."""
+ANSWER_S: Final = 2.0
+"""How long a runner may take to say how it is."""
+ORDER_S: Final = 15.0
+"""How long a node may take to open a runner."""
+LATELY_S: Final = 2.0
+"""A model that was asked for less than so long ago is not unloaded: its request may be on its way.
+"""
+AGAIN_S: Final = 10.0
+"""After so long a model that is to stay loaded and could not be is tried again."""
+MOST_REDIRECTS: Final = 3
+_NO_ROOM: Final = (PlanError, CapacityError)
+
+Tell = Callable[[str], None]
+"""Takes what a request for a model waits for, in words."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Share:
+    """The runner of one model on a node that is called `name`."""
+
+    name: str
+    node: NodeId
+    address: str
+    memory_bytes: int
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Kept:
+    """A model of the household, and how it is."""
+
+    model: HouseholdModel
+    state: ModelState = "unloaded"
+    why: str = ""
+    address: str = ""
+    """Where its ring is asked, "" while it has none."""
+    shares: dict[NodeId, _Share] = field(default_factory=dict)
+    """By the id of the node whose runner that is."""
+    plan: PlanReply | None = None
+    load: RingLoad | None = None
+    asked_s: float = 0.0
+    tried_s: float = -AGAIN_S
+    n_waiting: int = 0
+    loading: asyncio.Task[None] | None = None
+
+    @property
+    def n_requests(self) -> int:
+        """Requests that run or wait on its ring."""
+        return self.load.running + self.load.waiting + self.load.paused if self.load else 0
+
+    @property
+    def used(self) -> set[NodeId]:
+        """The nodes that are to have layers of it."""
+        return {node for node, share in self.shares.items() if share.memory_bytes}
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Household:
+    """The models that this node leads, and those of which it knows who does.
+
+    `nodes` describes this node and its peers, `reach` gives the control link to one of them, this
+    one too, and `dial` opens a link to an address.
+    """
+
+    nodes: Callable[[], Awaitable[Sequence[NodeInfo]]]
+    reach: Callable[[NodeId], Awaitable[ControlLink]]
+    dial: Callable[[str], Awaitable[Link]]
+    links: PeerLinks
+    tasks: asyncio.TaskGroup
+    log: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._kept: dict[str, _Kept] = {}
+        self._changing = asyncio.Lock()
+        """Held by who gives memory to runners, or takes it."""
+        self._runner_links: dict[str, ControlLink] = {}
+        self._jobs = SupervisedJobs(self.tasks, self.log)
+        self._led: dict[str, tuple[ControlLink, str]] = {}
+        """The models of another leader: the link to it, and where the ring is."""
+        self._told: dict[ControlLink, HouseholdLed] = {}
+
+    def register(self, handlers: MessageHandlers) -> None:
+        """Register what is asked about the household, and what its leader says."""
+        handlers.register(NameModels, self._name_models)
+        handlers.register(ListHousehold, self._list)
+        handlers.register(HouseholdLed, self._led_by)
+
+    async def close(self) -> None:
+        """End what runs. Rings stay: their runners go on."""
+        loading = [kept.loading for kept in self._kept.values() if kept.loading is not None]
+        for task in loading:
+            task.cancel()
+        await asyncio.gather(*loading, return_exceptions=True)
+        await self._jobs.close()
+        await asyncio.gather(*(control.link.close() for control in self._runner_links.values()))
+
+    # --- for the node
+
+    def has(self, model: str) -> bool:
+        """Say whether a model of a household is called so."""
+        return model in self._kept or model in self._led
+
+    def names(self) -> list[str]:
+        """List what models of the household are called."""
+        return [*self._kept, *self._led]
+
+    async def address_of(self, model: str, tell: Tell) -> str:
+        """Return where a model is asked for: at its ring, or at who leads the household.
+
+        Waits until it has a ring. `tell` takes what for, again and again. Raises what kept it from
+        having one.
+        """
+        if (kept := self._kept.get(model)) is not None:
+            return await self._loaded(kept, tell)
+        control, address = self._led[model]
+        return address or control.link.peer_address
+
+    async def run(self) -> None:
+        """Look after rings and nodes, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._tell_peers()
+            if self._kept:
+                await self._look()
+
+    # --- messages
+
+    async def _name_models(self, control: ControlLink, message: NameModels) -> None:
+        """Take models into the household, or out of it. Raises UsageError for too many."""
+        if self._led and not self._kept:
+            leader, _ = next(iter(self._led.values()))
+            control.send(Redirect(request=message.request, address=leader.link.peer_address))
+            return
+        if len({*self._kept, *(model.name for model in message.models)}) > MAX_HOUSEHOLD:
+            raise UsageError(f"a household has at most {MAX_HOUSEHOLD} models")
+        async with self._changing:
+            changed = [
+                model.name
+                for model in message.models
+                if (known := self._kept.get(model.name)) and known.model.choice != model.choice
+            ]
+            for name in {*message.dropped, *changed} & self._kept.keys():
+                await self._unload(self._kept[name], 0.0)
+                del self._kept[name]
+            for model in message.models:
+                self._kept.setdefault(model.name, _Kept(model=model)).model = model
+        control.send(Done(request=message.request))
+
+    async def _list(self, control: ControlLink, message: ListHousehold) -> None:
+        if self._led and not self._kept:
+            leader, _ = next(iter(self._led.values()))
+            control.send(Redirect(request=message.request, address=leader.link.peer_address))
+            return
+        models = [self._state(kept) for kept in self._ordered()]
+        control.send(HouseholdListed(request=message.request, models=models))
+
+    def _state(self, kept: _Kept) -> HouseholdModelState:
+        layers = {}
+        if kept.plan is not None:
+            layers = {NodeId(stage.node): stage.layers for stage in kept.plan.stages}
+        shares = [
+            RunnerShare(
+                name=share.name, memory_bytes=share.memory_bytes, layers=layers.get(share.node)
+            )
+            for share in kept.shares.values()
+            if share.memory_bytes
+        ]
+        return HouseholdModelState(
+            model=kept.model,
+            state=kept.state,
+            why=explanation(kept.why),
+            shares=shares,
+            n_requests=kept.n_requests,
+            n_waiting=kept.n_waiting,
+            predicted_tok_s=kept.plan.predicted_tok_s if kept.plan is not None else None,
+            idle_s=max(0.0, self.clock() - kept.asked_s) if kept.asked_s else 0.0,
+        )
+
+    async def _led_by(self, control: ControlLink, message: HouseholdLed) -> None:
+        node = control.link.peer.node
+        of_others = {n: told for n, told in self._led.items() if told[0].link.peer.node != node}
+        self._led = of_others | {one.name: (control, one.address) for one in message.models}
+
+    def _tell_peers(self) -> None:
+        """Tell peers what is led here, where they do not know it."""
+        said = HouseholdLed(
+            models=[LedModel(name=name, address=kept.address) for name, kept in self._kept.items()]
+        )
+        told: dict[ControlLink, HouseholdLed] = {}
+        for control in self.links.linked():
+            if Capability.HOUSEHOLD in control.link.peer.capabilities:
+                if said != self._told.get(control, HouseholdLed(models=[])):
+                    control.tell(said)
+                told[control] = said
+        self._told = told
+        self._led = {n: one for n, one in self._led.items() if not one[0].link.closed or one[1]}
+
+    def _ordered(self) -> list[_Kept]:
+        """List the models, the most important first."""
+        return sorted(self._kept.values(), key=lambda kept: -kept.model.priority)
+
+    # --- loading
+
+    async def _loaded(self, kept: _Kept, tell: Tell) -> str:
+        """Return the address of a model's ring, once it has one. Raises what building raises."""
+        kept.asked_s = self.clock()
+        kept.n_waiting += 1
+        try:
+            while True:
+                if kept.address and await self._leads(kept):
+                    return kept.address
+                async with self._told_while(kept, tell):
+                    await asyncio.shield(self._loading(kept))  # others wait for it too
+                    if not kept.address:  # there was no room
+                        await asyncio.sleep(LOOK_S)
+        finally:
+            kept.n_waiting -= 1
+            kept.asked_s = self.clock()
+
+    def _loading(self, kept: _Kept) -> asyncio.Task[None]:
+        """Return what has a model loaded, when memory may be divided anew."""
+
+        async def load() -> None:
+            async with self._changing:
+                if not (kept.address and await self._leads(kept)):
+                    await self._load(kept)
+
+        if kept.loading is None or kept.loading.done():
+            kept.loading = asyncio.create_task(load())
+            kept.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return kept.loading
+
+    @contextlib.asynccontextmanager
+    async def _told_while(self, kept: _Kept, tell: Tell) -> AsyncIterator[None]:
+        """Tell what a model waits for while the body runs."""
+
+        async def go_on() -> None:
+            while True:
+                tell(kept.why or f"waiting for the turn of {kept.model.name}")
+                await asyncio.sleep(LOOK_S)
+
+        telling = asyncio.create_task(go_on())
+        try:
+            yield
+        finally:
+            telling.cancel()
+
+    async def _load(self, kept: _Kept) -> None:
+        """Give a model memory, and have its ring built; it has no address where others use it all.
+
+        Those that may go make room. Raises PlanError or CapacityError where that would be in vain,
+        and what building raises.
+        """
+        name = kept.model.name
+        kept.state, kept.why, kept.tried_s = "loading", f"{name} is being planned", self.clock()
+        try:
+            while (plan := await self._planned(kept)) is None:
+                loaded = [one for one in self._kept.values() if one.address and one is not kept]
+                going = victim(map(self._counted, loaded))
+                if not going:
+                    users = ", ".join(one.model.name for one in loaded)
+                    kept.state, kept.why = "waiting", f"{name} waits for memory: {users} in use"
+                    return
+                if not await self._unload(self._kept[going], LATELY_S, f"makes room for {name}"):
+                    kept.state, kept.why = "waiting", f"{name} waits for memory: {going} in use"
+                    return
+            kept.plan = plan
+            kept.address = await self._build(kept, plan)
+            kept.state, kept.why = "loaded", ""
+            self.log(f"{name} is loaded on {_names(plan)}")
+        except BaseException as error:
+            kept.state, kept.why = "unloaded", str(error)
+            self.log(f"{name} cannot be loaded: {error}")
+            await self._limit(kept, {})
+            raise
+
+    async def _planned(self, kept: _Kept) -> PlanReply | None:
+        """Plan a model over what nodes have free, and give its runners what that needs.
+
+        Nodes that no other ring uses are preferred. Returns None where the others have too much of
+        the memory; raises PlanError or CapacityError if it is too little without them.
+        """
+        others = [one for one in self._kept.values() if one is not kept and one.used]
+        busy = set[NodeId]().union(*(one.used for one in others))
+        free = await self._free(kept)
+        plans: list[PlanReply | None] = []
+        failure: ShardnetError | None = None
+        for avoided in ([busy] if busy and free.keys() - busy else []) + [set[NodeId]()]:
+            room = {node: n_bytes for node, n_bytes in free.items() if node not in avoided}
+            try:
+                await self._limit(kept, room)
+                plans.append(await self._plan(kept))
+            except _NO_ROOM as error:
+                plans.append(None)
+                failure = error
+        alone = plans[0] if len(plans) == 2 else None
+        plan = alone if is_better_alone(alone, plans[-1]) else plans[-1]
+        if plan is None:
+            if not others and failure is not None:
+                raise failure
+            return None
+        at = {share.node: node for node, share in kept.shares.items()}
+        need = {at[node]: n for node, n in needed(plan, kept.model.parallel).items() if node in at}
+        await self._limit(kept, {node: min(n, free.get(node, n)) for node, n in need.items()})
+        return plan
+
+    async def _free(self, kept: _Kept) -> dict[NodeId, int]:
+        """Return the memory that each node could give to a model, with what the model has there.
+
+        Opens the runners that are not there yet.
+        """
+        infos = [info for info in await self.nodes() if _takes_part(info, kept.model)]
+        known = {NodeId(info.node) for info in infos}
+        for node in kept.shares.keys() - known:
+            del kept.shares[node]
+        await asyncio.gather(
+            *(self._open(kept, info) for info in infos if info.node not in kept.shares)
+        )
+        return {
+            node: info.memory_free_bytes + kept.shares[node].memory_bytes
+            for info in infos
+            if (node := NodeId(info.node)) in kept.shares
+        }
+
+    async def _open(self, kept: _Kept, info: NodeInfo) -> None:
+        """Open a runner on a node; one that does not is done without."""
+        node = NodeId(info.node)
+        try:
+            opened = await self._order(node, kept, 0)
+        except (ShardnetError, TimeoutError) as error:
+            self.log(f"{info.name} opens no runner for {kept.model.name}: {error}")
+            return
+        _, port = split_address(opened.address)
+        host = host_of(info.address) if info.address else host_of(opened.address)
+        kept.shares[node] = _Share(
+            name=info.name,
+            node=NodeId(opened.node),
+            address=format_address(host, port),
+            memory_bytes=0,
+        )
+
+    async def _order(self, node: NodeId, kept: _Kept, memory_bytes: int) -> RunnerOpened:
+        control = await self.reach(node)
+        control.link.peer.require(Capability.HOUSEHOLD)
+        peers = [share.address for at, share in kept.shares.items() if at != node]
+        order = OpenRunner(
+            request=0,
+            model=kept.model.name,
+            choice=kept.model.choice,
+            memory_bytes=memory_bytes,
+            peers=peers,
+        )
+        async with asyncio.timeout(ORDER_S):
+            return await control.ask(order, RunnerOpened)
+
+    async def _limit(self, kept: _Kept, room: Mapping[NodeId, int]) -> None:
+        """Give each runner of a model its memory, none where none is named."""
+
+        async def give(node: NodeId, share: _Share) -> None:
+            memory_bytes = room.get(node, 0)
+            try:
+                await self._order(node, kept, memory_bytes)
+            except (LinkError, PeerFailedError, TimeoutError):
+                del kept.shares[node]  # it is lost
+            else:
+                share.memory_bytes = memory_bytes
+
+        await asyncio.gather(*(give(*one) for one in [*kept.shares.items()]))
+
+    async def _plan(self, kept: _Kept) -> PlanReply:
+        """Have the runners of a model plan its ring. Raises what that raises."""
+        message = PlanRequest(request=0, choice=kept.model.choice)
+        _, answer = await self._ask_ring(kept, self._first(kept), message)
+        if not isinstance(answer, PlanReply):
+            raise RemoteProtocolError(f"a runner answered PlanRequest: {type(answer).__name__}")
+        return answer
+
+    async def _build(self, kept: _Kept, plan: PlanReply) -> str:
+        """Have the ring built; return where it is asked. Raises what building raises."""
+        prompt = Generate(
+            request=0, token_ids=[0], choice=kept.model.choice, sampling=SamplingParams()
+        )
+        message = Tokenize(request=0, generate=prompt)
+        address, answer = await self._ask_ring(kept, self._first(kept), message)
+        if not isinstance(answer, Tokenized):
+            raise RemoteProtocolError(f"a runner answered Tokenize: {type(answer).__name__}")
+        return address
+
+    def _first(self, kept: _Kept) -> str:
+        """Return where a model's runner with the most memory is. Raises PlanError without one."""
+        if not kept.shares:
+            raise PlanError(
+                f"no node can have {kept.model.name}",
+                remedy="start a node, or name others in the household",
+            )
+        return max(kept.shares.values(), key=lambda share: share.memory_bytes).address
+
+    async def _ask_ring(
+        self, kept: _Kept, address: str, message: PlanRequest | Tokenize | Unload
+    ) -> tuple[str, Numbered]:
+        """Ask the runner at an address, or where it redirects; return where, and the answer."""
+        for _ in range(MOST_REDIRECTS):
+            control = await self._link_to(address)
+            async with control.conversation(message) as answers:
+                async for answer in answers:
+                    if not isinstance(answer, NodeProgress):
+                        break
+                    share = f" {100 * answer.done_bytes // max(1, answer.total_bytes)} %"
+                    kept.why = f"{kept.model.name}: {answer.phase}{share}"
+            if not isinstance(answer, Redirect):
+                return address, answer
+            address = answer.address
+        raise PeerFailedError(f"the runners of {kept.model.name} redirect to each other")
+
+    async def _link_to(self, address: str) -> ControlLink:
+        """Return a link to the runner at an address. Raises LinkError if it is not there."""
+        control = self._runner_links.get(address)
+        if control is None or control.link.closed:
+            control = ControlLink(await self.dial(address), _refuse)
+            self._runner_links[address] = control
+            self._jobs.begin(control.serve_to_the_end, f"a link to the runner at {address}")
+        return control
+
+    async def _unload(self, kept: _Kept, idle_s: float, why: str = "") -> bool:
+        """Have a model's ring freed; say whether it was: nobody may have asked for `idle_s`."""
+        if kept.address:
+            if self.clock() - kept.asked_s < idle_s:
+                return False
+            message = Unload(request=0, idle_s=idle_s)
+            try:
+                await self._ask_ring(kept, kept.address, message)
+            except BusyError:
+                if idle_s:
+                    return False
+            except ShardnetError as error:
+                self.log(f"{kept.model.name} could not be unloaded: {error}")
+        kept.address, kept.plan, kept.load = "", None, None
+        kept.state, kept.why = "unloaded", why and f"it {why}"
+        await self._limit(kept, {})
+        self.log(f"{kept.model.name} was unloaded{': it ' + why if why else ''}")
+        return True
+
+    def _counted(self, kept: _Kept) -> Loaded:
+        return Loaded(
+            name=kept.model.name,
+            priority=kept.model.priority,
+            kept=kept.model.kept,
+            is_in_use=bool(kept.n_requests or kept.n_waiting),
+            asked_s=kept.asked_s,
+        )
+
+    # --- looking after rings
+
+    async def _look(self) -> None:
+        """See how rings and nodes are; make up for what was lost, and load what is to stay."""
+        await asyncio.gather(*(self._leads(kept) for kept in self._kept.values() if kept.address))
+        infos = {NodeId(info.node): info for info in await self.nodes()}
+        here = {node for node, info in infos.items() if not (info.is_draining or info.rests)}
+        for kept in self._ordered():
+            if kept.address and kept.used - here:
+                async with self._changing:
+                    await self._make_up(kept, here)
+        for kept in self._ordered():
+            idle_s, due_s = kept.model.idle_s, kept.tried_s + AGAIN_S
+            if kept.address and idle_s is not None and not (kept.n_requests or kept.n_waiting):
+                if self.clock() - kept.asked_s > idle_s:
+                    async with self._changing:
+                        await self._unload(kept, idle_s, f"was not used for {idle_s:g} s")
+            elif kept.model.kept and not kept.address and self.clock() > due_s:
+                kept.tried_s = self.clock()
+                self._loading(kept)
+
+    async def _leads(self, kept: _Kept) -> bool:
+        """See how a model's ring is: whether it stands, at its head or another of its runners."""
+        others = [share.address for share in kept.shares.values()]
+        for address in dict.fromkeys((kept.address, *others)):
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    control = await self._link_to(address)
+                    told = await control.ask(Status(request=0, with_peers=False), StatusReply)
+            except (ShardnetError, TimeoutError):
+                continue
+            if told.load is not None:
+                kept.address, kept.load, kept.state = address, told.load, "loaded"
+                kept.why = ""
+                return True
+        if kept.n_waiting or kept.state != "lost":
+            self.log(f"{kept.model.name} has no ring any more")
+        kept.address, kept.load, kept.state = "", None, "lost"
+        return False
+
+    async def _make_up(self, kept: _Kept, here: set[NodeId]) -> None:
+        """Give runners of a model what one that is lost had, for its ring to be built anew.
+
+        Less important models make room.
+        """
+        gone = [node for node in kept.used if node not in here]
+        lost_bytes = sum(kept.shares.pop(node).memory_bytes for node in gone)
+        kept.why = f"{kept.model.name} goes on without {len(gone)} of its nodes"
+        while True:
+            free = await self._free(kept)
+            had = {node: share.memory_bytes for node, share in kept.shares.items()}
+            spare = {node: n_bytes - had[node] for node, n_bytes in free.items()}
+            others = [one for one in self._kept.values() if one.address and one is not kept]
+            going = ""
+            if sum(spare.values()) < lost_bytes:
+                going = victim(map(self._counted, others), below=kept.model.priority)
+            if not going or not await self._unload(
+                self._kept[going], LATELY_S, f"makes room for {kept.model.name}"
+            ):
+                break
+        added = made_up(lost_bytes, spare)
+        await self._limit(kept, {node: had[node] + added.get(node, 0) for node in had})
+
+
+def _takes_part(info: NodeInfo, model: HouseholdModel) -> bool:
+    """Say whether a node may have layers of a model."""
+    is_here = not (info.is_draining or info.rests or info.asleep)
+    return is_here and (not model.only or info.name in model.only)
+
+
+def _names(plan: PlanReply) -> str:
+    return ", ".join(stage.name for stage in plan.stages)
+
+
+async def _refuse(control: ControlLink, message: Incoming) -> None:
+    raise RemoteProtocolError(f"{control.peer_name} sent {type(message).__name__} to a client")
