@@ -36,6 +36,7 @@ _SUMMARIES: Final = {
     "status": "Show what a node has loaded, for which ring, and what runs.",
     "top": "Show nodes, ring and requests live.",
     "models": "List the models that this machine and its peers have.",
+    "household": "List or name the models that answer side by side.",
     "plan": "Show the plan that would be used, and why.",
     "generate": "Generate on the ring and stream the text.",
     "chat": "Chat with the model: each line is a message, the answer streams.",

@@ -57,6 +57,7 @@ if TYPE_CHECKING:  # it imports torch
     from shardnet.cluster.node.pressure import NodeDrain
     from shardnet.cluster.node.settings import NodeSettings
     from shardnet.transport.identity import Identity
+    from shardnet.wire.messages.household import HouseholdModel
 
 REGISTER_S = 2.0
 """Interval of the looks at whether the node's entry in the register of this machine is right."""
@@ -108,6 +109,7 @@ def node(
             http,
             # Where programs say how long models stay, the HTTP server counts.
             idle_unload_s=None if http else http_options.idle_unload_s(),
+            household=http_options.household_models(),
             as_json=as_json,
             until_stdin_closes=until_stdin_closes,
         )
@@ -129,6 +131,7 @@ async def _run(
     http: Listening | None,
     *,
     idle_unload_s: float | None,
+    household: Sequence[HouseholdModel],
     as_json: bool,
     until_stdin_closes: bool,
 ) -> None:
@@ -180,6 +183,8 @@ async def _run(
         node = await stack.enter_async_context(listening(settings, host, options.port))
         if not until_stdin_closes:
             await stack.enter_async_context(_registered(local_nodes, node, settings.name))
+        if household:
+            await _name_models(node, identity, household)
         url = await stack.enter_async_context(_http(http, node, identity))
         _say_ready(node, url, as_json=as_json, has_threads=bool(options.threads))
         await _until_it_leaves(node.drain, stopping, drains=not until_stdin_closes)
@@ -301,6 +306,16 @@ def _host(host: str, access: Access, has_key: bool) -> str:
             "on that network may use this node",
         )
     return host
+
+
+async def _name_models(
+    node: Node, identity: Identity | None, household: Sequence[HouseholdModel]
+) -> None:
+    """Have the node lead the household, or whoever leads it take these models."""
+    from shardnet.api.client import open_client
+
+    async with open_client(await node.client(), identity) as client:
+        await client.name_models(household)
 
 
 @asynccontextmanager

@@ -8,6 +8,8 @@ import socket
 from dataclasses import replace
 from typing import Annotated
 
+from msgspec.structs import replace as replace_struct
+
 from shardnet import __version__
 from shardnet.api.serve.server import serving
 from shardnet.cluster.machine.addresses import LOOPBACK_HOST
@@ -52,10 +54,14 @@ async def serve(
     wanted = replace(
         ring.wanted(access), prefix_cache_bytes=options.parse_prefix_cache(prefix_cache)
     )
+    household = http.household_models()
     async with open_target(wanted) as target:
         stopping = stop_signal(until_stdin_closes=False)  # before, Ctrl-C ends it as it does others
         target.client.choice, target.client.if_busy = target.choice, ""  # others ask here
-        model = target.choice.model
+        if household:
+            await target.client.name_models(household)
+            target.client.choice = replace_struct(target.choice, model=household[0].name)
+        model = target.client.choice.model
 
         def loaded(error: ShardnetError | None) -> None:
             failure = f"warning: {model} cannot be served now: {error}"
@@ -82,7 +88,7 @@ def _write_ready(target: Target, url: str) -> None:
         "host": host,
         "port": port,
         "pid": os.getpid(),
-        "model": target.choice.model,
+        "model": target.client.choice.model,
         "version": __version__,
     }
     write_out(json.dumps(ready))

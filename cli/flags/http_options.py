@@ -10,10 +10,12 @@ import typer
 from shardnet.api.chat_formats.choice import MOST_EQUAL_CALLS
 from shardnet.api.server.keys import Keyring, parse_key
 from shardnet.api.server.settings import Listening, Settings
+from shardnet.api.switching.household_file import read_household
 from shardnet.api.switching.model_switch import parse_duration
 from shardnet.errors import ConfigurationError
 from shardnet.files import decode_text, expanded
 from shardnet.permissions import others_at, privacy_command
+from shardnet.wire.messages.household import HouseholdModel
 
 from ..output.exit_codes import say
 from .options import Access, check_choices, env_flag, flag, is_loopback, mdns_interfaces, naming
@@ -79,6 +81,12 @@ class HttpOptions:
         "authority` prints for those who ask.",
     )
 
+    household: str = env_flag(
+        "",
+        "--household F",
+        "Answer for every model of this file (TOML), each on nodes of its own beside the others.",
+    )
+
     fetch_images: bool = flag(
         False,
         "--fetch-images",
@@ -135,6 +143,10 @@ class HttpOptions:
             mdns_interfaces=mdns_interfaces(os.environ),
             settings=settings,
         )
+
+    def household_models(self) -> list[HouseholdModel]:
+        """Read --household, none without it. Raises ConfigurationError."""
+        return read_household(expanded(self.household)) if self.household else []
 
     def idle_unload_s(self) -> float | None:
         """Return --idle-unload in seconds, None without it. Raises typer.BadParameter."""

@@ -27,6 +27,7 @@ from shardnet.errors import (
     LinkError,
     NumericalError,
     PeerFailedError,
+    PeerUnreachableError,
     ShardnetError,
     UsageError,
     VersionMismatchError,
@@ -197,7 +198,7 @@ class Generations:
         """Handle an answer; None if it is no event of the request itself."""
         if isinstance(answer, LinkError) and running.may_repeat:
             running.is_repeated = True
-            event = await self._send_to(running, running.address)
+            event = await self._send_to(running, "")
             if event is not None and event.state.is_end:
                 self._end(running, give_up=False)
             return event
@@ -272,7 +273,13 @@ class Generations:
         try:
             control = await self._reach(address)
         except ShardnetError as error:
-            return self._resume(running, error) if running.resumes else running.failed(error)
+            if running.resumes:
+                return self._resume(running, error)
+            is_gone = isinstance(error, PeerUnreachableError)
+            if not (address and is_gone) or running.unreached is not None:
+                return running.failed(running.unreached or error)
+            running.unreached = error  # it was told to ask there, which may be news of before
+            return await self._send_to(running, "")
         if not address:
             self._first = control
         self._send(running, control)

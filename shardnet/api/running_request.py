@@ -68,6 +68,8 @@ class RunningRequest:
     """When to stop asking that node, None while nothing is wrong."""
     is_repeated: bool = False
     """Whether it was sent twice, since the first link ended before any output."""
+    unreached: ShardnetError | None = None
+    """Why it could not be sent where it was redirected to."""
     n_redirects: int = 0
     n_reused: int = 0
     token_ids: list[int] = field(default_factory=list)

@@ -22,6 +22,7 @@ from shardnet.api.server.errors import HttpError, refused
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.checkpoint.model_names import is_path, match, nearest_name, short_name
 from shardnet.errors import ShardnetError, UsageError
+from shardnet.wire.messages.household import HOUSEHOLD_STORE
 from shardnet.wire.messages.plans import AdapterScale, ModelChoice
 
 FRESH_S: Final = 30.0
@@ -78,12 +79,16 @@ class ModelNames:
         self._named_path = ""
         self._listed_at_s = -FRESH_S
         self._listing = asyncio.Lock()
+        self._household: list[str] = []
+        """What models of the household are called, the most important first."""
 
     @property
     def default(self) -> ServedModel:
         """The model of requests that name none."""
         self._last = (self._current() if self._current else None) or self._last
         choice = self._last or self._client.choice
+        if self._household and self._last is None:
+            choice = _other(choice, self._household[0])
         return ServedModel(name=short_name(choice.model), choice=choice)
 
     async def find(self, name: str | None) -> ServedModel:
@@ -101,6 +106,8 @@ class ModelNames:
         return await self._find(self._aliases[ANY])
 
     async def _find(self, name: str | None) -> ServedModel:
+        if not name:
+            await self._every()
         default = self.default
         if not name or name in (default.name, default.choice.model):
             return default
@@ -153,6 +160,10 @@ class ModelNames:
         """Drop a further name; say whether there was one."""
         return self._aliases.pop(name, None) is not None
 
+    def is_of_household(self, model: str) -> bool:
+        """Say whether what nodes are sent is a model of the household: it waits for no turn."""
+        return model in self._household
+
     def forget(self) -> None:
         """Have the nodes asked anew: they have another model."""
         self._listed_at_s = -FRESH_S
@@ -164,7 +175,9 @@ class ModelNames:
             if time.monotonic() - self._listed_at_s >= FRESH_S:
                 await self._refresh()
         if self._is_fixed:
-            return (default, *_adapted(default))
+            own = (default, *_adapted(default))
+            of_household = [name for name in self._household if name != default.name]
+            return (*own, *(_served(self._client.choice, name) for name in of_household))
         known = (default.name, default.choice.model, self._named_path)
         names = [name for name in {**self._listed, DEFAULT_MODEL_NAME: 0} if name not in known]
         alike = Counter([default.name, *map(short_name, names)])
@@ -191,6 +204,7 @@ class ModelNames:
     async def _refresh(self) -> None:
         """Ask the nodes. What they do not say in time is what they said before."""
         found: dict[str, int] = {}
+        household: list[str] = []
         model = self.default.choice.model
         self._named_path = model if is_path(model) else ""
         try:
@@ -198,17 +212,26 @@ class ModelNames:
             async with asyncio.timeout(LIST_S), aclosing(pieces):
                 async for piece in pieces:
                     usable = (model for model in piece.models if not model.failure)
-                    found.update((model.name, model.modified_s) for model in usable)
+                    for listed in usable:
+                        found[listed.name] = listed.modified_s
+                        if listed.store == HOUSEHOLD_STORE and listed.name not in household:
+                            household.append(listed.name)
                     if len(found) >= MAX_LISTED:
                         break
         except (ShardnetError, TimeoutError):
             found = {**self._listed, **found}
+            household = household or self._household
+        self._household = household
         self._listed, self._listed_at_s = found, time.monotonic()
 
 
 def written(at_s: int) -> str:
     """Write a time, in seconds since 1970, as programs read it."""
     return datetime.fromtimestamp(min(at_s, LATEST_S), UTC).isoformat().replace("+00:00", "Z")
+
+
+def _served(choice: ModelChoice, model: str) -> ServedModel:
+    return ServedModel(name=model, choice=_other(choice, model))
 
 
 def _other(choice: ModelChoice, model: str) -> ModelChoice:

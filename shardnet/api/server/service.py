@@ -231,6 +231,8 @@ class Exchange:
         Raises what ModelSwitch.admit raises: BusyError where the client would hear nothing.
         """
         choice = self._chosen(model)
+        if self.service.models.is_of_household(choice.model):
+            return choice
         if self.resumes:  # the ring has the model, or gets it from whoever takes it over
             return choice
         if self._place is None or self._place.model != choice.model:

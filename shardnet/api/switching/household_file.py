@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from shardnet.api.switching.model_switch import parse_duration
 from shardnet.errors import ConfigurationError
 from shardnet.types import PathText
 from shardnet.wire.messages.household import MAX_HOUSEHOLD, HouseholdModel
@@ -29,7 +30,7 @@ class _Entry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, rename="k
     model: PathText
     priority: int = 0
     keep: bool = False
-    idle_unload: float | None = None
+    idle_unload: str = ""
     parallel: int = 1
     nodes: list[str] = []
 
@@ -72,7 +73,7 @@ def _read(path: Path, name: str, entry: Any) -> HouseholdModel:
                 "choice": choice,
                 "priority": own.priority,
                 "kept": own.keep,
-                "idle_s": own.idle_unload,
+                "idle_s": parse_duration(own.idle_unload) if own.idle_unload else None,
                 "parallel": own.parallel,
                 "only": own.nodes,
             },

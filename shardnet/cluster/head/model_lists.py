@@ -38,6 +38,7 @@ from shardnet.types import NodeId, remember
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.diagnostics import MAX_REASON
 from shardnet.wire.messages.handshake import explanation
+from shardnet.wire.messages.household import HOUSEHOLD_STORE
 from shardnet.wire.messages.membership import (
     MAX_FIT_NODES,
     MAX_MODELS_LISTED,
@@ -59,8 +60,6 @@ SILENCE_S: Final = 20.0
 """How long a peer may take for the next of its models."""
 MAX_OF_PEER: Final = 8192
 """Models that are taken from one peer."""
-HOUSEHOLD_STORE: Final = "household"
-"""Where a model is that was given its name in the household."""
 NAMED_STORE: Final = "a path"
 """Where a model is that is described though no store lists it."""
 MAX_NAME: Final = 4096
@@ -85,6 +84,8 @@ class ModelLists:
         self._nearest: dict[str, str] = {}
         self.household: Callable[[], Sequence[str]] = tuple
         """Lists what models of the household are called."""
+        self.encoder: Callable[[str], str] = lambda name: ""
+        """Returns the encoder that is called so in the household, "" if none is."""
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the message that asks for lists."""
@@ -113,6 +114,7 @@ class ModelLists:
         may be any of several, CheckpointError, with the nearest name or with why it cannot be used,
         if nobody has it.
         """
+        model = self.encoder(model) or model
         if model == DEFAULT_MODEL_NAME or is_path(model) or model in in_use:
             return model
         meant = self._meanings.get(model)

@@ -13,9 +13,9 @@ from typing import Final
 from shardnet.types import NodeId
 from shardnet.wire.messages.plans import PlanReply
 
-SLACK: Final = 1.05
-SLACK_BYTES: Final = 64 << 20
-"""What a runner may take beyond what its plan says, as a factor and beside it."""
+SLACK: Final = 1.01
+SLACK_BYTES: Final = 1 << 20
+"""What a runner may take beyond what its plan says, as a factor and beside it: plans round."""
 SHARED_SPEED: Final = 0.5
 """A ring beside another one on the same nodes gets about half of the speed that it has alone, while
 both compute (docs/benchmarks.md)."""
@@ -26,7 +26,7 @@ def needed(plan: PlanReply, parallel: int) -> dict[NodeId, int]:
     found: dict[NodeId, int] = {}
     for stage in plan.stages:
         n_nodes = 1 + len(stage.shards)
-        n_bytes = (stage.weight_bytes + parallel * stage.kv_bytes) // n_nodes
+        n_bytes = (stage.weight_bytes + parallel * stage.kv_bytes) // n_nodes + stage.working_bytes
         if stage.rank == 0:
             n_bytes += plan.tower_bytes
         if stage.rank == len(plan.stages) - 1:

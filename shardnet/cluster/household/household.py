@@ -106,6 +106,7 @@ class _Kept:
     asked_s: float = 0.0
     tried_s: float = -AGAIN_S
     n_waiting: int = 0
+    is_encoder: bool = False
     loading: asyncio.Task[None] | None = None
 
     @property
@@ -124,13 +125,14 @@ class Household:
     """The models that this node leads, and those of which it knows who does.
 
     `nodes` describes this node and its peers, `reach` gives the control link to one of them, this
-    one too, and `dial` opens a link to an address.
+    one too, and `dial` opens a link to an address. `is_encoder` says whether a model has no ring.
     """
 
     nodes: Callable[[], Awaitable[Sequence[NodeInfo]]]
     reach: Callable[[NodeId], Awaitable[ControlLink]]
     dial: Callable[[str], Awaitable[Link]]
     links: PeerLinks
+    is_encoder: Callable[[str], Awaitable[bool]]
     tasks: asyncio.TaskGroup
     log: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
@@ -141,8 +143,8 @@ class Household:
         """Held by who gives memory to runners, or takes it."""
         self._runner_links: dict[str, ControlLink] = {}
         self._jobs = SupervisedJobs(self.tasks, self.log)
-        self._led: dict[str, tuple[ControlLink, str]] = {}
-        """The models of another leader: the link to it, and where the ring is."""
+        self._led: dict[str, tuple[ControlLink, LedModel]] = {}
+        """The models of another leader, with the link to it."""
         self._told: dict[ControlLink, HouseholdLed] = {}
 
     def register(self, handlers: MessageHandlers) -> None:
@@ -163,12 +165,18 @@ class Household:
     # --- for the node
 
     def has(self, model: str) -> bool:
-        """Say whether a model of a household is called so."""
-        return model in self._kept or model in self._led
+        """Say whether a model of a household is called so that has a ring."""
+        return (model in self._kept or model in self._led) and not self.encoder(model)
 
     def names(self) -> list[str]:
-        """List what models of the household are called."""
-        return [*self._kept, *self._led]
+        """List what models of the household are called, the most important first."""
+        return [*(kept.model.name for kept in self._ordered()), *self._led]
+
+    def encoder(self, model: str) -> str:
+        """Return the encoder that is called so in a household, "" if none is."""
+        if (kept := self._kept.get(model)) is not None:
+            return kept.model.choice.model if kept.is_encoder else ""
+        return self._led[model][1].encoder if model in self._led else ""
 
     async def address_of(self, model: str, tell: Tell) -> str:
         """Return where a model is asked for: at its ring, or at who leads the household.
@@ -178,8 +186,8 @@ class Household:
         """
         if (kept := self._kept.get(model)) is not None:
             return await self._loaded(kept, tell)
-        control, address = self._led[model]
-        return address or control.link.peer_address
+        control, led = self._led[model]
+        return led.address or control.link.peer_address
 
     async def run(self) -> None:
         """Look after rings and nodes, until cancelled."""
@@ -209,7 +217,9 @@ class Household:
                 await self._unload(self._kept[name], 0.0)
                 del self._kept[name]
             for model in message.models:
-                self._kept.setdefault(model.name, _Kept(model=model)).model = model
+                kept = self._kept.setdefault(model.name, _Kept(model=model))
+                kept.model = model
+                kept.is_encoder = await self.is_encoder(model.choice.model)
         control.send(Done(request=message.request))
 
     async def _list(self, control: ControlLink, message: ListHousehold) -> None:
@@ -245,12 +255,16 @@ class Household:
     async def _led_by(self, control: ControlLink, message: HouseholdLed) -> None:
         node = control.link.peer.node
         of_others = {n: told for n, told in self._led.items() if told[0].link.peer.node != node}
-        self._led = of_others | {one.name: (control, one.address) for one in message.models}
+        self._led = of_others | {one.name: (control, one) for one in message.models}
 
     def _tell_peers(self) -> None:
         """Tell peers what is led here, where they do not know it."""
         said = HouseholdLed(
-            models=[LedModel(name=name, address=kept.address) for name, kept in self._kept.items()]
+            models=[
+                LedModel(name=name, address=self._kept[name].address, encoder=self.encoder(name))
+                for name in self.names()
+                if name in self._kept
+            ]
         )
         told: dict[ControlLink, HouseholdLed] = {}
         for control in self.links.linked():
@@ -259,7 +273,9 @@ class Household:
                     control.tell(said)
                 told[control] = said
         self._told = told
-        self._led = {n: one for n, one in self._led.items() if not one[0].link.closed or one[1]}
+        self._led = {
+            n: one for n, one in self._led.items() if not one[0].link.closed or one[1].address
+        }
 
     def _ordered(self) -> list[_Kept]:
         """List the models, the most important first."""
@@ -532,6 +548,8 @@ class Household:
                 if self.clock() - kept.asked_s > idle_s:
                     async with self._changing:
                         await self._unload(kept, idle_s, f"was not used for {idle_s:g} s")
+            elif kept.is_encoder:
+                kept.state, kept.why = "unloaded", "an encoder is loaded when it is asked for"
             elif kept.model.kept and not kept.address and self.clock() > due_s:
                 kept.tried_s = self.clock()
                 self._loading(kept)
@@ -550,7 +568,7 @@ class Household:
                 kept.address, kept.load, kept.state = address, told.load, "loaded"
                 kept.why = ""
                 return True
-        if kept.n_waiting or kept.state != "lost":
+        if kept.state != "lost":
             self.log(f"{kept.model.name} has no ring any more")
         kept.address, kept.load, kept.state = "", None, "lost"
         return False

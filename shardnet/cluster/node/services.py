@@ -48,7 +48,7 @@ from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.cluster.recovery.standbys import Standbys
 from shardnet.cluster.ring.stage_port import LocalPort
 from shardnet.cluster.router.router import Router
-from shardnet.errors import ConfigurationError
+from shardnet.errors import ConfigurationError, ShardnetError
 from shardnet.runtime.loading.model_facts import processor_at
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
@@ -236,6 +236,11 @@ class Services:
         async def reach(node: NodeId) -> ControlLink:
             return await self.router.reach(node, peers.address_of(node))
 
+        async def is_encoder(model: str) -> bool:
+            with contextlib.suppress(ShardnetError):
+                return await self.encoders.find(await self.lists.resolve(model)) is not None
+            return False
+
         async def nodes() -> list[NodeInfo]:
             own = replace(stage.own.info(), address="")
             return [own, *await stage.directory.listed()]
@@ -253,10 +258,11 @@ class Services:
             reach=reach,
             dial=self.links.dialer.dial_as_client,
             links=peers.links,
+            is_encoder=is_encoder,
             tasks=self._tasks,
             log=self._log,
         )
-        self.lists.household = self.household.names
+        self.lists.household, self.lists.encoder = self.household.names, self.household.encoder
 
     def _build_router(self) -> None:
         """Build what gives requests to one of several rings, and what goes on for a lost head."""

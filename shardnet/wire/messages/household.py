@@ -10,12 +10,15 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from msgspec import Meta
 
-from shardnet.types import Report, TaggedReport
+from shardnet.types import PathText, Report, TaggedReport
 from shardnet.wire.framing import schema
 from shardnet.wire.messages.plans import ModelChoice
 
 MAX_HOUSEHOLD: Final = 64
 """Models of one household."""
+
+HOUSEHOLD_STORE: Final = "household"
+"""Where lists say that a model is which was given its name in a household."""
 
 ModelState = Literal["unloaded", "waiting", "loading", "loaded", "lost"]
 
@@ -92,11 +95,13 @@ class CloseRunner(schema.Numbered, frozen=True, kw_only=True):
 
 class LedModel(Report, frozen=True, kw_only=True):
     """A model that the leader of a household loads for those who ask; `address` is where its ring
-    is asked, "" while it has none.
+    is asked, "" while it has none. One that is an encoder has no ring, and is asked for by what
+    `encoder` says.
     """
 
     name: schema.Name
     address: schema.Address = ""
+    encoder: PathText = ""
 
 
 class HouseholdLed(TaggedReport, frozen=True, kw_only=True):

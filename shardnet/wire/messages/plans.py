@@ -136,6 +136,7 @@ class PlannedStage(Report, frozen=True, kw_only=True):
     stage spans the nodes `shards` too; `shares` say what of its bytes each has, its own first, []
     that all have as much.
     Where the node has several devices, `parts` say which has what, and `parts_why` for what reason.
+    It takes `working_bytes` more while it computes.
     """
 
     rank: schema.Rank
@@ -160,6 +161,7 @@ class PlannedStage(Report, frozen=True, kw_only=True):
     parts: Annotated[list[PlannedPart], Meta(max_length=schema.MAX_DEVICES)] = []
     parts_why: schema.Explanation = ""
     looked_up_bytes: schema.Count = 0
+    working_bytes: schema.Count = 0
 
 
 class PlannedAdapter(Row, frozen=True, array_like=True):
