@@ -37,7 +37,7 @@ from shardnet.wire.messages.control import Redirect
 from shardnet.wire.messages.deputies import CopiedTo
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply
 
-MAX_REDIRECTS = 3
+MAX_REDIRECTS = 6
 RESUME_S = 10.0
 """How long a request waits for another node to go on with it."""
 AGAIN_S = 0.2

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
+from support.models.encoder_checkpoints import make_encoder
 from support.soak import is_soak
 from support.system.nodes import Machine, NodeProcess, open_machine
 from support.system.parrot import Parrots
@@ -25,6 +24,7 @@ from shardnet.wire.messages.plans import ModelChoice
 
 N_REQUESTS = 90 if is_soak() else 30
 N_TOKENS = 40
+Texts = dict[tuple[str, str], str]
 PROMPTS = ("Once upon a time", "A story about a dog", "The cat and the")
 NAMES = ("anna", "bert", "cleo", "dora")
 FILE = """
@@ -34,9 +34,10 @@ context = 512
 priority = 10
 keep = true
 parallel = 4
+nodes = ["bert", "cleo", "dora"]
 
 [models.titles]
-model = "{small}"
+model = "{titles}"
 context = 512
 parallel = 4
 
@@ -44,6 +45,9 @@ parallel = 4
 model = "{signs}"
 context = 64
 idle-unload = "10m"
+
+[models.notes]
+model = "{notes}"
 """
 
 
@@ -55,43 +59,38 @@ class Home:
     nodes: list[NodeProcess]
     choices: dict[str, ModelChoice]
 
-    @property
-    def url(self) -> str:
-        """Where the models are asked for."""
-        return str(self.nodes[0].ready["http"])
-
     def connect(self, place: int = 0) -> AbstractAsyncContextManager[Client]:
         """Connect to a node as a member."""
         key = self.machine.config_path.parent / "cluster.key"
         return connect(self.nodes[place].address, load_identity(str(key)))
 
 
-async def state_of(client: Client, name: str) -> HouseholdModelState:
-    [found] = [one for one in await client.household() if one.model.name == name]
-    return found
-
-
 @pytest.fixture
 def home(tmp_path: Path, parrots: Parrots) -> Iterator[Home]:
-    """The laptop has little memory; what is large has to be cut over others."""
-    models = {"large": DEFAULT_MODEL_NAME, "small": parrots.alphabet, "signs": parrots.signs}
+    """None of the nodes that may have the large model has memory for it alone."""
+    models = {
+        "large": DEFAULT_MODEL_NAME,
+        "titles": str(parrots.alphabet),
+        "signs": str(parrots.signs),
+        "notes": str(make_encoder(tmp_path / "notes", "BertModel")),
+    }
     (tmp_path / "household.toml").write_text(FILE.format(**models))
     with open_machine(tmp_path / "machine") as machine:
         assert machine.call("key", "new").code == 0
-        more = ["--http", "127.0.0.1:0", "--deputy", "auto", "--household", str(tmp_path / "household.toml")]
-        nodes = machine.start_nodes("anna", arguments=["--memory", "24MiB", *more])
+        more = ["--http", "127.0.0.1:0", "--deputy", "auto"]
+        more += ["--household", str(tmp_path / "household.toml")]
+        nodes = machine.start_nodes("anna", arguments=["--memory", "40MiB", *more])
         peer = ["--memory", "24MiB", "--peer", nodes[0].address]
         nodes += machine.start_nodes(*NAMES[1:], arguments=peer)
         machine.nodes_with(*NAMES, arguments=["--peer", nodes[0].address])
         choices = {
-            "large": ModelChoice(model=DEFAULT_MODEL_NAME, context=512),
-            "titles": ModelChoice(model=str(parrots.alphabet), context=512),
-            "signs": ModelChoice(model=str(parrots.signs), context=64),
+            name: ModelChoice(model=models[name], context=64 if name == "signs" else 512)
+            for name in ("large", "titles", "signs")
         }
         yield Home(machine=machine, nodes=nodes, choices=choices)
 
 
-async def alone(home: Home) -> dict[tuple[str, str], str]:
+async def said_alone(home: Home) -> Texts:
     """What each model says where there is no other one."""
     found = {}
     with open_machine(home.machine.folder / "alone") as machine:
@@ -103,12 +102,19 @@ async def alone(home: Home) -> dict[tuple[str, str], str]:
                         prompt, SamplingParams(), model=choice, max_tokens=N_TOKENS
                     )
                     found[name, prompt] = result.text
-                await client.unload()
     return found
 
 
+async def states(client: Client) -> dict[str, HouseholdModelState]:
+    return {one.model.name: one for one in await client.household()}
+
+
 def test_three_models_answer_side_by_side_and_outlive_a_node(home: Home) -> None:
-    async def ask(client: openai.AsyncOpenAI, number: int, texts: dict[tuple[str, str], str]) -> None:
+    """Thirty requests, while the head of the large one's ring dies and a model comes and goes."""
+
+    async def ask(
+        client: openai.AsyncOpenAI, number: int, texts: dict[tuple[str, str], str]
+    ) -> None:
         name, prompt = [*home.choices][number % 3], PROMPTS[number // 3 % 3]
         text = ""
         stream = await client.completions.create(
@@ -118,36 +124,78 @@ def test_three_models_answer_side_by_side_and_outlive_a_node(home: Home) -> None
             text += piece.choices[0].text if piece.choices else ""
         assert text == texts[name, prompt], name
 
-    async def main() -> None:
-        texts = await alone(home)
-        url = f"{home.url}/v1"
+    async def disturb(member: Client, victim: NodeProcess) -> None:
+        await asyncio.sleep(0.3)
+        victim.process.kill()
+        await member.name_models([HouseholdModel(name="more", choice=home.choices["titles"])])
+        asked = member.complete("abc", model=ModelChoice(model="more"), max_tokens=3)
+        assert [result.text for result in await asked] == ["def"]
+        await member.name_models(dropped=["more"])
+
+    async def main() -> NodeProcess:
+        texts = await said_alone(home)
+        url = f"{home.nodes[0].ready['http']}/v1"
         async with (
             openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client,
             home.connect() as member,
+            home.connect(2) as elsewhere,
         ):
-            assert {model.id for model in (await client.models.list()).data} >= {*home.choices}
+            listed = [model.id for model in (await client.models.list()).data]
+            assert {*listed} >= {*home.choices, "notes"}
             await asyncio.gather(*(ask(client, number, texts) for number in range(3)))
-            states = await member.household()
-            print([(o.model.name, o.state, o.shares) for o in states])
-            [large] = [one for one in states if one.model.name == "large"]
-            victim = next(node for node in home.nodes[1:] if node.ready["name"] in [s.name for s in large.shares])
-            print("victim", victim.ready["name"])
+            found = await states(member)
+            places = [{share.name for share in found[name].shares} for name in home.choices]
+            assert [found[name].state for name in home.choices] == ["loaded"] * 3
+            assert len(places[0]) == 2, "no node has memory for it alone"
+            assert not places[0] & places[1]
+            told = await states(elsewhere)  # which asks who leads
+            assert {name: told[name].shares for name in told} == {
+                name: found[name].shares for name in found
+            }
+            [vector] = (await client.embeddings.create(model="notes", input="a letter")).data
+            assert vector.embedding
+            names = [node.ready["name"] for node in home.nodes]
+            victim = home.nodes[max(names.index(name) for name in places[0])]
+            every = (ask(client, number, texts) for number in range(N_REQUESTS))
+            await asyncio.gather(disturb(member, victim), *every)
+            assert {*await states(member)} == {*home.choices, "notes"}
+        return victim
 
-            async def disturb() -> None:
-                await asyncio.sleep(0.3)
-                victim.process.kill()
-                more = HouseholdModel(name="more", choice=home.choices["titles"])
-                await member.name_models([more])
-                [result] = await member.complete("abc", model=ModelChoice(model="more"), max_tokens=3)
-                assert result.text == "def"
-                await member.name_models(dropped=["more"])
+    asyncio.run(main()).kill()
 
-            await asyncio.gather(disturb(), *(ask(client, number, texts) for number in range(N_REQUESTS)))
-            print([(o.model.name, o.state, o.shares) for o in await member.household()])
-        victim.kill()
 
-    try:
+def test_a_model_that_has_no_room_makes_some_and_says_what_it_waits_for(
+    tmp_path: Path, parrots: Parrots
+) -> None:
+    """One node has room for one of two: the one that is not used goes."""
+    one, other = (
+        HouseholdModel(name=name, choice=ModelChoice(model=str(parrots.alphabet), context=512))
+        for name in ("one", "other")
+    )
+    with open_machine(tmp_path / "machine") as machine:
+        [node] = machine.start_nodes("anna", arguments=["--memory", "9MiB"])
+
+        async def main() -> None:
+            async with connect(node.address) as client:
+                await client.name_models([one, other])
+                long = client.generate(
+                    "abc", model=ModelChoice(model="one"), max_tokens=400, ignore_eos=True
+                )
+                async for event in long:
+                    if event.token_ids:
+                        break
+                waits, text = set[str](), ""
+                async for event in client.generate(
+                    "xyz", model=ModelChoice(model="other"), max_tokens=4
+                ):
+                    assert event.error is None
+                    waits |= {event.why} if event.why else set()
+                    text += event.text
+                    if "other waits for memory: one in use" in waits:
+                        await long.aclose()
+                assert text == "abcd"
+                assert "other waits for memory: one in use" in waits
+                found = await states(client)
+                assert (found["one"].state, found["other"].state) == ("unloaded", "loaded")
+
         asyncio.run(main())
-    finally:
-        for node in home.nodes:
-            print(node.log)

@@ -73,7 +73,12 @@ LATELY_S: Final = 2.0
 """
 AGAIN_S: Final = 10.0
 """After so long a model that is to stay loaded and could not be is tried again."""
-MOST_REDIRECTS: Final = 3
+LOST_S: Final = 5.0
+"""How long a ring that is lost may take to come back by itself, with its requests, before another
+one is built."""
+MOST_REDIRECTS: Final = 4
+MOST_TRIES: Final = 3
+"""How often a ring is planned and built for a model while nodes are lost."""
 _NO_ROOM: Final = (PlanError, CapacityError)
 
 Tell = Callable[[str], None]
@@ -105,6 +110,9 @@ class _Kept:
     load: RingLoad | None = None
     asked_s: float = 0.0
     tried_s: float = -AGAIN_S
+    lost_s: float = 0.0
+    lacks_bytes: int = 0
+    """What nodes that are lost had of it, and others have not been given yet."""
     n_waiting: int = 0
     is_encoder: bool = False
     loading: asyncio.Task[None] | None = None
@@ -125,12 +133,14 @@ class Household:
     """The models that this node leads, and those of which it knows who does.
 
     `nodes` describes this node and its peers, `reach` gives the control link to one of them, this
-    one too, and `dial` opens a link to an address. `is_encoder` says whether a model has no ring.
+    one too; `dial` opens a link to an address, `node_address` gives that of a node. `is_encoder`
+    says whether a model has no ring.
     """
 
     nodes: Callable[[], Awaitable[Sequence[NodeInfo]]]
     reach: Callable[[NodeId], Awaitable[ControlLink]]
     dial: Callable[[str], Awaitable[Link]]
+    node_address: Callable[[NodeId], str]
     links: PeerLinks
     is_encoder: Callable[[str], Awaitable[bool]]
     tasks: asyncio.TaskGroup
@@ -187,7 +197,7 @@ class Household:
         if (kept := self._kept.get(model)) is not None:
             return await self._loaded(kept, tell)
         control, led = self._led[model]
-        return led.address or control.link.peer_address
+        return led.address or self.node_address(NodeId(control.link.peer.node))
 
     async def run(self) -> None:
         """Look after rings and nodes, until cancelled."""
@@ -202,8 +212,7 @@ class Household:
     async def _name_models(self, control: ControlLink, message: NameModels) -> None:
         """Take models into the household, or out of it. Raises UsageError for too many."""
         if self._led and not self._kept:
-            leader, _ = next(iter(self._led.values()))
-            control.send(Redirect(request=message.request, address=leader.link.peer_address))
+            control.send(Redirect(request=message.request, address=self._leader()))
             return
         if len({*self._kept, *(model.name for model in message.models)}) > MAX_HOUSEHOLD:
             raise UsageError(f"a household has at most {MAX_HOUSEHOLD} models")
@@ -224,8 +233,7 @@ class Household:
 
     async def _list(self, control: ControlLink, message: ListHousehold) -> None:
         if self._led and not self._kept:
-            leader, _ = next(iter(self._led.values()))
-            control.send(Redirect(request=message.request, address=leader.link.peer_address))
+            control.send(Redirect(request=message.request, address=self._leader()))
             return
         models = [self._state(kept) for kept in self._ordered()]
         control.send(HouseholdListed(request=message.request, models=models))
@@ -277,6 +285,11 @@ class Household:
             n: one for n, one in self._led.items() if not one[0].link.closed or one[1].address
         }
 
+    def _leader(self) -> str:
+        """Return where the node is that leads other models than this one."""
+        control, _ = next(iter(self._led.values()))
+        return self.node_address(NodeId(control.link.peer.node))
+
     def _ordered(self) -> list[_Kept]:
         """List the models, the most important first."""
         return sorted(self._kept.values(), key=lambda kept: -kept.model.priority)
@@ -288,13 +301,13 @@ class Household:
         kept.asked_s = self.clock()
         kept.n_waiting += 1
         try:
-            while True:
-                if kept.address and await self._leads(kept):
-                    return kept.address
+            while not await self._leads(kept):
                 async with self._told_while(kept, tell):
-                    await asyncio.shield(self._loading(kept))  # others wait for it too
+                    if not self._may_come_back(kept):
+                        await asyncio.shield(self._loading(kept))  # others wait for it too
                     if not kept.address:  # there was no room
                         await asyncio.sleep(LOOK_S)
+            return kept.address
         finally:
             kept.n_waiting -= 1
             kept.asked_s = self.clock()
@@ -304,7 +317,7 @@ class Household:
 
         async def load() -> None:
             async with self._changing:
-                if not (kept.address and await self._leads(kept)):
+                if not await self._leads(kept):
                     await self._load(kept)
 
         if kept.loading is None or kept.loading.done():
@@ -333,11 +346,11 @@ class Household:
         Those that may go make room. Raises PlanError or CapacityError where that would be in vain,
         and what building raises.
         """
-        name = kept.model.name
+        name, kept.lacks_bytes = kept.model.name, 0
         kept.state, kept.why, kept.tried_s = "loading", f"{name} is being planned", self.clock()
         try:
-            while (plan := await self._planned(kept)) is None:
-                loaded = [one for one in self._kept.values() if one.address and one is not kept]
+            while not (placed := await self._placed(kept)):
+                loaded = self._beside(kept)
                 going = victim(map(self._counted, loaded))
                 if not going:
                     users = ", ".join(one.model.name for one in loaded)
@@ -346,15 +359,29 @@ class Household:
                 if not await self._unload(self._kept[going], LATELY_S, f"makes room for {name}"):
                     kept.state, kept.why = "waiting", f"{name} waits for memory: {going} in use"
                     return
-            kept.plan = plan
-            kept.address = await self._build(kept, plan)
+            kept.plan, kept.address = placed
             kept.state, kept.why = "loaded", ""
-            self.log(f"{name} is loaded on {_names(plan)}")
+            self.log(f"{name} is loaded on {_names(kept.plan)}")
         except BaseException as error:
             kept.state, kept.why = "unloaded", str(error)
             self.log(f"{name} cannot be loaded: {error}")
             await self._limit(kept, {})
             raise
+
+    async def _placed(self, kept: _Kept) -> tuple[PlanReply, str] | None:
+        """Plan the ring of a model and have it built; return its plan, and where it is asked.
+
+        Raises as `_planned` and `_build`; where nodes are lost meanwhile it is tried again.
+        """
+        for n_left in reversed(range(MOST_TRIES)):
+            try:
+                plan = await self._planned(kept)
+                return None if plan is None else (plan, await self._build(kept))
+            except (LinkError, PeerFailedError):
+                if not n_left:
+                    raise
+                await asyncio.sleep(LOOK_S)
+        raise AssertionError("the last try returns or raises")
 
     async def _planned(self, kept: _Kept) -> PlanReply | None:
         """Plan a model over what nodes have free, and give its runners what that needs.
@@ -457,7 +484,7 @@ class Household:
             raise RemoteProtocolError(f"a runner answered PlanRequest: {type(answer).__name__}")
         return answer
 
-    async def _build(self, kept: _Kept, plan: PlanReply) -> str:
+    async def _build(self, kept: _Kept) -> str:
         """Have the ring built; return where it is asked. Raises what building raises."""
         prompt = Generate(
             request=0, token_ids=[0], choice=kept.model.choice, sampling=SamplingParams()
@@ -522,6 +549,14 @@ class Household:
         self.log(f"{kept.model.name} was unloaded{': it ' + why if why else ''}")
         return True
 
+    def _beside(self, kept: _Kept) -> list[_Kept]:
+        """List the models that have memory of nodes which another one may have."""
+        return [
+            one
+            for one in self._kept.values()
+            if one is not kept and one.address and one.used & kept.shares.keys()
+        ]
+
     def _counted(self, kept: _Kept) -> Loaded:
         return Loaded(
             name=kept.model.name,
@@ -535,13 +570,15 @@ class Household:
 
     async def _look(self) -> None:
         """See how rings and nodes are; make up for what was lost, and load what is to stay."""
-        await asyncio.gather(*(self._leads(kept) for kept in self._kept.values() if kept.address))
+        await asyncio.gather(*map(self._leads, self._kept.values()))
         infos = {NodeId(info.node): info for info in await self.nodes()}
         here = {node for node, info in infos.items() if not (info.is_draining or info.rests)}
         for kept in self._ordered():
-            if kept.address and kept.used - here:
+            for node in kept.used - here:
+                kept.lacks_bytes += kept.shares.pop(node).memory_bytes
+            if kept.state in ("loaded", "lost") and kept.lacks_bytes:
                 async with self._changing:
-                    await self._make_up(kept, here)
+                    await self._make_up(kept)
         for kept in self._ordered():
             idle_s, due_s = kept.model.idle_s, kept.tried_s + AGAIN_S
             if kept.address and idle_s is not None and not (kept.n_requests or kept.n_waiting):
@@ -550,14 +587,20 @@ class Household:
                         await self._unload(kept, idle_s, f"was not used for {idle_s:g} s")
             elif kept.is_encoder:
                 kept.state, kept.why = "unloaded", "an encoder is loaded when it is asked for"
-            elif kept.model.kept and not kept.address and self.clock() > due_s:
+            elif (
+                kept.model.kept
+                and not (kept.address or self._may_come_back(kept))
+                and self.clock() > due_s
+            ):
                 kept.tried_s = self.clock()
                 self._loading(kept)
 
     async def _leads(self, kept: _Kept) -> bool:
         """See how a model's ring is: whether it stands, at its head or another of its runners."""
+        if kept.state not in ("loaded", "lost"):
+            return False
         others = [share.address for share in kept.shares.values()]
-        for address in dict.fromkeys((kept.address, *others)):
+        for address in filter(None, dict.fromkeys((kept.address, *others))):
             try:
                 async with asyncio.timeout(ANSWER_S):
                     control = await self._link_to(address)
@@ -570,30 +613,32 @@ class Household:
                 return True
         if kept.state != "lost":
             self.log(f"{kept.model.name} has no ring any more")
+            kept.lost_s, kept.why = self.clock(), f"{kept.model.name} has lost its ring"
         kept.address, kept.load, kept.state = "", None, "lost"
         return False
 
-    async def _make_up(self, kept: _Kept, here: set[NodeId]) -> None:
+    def _may_come_back(self, kept: _Kept) -> bool:
+        """Say whether the ring that a model has lost may still be built anew by what is left."""
+        return kept.state == "lost" and self.clock() - kept.lost_s < LOST_S
+
+    async def _make_up(self, kept: _Kept) -> None:
         """Give runners of a model what one that is lost had, for its ring to be built anew.
 
-        Less important models make room.
+        Less important models make room, once nobody uses them: until then it is tried again.
         """
-        gone = [node for node in kept.used if node not in here]
-        lost_bytes = sum(kept.shares.pop(node).memory_bytes for node in gone)
-        kept.why = f"{kept.model.name} goes on without {len(gone)} of its nodes"
         while True:
             free = await self._free(kept)
             had = {node: share.memory_bytes for node, share in kept.shares.items()}
             spare = {node: n_bytes - had[node] for node, n_bytes in free.items()}
-            others = [one for one in self._kept.values() if one.address and one is not kept]
-            going = ""
-            if sum(spare.values()) < lost_bytes:
+            others, going = self._beside(kept), ""
+            if sum(spare.values()) < kept.lacks_bytes:
                 going = victim(map(self._counted, others), below=kept.model.priority)
             if not going or not await self._unload(
                 self._kept[going], LATELY_S, f"makes room for {kept.model.name}"
             ):
                 break
-        added = made_up(lost_bytes, spare)
+        added = made_up(kept.lacks_bytes, spare)
+        kept.lacks_bytes = max(0, kept.lacks_bytes - sum(added.values()) - len(added))
         await self._limit(kept, {node: had[node] + added.get(node, 0) for node in had})
 
 

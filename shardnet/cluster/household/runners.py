@@ -49,8 +49,8 @@ class Runner(Protocol):
     def is_needed(self) -> bool:
         """Whether requests would miss it."""
 
-    def limit(self, memory_bytes: int) -> None:
-        """Have its stages take at most so much, from the next one on."""
+    def limit(self, memory_bytes: int, leader: str) -> None:
+        """Have its stages take at most so much, from the next one on, by the word of a leader."""
 
     async def meet(self, addresses: Sequence[str]) -> None:
         """Link it with other runners of its model."""
@@ -146,7 +146,7 @@ class Runners:
             opened.task = self.tasks.create_task(run)
         opened.memory_bytes = message.memory_bytes
         runner = await asyncio.shield(opened.runner)
-        runner.limit(opened.memory_bytes)
+        runner.limit(opened.memory_bytes, control.link.peer.node)
         await runner.meet(message.peers)
         control.send(
             RunnerOpened(request=message.request, node=runner.node, address=runner.address)

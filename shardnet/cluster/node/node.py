@@ -88,6 +88,7 @@ class Node(Services):
             log=lambda line: settings.log(f"{model}: {line}"),
         )
         async with listening(own, self._listens_on, 0) as node:
+            node.router.entrance = lambda: self.address
             yield NodeRunner(node)
 
     def info(self) -> NodeInfo:
@@ -224,8 +225,9 @@ class NodeRunner:
         """See Runner."""
         return self._node.drain.is_needed
 
-    def limit(self, memory_bytes: int) -> None:
+    def limit(self, memory_bytes: int, leader: str) -> None:
         """See Runner."""
+        self._node.router.leader = leader
         self._node.settings.budget.asked_bytes = memory_bytes
 
     async def meet(self, addresses: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -56,6 +57,9 @@ from shardnet.types import NodeId
 from shardnet.wire.messages.handshake import PeerRole, Purpose
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import ModelChoice
+
+ROOM_S: Final = 20.0
+"""How long whoever leads a household may take to give the runners of a broken ring more memory."""
 
 
 class Services:
@@ -152,6 +156,7 @@ class Services:
             standbys=self.standbys,
             tasks=self._tasks,
             log=self._log,
+            room_s=ROOM_S if self.settings.serves is not None else 0.0,
         )
         self.planned = PlannedChanges(
             head=self.head,
@@ -257,6 +262,7 @@ class Services:
             nodes=nodes,
             reach=reach,
             dial=self.links.dialer.dial_as_client,
+            node_address=peers.address_of,
             links=peers.links,
             is_encoder=is_encoder,
             tasks=self._tasks,

@@ -49,13 +49,17 @@ MAX_RECORDS: Final = 64
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Recovery:
-    """Replaces the rings of `head`. Its work runs in `tasks`, a group that outlives it."""
+    """Replaces the rings of `head`. Its work runs in `tasks`, a group that outlives it.
+
+    Nodes that lack memory may be given some within `room_s`: requests wait so long for that.
+    """
 
     head: Head
     planner: Planner
     standbys: Standbys
     tasks: asyncio.TaskGroup
     log: Callable[[str], None]
+    room_s: float = 0.0
 
     def __post_init__(self) -> None:
         self._jobs = SupervisedJobs(self.tasks, self.log)
@@ -77,6 +81,8 @@ class Recovery:
             return True
         if self._is_closing or not (ring.is_in_use or ring.wrong) or ring.broken is None:
             return False
+        if self.room_s:
+            self.await_node(lead, self.room_s)
         error = ring.broken
         computed = ring.engine.computed()
         record = self._hold(lead, error.message)

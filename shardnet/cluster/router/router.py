@@ -170,6 +170,10 @@ class Router:
         self._front: Front | None = None
         self._to_self: ControlLink | None = None
         self.head.model_led_at = self._model_led_at
+        self.leader = ""
+        """The node by whose word alone a runner has a ring built, "" for anybody's."""
+        self.entrance: Callable[[], str] = str
+        """Gives the address where others are to ask who come to a runner without a ring."""
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register what needs a ring."""
@@ -399,6 +403,8 @@ class Router:
         are not, if nothing runs on them. Raises BusyError while requests run on several rings that
         are not what is asked for.
         """
+        if self._is_early(control):
+            return Elsewhere(address=self.entrance(), model=choice.model)
         if self.household.has(choice.model):
             address = await self.household.address_of(choice.model, tell)
             return Elsewhere(address=address, model=choice.model)
@@ -424,6 +430,12 @@ class Router:
             if front is not None:
                 await self._end(front)
             return await self._open(control, request, choice) if self._may_divide(choice) else None
+
+    def _is_early(self, control: ControlLink) -> bool:
+        """Say whether a client asks a runner that has no ring as yet, or none any more."""
+        if not self.leader or control.link.peer.node == self.leader:
+            return False
+        return self.head.model is None and self.head.elsewhere() is None
 
     def _served(self, choice: ModelChoice) -> ModelChoice:
         """Return what is computed here for a choice: what this runner serves, if it is one."""
