@@ -60,6 +60,7 @@ ROOMS: dict[str, list[str]] = {
         "planning",
         "deputy",
         "head",
+        "household",
         "router",
         "recovery",
         "diagnosis",

@@ -22,12 +22,14 @@ from shardnet.api.programs import DEFAULT_CONTEXT, KEY_PLACEHOLDER, PROGRAMS, Se
 from shardnet.api.server.endpoint import Dialect, Endpoint, Json, Reply, Stream, comment
 from shardnet.api.server.errors import refused, too_many
 from shardnet.api.server.service import Exchange
+from shardnet.api.switching.household_file import HouseholdEntry
 from shardnet.checkpoint.model_names import is_path
 from shardnet.cluster.diagnosis.diagnosis import diagnose
 from shardnet.cluster.diagnosis.facts import Finding
 from shardnet.errors import ShardnetError, UsageError
 from shardnet.types import MAX_POSITIONS
 from shardnet.wire.framing.schema import MAX_STAGES
+from shardnet.wire.messages.household import HouseholdModelState
 from shardnet.wire.messages.membership import ListedModel, ModelsListed
 from shardnet.wire.messages.plans import LeftOut, PlannedStage, PlanReply
 
@@ -81,6 +83,18 @@ class AllPrograms(msgspec.Struct, kw_only=True):
     """The settings of every program."""
 
     programs: list[ProgramSettings]
+
+
+class HouseholdBody(HouseholdEntry, kw_only=True):
+    """A model that the household is to have."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class ShownHousehold(msgspec.Struct, kw_only=True):
+    """The models of the household, the most important first."""
+
+    models: list[HouseholdModelState]
 
 
 class Findings(msgspec.Struct, kw_only=True):
@@ -293,6 +307,30 @@ class Handlers:
         )
         return Json(value=found)
 
+    async def household(self, exchange: Exchange, body: None) -> Reply:
+        """List the models that answer side by side."""
+        found = await exchange.service.client.household()
+        return Json(value=ShownHousehold(models=found))
+
+    async def name_model(self, exchange: Exchange, body: HouseholdBody) -> Reply:
+        """Have the household have a model that the nodes have."""
+        service = exchange.service
+        served = await service.models.find(body.model)
+        try:
+            named = replace(body, model=served.choice.model).named(body.name)
+        except (ValueError, msgspec.ValidationError) as error:
+            raise refused(str(error), "model") from error
+        await service.client.name_models([named])
+        service.models.forget()
+        return await self.household(exchange, None)
+
+    async def drop_model(self, exchange: Exchange, body: None) -> Reply:
+        """Have a model be no more of the household."""
+        service = exchange.service
+        await service.client.name_models(dropped=[exchange.path_parameters["name"]])
+        service.models.forget()
+        return await self.household(exchange, None)
+
     async def doctor(self, exchange: Exchange, body: None) -> Reply:
         """Diagnose the cluster from the place of the node that is asked."""
         async with self._working:
@@ -368,6 +406,7 @@ def endpoints(dashboard: Dashboard, dialect: Dialect) -> list[Endpoint[Any]]:
     def post(path: str, summary: str, handle: Any, body: Any, answer: Any) -> Endpoint[Any]:
         return dialect.at(f"POST {PATH + path}", summary, handle, body, answer)
 
+    household = ShownHousehold
     events = get("/events", "The dashboard's state, as it changes", handlers.events, None)
     return [
         get("/state", "The dashboard's state, as it is now", handlers.state, ShownState),
@@ -376,6 +415,14 @@ def endpoints(dashboard: Dashboard, dialect: Dialect) -> list[Endpoint[Any]]:
         get("/doctor", "What is wrong with the cluster", handlers.doctor, Findings),
         post("/plan", "What the ring would be", handlers.plan, PlanBody, PlanPreview),
         post("/programs", "Settings for programs", handlers.programs, ProgramsBody, AllPrograms),
+        get("/household", "The models that answer side by side", handlers.household, household),
+        post("/household", "Name a model", handlers.name_model, HouseholdBody, household),
+        dialect.at(
+            f"DELETE {PATH}/household/{{name:path}}",
+            "Have a model be no more of the household",
+            handlers.drop_model,
+            answer=household,
+        ),
         post("/load", "Load a model", handlers.load, ModelBody, ShownJob),
         post("/unload", "Free the model that is loaded", handlers.unload, None, ShownJob),
         post("/pull", "Pull a model from the Hub", handlers.pull, PullBody, ShownJob),

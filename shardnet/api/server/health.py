@@ -15,6 +15,7 @@ from shardnet.api.server.service import MAX_TRACES, Exchange
 from shardnet.api.traces import chrome_trace
 from shardnet.checkpoint.model_names import short_name
 from shardnet.errors import ShardnetError
+from shardnet.wire.messages.household import HouseholdModelState
 from shardnet.wire.messages.membership import ReportReply, StatusReply
 
 STATUS_S: Final = 3.0
@@ -64,9 +65,11 @@ def _unready(exchange: Exchange, reason: str) -> Reply:
 async def metrics(exchange: Exchange, body: None) -> Reply:
     """Return all counters, those of the nodes as they are now."""
     counters = exchange.service.metrics
-    status, reports = await asyncio.gather(_status(exchange), _reports(exchange))
+    status, reports, household = await asyncio.gather(
+        _status(exchange), _reports(exchange), _household(exchange)
+    )
     counters.node_up.set(0 if isinstance(status, str) else 1)
-    counters.ring.take(reports, None if isinstance(status, str) else status.load)
+    counters.ring.take(reports, None if isinstance(status, str) else status.load, household)
     return Text(text=counters.written(), media_type=MEDIA_TYPE)
 
 
@@ -92,6 +95,14 @@ async def _status(exchange: Exchange) -> StatusReply | str:
         return str(error)
     except TimeoutError:
         return f"the node did not answer for {STATUS_S:g} s"
+
+
+async def _household(exchange: Exchange) -> list[HouseholdModelState]:
+    """Ask how the models of the household are; none where nobody says so in time."""
+    with contextlib.suppress(ShardnetError, TimeoutError):
+        async with asyncio.timeout(STATUS_S):
+            return await exchange.service.client.household()
+    return []
 
 
 async def _reports(exchange: Exchange) -> list[ReportReply]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, get_args
 
@@ -20,6 +20,7 @@ from shardnet.wire.messages.diagnostics import (
     RingWaitKind,
     RingWork,
 )
+from shardnet.wire.messages.household import HouseholdModelState
 from shardnet.wire.messages.membership import NodeInfo, ReportReply
 
 _LOAD: Final = {
@@ -116,15 +117,32 @@ class _Node:
     report: NodeReport
 
 
+_HOUSEHOLD: Final[Mapping[str, tuple[Callable[[HouseholdModelState], float], str]]] = {
+    "loaded": (lambda state: state.state == "loaded", "1 for a model that has a ring"),
+    "requests": (lambda state: state.n_requests, "Requests that run or wait on a model's ring"),
+    "waiting": (lambda state: state.n_waiting, "Requests that wait for a model's ring"),
+}
+
+
 class RingMetrics(Collector):
     """Writes the reports it was given last."""
 
     def __init__(self) -> None:
         self._nodes: tuple[_Node, ...] = ()
         self._load: RingLoad | None = None
+        self._household: Sequence[HouseholdModelState] = ()
 
-    def take(self, replies: Iterable[ReportReply], load: RingLoad | None) -> None:
-        """Take the reports of nodes, and the load of the ring, which counts if no node has one."""
+    def take(
+        self,
+        replies: Iterable[ReportReply],
+        load: RingLoad | None,
+        household: Sequence[HouseholdModelState] = (),
+    ) -> None:
+        """Take the reports of nodes, and the load of the ring, which counts if no node has one.
+
+        Models of the household have rings of their own.
+        """
+        self._household = household
         told = [(r.info, r.report) for r in replies if r.info is not None and r.report is not None]
         names = collections.Counter(info.name for info, _ in told)
         self._nodes = tuple(
@@ -150,6 +168,23 @@ class RingMetrics(Collector):
         yield from self._of_ring()
         yield from self._of_rings()
         yield from self._of_links()
+        yield from self._of_household()
+
+    def _of_household(self) -> Iterator[Metric]:
+        for name, (value, text) in _HOUSEHOLD.items():
+            gauge = GaugeMetricFamily(f"shardnet_household_{name}", text, labels=["model"])
+            for state in self._household:
+                gauge.add_metric([state.model.name], value(state))
+            yield gauge
+        memory = GaugeMetricFamily(
+            "shardnet_household_memory_bytes",
+            "Memory that a model of the household may take on a node",
+            labels=["model", "node"],
+        )
+        for state in self._household:
+            for share in state.shares:
+                memory.add_metric([state.model.name, share.name], share.memory_bytes)
+        yield memory
 
     def _of_nodes(self) -> Iterator[Metric]:
         about = GaugeMetricFamily(

@@ -26,13 +26,30 @@ OPTIONS: Final = (
 """The keys of a model that are options of its ring, as `shardnet generate` has them."""
 
 
-class _Entry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
+class HouseholdEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, rename="kebab"):
+    """What a file, or a page, says of a model of the household."""
+
     model: PathText
     priority: int = 0
     keep: bool = False
     idle_unload: str = ""
     parallel: int = 1
     nodes: list[str] = []
+    options: dict[str, Any] = {}
+
+    def named(self, name: str) -> HouseholdModel:
+        """Return the model. Raises ValueError, which names what is wrong."""
+        choice = {"model": os.path.expanduser(self.model), **self.options}
+        model = {
+            "name": name,
+            "choice": msgspec.convert(choice, ModelChoice),
+            "priority": self.priority,
+            "kept": self.keep,
+            "idle_s": parse_duration(self.idle_unload) if self.idle_unload else None,
+            "parallel": self.parallel,
+            "only": self.nodes,
+        }
+        return msgspec.convert(model, HouseholdModel)
 
 
 def read_household(path: Path) -> list[HouseholdModel]:
@@ -59,25 +76,11 @@ def read_household(path: Path) -> list[HouseholdModel]:
 def _read(path: Path, name: str, entry: Any) -> HouseholdModel:
     try:
         keys = {key.replace("_", "-"): value for key, value in dict(entry).items()}
-        options = {
-            key.replace("-", "_"): keys.pop(key)
-            for key in [*keys]
-            if key.replace("-", "_") in OPTIONS
-        }
-        own = msgspec.convert(keys, _Entry)
-        model = os.path.expanduser(own.model)
-        choice = msgspec.convert({"model": model, **options}, ModelChoice)
-        return msgspec.convert(
-            {
-                "name": name,
-                "choice": choice,
-                "priority": own.priority,
-                "kept": own.keep,
-                "idle_s": parse_duration(own.idle_unload) if own.idle_unload else None,
-                "parallel": own.parallel,
-                "only": own.nodes,
-            },
-            HouseholdModel,
-        )
+        options = {key: keys.pop(key.replace("_", "-")) for key in OPTIONS if _is_in(key, keys)}
+        return msgspec.convert({**keys, "options": options}, HouseholdEntry).named(name)
     except (TypeError, ValueError, msgspec.ValidationError) as error:
         raise ConfigurationError(f"{path}: models.{name}: {error}") from error
+
+
+def _is_in(option: str, keys: dict[str, Any]) -> bool:
+    return option.replace("_", "-") in keys

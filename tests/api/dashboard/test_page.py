@@ -154,6 +154,19 @@ def test_every_view_does_what_it_says_and_has_names_on_a_phone_too(
             dashboard.tell("jobs", [{**job, **figures, "error": None, "remedy": None}])
             await page.until_text("1.00 MiB of 4.00 MiB")
 
+            beside = {
+                "model": {"name": EVIL, "kept": True, "choice": {"model": "/models/org/b"}},
+                **{"state": "waiting", "why": "it waits for memory", "predicted_tok_s": 3.5},
+                **{"shares": [{"name": "anna", "memory_bytes": 1 << 30}]},
+                **{"n_requests": 1, "n_waiting": 2},
+            }
+            dashboard.answers["household"] = {"models": [beside]}
+            await page.until_text("waiting, 1 request, 2 waiting, it waits for memory")
+            await page.until_text("anna 1.00 GiB")
+            dashboard.answers["household/{id:path}"] = {"models": []}
+            await it.press(f"Remove {EVIL}")
+            await dashboard.until_asked(f"household/{EVIL}")
+
             dashboard.answers["plan"] = {
                 "model": "b",
                 "context": 64,

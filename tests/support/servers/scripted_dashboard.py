@@ -163,7 +163,7 @@ class ScriptedDashboard:
     """Tells `state` and each change of it; `asked` has every path that something was begun at."""
 
     state: Value = field(default_factory=state_of_two)
-    answers: dict[str, Any] = field(default_factory=dict)
+    answers: dict[str, Any] = field(default_factory=lambda: {"household": {"models": []}})
     """What is answered below the API's path; an exception is raised."""
     asked: list[tuple[str, Any]] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -199,6 +199,7 @@ class ScriptedDashboard:
             *(("GET", "models"), ("GET", "doctor"), ("POST", "plan"), ("POST", "programs")),
             *(("POST", "load"), ("POST", "unload"), ("POST", "pull")),
             *(("POST", "jobs/{id}/cancel"), ("POST", "requests/{id}/cancel")),
+            *(("GET", "household"), ("DELETE", "household/{id:path}")),
         ):
             found.append(
                 Endpoint(
@@ -228,7 +229,8 @@ class ScriptedDashboard:
 
     def _answer(self, path: str) -> Any:
         async def answer(exchange: Exchange, body: Any) -> Reply:
-            asked = path.replace("{id}", exchange.path_parameters.get("id", ""))
+            asked = path.replace(":path", "")
+            asked = asked.replace("{id}", exchange.path_parameters.get("id", ""))
             self.asked.append((asked, body))
             self._changed.set()
             value = self.answers.get(path)

@@ -1,7 +1,8 @@
 // The models of the cluster, what is done with them, and what the ring would be.
 import { askJson, explain } from "./api.js";
 import { bytes } from "./format.js";
-import { computed, effect, html, signal, useState } from "./html.js";
+import { Household, watchHousehold } from "./household.js";
+import { computed, effect, html, signal, useEffect, useState } from "./html.js";
 import { JobList } from "./jobs.js";
 import { isLive, jobs, ring, start } from "./live.js";
 import { Action, Nothing } from "./parts.js";
@@ -23,6 +24,7 @@ export function Models() {
   const { state, models, silent, why } = listed.value;
   const [part, setPart] = useState("");
   if (state === "never") queueMicrotask(listModels);
+  useEffect(watchHousehold, []);
   const found = models.filter(({ name }) => name.toLowerCase().includes(part.toLowerCase()));
   return html`
     <section aria-labelledby="models-title" aria-busy=${state === "running"}>
@@ -43,6 +45,7 @@ export function Models() {
       ${state === "done" && !found.length && html`<${Nothing}>There is no such model.<//>`}
       ${silent.map((one) => html`<p class="failure" key=${one.node}>${one.name}: ${one.why}</p>`)}
     </section>
+    <${Household} models=${models.filter((one) => one.failure == null)} />
     <${JobList} all />
     <${Plan} models=${models} />
   `;
