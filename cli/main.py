@@ -56,6 +56,7 @@ _SUMMARIES: Final = {
 }
 """The commands, in the order of --help."""
 _ELSEWHERE: Final = {
+    "household": (".commands.models", "household"),
     "unload": (".commands.nodes", "unload"),
     "drain": (".commands.nodes", "drain"),
     "wake": (".commands.nodes", "wake"),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from msgspec import structs
 from support.models.encoder_checkpoints import make_encoder
 from support.soak import is_soak
 from support.system.nodes import Machine, NodeProcess, open_machine
@@ -18,6 +19,7 @@ from support.system.parrot import Parrots
 from shardnet.api.client import Client, connect
 from shardnet.api.connections import load_identity
 from shardnet.assets import DEFAULT_MODEL_NAME
+from shardnet.errors import CapacityError
 from shardnet.sampling_params import SamplingParams
 from shardnet.wire.messages.household import HouseholdModel, HouseholdModelState
 from shardnet.wire.messages.plans import ModelChoice
@@ -197,5 +199,8 @@ def test_a_model_that_has_no_room_makes_some_and_says_what_it_waits_for(
                 assert "other waits for memory: one in use" in waits
                 found = await states(client)
                 assert (found["one"].state, found["other"].state) == ("unloaded", "loaded")
+                await client.name_models([structs.replace(other, kept=True)])
+                with pytest.raises(CapacityError, match="one does not fit beside other, which"):
+                    await client.complete("abc", model=ModelChoice(model="one"), max_tokens=1)
 
         asyncio.run(main())

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardnet.types import NodeId
+from shardnet.wire.messages.household import HouseholdModel
+from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import PlanReply
 
 SLACK: Final = 1.01
@@ -19,6 +21,16 @@ SLACK_BYTES: Final = 1 << 20
 SHARED_SPEED: Final = 0.5
 """A ring beside another one on the same nodes gets about half of the speed that it has alone, while
 both compute (docs/benchmarks.md)."""
+
+
+def is_here(info: NodeInfo) -> bool:
+    """Say whether a node takes layers now."""
+    return not (info.is_draining or info.rests or info.asleep)
+
+
+def takes_part(info: NodeInfo, model: HouseholdModel) -> bool:
+    """Say whether a node may have layers of a model now."""
+    return is_here(info) and (not model.only or info.name in model.only)
 
 
 def needed(plan: PlanReply, parallel: int) -> dict[NodeId, int]:

@@ -19,8 +19,10 @@ from typing import Final
 from shardnet.cluster.household.allotment import (
     Loaded,
     is_better_alone,
+    is_here,
     made_up,
     needed,
+    takes_part,
     victim,
 )
 from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
@@ -352,8 +354,13 @@ class Household:
             while not (placed := await self._placed(kept)):
                 loaded = self._beside(kept)
                 going = victim(map(self._counted, loaded))
+                users = ", ".join(one.model.name for one in loaded)
+                if loaded and all(one.model.kept for one in loaded):
+                    raise CapacityError(
+                        f"{name} does not fit beside {users}, which the household keeps loaded",
+                        remedy="keep fewer models, or give nodes more --memory",
+                    )
                 if not going:
-                    users = ", ".join(one.model.name for one in loaded)
                     kept.state, kept.why = "waiting", f"{name} waits for memory: {users} in use"
                     return
                 if not await self._unload(self._kept[going], LATELY_S, f"makes room for {name}"):
@@ -418,7 +425,7 @@ class Household:
 
         Opens the runners that are not there yet.
         """
-        infos = [info for info in await self.nodes() if _takes_part(info, kept.model)]
+        infos = [info for info in await self.nodes() if takes_part(info, kept.model)]
         known = {NodeId(info.node) for info in infos}
         for node in kept.shares.keys() - known:
             del kept.shares[node]
@@ -572,7 +579,7 @@ class Household:
         """See how rings and nodes are; make up for what was lost, and load what is to stay."""
         await asyncio.gather(*map(self._leads, self._kept.values()))
         infos = {NodeId(info.node): info for info in await self.nodes()}
-        here = {node for node, info in infos.items() if not (info.is_draining or info.rests)}
+        here = {node for node, info in infos.items() if is_here(info)}
         for kept in self._ordered():
             for node in kept.used - here:
                 kept.lacks_bytes += kept.shares.pop(node).memory_bytes
@@ -640,12 +647,6 @@ class Household:
         added = made_up(kept.lacks_bytes, spare)
         kept.lacks_bytes = max(0, kept.lacks_bytes - sum(added.values()) - len(added))
         await self._limit(kept, {node: had[node] + added.get(node, 0) for node in had})
-
-
-def _takes_part(info: NodeInfo, model: HouseholdModel) -> bool:
-    """Say whether a node may have layers of a model."""
-    is_here = not (info.is_draining or info.rests or info.asleep)
-    return is_here and (not model.only or info.name in model.only)
 
 
 def _names(plan: PlanReply) -> str:

@@ -49,7 +49,7 @@ from shardnet.cluster.recovery.stand_in import StandIn
 from shardnet.cluster.recovery.standbys import Standbys
 from shardnet.cluster.ring.stage_port import LocalPort
 from shardnet.cluster.router.router import Router
-from shardnet.errors import ConfigurationError, ShardnetError
+from shardnet.errors import ConfigurationError, LinkError, ShardnetError
 from shardnet.runtime.loading.model_facts import processor_at
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
@@ -239,6 +239,8 @@ class Services:
         stage, peers = self.stage, self.links.peers
 
         async def reach(node: NodeId) -> ControlLink:
+            if node != self.settings.node and peers.links.link_of(node) is None:
+                raise LinkError("that node is not linked")
             return await self.router.reach(node, peers.address_of(node))
 
         async def is_encoder(model: str) -> bool:

@@ -38,6 +38,7 @@ from shardnet.wire.messages.generation import (
     Tokenized,
     Unload,
 )
+from shardnet.wire.messages.household import HouseholdListed, RunnerOpened
 from shardnet.wire.messages.measurements import LinksMeasured, StageMeasured
 from shardnet.wire.messages.membership import (
     KeyTaken,
@@ -102,6 +103,8 @@ ANSWERS = {
     KeyTaken,
     Rearranged,
     UpdateDescribed,
+    RunnerOpened,
+    HouseholdListed,
 }
 """What answers a request: peers/control_link.py gives it to whoever asked."""
 ON_THE_LINK = {Cancel}

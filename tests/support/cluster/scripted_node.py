@@ -51,6 +51,7 @@ from shardnet.wire.messages.generation import (
     Unload,
 )
 from shardnet.wire.messages.handshake import Capability, Hello, PeerRole, Purpose
+from shardnet.wire.messages.household import HouseholdListed, ListHousehold
 from shardnet.wire.messages.membership import (
     ListedModel,
     ListModels,
@@ -273,6 +274,8 @@ def _short_answers(message: Incoming, info: NodeInfo) -> list[ControlMessage]:
                 ModelsListed(request=number, node="n", name="n", models=models),
                 Done(request=number),
             ]
+        case ListHousehold(request=number):
+            return [HouseholdListed(request=number, models=[])]
         case Encode(request=number):
             return [Encoded(request=number, kind="")]
         case Tokenize(request=number, generate=generate):
