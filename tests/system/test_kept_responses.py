@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import ollama
 import openai
+from support.servers.ring_server import THINK_MARKS, THINK_TEMPLATE, make_tool_model
 from support.soak import is_soak
 from support.system.nodes import Machine
 
-from shardnet.api.client import connect
+from shardnet.api.client import Client, connect
 from shardnet.assets import DEFAULT_MODEL_NAME
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -112,3 +116,50 @@ def test_a_stream_is_taken_up_after_its_client_and_its_head_were_gone(machine: M
         assert client.responses.retrieve(name).output_text == whole
     for client in clients:
         client.close()
+
+
+def test_budgets_of_reasoning_are_kept_for_each_package(machine: Machine, tmp_path: Path) -> None:
+    """Over a ring of two, within one token. ollama's package sends none: the server's counts."""
+    folder = make_tool_model(tmp_path / "thinking", THINK_TEMPLATE, THINK_MARKS)
+    serves = ["--http", "127.0.0.1:0", "--reasoning-budget", "7"]
+    anna, bert = machine.start_nodes("anna", "bert", arguments=serves)
+    url, budget, words = anna.ready["http"], 11, [{"role": "user", "content": "Who is Emma?"}]
+    common: dict[str, Any] = {"model": str(folder), "messages": words}
+
+    async def count(client: Client, text: str) -> int:
+        return len((await client.tokenize(text, bos="off")).token_ids)
+
+    async def main() -> None:
+        async with (
+            connect(anna.address) as client,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as by_openai,
+            anthropic.AsyncAnthropic(base_url=url, api_key="-", max_retries=0) as by_anthropic,
+            ollama.AsyncClient(host=url) as by_ollama,
+        ):
+            nodes = [anna.address, bert.address]
+            client.choice = ModelChoice(model=str(folder), nodes=nodes, context=256)
+            await client.complete("so", max_tokens=2)
+            told = await by_openai.chat.completions.create(
+                **common,
+                temperature=0,
+                max_tokens=20,
+                extra_body={"reasoning_budget_tokens": budget},
+            )
+            reasoning = getattr(told.choices[0].message, "reasoning_content", "")
+            blocks = await by_anthropic.messages.create(
+                **common,
+                extra_body={"temperature": 0},
+                max_tokens=20,
+                thinking={"type": "enabled", "budget_tokens": budget},
+            )
+            thought = "".join(one.thinking for one in blocks.content if one.type == "thinking")
+            other = await by_ollama.chat(
+                **common, think=True, options={"temperature": 0, "num_predict": 20}
+            )
+            told_thoughts = {reasoning: budget, thought: budget, other.message.thinking or "": 7}
+            for text, n_tokens in told_thoughts.items():
+                assert abs(await count(client, text) - n_tokens) <= 1, text
+            assert reasoning == thought
+            assert told.choices[0].message.content
+
+    asyncio.run(main())
