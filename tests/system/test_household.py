@@ -204,3 +204,41 @@ def test_a_model_that_has_no_room_makes_some_and_says_what_it_waits_for(
                     await client.complete("abc", model=ModelChoice(model="one"), max_tokens=1)
 
         asyncio.run(main())
+
+
+def test_a_node_that_drains_gives_the_layers_of_its_runners_away(tmp_path: Path) -> None:
+    """A text goes on, and is what one node alone says."""
+    choice = ModelChoice(model=DEFAULT_MODEL_NAME, context=512)
+    with open_machine(tmp_path / "machine") as machine:
+        assert machine.call("key", "new").code == 0
+        nodes = machine.start_nodes("anna", arguments=["--memory", "24MiB"])
+        more = ["--memory", "24MiB", "--peer", nodes[0].address]
+        nodes += machine.start_nodes("bert", "cleo", arguments=more)
+        machine.nodes_with("anna", "bert", "cleo", arguments=["--peer", nodes[0].address])
+        home = Home(machine=machine, nodes=nodes, choices={"large": choice})
+
+        async def main() -> NodeProcess:
+            async with home.connect() as client:
+                await client.name_models([HouseholdModel(name="large", choice=choice)])
+                asked = ModelChoice(model="large")
+                [whole] = await client.complete("The cat", model=asked, max_tokens=400)
+                [state] = await client.household()
+                tail = max(state.shares, key=lambda share: share.layers or (0, 0)).name
+                names = [node.ready["name"] for node in nodes]
+                leaving, ids = home.nodes[names.index(tail)], list[int]()
+                async with asyncio.TaskGroup() as tasks:
+                    async for event in client.generate("The cat", model=asked, max_tokens=400):
+                        assert event.error is None
+                        if event.token_ids and not ids:
+                            tasks.create_task(drain(names.index(tail)))
+                        ids += event.token_ids
+                assert tuple(ids) == tuple(whole.token_ids)
+                [state] = await client.household()
+                assert tail not in {share.name for share in state.shares}
+                return leaving
+
+        async def drain(place: int) -> None:
+            async with home.connect(place) as client:
+                await client.drain(30.0)
+
+        asyncio.run(main()).wait()

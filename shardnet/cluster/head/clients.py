@@ -142,7 +142,6 @@ class Clients:
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register what the router (router/router.py) does not look at first."""
-        handlers.register(PlanRequest, self.plan)
         handlers.register(LastRunRequest, self.last_run)
 
     async def plan(self, control: ControlLink, message: PlanRequest) -> None:

@@ -62,7 +62,7 @@ from shardnet.wire.messages.household import (
     RunnerShare,
 )
 from shardnet.wire.messages.membership import NodeInfo, Status, StatusReply
-from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
+from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
 
 LOOK_S: Final = 0.5
 """Interval of the looks at rings and nodes."""
@@ -184,6 +184,15 @@ class Household:
         """List what models of the household are called, the most important first."""
         return [*(kept.model.name for kept in self._ordered()), *self._led]
 
+    def choice(self, model: str) -> ModelChoice | None:
+        """Return what a model is that this node leads, None for another one's."""
+        return kept.model.choice if (kept := self._kept.get(model)) is not None else None
+
+    def leader(self) -> str:
+        """Return where the node is that leads other models than this one."""
+        control, _ = next(iter(self._led.values()))
+        return self.node_address(NodeId(control.link.peer.node))
+
     def encoder(self, model: str) -> str:
         """Return the encoder that is called so in a household, "" if none is."""
         if (kept := self._kept.get(model)) is not None:
@@ -214,7 +223,7 @@ class Household:
     async def _name_models(self, control: ControlLink, message: NameModels) -> None:
         """Take models into the household, or out of it. Raises UsageError for too many."""
         if self._led and not self._kept:
-            control.send(Redirect(request=message.request, address=self._leader()))
+            control.send(Redirect(request=message.request, address=self.leader()))
             return
         if len({*self._kept, *(model.name for model in message.models)}) > MAX_HOUSEHOLD:
             raise UsageError(f"a household has at most {MAX_HOUSEHOLD} models")
@@ -235,7 +244,7 @@ class Household:
 
     async def _list(self, control: ControlLink, message: ListHousehold) -> None:
         if self._led and not self._kept:
-            control.send(Redirect(request=message.request, address=self._leader()))
+            control.send(Redirect(request=message.request, address=self.leader()))
             return
         models = [self._state(kept) for kept in self._ordered()]
         control.send(HouseholdListed(request=message.request, models=models))
@@ -286,11 +295,6 @@ class Household:
         self._led = {
             n: one for n, one in self._led.items() if not one[0].link.closed or one[1].address
         }
-
-    def _leader(self) -> str:
-        """Return where the node is that leads other models than this one."""
-        control, _ = next(iter(self._led.values()))
-        return self.node_address(NodeId(control.link.peer.node))
 
     def _ordered(self) -> list[_Kept]:
         """List the models, the most important first."""

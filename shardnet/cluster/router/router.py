@@ -51,7 +51,7 @@ from shardnet.wire.messages.generation import (
 )
 from shardnet.wire.messages.handshake import PeerRole
 from shardnet.wire.messages.membership import Status, StatusReply
-from shardnet.wire.messages.plans import ModelChoice, NodeProgress
+from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanRequest
 
 LOOK_S: Final = 0.25
 """Interval of the looks at the ring."""
@@ -178,6 +178,7 @@ class Router:
     def register(self, handlers: MessageHandlers) -> None:
         """Register what needs a ring."""
         handlers.register(Generate, self.generate)
+        handlers.register(PlanRequest, self._plan)
         handlers.register(Tokenize, self._tokenize)
         handlers.register(Detokenize, self._detokenize)
         handlers.register(DescribeTokenizer, self._describe_tokenizer)
@@ -223,6 +224,16 @@ class Router:
                 control.send(Redirect(request=message.request, address=address))
             case None:
                 await self.clients.generate(control, message)
+
+    async def _plan(self, control: ControlLink, message: PlanRequest) -> None:
+        """Reply with a plan, of a model of the household as if it were alone, or Redirect."""
+        if self.household.has(message.choice.model):
+            named = self.household.choice(message.choice.model)
+            if named is None:
+                control.send(Redirect(request=message.request, address=self.household.leader()))
+                return
+            message = replace(message, choice=named)
+        await self.clients.plan(control, message)
 
     async def resume(
         self, control: ControlLink, request: int, copied: CopiedRequest, n_tokens: int
