@@ -78,6 +78,8 @@ AGAIN_S: Final = 10.0
 LOST_S: Final = 5.0
 """How long a ring that is lost may take to come back by itself, with its requests, before another
 one is built."""
+FREE_SHARE: Final = 0.99
+"""What is divided of the memory that a node has free: other programs take some meanwhile."""
 MOST_REDIRECTS: Final = 4
 MOST_TRIES: Final = 3
 """How often a ring is planned and built for a model while nodes are lost."""
@@ -437,7 +439,7 @@ class Household:
             *(self._open(kept, info) for info in infos if info.node not in kept.shares)
         )
         return {
-            node: info.memory_free_bytes + kept.shares[node].memory_bytes
+            node: int(FREE_SHARE * info.memory_free_bytes) + kept.shares[node].memory_bytes
             for info in infos
             if (node := NodeId(info.node)) in kept.shares
         }
