@@ -186,7 +186,7 @@ def test_all_nodes_are_updated_while_streams_go_on(town: Town) -> None:
 
 def check_broken(town: Town, version: str) -> None:
     """Send a version that ends at once: the first node goes back, and nothing happens to others."""
-    before = {"shardnet/cluster/node/node.py": "raise ImportError('broken')\n"}
+    before = {"shardnet/cluster/node/__init__.py": "raise SystemExit(1)\n"}
     result = town.update(make_wheel(town.folder, "9.9.9", before)).wait(UPDATE_S)
     assert re.search(
         r"does not run 9.9.9: it ended with status 1; it runs 9.0.\d again", result.error
