@@ -198,9 +198,8 @@ class Copying:
 
         The link ends where too much waits, and the ring with it.
         """
-        needed = request.generate.needed
-        lacks = any(one not in control.link.peer.capabilities for one in needed)
-        if lacks or (request.picture_bytes and control.link.is_full):
+        lacking = control.link.peer.lacking(*request.generate.needed)
+        if lacking or (request.picture_bytes and control.link.is_full):
             self.requests.forget(request.generate.key)
             return
         control.send(deputies.RequestCopied(generate=request.generate))

@@ -289,7 +289,7 @@ class Household:
         )
         told: dict[ControlLink, HouseholdLed] = {}
         for control in self.links.linked():
-            if Capability.HOUSEHOLD in control.link.peer.capabilities:
+            if not control.link.peer.lacking(Capability.HOUSEHOLD):
                 if said != self._told.get(control, HouseholdLed(models=[])):
                     control.tell(said)
                 told[control] = said

@@ -87,11 +87,13 @@ class Hello(Report, frozen=True, kw_only=True):
         list[Annotated[str, Meta(max_length=32)]], Meta(max_length=MAX_CAPABILITIES)
     ] = []
 
+    def lacking(self, *needed: Capability) -> list[Capability]:
+        """Return those of the capabilities that the peer does not list."""
+        return [one for one in needed if one not in self.capabilities]
+
     def require(self, *needed: Capability) -> None:
         """Raise VersionMismatchError unless the peer lists each capability."""
-        for lacking in needed:
-            if lacking in self.capabilities:
-                continue
+        for lacking in self.lacking(*needed):
             raise VersionMismatchError(
                 f"{self.name} runs shardnet {self.version}, which does not know {lacking.what}",
                 remedy="update it: all nodes of a cluster may run one release",
