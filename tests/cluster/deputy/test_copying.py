@@ -40,7 +40,8 @@ class Copied:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
-        link = SimpleNamespace(closed=False, is_full=False, peer=SimpleNamespace(name="bert"))
+        peer = SimpleNamespace(name="bert", lacking=lambda *needed: [])
+        link = SimpleNamespace(closed=False, is_full=False, peer=peer)
         control: Any = SimpleNamespace(link=link, send=self.sent.append)
         self.copying = Copying(link_of=lambda node: control, log=lambda line: None)
         self.told = self.told_of("abc")
@@ -220,7 +221,8 @@ def test_who_stands_by_for_many_heads_tells_the_next_one() -> None:
     async def main() -> None:
         for head in range(MAX_DUTIES + 1):
             sent.append([])
-            link = SimpleNamespace(peer=SimpleNamespace(node=str(head), name=str(head)))
+            known = {"node": str(head), "name": str(head), "lacking": lambda *needed: []}
+            link = SimpleNamespace(peer=SimpleNamespace(**known))
             control: Any = SimpleNamespace(link=link, send=sent[-1].append)
             await stand_in._stand_by(control, told)
 
