@@ -658,7 +658,7 @@ class Client:
             raise RemoteProtocolError(f"a client received the request {type(message).__name__}")
         if self._identity is None or self._identity.keeper is None:
             raise UsageError("this client has no cluster key in a file")
-        self._identity.keeper.take(message.key, message.grace_s)
+        self._identity.keeper.take(message.key, message.grace_s, message.after)
         control.send(KeyTaken(request=message.request))
 
     async def _close(self) -> None:

@@ -43,8 +43,11 @@ node says who it is in its hello."""
 class KeyKeeper(Protocol):
     """Keeps the keys of an identity on disk, and changes them there and in the identity."""
 
-    def take(self, secret: bytes, grace_s: float) -> None:
-        """Use a key from now on, and believe holders of the one before for `grace_s` more."""
+    def take(self, secret: bytes, grace_s: float, after: bytes = b"") -> None:
+        """Use a key from now on, and believe holders of the one before for `grace_s` more.
+
+        It replaces the key with the signer `after`, b"" where that is not known.
+        """
 
     def forget_if_due(self) -> None:
         """Forget the old key if its time is over."""

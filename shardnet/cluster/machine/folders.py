@@ -272,16 +272,17 @@ class HeldKey:
     key: ClusterKey
     identity: Identity
 
-    def take(self, secret: bytes, grace_s: float) -> None:
+    def take(self, secret: bytes, grace_s: float, after: bytes = b"") -> None:
         """See KeyKeeper. The key that is held only shortens the time in which the old one counts.
 
-        Raises ConfigurationError if an old key still counts beside the one that is held, or the
+        Raises ConfigurationError if an old key still counts beside the one that is held, unless
+        that is replaced: then the time of the old one has ended elsewhere. Also if the
         file holds another one or cannot be written; nothing has changed then.
         """
         old, until_s = self.key.old, time.time() + grace_s
         if secret == self.key.secret:
             until_s = min(until_s, self.key.until_s)
-        elif old:
+        elif old and after != self.identity.signer:
             raise ConfigurationError(
                 f"it has taken another new key, of cluster {self.identity.fingerprints[0]}, and "
                 "still accepts the one before",

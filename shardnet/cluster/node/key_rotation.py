@@ -101,7 +101,7 @@ class KeyRotation:
             if not message.grace_s and identity.old:
                 async with at_most(RENEWED_S):
                     await self._renew_links(identity)
-            take = partial(identity.keeper.take, message.key, message.grace_s)
+            take = partial(identity.keeper.take, message.key, message.grace_s, message.after)
             await self._change(identity, take)
             control.send(KeyTaken(request=message.request, old_s=_left_s(identity)))
 
@@ -141,7 +141,12 @@ class KeyRotation:
         try:
             if signers.peer != identity.signer:
                 peer.require(Capability.KEYS)
-                told = TakeKey(request=0, key=identity.secret, grace_s=_left_s(identity))
+                told = TakeKey(
+                    request=0,
+                    key=identity.secret,
+                    grace_s=_left_s(identity),
+                    after=identity.signers[-1],
+                )
                 async with asyncio.timeout(ANSWER_S):
                     await control.ask(told, KeyTaken)
             if peer.role is PeerRole.NODE:

@@ -257,11 +257,13 @@ class TakeKey(schema.Numbered, frozen=True, kw_only=True):
     """Tell the new cluster key. Its holders and those of the one before are members for `grace_s`.
 
     A node is also told to have its peer `node` take it; and which key it has, to end the grace.
+    Whoever hands on what the cluster has says `after` which key that is, by its authority's key id.
     """
 
     key: Annotated[bytes, Meta(min_length=16, max_length=16)]
     grace_s: Annotated[int, Meta(ge=0, le=MAX_GRACE_S)]
     node: schema.Name = ""
+    after: Annotated[bytes, Meta(max_length=64)] = b""
 
     def __repr__(self) -> str:
         return f"TakeKey(request={self.request}, grace_s={self.grace_s}, node={self.node!r})"

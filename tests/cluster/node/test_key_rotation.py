@@ -6,6 +6,7 @@ The nodes are in this process, over real sockets; tests/system has processes and
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -117,6 +118,30 @@ def test_who_was_off_gets_the_key_from_whom_it_meets(cluster: Cluster) -> None:
                 assert abs(kept.until_s - until_s) < 60
         async with cluster.node("cleo"), cluster.node("bert"):  # started again, from their files
             await cluster.linked("bert", "cleo")
+
+    run(main())
+
+
+def test_who_missed_the_end_of_the_old_key_is_handed_the_one_after(cluster: Cluster) -> None:
+    """A third key is no news to wait with where it comes after the one that is held; another is."""
+    third = ClusterKey.make()
+
+    async def main() -> None:
+        until_s = time.time() + DAY_S
+        missed = ClusterKey(NEW.secret, OLD.secret, until_s)
+        async with cluster.node("anna", ClusterKey(third.secret, NEW.secret, until_s)) as anna:
+            async with cluster.node("cleo", missed):
+                await cluster.linked("anna", "cleo")
+                async with cluster.client("cleo", missed) as client:
+                    await until(lambda: old_of(cluster.key("laptop")) == (third.secret, NEW.secret))
+                    await client.status()
+                assert old_of(cluster.key("cleo")) == (third.secret, NEW.secret)
+            other = ClusterKey.make()
+            async with cluster.node("dora", ClusterKey(other.secret, NEW.secret, until_s)):
+                refused = "dora .* has not the new cluster key yet: .* has taken another new key"
+                await until(lambda: any(re.search(refused, line) for line in cluster.logs["anna"]))
+                assert old_of(cluster.key("dora")) == (other.secret, NEW.secret)
+            assert old_of(cluster.key("anna")) == (third.secret, NEW.secret), anna.node
 
     run(main())
 
