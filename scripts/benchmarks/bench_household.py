@@ -1,8 +1,7 @@
 """Two models of a household on one node: each alone, and both side by side on the same cores.
 
 Each decodes greedily behind a prompt for some seconds. What counts is the sum of what each does
-beside the other as a part of what it does alone: 1 is all that the cores can do. The longest pause
-between two tokens of one says what the other's prompt, which begins in the middle, keeps it waiting.
+beside the other as a part of what it does alone: 1 is all that the cores can do.
 
     scripts/bench household
     scripts/bench household --checkpoint DIR --checkpoint DIR --threads 2
@@ -72,34 +71,33 @@ async def decode(client: Client, name: str, prompt: list[int], seconds: float) -
 async def measure(options: argparse.Namespace, checkpoints: list[Path]) -> list[dict[str, float]]:
     """Measure round by round."""
     access = Access(key_file="", insecure=True)
-    context = options.prompt + 4096
+    context = options.prompt + 1024
     rounds = []
-    async with local_processes(1, options.threads, access) as [address]:
-        async with connect(address) as client:
-            models = [
-                HouseholdModel(name=name, choice=ModelChoice(model=str(path), context=context))
-                for name, path in zip(NAMES, checkpoints, strict=True)
-            ]
-            await client.name_models(models)
-            prompt = [2 + place % 50 for place in range(options.prompt)]
-            for name in NAMES:  # loads it
-                await decode(client, name, prompt, 1.0)
-            for _ in range(options.rounds):
-                alone = [await decode(client, name, prompt, options.seconds) for name in NAMES]
-                beside = await asyncio.gather(
-                    *(decode(client, name, prompt, options.seconds) for name in NAMES)
-                )
-                shares = [b.tok_s / a.tok_s for a, b in zip(alone, beside, strict=True)]
-                rounds.append(
-                    {f"{name}_alone_tok_s": a.tok_s for name, a in zip(NAMES, alone, strict=True)}
-                    | {f"{name}_tok_s": b.tok_s for name, b in zip(NAMES, beside, strict=True)}
-                    | {
-                        f"{name}_pause_s": b.longest_s
-                        for name, b in zip(NAMES, beside, strict=True)
-                    }
-                    | {"sum_of_shares": sum(shares)}
-                )
-                print(json.dumps(rounds[-1]), flush=True)
+    async with (
+        local_processes(1, options.threads, access) as [address],
+        connect(address) as client,
+    ):
+        models = [
+            HouseholdModel(name=name, choice=ModelChoice(model=str(path), context=context))
+            for name, path in zip(NAMES, checkpoints, strict=True)
+        ]
+        await client.name_models(models)
+        prompt = [2 + place % 50 for place in range(options.prompt)]
+        for name in NAMES:  # loads it
+            await decode(client, name, prompt, 1.0)
+        for _ in range(options.rounds):
+            alone = [await decode(client, name, prompt, options.seconds) for name in NAMES]
+            beside = await asyncio.gather(
+                *(decode(client, name, prompt, options.seconds) for name in NAMES)
+            )
+            shares = [b.tok_s / a.tok_s for a, b in zip(alone, beside, strict=True)]
+            rounds.append(
+                {f"{name}_alone_tok_s": a.tok_s for name, a in zip(NAMES, alone, strict=True)}
+                | {f"{name}_tok_s": b.tok_s for name, b in zip(NAMES, beside, strict=True)}
+                | {f"{name}_pause_s": b.longest_s for name, b in zip(NAMES, beside, strict=True)}
+                | {"sum_of_shares": sum(shares)}
+            )
+            print(json.dumps(rounds[-1]), flush=True)
     return rounds
 
 
