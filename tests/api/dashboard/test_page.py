@@ -156,9 +156,12 @@ def test_every_view_does_what_it_says_and_has_names_on_a_phone_too(
 
             beside = {
                 "model": {"name": EVIL, "kept": True, "choice": {"model": "/models/org/b"}},
-                **{"state": "waiting", "why": "it waits for memory", "predicted_tok_s": 3.5},
-                **{"shares": [{"name": "anna", "memory_bytes": 1 << 30}]},
-                **{"n_requests": 1, "n_waiting": 2},
+                "state": "waiting",
+                "why": "it waits for memory",
+                "predicted_tok_s": 3.5,
+                "shares": [{"name": "anna", "memory_bytes": 1 << 30}],
+                "n_requests": 1,
+                "n_waiting": 2,
             }
             dashboard.answers["household"] = {"models": [beside]}
             await page.until_text("waiting, 1 request, 2 waiting, it waits for memory")
