@@ -20,7 +20,6 @@ from collections.abc import Iterator
 import hypothesis
 import psutil
 import pytest
-from support.soak import is_soak
 
 from shardnet.runtime.engine import guide, prefixes
 from shardnet.runtime.engine.prefixes import FoundPrefix
@@ -54,7 +53,7 @@ GRACE_S = 30.0
 """How long a thread or child that is already ending may take to end."""
 KILLED_S = 60.0
 """How long a child that was killed may take to be gone."""
-LAST_RESORT_S = 7200.0 if is_soak() else 900.0
+LAST_RESORT_S = 7200.0 if os.environ.get("SHARDNET_SOAK_S") else 900.0
 """When the process is ended: a task that refuses to be cancelled outlives pytest's timeout."""
 PUT_OFF_S = 60.0
 """How often the last resort is put off. pytest would do so for each test, which takes 2 ms."""

@@ -43,7 +43,7 @@ _FLAGS: Final = {
     ),
     "HTTP": (
         "--http --api-key --api-key-file --cors-origin --allowed-host --alias "
-        "--root-path --tls --tls-cert --tls-key --switch --idle-unload --deputy "
+        "--root-path --tls --tls-cert --tls-key --switch --household --idle-unload --deputy "
         "--fetch-images --equal-calls --reasoning-budget"
     ),
 }

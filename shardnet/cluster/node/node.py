@@ -27,10 +27,13 @@ from shardnet.errors import PeerFailedError, ShardnetError
 from shardnet.transport import tcp
 from shardnet.transport.link import Link
 from shardnet.transport.listener import Listener
+from shardnet.transport.loop import at_most
 from shardnet.types import NodeId
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import ModelChoice
 
+MEET_S: Final = 3.0
+"""How long a runner waits for links to the others of its model."""
 ADDRESSES_S: Final = 2.0
 """Interval of the looks at this machine's addresses."""
 
@@ -231,9 +234,10 @@ class NodeRunner:
         self._node.settings.budget.asked_bytes = memory_bytes
 
     async def meet(self, addresses: Sequence[str]) -> None:
-        """See Runner. One that is not there is left out."""
+        """See Runner. One that does not answer within MEET_S is left out."""
         peers = self._node.links.peers
-        await asyncio.gather(*map(peers.find, addresses), return_exceptions=True)
+        async with at_most(MEET_S):
+            await asyncio.gather(*map(peers.find, addresses), return_exceptions=True)
 
     async def leave(self, deadline_s: float) -> None:
         """See Runner."""
