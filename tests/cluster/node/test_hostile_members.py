@@ -26,6 +26,7 @@ from shardnet.wire.messages.activity import ClockRead, RingActivity
 from shardnet.wire.messages.control import ControlMessage, Done, Redirect, read_control
 from shardnet.wire.messages.deputies import AnswerFound, NodeFound, ValueFound, ValuesListed
 from shardnet.wire.messages.generation import Cancel, Finished, LastRun, TextPiece
+from shardnet.wire.messages.household import HouseholdListed, RunnerOpened
 from shardnet.wire.messages.measurements import LinksMeasured, StageMeasured
 from shardnet.wire.messages.membership import KeyTaken, ModelIdentity, Ping, StatusReply
 from shardnet.wire.messages.plans import PlanReply
@@ -35,6 +36,8 @@ from shardnet.wire.messages.updates import Rearranged, UpdateDescribed
 NOWHERE = "/nowhere/model"
 ANSWER_S = 30.0
 LAST = (
+    HouseholdListed,
+    RunnerOpened,
     *(ClockRead, Done, Redirect, Finished, LastRun, RingActivity, LinksMeasured, StageMeasured),
     AnswerFound,
     KeyTaken,
