@@ -43,13 +43,7 @@ async def models(
     listed on standard error, with the reason.
     """
     options.keep_model_folders(model_folder)
-    wanted = Wanted(
-        choice=ModelChoice(model=DEFAULT_MODEL_NAME, nodes=options.split_nodes(nodes)),
-        local=0,
-        peers=options.check_addresses(peer),
-        search=search,
-        access=access,
-    )
+    wanted = _wanted(nodes, peer, search, access)
     lists: list[ModelsListed] = []
     async with open_target(wanted) as target, aclosing(target.client.models()) as pieces:
         async for piece in pieces:
@@ -61,6 +55,19 @@ async def models(
         write_out(line)
     for line in remarks(lists):
         say(line)
+
+
+def _wanted(
+    nodes: str, peer: list[str] | None, search: options.Search, access: options.Access
+) -> Wanted:
+    """Say whom to ask what concerns no one model."""
+    return Wanted(
+        choice=ModelChoice(model=DEFAULT_MODEL_NAME, nodes=options.split_nodes(nodes)),
+        local=0,
+        peers=options.check_addresses(peer),
+        search=search,
+        access=access,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,13 +207,7 @@ async def household(
     leads: programs ask for them by name at any node's server.
     """
     models = read_household(expanded(file)) if file else []
-    wanted = Wanted(
-        choice=ModelChoice(model=DEFAULT_MODEL_NAME, nodes=options.split_nodes(nodes)),
-        local=0,
-        peers=options.check_addresses(peer),
-        search=search,
-        access=access,
-    )
+    wanted = _wanted(nodes, peer, search, access)
     async with open_target(wanted) as target:
         if models or drop:
             await target.client.name_models(models, dropped=drop or ())

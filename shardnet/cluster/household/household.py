@@ -224,8 +224,7 @@ class Household:
 
     async def _name_models(self, control: ControlLink, message: NameModels) -> None:
         """Take models into the household, or out of it. Raises UsageError for too many."""
-        if self._led and not self._kept:
-            control.send(Redirect(request=message.request, address=self.leader()))
+        if self._sent_on(control, message.request):
             return
         if len({*self._kept, *(model.name for model in message.models)}) > MAX_HOUSEHOLD:
             raise UsageError(f"a household has at most {MAX_HOUSEHOLD} models")
@@ -244,9 +243,15 @@ class Household:
                 kept.is_encoder = await self.is_encoder(model.choice.model)
         control.send(Done(request=message.request))
 
+    def _sent_on(self, control: ControlLink, request: int) -> bool:
+        """Send who asks to the node that leads, if that is another one; return whether it is."""
+        if self._kept or not self._led:
+            return False
+        control.send(Redirect(request=request, address=self.leader()))
+        return True
+
     async def _list(self, control: ControlLink, message: ListHousehold) -> None:
-        if self._led and not self._kept:
-            control.send(Redirect(request=message.request, address=self.leader()))
+        if self._sent_on(control, message.request):
             return
         models = [self._state(kept) for kept in self._ordered()]
         control.send(HouseholdListed(request=message.request, models=models))
