@@ -51,6 +51,7 @@ def test_a_node_without_compiled_kernels_says_so(
         Access(insecure=True),
         None,
         idle_unload_s=None,
+        household=(),
         as_json=False,
         until_stdin_closes=True,
     )
