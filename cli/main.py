@@ -45,7 +45,7 @@ _SUMMARIES: Final = {
     "inspect": "Write the logits and hidden states of a prompt to a file.",
     "bench": "Measure the ring's speed, or the perplexity of a text.",
     "pull": "Download a model of the Hugging Face Hub to this machine.",
-    "unload": "Free the model on every node of the ring.",
+    "unload": "Free the model on every node of the ring, or one of the household.",
     "drain": "Empty a node without losing a request, and end it.",
     "update": "Bring another version to all nodes, one after the other.",
     "wake": "Wake a machine whose node sleeps.",

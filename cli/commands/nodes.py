@@ -247,12 +247,28 @@ def _is_address(node: str) -> bool:
 
 @options.takes_groups
 async def unload(
-    *, nodes: options.Nodes = "", peer: options.Peer = None, access: options.Access
+    *,
+    model: Annotated[
+        str, typer.Argument(metavar="[NAME]", help="A model of the household, by its name there.")
+    ] = "",
+    nodes: options.Nodes = "",
+    peer: options.Peer = None,
+    access: options.Access,
 ) -> None:
-    """Free the model of the ring that the node of this machine, or a named node, is part of."""
+    """Free the model of the ring that the node of this machine, or a named node, is part of.
+
+    With a NAME a model of the household is freed, until it is asked for again.
+    """
     addresses, had_any = [*options.split_nodes(nodes), *options.check_addresses(peer)], False
     async with contextlib.AsyncExitStack() as stack:
         for client in await named_or_here(stack, addresses, access.identity()):
-            had_any |= (await client.status(with_peers=False)).node.stage is not None
-            await client.unload()
-    say("the model is unloaded" if had_any else "no model was loaded")
+            if model:
+                had_any |= model in [one.model.name for one in await client.household()]
+            else:
+                had_any |= (await client.status(with_peers=False)).node.stage is not None
+            await client.unload(model=model)
+    if model and not had_any:
+        raise UsageError(
+            f"the household has no model called {model}", remedy="`shardnet household` lists them"
+        )
+    say(f"{model or 'the model'} is unloaded" if had_any else "no model was loaded")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -19,8 +20,9 @@ from support.system.parrot import Parrots
 from shardnet.api.client import Client, connect
 from shardnet.api.connections import load_identity
 from shardnet.assets import DEFAULT_MODEL_NAME
-from shardnet.errors import CapacityError
+from shardnet.errors import BusyError, CapacityError, LinkError
 from shardnet.sampling_params import SamplingParams
+from shardnet.wire.messages.generation import Encode
 from shardnet.wire.messages.household import HouseholdModel, HouseholdModelState
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -242,3 +244,99 @@ def test_a_node_that_drains_gives_the_layers_of_its_runners_away(tmp_path: Path)
                 await client.drain(30.0)
 
         asyncio.run(main()).wait()
+
+
+def test_another_node_leads_in_place_of_one_that_ends_and_finds_what_is_loaded(
+    tmp_path: Path, parrots: Parrots
+) -> None:
+    """What was loaded stays where it is, what was not is loaded; the file counts again later."""
+    choice = ModelChoice(model=str(parrots.alphabet), context=512)
+    one, other = (HouseholdModel(name=name, choice=choice) for name in ("one", "other"))
+    (tmp_path / "household.toml").write_text(
+        f'[models.one]\nmodel = "{parrots.alphabet}"\ncontext = 512\n'
+        f'[models.third]\nmodel = "{parrots.alphabet}"\ncontext = 512\n'
+    )
+    with open_machine(tmp_path / "machine") as machine:
+        assert machine.call("key", "new").code == 0
+        nodes = machine.start_nodes("anna", arguments=["--memory", "1MiB"])
+        more = ["--memory", "64MiB", "--peer", nodes[0].address]
+        nodes += machine.start_nodes("bert", "cleo", arguments=more)
+        machine.nodes_with("anna", "bert", "cleo", arguments=["--peer", nodes[0].address])
+        home = Home(machine=machine, nodes=nodes, choices={})
+
+        async def say(place: int, model: str) -> None:
+            async with home.connect(place) as client, asyncio.timeout(60):
+                asked = client.complete("abc", model=ModelChoice(model=model), max_tokens=3)
+                assert [result.text for result in await asked] == ["def"]
+
+        async def until_told(place: int, names: set[str]) -> dict[str, HouseholdModelState]:
+            async with home.connect(place) as client, asyncio.timeout(60):
+                while True:
+                    with contextlib.suppress(LinkError):
+                        if {*(found := await states(client))} == names:
+                            return found
+                    await asyncio.sleep(0.2)
+
+        async def main() -> None:
+            async with home.connect() as client:
+                await client.name_models([one, other])
+            await until_told(1, {"one", "other"})
+            await say(1, "one")
+            before = await until_told(2, {"one", "other"})
+            nodes[0].stop()
+            await say(2, "other")  # waits for somebody to lead
+            after = await until_told(1, {"one", "other"})
+            assert after["one"].shares == before["one"].shares
+            assert after["one"].state == "loaded"
+            await say(2, "one")
+            async with home.connect(2) as client:
+                await client.unload(model="other")
+                assert (await states(client))["other"].state == "unloaded"
+                await client.name_models(dropped=["other"])
+            again = ["--peer", nodes[1].address, "--household", str(tmp_path / "household.toml")]
+            nodes[0] = machine.start_nodes("anna", arguments=again)[0]
+            await until_told(0, {"one", "third"})
+            await say(0, "third")
+            assert (await until_told(1, {"one", "third"}))["one"].shares == before["one"].shares
+
+        asyncio.run(main())
+
+
+def test_a_model_makes_room_for_an_encoder_once_nobody_uses_it(
+    tmp_path: Path, parrots: Parrots
+) -> None:
+    """The node that has the encoder does not lead."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4}
+    encoder = make_encoder(tmp_path / "notes", "BertModel", num_hidden_layers=2, **sizes)
+    choice = ModelChoice(model=str(parrots.alphabet), context=512)
+    one = HouseholdModel(name="one", choice=choice, only=["bert"], parallel=256)
+    notes = HouseholdModel(name="notes", choice=ModelChoice(model=str(encoder)))
+    with open_machine(tmp_path / "machine") as machine:
+        nodes = machine.start_nodes("anna", arguments=["--memory", "1MiB"])
+        more = ["--memory", "80MiB", "--peer", nodes[0].address]
+        nodes += machine.start_nodes("bert", arguments=more)
+        machine.nodes_with("anna", "bert", arguments=["--peer", nodes[0].address])
+
+        async def main() -> None:
+            async with connect(nodes[0].address) as leader, connect(nodes[1].address) as client:
+                await leader.name_models([one, notes])
+                async with asyncio.timeout(30):
+                    while not await states(client):  # noqa: ASYNC110
+                        await asyncio.sleep(0.1)
+                long = client.generate(
+                    "abc", model=ModelChoice(model="one"), max_tokens=400, ignore_eos=True
+                )
+                async for event in long:
+                    if event.token_ids:
+                        break
+                with pytest.raises(BusyError, match="requests to one run"):
+                    await client.unload(model="one")
+                asked = Encode(request=0, model="notes", texts=["a letter"])
+                encoding = asyncio.create_task(client.encode(asked))
+                await asyncio.sleep(0.2)
+                assert not encoding.done()
+                await long.aclose()
+                assert len((await encoding).values) == 4 * sizes["hidden_size"]
+                assert (await states(client))["one"].why == "it makes room for notes"
+
+        asyncio.run(main())

@@ -273,7 +273,7 @@ async def _load(
 ) -> Reply:
     """Have the model loaded, as a request that says nothing asks for."""
     if exchange.keep is not None and exchange.keep.seconds == 0:
-        await exchange.service.switch.unload(served.choice.model)
+        await exchange.unload(served.choice)
         return Json(value=form.write(done_reason="unload"))
     await exchange.use(served.choice)
     return Json(value=form.write(done_reason="load"))

@@ -11,7 +11,7 @@ import re
 import time
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, Final, TypeVar, Unpack
@@ -232,6 +232,8 @@ class Exchange:
         """
         choice = self._chosen(model)
         if self.service.models.is_of_household(choice.model):
+            if not (self.hears or self.resumes):
+                await self._be_loaded(choice)
             return choice
         if self.resumes:  # the ring has the model, or gets it from whoever takes it over
             return choice
@@ -244,6 +246,18 @@ class Exchange:
                 keep=self.keep,
             )
         return choice
+
+    async def _be_loaded(self, choice: ModelChoice) -> None:
+        """Wait until a model of the household is loaded. Raises BusyError after PATIENCE_S."""
+        client = self.service.client
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await client.tokenize([0], model=choice, on_progress=self.loading)
+        except TimeoutError:
+            why = {one.model.name: one.why for one in await client.household()}.get(choice.model)
+            error = BusyError(why or f"{choice.model} is not loaded", remedy="ask again")
+            error.retry_s = RETRY_S
+            raise error from None
 
     def leave(self) -> None:
         """Let the ring have other models."""
@@ -308,7 +322,20 @@ class Exchange:
                 if has_begun or not _is_displaced(error) or n_displaced > MAX_DISPLACED:
                     raise
             else:
+                if self.keep == Keep(0.0) and self.service.models.is_of_household(choice.model):
+                    with suppress(BusyError):
+                        await self.unload(choice)
                 return
+
+    async def unload(self, choice: ModelChoice) -> None:
+        """Have a model unloaded, as soon as nobody uses it if it is the one of the ring.
+
+        Raises BusyError for a model of the household that is in use.
+        """
+        if self.service.models.is_of_household(choice.model):
+            await self.service.client.unload(model=choice.model)
+        else:
+            await self.service.switch.unload(choice.model)
 
     async def tokenize(
         self,

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -88,6 +88,9 @@ class Encoders:
         self._ending: set[asyncio.Future[None]] = set()
         self._n_requests = 0
         self._is_closed = False
+        self.ask_for_room: Callable[[str, int], Awaitable[bool]] = _nobody_goes
+        """Has models of the household that it is asked by name for unloaded until this node has so
+        many bytes for it; says whether any could be."""
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register the message that asks for vectors and scores."""
@@ -242,7 +245,7 @@ class Encoders:
         if (kind == "reranker") != (message.query is not None):
             wants = "a query and documents to rank" if kind == "reranker" else "texts for vectors"
             raise UsageError(f"{message.model} takes {wants}", remedy="ask another model for that")
-        held = await self._load(model, facts)
+        held = await self._load(message.model, model, facts)
         held.n_users += 1
         held.keep_s = message.keep_s
         try:
@@ -306,8 +309,9 @@ class Encoders:
 
     # --- what is loaded
 
-    async def _load(self, model: str, facts: EncoderFacts) -> HeldEncoder:
+    async def _load(self, asked: str, model: str, facts: EncoderFacts) -> HeldEncoder:
         """Return an encoder, loaded if it is not, in memory that others may have had."""
+        has_asked = False
         while True:
             self._check_not_closed()
             held = self._held.get(facts.path)
@@ -317,7 +321,13 @@ class Encoders:
             if loading is None:
                 if held is not None:
                     self._free(facts.path)
-                self._make_room(facts)
+                try:
+                    self._make_room(facts)
+                except CapacityError:
+                    if has_asked or not await self.ask_for_room(asked, facts.needed_bytes):
+                        raise
+                    has_asked = True
+                    continue
                 loading = self._begin(model, facts)
             await self._thread.end_of(loading)  # whoever was told first may have freed it again
 
@@ -434,6 +444,10 @@ class Encoders:
 def _ends_s(held: HeldEncoder) -> float:
     """Return until when an encoder is kept that no request uses."""
     return held.used_s + (IDLE_S if held.keep_s is None else held.keep_s)
+
+
+async def _nobody_goes(model: str, free_bytes: int) -> bool:
+    return False
 
 
 def _does_not_fit(facts: EncoderFacts, room_bytes: int) -> CapacityError:

@@ -2,7 +2,7 @@
 
 Knows which models there are, where each has its ring, and who makes room for whom. Must not know
 how a ring is planned or built: the runners of one model are a cluster of their own, which does so
-within the memory that they are given here.
+within the memory that they are given here. Nor who leads: leadership.py decides.
 
 Another node that is asked for one of the models sends its clients to the leader, or to the ring.
 """
@@ -12,7 +12,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -25,6 +33,7 @@ from shardnet.cluster.household.allotment import (
     takes_part,
     victim,
 )
+from shardnet.cluster.household.leadership import Leader, Leadership
 from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
 from shardnet.cluster.peers.peer_links import PeerLinks
 from shardnet.cluster.peers.supervision import SupervisedJobs
@@ -55,6 +64,7 @@ from shardnet.wire.messages.household import (
     HouseholdModelState,
     LedModel,
     ListHousehold,
+    MakeRoom,
     ModelState,
     NameModels,
     OpenRunner,
@@ -70,6 +80,8 @@ ANSWER_S: Final = 2.0
 """How long a runner may take to say how it is."""
 ORDER_S: Final = 15.0
 """How long a node may take to open a runner."""
+FIRST_S: Final = 1.0
+"""How long a model that is to stay loaded waits for nodes to be found, and for another leader."""
 LATELY_S: Final = 2.0
 """A model that was asked for less than so long ago is not unloaded: its request may be on its way.
 """
@@ -78,9 +90,13 @@ AGAIN_S: Final = 10.0
 LOST_S: Final = 5.0
 """How long a ring that is lost may take to come back by itself, with its requests, before another
 one is built."""
+GIVEN_BACK_S: Final = 60.0
+"""After so long the memory of a ring that has not come back is for others."""
 FREE_SHARE: Final = 0.99
 """What is divided of the memory that a node has free: other programs take some meanwhile."""
 MOST_REDIRECTS: Final = 4
+MOST_WAIT_S: Final = 240.0
+"""How long an encoder waits for memory that others use."""
 MOST_TRIES: Final = 3
 """How often a ring is planned and built for a model while nodes are lost."""
 _NO_ROOM: Final = (PlanError, CapacityError)
@@ -110,10 +126,12 @@ class _Kept:
     """Where its ring is asked, "" while it has none."""
     shares: dict[NodeId, _Share] = field(default_factory=dict)
     """By the id of the node whose runner that is."""
+    looked_at: set[NodeId] = field(default_factory=set)
+    """The nodes that were asked which runner they have of it from before."""
     plan: PlanReply | None = None
     load: RingLoad | None = None
     asked_s: float = 0.0
-    tried_s: float = -AGAIN_S
+    tried_s: float
     lost_s: float = 0.0
     lacks_bytes: int = 0
     """What nodes that are lost had of it, and others have not been given yet."""
@@ -136,17 +154,19 @@ class _Kept:
 class Household:
     """The models that this node leads, and those of which it knows who does.
 
-    `nodes` describes this node and its peers, `reach` gives the control link to one of them, this
+    `nodes` describes this `node` and its peers, `reach` gives the control link to one of them, this
     one too; `dial` opens a link to an address, `node_address` gives that of a node. `is_encoder`
-    says whether a model has no ring.
+    says whether a model has no ring, `named` takes which models there are.
     """
 
+    node: NodeId
     nodes: Callable[[], Awaitable[Sequence[NodeInfo]]]
     reach: Callable[[NodeId], Awaitable[ControlLink]]
     dial: Callable[[str], Awaitable[Link]]
     node_address: Callable[[NodeId], str]
     links: PeerLinks
     is_encoder: Callable[[str], Awaitable[bool]]
+    named: Callable[[Collection[str]], Coroutine[None, None, None]]
     tasks: asyncio.TaskGroup
     log: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
@@ -157,15 +177,23 @@ class Household:
         """Held by who gives memory to runners, or takes it."""
         self._runner_links: dict[str, ControlLink] = {}
         self._jobs = SupervisedJobs(self.tasks, self.log)
-        self._led: dict[str, tuple[ControlLink, LedModel]] = {}
-        """The models of another leader, with the link to it."""
-        self._told: dict[ControlLink, HouseholdLed] = {}
+        self._leadership = Leadership(
+            node=self.node,
+            links=self.links,
+            own=self._own,
+            lead=self._take_over,
+            give_up=self._give_up,
+            named=self._named,
+            log=self.log,
+            clock=self.clock,
+        )
 
     def register(self, handlers: MessageHandlers) -> None:
         """Register what is asked about the household, and what its leader says."""
         handlers.register(NameModels, self._name_models)
         handlers.register(ListHousehold, self._list)
-        handlers.register(HouseholdLed, self._led_by)
+        handlers.register(HouseholdLed, self._leadership.take)
+        handlers.register(MakeRoom, self._make_room)
 
     async def close(self) -> None:
         """End what runs. Rings stay: their runners go on."""
@@ -191,32 +219,70 @@ class Household:
         return kept.model.choice if (kept := self._kept.get(model)) is not None else None
 
     def leader(self) -> str:
-        """Return where the node is that leads other models than this one."""
-        control, _ = next(iter(self._led.values()))
-        return self.node_address(NodeId(control.link.peer.node))
+        """Return where the node is that leads other models than this one. Raises LinkError."""
+        return self.node_address(NodeId(self._leadership.link.link.peer.node))
 
     def encoder(self, model: str) -> str:
         """Return the encoder that is called so in a household, "" if none is."""
         if (kept := self._kept.get(model)) is not None:
             return kept.model.choice.model if kept.is_encoder else ""
-        return self._led[model][1].encoder if model in self._led else ""
+        return self._led[model].encoder if model in self._led else ""
 
     async def address_of(self, model: str, tell: Tell) -> str:
         """Return where a model is asked for: at its ring, or at who leads the household.
 
         Waits until it has a ring. `tell` takes what for, again and again. Raises what kept it from
-        having one.
+        having one, UsageError if it is dropped meanwhile.
         """
-        if (kept := self._kept.get(model)) is not None:
-            return await self._loaded(kept, tell)
-        control, led = self._led[model]
-        return led.address or self.node_address(NodeId(control.link.peer.node))
+        while model in self._led:
+            if address := self._led[model].address:
+                return address
+            if not self._leadership.is_gone:
+                return self.leader()
+            tell(f"{model} waits for another node to lead the household")
+            await asyncio.sleep(LOOK_S)
+        if model not in self._kept:
+            raise UsageError(f"the household has no {model}")
+        return await self._loaded(self._kept[model], tell)
+
+    async def unload(self, model: str, idle_s: float) -> None:
+        """Unload a model that this node leads.
+
+        Raises BusyError if a request uses it, or has asked for it within `idle_s`.
+        """
+        async with self._changing:
+            kept = self._kept[model]
+            if kept.n_waiting or not await self._unload(kept, idle_s):
+                raise BusyError(f"requests to {model} run", remedy="ask again when they are done")
+
+    async def make_room(self, model: str, free_bytes: int) -> bool:
+        """Have models unloaded until this node has so much for an encoder; say whether it may have.
+
+        Waits while they are in use. Raises CapacityError where they are not to go, BusyError after
+        MOST_WAIT_S.
+        """
+        if not self.encoder(model):
+            return False
+        last_s = self.clock() + MOST_WAIT_S
+        while True:
+            try:
+                if model in self._kept:
+                    await self._free_on(self.node, model, free_bytes)
+                else:
+                    message = MakeRoom(request=0, model=model, free_bytes=free_bytes)
+                    await self._leadership.link.ask(message, Done)
+            except (BusyError, LinkError):
+                if self.clock() > last_s:
+                    raise
+                await asyncio.sleep(LOOK_S)
+            else:
+                return True
 
     async def run(self) -> None:
         """Look after rings and nodes, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self._tell_peers()
+            self._leadership.look()
             if self._kept:
                 await self._look()
 
@@ -235,17 +301,21 @@ class Household:
                 if (known := self._kept.get(model.name)) and known.model.choice != model.choice
             ]
             for name in {*message.dropped, *changed} & self._kept.keys():
-                await self._unload(self._kept[name], 0.0)
+                await self._unload(self._kept[name], None)
                 del self._kept[name]
+            tried_s = self.clock() - AGAIN_S + FIRST_S
             for model in message.models:
-                kept = self._kept.setdefault(model.name, _Kept(model=model))
+                kept = self._kept.setdefault(model.name, _Kept(model=model, tried_s=tried_s))
                 kept.model = model
                 kept.is_encoder = await self.is_encoder(model.choice.model)
+                if kept.is_encoder:
+                    kept.why = "an encoder is loaded when it is asked for"
+        self._leadership.look()
         control.send(Done(request=message.request))
 
     def _sent_on(self, control: ControlLink, request: int) -> bool:
         """Send who asks to the node that leads, if that is another one; return whether it is."""
-        if self._kept or not self._led:
+        if self._leadership.other is None:
             return False
         control.send(Redirect(request=request, address=self.leader()))
         return True
@@ -278,30 +348,44 @@ class Household:
             idle_s=max(0.0, self.clock() - kept.asked_s) if kept.asked_s else 0.0,
         )
 
-    async def _led_by(self, control: ControlLink, message: HouseholdLed) -> None:
-        node = control.link.peer.node
-        of_others = {n: told for n, told in self._led.items() if told[0].link.peer.node != node}
-        self._led = of_others | {one.name: (control, one) for one in message.models}
+    # --- who leads
 
-    def _tell_peers(self) -> None:
-        """Tell peers what is led here, where they do not know it."""
-        said = HouseholdLed(
-            models=[
-                LedModel(name=name, address=self._kept[name].address, encoder=self.encoder(name))
-                for name in self.names()
-                if name in self._kept
-            ]
-        )
-        told: dict[ControlLink, HouseholdLed] = {}
-        for control in self.links.linked():
-            if not control.link.peer.lacking(Capability.HOUSEHOLD):
-                if said != self._told.get(control, HouseholdLed(models=[])):
-                    control.tell(said)
-                told[control] = said
-        self._told = told
-        self._led = {
-            n: one for n, one in self._led.items() if not one[0].link.closed or one[1].address
-        }
+    @property
+    def _led(self) -> dict[str, LedModel]:
+        """The models of another leader, by their names."""
+        other = self._leadership.other
+        return {} if other is None else {one.model.name: one for one in other.told.models}
+
+    def _own(self) -> list[LedModel]:
+        return [
+            LedModel(model=kept.model, address=kept.address, encoder=self.encoder(kept.model.name))
+            for kept in self._ordered()
+        ]
+
+    def _take_over(self, models: Sequence[LedModel]) -> None:
+        """Lead models whose leader is gone. Their rings are found by asking nodes for runners."""
+        for one in models:
+            kept = self._kept[one.model.name] = _Kept(model=one.model, tried_s=self.clock())
+            kept.is_encoder, kept.asked_s = bool(one.encoder), self.clock()
+
+    def _give_up(self, leader: Leader) -> None:
+        """Have another leader have the models, and unload what it knows no ring of."""
+        known = {one.model.name: one.address for one in leader.told.models}
+        given, self._kept = [*self._kept.values()], {}
+
+        async def give() -> None:
+            async with self._changing:
+                for kept in given:
+                    if kept.address and kept.address != known.get(kept.model.name):
+                        await self._unload(kept, None, f"is led by {leader.name}")
+            models = [kept.model for kept in given]
+            await self._leadership.link.ask(NameModels(request=0, models=models), Done)
+
+        self._jobs.begin(give, "handing the household over")
+
+    def _named(self, models: Sequence[LedModel]) -> None:
+        names = {one.model.name for one in models}
+        self._jobs.begin(lambda: self.named(names), "ending runners")
 
     def _ordered(self) -> list[_Kept]:
         """List the models, the most important first."""
@@ -330,6 +414,7 @@ class Household:
 
         async def load() -> None:
             async with self._changing:
+                await self._find_runners(kept, await self.nodes())
                 if not await self._leads(kept):
                     await self._load(kept)
 
@@ -363,19 +448,10 @@ class Household:
         kept.state, kept.why, kept.tried_s = "loading", f"{name} is being planned", self.clock()
         try:
             while not (placed := await self._placed(kept)):
-                loaded = self._beside(kept)
-                going = victim(map(self._counted, loaded))
-                users = ", ".join(one.model.name for one in loaded)
-                if loaded and all(one.model.kept for one in loaded):
-                    raise CapacityError(
-                        f"{name} does not fit beside {users}, which the household keeps loaded",
-                        remedy="keep fewer models, or give nodes more --memory",
-                    )
-                if not going:
-                    kept.state, kept.why = "waiting", f"{name} waits for memory: {users} in use"
-                    return
-                if not await self._unload(self._kept[going], LATELY_S, f"makes room for {name}"):
-                    kept.state, kept.why = "waiting", f"{name} waits for memory: {going} in use"
+                try:
+                    await self._one_goes(name, self._beside(kept))
+                except BusyError as error:
+                    kept.state, kept.why = "waiting", error.message
                     return
             kept.plan, kept.address = placed
             kept.state, kept.why = "loaded", ""
@@ -440,22 +516,37 @@ class Household:
         known = {NodeId(info.node) for info in infos}
         for node in kept.shares.keys() - known:
             del kept.shares[node]
-        await asyncio.gather(
-            *(self._open(kept, info) for info in infos if info.node not in kept.shares)
-        )
+        missing = [info for info in infos if info.node not in kept.shares]
+        await asyncio.gather(*(self._open(kept, info, 0) for info in missing))
         return {
             node: int(FREE_SHARE * info.memory_free_bytes) + kept.shares[node].memory_bytes
             for info in infos
             if (node := NodeId(info.node)) in kept.shares
         }
 
-    async def _open(self, kept: _Kept, info: NodeInfo) -> None:
-        """Open a runner on a node; one that does not is done without."""
+    async def _find_runners(self, kept: _Kept, infos: Sequence[NodeInfo]) -> None:
+        """Find what a model has already, by the word of another leader or of an earlier run."""
+        nodes = {NodeId(info.node) for info in infos}
+        unknown = [info for info in infos if info.node not in kept.looked_at | kept.shares.keys()]
+        kept.looked_at = kept.looked_at & nodes | nodes
+        await asyncio.gather(*(self._open(kept, info, None) for info in unknown))
+        if unknown and kept.state == "unloaded" and kept.used:
+            kept.state, kept.lost_s = "lost", self.clock()
+            if await self._leads(kept):
+                self.log(f"{kept.model.name} is loaded already")
+                with contextlib.suppress(ShardnetError):
+                    kept.plan = await self._plan(kept)
+
+    async def _open(self, kept: _Kept, info: NodeInfo, memory_bytes: int | None) -> None:
+        """Open a runner on a node, or see which it has; one that has none is done without."""
         node = NodeId(info.node)
         try:
-            opened = await self._order(node, kept, 0)
+            opened = await self._order(node, kept, memory_bytes)
         except (ShardnetError, TimeoutError) as error:
-            self.log(f"{info.name} opens no runner for {kept.model.name}: {error}")
+            if memory_bytes is not None:
+                self.log(f"{info.name} opens no runner for {kept.model.name}: {error}")
+            return
+        if not opened.address:
             return
         _, port = split_address(opened.address)
         host = host_of(info.address) if info.address else host_of(opened.address)
@@ -463,10 +554,10 @@ class Household:
             name=info.name,
             node=NodeId(opened.node),
             address=format_address(host, port),
-            memory_bytes=0,
+            memory_bytes=opened.memory_bytes,
         )
 
-    async def _order(self, node: NodeId, kept: _Kept, memory_bytes: int) -> RunnerOpened:
+    async def _order(self, node: NodeId, kept: _Kept, memory_bytes: int | None) -> RunnerOpened:
         control = await self.reach(node)
         control.link.peer.require(Capability.HOUSEHOLD)
         peers = [share.address for at, share in kept.shares.items() if at != node]
@@ -548,16 +639,19 @@ class Household:
             self._jobs.begin(control.serve_to_the_end, f"a link to the runner at {address}")
         return control
 
-    async def _unload(self, kept: _Kept, idle_s: float, why: str = "") -> bool:
-        """Have a model's ring freed; say whether it was: nobody may have asked for `idle_s`."""
+    async def _unload(self, kept: _Kept, idle_s: float | None, why: str = "") -> bool:
+        """Have a model's ring freed; say whether it was: nobody may have asked for `idle_s`.
+
+        With None its memory is taken in any case.
+        """
         if kept.address:
-            if self.clock() - kept.asked_s < idle_s:
+            if idle_s is not None and self.clock() - kept.asked_s < idle_s:
                 return False
-            message = Unload(request=0, idle_s=idle_s)
+            message = Unload(request=0, idle_s=idle_s or 0.0)
             try:
                 await self._ask_ring(kept, kept.address, message)
             except BusyError:
-                if idle_s:
+                if idle_s is not None:
                     return False
             except ShardnetError as error:
                 self.log(f"{kept.model.name} could not be unloaded: {error}")
@@ -591,27 +685,69 @@ class Household:
         await asyncio.gather(*map(self._leads, self._kept.values()))
         infos = {NodeId(info.node): info for info in await self.nodes()}
         here = {node for node, info in infos.items() if is_here(info)}
-        for kept in self._ordered():
+        for kept in [one for one in self._ordered() if not one.is_encoder]:
+            if infos.keys() - kept.looked_at:
+                async with self._changing:
+                    await self._find_runners(kept, [*infos.values()])
             for node in kept.used - here:
                 kept.lacks_bytes += kept.shares.pop(node).memory_bytes
             if kept.state in ("loaded", "lost") and kept.lacks_bytes:
                 async with self._changing:
                     await self._make_up(kept)
-        for kept in self._ordered():
+        for kept in [one for one in self._ordered() if not one.is_encoder]:
             idle_s, due_s = kept.model.idle_s, kept.tried_s + AGAIN_S
             if kept.address and idle_s is not None and not (kept.n_requests or kept.n_waiting):
                 if self.clock() - kept.asked_s > idle_s:
                     async with self._changing:
                         await self._unload(kept, idle_s, f"was not used for {idle_s:g} s")
-            elif kept.is_encoder:
-                kept.state, kept.why = "unloaded", "an encoder is loaded when it is asked for"
-            elif (
-                kept.model.kept
-                and not (kept.address or self._may_come_back(kept))
-                and self.clock() > due_s
-            ):
+            elif kept.address or self._may_come_back(kept):
+                continue
+            elif kept.model.kept and self.clock() > due_s:
                 kept.tried_s = self.clock()
                 self._loading(kept)
+            elif kept.state == "lost" and self.clock() - kept.lost_s > GIVEN_BACK_S:
+                async with self._changing:
+                    await self._unload(kept, None, "has lost its ring")
+
+    async def _free_on(self, node: NodeId, model: str, free_bytes: int) -> None:
+        """Unload models until a node has so much free for another one, or none is left there.
+
+        Raises CapacityError where they are to stay, BusyError while they are in use.
+        """
+        async with self._changing:
+            while True:
+                free = {info.node: info.memory_free_bytes for info in await self.nodes()}
+                loaded = [one for one in self._kept.values() if one.address and node in one.used]
+                if not loaded or free.get(node, free_bytes) >= free_bytes:
+                    return
+                await self._one_goes(model, loaded)
+
+    async def _one_goes(self, model: str, loaded: Sequence[_Kept]) -> None:
+        """Unload one of the models that are loaded, for another one.
+
+        Raises CapacityError where all are to stay, BusyError while those that may go are in use.
+        """
+        users = ", ".join(one.model.name for one in loaded)
+        if loaded and all(one.model.kept for one in loaded):
+            raise CapacityError(
+                f"{model} does not fit beside {users}, which the household keeps loaded",
+                remedy="keep fewer models, or give nodes more --memory",
+            )
+        going = victim(map(self._counted, loaded))
+        if not going or not await self._unload(
+            self._kept[going], LATELY_S, f"makes room for {model}"
+        ):
+            raise BusyError(
+                f"{model} waits for memory: {going or users} in use", remedy="ask again"
+            )
+
+    async def _make_room(self, control: ControlLink, message: MakeRoom) -> None:
+        """Make room for an encoder on the node that asks."""
+        if message.model not in self._kept:
+            raise UsageError(f"{message.model} is no model that this node leads")
+        node = NodeId(control.link.peer.node)
+        await self._free_on(node, message.model, message.free_bytes)
+        control.send(Done(request=message.request))
 
     async def _leads(self, kept: _Kept) -> bool:
         """See how a model's ring is: whether it stands, at its head or another of its runners."""

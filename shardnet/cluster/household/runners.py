@@ -8,7 +8,7 @@ a runner gets how much.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -16,10 +16,8 @@ from typing import Final, Protocol
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.errors import CapacityError, ShardnetError, internal_error
 from shardnet.types import NodeId
-from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.household import (
     MAX_HOUSEHOLD,
-    CloseRunner,
     OpenRunner,
     RunnerOpened,
 )
@@ -65,6 +63,7 @@ OpenNode = Callable[[str, ModelChoice], AbstractAsyncContextManager[Runner]]
 
 @dataclass(slots=True, eq=False)
 class _Opened:
+    choice: ModelChoice
     runner: asyncio.Future[Runner]
     memory_bytes: int = 0
     is_over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -97,7 +96,6 @@ class Runners:
     def register(self, handlers: MessageHandlers) -> None:
         """Register what whoever leads a household orders."""
         handlers.register(OpenRunner, self._open_for)
-        handlers.register(CloseRunner, self._close_for)
 
     @property
     def promised_bytes(self) -> int:
@@ -120,41 +118,48 @@ class Runners:
             await asyncio.sleep(min(NOTICED_S, deadline_s))
         await asyncio.gather(*(runner.leave(deadline_s) for runner in there))
 
-    async def close(self) -> None:
-        """End them all."""
-        for name in [*self._opened]:
-            await self._end(name)
+    async def close(self, but: Collection[str] = ()) -> None:
+        """End them all `but` those of some models."""
+        await asyncio.gather(*(self._end(name) for name in self._opened.keys() - {*but}))
 
     async def _open_for(self, control: ControlLink, message: OpenRunner) -> None:
-        """Open a runner, or give it other memory and peers.
+        """Open a runner, or give it other memory and peers, or say what it has.
 
         Raises CapacityError where this node has not got as much memory.
         """
         opened = self._opened.get(message.model)
+        if opened is not None and opened.choice != message.choice:
+            await self._end(message.model)
+            opened = None
+        if opened is None and message.memory_bytes is None:
+            reply = RunnerOpened(request=message.request, node="", address="", memory_bytes=0)
+            control.send(reply)
+            return
         had_bytes = opened.memory_bytes if opened is not None else 0
-        if message.memory_bytes > had_bytes + self.free_bytes():
+        memory_bytes = had_bytes if message.memory_bytes is None else message.memory_bytes
+        if memory_bytes > had_bytes + self.free_bytes():
             raise CapacityError(
                 f"{message.model}: this node has {had_bytes + self.free_bytes()} bytes for it, not "
-                f"{message.memory_bytes}",
+                f"{memory_bytes}",
                 remedy="ask again",
             )
         if opened is None:
             if len(self._opened) >= MAX_HOUSEHOLD:
                 raise CapacityError(f"this node has {MAX_HOUSEHOLD} runners already")
-            opened = self._opened[message.model] = _Opened(asyncio.Future())
+            opened = self._opened[message.model] = _Opened(message.choice, asyncio.Future())
             run = self._run(message.model, message.choice, opened)
             opened.task = self.tasks.create_task(run)
-        opened.memory_bytes = message.memory_bytes
+        opened.memory_bytes = memory_bytes
         runner = await asyncio.shield(opened.runner)
-        runner.limit(opened.memory_bytes, control.link.peer.node)
+        runner.limit(memory_bytes, control.link.peer.node)
         await runner.meet(message.peers)
-        control.send(
-            RunnerOpened(request=message.request, node=runner.node, address=runner.address)
+        reply = RunnerOpened(
+            request=message.request,
+            node=runner.node,
+            address=runner.address,
+            memory_bytes=memory_bytes,
         )
-
-    async def _close_for(self, control: ControlLink, message: CloseRunner) -> None:
-        await self._end(message.model)
-        control.send(Done(request=message.request))
+        control.send(reply)
 
     async def _run(self, model: str, choice: ModelChoice, opened: _Opened) -> None:
         """Run a runner until it is to end. A failure of it ends nothing else."""

@@ -261,16 +261,19 @@ class Services:
         )
         stage.orders.promised_bytes = lambda: self.runners.promised_bytes
         self.household = Household(
+            node=self.settings.node,
             nodes=nodes,
             reach=reach,
             dial=self.links.dialer.dial_as_client,
             node_address=peers.address_of,
             links=peers.links,
             is_encoder=is_encoder,
+            named=self.runners.close,
             tasks=self._tasks,
             log=self._log,
         )
         self.lists.household, self.lists.encoder = self.household.names, self.household.encoder
+        self.encoders.ask_for_room = self.household.make_room
 
     def _build_router(self) -> None:
         """Build what gives requests to one of several rings, and what goes on for a lost head."""

@@ -271,7 +271,13 @@ class Router:
     async def _unload_for(self, control: ControlLink, message: Unload) -> None:
         if not message.model:
             self.encoders.free_idle()
-        if address := self._keeper_of(control):
+        if self.household.has(message.model):
+            if self.household.choice(message.model) is None:
+                control.send(Redirect(request=message.request, address=self.household.leader()))
+                return
+            await self.household.unload(message.model, message.idle_s)
+            control.send(Done(request=message.request))
+        elif address := self._keeper_of(control):
             control.send(Redirect(request=message.request, address=address))
         elif self._front is None:
             if message.model in ("", self.head.model):

@@ -70,27 +70,32 @@ class OpenRunner(schema.Numbered, frozen=True, kw_only=True):
     """Have a node run one further node in its process, for the household's model called `model`.
 
     Its stages take at most `memory_bytes`, and it knows the runners at `peers`. Where there is one
-    for that model it gets these. A request that it is sent is for `choice`. Answered by
-    RunnerOpened.
+    for that model it gets these; null asks which there is. A request that it is sent is for
+    `choice`. Answered by RunnerOpened.
     """
 
     model: schema.Name
     choice: ModelChoice
-    memory_bytes: schema.Count
+    memory_bytes: schema.Count | None
     peers: schema.Addresses = []
 
 
 class RunnerOpened(schema.Reply, frozen=True, kw_only=True):
-    """Answers OpenRunner: the id of the runner, and where it listens."""
+    """Answers OpenRunner: the id of the runner, where it listens, "" for none, and what it has."""
 
     node: schema.Name
     address: schema.Address
+    memory_bytes: schema.Count
 
 
-class CloseRunner(schema.Numbered, frozen=True, kw_only=True):
-    """Have a node end its runner of a model, if there is one. Answered by Done."""
+class MakeRoom(schema.Numbered, frozen=True, kw_only=True):
+    """Have models of the household unloaded until the sender has `free_bytes` for `model`.
+
+    That is an encoder of the household. Answered by Done.
+    """
 
     model: schema.Name
+    free_bytes: schema.Count
 
 
 class LedModel(Report, frozen=True, kw_only=True):
@@ -99,14 +104,18 @@ class LedModel(Report, frozen=True, kw_only=True):
     `encoder` says.
     """
 
-    name: schema.Name
+    model: HouseholdModel
     address: schema.Address = ""
     encoder: PathText = ""
 
 
 class HouseholdLed(TaggedReport, frozen=True, kw_only=True):
-    """The sender leads the household of these models. Sent to each peer, and at changes."""
+    """The sender leads the household of these models. Sent to each peer, and at changes.
 
+    Of two who say so the one with the higher `term` leads, of equal ones that with the larger id.
+    """
+
+    term: schema.Count
     models: Annotated[list[LedModel], Meta(max_length=MAX_HOUSEHOLD)]
 
 
@@ -131,7 +140,7 @@ class NameModels(schema.Numbered, frozen=True, kw_only=True):
     dropped: Annotated[list[schema.Name], Meta(max_length=MAX_HOUSEHOLD)] = []
 
 
-HouseholdRequest: TypeAlias = OpenRunner | CloseRunner | ListHousehold | NameModels
+HouseholdRequest: TypeAlias = OpenRunner | MakeRoom | ListHousehold | NameModels
 """Requests about the household."""
 HouseholdMessage: TypeAlias = HouseholdRequest | RunnerOpened | HouseholdListed | HouseholdLed
 """These, their answers, and what is sent unasked."""

@@ -26,7 +26,14 @@ from shardnet.errors import (
     ShortageError,
 )
 from shardnet.wire.messages.generation import Generate, Tokenize, Unload
-from shardnet.wire.messages.membership import StageInfo
+from shardnet.wire.messages.household import (
+    HOUSEHOLD_STORE,
+    HouseholdListed,
+    HouseholdModel,
+    HouseholdModelState,
+    ListHousehold,
+)
+from shardnet.wire.messages.membership import ListedModel, ListModels, ModelsListed, StageInfo
 from shardnet.wire.messages.plans import ModelChoice, NodeProgress
 
 COMPLETIONS, CHAT = "/v1/completions", "/api/chat"
@@ -160,6 +167,46 @@ def test_whatever_asks_for_a_model_waits_for_its_turn() -> None:
                             await second.changed.wait_for(lambda: second.status)
                         assert second.status == 200, (path, second.content)
                         assert there.loaded[-1] == BIG
+
+    asyncio.run(main())
+
+
+def test_who_hears_nothing_is_told_what_a_model_of_the_household_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has no turn in the ring. keep_alive 0 has it unloaded."""
+    monkeypatch.setattr(service, "PATIENCE_S", 0.02)
+
+    async def main() -> None:
+        async with ring() as there:
+            before = there.server.node.before
+
+            async def told(control: ControlLink, message: Incoming) -> None:
+                number = getattr(message, "request", 0)
+                if isinstance(message, ListModels):
+                    named = [ListedModel(name=BIG, store=HOUSEHOLD_STORE)]
+                    control.send(ModelsListed(request=number, node="n", name="n", models=named))
+                if isinstance(message, ListHousehold):
+                    model = HouseholdModel(name=BIG, choice=ModelChoice(model=BIG))
+                    state = HouseholdModelState(model=model, state="waiting", why="others in use")
+                    control.send(HouseholdListed(request=number, models=[state]))
+                await before(control, message)
+
+            there.server.node.before = told
+            there.may_load.clear()
+            answer = await ask(there.server.app, COMPLETIONS, saying("hello", BIG))
+            assert answer.status == 503
+            assert "others in use" in answer.json["error"]["message"]
+            assert int(answer.headers["retry-after"]) >= 1
+            assert not there.server.service.switch.n_waiting
+            there.may_load.set()
+            talk = {"model": BIG, "prompt": "hello", "stream": False, "keep_alive": 0}
+            answer = await ask(there.server.app, "/api/generate", talk)
+            assert answer.status == 200
+            assert [one.model for one in there.unloaded] == [BIG]
+            answer = await ask(there.server.app, "/api/generate", {"model": BIG, "keep_alive": 0})
+            assert answer.json["done_reason"] == "unload"
+            assert [one.model for one in there.unloaded] == [BIG, BIG]
 
     asyncio.run(main())
 

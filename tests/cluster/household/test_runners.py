@@ -14,12 +14,12 @@ from shardnet.cluster.household.runners import NOTICED_S, Runners
 from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.errors import CapacityError, ConfigurationError
 from shardnet.types import NodeId
-from shardnet.wire.messages.control import Done
-from shardnet.wire.messages.household import CloseRunner, OpenRunner, RunnerOpened
+from shardnet.wire.messages.household import OpenRunner, RunnerOpened
 from shardnet.wire.messages.plans import ModelChoice
 
 MIB = 1 << 20
 CHOICE = ModelChoice(model="m")
+OTHER = ModelChoice(model="m", context=512)
 
 
 class Scripted:
@@ -69,7 +69,7 @@ class Place:
 
     @asynccontextmanager
     async def _open(self, model: str, choice: ModelChoice) -> AsyncIterator[Scripted]:
-        assert choice == CHOICE
+        assert choice in (CHOICE, OTHER)
         if self.why_not is not None:
             raise self.why_not
         runner = Scripted()
@@ -77,12 +77,22 @@ class Place:
         yield runner
         self.n_closed += 1
 
-    async def order(self, model: str, memory_bytes: int, peers: Sequence[str] = ()) -> Any:
+    async def order(
+        self,
+        model: str,
+        memory_bytes: int | None,
+        peers: Sequence[str] = (),
+        choice: ModelChoice = CHOICE,
+    ) -> Any:
         message = OpenRunner(
-            request=1, model=model, choice=CHOICE, memory_bytes=memory_bytes, peers=list(peers)
+            request=1, model=model, choice=choice, memory_bytes=memory_bytes, peers=list(peers)
         )
         await self.handlers.handle(self.control, message)
         return self.sent[-1]
+
+
+def opened(memory_bytes: int) -> RunnerOpened:
+    return RunnerOpened(request=1, node="r", address="10.0.0.1:5000", memory_bytes=memory_bytes)
 
 
 def test_a_runner_is_opened_once_and_given_memory_and_peers() -> None:
@@ -90,14 +100,30 @@ def test_a_runner_is_opened_once_and_given_memory_and_peers() -> None:
         async with asyncio.TaskGroup() as tasks:
             place = Place(tasks)
             answers = [await place.order("a", 0), await place.order("a", MIB, ["10.0.0.2:5000"])]
-            assert answers == 2 * [RunnerOpened(request=1, node="r", address="10.0.0.1:5000")]
+            assert answers == [opened(0), opened(MIB)]
             [runner] = place.opened
             assert runner.limits == [(0, "leader"), (MIB, "leader")]
             assert runner.met == [[], ["10.0.0.2:5000"]]
-            await place.handlers.handle(place.control, CloseRunner(request=2, model="a"))
-            await place.handlers.handle(place.control, CloseRunner(request=3, model="a"))
-            assert place.sent[-2:] == [Done(request=2), Done(request=3)]
+            await place.runners.close(but=["a", "b"])
+            assert place.n_closed == 0
+            await place.runners.close(but=["b"])
             assert place.n_closed == 1
+
+    asyncio.run(main())
+
+
+def test_a_new_leader_finds_what_a_runner_has_and_opens_none_by_asking() -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            place = Place(tasks)
+            nothing = RunnerOpened(request=1, node="", address="", memory_bytes=0)
+            assert await place.order("a", None) == nothing
+            assert not place.opened
+            await place.order("a", MIB)
+            assert await place.order("a", None) == opened(MIB)
+            assert [limit for limit, _ in place.opened[0].limits] == [MIB, MIB]
+            assert await place.order("a", None, choice=OTHER) == nothing
+            assert place.n_closed == 1, "it would compute what is not asked for any more"
 
     asyncio.run(main())
 
