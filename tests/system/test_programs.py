@@ -15,11 +15,12 @@ from typing import Any
 
 import httpx
 import pytest
+from support.models.encoder_checkpoints import make_encoder
 from support.programs.agents import AGENTS, FILE, SAID, ask_agent, make_agent_model
 from support.programs.open_webui import answer_of, open_webui
 from support.servers.ring_server import make_tool_model, served
 from support.soak import is_soak
-from support.system.nodes import Crew
+from support.system.nodes import Crew, open_machine
 
 from shardnet.api.programs import Served
 from shardnet.api.server.keys import Keyring, parse_key
@@ -188,6 +189,56 @@ def test_open_webui_lists_models_and_chats(
                 assert whole["message"]["content"] == "A file"
 
     asyncio.run(main())
+
+
+@pytest.mark.skipif(not is_soak(), reason="scripts/soak runs it: it installs packages")
+@pytest.mark.parametrize("program", ["frameworks"], indirect=True)
+def test_programs_choose_among_the_models_of_a_household(
+    open_webui_command: Path, program: tuple[Path, str], tmp_path: Path
+) -> None:
+    """Two that write and one that makes vectors, by Open WebUI and LiteLLM at one address."""
+    coder = make_agent_model(tmp_path / "coder")
+    notes = make_encoder(tmp_path / "notes", "BertModel")
+    names = ("coder", "story", "notes")
+    places = (str(coder), DEFAULT_MODEL_NAME, str(notes))
+    (tmp_path / "household.toml").write_text(
+        "".join(
+            f'[models.{name}]\nmodel = "{place}"\n'
+            for name, place in zip(names, places, strict=True)
+        )
+    )
+    talk = [{"role": "user", "content": "Say."}]
+    body = {"messages": talk, "stream": False, "max_tokens": 12, "temperature": 0}
+
+    async def ask(url: str) -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=ASK_S) as client:
+            story = (
+                await client.post("/v1/chat/completions", json={**body, "model": "story"})
+            ).json()["choices"][0]["message"]["content"]
+        said = {"coder": "A file", "story": story}
+        asked = Served(url=url, key="none", model="coder")
+        started = open_webui(open_webui_command, asked, tmp_path, url)
+        async with asyncio.timeout(ASK_S), started as client:
+            listed = [one["id"] for one in (await answer_of(client, "/api/models"))["data"]]
+            assert {*names} <= {*listed}
+            for name, text in said.items():
+                whole = await answer_of(client, "/api/chat/completions", {**body, "model": name})
+                content = whole["choices"][0]["message"]["content"]
+                assert content == text if name == "coder" else content  # it leaves temperature out
+                assert whole["model"] == name
+        variables = {**os.environ, "SHARDNET_URL": f"{url}/v1", "NO_PROXY": "*"}
+        asking = await asyncio.create_subprocess_exec(
+            *(program[0], "-P", FOLDER / "household.py"), env=variables, stdout=subprocess.PIPE
+        )
+        async with asyncio.timeout(ASK_S):
+            told, _ = await asking.communicate()
+        found = dict(json.loads(line) for line in told.decode().splitlines() if line[:1] == "[")
+        assert found == {**said, "notes": 32}
+
+    with open_machine(tmp_path / "machine") as machine:
+        more = ("--http", "127.0.0.1:0", "--household", str(tmp_path / "household.toml"))
+        [node] = machine.start_nodes("anna", arguments=more)
+        asyncio.run(ask(node.ready["http"]))
 
 
 def test_a_scripted_ring_calls_tools_and_ends_in_each_form(trio: Crew, tmp_path: Path) -> None:
