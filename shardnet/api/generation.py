@@ -123,6 +123,10 @@ class Generations:
         control = running.control
         running.end_thought()
         running.detach(give_up=True)
+        untaken = [self._answers.get_nowait() for _ in range(self._answers.qsize())]
+        for one in untaken:  # tokens that it has not got are made anew
+            if one[0] != request_id:
+                self._answers.put_nowait(one)
         self._send(running, control)
         return True
 

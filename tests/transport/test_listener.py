@@ -272,10 +272,11 @@ def test_300_members_that_connect_at_one_moment_are_all_served(
 ) -> None:
     """None of them says anything before all are there: on one loop they would come one by one."""
     monkeypatch.setattr(admission, "GRACE_S", 60.0)  # a busy machine is slow
+    options = replace(options, handshake_s=60.0)
 
     async def scenario(harness: Harness) -> None:
         failures: list[ShardnetError] = []
-        door = await harness.listen(until_closed, failures.append)
+        door = await harness.listen(until_closed, failures.append, options)
         socks = [socket.create_connection((LOCAL, door.port), timeout=60) for _ in range(300)]
         await until(lambda: len(door._waiting) == 300)
         links = [TcpLink(hello(), initiator=True, options=options) for _ in socks]

@@ -317,6 +317,7 @@ class ControlLink:
                         self._handling[request].cancel()
                 case notice if isinstance(notice, Notice):
                     tasks.create_task(self._handle_notice(notice))
+                    await asyncio.sleep(0)  # it begins, also where the link ends behind it
                 case request if isinstance(request, ControlRequest):
                     self._accept(request, tasks)
                 case answer if answer.request in self._answers:

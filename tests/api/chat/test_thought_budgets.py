@@ -89,6 +89,7 @@ def test_a_call_ends_the_reasoning_of_a_request_that_runs(model: str) -> None:
                     made += event.token_ids
                     text += event.text
                     if len(made) == 6 and event.token_ids:
+                        await asyncio.sleep(0.1)  # more come, which nobody has taken
                         client.end_thought(event.request_id)
                     if event.result is not None:
                         assert event.result.token_ids == tuple(made)

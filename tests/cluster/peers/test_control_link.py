@@ -29,7 +29,7 @@ from shardnet.wire.framing.frames import Frame, FrameKind
 from shardnet.wire.messages.control import Done, Failed, control_frame
 from shardnet.wire.messages.generation import Unload
 from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
-from shardnet.wire.messages.membership import IdentifyModel, ModelIdentity
+from shardnet.wire.messages.membership import IdentifyModel, ModelIdentity, PeersKnown
 from shardnet.wire.messages.stages import LoadProgress, RingBroken
 
 
@@ -241,6 +241,25 @@ def test_the_end_of_a_link_is_told_before_what_it_cancels_has_ended() -> None:
         with pytest.raises(LinkError):
             await serving
         assert len(ends) == 1
+
+    asyncio.run(main())
+
+
+def test_what_a_peer_says_before_it_closes_the_link_is_heard() -> None:
+    """One that goes to sleep says how it is woken, and is gone."""
+
+    async def main() -> None:
+        heard: list[Incoming] = []
+
+        async def hear(control: ControlLink, message: Incoming) -> None:
+            heard.append(message)
+
+        near, far = await memory_pair(hello("near"), hello("far"))
+        far.send(control_frame(PeersKnown(peers=[], rests="it sleeps")))
+        await far.close()
+        with pytest.raises(LinkError):
+            await ControlLink(near, hear).serve()
+        assert heard == [PeersKnown(peers=[], rests="it sleeps")]
 
     asyncio.run(main())
 
