@@ -28,7 +28,7 @@ def connect(
     client: Annotated[
         str,
         typer.Argument(
-            metavar="[CLIENT]", help=f"One of {', '.join(PROGRAMS)}. Without it they are listed."
+            metavar="CLIENT", help=f"One of {', '.join(PROGRAMS)}. Without it they are listed."
         ),
     ] = "",
     *,

@@ -189,7 +189,7 @@ def _size(n_bytes: int) -> str:
 async def household(
     *,
     file: Annotated[
-        str, typer.Argument(metavar="[FILE]", help="Models that there are to be (TOML).")
+        str, typer.Argument(metavar="FILE", help="Models that there are to be (TOML).")
     ] = "",
     drop: Annotated[
         list[str] | None,

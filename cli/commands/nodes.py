@@ -249,7 +249,7 @@ def _is_address(node: str) -> bool:
 async def unload(
     *,
     model: Annotated[
-        str, typer.Argument(metavar="[NAME]", help="A model of the household, by its name there.")
+        str, typer.Argument(metavar="NAME", help="A model of the household, by its name there.")
     ] = "",
     nodes: options.Nodes = "",
     peer: options.Peer = None,

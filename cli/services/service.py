@@ -49,7 +49,7 @@ System = Annotated[
 DryRun = Annotated[
     bool, option("--dry-run", "Print what would be written and run, and do nothing.")
 ]
-Kind = Annotated[str, typer.Argument(metavar="[node|serve]", help="What runs.", show_default=False)]
+Kind = Annotated[str, typer.Argument(metavar="node|serve", help="What runs.", show_default=False)]
 
 
 @service_app.command(
@@ -60,7 +60,7 @@ def install(
     command: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[node|serve FLAGS]", help="What runs, with its flags.", show_default=False
+            metavar="node|serve FLAGS", help="What runs, with its flags.", show_default=False
         ),
     ] = None,
     system: System = False,

@@ -38,7 +38,7 @@ async def update(
     wheels: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[WHEEL]...", help="One for each platform of the nodes.", show_default=False
+            metavar="WHEEL", help="One for each platform of the nodes.", show_default=False
         ),
     ] = None,
     version: Annotated[

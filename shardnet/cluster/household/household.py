@@ -727,7 +727,7 @@ class Household:
 
         Raises CapacityError where all are to stay, BusyError while those that may go are in use.
         """
-        users = ", ".join(one.model.name for one in loaded)
+        users = ", ".join(one.model.name for one in loaded) or "others"
         if loaded and all(one.model.kept for one in loaded):
             raise CapacityError(
                 f"{model} does not fit beside {users}, which the household keeps loaded",
