@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
-from support.models.checkpoints import make_gpt2, make_llama
+from support.models.checkpoints import make_decoder, make_gpt2, make_llama
+from support.models.family_cases import CASES
 from support.rings.stage_chain import (
     CPU,
     RoundingChain,
@@ -42,7 +44,14 @@ from shardnet.wire.payloads.data import StepData, data_frame, read_data
 N_LAYERS = 4
 VOCAB = 320
 N_TOKENS = 6
-MAKERS: dict[str, Callable[..., Path]] = {"llama": make_llama, "gpt2": make_gpt2}
+STREAMS = "deepseek_v4"
+"""A family whose rows have several residual streams, of which a group of int8 may have two."""
+MAKERS: dict[str, Callable[..., Path]] = {
+    "llama": partial(make_llama, hidden_size=96),
+    "gpt2": partial(make_gpt2, n_embd=100),
+    STREAMS: partial(make_decoder, family=STREAMS, **CASES[STREAMS]),
+}
+PLAIN = ["llama", "gpt2"]
 NARROW = [WireDType.BFLOAT16, WireDType.FLOAT16, WireDType.INT8]
 SPLITS = [even_split(N_LAYERS, 2), even_split(N_LAYERS, N_LAYERS)]
 GREEDY = SamplingParams(n_logprobs=5)
@@ -51,11 +60,10 @@ TOLERANCE = {WireDType.BFLOAT16: 0.05, WireDType.FLOAT16: 0.01, WireDType.INT8: 
 """Largest error of a logit with a border before every layer, in the logits' standard deviation."""
 
 
-@pytest.fixture(scope="module", params=list(MAKERS))
+@pytest.fixture(scope="module", params=PLAIN)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint 100 columns wide: a whole group of int8 and a part of one."""
-    widths = {"llama": {"hidden_size": 96}, "gpt2": {"n_embd": 100}}[request.param]
-    return MAKERS[request.param](tmp_path_factory.mktemp(request.param), **widths)
+    """A random checkpoint whose rows are whole groups of int8 and a part of one."""
+    return MAKERS[request.param](tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module", params=[DType.FLOAT32, DType.BFLOAT16], ids=lambda d: d.value)
@@ -130,6 +138,7 @@ def sampled(logits: Tensor, positions: range) -> list[Samples]:
     return answers
 
 
+@pytest.mark.parametrize("folder", MAKERS, indirect=True)
 @pytest.mark.parametrize("wire", NARROW, ids=lambda d: d.value)
 @pytest.mark.parametrize("ranges", cases(SPLITS[1:], SPLITS[:1]), ids=lambda ranges: len(ranges))
 def test_a_ring_is_the_model_that_rounds_at_its_borders(

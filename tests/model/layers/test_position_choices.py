@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.needs import needs_library
 from support.rings.stage_chain import Rows, batch_of
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import HeadShape
 from shardnet.model.kernels.library import ISA_VARIABLE, find_kernels
 from shardnet.model.layers import native_attention
-from shardnet.model.layers.attention import ForwardStep, attention, plan_step
+from shardnet.model.layers.attention import ForwardStep, attention, plan_step, store_rows
 from shardnet.model.layers.native_attention import AttentionKind
 from shardnet.model.mixers.position_indexer import choose, choose_pooled
 from shardnet.types import KvDType, SlotId
@@ -28,6 +29,12 @@ def cache(dtype: torch.dtype = torch.float32, kv_dtype: KvDType = KvDType.AUTO) 
     shape = HeadShape(n_kv_heads=1, key_size=LATENT, value_size=INDEX)
     made = (1, 1, LATENT, dtype, torch.device("cpu"), 64)
     return KvCache(*made, value_size=0, kv_dtype=kv_dtype, heads=[shape])
+
+
+def step_of(kv: KvCache, position: int, n_rows: int) -> ForwardStep:
+    """One sequence's rows from a position on."""
+    rows = Rows(slot=0, position=position, ids=[0] * n_rows, n_sampled=0)
+    return plan_step(batch_of([rows]), kv, 9999, torch.float32)
 
 
 class Sequence:
@@ -85,6 +92,22 @@ def test_the_best_positions_are_chosen_and_attended(n_heads: int, steps: list[in
         scores = own.queries[row].double() @ keys.T * LATENT**-0.5
         expected = (scores.softmax(-1) @ keys).flatten().float()
         torch.testing.assert_close(attended[row], expected, rtol=0, atol=1e-5)
+
+
+@needs_library
+def test_a_row_is_attended_as_in_a_slot_of_its_chosen_positions_alone() -> None:
+    """To the bit, whatever the positions between them hold: so they cost nothing."""
+    own, n_chosen, kv = Sequence(700, 6), 300, cache()
+    [chosen], _ = own.run(kv, [700], n_chosen)
+    positions = chosen[699].long()
+    between = torch.ones(700, dtype=torch.bool).index_fill(0, positions, value=False)
+    own.keys[between] = torch.nan
+    store_rows(own.keys, own.index_keys, 0, step_of(kv, 0, 700))
+    given = own.queries[699:], own.keys[699:], own.index_keys[699:], 0
+    among = attention(*given, step_of(kv, 699, 1), KIND, lambda *_: chosen[699:])
+    small = own.queries[699:].expand(n_chosen, -1, -1), own.keys[positions]
+    alone = attention(*small, own.index_keys[positions], 0, step_of(cache(), 0, n_chosen), KIND)
+    assert torch.equal(among[0], alone[-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
