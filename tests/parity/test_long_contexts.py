@@ -22,9 +22,9 @@ from torch import Tensor
 
 from shardnet.types import PREFILL_CHUNK_ROWS
 
-LENGTH = 20_000 if is_soak() else 3000
+LENGTH = 20_000 if is_soak() else 2000
 N_TOKENS = 6
-N_CHOSEN = 512 if is_soak() else 300
+N_CHOSEN = 512 if is_soak() else 200
 """Entries, or positions where each is an entry."""
 
 KINDS: dict[str, dict[str, Any]] = {

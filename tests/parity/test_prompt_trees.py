@@ -61,7 +61,6 @@ L, F, S, C = "linear_attention", "full_attention", "sliding_attention", "conv"
 THREE = {"num_hidden_layers": 3}
 KINDS = {
     "dense": Kind(family="llama", form="rows", config=THREE),
-    "DeltaNet": Kind(family="qwen3_next", form="states", config=THREE | {"layer_types": [L, F, L]}),
     "KDA": Kind(
         family="kimi_linear",
         form="states",
@@ -82,6 +81,7 @@ KINDS = {
     ),
 }
 SELDOM = {
+    "DeltaNet": Kind(family="qwen3_next", form="states", config=THREE | {"layer_types": [L, F, L]}),
     "Mamba-2": Kind(family="nemotron_h", form="states", config={}),
     "convolutions": Kind(
         family="lfm3",

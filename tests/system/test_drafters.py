@@ -12,6 +12,7 @@ import pytest
 from support.models.checkpoints import make_llama
 from support.models.drafter_checkpoints import make_dflash, make_eagle3
 from support.servers.hub_server import open_hub
+from support.soak import cases
 from support.system.nodes import Machine, NodeProcess
 
 from shardnet.api.client import Client, connect
@@ -164,8 +165,13 @@ def test_a_drafter_for_another_model_is_refused(ring: Ring, which: str, message:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("which", ["small", "eagle3"])
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("which", "number"),
+    cases(
+        [("small", signal.SIGSTOP), ("eagle3", signal.SIGKILL)],
+        [("eagle3", signal.SIGSTOP), ("small", signal.SIGKILL)],
+    ),
+)
 def test_a_drafter_that_is_lost_is_a_ring_without_drafts(
     ring: Ring, which: str, number: signal.Signals
 ) -> None:
