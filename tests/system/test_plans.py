@@ -272,7 +272,16 @@ def _check_plans(lab: Lab, trouble: Trouble, model: Path, sizes: Sizes) -> None:
 def test_a_plan_does_not_measure_beside_a_generation(trio: Crew, parrots: Parrots) -> None:
     """Nor does it fail: what is not known is not needed."""
     running = trio.begin(parrots.big, trio.addresses(0, 1))
-    arguments = ["--model", str(parrots.signs), "--threads", "2", "--nodes", trio.addresses(0, 1)]
+    arguments = [
+        "--model",
+        str(parrots.signs),
+        "--threads",
+        "2",
+        "--dtype",
+        "float16",
+        "--nodes",
+        trio.addresses(0, 1),
+    ]
     told = trio.machine.run("plan", "--json", *arguments).json
     assert running.process.poll() is None
     running.signal(signal.SIGINT)
