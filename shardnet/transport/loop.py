@@ -70,8 +70,11 @@ async def together() -> AsyncIterator[asyncio.TaskGroup]:
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
-    except* ShardnetError as group:
-        raise first_error(group) from None
+    except BaseExceptionGroup as group:
+        known, others = group.split(ShardnetError)
+        if known is None or others is not None:
+            raise
+        raise first_error(known) from None
 
 
 @asynccontextmanager

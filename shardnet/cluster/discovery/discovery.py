@@ -239,6 +239,7 @@ class Discovery:
                         self._unfollow(note)
             except* (OSError, ZeroconfError) as group:
                 self._fail(_first(group))
+            if not self.hosts:
                 await self._until_due()
 
     async def _keep(

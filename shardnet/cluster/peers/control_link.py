@@ -273,7 +273,7 @@ class ControlLink:
                         self._note_end(lost)
                         self._on_lost(lost)
                     raise
-        except* Exception as group:
+        except ExceptionGroup as group:
             first = first_error(group)
             error = internal_error("a control link", first)
             if error is not first:
