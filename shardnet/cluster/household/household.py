@@ -12,16 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Coroutine,
-    Mapping,
-    Sequence,
-)
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from shardnet.cluster.household.allotment import (
@@ -34,7 +26,8 @@ from shardnet.cluster.household.allotment import (
     victim,
 )
 from shardnet.cluster.household.leadership import Leader, Leadership
-from shardnet.cluster.peers.control_link import ControlLink, Incoming, MessageHandlers
+from shardnet.cluster.household.runner_orders import KeptModel, RunnerOrders
+from shardnet.cluster.peers.control_link import ControlLink, MessageHandlers
 from shardnet.cluster.peers.peer_links import PeerLinks
 from shardnet.cluster.peers.supervision import SupervisedJobs
 from shardnet.errors import (
@@ -43,45 +36,32 @@ from shardnet.errors import (
     LinkError,
     PeerFailedError,
     PlanError,
-    RemoteProtocolError,
     ShardnetError,
     UsageError,
 )
-from shardnet.sampling_params import SamplingParams
-from shardnet.transport.address import format_address, host_of, split_address
 from shardnet.transport.link import Link
 from shardnet.types import NodeId
-from shardnet.wire.framing.schema import Numbered
 from shardnet.wire.messages.control import Done, Redirect
-from shardnet.wire.messages.diagnostics import RingLoad
-from shardnet.wire.messages.generation import Generate, Tokenize, Tokenized, Unload
-from shardnet.wire.messages.handshake import Capability, explanation
+from shardnet.wire.messages.generation import Unload
+from shardnet.wire.messages.handshake import explanation
 from shardnet.wire.messages.household import (
     MAX_HOUSEHOLD,
     HouseholdLed,
     HouseholdListed,
-    HouseholdModel,
     HouseholdModelState,
     LedModel,
     ListHousehold,
     MakeRoom,
-    ModelState,
     NameModels,
-    OpenRunner,
-    RunnerOpened,
     RunnerShare,
 )
-from shardnet.wire.messages.membership import NodeInfo, Status, StatusReply
-from shardnet.wire.messages.plans import ModelChoice, NodeProgress, PlanReply, PlanRequest
+from shardnet.wire.messages.membership import NodeInfo
+from shardnet.wire.messages.plans import ModelChoice, PlanReply
 
 LOOK_S: Final = 0.5
 """Interval of the looks at rings and nodes."""
-ANSWER_S: Final = 2.0
-"""How long a runner may take to say how it is."""
-ORDER_S: Final = 15.0
-"""How long a node may take to open a runner."""
 FIRST_S: Final = 1.0
-"""How long a model that is to stay loaded waits for nodes to be found, and for another leader."""
+"""How long a new leader waits for nodes to be found, and for one that leads already."""
 LATELY_S: Final = 2.0
 """A model that was asked for less than so long ago is not unloaded: its request may be on its way.
 """
@@ -94,7 +74,6 @@ GIVEN_BACK_S: Final = 60.0
 """After so long the memory of a ring that has not come back is for others."""
 FREE_SHARE: Final = 0.99
 """What is divided of the memory that a node has free: other programs take some meanwhile."""
-MOST_REDIRECTS: Final = 4
 MOST_WAIT_S: Final = 240.0
 """How long an encoder waits for memory that others use."""
 MOST_TRIES: Final = 3
@@ -103,51 +82,6 @@ _NO_ROOM: Final = (PlanError, CapacityError)
 
 Tell = Callable[[str], None]
 """Takes what a request for a model waits for, in words."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Share:
-    """The runner of one model on a node that is called `name`."""
-
-    name: str
-    node: NodeId
-    address: str
-    memory_bytes: int
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Kept:
-    """A model of the household, and how it is."""
-
-    model: HouseholdModel
-    state: ModelState = "unloaded"
-    why: str = ""
-    address: str = ""
-    """Where its ring is asked, "" while it has none."""
-    shares: dict[NodeId, _Share] = field(default_factory=dict)
-    """By the id of the node whose runner that is."""
-    looked_at: set[NodeId] = field(default_factory=set)
-    """The nodes that were asked which runner they have of it from before."""
-    plan: PlanReply | None = None
-    load: RingLoad | None = None
-    asked_s: float = 0.0
-    tried_s: float
-    lost_s: float = 0.0
-    lacks_bytes: int = 0
-    """What nodes that are lost had of it, and others have not been given yet."""
-    n_waiting: int = 0
-    is_encoder: bool = False
-    loading: asyncio.Task[None] | None = None
-
-    @property
-    def n_requests(self) -> int:
-        """Requests that run or wait on its ring."""
-        return self.load.running + self.load.waiting + self.load.paused if self.load else 0
-
-    @property
-    def used(self) -> set[NodeId]:
-        """The nodes that are to have layers of it."""
-        return {node for node, share in self.shares.items() if share.memory_bytes}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -172,11 +106,15 @@ class Household:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._kept: dict[str, _Kept] = {}
+        self._kept: dict[str, KeptModel] = {}
+        self._given: dict[str, KeptModel] = {}
+        """What is being handed over to another leader."""
+        self._leads_s = -FIRST_S
+        """Since when this node leads."""
         self._changing = asyncio.Lock()
         """Held by who gives memory to runners, or takes it."""
-        self._runner_links: dict[str, ControlLink] = {}
         self._jobs = SupervisedJobs(self.tasks, self.log)
+        self._orders = RunnerOrders(reach=self.reach, dial=self.dial, jobs=self._jobs, log=self.log)
         self._leadership = Leadership(
             node=self.node,
             links=self.links,
@@ -202,13 +140,14 @@ class Household:
             task.cancel()
         await asyncio.gather(*loading, return_exceptions=True)
         await self._jobs.close()
-        await asyncio.gather(*(control.link.close() for control in self._runner_links.values()))
+        await self._orders.close()
 
     # --- for the node
 
     def has(self, model: str) -> bool:
         """Say whether a model of a household is called so that has a ring."""
-        return (model in self._kept or model in self._led) and not self.encoder(model)
+        known = model in self._kept or model in self._led or model in self._given
+        return known and not self.encoder(model)
 
     def names(self) -> list[str]:
         """List what models of the household are called, the most important first."""
@@ -234,16 +173,18 @@ class Household:
         Waits until it has a ring. `tell` takes what for, again and again. Raises what kept it from
         having one, UsageError if it is dropped meanwhile.
         """
-        while model in self._led:
-            if address := self._led[model].address:
+        while self.has(model):
+            if (kept := self._kept.get(model)) is not None:
+                if address := await self._loaded(kept, tell):
+                    return address
+            elif model in self._led and (address := self._led[model].address):
                 return address
-            if not self._leadership.is_gone:
+            elif model in self._led and not self._leadership.is_gone:
                 return self.leader()
-            tell(f"{model} waits for another node to lead the household")
-            await asyncio.sleep(LOOK_S)
-        if model not in self._kept:
-            raise UsageError(f"the household has no {model}")
-        return await self._loaded(self._kept[model], tell)
+            else:
+                tell(f"{model} waits for another node to lead the household")
+                await asyncio.sleep(LOOK_S)
+        raise UsageError(f"the household has no {model}")
 
     async def unload(self, model: str, idle_s: float) -> None:
         """Unload a model that this node leads.
@@ -295,6 +236,8 @@ class Household:
         if len({*self._kept, *(model.name for model in message.models)}) > MAX_HOUSEHOLD:
             raise UsageError(f"a household has at most {MAX_HOUSEHOLD} models")
         async with self._changing:
+            if not self._kept:
+                self._leads_s = self.clock()
             changed = [
                 model.name
                 for model in message.models
@@ -305,8 +248,9 @@ class Household:
                 del self._kept[name]
             tried_s = self.clock() - AGAIN_S + FIRST_S
             for model in message.models:
-                kept = self._kept.setdefault(model.name, _Kept(model=model, tried_s=tried_s))
+                kept = self._kept.setdefault(model.name, KeptModel(model=model, tried_s=tried_s))
                 kept.model = model
+                kept.looked_at.clear()  # another leader may have loaded it
                 kept.is_encoder = await self.is_encoder(model.choice.model)
                 if kept.is_encoder:
                     kept.why = "an encoder is loaded when it is asked for"
@@ -326,7 +270,7 @@ class Household:
         models = [self._state(kept) for kept in self._ordered()]
         control.send(HouseholdListed(request=message.request, models=models))
 
-    def _state(self, kept: _Kept) -> HouseholdModelState:
+    def _state(self, kept: KeptModel) -> HouseholdModelState:
         layers = {}
         if kept.plan is not None:
             layers = {NodeId(stage.node): stage.layers for stage in kept.plan.stages}
@@ -365,21 +309,24 @@ class Household:
     def _take_over(self, models: Sequence[LedModel]) -> None:
         """Lead models whose leader is gone. Their rings are found by asking nodes for runners."""
         for one in models:
-            kept = self._kept[one.model.name] = _Kept(model=one.model, tried_s=self.clock())
+            kept = self._kept[one.model.name] = KeptModel(model=one.model, tried_s=self.clock())
             kept.is_encoder, kept.asked_s = bool(one.encoder), self.clock()
 
     def _give_up(self, leader: Leader) -> None:
-        """Have another leader have the models, and unload what it knows no ring of."""
+        """Have another leader have the models, and unload what it has rings of itself."""
         known = {one.model.name: one.address for one in leader.told.models}
-        given, self._kept = [*self._kept.values()], {}
+        self._given, self._kept = self._kept, {}
 
         async def give() -> None:
-            async with self._changing:
-                for kept in given:
-                    if kept.address and kept.address != known.get(kept.model.name):
-                        await self._unload(kept, None, f"is led by {leader.name}")
-            models = [kept.model for kept in given]
-            await self._leadership.link.ask(NameModels(request=0, models=models), Done)
+            try:
+                async with self._changing:
+                    for name, kept in self._given.items():
+                        if kept.address and known.get(name) not in (None, "", kept.address):
+                            await self._unload(kept, None, f"is led by {leader.name}")
+                models = [kept.model for kept in self._given.values()]
+                await self._leadership.link.ask(NameModels(request=0, models=models), Done)
+            finally:
+                self._given = {}
 
         self._jobs.begin(give, "handing the household over")
 
@@ -387,18 +334,23 @@ class Household:
         names = {one.model.name for one in models}
         self._jobs.begin(lambda: self.named(names), "ending runners")
 
-    def _ordered(self) -> list[_Kept]:
+    def _ordered(self) -> list[KeptModel]:
         """List the models, the most important first."""
         return sorted(self._kept.values(), key=lambda kept: -kept.model.priority)
 
     # --- loading
 
-    async def _loaded(self, kept: _Kept, tell: Tell) -> str:
-        """Return the address of a model's ring, once it has one. Raises what building raises."""
+    async def _loaded(self, kept: KeptModel, tell: Tell) -> str:
+        """Return the address of a model's ring, once it has one, "" if another node leads by then.
+
+        Raises what building raises.
+        """
         kept.asked_s = self.clock()
         kept.n_waiting += 1
         try:
             while not await self._leads(kept):
+                if self._kept.get(kept.model.name) is not kept:
+                    return ""
                 async with self._told_while(kept, tell):
                     if not self._may_come_back(kept):
                         await asyncio.shield(self._loading(kept))  # others wait for it too
@@ -409,11 +361,14 @@ class Household:
             kept.n_waiting -= 1
             kept.asked_s = self.clock()
 
-    def _loading(self, kept: _Kept) -> asyncio.Task[None]:
+    def _loading(self, kept: KeptModel) -> asyncio.Task[None]:
         """Return what has a model loaded, when memory may be divided anew."""
 
         async def load() -> None:
+            await asyncio.sleep(self._leads_s + FIRST_S - self.clock())
             async with self._changing:
+                if self._kept.get(kept.model.name) is not kept:
+                    return
                 await self._find_runners(kept, await self.nodes())
                 if not await self._leads(kept):
                     await self._load(kept)
@@ -424,7 +379,7 @@ class Household:
         return kept.loading
 
     @contextlib.asynccontextmanager
-    async def _told_while(self, kept: _Kept, tell: Tell) -> AsyncIterator[None]:
+    async def _told_while(self, kept: KeptModel, tell: Tell) -> AsyncIterator[None]:
         """Tell what a model waits for while the body runs."""
 
         async def go_on() -> None:
@@ -438,7 +393,7 @@ class Household:
         finally:
             telling.cancel()
 
-    async def _load(self, kept: _Kept) -> None:
+    async def _load(self, kept: KeptModel) -> None:
         """Give a model memory, and have its ring built; it has no address where others use it all.
 
         Those that may go make room. Raises PlanError or CapacityError where that would be in vain,
@@ -459,10 +414,10 @@ class Household:
         except BaseException as error:
             kept.state, kept.why = "unloaded", str(error)
             self.log(f"{name} cannot be loaded: {error}")
-            await self._limit(kept, {})
+            await self._orders.limit(kept, {})
             raise
 
-    async def _placed(self, kept: _Kept) -> tuple[PlanReply, str] | None:
+    async def _placed(self, kept: KeptModel) -> tuple[PlanReply, str] | None:
         """Plan the ring of a model and have it built; return its plan, and where it is asked.
 
         Raises as `_planned` and `_build`; where nodes are lost meanwhile it is tried again.
@@ -470,14 +425,14 @@ class Household:
         for n_left in reversed(range(MOST_TRIES)):
             try:
                 plan = await self._planned(kept)
-                return None if plan is None else (plan, await self._build(kept))
+                return None if plan is None else (plan, await self._orders.build(kept))
             except (LinkError, PeerFailedError):
                 if not n_left:
                     raise
                 await asyncio.sleep(LOOK_S)
         raise AssertionError("the last try returns or raises")
 
-    async def _planned(self, kept: _Kept) -> PlanReply | None:
+    async def _planned(self, kept: KeptModel) -> PlanReply | None:
         """Plan a model over what nodes have free, and give its runners what that needs.
 
         Nodes that no other ring uses are preferred. Returns None where the others have too much of
@@ -491,8 +446,8 @@ class Household:
         for avoided in ([busy] if busy and free.keys() - busy else []) + [set[NodeId]()]:
             room = {node: n_bytes for node, n_bytes in free.items() if node not in avoided}
             try:
-                await self._limit(kept, room)
-                plans.append(await self._plan(kept))
+                await self._orders.limit(kept, room)
+                plans.append(await self._orders.plan(kept))
             except _NO_ROOM as error:
                 plans.append(None)
                 failure = error
@@ -504,10 +459,11 @@ class Household:
             return None
         at = {share.node: node for node, share in kept.shares.items()}
         need = {at[node]: n for node, n in needed(plan, kept.model.parallel).items() if node in at}
-        await self._limit(kept, {node: min(n, free.get(node, n)) for node, n in need.items()})
+        room = {node: min(n_bytes, free.get(node, n_bytes)) for node, n_bytes in need.items()}
+        await self._orders.limit(kept, room)
         return plan
 
-    async def _free(self, kept: _Kept) -> dict[NodeId, int]:
+    async def _free(self, kept: KeptModel) -> dict[NodeId, int]:
         """Return the memory that each node could give to a model, with what the model has there.
 
         Opens the runners that are not there yet.
@@ -517,129 +473,27 @@ class Household:
         for node in kept.shares.keys() - known:
             del kept.shares[node]
         missing = [info for info in infos if info.node not in kept.shares]
-        await asyncio.gather(*(self._open(kept, info, 0) for info in missing))
+        await asyncio.gather(*(self._orders.open(kept, info, 0) for info in missing))
         return {
             node: int(FREE_SHARE * info.memory_free_bytes) + kept.shares[node].memory_bytes
             for info in infos
             if (node := NodeId(info.node)) in kept.shares
         }
 
-    async def _find_runners(self, kept: _Kept, infos: Sequence[NodeInfo]) -> None:
+    async def _find_runners(self, kept: KeptModel, infos: Sequence[NodeInfo]) -> None:
         """Find what a model has already, by the word of another leader or of an earlier run."""
         nodes = {NodeId(info.node) for info in infos}
         unknown = [info for info in infos if info.node not in kept.looked_at | kept.shares.keys()]
         kept.looked_at = kept.looked_at & nodes | nodes
-        await asyncio.gather(*(self._open(kept, info, None) for info in unknown))
+        await asyncio.gather(*(self._orders.open(kept, info, None) for info in unknown))
         if unknown and kept.state == "unloaded" and kept.used:
             kept.state, kept.lost_s = "lost", self.clock()
             if await self._leads(kept):
                 self.log(f"{kept.model.name} is loaded already")
                 with contextlib.suppress(ShardnetError):
-                    kept.plan = await self._plan(kept)
+                    kept.plan = await self._orders.plan(kept)
 
-    async def _open(self, kept: _Kept, info: NodeInfo, memory_bytes: int | None) -> None:
-        """Open a runner on a node, or see which it has; one that has none is done without."""
-        node = NodeId(info.node)
-        try:
-            opened = await self._order(node, kept, memory_bytes)
-        except (ShardnetError, TimeoutError) as error:
-            if memory_bytes is not None:
-                self.log(f"{info.name} opens no runner for {kept.model.name}: {error}")
-            return
-        if not opened.address:
-            return
-        _, port = split_address(opened.address)
-        host = host_of(info.address) if info.address else host_of(opened.address)
-        kept.shares[node] = _Share(
-            name=info.name,
-            node=NodeId(opened.node),
-            address=format_address(host, port),
-            memory_bytes=opened.memory_bytes,
-        )
-
-    async def _order(self, node: NodeId, kept: _Kept, memory_bytes: int | None) -> RunnerOpened:
-        control = await self.reach(node)
-        control.link.peer.require(Capability.HOUSEHOLD)
-        peers = [share.address for at, share in kept.shares.items() if at != node]
-        order = OpenRunner(
-            request=0,
-            model=kept.model.name,
-            choice=kept.model.choice,
-            memory_bytes=memory_bytes,
-            peers=peers,
-        )
-        async with asyncio.timeout(ORDER_S):
-            return await control.ask(order, RunnerOpened)
-
-    async def _limit(self, kept: _Kept, room: Mapping[NodeId, int]) -> None:
-        """Give each runner of a model its memory, none where none is named."""
-
-        async def give(node: NodeId, share: _Share) -> None:
-            memory_bytes = room.get(node, 0)
-            try:
-                await self._order(node, kept, memory_bytes)
-            except (LinkError, PeerFailedError, TimeoutError):
-                del kept.shares[node]  # it is lost
-            else:
-                share.memory_bytes = memory_bytes
-
-        await asyncio.gather(*(give(*one) for one in [*kept.shares.items()]))
-
-    async def _plan(self, kept: _Kept) -> PlanReply:
-        """Have the runners of a model plan its ring. Raises what that raises."""
-        message = PlanRequest(request=0, choice=kept.model.choice)
-        _, answer = await self._ask_ring(kept, self._first(kept), message)
-        if not isinstance(answer, PlanReply):
-            raise RemoteProtocolError(f"a runner answered PlanRequest: {type(answer).__name__}")
-        return answer
-
-    async def _build(self, kept: _Kept) -> str:
-        """Have the ring built; return where it is asked. Raises what building raises."""
-        prompt = Generate(
-            request=0, token_ids=[0], choice=kept.model.choice, sampling=SamplingParams()
-        )
-        message = Tokenize(request=0, generate=prompt)
-        address, answer = await self._ask_ring(kept, self._first(kept), message)
-        if not isinstance(answer, Tokenized):
-            raise RemoteProtocolError(f"a runner answered Tokenize: {type(answer).__name__}")
-        return address
-
-    def _first(self, kept: _Kept) -> str:
-        """Return where a model's runner with the most memory is. Raises PlanError without one."""
-        if not kept.shares:
-            raise PlanError(
-                f"no node can have {kept.model.name}",
-                remedy="start a node, or name others in the household",
-            )
-        return max(kept.shares.values(), key=lambda share: share.memory_bytes).address
-
-    async def _ask_ring(
-        self, kept: _Kept, address: str, message: PlanRequest | Tokenize | Unload
-    ) -> tuple[str, Numbered]:
-        """Ask the runner at an address, or where it redirects; return where, and the answer."""
-        for _ in range(MOST_REDIRECTS):
-            control = await self._link_to(address)
-            async with control.conversation(message) as answers:
-                async for answer in answers:
-                    if not isinstance(answer, NodeProgress):
-                        break
-                    share = f" {100 * answer.done_bytes // max(1, answer.total_bytes)} %"
-                    kept.why = f"{kept.model.name}: {answer.phase}{share}"
-            if not isinstance(answer, Redirect):
-                return address, answer
-            address = answer.address
-        raise PeerFailedError(f"the runners of {kept.model.name} redirect to each other")
-
-    async def _link_to(self, address: str) -> ControlLink:
-        """Return a link to the runner at an address. Raises LinkError if it is not there."""
-        control = self._runner_links.get(address)
-        if control is None or control.link.closed:
-            control = ControlLink(await self.dial(address), _refuse)
-            self._runner_links[address] = control
-            self._jobs.begin(control.serve_to_the_end, f"a link to the runner at {address}")
-        return control
-
-    async def _unload(self, kept: _Kept, idle_s: float | None, why: str = "") -> bool:
+    async def _unload(self, kept: KeptModel, idle_s: float | None, why: str = "") -> bool:
         """Have a model's ring freed; say whether it was: nobody may have asked for `idle_s`.
 
         With None its memory is taken in any case.
@@ -649,7 +503,7 @@ class Household:
                 return False
             message = Unload(request=0, idle_s=idle_s or 0.0)
             try:
-                await self._ask_ring(kept, kept.address, message)
+                await self._orders.ask_ring(kept, kept.address, message)
             except BusyError:
                 if idle_s is not None:
                     return False
@@ -657,11 +511,11 @@ class Household:
                 self.log(f"{kept.model.name} could not be unloaded: {error}")
         kept.address, kept.plan, kept.load = "", None, None
         kept.state, kept.why = "unloaded", why and f"it {why}"
-        await self._limit(kept, {})
+        await self._orders.limit(kept, {})
         self.log(f"{kept.model.name} was unloaded{': it ' + why if why else ''}")
         return True
 
-    def _beside(self, kept: _Kept) -> list[_Kept]:
+    def _beside(self, kept: KeptModel) -> list[KeptModel]:
         """List the models that have memory of nodes which another one may have."""
         return [
             one
@@ -669,7 +523,7 @@ class Household:
             if one is not kept and one.address and one.used & kept.shares.keys()
         ]
 
-    def _counted(self, kept: _Kept) -> Loaded:
+    def _counted(self, kept: KeptModel) -> Loaded:
         return Loaded(
             name=kept.model.name,
             priority=kept.model.priority,
@@ -722,7 +576,7 @@ class Household:
                     return
                 await self._one_goes(model, loaded)
 
-    async def _one_goes(self, model: str, loaded: Sequence[_Kept]) -> None:
+    async def _one_goes(self, model: str, loaded: Sequence[KeptModel]) -> None:
         """Unload one of the models that are loaded, for another one.
 
         Raises CapacityError where all are to stay, BusyError while those that may go are in use.
@@ -749,33 +603,25 @@ class Household:
         await self._free_on(node, message.model, message.free_bytes)
         control.send(Done(request=message.request))
 
-    async def _leads(self, kept: _Kept) -> bool:
+    async def _leads(self, kept: KeptModel) -> bool:
         """See how a model's ring is: whether it stands, at its head or another of its runners."""
         if kept.state not in ("loaded", "lost"):
             return False
-        others = [share.address for share in kept.shares.values()]
-        for address in filter(None, dict.fromkeys((kept.address, *others))):
-            try:
-                async with asyncio.timeout(ANSWER_S):
-                    control = await self._link_to(address)
-                    told = await control.ask(Status(request=0, with_peers=False), StatusReply)
-            except (ShardnetError, TimeoutError):
-                continue
-            if told.load is not None:
-                kept.address, kept.load, kept.state = address, told.load, "loaded"
-                kept.why = ""
-                return True
+        if (led := await self._orders.led(kept)) is not None:
+            kept.address, kept.load = led
+            kept.state, kept.why = "loaded", ""
+            return True
         if kept.state != "lost":
             self.log(f"{kept.model.name} has no ring any more")
             kept.lost_s, kept.why = self.clock(), f"{kept.model.name} has lost its ring"
         kept.address, kept.load, kept.state = "", None, "lost"
         return False
 
-    def _may_come_back(self, kept: _Kept) -> bool:
+    def _may_come_back(self, kept: KeptModel) -> bool:
         """Say whether the ring that a model has lost may still be built anew by what is left."""
         return kept.state == "lost" and self.clock() - kept.lost_s < LOST_S
 
-    async def _make_up(self, kept: _Kept) -> None:
+    async def _make_up(self, kept: KeptModel) -> None:
         """Give runners of a model what one that is lost had, for its ring to be built anew.
 
         Less important models make room, once nobody uses them: until then it is tried again.
@@ -793,12 +639,8 @@ class Household:
                 break
         added = made_up(kept.lacks_bytes, spare)
         kept.lacks_bytes = max(0, kept.lacks_bytes - sum(added.values()) - len(added))
-        await self._limit(kept, {node: had[node] + added.get(node, 0) for node in had})
+        await self._orders.limit(kept, {node: had[node] + added.get(node, 0) for node in had})
 
 
 def _names(plan: PlanReply) -> str:
     return ", ".join(stage.name for stage in plan.stages)
-
-
-async def _refuse(control: ControlLink, message: Incoming) -> None:
-    raise RemoteProtocolError(f"{control.peer_name} sent {type(message).__name__} to a client")
