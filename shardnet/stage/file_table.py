@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,7 @@ from shardnet.stage.stored_weights import RowPacking
 from shardnet.stage.streaming.buffers import FileChanged, FilePart, fill
 from shardnet.stage.tensor_reader import TensorReader
 from shardnet.threads import DaemonThreads
+from shardnet.types import PREFILL_CHUNK_ROWS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +119,25 @@ class FileTable:
         DaemonThreads(1, "shardnet-ahead").post(partial(self._ask_for, token_ids))  # ends behind it
 
     def _ask_for(self, token_ids: Sequence[int]) -> None:
+        for _ in self.asking(token_ids):
+            pass
+
+    def asking(self, token_ids: Sequence[int], most_bytes: int = sys.maxsize) -> Iterator[None]:
+        """Have the rows of tokens read into the page cache, each once, a chunk at each turn.
+
+        Not those for which it would take more than `most_bytes`: a page beside each row's own.
+        """
         with contextlib.suppress(FileChanged, OSError, ShardnetError):  # as reading will say
-            wanted = torch.from_numpy(np.unique(self.rows_of(torch.tensor(token_ids)).numpy()))
-            for part, rows, _ in self._by_part(wanted):
-                _ask_for_rows(part, rows, self.row_bytes)
+            needed = self.rows_of(torch.tensor(token_ids, dtype=torch.int64)).numpy()
+            wanted, first = np.unique(needed, return_index=True)
+            n_left = most_bytes // (mmap.PAGESIZE + self.row_bytes)
+            step = PREFILL_CHUNK_ROWS * needed.shape[1]
+            for begin in range(0, needed.size, step):
+                own = wanted[(begin <= first) & (first < begin + step)][:n_left]
+                n_left -= len(own)
+                for part, rows, _ in self._by_part(torch.from_numpy(own)):
+                    _ask_for_rows(part, rows, self.row_bytes)
+                yield
 
     def _by_part(self, wanted: Tensor) -> Iterator[tuple[FilePart, list[int], list[int]]]:
         """List the parts with the rows `wanted`, which rows of each these are, and their places."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import sys
 import threading
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.models.checkpoints import make_decoder
 from support.models.family_cases import CASES
-from support.rings.stage_chain import CPU, Rows, StageChain, batch_of, probed
+from support.rings.stage_chain import CPU, Rows, StageChain, batch_of, probed, random_prompt
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.replica import stored_layers
@@ -26,7 +27,7 @@ from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.stage import file_table
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.streaming.buffers import FilePart
-from shardnet.types import DType, LayerRange, WireDType
+from shardnet.types import PREFILL_CHUNK_ROWS, DType, LayerRange, WireDType
 from shardnet.wire.messages.membership import NodeInfo
 from shardnet.wire.messages.plans import ModelChoice
 
@@ -89,6 +90,67 @@ def test_what_a_prompt_needs_is_asked_for_before_and_nothing_else(
     assert not reads.read
     chain.step(Rows(slot=0, position=0, ids=PROMPT, n_sampled=1))
     assert reads.read == reads.ahead
+
+
+LONG = random_prompt(500, 90, seed=2)
+
+
+@pytest.fixture
+def long_table(tmp_path: Path) -> StageChain:
+    """A model with more rows than a prompt needs."""
+    sizes = CASE | {"ngram_vocab_size_base": 3000}
+    folder = make_decoder(tmp_path / "long", "qwen4_exp_text", with_tokenizer=False, **sizes)
+    return load(folder)
+
+
+def rows_that_steps_read(chain: StageChain, reads: Reads, end: int) -> set[Read]:
+    """Compute the first positions of LONG, a chunk a step."""
+    for begin in range(0, end, PREFILL_CHUNK_ROWS):
+        ids = LONG[begin : min(end, begin + PREFILL_CHUNK_ROWS)]
+        chain.step(Rows(slot=0, position=begin, ids=ids, n_sampled=1))
+    return reads.read
+
+
+def recorded(patch: pytest.MonkeyPatch) -> list[Read]:
+    """What the system is asked for from now on, in place of asking it."""
+    asked: list[Read] = []
+
+    def ask(_: int, offset: int, n_bytes: int, advice: int) -> None:
+        assert advice == os.POSIX_FADV_WILLNEED
+        asked.append((offset, n_bytes))
+
+    patch.setattr(os, "posix_fadvise", ask)
+    return asked
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere rows are read")
+def test_a_whole_prompt_is_asked_for_chunk_by_chunk_and_each_row_once(
+    long_table: StageChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, reads = recorded(monkeypatch), Reads(monkeypatch)
+    tables = long_table.stages[0].tables
+    turns = [[*table.asking(LONG)] for table in tables]
+    assert [len(each) for each in turns] == [2, 2]
+    assert len(asked) == len({*asked})
+    assert {*asked} == rows_that_steps_read(long_table, reads, len(LONG))
+    asked.clear()
+    for table in tables:
+        next(table.asking(LONG))
+    reads.read.clear()
+    assert {*asked} == rows_that_steps_read(long_table, reads, PREFILL_CHUNK_ROWS)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere rows are read")
+def test_no_more_is_asked_for_than_there_is_memory_for(
+    long_table: StageChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rows of the text are, so that what is computed first does not wait."""
+    asked, reads = recorded(monkeypatch), Reads(monkeypatch)
+    [table, _] = long_table.stages[0].tables
+    first = len({*table.rows_of(torch.tensor(LONG[:PREFILL_CHUNK_ROWS])).flatten().tolist()})
+    assert len([*table.asking(LONG, (first + 5) * (mmap.PAGESIZE + table.row_bytes))]) == 2
+    assert len(asked) == first + 5
+    assert {*asked[:first]} < rows_that_steps_read(long_table, reads, PREFILL_CHUNK_ROWS)
 
 
 @pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="Linux says what is in the page cache")

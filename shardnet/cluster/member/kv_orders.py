@@ -22,6 +22,7 @@ from shardnet.transport.link import Link
 from shardnet.types import HeldRows, LayerRange, SequenceId, SlotId, StateId, block_spans
 from shardnet.wire.messages import stages
 from shardnet.wire.messages.bulk import FetchKv, KvRows
+from shardnet.wire.messages.control import Done
 
 if TYPE_CHECKING:
     from shardnet.stage.moves.slot_moves import HeldLayer, Moves
@@ -33,6 +34,10 @@ KEPT_S: Final = 60.0
 last of it that came."""
 FOUND_S: Final = 1.0
 """How long what was found of a sequence waits to be asked for."""
+AHEAD_SHARE: Final = 0.25
+"""Of the available memory, for what a prompt looks up."""
+SystemBytes = Callable[[], tuple[int, int]]
+"""Says how much of the system's memory is available, and all of it."""
 ANSWER_S: Final = 10.0
 """Timeout while a node sends nothing of what it was asked for."""
 
@@ -376,7 +381,7 @@ async def compute_for_audit(host: StageHost, message: stages.ComputeLayer) -> st
         trim_heap()  # of the layer
         return time.thread_time() - began_s, after
 
-    took_s, after = await host.beside_steps(compute)
+    took_s, after = await host.beside_steps(compute, "audits")
     return stages.LayerComputed(request=message.request, took_s=took_s, after=after)
 
 
@@ -392,9 +397,22 @@ async def count_experts(host: StageHost, message: stages.CountExperts) -> stages
     )
 
 
+async def read_ahead(host: StageHost, system_bytes: SystemBytes, message: stages.ReadAhead) -> Done:
+    """Read what a prompt looks up, into a share of what is available. Raises as `member_order`."""
+    host.member_order(message.ring, message.epoch)
+    assert host.loaded is not None, "member_order says so"
+    tables = [table for part in host.loaded.parts or (host.loaded,) for table in part.tables]
+    most_bytes = int(AHEAD_SHARE * system_bytes()[0]) // max(1, len(tables))
+    turns = zip(*(table.asking(message.token_ids, most_bytes) for table in tables), strict=False)
+    while await host.beside_steps(lambda: next(turns, None), "tables"):
+        pass
+    return Done(request=message.request)
+
+
 Order = (
     stages.FindPrefix
     | stages.RestorePrefix
+    | stages.ReadAhead
     | stages.MoveKv
     | stages.AuditStage
     | stages.ComputeLayer
@@ -408,10 +426,11 @@ SOON: Final = (stages.FindPrefix, stages.AuditStage, stages.CountExperts)
 class StageAnswers:
     """What this node's stage answers to the orders of heads, of this node's own too."""
 
-    def __init__(self, host: StageHost, kv: KvOrders) -> None:
+    def __init__(self, host: StageHost, kv: KvOrders, system_bytes: SystemBytes) -> None:
         self._answers: dict[type[Order], Callable[[Any], Coroutine[Any, Any, Any]]] = {
             stages.FindPrefix: partial(find_prefix, host),
             stages.RestorePrefix: partial(restore_prefix, host),
+            stages.ReadAhead: partial(read_ahead, host, system_bytes),
             stages.MoveKv: kv.move,
             stages.AuditStage: partial(audit_stage, host),
             stages.ComputeLayer: partial(compute_for_audit, host),

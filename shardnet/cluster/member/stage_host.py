@@ -428,9 +428,9 @@ class StageHost:
         place, compute = computes_by_device(self.loaded)[0]
         return await self.compute.submit(lambda: job(compute), place)
 
-    async def beside_steps(self, job: Callable[[], T]) -> T:
-        """Run a job on the loading thread; see StageLoader.run."""
-        return await self._loader.run("audits", job)
+    async def beside_steps(self, job: Callable[[], T], what: str) -> T:
+        """Run a job on the loading thread for `what`; see StageLoader.run."""
+        return await self._loader.run(what, job)
 
     async def measure(
         self,

@@ -249,7 +249,7 @@ class StageParts:
             log=settings.log,
         )
         self.kv = KvOrders(self.host, links.dial_bulk)
-        self.answers = StageAnswers(self.host, self.kv)
+        self.answers = StageAnswers(self.host, self.kv, settings.budget.system_bytes)
         self.power = PowerWatch(
             work=self._work,
             cards=[

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 from shardnet.cluster.ring.ring_spec import RingSpec
 from shardnet.cluster.ring.stage_port import StagePort, ask_all
-from shardnet.errors import WrongValuesError
+from shardnet.errors import ShardnetError, WrongValuesError
 from shardnet.runtime.engine.engine import Engine
 from shardnet.runtime.engine.prefixes import FoundPrefix, Prefixes
 from shardnet.runtime.ring.pipeline import Pipeline, StepAnswered
@@ -19,10 +22,14 @@ from shardnet.runtime.scheduling.scheduler import Scheduler
 from shardnet.runtime.scheduling.step_cost import RingLimits, StepLimits
 from shardnet.runtime.stage.compute import StepFailed
 from shardnet.types import PREFILL_CHUNK_ROWS, Epoch, LayerRange, SequenceId
+from shardnet.wire.messages.control import Done
+from shardnet.wire.messages.handshake import Capability
 from shardnet.wire.messages.stages import (
+    MAX_AHEAD_IDS,
     FindPrefix,
     PrefixFound,
     PrefixRestored,
+    ReadAhead,
     RestorePrefix,
     StageReady,
 )
@@ -160,6 +167,23 @@ class EngineMaker:
             row_s=self._row_s or 0.0,
         )
 
+    async def _read_ahead(
+        self, ports: Sequence[StagePort], turn: asyncio.Lock, prompt: Sequence[int], n_held: int
+    ) -> None:
+        """Have stages read for one prompt after the other; see Pipeline."""
+        assert self.spec.config.ngrams is not None
+        begin = max(0, n_held - self.spec.config.ngrams.longest + 1)
+
+        async def ask(port: StagePort) -> None:
+            with contextlib.suppress(ShardnetError):  # each step asks for its own then
+                port.require(Capability.READ_AHEAD)
+                await port.order(message, Done)
+
+        async with turn:
+            ids = tuple(prompt[begin : begin + MAX_AHEAD_IDS])
+            message = ReadAhead(request=0, ring=self.name, epoch=self.epoch, token_ids=ids)
+            await ask_all(map(ask, ports))
+
     def engine(self, ready: Sequence[StageReady]) -> Engine:
         """Make the engine of a ring that replaces none."""
         prefixes = self.prefixes(ready)
@@ -184,6 +208,10 @@ class EngineMaker:
             if not isinstance(error, WrongValuesError) or not self.on_wrong_values(error):
                 on_failed(step)
 
+        spec, own = self.spec, self.spec.config.ngrams
+        further = [spec.layers[rank] for rank, nodes in enumerate(spec.spans) for _ in nodes]
+        stages = zip([*spec.layers, *further], self.ports, strict=True)
+        looking = [port for layers, port in stages if own and {*own.layers} & {*layers}]
         return Pipeline(
             epoch=self.epoch,
             vocab_size=self.spec.config.vocab_size,
@@ -192,4 +220,5 @@ class EngineMaker:
             on_failed=failed,
             routing=self.spec.config.routing,
             chunk_s=self.chunk_s,
+            read_ahead=partial(self._read_ahead, looking, asyncio.Lock()) if own else None,
         )

@@ -216,6 +216,7 @@ class Engine:
         digests = [place.digest for place in request.places]
         self._encoding.store.use(digests)
         expiry = self._set_deadline(sequence_id, request)
+        reading = self._read_ahead(request, n_stored)
         try:
             if request.made:
                 self._live.take_made(sequence_id, live)
@@ -231,6 +232,8 @@ class Engine:
         finally:
             if expiry is not None:
                 expiry.cancel()
+            if reading is not None:
+                reading.cancel()
             self._live.pop(sequence_id, None)
             self.totals.drafts.update(live.counts)
             self._encoding.store.leave(digests)
@@ -377,6 +380,14 @@ class Engine:
             ready=self._pump,
             ended=partial(self._on_guide_ended, sequence_id),
         )
+
+    def _read_ahead(self, request: GenerationRequest, n_stored: int) -> asyncio.Task[None] | None:
+        """Have stages read what a prompt looks up in files, but for what they hold of it."""
+        if self.pipeline.read_ahead is None:
+            return None
+        held = self._scheduler.kv_blocks.prefix(request.prompt, request.adapters, request.places)
+        n_held = max(n_stored, held.n_kept if held else 0)
+        return asyncio.create_task(self.pipeline.read_ahead(request.prompt, n_held))
 
     def _on_guide_ended(self, sequence_id: SequenceId, error: ShardnetError | None) -> None:
         """End a request whose output is complete, or cannot be constrained further."""

@@ -31,6 +31,7 @@ from shardnet.types import LEAST_STATES, LayerRange, MicroBatch, WireDType, bloc
 
 if TYPE_CHECKING:
     from shardnet.model.vision.picture import PictureEncoder
+    from shardnet.stage.file_table import FileTable
     from shardnet.stage.kept_linears import KeptLinears
     from shardnet.stage.moves.slot_moves import Moves
     from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
@@ -67,8 +68,8 @@ class LoadedStage:
     `prefixes` are those on disk of finished prompts, None where none are kept; `arithmetic` is "".
     A slot that is copied `shares_blocks` with its source. `moves` takes the sequences of other
     stages in, None where it cannot. `linears` are those that a later stage may take. `audit` looks
-    for wrong bits, None where nothing does. `experts` are those of streamed layers. A stage that
-    has grown has `parts`, which were loaded one by one.
+    for wrong bits, None where nothing does. `experts` are those of streamed layers, `tables` are
+    looked up in files. A stage that has grown has `parts`, which were loaded one by one.
     """
 
     order: StageOrder
@@ -87,6 +88,7 @@ class LoadedStage:
     linears: KeptLinears | None = None
     audit: StageAudit | None = None
     experts: ExpertPool | None = None
+    tables: tuple[FileTable, ...] = ()
     parts: tuple[LoadedStage, ...] = ()
 
     @property

@@ -179,6 +179,7 @@ def load(
         linears=model.linears if model is not None else None,
         audit=_audit(order, model),
         experts=model.experts if model is not None else None,
+        tables=model.tables if model is not None else (),
     )
 
 

@@ -8,9 +8,9 @@ directly. Must not know texts, why a step was scheduled, or how nodes are found.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
 
 import msgspec
 from msgspec.structs import asdict, replace
@@ -91,6 +91,8 @@ class Pipeline:
     on_failed: Callable[[StepFailed], None]
     routing: RoutingShape | None = None
     chunk_s: float | None = None
+    read_ahead: Callable[[Sequence[int], int], Coroutine[Any, Any, None]] | None = None
+    """Has stages read what a prompt looks up in files behind its first so many positions."""
 
     def __post_init__(self) -> None:
         self._inputs = StageInputs()

@@ -48,6 +48,7 @@ class Capability(enum.StrEnum):
     SAMPLERS = "samplers-2", "DRY, top-n-sigma and typical sampling"
     THOUGHTS = "thoughts", "budgets of reasoning"
     HOUSEHOLD = "household", "several models of a household"
+    READ_AHEAD = "read-ahead", "what a whole prompt looks up in files"
 
     def __new__(cls, name: str, what: str) -> Self:
         """Take the name for the value."""

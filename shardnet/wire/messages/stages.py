@@ -33,6 +33,7 @@ MAX_ADAPTER_LAYER_BYTES: Final = 1 << 28
 MAX_AUDITED_BYTES: Final = 1 << 20
 AuditedRows = Annotated[bytes, Meta(max_length=MAX_AUDITED_BYTES)]
 """Rows in the dtype of their ring, row-major, little-endian."""
+MAX_AHEAD_IDS: Final = 1 << 16
 
 
 class DevicePart(Row, frozen=True, array_like=True):
@@ -214,6 +215,12 @@ class PrefixRestored(schema.Reply, frozen=True, kw_only=True):
     is_whole: bool
 
 
+class ReadAhead(schema.OfRing, frozen=True, kw_only=True):
+    """Have a stage read into memory what tokens of a prompt look up in files, until Cancel."""
+
+    token_ids: Annotated[tuple[U32, ...], Meta(max_length=MAX_AHEAD_IDS)]
+
+
 class KvSource(Row, frozen=True, array_like=True):
     """The node at `address` has `layers` in the ring that goes on."""
 
@@ -313,6 +320,7 @@ StageRequest: TypeAlias = (
     | LeaveRing
     | FindPrefix
     | RestorePrefix
+    | ReadAhead
     | MoveKv
     | AuditStage
     | ComputeLayer
