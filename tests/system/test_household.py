@@ -113,6 +113,16 @@ async def states(client: Client) -> dict[str, HouseholdModelState]:
     return {one.model.name: one for one in await client.household()}
 
 
+async def until_told(home: Home, place: int, names: set[str]) -> dict[str, HouseholdModelState]:
+    """Return how the models are, once a node knows these; it may wait for another one to lead."""
+    async with home.connect(place) as client, asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(LinkError):
+                if {*(found := await states(client))} == names:
+                    return found
+            await asyncio.sleep(0.2)
+
+
 def test_three_models_answer_side_by_side_and_outlive_a_node(home: Home) -> None:
     """Thirty requests, while the head of the large one's ring dies and a model comes and goes."""
 
@@ -235,9 +245,10 @@ def test_a_node_that_drains_gives_the_layers_of_its_runners_away(tmp_path: Path)
                             tasks.create_task(drain(names.index(tail)))
                         ids += event.token_ids
                 assert tuple(ids) == tuple(whole.token_ids)
-                [state] = await client.household()
-                assert tail not in {share.name for share in state.shares}
-                return leaving
+            other = 1 if leaving is nodes[0] else 0  # the one that leads may be the one that leaves
+            state = (await until_told(home, other, {"large"}))["large"]
+            assert tail not in {share.name for share in state.shares}
+            return leaving
 
         async def drain(place: int) -> None:
             async with home.connect(place) as client:
@@ -269,23 +280,15 @@ def test_another_node_leads_in_place_of_one_that_ends_and_finds_what_is_loaded(
                 asked = client.complete("abc", model=ModelChoice(model=model), max_tokens=3)
                 assert [result.text for result in await asked] == ["def"]
 
-        async def until_told(place: int, names: set[str]) -> dict[str, HouseholdModelState]:
-            async with home.connect(place) as client, asyncio.timeout(60):
-                while True:
-                    with contextlib.suppress(LinkError):
-                        if {*(found := await states(client))} == names:
-                            return found
-                    await asyncio.sleep(0.2)
-
         async def main() -> None:
             async with home.connect() as client:
                 await client.name_models([one, other])
-            await until_told(1, {"one", "other"})
+            await until_told(home, 1, {"one", "other"})
             await say(1, "one")
-            before = await until_told(2, {"one", "other"})
+            before = await until_told(home, 2, {"one", "other"})
             nodes[0].stop()
             await say(2, "other")  # waits for somebody to lead
-            after = await until_told(1, {"one", "other"})
+            after = await until_told(home, 1, {"one", "other"})
             assert after["one"].shares == before["one"].shares
             assert after["one"].state == "loaded"
             await say(2, "one")
@@ -295,9 +298,11 @@ def test_another_node_leads_in_place_of_one_that_ends_and_finds_what_is_loaded(
                 await client.name_models(dropped=["other"])
             again = ["--peer", nodes[1].address, "--household", str(tmp_path / "household.toml")]
             nodes[0] = machine.start_nodes("anna", arguments=again)[0]
-            await until_told(0, {"one", "third"})
+            await until_told(home, 0, {"one", "third"})
             await say(0, "third")
-            assert (await until_told(1, {"one", "third"}))["one"].shares == before["one"].shares
+            assert (await until_told(home, 1, {"one", "third"}))["one"].shares == before[
+                "one"
+            ].shares
 
         asyncio.run(main())
 
