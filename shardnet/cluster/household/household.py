@@ -236,6 +236,8 @@ class Household:
         if len({*self._kept, *(model.name for model in message.models)}) > MAX_HOUSEHOLD:
             raise UsageError(f"a household has at most {MAX_HOUSEHOLD} models")
         async with self._changing:
+            if self._sent_on(control, message.request):  # it was handed over meanwhile
+                return
             if not self._kept:
                 self._leads_s = self.clock()
             changed = [
