@@ -262,13 +262,12 @@ async def unload(
     addresses, had_any = [*options.split_nodes(nodes), *options.check_addresses(peer)], False
     async with contextlib.AsyncExitStack() as stack:
         for client in await named_or_here(stack, addresses, access.identity()):
-            if model:
-                had_any |= model in [one.model.name for one in await client.household()]
-            else:
-                had_any |= (await client.status(with_peers=False)).node.stage is not None
+            if model and model not in [one.model.name for one in await client.household()]:
+                raise UsageError(
+                    f"the household has no model called {model}",
+                    remedy="`shardnet household` lists them",
+                )
+            stage = (await client.status(with_peers=False)).node.stage
+            had_any |= bool(model) or stage is not None
             await client.unload(model=model)
-    if model and not had_any:
-        raise UsageError(
-            f"the household has no model called {model}", remedy="`shardnet household` lists them"
-        )
     say(f"{model or 'the model'} is unloaded" if had_any else "no model was loaded")

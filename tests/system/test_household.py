@@ -293,7 +293,14 @@ def test_another_node_leads_in_place_of_one_that_ends_and_finds_what_is_loaded(
             assert after["one"].state == "loaded"
             await say(2, "one")
             async with home.connect(2) as client:
-                await client.unload(model="other")
+                [unknown, known] = [
+                    await asyncio.to_thread(
+                        machine.run, "unload", name, "--nodes", nodes[2].address
+                    )
+                    for name in ("titles", "other")
+                ]
+                assert "the household has no model called titles" in unknown.error
+                assert "other is unloaded" in known.stderr
                 assert (await states(client))["other"].state == "unloaded"
                 await client.name_models(dropped=["other"])
             again = ["--peer", nodes[1].address, "--household", str(tmp_path / "household.toml")]

@@ -212,6 +212,8 @@ class Exchange:
     running: set[int] = field(default_factory=set)
     """The requests of the client that run for it."""
     _place: Ticket | None = None
+    _waited_for: str = ""
+    """The model of the household that was loaded when this asked for it first."""
 
     @property
     def owner(self) -> str:
@@ -232,8 +234,9 @@ class Exchange:
         """
         choice = self._chosen(model)
         if self.service.models.is_of_household(choice.model):
-            if not (self.hears or self.resumes):
+            if not (self.hears or self.resumes or self._waited_for == choice.model):
                 await self._be_loaded(choice)
+                self._waited_for = choice.model
             return choice
         if self.resumes:  # the ring has the model, or gets it from whoever takes it over
             return choice

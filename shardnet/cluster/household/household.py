@@ -153,9 +153,16 @@ class Household:
         """List what models of the household are called, the most important first."""
         return [*(kept.model.name for kept in self._ordered()), *self._led]
 
-    def choice(self, model: str) -> ModelChoice | None:
-        """Return what a model is that this node leads, None for another one's."""
-        return kept.model.choice if (kept := self._kept.get(model)) is not None else None
+    def choice(self, model: str) -> ModelChoice:
+        """Return what a model is that this node leads."""
+        return self._kept[model].model.choice
+
+    def sent_on(self, control: ControlLink, request: int) -> bool:
+        """Send who asks to the node that leads, if that is another one; return whether it is."""
+        if self._leadership.other is None:
+            return False
+        control.send(Redirect(request=request, address=self.leader()))
+        return True
 
     def leader(self) -> str:
         """Return where the node is that leads other models than this one. Raises LinkError."""
@@ -231,12 +238,12 @@ class Household:
 
     async def _name_models(self, control: ControlLink, message: NameModels) -> None:
         """Take models into the household, or out of it. Raises UsageError for too many."""
-        if self._sent_on(control, message.request):
+        if self.sent_on(control, message.request):
             return
         if len({*self._kept, *(model.name for model in message.models)}) > MAX_HOUSEHOLD:
             raise UsageError(f"a household has at most {MAX_HOUSEHOLD} models")
         async with self._changing:
-            if self._sent_on(control, message.request):  # it was handed over meanwhile
+            if self.sent_on(control, message.request):  # it was handed over meanwhile
                 return
             if not self._kept:
                 self._leads_s = self.clock()
@@ -259,15 +266,8 @@ class Household:
         self._leadership.look()
         control.send(Done(request=message.request))
 
-    def _sent_on(self, control: ControlLink, request: int) -> bool:
-        """Send who asks to the node that leads, if that is another one; return whether it is."""
-        if self._leadership.other is None:
-            return False
-        control.send(Redirect(request=request, address=self.leader()))
-        return True
-
     async def _list(self, control: ControlLink, message: ListHousehold) -> None:
-        if self._sent_on(control, message.request):
+        if self.sent_on(control, message.request):
             return
         models = [self._state(kept) for kept in self._ordered()]
         control.send(HouseholdListed(request=message.request, models=models))
@@ -486,7 +486,7 @@ class Household:
         """Find what a model has already, by the word of another leader or of an earlier run."""
         nodes = {NodeId(info.node) for info in infos}
         unknown = [info for info in infos if info.node not in kept.looked_at | kept.shares.keys()]
-        kept.looked_at = kept.looked_at & nodes | nodes
+        kept.looked_at = nodes
         await asyncio.gather(*(self._orders.open(kept, info, None) for info in unknown))
         if unknown and kept.state == "unloaded" and kept.used:
             kept.state, kept.lost_s = "lost", self.clock()

@@ -228,11 +228,9 @@ class Router:
     async def _plan(self, control: ControlLink, message: PlanRequest) -> None:
         """Reply with a plan, of a model of the household as if it were alone, or Redirect."""
         if self.household.has(message.choice.model):
-            named = self.household.choice(message.choice.model)
-            if named is None:
-                control.send(Redirect(request=message.request, address=self.household.leader()))
+            if self.household.sent_on(control, message.request):
                 return
-            message = replace(message, choice=named)
+            message = replace(message, choice=self.household.choice(message.choice.model))
         await self.clients.plan(control, message)
 
     async def resume(
@@ -272,8 +270,7 @@ class Router:
         if not message.model:
             self.encoders.free_idle()
         if self.household.has(message.model):
-            if self.household.choice(message.model) is None:
-                control.send(Redirect(request=message.request, address=self.household.leader()))
+            if self.household.sent_on(control, message.request):
                 return
             await self.household.unload(message.model, message.idle_s)
             control.send(Done(request=message.request))
