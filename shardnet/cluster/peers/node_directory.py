@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from shardnet.cluster.peers.advertisement import Advertisement
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.peers import Peers
-from shardnet.errors import ShardnetError, UsageError
+from shardnet.errors import LinkError, ShardnetError, UsageError
 from shardnet.transport.loop import together
 from shardnet.types import NodeId
 from shardnet.wire.messages.handshake import explanation
@@ -67,6 +67,7 @@ class NodeDirectory:
         there is no node at an address, UsageError if one is named twice.
         """
         if not addresses:
+            await self.peers.links.settled()
             infos, silent = await self._ask_all(self.status_s if status_s is None else status_s)
             own = self.own_info()
             nodes = infos if leads else [own, *infos]
@@ -101,20 +102,28 @@ class NodeDirectory:
     ) -> tuple[list[NodeInfo], tuple[LeftOut, ...]]:
         """Ask every linked peer, or those of `nodes`.
 
-        Returns the answers, and the peers without one in `grace_s`.
+        Returns the answers, and the peers without one in `grace_s`. One whose link breaks meanwhile
+        is asked again over its next one.
         """
+
+        links = self.peers.links
 
         async def ask(control: ControlLink) -> NodeInfo | LeftOut:
             try:
                 async with asyncio.timeout(grace_s):
-                    return await _ask(control)
+                    try:
+                        return await _ask(control)
+                    except LinkError:
+                        await links.settled()
+                        if (again := links.link_of(NodeId(control.link.peer.node))) is None:
+                            raise
+                        return await _ask(again)
             except TimeoutError:
                 return _silent(control, f"it did not answer within {grace_s:g} s: {TOO_BUSY}")
             except ShardnetError as error:
                 return _silent(control, explanation(error))
 
-        linked = self.peers.links.linked()
-        asked = [each for each in linked if nodes is None or each.link.peer.node in nodes]
+        asked = [each for each in links.linked() if nodes is None or each.link.peer.node in nodes]
         answers = await asyncio.gather(*map(ask, asked))
         infos = [
             replace(info, address=self.peers.address_of(NodeId(info.node)) or info.address)

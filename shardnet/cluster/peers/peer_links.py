@@ -81,6 +81,7 @@ class PeerLinks:
         self._peers: dict[NodeId, _Peer] = {}
         self._broken: dict[NodeId, _Peer] = {}
         """Peers whose last link just broke, and which are being dialled again."""
+        self._redials: set[asyncio.Task[None]] = set()
         self._closing = False
         self.on_up: Callable[[ControlLink], None] = lambda control: None
         """Called with each link that comes up."""
@@ -106,6 +107,11 @@ class PeerLinks:
         """Return the link to a node, None if there is none."""
         peer = self._peers.get(node)
         return self._used(peer).control if peer is not None else None
+
+    async def settled(self) -> None:
+        """Wait until peers whose last link broke are linked again or lost: AGAIN_S at most."""
+        if self._redials:
+            await asyncio.wait(self._redials)
 
     def is_dialled(self, node: NodeId, address: str) -> bool:
         """Return whether a link to a node that is up was dialled at `address`."""
@@ -243,7 +249,9 @@ class PeerLinks:
         took_long = isinstance(error, PeerSilentError)  # dialling again is too late then
         if peer.watchers and not (self._closing or link.was_left or took_long):
             self._broken[node] = peer
-            self.tasks.create_task(self._try_again(node, name, peer, error))
+            redial = self.tasks.create_task(self._try_again(node, name, peer, error))
+            self._redials.add(redial)
+            redial.add_done_callback(self._redials.discard)
         else:
             self._lose(node, name, peer, error)
 

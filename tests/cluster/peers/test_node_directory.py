@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -45,9 +45,25 @@ async def gone(node: NodeInfo) -> NodeInfo:
 
 
 async def asked(
-    *peers: Peer, status_s: float, is_draining: bool = False, leads: bool = False
+    *peers: Peer,
+    status_s: float,
+    is_draining: bool = False,
+    leads: bool = False,
+    redialled: Sequence[Peer] = (),
 ) -> NodeCandidates:
-    links = SimpleNamespace(linked=lambda: peers)
+    """Ask for candidates among `peers`, of which some have another link once all is `settled`."""
+    linked = {peer.link.peer.node: peer for peer in peers}
+    settled = False
+
+    async def settle() -> None:
+        nonlocal settled
+        linked.update({peer.link.peer.node: peer for peer in redialled if settled})
+        settled = True
+
+    def link_of(node: str) -> Peer | None:
+        return linked[node] if linked[node] in redialled else None
+
+    links = SimpleNamespace(linked=lambda: [*linked.values()], settled=settle, link_of=link_of)
     neighbours = NodeDirectory(
         own_info=lambda: replace(info("anna"), node="anna", is_draining=is_draining),
         peers=cast(Peers, SimpleNamespace(links=links, address_of=lambda node: f"{node}:1")),
@@ -88,6 +104,13 @@ def test_who_says_nothing_in_time_and_whose_link_ends_are_named() -> None:
         ("pi", f"it did not answer within 0.05 s: {TOO_BUSY}"),
         ("vera", "no byte for 8 s"),
     ]
+
+
+def test_a_peer_whose_link_breaks_as_it_is_asked_is_asked_over_the_next_one() -> None:
+    again = Peer("vera", at_once)
+    found = asyncio.run(asked(Peer("vera", gone), status_s=60, redialled=[again]))
+    assert [node.node for node in found.nodes] == ["anna", "vera"]
+    assert found.silent == ()
 
 
 def test_a_node_that_drains_is_a_candidate_only_for_the_ring_that_it_leads() -> None:

@@ -515,7 +515,9 @@ def test_a_link_that_breaks_is_dialled_again_before_its_node_counts_as_lost() ->
             control = await a.peers.link_to(b.address)
             a.peers.links.watch(control, lost.append)
             control.link.abort("bytes have changed on their way")
-            await a.until(lambda: a.peers.links.link_of(b.node) not in (None, control))
+            await a.until(lambda: a.peers.links.link_of(b.node) is not control)
+            await a.peers.links.settled()
+            assert a.peers.links.link_of(b.node) is not None
             assert (lost, a.said("is gone"), a.known("b").is_linked) == ([], 0, True)
             again = a.peers.links.latest(control)
             assert not again.link.closed

@@ -14,7 +14,7 @@ import concurrent.futures
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -63,7 +63,7 @@ class Proxy:
 
     def cut(self) -> None:
         """Reset all connections. New ones are accepted."""
-        self._call(self._reset)
+        self._call(partial(self._reset, self._writers))
 
     def change(self, how: Callable[[bytes], bytes]) -> None:
         """Pass on `how` of each piece from now on, on the way that has carried most: among those
@@ -109,7 +109,7 @@ class Proxy:
         self._started.set_result(None)
         await self._stop.wait()
         server.close()
-        self._reset()
+        self._reset(self._writers)
         if self._tasks:
             for task in self._tasks:
                 task.cancel()
@@ -120,21 +120,22 @@ class Proxy:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        both = {writer}
         self._writers.add(writer)
         try:
             far_reader, far_writer = await asyncio.open_connection(*self._target)
+            both.add(far_writer)
             self._writers.add(far_writer)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pump(reader, far_writer))
                 group.create_task(self._pump(far_reader, writer))
             await asyncio.sleep(self._delay_s)
-            self._writers.discard(far_writer)
-            far_writer.close()
         except* (OSError, asyncio.CancelledError):
-            self._reset()
+            self._reset(both)
         finally:
-            self._writers.discard(writer)
-            writer.close()
+            self._writers -= both
+            for one in both:
+                one.close()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(_CHUNK_BYTES):
@@ -171,8 +172,8 @@ class Proxy:
             if not writer.is_closing():
                 writer.write_eof()
 
-    def _reset(self) -> None:
-        for writer in self._writers:
+    def _reset(self, writers: Iterable[asyncio.StreamWriter]) -> None:
+        for writer in writers:
             writer.transport.abort()
 
     def _change_busiest(self, how: Callable[[bytes], bytes]) -> None:
