@@ -33,7 +33,7 @@ from shardnet.checkpoint.tensors.stored_tensor import (
 )
 from shardnet.errors import UnsupportedModelError, shown
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import FACTOR_TENSORS, Factors
+from shardnet.model.config.gguf_keys import FACTOR_TENSORS, Factors, GgufFields
 from shardnet.model.families.encoders import GGUF_TYPES, writes_nothing
 from shardnet.model.families.registry import gguf_families
 
@@ -89,7 +89,7 @@ def config_of_metadata(
         for key, value in metadata.items()
         if key.startswith(f"{arch}.")
     }
-    fields = Fields(own, where, f"{arch}.", unknown)
+    fields = GgufFields(own, where, f"{arch}.", unknown, tensors=tensors, factors=factors)
     n_ahead = _n_layers_ahead(fields)
     if n_ahead:
         n_blocks = fields.positive("block_count")
@@ -100,8 +100,7 @@ def config_of_metadata(
     config = None
     for family in families.get(arch, ()):
         if config is None and family.gguf is not None and family.gguf.claims(fields):
-            read = family.gguf.read(fields, tensors, factors)
-            config = {"model_type": family.model_type} | read
+            config = {"model_type": family.model_type} | family.gguf.read(fields)
             if arch in family.gguf.multimodal:
                 fields.ignore("n_deepstack_layers")
             if arch.startswith(("qwen", "glm4")):

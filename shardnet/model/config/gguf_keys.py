@@ -23,10 +23,20 @@ RMS_NORM: Final = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
 FACTOR_TENSORS: Final = (FREQS, LONG, SHORT)
 
 
+class GgufFields(Fields):
+    """The metadata of a file, without the architecture's prefix, and what its tensors add to it.
+
+    `tensors` are the names in the file, `factors` what divides rotary frequencies.
+    """
+
+    def __init__(self, *of_fields: Any, tensors: Container[str], factors: Factors) -> None:
+        super().__init__(*of_fields)
+        self.tensors = tensors
+        self.factors = factors
+
+
 def read_gguf_decoder(
-    fields: Fields,
-    tensors: Container[str],
-    factors: Factors,
+    fields: GgufFields,
     *,
     intermediate_size: int | None = None,
     norm: tuple[str, str] = RMS_NORM,
@@ -35,14 +45,14 @@ def read_gguf_decoder(
 ) -> dict[str, Any]:
     """Read the metadata that all architectures but GPT-2 share, as config.json has it.
 
-    `tensors` are the names in the file, `intermediate_size` is a default (None: it must be there),
-    `norm` the keys of the norms' epsilon, in the file and in config.json. With `may_be_partial` a
-    rotary factor of 1 is written out too, for families whose default rotates a part of each head;
-    with `has_biases` it says too which biases there are, for families that may have some.
+    `intermediate_size` is a default (None: it must be there), `norm` the keys of the norms'
+    epsilon, in the file and in config.json. With `may_be_partial` a rotary factor of 1 is written
+    out too, for families whose default rotates a part of each head; with `has_biases` it says too
+    which biases there are, for families that may have some.
     Raises CheckpointError for a missing or malformed key, UnsupportedModelError for a value that is
     not implemented.
     """
-    config = read_gguf_sizes(fields, factors, intermediate_size=intermediate_size, norm=norm)
+    config = read_gguf_sizes(fields, intermediate_size=intermediate_size, norm=norm)
     n_heads = config["num_attention_heads"]
     even = config["hidden_size"] // n_heads
     head_size = fields.positive("attention.key_length", even)
@@ -53,13 +63,12 @@ def read_gguf_decoder(
     is_silent = rotated == head_size and not may_be_partial
     share = {} if is_silent else {"partial_rotary_factor": rotated / head_size}
     n_kv_heads = _read_even_kv_heads(fields, config["num_hidden_layers"], n_heads)
-    biases = gguf_biases(tensors) if has_biases else {}
+    biases = gguf_biases(fields) if has_biases else {}
     return config | share | biases | {"num_key_value_heads": n_kv_heads, "head_dim": head_size}
 
 
 def read_gguf_sizes(
-    fields: Fields,
-    factors: Factors,
+    fields: GgufFields,
     *,
     intermediate_size: int | None = None,
     norm: tuple[str, str] = RMS_NORM,
@@ -75,7 +84,7 @@ def read_gguf_sizes(
         "num_attention_heads": fields.positive("attention.head_count"),
         norm[1]: fields.number(norm[0], within=NORM_EPS),
         "rope_theta": fields.number("rope.freq_base", 10000.0, within=THETAS),
-        "rope_scaling": _read_scaling(fields, factors),
+        "rope_scaling": _read_scaling(fields),
     }
 
 
@@ -175,15 +184,15 @@ def read_gguf_delta_net(fields: Fields, *, takes_turns: bool = False) -> dict[st
     } | ({} if kinds is None else {"layer_types": [LINEAR if own else FULL for own in kinds]})
 
 
-def gguf_biases(tensors: Container[str]) -> dict[str, bool]:
+def gguf_biases(fields: GgufFields) -> dict[str, bool]:
     """Derive from the tensors' names which biases the model has: no key of the metadata says it."""
     return {
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in fields.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in fields.tensors,
     }
 
 
-def _read_scaling(fields: Fields, factors: Factors) -> dict[str, Any] | None:
+def _read_scaling(fields: GgufFields) -> dict[str, Any] | None:
     """Read how rotary positions are scaled, as config.json has it in `rope_scaling`.
 
     Stored factors divide the frequencies, as longrope's do. Those of Llama 3, in `rope_freqs`, are
@@ -193,7 +202,7 @@ def _read_scaling(fields: Fields, factors: Factors) -> dict[str, Any] | None:
     original = fields.optional("rope.scaling.original_context_length")
     magnitude = fields.optional_number("rope.scaling.attn_factor")
     factor = fields.optional_number("rope.scaling.factor")
-    if factors:
+    if factors := fields.factors:
         if kind not in ("none", "longrope"):
             raise fields.unsupported("rope.scaling.type", kind, "longrope, none beside factors")
         return {

@@ -5,7 +5,6 @@ Layers without a window have no positions. Four norms a layer, DeepSeek-V3's exp
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ from shardnet.model.config.decoder_config import (
     read_windows,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_decoder
 from shardnet.model.config.model_config import Experts, ModelConfig
 from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
 from shardnet.model.families.family import GgufFormat
@@ -84,11 +83,11 @@ def read_experts(
     return experts if layers else None
 
 
-def _read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata; embeddings are multiplied, and every fourth layer is without a window."""
     fields.require("expert_gating_func", 2)  # sigmoid
-    return read_gguf_decoder(fields, tensors, factors) | {
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
+    return read_gguf_decoder(fields) | {
+        "attention_bias": "blk.0.attn_q.bias" in fields.tensors,
         "mup_enabled": True,
         "moe_intermediate_size": fields.positive("expert_feed_forward_length"),
         "num_dense_layers": fields.take("leading_dense_block_count", int, 0),

@@ -5,14 +5,14 @@ What V3 says in the same words is here too.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from shardnet.model.config.decoder_config import read_decoder, read_expert_counts, read_mlp_kinds
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_sizes
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_sizes
 from shardnet.model.config.model_config import Experts, Latent, ModelConfig
 from shardnet.model.config.rope import rope_object, yarn_magnitude
 from shardnet.model.families.expert_parts import GROUPED_EXPERTS, STACKED
@@ -147,13 +147,13 @@ def read_experts(
     return replace(config, experts=experts if layers else None)
 
 
-def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def read_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata of V2 and V3.
 
     Newer files count the columns of a cached latent as those of a key, and say what a head's own
     are beside. A file that has no groups of experts is computed without any, as by llama.cpp.
     """
-    config = read_gguf_sizes(fields, factors)
+    config = read_gguf_sizes(fields)
     fields.ignore("attention.head_count_kv", "attention.key_length", "attention.value_length")
     own = "_mla" if fields.given("attention.key_length_mla") else ""
     rope_size = fields.take("rope.dimension_count", int)
@@ -200,9 +200,9 @@ def read_gguf_experts(fields: Fields, n_shared: int | None = None) -> dict[str, 
     }
 
 
-def read_gguf_v2(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def read_gguf_v2(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata of V2."""
-    config = read_gguf(fields, tensors, factors)
+    config = read_gguf(fields)
     fields.require("expert_gating_func", 1)
     return config | {"topk_method": "group_limited_greedy" if config["n_group"] > 1 else "greedy"}
 

@@ -5,7 +5,6 @@ Experts are chosen by the roots of softpluses, in the first layers by the token.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,7 +12,7 @@ from shardnet.errors import CheckpointError
 from shardnet.model.config.decoder_config import read_decoder, read_expert_counts
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import (
-    Factors,
+    GgufFields,
     read_gguf_clamp,
     read_gguf_indexer,
     read_gguf_sizes,
@@ -272,14 +271,14 @@ def _load_experts(config: ModelConfig, weights: WeightSource, layer: int) -> Spa
     return SparseMlp(router=router, experts=clamped, shared=shared, by_token=is_hashed)
 
 
-def _read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata."""
     fields.require("expert_gating_func", 4)  # roots of softpluses
     fields.ignore("embedding_length_out")
     experts = deepseek_v2.read_gguf_experts(fields)
     del experts["first_k_dense_replace"]  # there is none
     inner = experts["moe_intermediate_size"]
-    sizes = read_gguf_sizes(fields, factors, intermediate_size=inner)
+    sizes = read_gguf_sizes(fields, intermediate_size=inner)
     counts = {
         "num_key_value_heads": "attention.head_count_kv",
         "head_dim": "attention.key_length",

@@ -6,7 +6,6 @@ Knows their keys, defaults and parts (transformers, modeling_*.py). Must not kno
 from __future__ import annotations
 
 import math
-from collections.abc import Container
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -20,7 +19,12 @@ from shardnet.model.config.decoder_config import (
     read_windows,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, gguf_biases, read_gguf_decoder, read_gguf_sizes
+from shardnet.model.config.gguf_keys import (
+    GgufFields,
+    gguf_biases,
+    read_gguf_decoder,
+    read_gguf_sizes,
+)
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import Latent, ModelConfig, NormKind, Rope, RopeKind
 from shardnet.model.config.rope import read_rope, read_scaling
@@ -141,12 +145,12 @@ def read_cohere2(
     return replace(config, windows=windows, nope_layers=nope)
 
 
-def _read_cohere_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_cohere_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata of either; of which layers have no window llama.cpp has its own."""
-    return _read_layer_norm_gguf(fields, tensors, factors) | {
+    return _read_layer_norm_gguf(fields) | {
         "logit_scale": fields.number("logit_scale"),
-        "attention_bias": gguf_biases(tensors)["attention_bias"],
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+        "attention_bias": gguf_biases(fields)["attention_bias"],
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in fields.tensors,
         "sliding_window": fields.optional("attention.sliding_window"),
     }
 
@@ -208,13 +212,11 @@ def _read_stablelm(fields: Fields) -> ModelConfig:
     )
 
 
-def _read_stablelm_gguf(
-    fields: Fields, tensors: Container[str], factors: Factors
-) -> dict[str, Any]:
-    if "blk.0.attn_q_norm.weight" in tensors:
+def _read_stablelm_gguf(fields: GgufFields) -> dict[str, Any]:
+    if "blk.0.attn_q_norm.weight" in fields.tensors:
         raise fields.unsupported("blk.0.attn_q_norm.weight", "a norm", "heads without norms")
-    return _read_layer_norm_gguf(fields, tensors, factors) | {
-        "use_qkv_bias": "blk.0.attn_q.bias" in tensors,
+    return _read_layer_norm_gguf(fields) | {
+        "use_qkv_bias": "blk.0.attn_q.bias" in fields.tensors,
         "use_parallel_residual": fields.take("use_parallel_residual", bool, False),
     }
 
@@ -251,11 +253,11 @@ def _read_gpt_neox(fields: Fields) -> ModelConfig:
     )
 
 
-def _read_neox_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_neox_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata; all queries stand before all keys and values."""
-    return _read_layer_norm_gguf(fields, tensors, factors) | {
+    return _read_layer_norm_gguf(fields) | {
         "use_parallel_residual": fields.take("use_parallel_residual", bool, True),
-        "attention_bias": "blk.0.attn_qkv.bias" in tensors,
+        "attention_bias": "blk.0.attn_qkv.bias" in fields.tensors,
         "heads_stand_together": False,
     }
 
@@ -312,9 +314,7 @@ def _number(fields: Fields, key: str, default: float) -> float | None:
     return fields.optional_number(key) if fields.given(key) else default
 
 
-def _read_minicpm3_gguf(
-    fields: Fields, tensors: Container[str], factors: Factors
-) -> dict[str, Any]:
+def _read_minicpm3_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata, without multipliers and the columns of values: llama.cpp has our own."""
     fields.ignore("attention.head_count_kv")
     rope_size, whole = (
@@ -322,7 +322,7 @@ def _read_minicpm3_gguf(
     )
     if whole <= rope_size:
         raise fields.damaged(f"attention.key_length is {whole}, expected over {rope_size}")
-    return read_gguf_sizes(fields, factors) | {
+    return read_gguf_sizes(fields) | {
         "kv_lora_rank": fields.positive("attention.kv_lora_rank"),
         "q_lora_rank": fields.optional("attention.q_lora_rank"),
         "qk_rope_head_dim": rope_size,

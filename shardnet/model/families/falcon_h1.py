@@ -6,13 +6,12 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.model.config.decoder_config import read_decoder
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_decoder
 from shardnet.model.config.limits import SCALES
 from shardnet.model.config.model_config import DeltaNet, ModelConfig, OutputFactors
 from shardnet.model.families import mamba2
@@ -135,16 +134,16 @@ def _load_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMl
     )
 
 
-def _read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata: all factors are in the weights."""
     mamba = mamba2.read_gguf_mamba(fields)
-    return read_gguf_decoder(fields, tensors, factors) | {
+    return read_gguf_decoder(fields) | {
         "mamba_n_heads": mamba["heads"],
         "mamba_d_ssm": mamba["inner"],
         "mamba_n_groups": mamba["groups"],
         "mamba_d_state": mamba["state"],
         "mamba_d_conv": mamba["taps"],
-        "mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors,
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in fields.tensors,
         "mamba_norm_before_gate": False,
     }
 

@@ -7,12 +7,12 @@ forward pass is imported when a stage loads.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_decoder
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.tensor_shapes import (
     ExpertNames,
@@ -105,22 +105,21 @@ class GgufFormat:
     multimodal ones, whose images have a file of their own; `named_as` is another one whose names of
     tensors hold, "" where the `gguf` package knows the own. Where several families share one,
     `claims` says of its keys, without the architecture in front, whether a file is of this family.
-    `read` says what config.json would, given these keys, the names of the file's tensors and the
-    factors of rotary frequencies. `interleaved_rotary`: the rows of queries and keys that rotate
-    together stand side by side. `transposed` begins the names of matrices that are stored
-    transposed, "" for none. Norms are stored with the model's `norm_offset` added in all families,
-    except those whose names end in `plain_norm`. Names end in `decay` where minus the exponential
-    is stored. `renamed` has endings of names that the converter replaces before it looks names up.
-    `block_names` are what parameters of a layer are called that the `gguf` package does not name,
-    each below `model.layers.N` and below `blk.N`, or the whole names of others; `joined_names` are
-    those whose rows several tensors have.
+    `read` says what config.json would, given these keys. `interleaved_rotary`: the rows of queries
+    and keys that rotate together stand side by side. `transposed` begins the names of matrices that
+    are stored transposed, "" for none. Norms are stored with the model's `norm_offset` added in all
+    families, except those whose names end in `plain_norm`. Names end in `decay` where minus the
+    exponential is stored. `renamed` has endings of names that the converter replaces before it
+    looks names up. `block_names` are what parameters of a layer are called that the `gguf` package
+    does not name, each below `model.layers.N` and below `blk.N`, or the whole names of others;
+    `joined_names` are those whose rows several tensors have.
     """
 
     architecture: str
     multimodal: tuple[str, ...] = ()
     named_as: str = ""
     claims: Callable[[Fields], bool] = _claims_all
-    read: Callable[[Fields, Container[str], Factors], dict[str, Any]] = read_gguf_decoder
+    read: Callable[[GgufFields], dict[str, Any]] = read_gguf_decoder
     interleaved_rotary: bool = False
     transposed: str = ""
     plain_norm: str | None = None

@@ -6,7 +6,7 @@ with a window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -18,7 +18,7 @@ from shardnet.model.config.decoder_config import (
     read_windows,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_decoder
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import ModelConfig, Rope
 from shardnet.model.config.rope import read_rope
@@ -83,23 +83,21 @@ def read_soft_cap(fields: Fields, key: str, default: float | None) -> float | No
     return fields.optional_number(key) if fields.given(key) else default
 
 
-def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def read_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata; soft caps that it leaves out are the published ones."""
-    return read_gguf_gemma(fields, tensors, factors, _LAYERS_27B) | {
+    return read_gguf_gemma(fields, _LAYERS_27B) | {
         "attn_logit_softcapping": fields.optional_number("attn_logit_softcapping") or 50.0,
         "final_logit_softcapping": fields.optional_number("final_logit_softcapping") or 30.0,
     }
 
 
-def read_gguf_gemma(
-    fields: Fields, tensors: Container[str], factors: Factors, layers_27b: int
-) -> dict[str, Any]:
+def read_gguf_gemma(fields: GgufFields, layers_27b: int) -> dict[str, Any]:
     """Read what Gemma 2 and 3 say alike.
 
     The model with `layers_27b` layers scales scores by the hidden size divided by the heads, which
     no key says.
     """
-    config = read_gguf_decoder(fields, tensors, factors)
+    config = read_gguf_decoder(fields)
     scalar = config["head_dim"]
     if config["num_hidden_layers"] == layers_27b:
         scalar = config["hidden_size"] // config["num_attention_heads"]
@@ -136,9 +134,9 @@ def _read_gemma3(fields: Fields) -> ModelConfig:
     )
 
 
-def _read_gemma3_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_gemma3_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata."""
-    return read_gguf_gemma(fields, tensors, factors, _GEMMA3_27B) | {
+    return read_gguf_gemma(fields, _GEMMA3_27B) | {
         "rope_local_base_freq": fields.number("rope.freq_base_swa", 10000.0, within=THETAS),
         "sliding_window_pattern": fields.positive("attention.sliding_window_pattern", 6),
         "final_logit_softcapping": fields.optional_number("final_logit_softcapping"),

@@ -7,7 +7,7 @@ returns is multiplied by a number of its own. In mixtures, experts stand beside 
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -23,7 +23,7 @@ from shardnet.model.config.decoder_config import (
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import (
     FREQS,
-    Factors,
+    GgufFields,
     has_gguf_experts,
     read_gguf_each,
     read_gguf_sizes,
@@ -277,7 +277,7 @@ def _load_experts(
     )
 
 
-def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def read_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata, whose plain keys are those of layers without a window.
 
     The part of their columns that turns follows from factors of 1 and, for columns that do not, of
@@ -287,7 +287,9 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     for key in small:
         if value := fields.take(key, int, 0):
             raise fields.unsupported(key, value, _SUPPORTED)
-    config = read_gguf_sizes(fields, {})
+    config = read_gguf_sizes(fields)
+    if fields.factors:
+        config["rope_scaling"] = None
     n_layers = config["num_hidden_layers"]
     is_local = read_gguf_each(fields, "attention.sliding_window_pattern", bool, n_layers)
     kv_heads = read_gguf_each(fields, "attention.head_count_kv", int, n_layers)
@@ -316,9 +318,9 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
         "per_layer_config": {
             str(layer): {"head_dim": size, "num_key_value_heads": kv_heads[layer]} for layer in full
         },
-        "attention_k_eq_v": f"blk.{full[0]}.attn_v.weight" not in tensors,
+        "attention_k_eq_v": f"blk.{full[0]}.attn_v.weight" not in fields.tensors,
         "rope_parameters": {
-            FULL: rope | {"partial_rotary_factor": _turning_share(fields, factors, size)},
+            FULL: rope | {"partial_rotary_factor": _turning_share(fields, size)},
             SLIDING: {"rope_type": "default", "rope_theta": theta},
         },
         "hidden_size_per_layer_input": 0,
@@ -327,9 +329,9 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     }
 
 
-def _turning_share(fields: Fields, factors: Factors, size: int) -> float:
+def _turning_share(fields: GgufFields, size: int) -> float:
     """Return the part of a head's columns that turns."""
-    divisors = factors.get(FREQS, (1.0,) * (size // 2))
+    divisors = fields.factors.get(FREQS, (1.0,) * (size // 2))
     n_turning = divisors.count(1.0)
     resting = divisors[n_turning:]
     if len(divisors) != size // 2 or any(one < _RESTING for one in resting):

@@ -7,14 +7,13 @@ all MLPs are clamped.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from typing import Any, Final
 
 from shardnet.model.config.decoder_config import FULL, LINEAR, read_layer_kinds
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import (
-    Factors,
+    GgufFields,
     read_gguf_clamp,
     read_gguf_indexer,
     read_gguf_streams,
@@ -151,12 +150,12 @@ def _read_indexer(fields: Fields, kinds: list[str]) -> Indexer | None:
     return read if latents else None
 
 
-def _read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata: Kimi Linear's, and of what GLM's layers have beside."""
-    config = kimi_linear.read_gguf(fields, tensors, factors)
+    config = kimi_linear.read_gguf(fields)
     n_layers, n_dense = config["num_hidden_layers"], config["first_k_dense_replace"]
     clamps = ("swiglu_clamp_exp", "swiglu_clamp_shexp")
-    chooses = [f"blk.{n}.indexer.proj.weight" in tensors for n in range(n_layers)]
+    chooses = [f"blk.{n}.indexer.proj.weight" in fields.tensors for n in range(n_layers)]
     fields.ignore("attention.indexer.types")  # the tensors say so
     fields.ignore("attention.layer_norm_epsilon")  # of the index, where it is a constant
     fields.require("attention.indexer.kpool_select_tail", only=True)

@@ -5,7 +5,6 @@ Parameters are named without the `transformer.` prefix, which some checkpoints h
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from shardnet.model.config.decoder_config import (
@@ -15,7 +14,7 @@ from shardnet.model.config.decoder_config import (
     read_eos,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors
+from shardnet.model.config.gguf_keys import GgufFields
 from shardnet.model.config.limits import MAX_LAYERS, MAX_POSITIONS, NORM_EPS
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import Family, FamilyStage, GgufFormat
@@ -101,7 +100,7 @@ def load_stage(inputs: StageInputs) -> FamilyStage:
     return Gpt2Stage(inputs.config, inputs.layers, inputs.weights)
 
 
-def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def read_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata."""
     return {
         "n_layer": fields.positive("block_count"),

@@ -5,7 +5,6 @@ Every other layer has a window, and there are biases everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from shardnet.model.config.decoder_config import (
     read_windows,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_experts
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_decoder, read_gguf_experts
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import Experts, ModelConfig, Rope
 from shardnet.model.config.rope import read_rope, read_scaling
@@ -123,16 +122,16 @@ def _load_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> SparseM
     )
 
 
-def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def read_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata. Frequencies are scaled without truncation, which no key says."""
-    config = read_gguf_decoder(fields, tensors, factors) | read_gguf_experts(fields)
+    config = read_gguf_decoder(fields) | read_gguf_experts(fields)
     scaling = config["rope_scaling"] or {"rope_type": "default"}
     if scaling["rope_type"] == "yarn":
         scaling["truncate"] = False
     return config | {
         "intermediate_size": fields.positive("expert_feed_forward_length"),
         "sliding_window": fields.positive("attention.sliding_window"),
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in fields.tensors,
         "rope_scaling": scaling,
     }
 

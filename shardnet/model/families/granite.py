@@ -7,7 +7,6 @@ has no positions.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,7 +18,7 @@ from shardnet.model.config.decoder_config import (
     read_windows,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_experts
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_decoder, read_gguf_experts
 from shardnet.model.config.limits import MAX_LAYERS, THETAS
 from shardnet.model.config.model_config import ModelConfig, Rope
 from shardnet.model.families import llama
@@ -53,19 +52,19 @@ def read_multipliers(fields: Fields, config: ModelConfig) -> ModelConfig:
     )
 
 
-def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def read_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata, with experts or without."""
     fields.require("rope.scaling.finetuned", only=True)  # false where there are no positions
-    config = read_gguf_decoder(fields, tensors, factors, has_biases=True)
+    config = read_gguf_decoder(fields, has_biases=True)
     return config | read_gguf_multipliers(fields)
 
 
-def _read_dense_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_dense_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata. Granite 4 without Mamba says of which sizes Mamba would be."""
     fields.ignore(*(f"ssm.{key}" for key in _SSM))
     fields.require("expert_count", 0)
     fields.ignore("expert_used_count", "expert_shared_feed_forward_length")
-    return read_gguf(fields, tensors, factors)
+    return read_gguf(fields)
 
 
 def read_gguf_multipliers(fields: Fields) -> dict[str, Any]:
@@ -116,11 +115,9 @@ def _load_granite_mlp(
     return shared if own is None else replace(sparse, shared=shared)
 
 
-def _read_granite_moe_gguf(
-    fields: Fields, tensors: Container[str], factors: Factors
-) -> dict[str, Any]:
+def _read_granite_moe_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata; experts are as wide as the MLP would be."""
-    config = read_gguf(fields, tensors, factors) | read_gguf_experts(fields)
+    config = read_gguf(fields) | read_gguf_experts(fields)
     shared = fields.take("expert_shared_feed_forward_length", int, 0)
     return config | {"shared_intermediate_size": shared}
 

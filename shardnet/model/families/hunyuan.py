@@ -5,14 +5,13 @@ Heads are normed rotated in the first two. Hunyuan 3 has Qwen3's attention, Deep
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 from shardnet.model.config.decoder_config import read_decoder, read_mlp_kinds
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_decoder
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import ModelConfig, Rope
 from shardnet.model.config.rope import read_rope, rope_object
@@ -96,10 +95,8 @@ def _one_for_all(fields: Fields, key: str, default: int) -> int:
     return found.pop()
 
 
-def _read_hunyuan_moe_gguf(
-    fields: Fields, tensors: Container[str], factors: Factors
-) -> dict[str, Any]:
-    config = read_gguf_decoder(fields, tensors, factors)
+def _read_hunyuan_moe_gguf(fields: GgufFields) -> dict[str, Any]:
+    config = read_gguf_decoder(fields)
     fields.require("expert_gating_func", 1)  # softmax
     inner = fields.positive("expert_feed_forward_length", config["intermediate_size"])
     fields.require("expert_shared_feed_forward_length", inner)

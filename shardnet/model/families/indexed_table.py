@@ -6,13 +6,13 @@ and parts (transformers, modeling_*.py). Must not know files, nor torch.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import (
-    Factors,
+    GgufFields,
     read_gguf_clamp,
     read_gguf_indexer,
     read_gguf_streams,
@@ -132,22 +132,22 @@ def read_indexer(fields: Fields, layers: Iterable[int], n_heads: int) -> Indexer
     )
 
 
-def _read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata of GLM-5, and what Hunyuan 4 says alike."""
     fields.require("expert_gating_func", 2)  # sigmoid
-    config = deepseek_v2.read_gguf(fields, tensors, factors)
+    config = deepseek_v2.read_gguf(fields)
     fields.ignore("attention.indexer.types")  # the tensors say so
     layers = range(config["num_hidden_layers"])
-    kinds = ["F" if f"blk.{n}.indexer.proj.weight" in tensors else "S" for n in layers]
+    kinds = ["F" if f"blk.{n}.indexer.proj.weight" in fields.tensors else "S" for n in layers]
     return config | read_gguf_indexer(fields) | {"indexer_types": kinds}
 
 
-def _read_hunyuan_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_hunyuan_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata of Hunyuan 4, whose rotated pairs stand side by side in the weights.
 
     They do so in the makers' checkpoint, which llama.cpp's converter leaves as it is.
     """
-    config = _read_gguf(fields, tensors, factors)
+    config = _read_gguf(fields)
     limit = read_gguf_clamp(fields, config["num_hidden_layers"], "swiglu_clamp_exp")
     return (
         config

@@ -6,14 +6,14 @@ rank. DeepSeek-V3's latents have no positions here; its experts are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.errors import shown
 from shardnet.model.config.decoder_config import FULL, LINEAR, check_state_size, read_layer_kinds
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_each
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_each
 from shardnet.model.config.limits import MAX_LAYERS
 from shardnet.model.config.model_config import DeltaNet, Latent, ModelConfig
 from shardnet.model.families import deepseek_v2
@@ -232,12 +232,12 @@ def load_delta_net(
     return GatedDeltaNet.of(own, config.activation, project, parameters, linear)
 
 
-def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def read_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata: layers with KDA have no heads of keys, and as many of KDA as others."""
     n_layers = fields.positive("block_count", at_most=MAX_LAYERS)
     each = read_gguf_each(fields, "attention.head_count_kv", int, n_layers)
     fields.require("expert_gating_func", 2)  # sigmoid
-    config = deepseek_v2.read_gguf(fields, tensors, factors)
+    config = deepseek_v2.read_gguf(fields)
     return config | {
         "norm_topk_prob": fields.take("expert_weights_norm", bool, True),
         "layer_types": [FULL if count else LINEAR for count in each],

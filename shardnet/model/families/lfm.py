@@ -7,7 +7,6 @@ another base, the other layers turn half of their columns. Four norms a layer.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +19,7 @@ from shardnet.model.config.decoder_config import (
     read_layer_kinds,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_kv_heads, read_gguf_sizes
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_kv_heads, read_gguf_sizes
 from shardnet.model.config.model_config import Experts, ModelConfig, ShortConv
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families import gemma4
@@ -146,9 +145,9 @@ def _conv_or(attention: Part) -> Part:
     return Part(tensors=tensors, load=load)
 
 
-def _read_lfm2_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_lfm2_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata: layers without heads of keys have a convolution."""
-    config = read_gguf_sizes(fields, factors, norm=_GGUF_NORM)
+    config = read_gguf_sizes(fields, norm=_GGUF_NORM)
     n_heads, has_heads = read_gguf_kv_heads(fields, config["num_hidden_layers"])
     fields.ignore("attention.key_length", "attention.value_length", "rope.dimension_count")
     return config | {
@@ -186,10 +185,10 @@ def _read_moe(fields: Fields) -> ModelConfig:
     )
 
 
-def _read_moe_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_moe_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata."""
     fields.require("expert_gating_func", 2)  # sigmoid
-    return _read_lfm2_gguf(fields, tensors, factors) | {
+    return _read_lfm2_gguf(fields) | {
         "num_experts": fields.positive("expert_count"),
         "num_experts_per_tok": fields.positive("expert_used_count"),
         "moe_intermediate_size": fields.positive("expert_feed_forward_length"),

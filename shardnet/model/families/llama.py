@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import Any
 
 from shardnet.model.config.decoder_config import read_decoder
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, has_gguf_experts, read_gguf_decoder
+from shardnet.model.config.gguf_keys import GgufFields, has_gguf_experts, read_gguf_decoder
 from shardnet.model.config.limits import STRETCHES, THETAS
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.family import ConsolidatedFormat, GgufFormat
@@ -24,10 +23,10 @@ def read_config(fields: Fields) -> ModelConfig:
     return read_decoder(fields, mlp_bias=False)
 
 
-def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def read_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata of Llama and of Mistral, which the format does not distinguish."""
     fields.ignore("expert_used_count")
-    return read_gguf_decoder(fields, tensors, factors, has_biases=True)
+    return read_gguf_decoder(fields, has_biases=True)
 
 
 def read_params(fields: Fields) -> dict[str, Any]:

@@ -8,7 +8,6 @@ what goes into its experts, not what comes out.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from shardnet.model.config.decoder_config import (
     read_nope_layers,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_decoder
 from shardnet.model.config.model_config import Experts, ModelConfig, Temperature
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families.expert_parts import load_experts
@@ -137,9 +136,9 @@ def _load_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMl
     )
 
 
-def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def read_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata. What no key says is llama.cpp's own, which is the published models'."""
-    config = read_gguf_decoder(fields, tensors, factors)
+    config = read_gguf_decoder(fields)
     n_experts = fields.take("expert_count", int, 0)
     fields.require("attention.head_dim", config["head_dim"])
     config |= {

@@ -5,7 +5,6 @@ Knows their keys, defaults and parts (transformers, modeling_*.py). Must not kno
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -17,7 +16,7 @@ from shardnet.model.config.decoder_config import (
     read_windows,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, gguf_biases, read_gguf_decoder
+from shardnet.model.config.gguf_keys import GgufFields, gguf_biases, read_gguf_decoder
 from shardnet.model.config.limits import MAX_LAYERS
 from shardnet.model.config.model_config import Activation, ModelConfig
 from shardnet.model.config.rope import read_rope
@@ -97,10 +96,10 @@ def read_ernie(fields: Fields, *, n_kv_heads: int = 2, head_size: int | None = 1
     return replace(config, attention_bias=has_bias, mlp_bias=has_bias, has_pairs=True)
 
 
-def read_ernie_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def read_ernie_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata of either."""
-    bias = {"use_bias": gguf_biases(tensors)["attention_bias"]}
-    return read_gguf_decoder(fields, tensors, factors) | bias
+    bias = {"use_bias": gguf_biases(fields)["attention_bias"]}
+    return read_gguf_decoder(fields) | bias
 
 
 def _read_gemma(fields: Fields) -> ModelConfig:
@@ -215,11 +214,11 @@ def _read_period(fields: Fields) -> int:
     return len(pattern)
 
 
-def _read_exaone4_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_exaone4_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata; which layers have windows is llama.cpp's own."""
     fields.ignore("attention.sliding_window_pattern")
     window = fields.optional("attention.sliding_window")
-    return read_gguf_decoder(fields, tensors, factors) | {"sliding_window": window}
+    return read_gguf_decoder(fields) | {"sliding_window": window}
 
 
 # Heads of which a part turns
@@ -244,13 +243,13 @@ def _read_glm4(fields: Fields) -> ModelConfig:
     return replace(_read_glm(fields), has_pairs=has_pairs)
 
 
-def _read_glm4_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_glm4_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata. Pairs with axes (GLM-4.1V) do not stand side by side there."""
     own = {
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in fields.tensors,
         "rope_interleave": fields.missing("rope.dimension_sections"),
     }
-    return read_gguf_decoder(fields, tensors, factors, may_be_partial=True) | own
+    return read_gguf_decoder(fields, may_be_partial=True) | own
 
 
 def _read_nemotron(fields: Fields) -> ModelConfig:
@@ -293,13 +292,11 @@ def _read_starcoder2(fields: Fields) -> ModelConfig:
     return replace(config, attention_bias=has_bias, mlp_bias=has_bias, windows=windows)
 
 
-def _read_starcoder2_gguf(
-    fields: Fields, tensors: Container[str], factors: Factors
-) -> dict[str, Any]:
+def _read_starcoder2_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata; windows are left out, as llama.cpp does."""
     norm = ("attention.layer_norm_epsilon", "norm_epsilon")
-    bias = {"use_bias": gguf_biases(tensors)["attention_bias"]}
-    return read_gguf_decoder(fields, tensors, factors, norm=norm) | bias
+    bias = {"use_bias": gguf_biases(fields)["attention_bias"]}
+    return read_gguf_decoder(fields, norm=norm) | bias
 
 
 FAMILIES: Final = (

@@ -5,7 +5,6 @@ Knows their keys, defaults and parts. Must not know files, nor torch.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -19,7 +18,7 @@ from shardnet.model.config.decoder_config import (
     read_expert_counts,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_kv_heads, read_gguf_sizes
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_kv_heads, read_gguf_sizes
 from shardnet.model.config.model_config import Activation, DeltaNet, Experts, ModelConfig
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families import granite
@@ -276,11 +275,11 @@ def read_gguf_mamba(fields: Fields) -> dict[str, int]:
     }
 
 
-def _read_granite_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_granite_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata of a model whose attention has no positions."""
     fields.require("rope.scaling.finetuned", False)
     fields.ignore("attention.key_length", "attention.value_length", "rope.dimension_count")
-    config = read_gguf_sizes(fields, factors)
+    config = read_gguf_sizes(fields)
     n_heads, has_heads = read_gguf_kv_heads(fields, config["num_hidden_layers"])
     mamba = read_gguf_mamba(fields)
     inner, n_experts = config["intermediate_size"], fields.take("expert_count", int, 0)

@@ -6,7 +6,6 @@ Experts are chosen as DeepSeek-V3's, without shared ones.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -19,7 +18,7 @@ from shardnet.model.config.decoder_config import (
     read_windows,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_each, read_gguf_sizes
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_each, read_gguf_sizes
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import HeadShape, ModelConfig, Rope
 from shardnet.model.config.rope import read_scaling
@@ -153,13 +152,13 @@ def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> S
     return replace(made, kind=kind)
 
 
-def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def read_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata. Windows are counted without the token itself, as by the makers.
 
     Older files do not say what values are multiplied by.
     """
     fields.require("expert_gating_func", 2)  # sigmoid
-    config = read_gguf_sizes(fields, factors)
+    config = read_gguf_sizes(fields)
     n_layers, size = config["num_hidden_layers"], fields.positive("attention.key_length")
     is_local = (
         read_marks(fields, "attention.sliding_window_pattern", n_layers) or [False] * n_layers
@@ -168,17 +167,18 @@ def read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict
     n_kv_heads = each[0] // (1 + is_local[0])
     if each != [n_kv_heads * (1 + local) for local in is_local]:
         raise fields.unsupported("attention.head_count_kv", each, "twice as many in all windows")
+    routers = [f"blk.{n}.ffn_gate_inp.weight" for n in range(n_layers)]
     return config | {
         "num_key_value_heads": n_kv_heads,
         "head_dim": size,
         "v_head_dim": fields.positive("attention.value_length"),
         "attention_value_scale": fields.number("attention.value_scale", _VALUE_SCALE),
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in fields.tensors,
         "hybrid_layer_pattern": [int(local) for local in is_local],
         "sliding_window_size": fields.positive("attention.sliding_window"),
         "partial_rotary_factor": fields.positive("rope.dimension_count") / size,
         "swa_rope_theta": fields.number("rope.freq_base_swa", 1e4, within=THETAS),
-        "moe_layer_freq": [int(f"blk.{n}.ffn_gate_inp.weight" in tensors) for n in range(n_layers)],
+        "moe_layer_freq": [int(name in fields.tensors) for name in routers],
         **deepseek_v2.read_gguf_experts(fields, n_shared=0),
         "norm_topk_prob": fields.take("expert_weights_norm", bool, True),
     }

@@ -7,7 +7,7 @@ says; Mixtral has experts in the place of the MLP.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -20,7 +20,7 @@ from shardnet.model.config.decoder_config import (
 )
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import (
-    Factors,
+    GgufFields,
     has_gguf_experts,
     read_gguf_decoder,
     read_gguf_experts,
@@ -110,11 +110,9 @@ def read_temperature(
     return Temperature(scale=beta, floor=config.rope.original_max_positions)
 
 
-def _read_ministral3_gguf(
-    fields: Fields, tensors: Container[str], factors: Factors
-) -> dict[str, Any]:
+def _read_ministral3_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata."""
-    config = read_gguf_decoder(fields, tensors, factors)
+    config = read_gguf_decoder(fields)
     scale, log = fields.nonzero("attention.temperature_scale"), "yarn_log_multiplier"
     scaling = config["rope_scaling"] or {"rope_type": "default"}
     if (multiplier := fields.nonzero(f"rope.scaling.{log}")) is not None:
@@ -137,9 +135,9 @@ def _read_mixtral(fields: Fields) -> ModelConfig:
     return in_all_layers(replace(config, windows=windows), n_experts, top_k)
 
 
-def read_mixtral_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def read_mixtral_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata; each expert is as wide as the MLP that the model would have."""
-    config = read_gguf_decoder(fields, tensors, factors) | read_gguf_experts(fields)
+    config = read_gguf_decoder(fields) | read_gguf_experts(fields)
     inner = config["intermediate_size"]
     width = fields.positive("expert_feed_forward_length", inner)
     if width != inner:

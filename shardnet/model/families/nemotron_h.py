@@ -6,14 +6,13 @@ gates.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.errors import shown
 from shardnet.model.config.decoder_config import FULL, LINEAR, read_decoder
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_kv_heads
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_kv_heads
 from shardnet.model.config.limits import MAX_LAYERS, NORM_EPS
 from shardnet.model.config.model_config import DeltaNet, ModelConfig
 from shardnet.model.families import deepseek_v2
@@ -200,9 +199,7 @@ def _load_plain_experts(config: ModelConfig, weights: WeightSource, prefix: str)
     )
 
 
-def _read_nemotron_gguf(
-    fields: Fields, tensors: Container[str], factors: Factors
-) -> dict[str, Any]:
+def _read_nemotron_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata: layers without heads of keys or an MLP's width are Mamba-2."""
     n_layers, mamba = fields.positive("block_count", at_most=MAX_LAYERS), read_gguf_mamba(fields)
     n_heads, has_heads = read_gguf_kv_heads(fields, n_layers)
@@ -213,7 +210,7 @@ def _read_nemotron_gguf(
         (FULL if has_heads[n] else LINEAR)
         if not widths[n]
         else "moe"
-        if f"blk.{n}.ffn_gate_inp.weight" in tensors
+        if f"blk.{n}.ffn_gate_inp.weight" in fields.tensors
         else "mlp"
         for n in range(n_layers)
     ]

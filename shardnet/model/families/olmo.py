@@ -7,7 +7,6 @@ others alone.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -21,7 +20,7 @@ from shardnet.model.config.decoder_config import (
     read_windows,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_experts
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_decoder, read_gguf_experts
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.rope import read_rope
@@ -48,11 +47,11 @@ def _read_olmo3(fields: Fields) -> ModelConfig:
     )
 
 
-def _read_olmo3_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_olmo3_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata of a file with sliding windows; llama.cpp fixes which layers have them."""
     fields.ignore("attention.sliding_window_pattern")
     window = fields.positive("attention.sliding_window")
-    config = read_gguf_decoder(fields, tensors, factors)
+    config = read_gguf_decoder(fields)
     fields.require("rope.freq_base_swa", config["rope_theta"])
     return config | {"sliding_window": window}
 
@@ -68,9 +67,9 @@ def _read_olmoe(fields: Fields) -> ModelConfig:
     return in_all_layers(config, n_experts, top_k, normalize_top_k=normalizes)
 
 
-def _read_olmoe_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_olmoe_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata."""
-    return read_gguf_decoder(fields, tensors, factors) | read_gguf_experts(fields)
+    return read_gguf_decoder(fields) | read_gguf_experts(fields)
 
 
 def _read_flex_olmo(fields: Fields) -> ModelConfig:

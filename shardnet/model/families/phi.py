@@ -6,14 +6,13 @@ how, follows from the config.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 from shardnet.model.config.decoder_config import read_decoder, read_expert_counts
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, gguf_biases, read_gguf_decoder
+from shardnet.model.config.gguf_keys import GgufFields, gguf_biases, read_gguf_decoder
 from shardnet.model.config.model_config import ModelConfig, Rope
 from shardnet.model.config.rope import read_rope, rope_object
 from shardnet.model.families import mistral
@@ -33,10 +32,10 @@ def _read_phi3(fields: Fields) -> ModelConfig:
     return replace(config, windows=(fields.optional("sliding_window"),) * config.n_layers)
 
 
-def _read_phi3_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_phi3_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata, where a window of 0 is none."""
     window = fields.take("attention.sliding_window", int, 0)
-    return read_gguf_decoder(fields, tensors, factors) | {"sliding_window": window or None}
+    return read_gguf_decoder(fields) | {"sliding_window": window or None}
 
 
 def _read_phimoe(fields: Fields) -> ModelConfig:
@@ -73,12 +72,10 @@ def _read_phimoe_rope(fields: Fields, max_positions: int, head_size: int) -> Rop
     return rope if short is None else replace(rope, magnitude=short)
 
 
-def _read_phimoe_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
-    config = _read_phi3_gguf(fields, tensors, factors) | mistral.read_mixtral_gguf(
-        fields, tensors, factors
-    )
-    bias = gguf_biases(tensors)["attention_bias"]
-    return config | {"attention_bias": bias, "lm_head_bias": "output.bias" in tensors}
+def _read_phimoe_gguf(fields: GgufFields) -> dict[str, Any]:
+    config = _read_phi3_gguf(fields) | mistral.read_mixtral_gguf(fields)
+    bias = gguf_biases(fields)["attention_bias"]
+    return config | {"attention_bias": bias, "lm_head_bias": "output.bias" in fields.tensors}
 
 
 FAMILIES: Final = (

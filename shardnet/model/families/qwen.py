@@ -5,7 +5,6 @@ Qwen2 has biases on queries, keys and values; Qwen3 a norm over each head of que
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ from shardnet.model.config.decoder_config import (
     read_windows,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder, read_gguf_experts
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_decoder, read_gguf_experts
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families.expert_parts import (
     GATED_EXPERTS,
@@ -79,11 +78,9 @@ def _read_alternate_windows(fields: Fields, n_layers: int) -> tuple[int | None, 
     )
 
 
-def _read_qwen2_moe_gguf(
-    fields: Fields, tensors: Container[str], factors: Factors
-) -> dict[str, Any]:
+def _read_qwen2_moe_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata. Old files do not say how wide experts are; llama.cpp takes the same."""
-    config = read_gguf_decoder(fields, tensors, factors) | read_gguf_experts(fields)
+    config = read_gguf_decoder(fields) | read_gguf_experts(fields)
     inner, top_k = config["intermediate_size"], config["num_experts_per_tok"]
     return config | {
         "moe_intermediate_size": fields.positive("expert_feed_forward_length", inner // top_k),
@@ -91,7 +88,7 @@ def _read_qwen2_moe_gguf(
             "expert_shared_feed_forward_length", inner
         ),
         "norm_topk_prob": fields.take("expert_weights_norm", bool, False),
-        "qkv_bias": "blk.0.attn_q.bias" in tensors,
+        "qkv_bias": "blk.0.attn_q.bias" in fields.tensors,
     }
 
 
@@ -110,12 +107,10 @@ def _read_qwen3_moe(fields: Fields) -> ModelConfig:
     return read_experts(fields, config, layers, counts=(128, 8), inner=768)
 
 
-def _read_qwen3_moe_gguf(
-    fields: Fields, tensors: Container[str], factors: Factors
-) -> dict[str, Any]:
+def _read_qwen3_moe_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata."""
     fields.require("expert_shared_feed_forward_length", 0)
-    config = read_gguf_decoder(fields, tensors, factors) | read_gguf_experts(fields)
+    config = read_gguf_decoder(fields) | read_gguf_experts(fields)
     return config | {
         "moe_intermediate_size": fields.positive("expert_feed_forward_length"),
         "norm_topk_prob": fields.take("expert_weights_norm", bool, True),

@@ -5,7 +5,6 @@ Attention is over blocks of positions that an indexer chooses.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from shardnet.errors import shown
 from shardnet.model.config.decoder_config import FULL, LINEAR
 from shardnet.model.config.fields import MAX_SIZE, Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_delta_net, read_gguf_each
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_delta_net, read_gguf_each
 from shardnet.model.config.model_config import (
     Activation,
     DeltaNet,
@@ -184,11 +183,9 @@ def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer
     return replace(made, attention=NgramSublayer(features=features, attention=made.attention))
 
 
-def _read_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata; llama.cpp knows no other gate of DeltaNets."""
-    config = read_gguf_hybrid(fields, tensors, factors) | read_gguf_delta_net(
-        fields, takes_turns=True
-    )
+    config = read_gguf_hybrid(fields) | read_gguf_delta_net(fields, takes_turns=True)
     key, n_layers = "attention.compress_ratios", config["num_hidden_layers"]
     ratios = read_gguf_each(fields, key, int, n_layers)
     kinds = [FULL if ratio else LINEAR for ratio in ratios]

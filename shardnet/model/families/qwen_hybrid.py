@@ -6,7 +6,7 @@ a DeltaNet have their columns in another order, and stand apart in the files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -19,7 +19,7 @@ from shardnet.model.config.decoder_config import (
 )
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import (
-    Factors,
+    GgufFields,
     read_gguf_decoder,
     read_gguf_delta_net,
     read_gguf_experts,
@@ -157,26 +157,22 @@ def _joined_projections(own: DeltaNet, weights: WeightSource, prefix: str) -> Pr
     )
 
 
-def _read_next_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_next_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata."""
-    return read_gguf_hybrid(fields, tensors, factors) | read_gguf_delta_net(fields)
+    return read_gguf_hybrid(fields) | read_gguf_delta_net(fields)
 
 
-def read_gguf_hybrid(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def read_gguf_hybrid(fields: GgufFields) -> dict[str, Any]:
     """Read what models with experts say, which need not be the width of an MLP no layer has."""
     inner = fields.positive("expert_feed_forward_length")
     fields.require("expert_weights_norm", True)
     shared = fields.positive("expert_shared_feed_forward_length")
-    config = read_gguf_decoder(
-        fields, tensors, factors, intermediate_size=inner, may_be_partial=True
-    )
+    config = read_gguf_decoder(fields, intermediate_size=inner, may_be_partial=True)
     sizes = {"moe_intermediate_size": inner, "shared_expert_intermediate_size": shared}
     return config | read_gguf_experts(fields) | sizes
 
 
-def gguf_format(
-    architecture: str, read: Callable[[Fields, Container[str], Factors], dict[str, Any]]
-) -> GgufFormat:
+def gguf_format(architecture: str, read: Callable[[GgufFields], dict[str, Any]]) -> GgufFormat:
     """Say how the converter writes these models, whose metadata `read` reads."""
     return GgufFormat(
         architecture=architecture,
@@ -203,9 +199,9 @@ def read_text_config(
     return _read_hybrid(fields, n_kv_heads=n_kv_heads, intermediate_size=intermediate_size, **more)
 
 
-def _read_dense_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_dense_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata."""
-    config = read_gguf_decoder(fields, tensors, factors, may_be_partial=True)
+    config = read_gguf_decoder(fields, may_be_partial=True)
     return config | read_gguf_delta_net(fields, takes_turns=True)
 
 
@@ -241,11 +237,9 @@ def _read_moe(fields: Fields) -> ModelConfig:
     return read_experts(fields, config, layers, counts=(256, 8), inner=512, shared=512, sums=True)
 
 
-def _read_moe_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_moe_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata."""
-    return read_gguf_hybrid(fields, tensors, factors) | read_gguf_delta_net(
-        fields, takes_turns=True
-    )
+    return read_gguf_hybrid(fields) | read_gguf_delta_net(fields, takes_turns=True)
 
 
 FAMILIES: Final = (

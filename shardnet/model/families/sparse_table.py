@@ -5,7 +5,7 @@ Knows their keys, defaults and parts (transformers, modeling_*.py). Must not kno
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -20,7 +20,7 @@ from shardnet.model.config.decoder_config import (
     read_windows,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.gguf_keys import Factors, read_gguf_decoder
+from shardnet.model.config.gguf_keys import GgufFields, read_gguf_decoder
 from shardnet.model.config.limits import MAX_EXPERTS, NORM_EPS
 from shardnet.model.config.model_config import Experts, ModelConfig, NormKind, Rope
 from shardnet.model.config.rope import read_rope
@@ -113,8 +113,8 @@ def _read_solar_open(fields: Fields) -> ModelConfig:
     return deepseek_v2.read_experts(fields, config, (128, 8), 1280, 0)
 
 
-def _read_dots1_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
-    config = _read_glm4_gguf(fields, tensors, factors)
+def _read_dots1_gguf(fields: GgufFields) -> dict[str, Any]:
+    config = _read_glm4_gguf(fields)
     del config["use_qk_norm"]
     return config
 
@@ -205,13 +205,11 @@ def _read_ernie_moe(fields: Fields) -> ModelConfig:
     return replace(config, experts=experts if layers else None)
 
 
-def _read_ernie_moe_gguf(
-    fields: Fields, tensors: Container[str], factors: Factors
-) -> dict[str, Any]:
+def _read_ernie_moe_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata."""
     fields.ignore("expert_shared_feed_forward_length")  # follows from the others
     fields.require("expert_gating_func", 1)  # softmax
-    return llama_table.read_ernie_gguf(fields, tensors, factors) | {
+    return llama_table.read_ernie_gguf(fields) | {
         "moe_num_experts": fields.positive("expert_count"),
         "moe_k": fields.positive("expert_used_count"),
         "moe_intermediate_size": fields.positive("expert_feed_forward_length"),
@@ -255,10 +253,10 @@ def _read_minimax_rope(fields: Fields, max_positions: int, head_size: int) -> Ro
     return read(fields, max_positions, head_size)
 
 
-def _read_minimax_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_minimax_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata."""
     fields.require("expert_gating_func", 2)  # sigmoid
-    return read_gguf_decoder(fields, tensors, factors) | {
+    return read_gguf_decoder(fields) | {
         "num_local_experts": fields.positive("expert_count"),
         "num_experts_per_tok": fields.positive("expert_used_count"),
         "intermediate_size": fields.positive("expert_feed_forward_length"),
@@ -279,15 +277,15 @@ def _read_glm4(fields: Fields) -> ModelConfig:
     return deepseek_v2.read_experts(fields, config, (128, 8), 1408, 1)
 
 
-def _read_glm4_gguf(fields: Fields, tensors: Container[str], factors: Factors) -> dict[str, Any]:
+def _read_glm4_gguf(fields: GgufFields) -> dict[str, Any]:
     """Read the metadata. What no key says, the tensors do."""
     fields.require("expert_gating_func", 2)  # sigmoid
     return (
-        read_gguf_decoder(fields, tensors, factors, may_be_partial=True)
+        read_gguf_decoder(fields, may_be_partial=True)
         | deepseek_v2.read_gguf_experts(fields)
         | {
-            "attention_bias": "blk.0.attn_q.bias" in tensors,
-            "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+            "attention_bias": "blk.0.attn_q.bias" in fields.tensors,
+            "use_qk_norm": "blk.0.attn_q_norm.weight" in fields.tensors,
         }
     )
 
