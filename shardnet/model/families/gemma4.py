@@ -374,7 +374,7 @@ FAMILY = Family(
     ),
     has_whole_heads=True,
 )
-UNIFIED: Final = replace(
+_UNIFIED: Final = replace(
     FAMILY,
     model_type="gemma4_unified_text",
     architecture="Gemma4UnifiedForCausalLM",
@@ -383,3 +383,4 @@ UNIFIED: Final = replace(
     gguf=None,
 )
 """The language model of the 12B by itself, as transformers saves it."""
+FAMILIES: Final = (FAMILY, _UNIFIED)

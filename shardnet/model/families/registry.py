@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, Final
 
 from shardnet.errors import UnsupportedModelError
@@ -57,44 +58,21 @@ from shardnet.model.families.transformers_modules import (
 )
 from shardnet.model.families.wrappers import WRAPPERS
 
+_FILES: Final = (
+    *(llama, granite, hunyuan, lfm, mistral, olmo, phi, qwen, qwen_hybrid, llama4, gemma2, gemma4),
+    *(mimo_v2_flash, qwen4_exp, gpt_oss, deepseek_v2, latent_table, indexed_table, glm5_next, gpt2),
+    *(llama_table, deepseek_v4, dense_table, sparse_table, mamba2, falcon_h1, afmoe),
+    *(bailing_hybrid, olmo_hybrid, kimi_linear, laguna, step3p5, nemotron_h),
+)
+"""Each has one record, FAMILY, or several, FAMILIES."""
+
+
+def _records(file: ModuleType) -> tuple[Family, ...]:
+    return getattr(file, "FAMILIES", None) or (file.FAMILY,)
+
+
 FAMILIES: Final[Mapping[str, Family]] = {
-    family.model_type: family
-    for family in (
-        llama.FAMILY,
-        *granite.FAMILIES,
-        *hunyuan.FAMILIES,
-        *lfm.FAMILIES,
-        *mistral.FAMILIES,
-        *olmo.FAMILIES,
-        *phi.FAMILIES,
-        *qwen.FAMILIES,
-        *qwen_hybrid.FAMILIES,
-        llama4.FAMILY,
-        *gemma2.FAMILIES,
-        gemma4.FAMILY,
-        gemma4.UNIFIED,
-        mimo_v2_flash.FAMILY,
-        qwen4_exp.FAMILY,
-        gpt_oss.FAMILY,
-        deepseek_v2.FAMILY,
-        *latent_table.FAMILIES,
-        *indexed_table.FAMILIES,
-        glm5_next.FAMILY,
-        gpt2.FAMILY,
-        *llama_table.FAMILIES,
-        deepseek_v4.FAMILY,
-        *dense_table.FAMILIES,
-        *sparse_table.FAMILIES,
-        *mamba2.FAMILIES,
-        falcon_h1.FAMILY,
-        afmoe.FAMILY,
-        bailing_hybrid.FAMILY,
-        olmo_hybrid.FAMILY,
-        kimi_linear.FAMILY,
-        laguna.FAMILY,
-        step3p5.FAMILY,
-        nemotron_h.FAMILY,
-    )
+    family.model_type: family for file in _FILES for family in _records(file)
 }
 """By `model_type`."""
 _NOT_COMPUTED: Final = {
