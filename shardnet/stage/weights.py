@@ -277,7 +277,7 @@ class StageWeights:
     ) -> Linear:
         """Make a linear whose weights are read from disk for every pass."""
         shapes = [self._reader.shape(name) for name in names]
-        stored = StoredLinear.of(self._choice, self._device, shapes, biases, transposed=transposed)
+        stored = StoredLinear(self._choice, self._device, shapes, biases, transposed=transposed)
         parts = [part for name in names for part in self._reader.parts(name)]
         linear = StreamedLinear(
             place,

@@ -356,7 +356,7 @@ class Encoders:
                     encoder = load_encoder(facts, device, self._thread.move)
                 else:
                     if facts.config.kind == "reranker":
-                        judge = Judge.of(tokenizer.encode, facts.modules.answers)
+                        judge = Judge(tokenizer.encode, facts.modules.answers)
                     encoder = load_decoder(facts, device, judge, self._thread.move)
             except BaseException:
                 self._tokenizers.discard(tokenizer)

@@ -222,7 +222,7 @@ def _compressor(name: str, rate: int, size: int, hidden: int, *, twice: bool) ->
 def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> CompressedAttention:
     from shardnet.model.mixers.compressed_attention import CompressedAttention
 
-    return CompressedAttention.load(config, weights, layer)
+    return CompressedAttention(config, weights, layer)
 
 
 def _expert_tensors(config: ModelConfig, layer: int) -> Table:

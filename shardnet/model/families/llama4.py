@@ -117,7 +117,7 @@ def _mlp_tensors(config: ModelConfig, layer: int) -> Table:
 def _load_attention(config: ModelConfig, weights: WeightSource, layer: int) -> MixedAttention:
     from shardnet.model.mixers.mixed_attention import MixedAttention
 
-    return MixedAttention.load(config, weights, layer)
+    return MixedAttention(config, weights, layer)
 
 
 def _load_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> GatedMlp | SparseMlp:

@@ -341,7 +341,7 @@ def _load_xielu_mlp(config: ModelConfig, weights: WeightSource, layer: int) -> P
     prefix = f"model.layers.{layer}.mlp"
     numbers = {name: weights.parameter(f"{prefix}.act_fn.{name}") for name in _XIELU}
     plain: PlainMlp = UP_DOWN.load(config, weights, layer)
-    return replace(plain, activation=Xielu.of(**numbers))
+    return replace(plain, activation=Xielu(**numbers))
 
 
 ATTENTION: Final = attention_part()

@@ -179,7 +179,7 @@ def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer
     made = _LAYOUT.load_layer(config, weights, layer)
     if config.ngrams is None or layer not in config.ngrams.layers:
         return made
-    features = NgramFeatures.load(config, weights, layer)
+    features = NgramFeatures(config, weights, layer)
     return replace(made, attention=NgramSublayer(features=features, attention=made.attention))
 
 

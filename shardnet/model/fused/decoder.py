@@ -94,7 +94,7 @@ class DecoderStage:
         if config.has_mtp and self._head is not None:
             embedding = self._embedding or _Embedding.load(config, weights, dtype)
             layer = load_layer(config, weights, config.n_layers)
-            self.mtp = MtpLayer.load(
+            self.mtp = MtpLayer(
                 config,
                 weights,
                 layer=NativeSublayers.of(layer, kernels).replace_in(layer),
@@ -248,7 +248,7 @@ class _Head:
     def load(cls, config: ModelConfig, weights: WeightSource, final_norm: str) -> _Head:
         table = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
         return cls(
-            join=None if config.streams is None else StreamHead.load(config, weights),
+            join=None if config.streams is None else StreamHead(config, weights),
             norm=load_norm(config, weights, final_norm) if final_norm else None,
             lm_head=weights.linear(table),
             divisor=config.logit_divisor,

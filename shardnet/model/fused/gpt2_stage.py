@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from shardnet.model.cache.kv_cache import KvCache
-from shardnet.model.config.model_config import Activation, ModelConfig
-from shardnet.model.kernels.linear import Linear
+from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.layers.attention import ForwardStep, attention
 from shardnet.model.layers.native_attention import can_attend
-from shardnet.model.layers.norms import Norm, activate
+from shardnet.model.layers.norms import activate
 from shardnet.model.layers.weight_source import Table, WeightSource
 from shardnet.model.shards.cut import Axis
 from shardnet.types import LayerRange
@@ -32,8 +31,8 @@ class Gpt2Stage:
             self._embedding = _Embedding(wte=weights.table("wte"), wpe=weights.table("wpe"))
         self.mtp: None = None
         if layers.end == config.n_layers:
-            self._head = _Head.load(config, weights)
-        self._layers = [_Layer.load(config, weights, layer) for layer in layers]
+            self._head = _Head(config, weights)
+        self._layers = [_Layer(config, weights, layer) for layer in layers]
 
     def embed(self, step: ForwardStep) -> Tensor:
         """Look up token ids and positions: hidden states [T, E]."""
@@ -68,48 +67,32 @@ class _Embedding:
     wpe: Table  # [P, E]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Head:
-    ln_f: Norm
-    lm_head: Linear
-
-    @classmethod
-    def load(cls, config: ModelConfig, weights: WeightSource) -> _Head:
+    def __init__(self, config: ModelConfig, weights: WeightSource) -> None:
         table = "wte" if config.tie_word_embeddings else "lm_head"
-        return cls(ln_f=weights.norm("ln_f", config.norm_eps), lm_head=weights.linear(table))
+        self.ln_f = weights.norm("ln_f", config.norm_eps)
+        self.lm_head = weights.linear(table)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         return self.lm_head(self.ln_f(hidden))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    n_heads: int
-    head_size: int
-    activation: Activation
-    ln_1: Norm
-    c_attn: Linear
-    attn_c_proj: Linear
-    ln_2: Norm
-    c_fc: Linear
-    mlp_c_proj: Linear
-
-    @classmethod
-    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> _Layer:
+    def __init__(self, config: ModelConfig, weights: WeightSource, layer: int) -> None:
         prefix = f"h.{layer}"
-        return cls(
-            n_heads=config.n_heads,
-            head_size=config.head_size,
-            activation=config.activation,
-            ln_1=weights.norm(f"{prefix}.ln_1", config.norm_eps),
-            c_attn=weights.linear(
-                f"{prefix}.attn.c_attn", transposed=True, outputs=(Axis.HEADS,) * 3
-            ),
-            attn_c_proj=weights.linear(f"{prefix}.attn.c_proj", transposed=True, inputs=Axis.HEADS),
-            ln_2=weights.norm(f"{prefix}.ln_2", config.norm_eps),
-            c_fc=weights.linear(f"{prefix}.mlp.c_fc", transposed=True, outputs=(Axis.INNER,)),
-            mlp_c_proj=weights.linear(f"{prefix}.mlp.c_proj", transposed=True, inputs=Axis.INNER),
+        self.n_heads = config.n_heads
+        self.head_size = config.head_size
+        self.activation = config.activation
+        self.ln_1 = weights.norm(f"{prefix}.ln_1", config.norm_eps)
+        self.c_attn = weights.linear(
+            f"{prefix}.attn.c_attn", transposed=True, outputs=(Axis.HEADS,) * 3
         )
+        self.attn_c_proj = weights.linear(
+            f"{prefix}.attn.c_proj", transposed=True, inputs=Axis.HEADS
+        )
+        self.ln_2 = weights.norm(f"{prefix}.ln_2", config.norm_eps)
+        self.c_fc = weights.linear(f"{prefix}.mlp.c_fc", transposed=True, outputs=(Axis.INNER,))
+        self.mlp_c_proj = weights.linear(f"{prefix}.mlp.c_proj", transposed=True, inputs=Axis.INNER)
 
     def __call__(self, hidden: Tensor, index: int, step: ForwardStep) -> Tensor:
         """Run the layer, `index` within the stage: [T, E] in and out."""

@@ -216,9 +216,7 @@ def _parts(
 def _native_spans(spans: Sequence[Span], kv: KvCache) -> NativeSpans | None:
     if kv.device.type != "cpu":
         return None
-    return NativeSpans.of(
-        [(s.slot, s.start, s.end, s.position, s.see_each_other) for s in spans], kv
-    )
+    return NativeSpans([(s.slot, s.start, s.end, s.position, s.see_each_other) for s in spans], kv)
 
 
 def _mask(

@@ -13,13 +13,11 @@ embedding, and give streams itself, which a mixer of its own joins before the he
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from shardnet.model.config.model_config import ModelConfig
-from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import Layer
 from shardnet.model.layers.norms import Norm
@@ -28,7 +26,6 @@ from shardnet.model.layers.streams import StreamHead
 from shardnet.model.layers.weight_source import WeightSource
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MtpLayer:
     """Norms of both inputs, what joins them, a decoder layer, the norm before the head.
 
@@ -37,20 +34,8 @@ class MtpLayer:
     E]; `project` applies the model's LM head: [R, E] to [R, V].
     """
 
-    index: int
-    rotary: Rotary
-    embed: Callable[[Tensor], Tensor]
-    embedding_norm: Norm
-    hidden_norm: Norm
-    joins: tuple[Linear, ...]
-    layer: Layer
-    head: StreamHead | None
-    norm: Norm | None
-    project: Callable[[Tensor], Tensor]
-
-    @classmethod
-    def load(
-        cls,
+    def __init__(
+        self,
         config: ModelConfig,
         weights: WeightSource,
         *,
@@ -59,30 +44,28 @@ class MtpLayer:
         rotary: Rotary,
         embed: Callable[[Tensor], Tensor],
         project: Callable[[Tensor], Tensor],
-    ) -> MtpLayer:
+    ) -> None:
         """Take its own parameters; those of the `layer` are taken."""
         prefix = f"model.layers.{config.n_layers}"
         has_streams = config.layer_streams(config.n_layers) is not None
-        head = StreamHead.load(config, weights, f"{prefix}.hc_head") if has_streams else None
 
         def norm(name: str) -> Norm:
             return weights.norm(f"{prefix}.{name}", config.norm_eps, config.norm_offset)
 
-        return cls(
-            index=index,
-            rotary=rotary,
-            embed=embed,
-            embedding_norm=norm("enorm"),
-            hidden_norm=norm("hnorm"),
-            joins=tuple(
-                weights.linear(f"{prefix}.{name}")
-                for name in (("e_proj", "h_proj") if has_streams else ("eh_proj",))
-            ),
-            layer=layer,
-            head=head,
-            norm=None if head is not None and head.norms else norm("shared_head.norm"),
-            project=project,
+        self.index = index
+        self.rotary = rotary
+        self.embed = embed
+        self.embedding_norm = norm("enorm")
+        self.hidden_norm = norm("hnorm")
+        self.joins = tuple(
+            weights.linear(f"{prefix}.{name}")
+            for name in (("e_proj", "h_proj") if has_streams else ("eh_proj",))
         )
+        self.layer = layer
+        head = StreamHead(config, weights, f"{prefix}.hc_head") if has_streams else None
+        self.head = head
+        self.norm = None if head is not None and head.norms else norm("shared_head.norm")
+        self.project = project
 
     def __call__(self, rows: Tensor, step: ForwardStep) -> Tensor:
         """Run rows through it: [T, E] in and out, each after a norm, or [T, N x E] of N streams.

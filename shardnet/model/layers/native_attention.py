@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardnet.model.cache.kv_cache import KvCache, SlotAddresses
+from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.kernels.library import Team, check_memory, fields, is_bf16, native_kernels
 from shardnet.types import SlotId, kv_groups
@@ -107,19 +106,10 @@ class AttentionKind:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NativeSpans:
     """The rows of each slot in a step as the library reads them, `struct span`."""
 
-    spans: npt.NDArray[np.int64]  # [spans, 5]
-    slots: tuple[SlotAddresses, ...]
-    """The tables that `spans` points to: see KvCache.addresses."""
-    address: int
-    """Address of `spans`, valid as long as this object lives."""
-    n_rows: int
-
-    @classmethod
-    def of(cls, rows: Sequence[tuple[SlotId, int, int, int, bool]], kv: KvCache) -> NativeSpans:
+    def __init__(self, rows: Sequence[tuple[SlotId, int, int, int, bool]], kv: KvCache) -> None:
         """Make the table of spans.
 
         Each is slot, first row, end, the first row's position, and whether they see each other.
@@ -127,7 +117,12 @@ class NativeSpans:
         slots = tuple(kv.addresses(slot) for slot, *_ in rows)
         table = [(slot.ctypes.data, *row[1:]) for slot, row in zip(slots, rows, strict=True)]
         numbers = np.array(table, np.int64)
-        return cls(spans=numbers, slots=slots, address=numbers.ctypes.data, n_rows=rows[-1][2])
+        self.spans = numbers  # [spans, 5]
+        self.slots = slots
+        """The tables that `spans` points to: see KvCache.addresses."""
+        self.address = numbers.ctypes.data
+        """Address of `spans`, valid as long as this object lives."""
+        self.n_rows = rows[-1][2]
 
 
 def attend_struct(

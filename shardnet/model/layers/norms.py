@@ -133,21 +133,17 @@ class WholeNorm:
         return torch.cat((queries, keys), -1).view_as(heads)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Xielu:
     """The nonlinearity of arXiv 2411.13010, whose numbers are a layer's own (Apertus)."""
 
-    above: float
-    below: float
-    slope: float
-    eps: float
-
-    @classmethod
-    def of(cls, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Xielu:
+    def __init__(self, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> None:
         """Take the stored numbers."""
         slope = beta.item()
         above, below = (F.softplus(alpha).item() for alpha in (alpha_p, alpha_n))
-        return cls(above=above, below=slope + below, slope=slope, eps=eps.item())
+        self.above = above
+        self.below = slope + below
+        self.slope = slope
+        self.eps = eps.item()
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Apply it to [T, N], in float32, row by row: see row_sigmoid."""

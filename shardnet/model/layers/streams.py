@@ -186,17 +186,12 @@ def load_mixer(config: ModelConfig, weights: WeightSource, name: str) -> StreamM
     return StreamMixer.load(config, weights, name, "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamHead:
     """Joins the streams behind the last layer: weighted, or without a mixer their mean."""
 
-    count: int
-    mixer: StreamMixer | GatedMixer | None
-
-    @classmethod
-    def load(
-        cls, config: ModelConfig, weights: WeightSource, name: str = "model.hc_head"
-    ) -> StreamHead:
+    def __init__(
+        self, config: ModelConfig, weights: WeightSource, name: str = "model.hc_head"
+    ) -> None:
         """Take the parameters of the head `name`, if there are any."""
         assert config.streams is not None
         mixer: StreamMixer | GatedMixer | None = None
@@ -204,7 +199,8 @@ class StreamHead:
             mixer = GatedMixer.load(config, weights, name, is_last=True)
         elif config.streams.has_head:
             mixer = StreamMixer.load(config, weights, name, "hc_")
-        return cls(count=config.streams.count, mixer=mixer)
+        self.count = config.streams.count
+        self.mixer = mixer
 
     @property
     def norms(self) -> bool:

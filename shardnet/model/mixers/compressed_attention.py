@@ -19,41 +19,30 @@ import torch
 from torch import Tensor
 
 from shardnet.model.cache.slot_blocks import Replay, SlotState
-from shardnet.model.config.model_config import Compressed, ModelConfig, Rope
+from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep, Span, attend_row, attention
 from shardnet.model.layers.native_attention import CHOSEN_ROWS, AttentionKind, native_attend_rows
-from shardnet.model.layers.norms import BareNorm, Norm, row_softmax
+from shardnet.model.layers.norms import BareNorm, row_softmax
 from shardnet.model.layers.rotary import Rotary, rotary_frequencies, rotary_rows
 from shardnet.model.layers.streams import added_up
 from shardnet.model.layers.weight_source import WeightSource
 from shardnet.model.mixers.position_indexer import choose_entries
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Compressor:
     """Makes entries: sums of rows, weighted column by column by a softmax over their gates."""
 
-    project: Linear  # values and gates
-    bias: Tensor  # [r, columns]: of the gates
-    norm: Norm
-    rope: Rope
-    rope_size: int
-    frequencies: Tensor
-
-    @classmethod
-    def load(cls, config: ModelConfig, weights: WeightSource, name: str) -> Compressor:
+    def __init__(self, config: ModelConfig, weights: WeightSource, name: str) -> None:
         """Take the parameters of the compressor `name`."""
         assert config.compressed is not None
         assert config.rope is not None
-        return cls(
-            project=weights.linear(f"{name}.kv_proj", f"{name}.gate_proj"),
-            bias=weights.parameter(f"{name}.position_bias"),
-            norm=weights.norm(f"{name}.kv_norm", config.norm_eps),
-            rope=config.rope,
-            rope_size=config.compressed.rope_size,
-            frequencies=rotary_frequencies(config.rope, config.head_size, 0),
-        )
+        self.project = weights.linear(f"{name}.kv_proj", f"{name}.gate_proj")  # values and gates
+        self.bias = weights.parameter(f"{name}.position_bias")  # [r, columns]: of the gates
+        self.norm = weights.norm(f"{name}.kv_norm", config.norm_eps)
+        self.rope = config.rope
+        self.rope_size = config.compressed.rope_size
+        self.frequencies = rotary_frequencies(config.rope, config.head_size, 0)
 
     def entries(self, rows: Tensor, first: int, n: int) -> Tensor:
         """Make entries `first` to `first + n` of rows [.., values and gates]: [n, D].
@@ -108,7 +97,6 @@ class EntryIndexer:
     compressor: Compressor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedAttention:
     """Attention of one layer; see Compressed.
 
@@ -116,52 +104,34 @@ class CompressedAttention:
     is rewound without it.
     """
 
-    config: Compressed
-    layer: int
-    kind: AttentionKind
-    q_a_proj: Linear
-    q_a_norm: Norm
-    q_b_proj: Linear
-    q_b_norm: BareNorm
-    kv_proj: Linear
-    kv_norm: Norm
-    groups: Sequence[Linear]  # each heads of a group x D to the rank
-    o_b_proj: Linear
-    compressor: Compressor | None
-    indexer: EntryIndexer | None
-
-    @classmethod
-    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> CompressedAttention:
+    def __init__(self, config: ModelConfig, weights: WeightSource, layer: int) -> None:
         """Take the parameters of the absolute `layer`."""
         own, attn = config.compressed, f"model.layers.{layer}.self_attn"
         assert own is not None
         sinks = weights.parameter(f"{attn}.sinks").view(1, -1, 1)
         window = own.window if layer == config.n_layers else None
-        name, compressor, indexer = f"{attn}.compressor", None, None
-        if own.rates[layer]:
-            compressor = Compressor.load(config, weights, name)
+        name = f"{attn}.compressor"
+        self.compressor = Compressor(config, weights, name) if own.rates[layer] else None
+        self.indexer = None
         if layer in own.indexer.layers:
             scorer = f"{name}.indexer.scorer.weights_proj"
-            indexer = EntryIndexer(
+            self.indexer = EntryIndexer(
                 q_b_proj=weights.linear(f"{name}.indexer.q_b_proj"),
                 weights_proj=weights.linear(scorer, precise=True, wide=True),
-                compressor=Compressor.load(config, weights, f"{name}.indexer"),
+                compressor=Compressor(config, weights, f"{name}.indexer"),
             )
-        return cls(
-            config=own,
-            layer=layer,
-            kind=AttentionKind(sinks=sinks, window=window),
-            q_a_proj=weights.linear(f"{attn}.q_a_proj"),
-            q_a_norm=weights.norm(f"{attn}.q_a_norm", config.norm_eps),
-            q_b_proj=weights.linear(f"{attn}.q_b_proj"),
-            q_b_norm=BareNorm(eps=config.norm_eps),
-            kv_proj=weights.linear(f"{attn}.kv_proj"),
-            kv_norm=weights.norm(f"{attn}.kv_norm", config.norm_eps),
-            groups=[weights.linear(f"{attn}.o_a_proj.{group}") for group in range(own.n_groups)],
-            o_b_proj=weights.linear(f"{attn}.o_b_proj"),
-            compressor=compressor,
-            indexer=indexer,
-        )
+        self.config = own
+        self.layer = layer
+        self.kind = AttentionKind(sinks=sinks, window=window)
+        self.q_a_proj = weights.linear(f"{attn}.q_a_proj")
+        self.q_a_norm = weights.norm(f"{attn}.q_a_norm", config.norm_eps)
+        self.q_b_proj = weights.linear(f"{attn}.q_b_proj")
+        self.q_b_norm = BareNorm(eps=config.norm_eps)
+        self.kv_proj = weights.linear(f"{attn}.kv_proj")
+        self.kv_norm = weights.norm(f"{attn}.kv_norm", config.norm_eps)
+        # Each takes the heads of a group x D to the rank.
+        self.groups = [weights.linear(f"{attn}.o_a_proj.{group}") for group in range(own.n_groups)]
+        self.o_b_proj = weights.linear(f"{attn}.o_b_proj")
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Attend, in the layer `index` within the stage: [T, E] in and out."""

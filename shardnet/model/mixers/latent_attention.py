@@ -55,7 +55,7 @@ class LatentAttention:
         assert latent is not None
         of_heads = weights.matrix(f"{attn}.kv_b_proj", rows=Axis.HEADS)
         of_heads = of_heads.view(config.n_heads, -1, latent.rank)
-        indexer = None if config.indexer is None else PositionIndexer.load(config, weights, layer)
+        indexer = None if config.indexer is None else PositionIndexer(config, weights, layer)
         return cls(
             latent=latent,
             kind=replace(AttentionKind.of(config, layer), has_index=indexer is not None),

@@ -26,26 +26,16 @@ from shardnet.model.mixers.position_indexer import BlockIndexer
 from shardnet.model.shards.cut import HEADS_EACH, Axis
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MixedAttention:
     """Attention of one layer, either `is_rotated` or of queries that grow with their position."""
 
-    inner: SelfAttention
-    temperature: Temperature | None
-    is_rotated: bool
-    has_unit_heads: bool
-    eps: float
-
-    @classmethod
-    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> MixedAttention:
+    def __init__(self, config: ModelConfig, weights: WeightSource, layer: int) -> None:
         """Take the parameters of the absolute `layer`, under Llama's names."""
-        return cls(
-            inner=SelfAttention.load(config, weights, layer),
-            temperature=config.temperature,
-            is_rotated=layer not in config.nope_layers,
-            has_unit_heads=config.has_unit_heads,
-            eps=config.norm_eps,
-        )
+        self.inner = SelfAttention.load(config, weights, layer)
+        self.temperature = config.temperature
+        self.is_rotated = layer not in config.nope_layers
+        self.has_unit_heads = config.has_unit_heads
+        self.eps = config.norm_eps
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
         """Attend in layer `index` within the stage: hidden states [T, E] to [T, E]."""
@@ -140,7 +130,7 @@ class GatedAttention:
         kind, indexer = AttentionKind.of(config, layer), None
         if config.indexer is not None:
             kind = replace(kind, value_size=config.head_size)
-            indexer = BlockIndexer.load(config, weights, layer)
+            indexer = BlockIndexer(config, weights, layer)
         names = [f"{attn}.{name}" for name in ("q_proj", "k_proj", "v_proj", *[gate] * own)]
         return cls(
             n_heads=config.n_heads,

@@ -7,7 +7,6 @@ values, or behind them. Must not know files, wire or scheduling.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,38 +15,29 @@ from torch import Tensor
 
 from shardnet.model.cache.kv_cache import Pool
 from shardnet.model.config.model_config import N_DIGITS, Indexer, ModelConfig
-from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import Choose, ForwardStep
 from shardnet.model.layers.native_attention import native_choose
-from shardnet.model.layers.norms import HeadNorm, Norm, row_softmax
+from shardnet.model.layers.norms import HeadNorm, row_softmax
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PositionIndexer:
     """What chooses the positions that rows attend to, or takes an earlier layer's choice.
 
     Axes: I heads, D columns of each. Without `projections` the choice is that of the layer before.
     """
 
-    config: Indexer
-    rope_size: int
-    projections: IndexProjections | None
-
-    @classmethod
-    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> PositionIndexer:
+    def __init__(self, config: ModelConfig, weights: WeightSource, layer: int) -> None:
         """Take the parameters of the absolute `layer`."""
         own, latent = config.indexer, config.latent
         assert own is not None
         assert latent is not None
         has_own = layer in own.layers
         name = f"model.layers.{layer}.self_attn.indexer"
-        return cls(
-            config=own,
-            rope_size=latent.rope_size,
-            projections=IndexProjections.load(own, weights, name) if has_own else None,
-        )
+        self.config = own
+        self.rope_size = latent.rope_size
+        self.projections = IndexProjections(own, weights, name) if has_own else None
 
     def __call__(self, hidden: Tensor, low_rank: Tensor, rotary: Rotary) -> tuple[Tensor, Choose]:
         """Return the rows' keys [T, 1, D or 0] to be stored, and what chooses among positions."""
@@ -75,7 +65,6 @@ class PositionIndexer:
         return turned
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EntryPool:
     """What makes one key of those of `n_pooled` positions (GLM-5.3), column by column.
 
@@ -83,18 +72,11 @@ class EntryPool:
     has a part for each place in an entry.
     """
 
-    n_pooled: int
-    scores: Linear
-    places: Tensor  # [P, D], float32
-
-    @classmethod
-    def load(cls, n_pooled: int, weights: WeightSource, name: str) -> EntryPool:
+    def __init__(self, n_pooled: int, weights: WeightSource, name: str) -> None:
         """Take the parameters of the indexer `name`."""
-        return cls(
-            n_pooled=n_pooled,
-            scores=weights.linear(f"{name}.pool_gate", precise=True),
-            places=weights.parameter(f"{name}.index_kpool_compress_ape"),
-        )
+        self.n_pooled = n_pooled
+        self.scores = weights.linear(f"{name}.pool_gate", precise=True)
+        self.places = weights.parameter(f"{name}.index_kpool_compress_ape")  # [P, D], float32
 
     def __call__(self, stored: Tensor) -> Tensor:
         """Make entries [n, D] of keys and scores [n x P, 2 x D], one position after the other."""
@@ -109,32 +91,21 @@ class EntryPool:
         return entries.to(stored.dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexProjections:
     """The parameters of an indexer: queries of low rank, a key, and the weights of its heads.
 
     With a `pool` entries of several positions are chosen.
     """
 
-    wq_b: Linear
-    wk: Linear
-    k_norm: Norm
-    weights_proj: Linear
-    pool: EntryPool | None
-
-    @classmethod
-    def load(cls, config: Indexer, weights: WeightSource, name: str) -> IndexProjections:
+    def __init__(self, config: Indexer, weights: WeightSource, name: str) -> None:
         """Take the parameters of the indexer `name`."""
-        return cls(
-            wq_b=weights.linear(f"{name}.wq_b"),
-            wk=weights.linear(f"{name}.wk"),
-            k_norm=weights.norm(f"{name}.k_norm", config.norm_eps),
-            weights_proj=weights.linear(f"{name}.weights_proj", precise=True, wide=True),
-            pool=EntryPool.load(config.n_pooled, weights, name) if config.n_pooled > 1 else None,
-        )
+        self.wq_b = weights.linear(f"{name}.wq_b")
+        self.wk = weights.linear(f"{name}.wk")
+        self.k_norm = weights.norm(f"{name}.k_norm", config.norm_eps)
+        self.weights_proj = weights.linear(f"{name}.weights_proj", precise=True, wide=True)
+        self.pool = EntryPool(config.n_pooled, weights, name) if config.n_pooled > 1 else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockIndexer:
     """What chooses entries of several positions each, by the mean of their keys (Qwen 3.8).
 
@@ -142,14 +113,7 @@ class BlockIndexer:
     neither normed nor rotated, and the digits of what it is to be rotated by.
     """
 
-    config: Indexer
-    n_kv_heads: int
-    qk_proj: Linear
-    q_norm: HeadNorm
-    k_norm: Norm
-
-    @classmethod
-    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> BlockIndexer:
+    def __init__(self, config: ModelConfig, weights: WeightSource, layer: int) -> None:
         """Take the parameters of the absolute `layer`."""
         own, name = config.indexer, f"model.layers.{layer}.self_attn.indexer"
         assert own is not None
@@ -157,13 +121,11 @@ class BlockIndexer:
             weights.norm(f"{name}.{kind}_layernorm", own.norm_eps, config.norm_offset)
             for kind in "qk"
         )
-        return cls(
-            config=own,
-            n_kv_heads=config.n_kv_heads,
-            qk_proj=weights.linear(f"{name}.index_qk_proj"),
-            q_norm=HeadNorm(weight=q_norm.weight.repeat(own.n_heads, 1), eps=own.norm_eps),
-            k_norm=k_norm,
-        )
+        self.config = own
+        self.n_kv_heads = config.n_kv_heads
+        self.qk_proj = weights.linear(f"{name}.index_qk_proj")
+        self.q_norm = HeadNorm(weight=q_norm.weight.repeat(own.n_heads, 1), eps=own.norm_eps)
+        self.k_norm = k_norm
 
     def __call__(self, hidden: Tensor, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Choose]:
         """Return what is stored beside the rows' values [T, KV heads, C], and what chooses.

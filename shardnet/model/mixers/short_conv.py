@@ -12,7 +12,6 @@ size, N streams, H heads of n-grams of all lengths.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +23,10 @@ from shardnet.model.config.ngram_hashes import factors, head_rows, part_rows
 from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.attention import ForwardStep
 from shardnet.model.layers.decoder_layer import Sublayer
-from shardnet.model.layers.norms import HeadNorm, activate, row_sigmoid
+from shardnet.model.layers.norms import activate, row_sigmoid
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.streams import stream_norm
-from shardnet.model.layers.weight_source import Table, WeightSource
+from shardnet.model.layers.weight_source import WeightSource
 from shardnet.model.mixers.position_indexer import from_digits, to_digits
 
 _LEAST_GATE = 1e-6
@@ -81,25 +80,16 @@ def _replay(rows: Tensor) -> Replay:
     return replay
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NgramHashes:
     """Which rows of the table n-grams have: one for each head."""
 
-    config: Ngrams
-    factors: Sequence[int]
-    rows: Tensor  # [H], int64
-    begins: Tensor  # [H], int64
-
-    @classmethod
-    def of(cls, own: Ngrams, layer: int, vocab_size: int) -> NgramHashes:
+    def __init__(self, own: Ngrams, layer: int, vocab_size: int) -> None:
         """Make those of the absolute `layer`."""
         rows = torch.tensor(head_rows(own, layer))
-        return cls(
-            config=own,
-            factors=factors(own, layer, vocab_size),
-            rows=rows,
-            begins=rows.cumsum(0) - rows,
-        )
+        self.config = own
+        self.factors = factors(own, layer, vocab_size)
+        self.rows = rows  # [H], int64
+        self.begins = rows.cumsum(0) - rows  # [H], int64
 
     def of_text(self, ids: Tensor) -> Tensor:
         """Return the rows [T, H] of token `ids` [T], int64 on the CPU, with which a text begins."""
@@ -124,40 +114,24 @@ class NgramHashes:
         return torch.cat(made, 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NgramFeatures:
     """The table, and what gates its rows by the streams and convolves them."""
 
-    hashes: NgramHashes
-    table: Table
-    key_proj: Linear
-    value_proj: Linear
-    norm_key: HeadNorm
-    norm_query: HeadNorm
-    norm_conv: HeadNorm
-    taps: Tensor  # [taps, N x E], float32: the oldest position first
-
-    @classmethod
-    def load(cls, config: ModelConfig, weights: WeightSource, layer: int) -> NgramFeatures:
+    def __init__(self, config: ModelConfig, weights: WeightSource, layer: int) -> None:
         """Take the parameters of the absolute `layer`."""
         own, name = config.ngrams, f"model.layers.{layer}.ple"
         assert own is not None
-        hashes = NgramHashes.of(own, layer, config.vocab_size)
         table = f"{name}.ple_embedding.ngram_embedding.shard_"
         parts = [f"{table}{number}" for number in range(len(part_rows(own, layer)))]
-        key, query, conv = (
+        self.hashes = NgramHashes(own, layer, config.vocab_size)
+        self.table = weights.stored_table(*parts, rows_of=self.hashes.of_text)
+        self.key_proj = weights.linear(f"{name}.key_proj")
+        self.value_proj = weights.linear(f"{name}.value_proj")
+        self.norm_key, self.norm_query, self.norm_conv = (
             stream_norm(config, weights, f"{name}.norm_{kind}") for kind in ("key", "query", "conv")
         )
-        return cls(
-            hashes=hashes,
-            table=weights.stored_table(*parts, rows_of=hashes.of_text),
-            key_proj=weights.linear(f"{name}.key_proj"),
-            value_proj=weights.linear(f"{name}.value_proj"),
-            norm_key=key,
-            norm_query=query,
-            norm_conv=conv,
-            taps=weights.parameter(f"{name}.conv1d.weight").squeeze(1).T.contiguous(),
-        )
+        taps = weights.parameter(f"{name}.conv1d.weight")
+        self.taps = taps.squeeze(1).T.contiguous()  # [taps, N x E], float32: the oldest first
 
     def gated(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Look up table `rows` [T, H], and gate them by rows [T, N x E]: float32 [T, N, E]."""

@@ -394,35 +394,22 @@ def make_pixel_processor(config: VisionConfig, own: Fields, token_id: TokenId) -
     return replace(made, patch=config.row_pixels, merge=1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PixelEmbedder:
     """The forward pass. Positions are [grid, 2, W], by column and by line."""
 
-    pixel_norm: Norm
-    patches: Linear
-    patch_norm: Norm
-    positions: Tensor
-    position_norm: Norm
-    norm: BareNorm
-    projection: Linear
-
-    @classmethod
-    def load(
-        cls, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
-    ) -> PixelEmbedder:
-        """Take the parameters."""
+    def __init__(
+        self, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
+    ) -> None:
         from shardnet.model.layers.norms import BareNorm
 
         norms = [weights.norm(f"embed_vision.{norm}", config.norm_eps) for norm in _PIXEL_NORMS]
-        return cls(
-            pixel_norm=norms[0],
-            patches=weights.linear("embed_vision.patch_dense"),
-            patch_norm=norms[1],
-            positions=weights.parameter(_PIXEL_POSITIONS).to(device, dtype),
-            position_norm=norms[2],
-            norm=BareNorm(eps=config.projector_eps),
-            projection=weights.linear(_PIXEL_PROJECTION),
-        )
+        self.pixel_norm = norms[0]
+        self.patches = weights.linear("embed_vision.patch_dense")
+        self.patch_norm = norms[1]
+        self.positions = weights.parameter(_PIXEL_POSITIONS).to(device, dtype)
+        self.position_norm = norms[2]
+        self.norm = BareNorm(eps=config.projector_eps)
+        self.projection = weights.linear(_PIXEL_PROJECTION)
 
     def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode patches; see Tower."""
@@ -443,5 +430,5 @@ UNIFIED = VisionFamily(
     tensors=pixel_tensors,
     spell=spell_pixels,
     make_processor=make_pixel_processor,
-    load=PixelEmbedder.load,
+    load=PixelEmbedder,
 )

@@ -7,7 +7,7 @@ squares of patches are folded into one, and the projector is gated.
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.model.config.decoder_config import read_activation
@@ -29,11 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from shardnet.model.kernels.linear import Linear
-    from shardnet.model.layers.modules import GatedMlp
-    from shardnet.model.layers.norms import Norm
     from shardnet.model.layers.weight_source import WeightSource
-    from shardnet.model.vision.tower import TowerLayer
 
 PLACEHOLDER: Final = "<|image|>"
 _EPS: Final = 1e-5
@@ -89,27 +85,17 @@ def make_processor(config: VisionConfig, own: Fields, token_id: TokenId) -> Pict
     return replace(made, placeholder=PLACEHOLDER, template_marks=marks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GlmProjector:
     """Makes rows of the language model of patches, those of a row folded into one."""
 
-    folding: Linear
-    linear: Linear
-    norm: Norm
-    mlp: GatedMlp
-
-    @classmethod
-    def load(cls, config: VisionConfig, weights: WeightSource) -> GlmProjector:
-        """Take the parameters."""
+    def __init__(self, config: VisionConfig, weights: WeightSource) -> None:
         from shardnet.model.layers.modules import GatedMlp
 
         merger = "visual.merger"
-        return cls(
-            folding=weights.linear("visual.downsample"),
-            linear=weights.linear(f"{merger}.proj"),
-            norm=weights.norm(f"{merger}.post_projection_norm", config.projector_eps),
-            mlp=GatedMlp.load(config, weights, merger),
-        )
+        self.folding = weights.linear("visual.downsample")
+        self.linear = weights.linear(f"{merger}.proj")
+        self.norm = weights.norm(f"{merger}.post_projection_norm", config.projector_eps)
+        self.mlp = GatedMlp.load(config, weights, merger)
 
     def __call__(self, patches: Tensor) -> Tensor:
         """Project the patches of rows [N, merge^2, W]: [N, E]."""
@@ -119,32 +105,19 @@ class GlmProjector:
         return self.mlp(activated(Activation.GELU, self.norm(self.linear(rows))))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GlmTower:
     """The forward pass."""
 
-    config: VisionConfig
-    patches: Linear
-    first_norm: Norm
-    positions: Tensor  # [grid^2, W]
-    layers: tuple[TowerLayer, ...]
-    last_norm: Norm
-    projector: GlmProjector
-
-    @classmethod
-    def load(
-        cls, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
-    ) -> GlmTower:
-        """Take the parameters."""
-        return cls(
-            config=config,
-            patches=weights.linear("visual.patch_embed.proj"),
-            first_norm=weights.norm("visual.post_conv_layernorm", config.norm_eps),
-            positions=weights.matrix(_TABLE),
-            layers=_LAYERS.load(config, weights),
-            last_norm=weights.norm("visual.post_layernorm", config.norm_eps),
-            projector=GlmProjector.load(config, weights),
-        )
+    def __init__(
+        self, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.config = config
+        self.patches = weights.linear("visual.patch_embed.proj")
+        self.first_norm = weights.norm("visual.post_conv_layernorm", config.norm_eps)
+        self.positions = weights.matrix(_TABLE)  # [grid^2, W]
+        self.layers = _LAYERS.load(config, weights)
+        self.last_norm = weights.norm("visual.post_layernorm", config.norm_eps)
+        self.projector = GlmProjector(config, weights)
 
     def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode patches; see Tower."""
@@ -198,7 +171,7 @@ VISION = VisionFamily(
     read_config=read_config,
     tensors=tensors,
     make_processor=make_processor,
-    load=GlmTower.load,
+    load=GlmTower,
     gguf=VisionGguf(
         projectors=("glm4v",),
         read=read_gguf,

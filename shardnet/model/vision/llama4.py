@@ -48,10 +48,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from shardnet.model.kernels.linear import Linear
-    from shardnet.model.layers.norms import Norm
     from shardnet.model.layers.weight_source import WeightSource
-    from shardnet.model.vision.tower import TowerLayer, TowerMlp
 
 PLACEHOLDER: Final = "<|image|>"
 MAX_TILES: Final = 256
@@ -243,43 +240,26 @@ def _apart(queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tenso
     return queries, keys, values
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Llama4Tower:
     """The forward pass. Positions are [grid^2 + 1, W]: the last one is the class token's."""
 
-    config: VisionConfig
-    patches: Linear
-    class_token: Tensor  # [W]
-    positions: Tensor
-    first_norm: Norm
-    layers: tuple[TowerLayer, ...]
-    last_norm: Norm
-    adapter: TowerMlp
-    projection: Linear
-
-    @classmethod
-    def load(
-        cls, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
-    ) -> Llama4Tower:
-        """Take the parameters."""
+    def __init__(
+        self, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
+    ) -> None:
         from shardnet.model.vision.tower import TowerMlp
 
-        class_token, positions = (
+        self.class_token, self.positions = (
             weights.parameter(name).to(device, dtype) for name in (_CLASS, _POSITIONS)
-        )
+        )  # [W], [grid^2 + 1, W]
         adapter = f"{_ADAPTER}.fc1", f"{_ADAPTER}.fc2"
         layers = _LAYERS.load(config, weights)
-        return cls(
-            config=config,
-            patches=weights.linear("vision_model.patch_embedding.linear"),
-            class_token=class_token,
-            positions=positions,
-            first_norm=weights.norm("vision_model.layernorm_pre", config.norm_eps),
-            layers=tuple(replace(layer, head_norms=_apart) for layer in layers),
-            last_norm=weights.norm("vision_model.layernorm_post", config.norm_eps),
-            adapter=TowerMlp.load(Activation.GELU, weights, *adapter),
-            projection=weights.linear(_PROJECTION),
-        )
+        self.config = config
+        self.patches = weights.linear("vision_model.patch_embedding.linear")
+        self.first_norm = weights.norm("vision_model.layernorm_pre", config.norm_eps)
+        self.layers = tuple(replace(layer, head_norms=_apart) for layer in layers)
+        self.last_norm = weights.norm("vision_model.layernorm_post", config.norm_eps)
+        self.adapter = TowerMlp(Activation.GELU, weights, *adapter)
+        self.projection = weights.linear(_PROJECTION)
 
     def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode the patches of all tiles; see Tower."""
@@ -338,7 +318,7 @@ VISION = VisionFamily(
     read_config=read_config,
     tensors=tensors,
     make_processor=make_processor,
-    load=Llama4Tower.load,
+    load=Llama4Tower,
     gguf=VisionGguf(
         projectors=("llama4",),
         read=read_gguf,

@@ -8,7 +8,6 @@ Pictures of any shape, rotary positions by line and column, and a break token be
 from __future__ import annotations
 
 from collections.abc import Container
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from shardnet.model.config.decoder_config import read_activation
@@ -38,10 +37,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from shardnet.model.kernels.linear import Linear
-    from shardnet.model.layers.norms import Norm
     from shardnet.model.layers.weight_source import WeightSource
-    from shardnet.model.vision.tower import TowerLayer
 
 _EPS: Final = 1e-5
 _NORM: Final = "multi_modal_projector.norm"
@@ -117,35 +113,21 @@ def make_processor(config: VisionConfig, own: Fields, token_id: TokenId) -> Pict
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PixtralTower:
     """The forward pass."""
 
-    config: VisionConfig
-    patches: Linear
-    first_norm: Norm
-    layers: tuple[TowerLayer, ...]
-    norm: Norm | None
-    merging: Linear | None
-    linear_1: Linear
-    linear_2: Linear
-
-    @classmethod
-    def load(
-        cls, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
-    ) -> PixtralTower:
-        """Take the parameters."""
+    def __init__(
+        self, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
+    ) -> None:
         projector = "multi_modal_projector"
-        return cls(
-            config=config,
-            patches=weights.linear("vision_tower.patch_conv"),
-            first_norm=weights.norm("vision_tower.ln_pre", config.norm_eps),
-            layers=_LAYERS.load(config, weights),
-            norm=weights.norm(_NORM, config.projector_eps) if config.joins_patches else None,
-            merging=weights.linear(_MERGING) if config.joins_patches else None,
-            linear_1=weights.linear(f"{projector}.linear_1"),
-            linear_2=weights.linear(f"{projector}.linear_2"),
-        )
+        self.config = config
+        self.patches = weights.linear("vision_tower.patch_conv")
+        self.first_norm = weights.norm("vision_tower.ln_pre", config.norm_eps)
+        self.layers = _LAYERS.load(config, weights)
+        self.norm = weights.norm(_NORM, config.projector_eps) if config.joins_patches else None
+        self.merging = weights.linear(_MERGING) if config.joins_patches else None
+        self.linear_1 = weights.linear(f"{projector}.linear_1")
+        self.linear_2 = weights.linear(f"{projector}.linear_2")
 
     def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode patches; see Tower."""
@@ -195,7 +177,7 @@ VISION = VisionFamily(
     read_config=read_config,
     tensors=tensors,
     make_processor=make_processor,
-    load=PixtralTower.load,
+    load=PixtralTower,
     gguf=VisionGguf(
         projectors=("pixtral",),
         read=read_gguf,

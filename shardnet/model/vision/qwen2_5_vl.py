@@ -8,7 +8,7 @@ them have in common with them is here too.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,10 +41,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from shardnet.model.kernels.linear import Linear
-    from shardnet.model.layers.norms import Norm
     from shardnet.model.layers.weight_source import WeightSource
-    from shardnet.model.vision.tower import TowerLayer, TowerMlp
 
 
 EPS: Final = 1e-6
@@ -164,23 +161,18 @@ def make_processor(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class QwenMerger:
     """Makes rows of the language model of patches, normalised one by one or those of a row."""
 
-    norm: Norm
-    mlp: TowerMlp
-    norms_rows: bool = False
-
-    @classmethod
-    def load(
-        cls, weights: WeightSource, norm: str, up: str, down: str, *, norms_rows: bool = False
-    ) -> QwenMerger:
-        """Take the parameters."""
+    def __init__(
+        self, weights: WeightSource, norm: str, up: str, down: str, *, norms_rows: bool = False
+    ) -> None:
         from shardnet.model.vision.tower import TowerMlp
 
-        mlp = TowerMlp.load(Activation.GELU, weights, up, down)
-        return cls(norm=weights.norm(norm, EPS), mlp=mlp, norms_rows=norms_rows)
+        mlp = TowerMlp(Activation.GELU, weights, up, down)
+        self.norm = weights.norm(norm, EPS)
+        self.mlp = mlp
+        self.norms_rows = norms_rows
 
     def __call__(self, merged: Tensor) -> Tensor:
         """Project patches of rows, side by side: [N, merge^2 x W] to [N, E]."""
@@ -188,32 +180,23 @@ class QwenMerger:
         return self.mlp(self.norm(merged.view(-1, width)).view(merged.shape))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen25Tower:
     """The forward pass."""
 
-    config: VisionConfig
-    patches: Linear
-    layers: tuple[TowerLayer, ...]
-    merger: QwenMerger
-
-    @classmethod
-    def load(
-        cls,
+    def __init__(
+        self,
         config: VisionConfig,
         weights: WeightSource,
         dtype: torch.dtype,
         device: torch.device,
         names: LayerNames = LAYERS,
-    ) -> Qwen25Tower:
+    ) -> None:
         """Take the parameters, those of layers by their `names`."""
         merger = ("visual.merger.ln_q", "visual.merger.mlp.0", "visual.merger.mlp.2")
-        return cls(
-            config=config,
-            patches=weights.linear("visual.patch_embed.proj"),
-            layers=names.load(config, weights),
-            merger=QwenMerger.load(weights, *merger),
-        )
+        self.config = config
+        self.patches = weights.linear("visual.patch_embed.proj")
+        self.layers = names.load(config, weights)
+        self.merger = QwenMerger(weights, *merger)
 
     def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode patches; see Tower. Those of a window stand together until they are merged."""
@@ -251,7 +234,7 @@ VISION = VisionFamily(
     read_config=read_config,
     tensors=tensors,
     make_processor=make_processor,
-    load=Qwen25Tower.load,
+    load=Qwen25Tower,
     gguf=VisionGguf(
         projectors=("qwen2.5vl_merger",),
         read=read_gguf,
@@ -303,7 +286,7 @@ QWEN2 = VisionFamily(
     read_config=read_qwen2_config,
     tensors=qwen2_tensors,
     make_processor=make_processor,
-    load=partial(Qwen25Tower.load, names=_QWEN2_LAYERS),
+    load=partial(Qwen25Tower, names=_QWEN2_LAYERS),
     gguf=VisionGguf(
         projectors=("qwen2vl_merger",),
         read=read_qwen2_gguf,

@@ -7,8 +7,8 @@ which Qwen 3.5 has not.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Container
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,9 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from shardnet.model.kernels.linear import Linear
     from shardnet.model.layers.weight_source import WeightSource
-    from shardnet.model.vision.tower import TowerLayer
 
 _LAYERS: Final = replace(LAYERS, mlp=("mlp.linear_fc1", "mlp.linear_fc2"), has_norm_bias=True)
 _PIXELS: Final = (256 * 256, 4096 * 4096)
@@ -73,38 +71,25 @@ def tensors(config: VisionConfig) -> Table:
     return made | norm_tensors(joined, *(f"{n}.norm" for n in deep)) | _LAYERS.tensors(config)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3Tower:
     """The forward pass."""
 
-    config: VisionConfig
-    patches: Linear
-    positions: Tensor  # [grid^2, W]
-    layers: tuple[TowerLayer, ...]
-    merger: QwenMerger
-    deep: Mapping[int, QwenMerger]
-
-    @classmethod
-    def load(
-        cls, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
-    ) -> Qwen3Tower:
-        """Take the parameters."""
-
+    def __init__(
+        self, config: VisionConfig, weights: WeightSource, dtype: torch.dtype, device: torch.device
+    ) -> None:
         def merger(prefix: str, *, norms_rows: bool = False) -> QwenMerger:
             names = [f"{prefix}.{part}" for part in ("norm", "linear_fc1", "linear_fc2")]
-            return QwenMerger.load(weights, *names, norms_rows=norms_rows)
+            return QwenMerger(weights, *names, norms_rows=norms_rows)
 
-        return cls(
-            config=config,
-            patches=weights.linear("visual.patch_embed.proj"),
-            positions=weights.matrix("visual.pos_embed"),
-            layers=_LAYERS.load(config, weights),
-            merger=merger("visual.merger"),
-            deep={
-                layer: merger(f"visual.deepstack_merger_list.{number}", norms_rows=True)
-                for number, layer in enumerate(config.deep_layers)
-            },
-        )
+        self.config = config
+        self.patches = weights.linear("visual.patch_embed.proj")
+        self.positions = weights.matrix("visual.pos_embed")  # [grid^2, W]
+        self.layers = _LAYERS.load(config, weights)
+        self.merger = merger("visual.merger")
+        self.deep = {
+            layer: merger(f"visual.deepstack_merger_list.{number}", norms_rows=True)
+            for number, layer in enumerate(config.deep_layers)
+        }
 
     def walk(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderWalk:
         """Encode patches; see Tower."""
@@ -173,7 +158,7 @@ VISION = VisionFamily(
     read_config=partial(read_config, deep_layers=_DEEP_LAYERS),
     tensors=tensors,
     make_processor=partial(qwen2_5_vl.make_processor, mean=HALF, deviation=HALF, pixels=_PIXELS),
-    load=Qwen3Tower.load,
+    load=Qwen3Tower,
     gguf=VisionGguf(
         projectors=("qwen3vl_merger",),
         read=read_gguf,

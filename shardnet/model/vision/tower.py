@@ -19,7 +19,6 @@ from torch import Tensor
 
 from shardnet.model.arithmetic.elementary import cosine_sine, power
 from shardnet.model.config.model_config import Activation
-from shardnet.model.kernels.linear import Linear
 from shardnet.model.layers.norms import Norm, activate
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.weight_source import WeightSource
@@ -63,20 +62,14 @@ def activated(kind: Activation, rows: Tensor) -> Tensor:
     return F.gelu(rows) if kind is Activation.GELU else activate(kind, rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TowerMlp:
     """An MLP without a gate, on rows that are always computed together."""
 
-    activation: Activation
-    up_proj: Linear
-    down_proj: Linear
-
-    @classmethod
-    def load(cls, activation: Activation, weights: WeightSource, up: str, down: str) -> TowerMlp:
+    def __init__(self, activation: Activation, weights: WeightSource, up: str, down: str) -> None:
         """Load the linears named `up` and `down`."""
-        return cls(
-            activation=activation, up_proj=weights.linear(up), down_proj=weights.linear(down)
-        )
+        self.activation = activation
+        self.up_proj = weights.linear(up)
+        self.down_proj = weights.linear(down)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Transform [T, N], row by row."""

@@ -217,5 +217,5 @@ class LayerNames:
             mlp_norm=mlp_norm,
             mlp=GatedMlp.load(config, weights, layer, (mlp[0], mlp[1], mlp[2]))
             if len(mlp) == 3
-            else TowerMlp.load(config.activation, weights, *(f"{layer}.{name}" for name in mlp)),
+            else TowerMlp(config.activation, weights, *(f"{layer}.{name}" for name in mlp)),
         )

@@ -163,7 +163,7 @@ def load_decoder(
         progress=lambda done, total: step(),
     )
     with memory_for(facts):
-        dense = [Dense.load(layer, place) for layer in facts.modules.dense]
+        dense = [Dense(layer, place) for layer in facts.modules.dense]
         head = _answers_head(checkpoint, place) if judge is not None else None
     return Decoder(facts=facts, stage=stage, dense=dense, judge=judge, head=head)
 

@@ -90,16 +90,10 @@ class Encoder:
         return pad(rows, batch_first=True, padding_value=self.pad_id), mask
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
     """A linear after pooling, in float32: weight [outputs, inputs], bias [outputs] or None."""
 
-    layer: DenseLayer
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-    @classmethod
-    def load(cls, layer: DenseLayer, device: torch.device) -> Dense:
+    def __init__(self, layer: DenseLayer, device: torch.device) -> None:
         """Read it onto a device. Raises CheckpointError if its file is damaged."""
         weight, *bias = (
             tensor.make(
@@ -108,7 +102,9 @@ class Dense:
             ).to(device, torch.float32)
             for tensor in layer.tensors
         )
-        return cls(layer=layer, weight=weight, bias=bias[0] if bias else None)
+        self.layer = layer
+        self.weight = weight
+        self.bias = bias[0] if bias else None
 
     def __call__(self, vectors: torch.Tensor) -> torch.Tensor:
         """Apply the linear and its activation: vectors [B, inputs] to [B, outputs]."""
@@ -190,7 +186,7 @@ def load_encoder(facts: EncoderFacts, device: str, step: Step = lambda: None) ->
             facts=facts,
             module=module,
             pad_id=config.pad_token_id or 0,
-            dense=[Dense.load(layer, module.device) for layer in facts.modules.dense],
+            dense=[Dense(layer, module.device) for layer in facts.modules.dense],
         )
 
 

@@ -6,7 +6,6 @@ Knows texts and tokens. Must not know models.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
@@ -32,20 +31,16 @@ def question(query: str, document: str, instruction: str) -> str:
     return f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
     """The tokens around a question, and those of the answers."""
 
-    begin: list[int]
-    end: list[int]
-    answers: Answers
-
-    @classmethod
-    def of(cls, encode: Encode, answers: Answers | None) -> Judge:
+    def __init__(self, encode: Encode, answers: Answers | None) -> None:
         """Make it by a model's tokenizer, which knows the `answers` if no file says them."""
         yes, no = (encode(text, "off", False)[0] for text in ANSWERS)
         begin, end = (encode(text, "off", True) for text in (_BEGIN, _END))
-        return cls(begin=begin, end=end, answers=answers or (yes, no))
+        self.begin = begin
+        self.end = end
+        self.answers = answers or (yes, no)
 
     def tokens(self, encode: Encode, text: str, most_tokens: int | None) -> list[int]:
         """Encode a question, cut so that there are at most `most_tokens` in all, None for any.

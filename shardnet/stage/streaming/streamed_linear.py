@@ -20,7 +20,7 @@ from torch import Tensor
 from shardnet.model.families.stage_tensors import Shape
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import capacity_error_for
-from shardnet.model.kernels.library import NativeKernels, NativeMatmul, native_kernels
+from shardnet.model.kernels.library import NativeMatmul, native_kernels
 from shardnet.model.kernels.linear import (
     Kernel,
     KernelChoice,
@@ -204,7 +204,6 @@ class Place(NamedTuple):
     layer: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLinear:
     """The recipe of a linear layer whose weights are read as a checkpoint stores them.
 
@@ -213,25 +212,15 @@ class StoredLinear:
     of them; for oneDNN, and if transposed, they are packed when their layer is computed.
     """
 
-    choice: KernelChoice
-    device: torch.device
-    stored: tuple[int, int]
-    transposed: bool
-    biases: Sequence[Tensor]
-    bias: Tensor | None
-    native: NativeKernels | None
-    packing: PanelPacking | None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         choice: KernelChoice,
         device: torch.device,
         shapes: Sequence[Shape],
         biases: Sequence[Tensor],
         *,
         transposed: bool,
-    ) -> StoredLinear:
+    ) -> None:
         """Join weights that are stored in `shapes`; only a single weight may be transposed."""
         assert not transposed or len(shapes) == 1
         native = native_kernels() if choice.kernel is Kernel.NATIVE else None
@@ -241,16 +230,14 @@ class StoredLinear:
             form = FLOAT_FORMS[dtype]
             packing = PanelPacking(native=native, n_in=n_in, dtype=dtype, form=form)
         own = [bias.clone() for bias in biases]
-        return cls(
-            choice=choice,
-            device=device,
-            stored=(sum(shape[0] for shape in shapes), n_in),
-            transposed=transposed,
-            biases=own,
-            bias=join_biases(own, device, torch_dtype(choice.dtype)),
-            native=native,
-            packing=packing,
-        )
+        self.choice = choice
+        self.device = device
+        self.stored = (sum(shape[0] for shape in shapes), n_in)
+        self.transposed = transposed
+        self.biases = own
+        self.bias = join_biases(own, device, torch_dtype(choice.dtype))
+        self.native = native
+        self.packing = packing
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -257,7 +257,7 @@ def test_documents_are_judged_by_the_logits_of_yes_and_no(tmp_path: Path, most: 
     assert (facts.config.kind, facts.context, facts.is_for_rings_too) == ("reranker", most, False)
     backend = TextBackend.load_optional(tokenizer_place(folder))
     assert backend is not None
-    judge = Judge.of(backend.encode, facts.modules.answers)
+    judge = Judge(backend.encode, facts.modules.answers)
     asked = [question(QUERY, document, "be strict") for document in DOCUMENTS]
     tokens = [judge.tokens(backend.encode, one, most) for one in asked]
     assert max(map(len, tokens)) == min(most, 532)
@@ -287,7 +287,7 @@ def test_a_gguf_with_the_heads_rows_of_its_answers_alone(
     assert (facts.config.kind, facts.is_for_rings_too) == ("reranker", False)
     backend = TextBackend.load_optional(tokenizer_place(folder))
     assert backend is not None
-    judge = Judge.of(backend.encode, None)
+    judge = Judge(backend.encode, None)
     asked = [question(QUERY, document, "be strict") for document in DOCUMENTS]
     tokens = [judge.tokens(backend.encode, one, 1024) for one in asked]
     inputs = [EncoderInput(ids, [0] * len(ids)) for ids in tokens]
