@@ -6,9 +6,10 @@ Knows the client's events, and how a parser is chosen and fed. Must not know any
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Protocol, TypeAlias, Unpack
 
 from shardnet.api.chat.request import (
@@ -21,7 +22,6 @@ from shardnet.api.chat.request import (
 )
 from shardnet.api.chat_formats.choice import (
     MOST_EQUAL_CALLS,
-    ChatFormat,
     EqualCalls,
     ToolChoice,
     choose_format,
@@ -133,7 +133,8 @@ async def run_chat(
     if budget == 0:
         switched = thinking_options(False, request.template_options)
         request = replace(request, template_options=switched)
-    reader = await _reader(generator, request, hold=HOLD if is_streamed else None)
+    described = await generator.describe_tokenizer(model=request.model)
+    reader = _Reader(described, request, hold=HOLD if is_streamed else None)
     messages, options = chat_prompt(request)
     options["constraint"] = await _constraint(generator, request, reader, messages, options)
     bound = None if budget is None or budget < 0 else budget
@@ -153,7 +154,7 @@ async def run_chat(
                 tail = tails[event.sample] = event.prompt_tail or tails.get(event.sample, "")
                 if not event.token_ids and event.result is None:
                     continue
-                parser = reader.parser(tail)
+                parser = reader.parser(prompt_tail=tail)
                 calls = EqualCalls(most_equal_calls)
                 samples[event.sample] = _Sample(event.sample, parser, calls, reader.format.name)
             for told in samples[event.sample].take(event):
@@ -182,39 +183,25 @@ async def count_prompt(generator: ChatGenerator, request: ChatRequest) -> int:
     return len(told.token_ids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Reader:
-    """Makes the parsers of a request's output."""
+    """Makes the parsers of a request's output, in the format of the model."""
 
-    described: TokenizerDescribed
-    format: ChatFormat
-    tokens: Mapping[int, TokenText]
-    tools: Sequence[Mapping[str, Any]]
-    choice: ToolChoice
-    hold: int | None
-
-    def parser(self, prompt_tail: str) -> OutputParser:
-        return self.format.parser(
+    def __init__(
+        self, described: TokenizerDescribed, request: ChatRequest, *, hold: int | None
+    ) -> None:
+        self.described = described
+        self.tokens = {
+            token.token_id: TokenText(token.text, token.is_special) for token in described.added
+        }
+        self.format = choose_format(described.template, self.tokens)
+        self.choice = _choice(request)
+        self.parser = partial(
+            self.format.parser,
             tokens=self.tokens,
-            tools=self.tools,
+            tools=_tools(request.tools),
             choice=self.choice,
-            prompt_tail=prompt_tail,
-            hold=self.hold,
+            hold=hold,
         )
-
-
-async def _reader(generator: ChatGenerator, request: ChatRequest, *, hold: int | None) -> _Reader:
-    """Choose the format of the model. Raises what describing its tokenizer raises."""
-    described = await generator.describe_tokenizer(model=request.model)
-    tokens = {token.token_id: TokenText(token.text, token.is_special) for token in described.added}
-    return _Reader(
-        described=described,
-        format=choose_format(described.template, tokens),
-        tokens=tokens,
-        tools=_tools(request.tools),
-        choice=_choice(request),
-        hold=hold,
-    )
 
 
 async def _constraint(

@@ -6,6 +6,7 @@ import collections
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -172,73 +173,60 @@ class RingMetrics(Collector):
 
     def _of_household(self) -> Iterator[Metric]:
         for name, (value, text) in _HOUSEHOLD.items():
-            gauge = GaugeMetricFamily(f"shardnet_household_{name}", text, labels=["model"])
-            for state in self._household:
-                gauge.add_metric([state.model.name], value(state))
-            yield gauge
-        memory = GaugeMetricFamily(
-            "shardnet_household_memory_bytes",
+            values = [([state.model.name], value(state)) for state in self._household]
+            yield _family(GaugeMetricFamily, f"household_{name}", text, ["model"], values)
+        yield _family(
+            GaugeMetricFamily,
+            "household_memory_bytes",
             "Memory that a model of the household may take on a node",
-            labels=["model", "node"],
+            ["model", "node"],
+            [
+                ([state.model.name, share.name], share.memory_bytes)
+                for state in self._household
+                for share in state.shares
+            ],
         )
-        for state in self._household:
-            for share in state.shares:
-                memory.add_metric([state.model.name, share.name], share.memory_bytes)
-        yield memory
 
     def _of_nodes(self) -> Iterator[Metric]:
-        about = GaugeMetricFamily(
-            "shardnet_node_info",
+        nodes = self._nodes
+        yield _family(
+            GaugeMetricFamily,
+            "node_info",
             "A node, its version and its device; always 1",
-            labels=["node", "version", "device"],
+            ["node", "version", "device"],
+            [([node.label, node.info.version, node.info.device], 1) for node in nodes],
         )
-        for node in self._nodes:
-            about.add_metric([node.label, node.info.version, node.info.device], 1)
-        yield about
         for name, (field, text) in _NODE.items():
-            gauge = GaugeMetricFamily(f"shardnet_node_{name}", text, labels=["node"])
-            for node in self._nodes:
-                gauge.add_metric([node.label], getattr(node.info, field))
-            yield gauge
-        resting = GaugeMetricFamily(
-            "shardnet_node_resting", "1 for a node that takes no layers now", labels=["node"]
-        )
-        for node in self._nodes:
-            resting.add_metric([node.label], int(bool(node.info.rests)))
-        yield resting
+            values = [([node.label], getattr(node.info, field)) for node in nodes]
+            yield _family(GaugeMetricFamily, f"node_{name}", text, ["node"], values)
+        rests = [([node.label], bool(node.info.rests)) for node in nodes]
+        text = "1 for a node that takes no layers now"
+        yield _family(GaugeMetricFamily, "node_resting", text, ["node"], rests)
         yield from _families(
             ["node"], _PRESSURE, [([n.label], n.report.pressure) for n in self._nodes]
         )
         meters = [([n.label, m.source], m) for n in self._nodes for m in n.info.meters]
         yield from _families(["node", "source"], _METERS, meters)
         yield from _families(["node"], _AUDITS, [([n.label], n.report.audit) for n in self._nodes])
-        wrong = CounterMetricFamily(
-            "shardnet_wrong_bits", "Times that a node was found computing wrong", labels=["node"]
-        )
-        audits = [node.report.audit for node in self._nodes if node.report.audit is not None]
-        n_wrong = collections.Counter(found.name for audit in audits for found in audit.findings)
-        for name, n_times in n_wrong.items():
-            wrong.add_metric([name], n_times)
-        yield wrong
+        audits = [node.report.audit for node in nodes if node.report.audit is not None]
+        wrong = collections.Counter(found.name for audit in audits for found in audit.findings)
+        values = [([name], n_times) for name, n_times in wrong.items()]
+        text = "Times that a node was found computing wrong"
+        yield _family(CounterMetricFamily, "wrong_bits", text, ["node"], values)
 
     def _of_ring(self) -> Iterator[Metric]:
         work = self._work
         for name, (field, text, unit) in _WORK.items():
             value = 0 if work is None else getattr(work, field) * unit
             yield CounterMetricFamily(f"shardnet_ring_{name}", text, value=value)
-        reused = CounterMetricFamily(
-            "shardnet_ring_reused_positions",
-            "Positions of prompts that were not computed, by where they were",
-            labels=["tier"],
-        )
-        for tier, n_positions in work.reused.items() if work is not None else ():
-            reused.add_metric([tier], n_positions)
-        yield reused
+        reused = work.reused.items() if work is not None else ()
+        text = "Positions of prompts that were not computed, by where they were"
+        values = [([tier], n_positions) for tier, n_positions in reused]
+        yield _family(CounterMetricFamily, "ring_reused_positions", text, ["tier"], values)
+        drafters = work.drafters if work is not None else ()
         for name, field, text in _DRAFTS:
-            metric = CounterMetricFamily(f"shardnet_ring_{name}", text, labels=["drafter"])
-            for drafted in work.drafters if work is not None else ():
-                metric.add_metric([drafted.drafter], getattr(drafted, field))
-            yield metric
+            values = [([one.drafter], getattr(one, field)) for one in drafters]
+            yield _family(CounterMetricFamily, f"ring_{name}", text, ["drafter"], values)
         yield CounterMetricFamily(
             "shardnet_recoveries",
             "Lost rings whose requests went on over another one",
@@ -257,36 +245,28 @@ class RingMetrics(Collector):
             ("compute", "Time that a stage has computed"),
             ("queue", "Time that steps have waited in a stage"),
         ):
-            counter = CounterMetricFamily(
-                f"shardnet_stage_{name}_seconds", text, labels=["rank", "node"]
-            )
-            for stage in work.stages if work is not None else ():
-                value = getattr(stage, f"{name}_us") / 1e6
-                counter.add_metric([str(stage.rank), stage.name], value)
-            yield counter
+            values = [(where, getattr(stage, f"{name}_us") / 1e6) for where, stage in stages]
+            labels = ["rank", "node"]
+            yield _family(CounterMetricFamily, f"stage_{name}_seconds", text, labels, values)
 
     def _of_waits(self) -> Iterator[Metric]:
         """Write for what requests wait behind a lost ring, 0 for what they do not."""
-        waiting = GaugeMetricFamily(
-            "shardnet_ring_recovery_waiting_seconds",
-            "About how long requests of a lost ring wait still, by what for",
-            labels=["for"],
-        )
         wait = None if self._load is None else self._load.wait
-        for kind in get_args(RingWaitKind):
-            is_it = wait is not None and wait.kind == kind
-            waiting.add_metric([kind], wait.expected_s if wait is not None and is_it else 0.0)
-        yield waiting
+        waits = {} if wait is None else {wait.kind: wait.expected_s}
+        yield _family(
+            GaugeMetricFamily,
+            "ring_recovery_waiting_seconds",
+            "About how long requests of a lost ring wait still, by what for",
+            ["for"],
+            [([kind], waits.get(kind, 0.0)) for kind in get_args(RingWaitKind)],
+        )
 
     def _of_rings(self) -> Iterator[Metric]:
         """Write how the rings are that are behind one head."""
         rings = [(["+".join(ring.names)], ring) for n in self._nodes for ring in n.report.rings]
-        up = GaugeMetricFamily(
-            "shardnet_rings_up", "1 for a ring behind the head that takes requests", labels=["ring"]
-        )
-        for name, ring in rings:
-            up.add_metric(name, int(not ring.why))
-        yield up
+        up = [(name, not ring.why) for name, ring in rings]
+        text = "1 for a ring behind the head that takes requests"
+        yield _family(GaugeMetricFamily, "rings_up", text, ["ring"], up)
         yield from _families(["ring"], _RINGS, rings)
 
     def _of_links(self) -> Iterator[Metric]:
@@ -296,26 +276,35 @@ class RingMetrics(Collector):
             for node in self._nodes
             for link in node.report.links
         ]
-        round_trip = GaugeMetricFamily(
-            "shardnet_link_round_trip_seconds", "Round trip of a link", labels=labels
-        )
-        for where, link, report in links:
-            if (round_trip_s := _round_trip_s(report, link)) is not None:
-                round_trip.add_metric(where, round_trip_s)
-        yield round_trip
+        trips = [(where, _round_trip_s(report, link)) for where, link, report in links]
+        known = [(where, trip_s) for where, trip_s in trips if trip_s is not None]
+        text = "Round trip of a link"
+        yield _family(GaugeMetricFamily, "link_round_trip_seconds", text, labels, known)
         yield from _families(labels, _LINKS, [(where, link) for where, link, _ in links])
+
+
+def _family(
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    values: Iterable[tuple[list[str], float]],
+) -> Metric:
+    """Make a family of metrics, of a value for each place."""
+    metric = kind(f"shardnet_{name}", text, labels=labels)
+    for where, value in values:
+        metric.add_metric(where, value)
+    return metric
 
 
 def _families(
     labels: Sequence[str], columns: Sequence[_Column], rows: Sequence[tuple[list[str], object]]
 ) -> Iterator[Metric]:
-    """Write the fields of `rows`, each with the values of its labels, that are not None."""
-    for family, name, field, text in columns:
-        metric = family(f"shardnet_{name}", text, labels=labels)
-        for where, row in rows:
-            if (value := getattr(row, field, None)) is not None:
-                metric.add_metric(where, value)
-        yield metric
+    """Make a family of each column, of what `rows` have of it."""
+    for kind, name, field, text in columns:
+        told = [(where, getattr(row, field, None)) for where, row in rows]
+        known = [(where, value) for where, value in told if value is not None]
+        yield _family(kind, name, text, labels, known)
 
 
 def _round_trip_s(report: NodeReport, link: LinkTraffic) -> float | None:
@@ -339,59 +328,44 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self._registry = CollectorRegistry()
-        self.requests = Counter(
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self.requests = counter(
             "shardnet_http_requests",
             "Requests that ended, by endpoint, status and API key; 499: the client went away",
             ["endpoint", "status", "key"],
-            registry=registry,
         )
-        self.seconds = Histogram(
+        self.seconds = histogram(
             "shardnet_http_request_seconds",
             "Time from a request to the end of its answer",
             ["endpoint"],
             buckets=_SECONDS,
-            registry=registry,
         )
-        self.active = Gauge(
-            "shardnet_http_requests_active", "Requests that are being answered", registry=registry
-        )
+        self.active = gauge("shardnet_http_requests_active", "Requests that are being answered")
         whose = ["key", "model"]
-        self.prompt_tokens = Counter(
-            "shardnet_prompt_tokens",
-            "Tokens of prompts, by API key and model",
-            whose,
-            registry=registry,
+        self.prompt_tokens = counter(
+            "shardnet_prompt_tokens", "Tokens of prompts, by API key and model", whose
         )
-        self.cached_tokens = Counter(
+        self.cached_tokens = counter(
             "shardnet_prompt_tokens_cached",
             "Tokens of prompts whose keys and values were there already, by API key and model",
             whose,
-            registry=registry,
         )
-        self.generated_tokens = Counter(
-            "shardnet_generated_tokens",
-            "Tokens that were generated, by API key and model",
-            whose,
-            registry=registry,
+        self.generated_tokens = counter(
+            "shardnet_generated_tokens", "Tokens that were generated, by API key and model", whose
         )
-        self.first_token_s = Histogram(
+        self.first_token_s = histogram(
             "shardnet_time_to_first_token_seconds",
             "Time from a request to its first token",
             buckets=_SECONDS,
-            registry=registry,
         )
-        self.between_tokens_s = Histogram(
+        self.between_tokens_s = histogram(
             "shardnet_time_between_tokens_seconds",
             "Time between two tokens of one request",
             buckets=_BETWEEN_S,
-            registry=registry,
         )
-        self.node_up = Gauge(
-            "shardnet_node_up", "Whether the node answers: 1 or 0", registry=registry
-        )
-        self.up_s = Gauge(
-            "shardnet_http_uptime_seconds", "How long the server has run", registry=registry
-        )
+        self.node_up = gauge("shardnet_node_up", "Whether the node answers: 1 or 0")
+        self.up_s = gauge("shardnet_http_uptime_seconds", "How long the server has run")
         began_s = time.monotonic()
         self.up_s.set_function(lambda: time.monotonic() - began_s)
         self.ring = RingMetrics()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -91,12 +91,12 @@ def make_plan(
         given = facts, nodes, measured, silent, holdings, arith, divides
         plain = make_plan(structs.replace(choice, mtp=False, mtp_if_fits=False), *given)
         return _drafting_plan(plain, given) if facts.has_mtp else plain
-    inputs = _inputs(choice, facts, nodes, measured, silent, holdings, arith)
+    inputs = _Inputs(choice, facts, nodes, measured, silent, holdings, arith)
     division = _division(inputs) if divides else None
     if division is not None:
         return _divided(division, inputs)
     try:
-        inputs = replace(inputs, candidates=_in_order(inputs))
+        inputs.candidates = _in_order(inputs)
         placement = next(place for applies, place in _STRATEGIES if applies(inputs))(inputs)
     except PlanError as error:
         if silent:
@@ -143,7 +143,6 @@ def weighed_plan(
     return replace(plan, energy=energy)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Inputs:
     """What a plan is made of: what was asked for, and what it comes to with these nodes.
 
@@ -151,22 +150,51 @@ class _Inputs:
     rates of their disks by id, None where one was not measured.
     """
 
-    choice: ModelChoice
-    facts: ModelFacts
-    known: Sequence[NodeInfo]
-    nodes: Sequence[NodeInfo]
-    measured: Measured
-    silent: Sequence[LeftOut]
-    holdings: Holdings
-    arith: Arith
-    objective: Objective
-    context: int
-    dtype: DType
-    gather: WireDType | None
-    forms: Mapping[NodeId, NodeForm]
-    shape: ModelShape
-    disks: Mapping[str, float | None]
-    candidates: Sequence[CandidateNode]
+    def __init__(
+        self,
+        choice: ModelChoice,
+        facts: ModelFacts,
+        known: Sequence[NodeInfo],
+        measured: Measured,
+        silent: Sequence[LeftOut],
+        holdings: Holdings,
+        arith: Arith | None,
+    ) -> None:
+        """Settle what can be said before anything is placed. Raises as make_plan."""
+        self.choice, self.known, self.nodes = choice, known, known
+        self.measured, self.silent, self.holdings = measured, silent, holdings
+        if choice.mtp:
+            facts = facts.with_mtp()
+            self.nodes = _drafting(choice, self.nodes)
+        if choice.adapters:
+            self.nodes = _with_whole_linears(choice, self.nodes)
+        self.facts, nodes = facts, self.nodes
+        self.objective = Objective(choice.optimise) if choice.optimise else Objective.LATENCY
+        self.context = _context(choice, facts.config)
+        self.dtype = dtype = settle_dtype(choice.dtype, facts.config, nodes)
+        self.arith = arith or settle_arith(choice.arith, nodes)
+        wires, width = parse_wires(choice.wire_dtype), facts.config.row_width
+        self.gather = wires.gather
+        self.forms = forms_of(facts, nodes, dtype, choice.arith, self.arith)
+        in_order = bool(choice.nodes)
+        shapes = Shapes(
+            facts=facts,
+            context=self.context,
+            wire=wires.every or WireDType.own(dtype),
+            gather=wires.gather,
+            quantization=QuantizationChoice.of(choice),
+            narrow_hops=narrow_hops(wires, dtype, nodes, measured.links, width, in_order=in_order),
+        )
+        rates = {told.node: told.disk_bytes_per_s or 0.0 for told in measured.reports}
+        self.disks = {
+            node: rate if rate >= LEAST_BYTES_PER_S else None for node, rate in rates.items()
+        }
+        self.shape = shapes.of(self.forms[NodeId(nodes[0].node)])
+        of_nodes = self.disks, shapes, self.forms, self.arith, self.objective
+        found = candidates_of(facts, dtype, nodes, measured, *of_nodes)
+        self.candidates: Sequence[CandidateNode] = [
+            fetching(one, facts, holdings, measured.links) for one in found
+        ]
 
     @property
     def layers(self) -> list[LayerRange] | None:
@@ -187,61 +215,6 @@ class _Inputs:
     def cpus(self) -> set[NodeId]:
         """The nodes that stages may span: CPUs, of several devices the first one alone works."""
         return {NodeId(node.node) for node in self.nodes if node.device.startswith("cpu")}
-
-
-def _inputs(
-    choice: ModelChoice,
-    facts: ModelFacts,
-    known: Sequence[NodeInfo],
-    measured: Measured,
-    silent: Sequence[LeftOut],
-    holdings: Holdings,
-    arith: Arith | None,
-) -> _Inputs:
-    """Settle what can be said before anything is placed. Raises as make_plan."""
-    nodes = known
-    if choice.mtp:
-        facts = facts.with_mtp()
-        nodes = _drafting(choice, nodes)
-    if choice.adapters:
-        nodes = _with_whole_linears(choice, nodes)
-    objective = Objective(choice.optimise) if choice.optimise else Objective.LATENCY
-    context = _context(choice, facts.config)
-    dtype = settle_dtype(choice.dtype, facts.config, nodes)
-    arith = arith or settle_arith(choice.arith, nodes)
-    wires, width = parse_wires(choice.wire_dtype), facts.config.row_width
-    forms = forms_of(facts, nodes, dtype, choice.arith, arith)
-    in_order = bool(choice.nodes)
-    shapes = Shapes(
-        facts=facts,
-        context=context,
-        wire=wires.every or WireDType.own(dtype),
-        gather=wires.gather,
-        quantization=QuantizationChoice.of(choice),
-        narrow_hops=narrow_hops(wires, dtype, nodes, measured.links, width, in_order=in_order),
-    )
-    rates = {told.node: told.disk_bytes_per_s or 0.0 for told in measured.reports}
-    disks = {node: rate if rate >= LEAST_BYTES_PER_S else None for node, rate in rates.items()}
-    shape = shapes.of(forms[NodeId(nodes[0].node)])
-    found = candidates_of(facts, dtype, nodes, measured, disks, shapes, forms, arith, objective)
-    return _Inputs(
-        choice=choice,
-        facts=facts,
-        known=known,
-        nodes=nodes,
-        measured=measured,
-        silent=silent,
-        holdings=holdings,
-        arith=arith,
-        objective=objective,
-        context=context,
-        dtype=dtype,
-        gather=wires.gather,
-        forms=forms,
-        shape=shape,
-        disks=disks,
-        candidates=[fetching(one, facts, holdings, measured.links) for one in found],
-    )
 
 
 def _planned(inputs: _Inputs, placement: Placement) -> Plan:
