@@ -16,8 +16,8 @@ from shardnet.model.config.decoder_config import (
 )
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import GgufFields, read_gguf_decoder
-from shardnet.model.config.model_config import Experts, ModelConfig
-from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
+from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED, with_experts
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import WIDELY_GATED_HEADS
@@ -41,46 +41,22 @@ def _read_config(fields: Fields) -> ModelConfig:
     window, period = read_window(fields, 1024), fields.positive("global_attn_every_n_layers", 4)
     windows = read_windows(fields, config.n_layers, window, lambda n: (n + 1) % period != 0)
     is_multiplied = fields.take("mup_enabled", bool, False)
-    return replace(
+    config = replace(
         config,
         windows=windows,
         nope_layers=tuple(n for n in range(config.n_layers) if windows[n] is None),
         embedding_multiplier=config.hidden_size**0.5 if is_multiplied else 1.0,
-        experts=read_experts(
-            fields,
-            tuple(range(max(0, fields.take("num_dense_layers", int, 1)), config.n_layers)),
-            counts=(64, 6),
-            inner=fields.positive("moe_intermediate_size", 1408),
-            n_shared=2,
-            output_scale=fields.number("route_scale", 1.0),
-        ),
     )
-
-
-def read_experts(
-    fields: Fields,
-    layers: tuple[int, ...],
-    *,
-    counts: tuple[int, int],
-    inner: int,
-    n_shared: int,
-    output_scale: float,
-) -> Experts | None:
-    """Read experts that stand in no groups, in `layers`; `counts` and `n_shared` are defaults.
-
-    `counts` are all experts, and those of a row.
-    """
-    n_experts, top_k = read_expert_counts(fields, ("num_experts", "num_local_experts"), *counts)
-    experts = Experts(
-        n_experts=n_experts,
-        top_k=top_k,
+    first = max(0, fields.take("num_dense_layers", int, 1))
+    inner = fields.positive("moe_intermediate_size", 1408)
+    return with_experts(
+        config,
+        *read_expert_counts(fields, ("num_experts", "num_local_experts"), 64, 6),
         intermediate_size=inner,
-        normalize_top_k=True,
-        shared_intermediate_size=inner * fields.positive("num_shared_experts", n_shared),
-        output_scale=output_scale,
-        layers=layers,
+        shared_intermediate_size=inner * fields.positive("num_shared_experts", 2),
+        output_scale=fields.number("route_scale", 1.0),
+        layers=tuple(range(first, config.n_layers)),
     )
-    return experts if layers else None
 
 
 def _read_gguf(fields: GgufFields) -> dict[str, Any]:

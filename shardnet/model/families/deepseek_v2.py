@@ -15,7 +15,7 @@ from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import GgufFields, read_gguf_sizes
 from shardnet.model.config.model_config import Experts, Latent, ModelConfig
 from shardnet.model.config.rope import rope_object, yarn_magnitude
-from shardnet.model.families.expert_parts import GROUPED_EXPERTS, STACKED
+from shardnet.model.families.expert_parts import GROUPED_EXPERTS, STACKED, with_experts
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import LATENT_HEADS
@@ -133,9 +133,10 @@ def read_experts(
         )
     first = fields.take("first_k_dense_replace", int, first)
     layers = read_mlp_kinds(fields, config.n_layers, first)
-    experts = Experts(
-        n_experts=n_experts,
-        top_k=top_k,
+    return with_experts(
+        config,
+        n_experts,
+        top_k,
         intermediate_size=inner,
         normalize_top_k=fields.take("norm_topk_prob", bool, usual.normalize_top_k),
         shared_intermediate_size=inner * (shared and fields.positive("n_shared_experts", shared)),
@@ -144,7 +145,6 @@ def read_experts(
         output_scale=fields.number("routed_scaling_factor", usual.output_scale),
         layers=layers,
     )
-    return replace(config, experts=experts if layers else None)
 
 
 def read_gguf(fields: GgufFields) -> dict[str, Any]:

@@ -37,18 +37,19 @@ STACKED: Final[dict[str, Any]] = {"experts": EXPERTS, "stacking": Stacking.CONCA
 """What the record of a family says whose experts have Llama's names, and may be stacked."""
 
 
-def in_all_layers(config: ModelConfig, n_experts: int, top_k: int, **more: Any) -> ModelConfig:
-    """Add experts to every layer, as wide as the MLP would be, and weights that add up to 1.
+def with_experts(config: ModelConfig, n_experts: int, top_k: int, **more: Any) -> ModelConfig:
+    """Add experts, unless `layers` are none.
 
-    The arguments are fields of Experts.
+    The arguments are fields of Experts. Without more, experts are in every layer, as wide as the
+    MLP would be, and weights add up to 1.
     """
-    experts = Experts(
-        n_experts=n_experts,
-        top_k=top_k,
-        intermediate_size=config.intermediate_size,
-        **{"normalize_top_k": True, "layers": tuple(range(config.n_layers)), **more},
-    )
-    return replace(config, experts=experts)
+    usual: dict[str, Any] = {
+        "intermediate_size": config.intermediate_size,
+        "normalize_top_k": True,
+        "layers": tuple(range(config.n_layers)),
+    }
+    experts = Experts(n_experts=n_experts, top_k=top_k, **(usual | more))
+    return replace(config, experts=experts if experts.layers else None)
 
 
 def read_experts(
@@ -66,17 +67,15 @@ def read_experts(
     How many there are and a token uses, how wide each and a shared one are (0 for none), and
     whether weights add up to 1 are defaults.
     """
-    n_experts, top_k = read_expert_counts(fields, ("num_experts", "num_local_experts"), *counts)
-    experts = Experts(
-        n_experts=n_experts,
-        top_k=top_k,
+    return with_experts(
+        config,
+        *read_expert_counts(fields, ("num_experts", "num_local_experts"), *counts),
         intermediate_size=fields.positive("moe_intermediate_size", inner),
         normalize_top_k=fields.take("norm_topk_prob", bool, sums),
         shared_intermediate_size=shared
         and fields.positive("shared_expert_intermediate_size", shared),
         layers=layers,
     )
-    return replace(config, experts=experts if layers else None)
 
 
 def load_experts(

@@ -18,8 +18,9 @@ from shardnet.model.config.decoder_config import (
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import GgufFields, read_gguf_decoder, read_gguf_experts
 from shardnet.model.config.limits import THETAS
-from shardnet.model.config.model_config import Experts, ModelConfig, Rope
+from shardnet.model.config.model_config import ModelConfig, Rope
 from shardnet.model.config.rope import read_rope, read_scaling
+from shardnet.model.families.expert_parts import with_experts
 from shardnet.model.families.family import GgufFormat, Stacking
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
@@ -59,19 +60,13 @@ def read_config(fields: Fields) -> ModelConfig:
     n_experts, top_k = read_expert_counts(fields, ("num_local_experts", "num_experts"), 128, 4)
     if fields.positive("experts_per_token", top_k) != top_k:
         raise fields.damaged("num_experts_per_tok and experts_per_token disagree")
-    return replace(
-        config,
-        has_sinks=True,
-        windows=read_windows(fields, config.n_layers, window, lambda layer: layer % 2 == 0),
-        experts=Experts(
-            n_experts=n_experts,
-            top_k=top_k,
-            intermediate_size=config.intermediate_size,
-            normalize_top_k=True,
-            swiglu_limit=fields.number("swiglu_limit", 7.0),
-            swiglu_alpha=fields.number("swiglu_alpha", 1.702),
-            layers=tuple(range(config.n_layers)),
-        ),
+    windows = read_windows(fields, config.n_layers, window, lambda layer: layer % 2 == 0)
+    return with_experts(
+        replace(config, has_sinks=True, windows=windows),
+        n_experts,
+        top_k,
+        swiglu_limit=fields.number("swiglu_limit", 7.0),
+        swiglu_alpha=fields.number("swiglu_alpha", 1.702),
     )
 
 

@@ -22,7 +22,7 @@ from shardnet.model.config.gguf_keys import GgufFields, read_gguf_decoder, read_
 from shardnet.model.config.limits import MAX_LAYERS, THETAS
 from shardnet.model.config.model_config import ModelConfig, Rope
 from shardnet.model.families import llama
-from shardnet.model.families.expert_parts import EXPERTS, SOFTMAX_EXPERTS, STACKED, in_all_layers
+from shardnet.model.families.expert_parts import EXPERTS, SOFTMAX_EXPERTS, STACKED, with_experts
 from shardnet.model.families.family import GgufFormat, Stacking
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
@@ -85,7 +85,7 @@ def _read_granite_moe(fields: Fields) -> ModelConfig:
     config = read_config(fields)
     counts = read_expert_counts(fields, ("num_local_experts", "num_experts"), 8, 2)
     shared: int = fields.take("shared_intermediate_size", int, 0)
-    return in_all_layers(config, *counts, shared_intermediate_size=max(0, shared))
+    return with_experts(config, *counts, shared_intermediate_size=max(0, shared))
 
 
 def _granite_mlp(config: ModelConfig, layer: int) -> Table:

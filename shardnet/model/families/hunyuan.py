@@ -9,18 +9,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from shardnet.model.config.decoder_config import read_decoder, read_mlp_kinds
+from shardnet.model.config.decoder_config import read_decoder, read_expert_counts, read_mlp_kinds
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import GgufFields, read_gguf_decoder
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import ModelConfig, Rope
 from shardnet.model.config.rope import read_rope, rope_object
-from shardnet.model.families.afmoe import ROUTER_NAMES, read_experts
+from shardnet.model.families.afmoe import ROUTER_NAMES
 from shardnet.model.families.expert_parts import (
     DEEPSEEK_EXPERTS,
     HUNYUAN_EXPERTS,
     STACKED,
-    in_all_layers,
+    with_experts,
 )
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import Layout, record
@@ -80,9 +80,7 @@ def _read_hunyuan_moe(fields: Fields) -> ModelConfig:
         raise fields.unsupported("moe_intermediate_size", inner, str(config.intermediate_size))
     if not 1 <= top_k <= n_experts:
         raise fields.damaged(f"moe_topk is {top_k}, there are {n_experts} experts")
-    return in_all_layers(
-        config, n_experts, top_k, shared_intermediate_size=config.intermediate_size
-    )
+    return with_experts(config, n_experts, top_k, shared_intermediate_size=config.intermediate_size)
 
 
 def _one_for_all(fields: Fields, key: str, default: int) -> int:
@@ -126,16 +124,14 @@ def _read_hy_v3(fields: Fields) -> ModelConfig:
     fields.ignore("use_grouped_mm", "eod_token_id")
     inner = fields.positive("moe_intermediate_size", 1536)
     fields.require("expert_hidden_dim", inner)
-    experts = read_experts(
-        fields,
-        read_mlp_kinds(fields, config.n_layers, fields.take("first_k_dense_replace", int, 1)),
-        counts=(192, 8),
-        inner=inner,
-        n_shared=1,
+    first = fields.take("first_k_dense_replace", int, 1)
+    return with_experts(
+        replace(config, mlp_bias=fields.take("mlp_bias", bool, False), has_head_norms=True),
+        *read_expert_counts(fields, ("num_experts", "num_local_experts"), 192, 8),
+        intermediate_size=inner,
+        shared_intermediate_size=inner * fields.positive("num_shared_experts", 1),
         output_scale=fields.number("router_scaling_factor", 2.826),
-    )
-    return replace(
-        config, mlp_bias=fields.take("mlp_bias", bool, False), has_head_norms=True, experts=experts
+        layers=read_mlp_kinds(fields, config.n_layers, first),
     )
 
 

@@ -19,9 +19,9 @@ from shardnet.model.config.decoder_config import (
     read_windows,
 )
 from shardnet.model.config.fields import Fields
-from shardnet.model.config.model_config import Experts, ModelConfig
+from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families import gemma4
-from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
+from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED, with_experts
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
 from shardnet.model.families.tensor_shapes import Table, attention, head_norms, linears
@@ -59,13 +59,20 @@ def _read_config(fields: Fields) -> ModelConfig:
     )
     window = fields.positive("sliding_window", 512)
     query_heads = _read_query_heads(fields, config)
-    return replace(
+    config = replace(
         config,
         n_heads=max(query_heads),
         query_heads=query_heads,
         windows=read_windows(fields, config.n_layers, window, lambda _: False),
         local_rope=_read_rope(SLIDING, fields, config.max_positions, config.head_size),
-        experts=_read_experts(fields, config.n_layers),
+    )
+    return with_experts(
+        config,
+        *read_expert_counts(fields, ("num_experts", "num_local_experts"), 256, 8),
+        intermediate_size=fields.positive("moe_intermediate_size", 512),
+        shared_intermediate_size=fields.positive("shared_expert_intermediate_size", 512),
+        output_scale=fields.number("moe_routed_scaling_factor", 1.0),
+        layers=read_mlp_kinds(fields, config.n_layers, 1),
     )
 
 
@@ -80,20 +87,6 @@ def _read_query_heads(fields: Fields, config: ModelConfig) -> tuple[int, ...]:
             f"num_key_value_heads, {config.n_kv_heads}"
         )
     return tuple(each)
-
-
-def _read_experts(fields: Fields, n_layers: int) -> Experts | None:
-    n_experts, top_k = read_expert_counts(fields, ("num_experts", "num_local_experts"), 256, 8)
-    experts = Experts(
-        n_experts=n_experts,
-        top_k=top_k,
-        intermediate_size=fields.positive("moe_intermediate_size", 512),
-        normalize_top_k=True,
-        shared_intermediate_size=fields.positive("shared_expert_intermediate_size", 512),
-        output_scale=fields.number("moe_routed_scaling_factor", 1.0),
-        layers=read_mlp_kinds(fields, n_layers, 1),
-    )
-    return experts if experts.layers else None
 
 
 def _of_layer(config: ModelConfig, layer: int) -> ModelConfig:

@@ -20,10 +20,10 @@ from shardnet.model.config.decoder_config import (
 )
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import GgufFields, read_gguf_kv_heads, read_gguf_sizes
-from shardnet.model.config.model_config import Experts, ModelConfig, ShortConv
+from shardnet.model.config.model_config import ModelConfig, ShortConv
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families import gemma4
-from shardnet.model.families.expert_parts import LFM, LFM_EXPERTS
+from shardnet.model.families.expert_parts import LFM, LFM_EXPERTS, with_experts
 from shardnet.model.families.family import GgufFormat, Stacking
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import GATED_HEADS, Part, attention_part
@@ -169,19 +169,16 @@ _LAYOUT: Final = Layout(
 def _read_moe(fields: Fields) -> ModelConfig:
     """Read an Lfm2MoeConfig: the first layers have a dense MLP."""
     config = _read_hybrid(fields, intermediate_size=7168)
-    n_experts, top_k = read_expert_counts(fields, ("num_experts", "num_local_experts"), 32, 4)
+    counts = read_expert_counts(fields, ("num_experts", "num_local_experts"), 32, 4)
     first = fields.take("num_dense_layers", int, 2)
     fields.require("use_expert_bias", True)
-    return replace(
+    return with_experts(
         config,
-        experts=Experts(
-            n_experts=n_experts,
-            top_k=top_k,
-            intermediate_size=fields.positive("moe_intermediate_size", 1792),
-            normalize_top_k=fields.take("norm_topk_prob", bool, True),
-            output_scale=fields.number("routed_scaling_factor", 1.0),
-            layers=tuple(range(max(0, first), config.n_layers)),
-        ),
+        *counts,
+        intermediate_size=fields.positive("moe_intermediate_size", 1792),
+        normalize_top_k=fields.take("norm_topk_prob", bool, True),
+        output_scale=fields.number("routed_scaling_factor", 1.0),
+        layers=tuple(range(max(0, first), config.n_layers)),
     )
 
 

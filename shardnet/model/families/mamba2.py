@@ -19,9 +19,10 @@ from shardnet.model.config.decoder_config import (
 )
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import GgufFields, read_gguf_kv_heads, read_gguf_sizes
-from shardnet.model.config.model_config import Activation, DeltaNet, Experts, ModelConfig
+from shardnet.model.config.model_config import Activation, DeltaNet, ModelConfig
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families import granite
+from shardnet.model.families.expert_parts import with_experts
 from shardnet.model.families.family import GgufFormat, Stacking
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import ATTENTION, Part, gated_part
@@ -145,16 +146,10 @@ def _read_granite_hybrid(fields: Fields) -> ModelConfig:
     kinds = fields.take("layer_types", list, None)
     kinds = fields.take("layers_block_type", list, kinds or [LINEAR] * config.n_layers)
     position = fields.one_of("position_embedding_type", ("nope", "rope"), "nope")
-    experts = None
     if fields.take("num_local_experts", int, 8):
-        n_experts, top_k = read_expert_counts(fields, ("num_local_experts", "num_experts"), 8, 2)
-        experts = Experts(
-            n_experts=n_experts,
-            top_k=top_k,
-            intermediate_size=inner,
-            normalize_top_k=True,
-            shared_intermediate_size=shared,
-            layers=tuple(range(config.n_layers)),
+        counts = read_expert_counts(fields, ("num_local_experts", "num_experts"), 8, 2)
+        config = with_experts(
+            config, *counts, intermediate_size=inner, shared_intermediate_size=shared
         )
     fields.ignore("num_experts_per_tok", "normalization_function", "init_method")
     _require_biases(fields)
@@ -162,7 +157,6 @@ def _read_granite_hybrid(fields: Fields) -> ModelConfig:
         config,
         nope_layers=tuple(range(config.n_layers)) if position == "nope" else (),
         delta_net=_read_mamba(fields, config, kinds),
-        experts=experts,
     )
 
 

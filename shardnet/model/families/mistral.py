@@ -28,7 +28,7 @@ from shardnet.model.config.gguf_keys import (
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import ModelConfig, Temperature
 from shardnet.model.config.rope import read_rope, rope_object
-from shardnet.model.families.expert_parts import MIXTRAL, MIXTRAL_EXPERTS, in_all_layers
+from shardnet.model.families.expert_parts import MIXTRAL, MIXTRAL_EXPERTS, with_experts
 from shardnet.model.families.family import ConsolidatedFormat, GgufFormat, Stacking
 from shardnet.model.families.layout import Layout, record
 
@@ -132,7 +132,7 @@ def _read_mixtral(fields: Fields) -> ModelConfig:
     )
     n_experts, top_k = read_expert_counts(fields, ("num_local_experts", "num_experts"), 8, 2)
     windows = (fields.optional("sliding_window"),) * config.n_layers
-    return in_all_layers(replace(config, windows=windows), n_experts, top_k)
+    return with_experts(replace(config, windows=windows), n_experts, top_k)
 
 
 def read_mixtral_gguf(fields: GgufFields) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from shardnet.model.config.gguf_keys import GgufFields, read_gguf_decoder, read_
 from shardnet.model.config.limits import THETAS
 from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.config.rope import read_rope
-from shardnet.model.families.expert_parts import SOFTMAX_EXPERTS, STACKED, in_all_layers
+from shardnet.model.families.expert_parts import SOFTMAX_EXPERTS, STACKED, with_experts
 from shardnet.model.families.family import GgufFormat
 from shardnet.model.families.layout import POST_NORMS, Layout, record
 from shardnet.model.families.parts import WHOLE_HEADS
@@ -64,7 +64,7 @@ def _read_olmoe(fields: Fields) -> ModelConfig:
         raise fields.unsupported("clip_qkv", clip, "null")
     n_experts, top_k = read_expert_counts(fields, ("num_experts", "num_local_experts"), 64, 8)
     normalizes = fields.take("norm_topk_prob", bool, False)
-    return in_all_layers(config, n_experts, top_k, normalize_top_k=normalizes)
+    return with_experts(config, n_experts, top_k, normalize_top_k=normalizes)
 
 
 def _read_olmoe_gguf(fields: GgufFields) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _read_flex_olmo(fields: Fields) -> ModelConfig:
     config = read_decoder(fields, max_positions=4096, rope=rope)
     counts = read_expert_counts(fields, ("num_experts", "num_local_experts"), 7, 5)
     normalizes = fields.take("norm_topk_prob", bool, False)
-    return in_all_layers(config, *counts, normalize_top_k=normalizes)
+    return with_experts(config, *counts, normalize_top_k=normalizes)
 
 
 FAMILIES: Final = (

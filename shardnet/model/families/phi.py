@@ -16,7 +16,7 @@ from shardnet.model.config.gguf_keys import GgufFields, gguf_biases, read_gguf_d
 from shardnet.model.config.model_config import ModelConfig, Rope
 from shardnet.model.config.rope import read_rope, rope_object
 from shardnet.model.families import mistral
-from shardnet.model.families.expert_parts import MIXTRAL, PHI_EXPERTS, in_all_layers
+from shardnet.model.families.expert_parts import MIXTRAL, PHI_EXPERTS, with_experts
 from shardnet.model.families.family import GgufFormat, Stacking
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import FUSED_HEADS, JOINED_MLP
@@ -52,7 +52,7 @@ def _read_phimoe(fields: Fields) -> ModelConfig:
         has_head_bias=fields.take("lm_head_bias", bool, False),
         windows=(fields.optional("sliding_window"),) * config.n_layers,
     )
-    return in_all_layers(config, n_experts, top_k, normalize_top_k=False)
+    return with_experts(config, n_experts, top_k, normalize_top_k=False)
 
 
 def _read_phimoe_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:

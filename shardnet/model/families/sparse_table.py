@@ -22,7 +22,7 @@ from shardnet.model.config.decoder_config import (
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.gguf_keys import GgufFields, read_gguf_decoder
 from shardnet.model.config.limits import MAX_EXPERTS, NORM_EPS
-from shardnet.model.config.model_config import Experts, ModelConfig, NormKind, Rope
+from shardnet.model.config.model_config import ModelConfig, NormKind, Rope
 from shardnet.model.config.rope import read_rope
 from shardnet.model.families import deepseek_v2, dense_table, gemma4, llama_table
 from shardnet.model.families.expert_parts import (
@@ -35,8 +35,8 @@ from shardnet.model.families.expert_parts import (
     SOFTMAX_EXPERTS,
     STACKED,
     UNBIASED_EXPERTS,
-    in_all_layers,
     read_experts,
+    with_experts,
 )
 from shardnet.model.families.family import GgufFormat, MtpNames, Stacking
 from shardnet.model.families.layout import Layout, record
@@ -140,7 +140,7 @@ def _read_cohere2_moe(fields: Fields) -> ModelConfig:
     key = "shared_expert_combination_strategy"
     strategy = fields.one_of(key, ("average", "sum"), "average")
     scoring = fields.one_of("expert_selection_fn", ("softmax", "sigmoid"), "softmax")
-    config = in_all_layers(
+    config = with_experts(
         config,
         *counts,
         has_softmax=scoring == "softmax",
@@ -149,8 +149,6 @@ def _read_cohere2_moe(fields: Fields) -> ModelConfig:
         output_scale=0.5 if n_shared > 0 and strategy == "average" else 1.0,
         layers=layers,
     )
-    if not layers:
-        config = replace(config, experts=None)
     if not fields.missing("rms_norm_eps"):
         eps = fields.number("rms_norm_eps", within=NORM_EPS)
         config = replace(config, norm_eps=eps, norm_kind=NormKind.STORED)
@@ -194,15 +192,14 @@ def _read_ernie_moe(fields: Fields) -> ModelConfig:
     last: int = fields.take("moe_layer_end_index", int, -1)
     last = config.n_layers - 1 if last == -1 else last
     layers = tuple(n for n in range(config.n_layers) if first <= n <= last and (n + 1) % step == 0)
-    experts = Experts(
-        n_experts=n_experts,
-        top_k=top_k,
+    return with_experts(
+        config,
+        n_experts,
+        top_k,
         intermediate_size=inner,
-        normalize_top_k=True,
         shared_intermediate_size=inner * max(0, n_shared),
         layers=layers,
     )
-    return replace(config, experts=experts if layers else None)
 
 
 def _read_ernie_moe_gguf(fields: GgufFields) -> dict[str, Any]:
@@ -244,7 +241,7 @@ def _read_minimax(fields: Fields) -> ModelConfig:
         raise fields.unsupported("attn_type_list", kinds, "[1, 1, …]")
     n_experts, top_k = read_expert_counts(fields, ("num_local_experts", "num_experts"), 256, 8)
     windows = (fields.optional("sliding_window"),) * config.n_layers
-    return in_all_layers(replace(config, windows=windows), n_experts, top_k)
+    return with_experts(replace(config, windows=windows), n_experts, top_k)
 
 
 def _read_minimax_rope(fields: Fields, max_positions: int, head_size: int) -> Rope:

@@ -21,9 +21,9 @@ from shardnet.model.config.decoder_config import (
 )
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.limits import MAX_LAYERS, THETAS
-from shardnet.model.config.model_config import Experts, ModelConfig
+from shardnet.model.config.model_config import ModelConfig
 from shardnet.model.families import gemma4, laguna
-from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED
+from shardnet.model.families.expert_parts import DEEPSEEK_EXPERTS, STACKED, with_experts
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
 
@@ -97,8 +97,8 @@ def _read_config(given: Fields) -> ModelConfig:
         if any(windows)
         else None,
         late_limits=tuple(zip(*limits, strict=True)),
-        experts=_read_experts(fields, config.n_layers),
     )
+    config = _read_experts(fields, config)
     fields.note_the_rest()
     return config
 
@@ -169,23 +169,21 @@ def _read_query_heads(
     return tuple(n_local if window else config.n_heads for window in windows)
 
 
-def _read_experts(fields: Fields, n_layers: int) -> Experts | None:
+def _read_experts(fields: Fields, config: ModelConfig) -> ModelConfig:
+    n_layers = config.n_layers
     named = fields.take("moe_layers_enum", (str, list), None)
     layers = read_mlp_kinds(fields, n_layers, 3)
     if named is not None and fields.missing("mlp_layer_types"):
         numbers = {str(n).strip() for n in (named.split(",") if isinstance(named, str) else named)}
         layers = tuple(n for n in range(n_layers) if str(n) in numbers)
-    n_experts, top_k = read_expert_counts(fields, ("n_routed_experts", "num_local_experts"), 288, 8)
-    experts = Experts(
-        n_experts=n_experts,
-        top_k=top_k,
+    return with_experts(
+        config,
+        *read_expert_counts(fields, ("n_routed_experts", "num_local_experts"), 288, 8),
         intermediate_size=fields.positive("moe_intermediate_size", 1280),
-        normalize_top_k=True,
         shared_intermediate_size=fields.positive("share_expert_dim", 1280),
         output_scale=fields.number("moe_router_scaling_factor", 1.0),
         layers=layers,
     )
-    return experts if layers else None
 
 
 def _load_mlp(
