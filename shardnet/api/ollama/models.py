@@ -30,6 +30,7 @@ from shardnet.api.server.model_names import FRESH_S, MAX_LISTED, ModelNames, Ser
 from shardnet.api.server.service import Exchange
 from shardnet.checkpoint.model_names import is_path, short_name
 from shardnet.errors import ShardnetError
+from shardnet.types import remember
 from shardnet.wire.messages.chat import TokenizerDescribed
 from shardnet.wire.messages.membership import ListedModel
 from shardnet.wire.messages.plans import ModelChoice
@@ -107,9 +108,7 @@ class ModelFacts:
         if served == service.models.default and service.switch.model in ("", name):
             described = await exchange.describe_tokenizer(model=served.choice)
             told = await exchange.tokenize([0], model=served.choice)
-            if len(self._contexts) >= MAX_KNOWN:
-                del self._contexts[next(iter(self._contexts))]
-            self._contexts[name] = told.context
+            remember(self._contexts, name, told.context, MAX_KNOWN)
             return described
         return service.tokenizers[name][1] if name in service.tokenizers else None
 

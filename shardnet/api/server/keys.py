@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import Final
 
 from shardnet.api.server.errors import refused
 from shardnet.errors import ConfigurationError
-from shardnet.types import whole_number
+from shardnet.types import remember, whole_number
 
 MAX_LIMIT = 1_000_000
 MAX_TOKENS = 1_000_000_000
@@ -151,8 +151,8 @@ class WrongKeys:
     """
 
     def __init__(self) -> None:
-        self._free_s: OrderedDict[str, float] = OrderedDict()
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._free_s: dict[str, float] = {}
+        self._known: dict[str, None] = {}
 
     def wait_s(self, host: str, now_s: float) -> float:
         """Return after how many seconds a host may send a key, 0 for now."""
@@ -161,18 +161,13 @@ class WrongKeys:
 
     def wrong(self, host: str, now_s: float) -> None:
         """Count a wrong key."""
-        self._free_s[host] = max(self._free_s.get(host, 0.0), now_s) + GUESS_S
-        self._free_s.move_to_end(host)
-        if len(self._free_s) > MAX_HOSTS:
-            self._free_s.popitem(last=False)
+        free_s = max(self._free_s.get(host, 0.0), now_s) + GUESS_S
+        remember(self._free_s, host, free_s, MAX_HOSTS)
 
     def right(self, host: str) -> None:
         """Note a right key."""
         self._free_s.pop(host, None)
-        self._known[host] = None
-        self._known.move_to_end(host)
-        if len(self._known) > MAX_HOSTS:
-            self._known.popitem(last=False)
+        remember(self._known, host, None, MAX_HOSTS)
 
 
 def _digest(secret: str) -> bytes:

@@ -43,6 +43,7 @@ from shardnet.errors import (
     shown,
 )
 from shardnet.sampling_params import SamplingParams
+from shardnet.types import remember
 from shardnet.wire.framing.schema import MAX_SECONDS
 from shardnet.wire.messages.chat import MAX_PICTURES_BYTES, TokenizerDescribed
 from shardnet.wire.messages.generation import Detokenized, Encode, Encoded, Tokenized
@@ -108,10 +109,7 @@ class KeptTraces:
     def keep(self, request_id: str, key: ApiKey | None, traces: dict[str, RequestTrace]) -> None:
         """Keep what one HTTP request has traced; the oldest is dropped."""
         place = (request_id, key.name if key is not None else "")
-        self._kept.pop(place, None)
-        self._kept[place] = traces
-        if len(self._kept) > MAX_TRACES:
-            del self._kept[next(iter(self._kept))]
+        remember(self._kept, place, traces, MAX_TRACES)
 
     def find(self, request_id: str, key: ApiKey | None) -> dict[str, RequestTrace] | None:
         """Return what a request with this key has traced, None where nothing is kept of it."""
@@ -416,10 +414,7 @@ class Exchange:
             model,
             lambda choice: client.describe_tokenizer(model=choice, on_progress=self.loading),
         )
-        known.pop(name, None)
-        known[name] = (now, described)
-        if len(known) > MAX_TOKENIZERS:
-            del known[next(iter(known))]
+        remember(known, name, (now, described), MAX_TOKENIZERS)
         return described
 
     async def _with_pictures(self, prompt: AnyPrompt) -> AnyPrompt:

@@ -25,6 +25,7 @@ from zeroconf.asyncio import AsyncZeroconf
 
 from shardnet.cluster.discovery import service_browser
 from shardnet.cluster.machine.addresses import LocalAddress, multicast_hosts, rank, read_interfaces
+from shardnet.errors import first_error
 from shardnet.transport.loop import at_most, finish
 from shardnet.types import NodeId, remember
 
@@ -238,7 +239,7 @@ class Discovery:
                     finally:
                         self._unfollow(note)
             except* (OSError, ZeroconfError) as group:
-                self._fail(_first(group))
+                self._fail(first_error(group))
             if not self.hosts:
                 await self._until_due()
 
@@ -352,11 +353,3 @@ async def _quiet(news: asyncio.Event, quiet_s: float) -> None:
 
 def _nowhere(line: str) -> None:
     """Log nothing."""
-
-
-def _first(group: BaseExceptionGroup[Exception]) -> Exception:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, Exception)
-    return error

@@ -14,6 +14,7 @@ from shardnet.constraints import Constraint
 from shardnet.errors import UsageError
 from shardnet.guard.helper_process import HelperProcess, JobFailedError, JobLimits
 from shardnet.tokenizers.token_table import TokenTable
+from shardnet.types import remember
 
 if TYPE_CHECKING:  # llguidance is imported by the first request that needs it
     from llguidance import LLTokenizer
@@ -64,12 +65,8 @@ class Grammars:
         """
         constraint.check()
         with self._lock:
-            kept = self._kept.pop(constraint, None)
-            if kept is None:
-                kept = self._compile(constraint)
-            self._kept[constraint] = kept
-            while len(self._kept) > _MOST_KEPT:
-                del self._kept[next(iter(self._kept))]
+            kept = self._kept.get(constraint) or self._compile(constraint)
+            remember(self._kept, constraint, kept, _MOST_KEPT)
             return kept.copy()
 
     def close(self) -> None:
