@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import typer
 
@@ -26,7 +26,7 @@ from shardnet.sampling_params import SamplingParams
 from ..conversation.conversation import Conversation, dropped, load, open_editor, read_piped, save
 from ..finding.target import open_target
 from ..flags.lazy_group import examples
-from ..flags.options import Access, option, takes_groups
+from ..flags.options import Access, flag, takes_groups
 from ..flags.ring_options import RingOptions, Wanted
 from ..flags.sampling_options import MaxTokens, SamplingOptions
 from ..output.exit_codes import EXIT_FAILURE, say, standard_input
@@ -88,7 +88,7 @@ def chat(
     ring: _Ring,
     access: Access,
     sampling: _Sampling,
-    plain: Annotated[bool, option("--plain", "Show answers as they are, not as markdown.")] = False,
+    plain: bool = flag(False, "--plain", "Show answers as they are, not as markdown."),
 ) -> None:
     """Chat with the model: each line is a message, the answer streams.
 

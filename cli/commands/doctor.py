@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -30,20 +30,18 @@ _STYLES = {"ok": "green", "info": "cyan", "problem": "bold red"}
 @options.takes_groups
 async def doctor(
     *,
-    model: Annotated[
-        str,
-        options.option(
-            "--model PATH",
-            "Also check whether the nodes have this checkpoint, and memory and disk for it.",
-            words=model_names,
-        ),
-    ] = "",
+    model: str = options.flag(
+        "",
+        "--model PATH",
+        "Also check whether the nodes have this checkpoint, and memory and disk for it.",
+        words=model_names,
+    ),
     ignore_unknown_config: options.IgnoreUnknownConfig = False,
     peer: options.Peer = None,
     search: options.Search,
-    timeout: Annotated[
-        float, options.option("--timeout S", "Seconds to wait for the nodes' reports.", min=0.1)
-    ] = 10.0,
+    timeout: float = options.flag(
+        10.0, "--timeout S", "Seconds to wait for the nodes' reports.", min=0.1
+    ),
     access: options.Access,
     as_json: options.Json = False,
 ) -> None:

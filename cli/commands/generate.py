@@ -23,7 +23,7 @@ from shardnet.wire.messages.plans import PlanReply
 
 from ..finding.target import Target, open_target
 from ..flags.lazy_group import examples
-from ..flags.options import Access, Json, option, takes_groups
+from ..flags.options import Access, Json, flag, takes_groups
 from ..flags.ring_options import RingOptions, Wanted
 from ..flags.sampling_options import SamplingOptions, read_prompts
 from ..output.exit_codes import EXIT_FAILURE, counted, no_text, run_command, say, standard_input
@@ -51,67 +51,54 @@ def generate(
     ] = None,
     ring: RingOptions,
     access: Access,
-    token_ids: Annotated[
-        str,
-        option(
-            "--token-ids 1,2,3",
-            "The prompt as token ids; needs no tokenizer, without one ids are printed.",
-        ),
-    ] = "",
-    prompts_file: Annotated[
-        str,
-        option(
-            "--prompts-file F",
-            "Many prompts, one per line, as text or JSON; - reads standard input.",
-        ),
-    ] = "",
-    n: Annotated[int, option("--n N", "Samples of each prompt.", min=1, hides_default=True)] = 1,
-    chat: Annotated[
-        bool, option("--chat", "PROMPT is a user's message: use the model's chat template.")
-    ] = False,
-    image: Annotated[
-        list[str] | None,
-        option(
-            "--image FILE",
-            "A picture that goes before PROMPT, or where it has the model's own token for one. May "
-            "be repeated.",
-        ),
-    ] = None,
+    token_ids: str = flag(
+        "",
+        "--token-ids 1,2,3",
+        "The prompt as token ids; needs no tokenizer, without one ids are printed.",
+    ),
+    prompts_file: str = flag(
+        "",
+        "--prompts-file F",
+        "Many prompts, one per line, as text or JSON; - reads standard input.",
+    ),
+    n: int = flag(1, "--n N", "Samples of each prompt.", min=1, hides_default=True),
+    chat: bool = flag(
+        False, "--chat", "PROMPT is a user's message: use the model's chat template."
+    ),
+    image: list[str] | None = flag(
+        None,
+        "--image FILE",
+        "A picture that goes before PROMPT, or where it has the model's own token for one. May "
+        "be repeated.",
+    ),
     sampling: SamplingOptions,
-    logprobs: Annotated[
-        int | None,
-        option(
-            "--logprobs K",
-            "Show the log-probability of each token and the K likeliest: a table on standard "
-            "error, or in --json and --jsonl.",
-        ),
-    ] = None,
-    prompt_logprobs: Annotated[
-        int | None, option("--prompt-logprobs K", "The same for the prompt's tokens.")
-    ] = None,
-    priority: Annotated[
-        int, option("--priority N", "Run before requests with a lower priority.", min=-100, max=100)
-    ] = 0,
-    deadline: Annotated[
-        float | None,
-        option(
-            "--deadline SECONDS",
-            "Fail unless done this long after the ring received the prompt.",
-            min=0,
-        ),
-    ] = None,
-    trace: Annotated[
-        str,
-        option(
-            "--trace FILE",
-            "Write where the time went on every node, for chrome://tracing or Perfetto.",
-        ),
-    ] = "",
+    logprobs: int | None = flag(
+        None,
+        "--logprobs K",
+        "Show the log-probability of each token and the K likeliest: a table on standard "
+        "error, or in --json and --jsonl.",
+    ),
+    prompt_logprobs: int | None = flag(
+        None, "--prompt-logprobs K", "The same for the prompt's tokens."
+    ),
+    priority: int = flag(
+        0, "--priority N", "Run before requests with a lower priority.", min=-100, max=100
+    ),
+    deadline: float | None = flag(
+        None,
+        "--deadline SECONDS",
+        "Fail unless done this long after the ring received the prompt.",
+        min=0,
+    ),
+    trace: str = flag(
+        "",
+        "--trace FILE",
+        "Write where the time went on every node, for chrome://tracing or Perfetto.",
+    ),
     as_json: Json = False,
-    as_lines: Annotated[
-        bool,
-        option("--jsonl", "Print each event as it comes, one JSON object per line (docs/api.md)."),
-    ] = False,
+    as_lines: bool = flag(
+        False, "--jsonl", "Print each event as it comes, one JSON object per line (docs/api.md)."
+    ),
 ) -> None:
     """Generate on the ring and stream the text.
 

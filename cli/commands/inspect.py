@@ -75,7 +75,7 @@ async def inspect(
     ] = None,
     ring: OnlineRingOptions,
     access: Access,
-    token_ids: Annotated[str, option("--token-ids 1,2,3", "The prompt as token ids.")] = "",
+    token_ids: str = flag("", "--token-ids 1,2,3", "The prompt as token ids."),
     out: Annotated[str, option("--out FILE", "The safetensors file to write.")],
     rows: RowOptions,
     as_json: Json = False,

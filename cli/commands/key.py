@@ -23,7 +23,7 @@ from shardnet.wire.messages.membership import MAX_GRACE_S, NodeInfo
 
 from ..finding.target import named_or_here
 from ..flags import options
-from ..flags.options import Access, KeyFile, option
+from ..flags.options import Access, KeyFile, flag, option
 from ..output.exit_codes import no_text, picked, say, standard_input, write_json, write_out
 
 DAY_S = 86_400
@@ -93,11 +93,9 @@ def show(key_file: KeyFile = "") -> None:
 @options.takes_groups
 async def rotate(
     *,
-    days: Annotated[
-        int, option("--days N", "How long the old key counts too.", min=1, max=365)
-    ] = 7,
-    finish: Annotated[bool, option("--finish", "End that time now.")] = False,
-    now: Annotated[bool, option("--now", "Replace the key, and end that time at once.")] = False,
+    days: int = flag(7, "--days N", "How long the old key counts too.", min=1, max=365),
+    finish: bool = flag(False, "--finish", "End that time now."),
+    now: bool = flag(False, "--now", "Replace the key, and end that time at once."),
     peer: options.Peer = None,
     key_file: KeyFile = "",
     as_json: options.Json = False,

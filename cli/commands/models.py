@@ -191,10 +191,9 @@ async def household(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help="Models that there are to be (TOML).")
     ] = "",
-    drop: Annotated[
-        list[str] | None,
-        options.option("--drop NAME", "A model that is to be no more; may be given several times."),
-    ] = None,
+    drop: list[str] | None = options.flag(
+        None, "--drop NAME", "A model that is to be no more; may be given several times."
+    ),
     nodes: options.Nodes = "",
     peer: options.Peer = None,
     search: options.Search,

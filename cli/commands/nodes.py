@@ -38,9 +38,9 @@ DEADLINE_S = 60.0
 LONGEST_S = 86_400.0
 
 
-def seconds(spelled: str, help: str) -> Any:
-    """Describe a flag that takes seconds."""
-    return options.option(spelled, help, min=0.0, max=LONGEST_S)
+def seconds(default: float, spelled: str, help: str) -> float:
+    """Make a flag that takes seconds."""
+    return options.flag(default, spelled, help, min=0.0, max=LONGEST_S)
 
 
 @options.takes_groups
@@ -49,7 +49,7 @@ async def nodes(
     nodes: options.Nodes = "",
     peer: options.Peer = None,
     search: options.Search,
-    watch: Annotated[bool, options.option("--watch", "Keep the list up to date.")] = False,
+    watch: bool = options.flag(False, "--watch", "Keep the list up to date."),
     access: options.Access,
     as_json: options.Json = False,
 ) -> None:
@@ -173,9 +173,9 @@ def node_lines(infos: Sequence[NodeInfo], width: int | None) -> list[str]:
 async def drain(
     *,
     node: Annotated[str, typer.Argument(metavar="NODE", help="Name, address or id of the node.")],
-    deadline: Annotated[
-        float, seconds("--deadline SECONDS", "After so long the node ends, empty or not.")
-    ] = DEADLINE_S,
+    deadline: float = seconds(
+        DEADLINE_S, "--deadline SECONDS", "After so long the node ends, empty or not."
+    ),
     peer: options.Peer = None,
     search: options.Search,
     access: options.Access,

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import Annotated, Any
+from typing import Any
 
 from shardnet.api.client import Client, connect
 from shardnet.api.requests import check_request
@@ -21,7 +21,7 @@ from shardnet.wire.messages.plans import NodeProgress, PlanReply, PlanRequest
 
 from ..finding.target import connect_here, open_target
 from ..flags.lazy_group import examples
-from ..flags.options import Access, Json, naming, option, takes_groups
+from ..flags.options import Access, Json, flag, naming, takes_groups
 from ..flags.ring_options import OnlineRingOptions
 from ..output.columns import terminal_width, wrapped
 from ..output.exit_codes import write_json, write_out
@@ -41,23 +41,17 @@ async def plan(
     *,
     ring: OnlineRingOptions,
     access: Access,
-    again: Annotated[
-        bool, option("--again", "Measure nodes and links again; ignore stored figures.")
-    ] = False,
-    add: Annotated[
-        list[str] | None,
-        option(
-            "--add MACHINE",
-            "Predict with a machine that is not there: 'RTX 3060 12GB, 32 GB', or its figures, "
-            "NAME:GB/s:GiB[:TFLOPS]; may be given several times.",
-        ),
-    ] = None,
-    without: Annotated[
-        list[str] | None, option("--without NODE", "Predict without a node, by name or id.")
-    ] = None,
-    last: Annotated[
-        bool, option("--last", "Compare the last run's prediction with what was measured.")
-    ] = False,
+    again: bool = flag(False, "--again", "Measure nodes and links again; ignore stored figures."),
+    add: list[str] | None = flag(
+        None,
+        "--add MACHINE",
+        "Predict with a machine that is not there: 'RTX 3060 12GB, 32 GB', or its figures, "
+        "NAME:GB/s:GiB[:TFLOPS]; may be given several times.",
+    ),
+    without: list[str] | None = flag(
+        None, "--without NODE", "Predict without a node, by name or id."
+    ),
+    last: bool = flag(False, "--last", "Compare the last run's prediction with what was measured."),
     as_json: Json = False,
 ) -> None:
     """Show the plan that would be used, why, what was measured, and which nodes were left out."""

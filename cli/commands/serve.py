@@ -6,7 +6,6 @@ import json
 import os
 import socket
 from dataclasses import replace
-from typing import Annotated
 
 from msgspec.structs import replace as replace_struct
 
@@ -29,13 +28,12 @@ DEFAULT_PORT = 8000
 @options.takes_groups
 async def serve(
     *,
-    host: Annotated[
-        str,
-        options.option("--host H", "Address to listen on; another than loopback needs --api-key."),
-    ] = LOOPBACK_HOST,
-    port: Annotated[
-        int, options.option("--port N", "Port to listen on; 0 takes a free one.", min=0, max=65535)
-    ] = DEFAULT_PORT,
+    host: str = options.flag(
+        LOOPBACK_HOST, "--host H", "Address to listen on; another than loopback needs --api-key."
+    ),
+    port: int = options.flag(
+        DEFAULT_PORT, "--port N", "Port to listen on; 0 takes a free one.", min=0, max=65535
+    ),
     http: HttpOptions,
     ring: RingOptions,
     prefix_cache: options.PrefixCache = "",

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from ..finding.target import named_or_here
-from ..flags.options import Access, Json, Nodes, option, split_nodes, takes_groups
+from ..flags.options import Access, Json, Nodes, flag, split_nodes, takes_groups
 from ..output.columns import terminal_width
 from ..output.exit_codes import write_json, write_out
 
@@ -30,18 +30,14 @@ LEAST_S = 0.1
 async def top(
     *,
     nodes: Nodes = "",
-    every: Annotated[
-        float, option("--every S", "Seconds between two looks.", min=LEAST_S)
-    ] = EVERY_S,
-    count: Annotated[
-        int | None,
-        option(
-            "--count N",
-            "End after so many looks; 0 for none. Default: 0, and 1 where nobody could watch "
-            "(but for --json).",
-            min=0,
-        ),
-    ] = None,
+    every: float = flag(EVERY_S, "--every S", "Seconds between two looks.", min=LEAST_S),
+    count: int | None = flag(
+        None,
+        "--count N",
+        "End after so many looks; 0 for none. Default: 0, and 1 where nobody could watch "
+        "(but for --json).",
+        min=0,
+    ),
     access: Access,
     as_json: Json = False,
 ) -> None:

@@ -71,13 +71,16 @@ env_option: Final = functools.partial(option, env=True)
 
 
 def flag(default: T, spelled: str, help: str, **more: Any) -> T:
-    """Make a field of a group that is a flag; the other arguments are those of `option`."""
+    """Make a parameter of a command, or a field of a group, that is a flag.
+
+    The other arguments are those of `option`.
+    """
     metadata = {"option": option(spelled, help, **more)}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def env_flag(default: T, spelled: str, help: str, **more: Any) -> T:
-    """Make such a field that SHARDNET_NAME sets too."""
+    """Make such a flag that SHARDNET_NAME sets too."""
     return flag(default, spelled, help, env=True, **more)
 
 
@@ -119,8 +122,8 @@ def takes_groups(
     """Replace each dataclass parameter of `command` by the flags among its fields, for typer.
 
     A field is a flag if `flag` made it or its type is Annotated; others keep their defaults, so a
-    subclass removes a flag with a plain default. The command receives the dataclass. One that is a
-    coroutine is run to its end.
+    subclass removes a flag with a plain default. The command receives the dataclass, and may have
+    parameters that `flag` made too. One that is a coroutine is run to its end.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, tuple[type[Any], list[str]]] = {}
@@ -133,7 +136,12 @@ def takes_groups(
             groups[name] = hint, [flag.name for flag in flags]
             parameters += flags
         else:
-            parameters.append(parameter.replace(annotation=hint, kind=Parameter.KEYWORD_ONLY))
+            default = parameter.default
+            if isinstance(default, dataclasses.Field):
+                hint, default = Annotated[hint, default.metadata["option"]], default.default
+            parameters.append(
+                Parameter(name, Parameter.KEYWORD_ONLY, annotation=hint, default=default)
+            )
 
     @functools.wraps(command)
     def with_flags(**values: Any) -> None:

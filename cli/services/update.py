@@ -41,22 +41,18 @@ async def update(
             metavar="WHEEL", help="One for each platform of the nodes.", show_default=False
         ),
     ] = None,
-    version: Annotated[
-        str, options.option("--version X", "Download this version. Default: the latest.")
-    ] = "",
-    index: Annotated[str, options.option("--index URL", "Download from this index.")] = "",
-    dry_run: Annotated[
-        bool, options.option("--dry-run", "Say what would be done, and do nothing.")
-    ] = False,
-    allow_pause: Annotated[
-        bool, options.option("--allow-pause", "Also where requests then wait for a node.")
-    ] = False,
-    deadline: Annotated[
-        float, seconds("--deadline SECONDS", "A node that is not empty by then goes on as it is.")
-    ] = DEADLINE_S,
-    within: Annotated[
-        float, seconds("--within SECONDS", "A node that is not back by then gets its version back.")
-    ] = WITHIN_S,
+    version: str = options.flag("", "--version X", "Download this version. Default: the latest."),
+    index: str = options.flag("", "--index URL", "Download from this index."),
+    dry_run: bool = options.flag(False, "--dry-run", "Say what would be done, and do nothing."),
+    allow_pause: bool = options.flag(
+        False, "--allow-pause", "Also where requests then wait for a node."
+    ),
+    deadline: float = seconds(
+        DEADLINE_S, "--deadline SECONDS", "A node that is not empty by then goes on as it is."
+    ),
+    within: float = seconds(
+        WITHIN_S, "--within SECONDS", "A node that is not back by then gets its version back."
+    ),
     peer: options.Peer = None,
     search: options.Search,
     access: options.Access,
