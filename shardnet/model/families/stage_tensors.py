@@ -17,27 +17,10 @@ from dataclasses import dataclass, field, replace
 from shardnet.model.config.model_config import ModelConfig, StreamKind
 from shardnet.model.families.family import MtpNames
 from shardnet.model.families.registry import family_of
-from shardnet.model.families.tensor_shapes import Shape, Table, linears, stream_mixer
+from shardnet.model.families.tensor_shapes import Shape as Shape
+from shardnet.model.families.tensor_shapes import Table, linears, stream_mixer
 from shardnet.model.families.wrappers import language_name
 from shardnet.types import LayerRange
-
-__all__ = [
-    "Shape",
-    "StageTensors",
-    "Table",
-    "canonical_name",
-    "count_parameters",
-    "embedding_tensors",
-    "head_tensors",
-    "is_quantizable",
-    "lacking",
-    "layer_tensors",
-    "left_over",
-    "mtp_tensors",
-    "shared_tensors",
-    "stage_tensors",
-]
-
 
 _KEPT = (
     *("gate.weight", ".router.weight", ".kv_b_proj.weight"),

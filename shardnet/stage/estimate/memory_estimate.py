@@ -15,8 +15,6 @@ from shardnet.model.config.limits import GRAPH_BUCKETS
 from shardnet.model.config.model_config import HeadShape, ModelConfig
 from shardnet.model.config.panel_form import PANEL, UNPACKED_PANELS, Quantization
 from shardnet.model.families.stage_tensors import (
-    Shape,
-    Table,
     embedding_tensors,
     head_tensors,
     is_quantizable,
@@ -24,6 +22,7 @@ from shardnet.model.families.stage_tensors import (
     mtp_tensors,
     shared_tensors,
 )
+from shardnet.model.families.tensor_shapes import Shape, Table
 from shardnet.slot_operations import MAX_DRAFTS
 from shardnet.stage.estimate.packed_sizes import PackedCount, PackedSizes
 from shardnet.types import (

@@ -13,13 +13,13 @@ from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.checkpoint.tensors.stored_tensor import ITEM_BYTES
 from shardnet.model.config.panel_form import PANEL, Quantization
 from shardnet.model.families.stage_tensors import (
-    Table,
     embedding_tensors,
     head_tensors,
     is_quantizable,
     layer_tensors,
     mtp_tensors,
 )
+from shardnet.model.families.tensor_shapes import Table
 
 if TYPE_CHECKING:
     from shardnet.checkpoint.checkpoint import Checkpoint

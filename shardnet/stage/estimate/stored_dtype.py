@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from shardnet.errors import CheckpointError
-from shardnet.model.families.stage_tensors import Table, head_tensors, is_quantizable, layer_tensors
+from shardnet.model.families.stage_tensors import head_tensors, is_quantizable, layer_tensors
+from shardnet.model.families.tensor_shapes import Table
 from shardnet.stage.estimate.memory_estimate import WeightForm
 from shardnet.stage.estimate.packed_sizes import PackedSizes, packed_sizes
 from shardnet.types import DType

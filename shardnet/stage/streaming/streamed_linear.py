@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from shardnet.model.families.stage_tensors import Shape
+from shardnet.model.families.tensor_shapes import Shape
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.devices import capacity_error_for
 from shardnet.model.kernels.library import NativeMatmul, native_kernels
