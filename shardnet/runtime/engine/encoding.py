@@ -114,7 +114,7 @@ class Encoding:
             self.on_failed(sequence_id, named)
         else:
             if self._latest.get(sequence_id) is wanted:
-                self.scheduler.encoded(sequence_id)
+                self.scheduler.queue.encoded(sequence_id)
                 self.on_end()
         finally:
             if self._latest.get(sequence_id) is wanted:

@@ -116,7 +116,7 @@ class Engine:
         """The requests, slots and KV blocks in use now."""
         n_paused = sum(live.state is LiveState.PAUSED for live in self._live.values())
         n_waiting = len(self._scheduler.waiting)
-        kv = self._scheduler.kv_blocks
+        kv = self._scheduler.queue.kv_blocks
         return RingLoad(
             running=self._scheduler.n_active - n_waiting,
             waiting=n_waiting - n_paused,
@@ -125,7 +125,7 @@ class Engine:
             warm_blocks=kv.warm_blocks,
             used_blocks=kv.booked_blocks,
             room_blocks=kv.room_blocks,
-            room_slots=self._scheduler.room_slots,
+            room_slots=self._scheduler.queue.max_slots,
             restored_positions=self._restoring.n_positions,
             wait=self.waits.now,
         )
@@ -248,7 +248,7 @@ class Engine:
     def drop_warm(self) -> None:
         """Free what is kept in KV caches for requests to come."""
         if self._broken is None and not self._is_suspended:
-            self._scheduler.drop_warm()
+            self._scheduler.queue.drop_warm()
             self._pump()
 
     async def hold(self) -> None:
@@ -279,11 +279,11 @@ class Engine:
 
     def to_follow(self, besides: Collection[StateId] = ()) -> list[ComputedSequence]:
         """List what others can bring of sequences that go on; see AdmissionQueue.to_follow."""
-        return self._scheduler.to_follow(besides)
+        return self._scheduler.queue.to_follow(besides)
 
     def moved(self, n_positions: Mapping[SequenceId, int]) -> None:
         """Note what sequences have on all stages of the ring to resume with. While suspended."""
-        self._scheduler.moved(n_positions)
+        self._scheduler.queue.moved(n_positions)
 
     def suspend(self, why: str, expected_s: float = 0.0) -> float:
         """Hold every request, and those that come: the ring is gone, and is being replaced.
@@ -342,7 +342,7 @@ class Engine:
             if live.request.deterministic:
                 self._scheduler.batch_exactly(sequence_id, is_bound)
         self._pump()
-        self._scheduler.moved({})  # what is not admitted at once is replayed from its tokens
+        self._scheduler.queue.moved({})  # what is not admitted at once is replayed from its tokens
         self._live.report_queue_positions()
         for live in self._live.values():
             live.report_wait()
@@ -385,7 +385,9 @@ class Engine:
         """Have stages read what a prompt looks up in files, but for what they hold of it."""
         if self.pipeline.read_ahead is None:
             return None
-        held = self._scheduler.kv_blocks.prefix(request.prompt, request.adapters, request.places)
+        held = self._scheduler.queue.kv_blocks.prefix(
+            request.prompt, request.adapters, request.places
+        )
         n_held = max(n_stored, held.n_kept if held else 0)
         return asyncio.create_task(self.pipeline.read_ahead(request.prompt, n_held))
 

@@ -178,14 +178,14 @@ class Restoring:
         if request.deterministic or request.lockstep or request.outputs.needs_whole_prompt:
             return 0
         inputs = request.adapters, request.places
-        held = self.scheduler.kv_blocks.prefix(request.prompt, *inputs)
+        held = self.scheduler.queue.kv_blocks.prefix(request.prompt, *inputs)
         n_held = held.n_kept if held else 0
         return await self.prefixes.find(request.prompt, n_held, *inputs)
 
     def begin(self, wanted: RestorePrefix, requests: LiveRequests) -> None:
         """Begin to read for a sequence."""
         if self.prefixes is None:  # nobody found anything
-            self.scheduler.restored(wanted.sequence_id, 0)
+            self.scheduler.queue.restored(wanted.sequence_id, 0)
             asyncio.get_running_loop().call_soon(self.on_end)
             return
         restoring = asyncio.create_task(self._restore(self.prefixes, wanted, requests))
@@ -213,6 +213,6 @@ class Restoring:
             n_positions = await prefixes.restore(
                 sequence_id, request.prompt, wanted.n_positions, request.adapters, request.places
             )
-        if not self.scheduler.restored(sequence_id, n_positions) and n_positions:
+        if not self.scheduler.queue.restored(sequence_id, n_positions) and n_positions:
             await prefixes.forget(sequence_id)
         self.on_end()

@@ -20,14 +20,14 @@ Rules it keeps (design decisions 1, 2, 4 to 7; docs/scheduling.md):
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Final
 
 from shardnet.errors import CapacityError, LocalProtocolError, ShardnetError, WrongValuesError
 from shardnet.runtime.scheduling.admission_queue import AdmissionQueue
-from shardnet.runtime.scheduling.kv_block_manager import KvBlockManager, common_prefix
+from shardnet.runtime.scheduling.kv_block_manager import common_prefix
 from shardnet.runtime.scheduling.row_chooser import RowChooser, Rows, row_masks
 from shardnet.runtime.scheduling.sequences import (
     ComputedSequence,
@@ -42,7 +42,7 @@ from shardnet.runtime.scheduling.sequences import (
     TokenSampled,
 )
 from shardnet.runtime.scheduling.step_cost import MIXED_ROWS, RingLimits, StepLimits, TripCost
-from shardnet.types import MicroBatch, RowGroup, SequenceId, StateId, StepId
+from shardnet.types import MicroBatch, RowGroup, SequenceId, StepId
 
 _IS_DECODING: Final = attrgetter("is_decoding")
 _IS_DETERMINISTIC: Final = attrgetter("request.deterministic")
@@ -62,7 +62,8 @@ class Scheduler:
     ring: RingLimits
     mixed_rows: int = field(init=False)
     """Most prompt rows batched with decode rows at present."""
-    _queue: AdmissionQueue = field(init=False)
+    queue: AdmissionQueue = field(init=False)
+    """What waits and runs, and the KV room that is booked for it."""
     _chooser: RowChooser = field(init=False)
     _steps: dict[StepId, tuple[tuple[RowGroup, LiveSequence, int], ...]] = field(
         default_factory=dict
@@ -86,8 +87,8 @@ class Scheduler:
     _round_share: int = 0
 
     def __post_init__(self) -> None:
-        self._queue = AdmissionQueue(self.ring)
-        self._chooser = RowChooser(self._queue)
+        self.queue = AdmissionQueue(self.ring)
+        self._chooser = RowChooser(self.queue)
         self.mixed_rows = self.limits.mixed_rows
 
     @property
@@ -103,39 +104,21 @@ class Scheduler:
     @property
     def n_active(self) -> int:
         """Sequences waiting, running or paused."""
-        return len(self._queue.waiting) + len(self._queue.running)
-
-    @property
-    def kv_blocks(self) -> KvBlockManager:
-        """The slots of the ring and their booked blocks."""
-        return self._queue.kv_blocks
-
-    @property
-    def room_slots(self) -> int:
-        """Most sequences that run at once."""
-        return self._queue.max_slots
+        return len(self.queue.waiting) + len(self.queue.running)
 
     @property
     def waiting(self) -> list[SequenceId]:
         """Waiting and paused sequences, the next to be admitted first."""
-        return [sequence.sequence_id for sequence in self._queue.waiting]
+        return [sequence.sequence_id for sequence in self.queue.waiting]
 
     def submit(self, request: SequenceRequest) -> None:
         """Queue a request. Raises what AdmissionQueue.submit raises."""
-        self._queue.submit(request)
-
-    def restored(self, sequence_id: SequenceId, n_positions: int) -> bool:
-        """Handle the end of a RestorePrefix; see AdmissionQueue.restored."""
-        return self._queue.restored(sequence_id, n_positions)
-
-    def encoded(self, sequence_id: SequenceId) -> None:
-        """Handle the end of an EncodePictures; see AdmissionQueue.encoded."""
-        self._queue.encoded(sequence_id)
+        self.queue.submit(request)
 
     @property
     def n_decoding(self) -> int:
         """Running sequences that are past their prompt."""
-        return sum(map(_IS_DECODING, self._queue.running.values()))
+        return sum(map(_IS_DECODING, self.queue.running.values()))
 
     @property
     def n_in_flight(self) -> int:
@@ -144,16 +127,8 @@ class Scheduler:
 
     def computed(self) -> list[ComputedSequence]:
         """List what running sequences have on every stage; see LiveSequence.computed."""
-        found = (sequence.computed for sequence in self._queue.running.values())
+        found = (sequence.computed for sequence in self.queue.running.values())
         return [computed for computed in found if computed is not None]
-
-    def to_follow(self, besides: Collection[StateId]) -> list[ComputedSequence]:
-        """List what others can bring while it goes on; see AdmissionQueue.to_follow."""
-        return self._queue.to_follow(besides)
-
-    def moved(self, n_positions: Mapping[SequenceId, int]) -> None:
-        """Note what sequences have on every stage of the next ring; see AdmissionQueue.moved."""
-        self._queue.moved(n_positions)
 
     def suspend(self) -> None:
         """Forget the steps in flight and all slots: the ring is gone.
@@ -164,7 +139,7 @@ class Scheduler:
         self.behind.clear()
         self.beside.clear()
         self._n_round, self._n_mixed = 0, _ALONE_EVERY
-        self._queue.suspend()
+        self.queue.suspend()
 
     def resume(self, ring: RingLimits) -> list[SequenceFailed]:
         """Go on with another ring, on which sequences are replayed from their tokens.
@@ -173,32 +148,28 @@ class Scheduler:
         """
         self.ring = ring
         self.mixed_rows = min(self.mixed_rows, self.limits.mixed_rows)
-        return self._queue.move(ring)
-
-    def drop_warm(self) -> None:
-        """Free what is kept for requests to come; see AdmissionQueue.drop_warm."""
-        self._queue.drop_warm()
+        return self.queue.move(ring)
 
     def batch_exactly(self, sequence_id: SequenceId, deterministic: bool) -> None:
         """Change how the rows of a sequence that waits are batched from now on."""
-        for sequence in self._queue.waiting:
+        for sequence in self.queue.waiting:
             if sequence.sequence_id == sequence_id:
                 sequence.request = replace(sequence.request, deterministic=deterministic)
 
     def reason_to_end(self, sequence_id: SequenceId) -> FinishReason | None:
         """Say why a waiting sequence has nothing left to do, None if it has."""
-        for sequence in self._queue.waiting:
+        for sequence in self.queue.waiting:
             if sequence.sequence_id == sequence_id and sequence.n_generated:
                 return self._finish_reason(sequence)
         return None
 
     def next_instructions(self) -> list[Instruction]:
         """Return, in order, everything that may be sent now."""
-        self._queue.admit(max(_PREFIX_ROWS, self.mixed_rows))
+        self.queue.admit(max(_PREFIX_ROWS, self.mixed_rows))
         most = self.max_in_flight
         while len(self._steps) < most and self._send_step():
             pass
-        instructions, self._queue.pending = self._queue.pending, []
+        instructions, self.queue.pending = self.queue.pending, []
         return instructions
 
     def on_tokens(self, step: StepId, token_ids: Sequence[int]) -> list[Outcome]:
@@ -214,7 +185,7 @@ class Scheduler:
         row = 0
         for group, sequence, flight in groups:
             sampled = token_ids[row : row + group.n_sampled]
-            if self._queue.is_live(sequence) and self._counts(sequence, flight):
+            if self.queue.is_live(sequence) and self._counts(sequence, flight):
                 sequence.is_unsure = False  # the steps before were answered
                 outcomes += self._answer(sequence, group, sampled, row)
             row += group.n_sampled
@@ -233,11 +204,13 @@ class Scheduler:
         failed = [
             sequence
             for _, sequence, flight in groups
-            if self._queue.is_live(sequence) and self._counts(sequence, flight)
+            if self.queue.is_live(sequence) and self._counts(sequence, flight)
         ]
         anew: list[LiveSequence] = []
         slots = [sequence.slot for sequence in failed if sequence.slot is not None]
-        if isinstance(error, CapacityError) and any([*map(self.kv_blocks.lose_states, slots)]):
+        if isinstance(error, CapacityError) and any(
+            [*map(self.queue.kv_blocks.lose_states, slots)]
+        ):
             failed, anew = [], failed
         elif isinstance(error, CapacityError) and len(groups) > 1:
             last = max(failed, key=lambda sequence: sequence.rank, default=None)
@@ -249,11 +222,11 @@ class Scheduler:
             anew = [sequence for sequence in failed if sequence.sequence_id != error.sequence]
             failed = [sequence for sequence in failed if sequence not in anew]
         for sequence in failed:
-            self._queue.end(sequence, keep_warm=False)
+            self.queue.end(sequence, keep_warm=False)
         for sequence in anew:
-            self._queue.start_anew(sequence)
-        for sequence in self._queue.unsure():
-            self._queue.start_anew(sequence)
+            self.queue.start_anew(sequence)
+        for sequence in self.queue.unsure():
+            self.queue.start_anew(sequence)
         return [SequenceFailed(sequence_id=one.sequence_id, error=error) for one in failed]
 
     def counting(self, step: StepId) -> list[RowGroup]:
@@ -265,7 +238,7 @@ class Scheduler:
         return [group for group, sequence, flight in groups if self._counts(sequence, flight)]
 
     def _counts(self, sequence: LiveSequence, flight: int) -> bool:
-        return sequence.flight == flight and sequence.sequence_id not in self._queue.anew
+        return sequence.flight == flight and sequence.sequence_id not in self.queue.anew
 
     def mix(
         self, n_decode: int, n_prompt: int, trip_s: float, trips: TripCost, slowdown: float
@@ -282,7 +255,7 @@ class Scheduler:
         if alone_s is None or most < min(self.mixed_rows, self.limits.mixed_rows):
             return  # nothing to compare with, or a prompt's last rows
         if not n_decode:
-            if not n_decoding or not any(map(_IS_DETERMINISTIC, self._queue.running.values())):
+            if not n_decoding or not any(map(_IS_DETERMINISTIC, self.queue.running.values())):
                 return  # nobody waits, or those who do go with other rows
             if n_prompt > self.mixed_rows:  # a whole chunk, which steps without make up for
                 trip_s += alone_s
@@ -294,12 +267,12 @@ class Scheduler:
 
     def end(self, sequence_id: SequenceId) -> bool:
         """End a sequence from outside (stop string, cancellation); False if it had ended."""
-        if sequence_id in self._queue.running:
-            self._queue.end(self._queue.running[sequence_id], keep_warm=True)
+        if sequence_id in self.queue.running:
+            self.queue.end(self.queue.running[sequence_id], keep_warm=True)
             return True
-        for sequence in self._queue.waiting:
+        for sequence in self.queue.waiting:
             if sequence.sequence_id == sequence_id:
-                self._queue.end(sequence, keep_warm=False)
+                self.queue.end(sequence, keep_warm=False)
                 return True
         return False
 
@@ -307,7 +280,7 @@ class Scheduler:
 
     def _send_step(self) -> bool:
         """Send one step if there are rows to send; return whether it was sent."""
-        running, n_stages = self._queue.running, self.ring.n_stages
+        running, n_stages = self.queue.running, self.ring.n_stages
         n_decoding = self.n_decoding
         if any(map(_IS_LOCKSTEP, running.values())):
             return self._send_in_lockstep()
@@ -323,12 +296,12 @@ class Scheduler:
             return True
         all_decode = n_decoding == len(running)
         n_frames = max(1, self.max_in_flight // n_decoding) if n_decoding < n_stages else 1
-        if all_decode and not self._queue.ready:
+        if all_decode and not self.queue.ready:
             return n_frames > 1 and self._send(chooser.flight_rows(n_frames), is_decode=True)
         n_frames = n_frames if all_decode else 1
         decode = chooser.decode_rows(-(-n_decoding // n_stages), n_frames)
         n_left = n_stages - len(self._steps) + len(self.behind)
-        if not decode and n_left == 1 and not all(map(_MAY_TRAVEL, self._queue.ready.values())):
+        if not decode and n_left == 1 and not all(map(_MAY_TRAVEL, self.queue.ready.values())):
             return False  # kept for a row whose mask or drafts are about to come
         prompts: Sequence[Rows] = ()
         goes_alone = bool(decode) and (all_decode or self._is_alone_due(n_decoding))
@@ -351,7 +324,7 @@ class Scheduler:
         More than `mixed_rows` are made up for: by a whole chunk of a deterministic prompt, or a
         picture.
         """
-        if self._n_owed and (decode or self._queue.ready or self._steps):
+        if self._n_owed and (decode or self.queue.ready or self._steps):
             return ()
         prompts = self._chooser.prompt_rows(self.mixed_rows, beside=decode)
         self._n_owed = max(0, sum(rows.n_rows for rows in prompts) - self.mixed_rows)
@@ -362,7 +335,7 @@ class Scheduler:
 
         A round is one step for each stage, and begins when the one before it is answered.
         """
-        queue = self._queue
+        queue = self.queue
         if not self._n_round:
             rows = self._chooser.prompt_rows(self.limits.chunk_rows)
             if rows:
@@ -403,9 +376,9 @@ class Scheduler:
             self.beside.add(step)
         for part, group in zip(rows, groups, strict=True):
             if not part.is_behind:
-                self._queue.keep_state(part.sequence, group.position)
+                self.queue.keep_state(part.sequence, group.position)
             self._count_sent(part, group, is_alone=len(rows) == 1)
-        self._queue.pending.append(SendStep(batch=batch, is_decode=is_decode))
+        self.queue.pending.append(SendStep(batch=batch, is_decode=is_decode))
         return True
 
     def _count_sent(self, rows: Rows, group: RowGroup, *, is_alone: bool) -> None:
@@ -414,8 +387,8 @@ class Scheduler:
         sequence.n_sent += group.n_rows
         sequence.n_in_flight += 1
         sequence.ahead += rows.drafts
-        self._queue.ready.pop(sequence.sequence_id, None)
-        self._queue.note_ready(sequence)
+        self.queue.ready.pop(sequence.sequence_id, None)
+        self.queue.note_ready(sequence)
         if not rows.is_behind:
             slot.n_held = group.position + group.n_rows - len(rows.drafts)
         slot.n_written = max(slot.n_written, group.position + group.n_rows)
@@ -472,7 +445,7 @@ class Scheduler:
         self._hold(sequence, group.position, n_before + min(n_right + 1, group.n_sampled))
         if sequence.slot is not None and not goes_on:
             sequence.n_sent = sequence.slot.n_held
-            self._queue.note_ready(sequence)
+            self.queue.note_ready(sequence)
 
     def _hold(self, sequence: LiveSequence, position: int, n_positions: int) -> None:
         """Take note that the rows of the first `n_positions` positions are right.
@@ -487,7 +460,7 @@ class Scheduler:
                 slot.n_answered = n_positions
 
     def _finish(self, sequence: LiveSequence, reason: FinishReason) -> SequenceFinished:
-        self._queue.end(sequence, keep_warm=True)
+        self.queue.end(sequence, keep_warm=True)
         return SequenceFinished(sequence_id=sequence.sequence_id, reason=reason)
 
     def _finish_reason(self, sequence: LiveSequence) -> FinishReason | None:

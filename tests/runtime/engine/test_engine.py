@@ -64,7 +64,7 @@ def check_nothing_is_left(ring: FakeRing) -> None:
     """Every slot is free or warm, on the head and, but for the last request's, on every stage."""
     counters = ring.engine.counters
     assert (counters.running, counters.waiting, counters.paused) == (0, 0, 0)
-    book = ring.engine._scheduler.kv_blocks
+    book = ring.engine._scheduler.queue.kv_blocks
     assert counters.used_blocks == book.warm_blocks
     assert counters.warm_slots == len(book.warm())
     for compute in ring.computes:

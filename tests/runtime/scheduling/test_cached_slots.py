@@ -146,7 +146,7 @@ class Model:
             self.ring.ended[number] += 1
 
     def _drop(self) -> None:
-        self.ring.scheduler.drop_warm()
+        self.ring.scheduler.queue.drop_warm()
 
     def _replace(self) -> None:
         self.ring.replace(moves=self.draws.random() < 0.5)
@@ -159,7 +159,7 @@ class Model:
 
     def check_end(self) -> None:
         """Run to the end: all is said as it is alone, and nothing is left of it."""
-        one, kv = self.ring, self.ring.scheduler.kv_blocks
+        one, kv = self.ring, self.ring.scheduler.queue.kv_blocks
         one.run()
         assert one.ended == dict.fromkeys(self.asked, 1)
         for number, asked in self.asked.items():
@@ -167,11 +167,11 @@ class Model:
             told = said.get(number, [])
             assert told == (alone if number in one.finished else alone[: len(told)])
         assert one.scheduler.n_active == 0
-        kv = one.scheduler.kv_blocks
+        kv = one.scheduler.queue.kv_blocks
         assert [stage.cache.blocks_used for stage in one.stages] == [kv.booked_blocks] * len(
             one.stages
         )
-        one.scheduler.drop_warm()
+        one.scheduler.queue.drop_warm()
         one.run()
         assert kv.booked_blocks == 0
         for stage in one.stages:

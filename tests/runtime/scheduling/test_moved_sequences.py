@@ -43,7 +43,7 @@ def test_who_was_moved_goes_on_and_others_are_computed_again() -> None:
     assert computed.keys() == {ONE, TWO}  # the tail of SCORED has a row that nobody else has
     n_moved = len(computed[ONE].token_ids)
     scheduler.suspend()
-    scheduler.moved({ONE: n_moved})
+    scheduler.queue.moved({ONE: n_moved})
     scheduler.resume(replace(scheduler.ring, epoch=Epoch(2)))
     instructions = scheduler.next_instructions()
     opened = {

@@ -127,7 +127,7 @@ def test_how_a_sequence_ends() -> None:
     assert isinstance(close, OperateSlot)
     slot = close.operation.slot
     assert close == OperateSlot(operation=CloseSequence(sequence_id=SequenceId(1), slot=slot))
-    assert one.scheduler.kv_blocks.booked_blocks == 0
+    assert one.scheduler.queue.kv_blocks.booked_blocks == 0
 
 
 def test_the_end_of_the_context_ends_with_length() -> None:
@@ -431,7 +431,7 @@ def test_sixteen_requests_compute_and_hold_a_common_beginning_once(together: boo
         one.answer()
         one.pump()
     assert len(one.scheduler.computed()) == 16
-    assert one.stage.n_blocks == one.scheduler.kv_blocks.booked_blocks == 7 + 16
+    assert one.stage.n_blocks == one.scheduler.queue.kv_blocks.booked_blocks == 7 + 16
     one.run()
     n_rows = sum(group.n_rows for group in one.groups())
     assert n_rows <= 2000 + 16 * (2 + 39) + 15 * LIMITS.mixed_rows
@@ -490,9 +490,10 @@ def test_warm_slots_keep_within_their_share_of_a_large_room(room_blocks: int, mo
     for number in range(1, 41):
         one.scheduler.submit(request(number, prompt(number, 200), max_tokens=3))
         one.run()
-        assert one.scheduler.kv_blocks.warm_blocks == min(number, most)
+        assert one.scheduler.queue.kv_blocks.warm_blocks == min(number, most)
     freed = {o.slot for o in one.operations(FreeSlot)}
-    assert {slot.slot for slot in one.scheduler.kv_blocks.warm()} <= freed | set(range(most + 1))
+    warm = {slot.slot for slot in one.scheduler.queue.kv_blocks.warm()}
+    assert warm <= freed | set(range(most + 1))
     one.scheduler.submit(request(41, (*prompt(40, 200), 1), max_tokens=3))
     one.run()
     assert one.operations(OpenSequence)[-1].n_kept >= 200
@@ -652,7 +653,7 @@ def test_every_request_ends_exactly_once_and_says_what_it_says_alone(
         assert said == (alone if sequence_id in one.finished else alone[: len(said)])
     check_exact(one, {n: len(r.prompt) for n, r in asked.items() if r.deterministic})
     assert one.scheduler.n_active == 0
-    assert one.scheduler.kv_blocks.booked_blocks == one.scheduler.kv_blocks.warm_blocks
+    assert one.scheduler.queue.kv_blocks.booked_blocks == one.scheduler.queue.kv_blocks.warm_blocks
     assert all(slot.owner is None for slot in one.stage.slots.values())
 
 
@@ -708,7 +709,7 @@ def test_blocks_are_what_stages_count() -> None:
     one = ring()
     one.scheduler.submit(request(1, BLOCK_POSITIONS + 1, max_tokens=2))
     one.run()
-    assert one.stage.n_blocks == one.scheduler.kv_blocks.booked_blocks == 2
+    assert one.stage.n_blocks == one.scheduler.queue.kv_blocks.booked_blocks == 2
 
 
 @pytest.mark.parametrize("n_stages", [1, 2, 3])

@@ -397,11 +397,11 @@ class Simulation:
         """Nothing runs, waits or is booked but warm slots, and the stage has just those."""
         assert scheduler.n_active == 0
         assert not self.engine.requests
-        assert scheduler.kv_blocks.booked_blocks == scheduler.kv_blocks.warm_blocks
+        assert scheduler.queue.kv_blocks.booked_blocks == scheduler.queue.kv_blocks.warm_blocks
         await asyncio.sleep(60.0)  # what was sent last arrives
         slots = self._ring.stage.slots
         assert all(slot.owner is None for slot in slots.values()), "a slot is taken for ever"
-        assert self._ring.stage.n_blocks <= scheduler.kv_blocks.warm_blocks
+        assert self._ring.stage.n_blocks <= scheduler.queue.kv_blocks.warm_blocks
         await self._ring.lose(late=False)
 
 

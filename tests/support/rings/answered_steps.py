@@ -35,7 +35,7 @@ def run(scheduler: Scheduler) -> list[Instruction]:
                 batch = instruction.batch
                 scheduler.on_tokens(batch.step, [7] * batch.n_sampled)
             elif isinstance(instruction, EncodePictures):
-                scheduler.encoded(instruction.sequence_id)
+                scheduler.queue.encoded(instruction.sequence_id)
     return done
 
 

@@ -303,7 +303,7 @@ class LateRing(ToyRing):
             for todo in self.todo:
                 todo.append(instruction)
         self.sent += steps
-        kv = self.scheduler.kv_blocks
+        kv = self.scheduler.queue.kv_blocks
         assert len(self.in_flight) <= self.scheduler.max_in_flight
         assert kv.booked_blocks <= kv.room_blocks
         return steps
@@ -348,20 +348,20 @@ class LateRing(ToyRing):
         wanted = self.restoring.popleft()
         prompts = [
             sequence.tokens
-            for sequence in self.scheduler._queue.running.values()
+            for sequence in self.scheduler.queue.running.values()
             if sequence.sequence_id == wanted.sequence_id
         ]
         n_found = wanted.n_positions if finds and prompts else 0
         n_found = n_found if n_found <= (self.n_stored(prompts[0]) if prompts else 0) else 0
         for stage in self.stages if n_found else ():
             stage.arrived[wanted.sequence_id] = prompts[0][:n_found]
-        self.scheduler.restored(wanted.sequence_id, n_found)
+        self.scheduler.queue.restored(wanted.sequence_id, n_found)
 
     def follow(self, n_layers: int) -> None:
         """Have the standby bring so many layers: of the round under way, else those of another."""
         if not self.coming:
             states = {one.state for one in self.followed.values() if one.state is not None}
-            computed = self.scheduler.to_follow(states)
+            computed = self.scheduler.queue.to_follow(states)
             known = {key: len(one.token_ids) for key, one in self.followed.items()}
             begun = {*self.standby.moves._arriving}
             for key in begun - {one.sequence_id for one in computed}:
@@ -447,10 +447,10 @@ class LateRing(ToyRing):
         self.stage, self.lost = self.stages[-1], (lost + 1) % ring.n_stages
         for stage in self.stages:
             stage.arrived = {one.sequence_id: [*one.token_ids] for one in moved}
-        self.scheduler.moved({one.sequence_id: len(one.token_ids) for one in moved})
+        self.scheduler.queue.moved({one.sequence_id: len(one.token_ids) for one in moved})
         assert not self.scheduler.resume(replace(ring, epoch=Epoch(ring.epoch + 1)))
         self.pump()
-        self.scheduler.moved({})
+        self.scheduler.queue.moved({})
         return moved
 
     def run(self, limit: int = 100_000) -> None:

@@ -252,9 +252,8 @@ class ToyRing:
                     self.paused[operation.sequence_id] += 1
         self.sent += steps
         assert len(self.in_flight) <= self.scheduler.max_in_flight
-        assert (
-            self.stage.n_blocks <= self.scheduler.kv_blocks.booked_blocks <= self.stage.room_blocks
-        )
+        n_booked = self.scheduler.queue.kv_blocks.booked_blocks
+        assert self.stage.n_blocks <= n_booked <= self.stage.room_blocks
         return steps
 
     def answer(self) -> list[Outcome]:
