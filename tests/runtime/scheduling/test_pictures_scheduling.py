@@ -89,7 +89,7 @@ def test_rows_wait_for_their_pictures_and_others_do_not(
     submit(book, 2, (), other)
     [step] = [each for each in book.next_instructions() if isinstance(each, SendStep)]
     assert {group.sequence_id for group in step.batch.groups} == {2}
-    book.encoded(SequenceId(1))
+    book.queue.encoded(SequenceId(1))
     then: list[SendStep] = []
     for _ in range(2):  # the first step with a text's row goes without rows of prompts
         book.on_tokens(step.batch.step, [7])

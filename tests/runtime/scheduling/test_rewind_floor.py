@@ -217,7 +217,7 @@ def test_one_sequence_runs_whatever_room_for_states_a_ring_says_it_has() -> None
             max_slots=16,
             room_states=room_states,
         )
-        assert Scheduler(ring).room_slots == n_slots
+        assert Scheduler(ring).queue.max_slots == n_slots
 
 
 def test_the_last_rows_of_a_prompt_begin_at_a_state_that_is_kept() -> None:
