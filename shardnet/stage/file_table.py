@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
+from typing import Final
 
 import numpy as np
 import torch
@@ -28,7 +30,7 @@ from shardnet.stage.stored_weights import RowPacking
 from shardnet.stage.streaming.buffers import FileChanged, FilePart, fill
 from shardnet.stage.tensor_reader import TensorReader
 from shardnet.threads import DaemonThreads
-from shardnet.types import PREFILL_CHUNK_ROWS
+from shardnet.types import PREFILL_CHUNK_ROWS, MicroBatch, RowGroup, SequenceId, SlotId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,21 +116,28 @@ class FileTable:
         self.stored(found, packed)
         return unpack_whole([Panels(packed=packed, form=form, shape=shape)], torch.float32)
 
-    def read_ahead(self, token_ids: Sequence[int]) -> None:
-        """Have the rows of tokens read into the page cache, on a thread; waits for nothing."""
-        DaemonThreads(1, "shardnet-ahead").post(partial(self._ask_for, token_ids))  # ends behind it
+    def read_ahead(self, texts: Sequence[tuple[Sequence[int], int]]) -> None:
+        """Have the rows of tokens read into the page cache, on a thread; waits for nothing.
 
-    def _ask_for(self, token_ids: Sequence[int]) -> None:
-        for _ in self.asking(token_ids):
-            pass
+        Of each text not those of so many of its first tokens.
+        """
+        DaemonThreads(1, "shardnet-ahead").post(partial(self._ask_for, texts))  # ends behind it
 
-    def asking(self, token_ids: Sequence[int], most_bytes: int = sys.maxsize) -> Iterator[None]:
+    def _ask_for(self, texts: Sequence[tuple[Sequence[int], int]]) -> None:
+        for token_ids, n_before in texts:
+            for _ in self.asking(token_ids, n_before=n_before):
+                pass
+
+    def asking(
+        self, token_ids: Sequence[int], most_bytes: int = sys.maxsize, n_before: int = 0
+    ) -> Iterator[None]:
         """Have the rows of tokens read into the page cache, each once, a chunk at each turn.
 
         Not those for which it would take more than `most_bytes`: a page beside each row's own.
         """
         with contextlib.suppress(FileChanged, OSError, ShardnetError):  # as reading will say
-            needed = self.rows_of(torch.tensor(token_ids, dtype=torch.int64)).numpy()
+            ids = torch.tensor(token_ids, dtype=torch.int64)
+            needed = self.rows_of(ids, n_before).numpy()
             wanted, first = np.unique(needed, return_index=True)
             n_left = most_bytes // (mmap.PAGESIZE + self.row_bytes)
             step = PREFILL_CHUNK_ROWS * needed.shape[1]
@@ -171,3 +180,43 @@ def _fill_rows(part: FilePart, rows: Sequence[int], raw: Tensor, places: Sequenc
         raise file_changed(part.path) from None
     except OSError as error:
         raise damaged(f"{part.path} cannot be read ({error.strerror})") from error
+
+
+_REWOUND: Final = 64
+"""So many tokens may a step go back, behind drafts that were rejected."""
+
+
+class RecentTokens:
+    """Tokens of steps in the order in which they arrive. `n_before` each decide what it looks up.
+
+    Of a slot those of one sequence are known, and from its first position on that arrived.
+    """
+
+    def __init__(self, n_before: int) -> None:
+        self._n_before = n_before
+        self._known: dict[SlotId, tuple[SequenceId, int, Sequence[int]]] = {}
+
+    def texts(self, batch: MicroBatch) -> Iterator[tuple[Sequence[int], int]]:
+        """Give of each group token ids, and how many of the first ones are there for the others.
+
+        Those are the ones before the group, or where these are not known its own first ones.
+        """
+        ends = accumulate(group.n_rows for group in batch.groups)
+        for group, end in zip(batch.groups, ends, strict=True):
+            ids = batch.token_ids[end - group.n_rows : end]
+            begin, before = self._before(group)
+            text = [*before, *ids]
+            at = max(0, len(text) - self._n_before - _REWOUND)
+            self._known[group.slot] = (group.sequence_id, begin + at, text[at:])
+            n_first = min(len(before), self._n_before) if begin == 0 else self._n_before
+            text = text[max(0, len(before) - n_first) :]
+            if len(text) > n_first:
+                yield text, n_first
+
+    def _before(self, group: RowGroup) -> tuple[int, Sequence[int]]:
+        """Return the known tokens right before a group, and the position of the first of them."""
+        owner, begin, ids = self._known.get(group.slot, (group.sequence_id, 0, ()))
+        n = group.position - begin
+        if owner == group.sequence_id and 0 <= n <= len(ids):
+            return begin, ids[:n]
+        return group.position, ()

@@ -5,6 +5,7 @@ The oracle has transformers' layers in plain code around them; it computes every
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 import torch
-from support.models.gguf_files import write_gguf
-from support.models.mtp_checkpoints import N_LAYERS, PlainMtp, is_qwen, make_mtp
+from support.models.mtp_checkpoints import N_LAYERS, PlainMtp, make_mtp, write_mtp_gguf
 from support.rings.stage_chain import even_split, random_prompt
 from support.rings.stage_forms import form_of, with_form
 from support.rings.torch_rings import LoadedStages, TorchStages, request, run, tokens_of
 from support.soak import cases
 from test_moved_kv import pull
+from torch import Tensor
 
 from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.errors import UsageError
@@ -41,6 +42,15 @@ from shardnet.wire.messages.extras import Drafts
 
 STREAMING = ["deepseek_v4", "hy_v4", "glm5_next_text", "qwen4_exp_text"]
 """Families with several residual streams."""
+SAID_IN_A_GGUF = {
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    },
+    "glm5_next_text": {"linear_num_heads": 6},
+    "glm_moe_dsa": {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "qwen4_exp_text": {"output_gate_type": "sigmoid"},
+}
+"""More of a config: what llama.cpp's files can say."""
 MTP = Speculation(make_draft_source=None, most=9, most_by_ring=3)
 
 
@@ -257,45 +267,63 @@ def test_drafts_where_layers_are_cut_over_devices(folder: Path) -> None:
         loaded(order.on(shared))
 
 
-@pytest.mark.parametrize(
-    ("how", "family"),
-    [
-        *(("moved", family) for family in ["deepseek_v3", *STREAMING]),
-        ("gguf", "deepseek_v3"),
-        ("gguf", "qwen3_5_text"),
-    ],
-)
-def test_drafts_go_on_elsewhere_and_come_from_a_gguf(how: str, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["deepseek_v3", *STREAMING])
+def test_drafts_go_on_elsewhere(family: str, tmp_path: Path) -> None:
     """What the layer has of a sequence is moved with it to the stages of another split."""
     folder = make_mtp(tmp_path, family)
-    oracle, source = PlainMtp(folder), folder
-    if how == "gguf":
-        raw = {"block_count": N_LAYERS + 1, "nextn_predict_layers": 1}
-        added = float(is_qwen(family))  # by the converter, to norms
-        named = {
-            name.replace("d.n", "d_n"): rows.numpy() + added * name.endswith("norm")
-            for name, rows in oracle.own.items()
-        }
-        extra = {f"blk.{N_LAYERS}.nextn.{name}.weight": rows for name, rows in named.items()}
-        source = write_gguf(folder / "whole", tmp_path / "model.gguf", extra=extra, **raw)
-    whole = [LayerRange(0, N_LAYERS)]
-    stages = TorchStages(source, even_split(N_LAYERS, 2), has_mtp=True)
+    oracle = PlainMtp(folder)
+    stages = TorchStages(folder, even_split(N_LAYERS, 2), has_mtp=True)
     tokens = random_prompt(30, 300)
     stages.open(SamplingParams(), n_prompt=30, n_drafts=1)
     samples = stages.step(0, tokens, 1)
-    if how == "moved":
-        new = TorchStages(source, whole, has_mtp=True)
-        target = new.computes[0].moves
-        target.begin(SequenceId(0), tokens)
-        for rank, compute in enumerate(stages.computes):
-            found = compute.moves.look(SequenceId(0), SlotId(0), 30)
-            pull(found, target, LayerRange(rank, rank + 1 + rank), SequenceId(0))
-        new.open(SamplingParams(), n_prompt=30, n_drafts=1, n_kept=30, is_restored=True)
-        stages = new
+    new = TorchStages(folder, [LayerRange(0, N_LAYERS)], has_mtp=True)
+    target = new.computes[0].moves
+    target.begin(SequenceId(0), tokens)
+    for rank, compute in enumerate(stages.computes):
+        found = compute.moves.look(SequenceId(0), SlotId(0), 30)
+        pull(found, target, LayerRange(rank, rank + 1 + rank), SequenceId(0))
+    new.open(SamplingParams(), n_prompt=30, n_drafts=1, n_kept=30, is_restored=True)
     tokens.append(samples.token_ids[0])
-    samples = stages.step(30, tokens[30:], 1)
+    samples = new.step(30, tokens[30:], 1)
     tokens.append(samples.token_ids[0])
     assert [*samples.drafts[0].token_ids] == oracle.drafts(tokens, 1)
+
+
+@pytest.mark.usefixtures("drafts_always_pay")
+@pytest.mark.parametrize(
+    "family",
+    cases(
+        ["deepseek_v3", "qwen3_5_text", "deepseek_v4", "glm5_next_text", "qwen4_exp_text"],
+        ["glm_moe_dsa", "hy_v4"],
+    ),
+)
+def test_drafts_come_from_a_gguf(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their logits are those of the safetensors but for the order of sums; no token changes."""
+    folder = make_mtp(tmp_path, family, **SAID_IN_A_GGUF.get(family, {}))
+    file = write_mtp_gguf(folder, tmp_path / "model.gguf")
+    tokens, said = random_prompt(30, 300), list[Tensor]()
+    for source in (folder, file):
+        stages = TorchStages(source, even_split(N_LAYERS, 2), has_mtp=True)
+        model = stages.computes[-1]._model
+        logits = model.mtp_logits
+
+        def heard(rows: Tensor, of: Callable[[Tensor], Tensor] = logits) -> Tensor:
+            said.append(of(rows))
+            return said[-1]
+
+        monkeypatch.setattr(model, "mtp_logits", heard)
+        stages.open(SamplingParams(), n_prompt=30, n_drafts=1)
+        for position, rows in ((0, tokens), (30, [7])):
+            stages.step(position, rows, 1)
+    assert len(said) == 4
+    torch.testing.assert_close(said[2:], said[:2], atol=1e-4, rtol=0)
+    asked = [request(random_prompt(n, 300, seed=n), 8) for n in (40, 17)]
+    plain, drafted = (
+        run(stages, *(replace(one, speculation=how) for one in asked)) for how in (None, MTP)
+    )
+    assert [tokens_of(events) for events in drafted] == [tokens_of(events) for events in plain]
 
 
 @pytest.mark.parametrize("folder", ["qwen3_next"], indirect=True)

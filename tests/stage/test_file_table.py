@@ -22,7 +22,9 @@ from shardnet.checkpoint.replica import stored_layers
 from shardnet.cluster.planning.placing import make_plan
 from shardnet.errors import CheckpointError
 from shardnet.model.families.stage_tensors import stage_tensors
+from shardnet.runtime.loading.loaded_stage import JoinedCompute
 from shardnet.runtime.loading.model_facts import identify
+from shardnet.runtime.stage.compute import AheadCompute
 from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.stage import file_table
 from shardnet.stage.stage_model import StageModel
@@ -72,7 +74,12 @@ def read_ahead(stage: StageModel) -> None:
     """Have a prompt's rows read, and wait for it."""
     compute = TorchCompute(stage, None, WireDType.FLOAT32)
     assert compute.reads_ahead
-    compute.read_ahead(PROMPT)
+    ask(compute, Rows(slot=0, position=0, ids=PROMPT, n_sampled=1))
+
+
+def ask(compute: AheadCompute, *groups: Rows) -> None:
+    """Have the rows of a step read, and wait for it."""
+    compute.read_ahead(batch_of(groups))
     for thread in threading.enumerate():
         if thread.name.startswith("shardnet-ahead"):
             thread.join(WAIT_S)
@@ -93,6 +100,48 @@ def test_what_a_prompt_needs_is_asked_for_before_and_nothing_else(
 
 
 LONG = random_prompt(500, 90, seed=2)
+
+
+def test_what_stands_before_a_step_decides_what_is_asked_for(
+    long_table: StageChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, tokens alone, over rejected drafts, beside another sequence; in joined stages too."""
+    reads = Reads(monkeypatch)
+    stage = TorchCompute(long_table.stages[0], None, WireDType.FLOAT32)
+    compute = JoinedCompute([stage], WireDType.FLOAT32)
+    assert compute.reads_ahead
+
+    def rows(slot: int, begin: int, end: int, n_drafts: int = 0) -> Rows:
+        ids = LONG[begin + slot : end + slot]
+        return Rows(slot=slot, position=begin, ids=ids, n_sampled=1, n_drafts=n_drafts)
+
+    wrong = Rows(slot=0, position=41, ids=[5, 6, 7], n_sampled=3, n_drafts=3)
+    for groups in (
+        [rows(0, 0, 1)],
+        [rows(0, 1, 20)],
+        [rows(0, 20, 40), rows(1, 0, 30)],
+        [rows(1, 30, 31), rows(0, 40, 41)],
+        [wrong],
+        [rows(0, 42, 43, 1)],
+    ):
+        ask(compute, *groups)
+        long_table.step(*groups)
+        assert reads.read == reads.ahead
+        reads.ahead.clear()
+        reads.read.clear()
+
+
+def test_what_is_not_known_to_be_needed_is_not_asked_for(
+    long_table: StageChain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sequence that came from elsewhere, or goes on where another one was."""
+    reads, compute = Reads(monkeypatch), TorchCompute(long_table.stages[0], None, WireDType.FLOAT32)
+    ask(compute, Rows(slot=0, position=20, ids=LONG[20:21], n_sampled=1))
+    assert not reads.ahead
+    ask(compute, Rows(slot=0, position=24, ids=LONG[24:40], n_sampled=1))
+    long_table.step(Rows(slot=0, position=0, ids=LONG[:40], n_sampled=1))
+    assert reads.ahead
+    assert reads.ahead < reads.read
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from shardnet.checkpoint.tensors.model_tensor import (
     Make,
     ModelTensor,
     as_stored,
+    cut_tensor,
     divide,
     rotary_halves,
     unchanged,
@@ -39,9 +40,11 @@ _EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.(weight
 _GROUP = re.compile(r"(model\.layers\.(\d+)\.self_attn\.o_a_proj)\.\d+\.weight")
 _GROUPS = "attn_output_a.weight"
 _MTP = {
-    **{name: name for name in ("eh_proj", "enorm", "hnorm")},
+    **{name: name for name in ("eh_proj", "e_proj", "h_proj", "enorm", "hnorm")},
     "shared_head.norm": "shared_head_norm",
 }
+_JOINS = ("e_proj", "h_proj")
+"""Whose columns follow each other in eh_proj, where that is one for all streams."""
 _LOOKED_UP = "per_layer_token_embd"
 """The one table of which rows are looked up."""
 _BLOCK = re.compile(r"blk\.(\d+)\.")
@@ -86,6 +89,9 @@ def arrange(
             for source in sources:
                 left.pop(source.name, None)
             continue
+        if (half := _half_join(config, name, stored)) is not None:
+            made[name] = half
+            continue
         found = _mtp_name(config, name) or _block_name(family, name)
         found = _LOOKED_UP if name in tensors.looked_up else found
         known = _renamed(family, name)
@@ -117,6 +123,22 @@ def _mtp_name(config: ModelConfig, name: str) -> str | None:
     """Return what is stored as a parameter that no other layer than that behind the last has."""
     part = name.removeprefix(f"model.layers.{config.n_layers}.").removesuffix(".weight")
     return f"blk.{config.n_layers}.nextn.{_MTP[part]}.weight" if part in _MTP else None
+
+
+def _half_join(
+    config: ModelConfig, name: str, stored: Mapping[str, StoredTensor]
+) -> ModelTensor | None:
+    """Cut e_proj or h_proj out of one matrix for both, None where the file has them apart."""
+    prefix, _, part = name.removesuffix(".weight").rpartition(".")
+    whole = stored.get(f"blk.{config.n_layers}.nextn.eh_proj.weight")
+    n = config.hidden_size
+    if prefix != f"model.layers.{config.n_layers}" or part not in _JOINS or whole is None:
+        return None
+    if whole.shape != (n, 2 * n):
+        return None
+    begin = n * _JOINS.index(part)
+    of_both = replace(_parameter(name, whole, _Changes()), packed=None)  # by rows alone
+    return cut_tensor(of_both, [(begin, begin + n)], axis=1)
 
 
 def _block_name(family: Family, name: str) -> str | None:

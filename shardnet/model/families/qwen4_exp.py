@@ -242,6 +242,7 @@ _BLOCK_NAMES: Final = (
     *((f"attn_hc.{own}.weight", f"hc_attn_{name}.weight") for name, own in _MIXER.items()),
     *((f"ffn_hc.{own}.weight", f"hc_ffn_{name}.weight") for name, own in _MIXER.items()),
     *((f"model.hc_head.{own}.weight", f"output_hc_{name}.weight") for name, own in _MIXER.items()),
+    *((f"hc_head.{own}.weight", f"nextn.hc_head_{name}.weight") for name, own in _MIXER.items()),
     *((f"self_attn.indexer.{k}_layernorm.weight", f"indexer.{k}_norm.weight") for k in "qk"),
     *((f"ple.{kind}_proj.weight", f"ple_{kind}.weight") for kind in ("key", "value")),
     *((f"ple.norm_{k}.weight", f"ple_norm_{k}.weight") for k in ("key", "query", "conv")),

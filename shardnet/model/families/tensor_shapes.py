@@ -41,6 +41,7 @@ STREAM_NAMES: Final = tuple(
         ("attn_hc.{}", "hc_attn"),
         ("ffn_hc.{}", "hc_ffn"),
         ("model.hc_head.hc_{}", "output_hc"),
+        ("hc_head.hc_{}", "nextn.hc_head"),
     )
     for kind in ("fn", "base", "scale")
 )

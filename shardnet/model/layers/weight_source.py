@@ -5,7 +5,7 @@ Knows what a layer may ask for. Must not know files, dtypes of kernels or where 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypedDict, Unpack
 
@@ -18,8 +18,15 @@ from shardnet.model.kernels.panels import Panels, look_up
 from shardnet.model.layers.norms import BareNorm, Norm
 from shardnet.model.shards.cut import Axis
 
-RowsOf = Callable[[Tensor], Tensor]
-"""Says which rows token ids [T], int64 on the CPU, need: [T, any]."""
+
+class RowsOf(Protocol):
+    """Says which rows token ids need."""
+
+    def __call__(self, ids: Tensor, n_before: int = 0) -> Tensor:
+        """Return the rows of `ids` [T], int64 on the CPU, but for the first: [T - n_before, any].
+
+        With them a text begins, or goes on with those behind the first `n_before`.
+        """
 
 
 class Table(Protocol):

@@ -91,10 +91,10 @@ class NgramHashes:
         self.rows = rows  # [H], int64
         self.begins = rows.cumsum(0) - rows  # [H], int64
 
-    def of_text(self, ids: Tensor) -> Tensor:
-        """Return the rows [T, H] of token `ids` [T], int64 on the CPU, with which a text begins."""
-        before = ids.new_full((self.config.longest - 1,), self.config.end_id)
-        return self(torch.cat((before, ids)))
+    def of_text(self, ids: Tensor, n_before: int = 0) -> Tensor:
+        """Return the rows of token `ids`; see RowsOf."""
+        ends = ids.new_full((max(0, self.config.longest - 1 - n_before),), self.config.end_id)
+        return self(torch.cat((ends, ids)))
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the rows [T, H] of token `ids` [longest - 1 + T], int64 on the CPU.

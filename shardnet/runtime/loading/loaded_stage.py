@@ -18,6 +18,7 @@ from shardnet.errors import CapacityError
 from shardnet.runtime.loading.model_facts import Stamp, stamp
 from shardnet.runtime.stage.compute import (
     Activations,
+    AheadCompute,
     AnyThreadCompute,
     PartCompute,
     Samples,
@@ -177,6 +178,9 @@ class JoinedCompute:
 
     def __init__(self, parts: Sequence[StageCompute], own: WireDType) -> None:
         self._parts = tuple(parts)
+        self._ahead = [
+            part for part in parts if isinstance(part, AheadCompute) and part.reads_ahead
+        ]
         self._own = own
 
     @property
@@ -205,6 +209,16 @@ class JoinedCompute:
         return all(
             isinstance(part, AnyThreadCompute) and part.on_any_thread for part in self._parts
         )
+
+    @property
+    def reads_ahead(self) -> bool:
+        """See AheadCompute."""
+        return bool(self._ahead)
+
+    def read_ahead(self, batch: MicroBatch) -> None:
+        """See AheadCompute."""
+        for part in self._ahead:
+            part.read_ahead(batch)
 
     def use_wire(self, sent: WireDType, received: WireDType) -> None:
         """See StageCompute."""

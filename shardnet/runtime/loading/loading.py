@@ -93,6 +93,12 @@ def _check_order(order: StageOrder, config: ModelConfig) -> None:
             f"{config.max_positions} positions at most",
             remedy="lower --context",
         )
+    if order.form.border_width not in (0, config.row_width):
+        raise UsageError(
+            f"rows of {order.form.border_width} columns were ordered between stages, and here the "
+            f"model's have {config.row_width}",
+            remedy="run the same release of shardnet, and of transformers, on all nodes",
+        )
     is_cut = any(part.shards for part in order.by_device)
     if order.form.mtp and is_cut:  # they would follow no drafting
         raise mtp_not_cut("", "give --tensor-parallel 1, or leave --mtp out")

@@ -142,8 +142,8 @@ class AheadCompute(Protocol):
     def reads_ahead(self) -> bool:
         """Whether it has such files."""
 
-    def read_ahead(self, token_ids: Sequence[int]) -> None:
-        """Have files read what steps with these tokens need. From any thread; never waits."""
+    def read_ahead(self, batch: MicroBatch) -> None:
+        """Have files read what a step needs. On one thread, in the steps' order; never waits."""
 
 
 @runtime_checkable

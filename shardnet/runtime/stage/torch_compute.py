@@ -45,6 +45,7 @@ from shardnet.slot_operations import (
     OpenSequence,
     SlotOperation,
 )
+from shardnet.stage.file_table import RecentTokens
 from shardnet.stage.moves.slot_moves import SlotMoves
 from shardnet.stage.prefixes.stage_prefixes import StagePrefixes
 from shardnet.stage.runs import Run
@@ -101,6 +102,8 @@ class TorchCompute:
         self._owners: dict[SlotId, OpenSequence] = {}
         self._unopened: dict[SequenceId, CapacityError] = {}
         """Sequences for whose beginning there was no memory: their steps fail."""
+        ngrams = model.config.ngrams if isinstance(model, StageModel) else None
+        self._recent = RecentTokens(ngrams.longest - 1 if ngrams is not None else 0)
         self._tail: SamplingStage | None = None
         if sampler is not None:
             drafts = None
@@ -125,6 +128,7 @@ class TorchCompute:
             return False  # a step of these is never short
         is_plain = model.device.type == "cpu" and not model.streams and model.group is None
         is_plain = is_plain and not model.choice.by_text  # one thread uses a device
+        is_plain = is_plain and not model.tables  # which may wait for a disk
         return is_plain and torch.get_num_threads() == 1
 
     @property
@@ -132,11 +136,12 @@ class TorchCompute:
         """Whether something is looked up in files for each token."""
         return isinstance(self._model, StageModel) and bool(self._model.tables)
 
-    def read_ahead(self, token_ids: Sequence[int]) -> None:
-        """Have files read what steps with these tokens will need. From any thread; never waits."""
+    def read_ahead(self, batch: MicroBatch) -> None:
+        """Have files read what a step will need; see AheadCompute."""
         assert isinstance(self._model, StageModel)
+        texts = [*self._recent.texts(batch)]
         for table in self._model.tables:
-            table.read_ahead(token_ids)
+            table.read_ahead(texts)
 
     @property
     def is_lost(self) -> bool:

@@ -218,7 +218,7 @@ class StageWorker:
         self._waiting.append(arrived)
         if not is_for_here:
             if self._ahead is not None and isinstance(arrived, StepArrived):
-                self._ahead.read_ahead(arrived.batch.token_ids)
+                self._ahead.read_ahead(arrived.batch)
             is_first = self.executor.is_idle
             self.executor.post(self._process, self._pass_on, self._fail)
             if is_first:

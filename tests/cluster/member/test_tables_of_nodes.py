@@ -137,6 +137,7 @@ def test_a_stage_reads_for_the_whole_prompt_before_it_gets_there_and_then_for_wh
             assert watched.ended == ["done"], "the first node has no such table"
             assert {*watched.asked} == watched.read
             assert len(watched.asked) == len(watched.read) > 1000
+            watched.has_ended.clear()
             longer = [*PROMPT, *random_prompt(40, 90, seed=3)]
             answer = await said(client, choice, longer)
             assert answer.usage.n_reused > 256

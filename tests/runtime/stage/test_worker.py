@@ -383,11 +383,11 @@ class AheadCompute(Compute):
 
     def __init__(self) -> None:
         super().__init__()
-        self.read: list[Sequence[int]] = []
+        self.read: list[MicroBatch] = []
         self.may_compute.clear()
 
-    def read_ahead(self, token_ids: Sequence[int]) -> None:
-        self.read.append(token_ids)
+    def read_ahead(self, batch: MicroBatch) -> None:
+        self.read.append(batch)
         if len(self.read) == 2:
             assert not self.computed
             self.may_compute.set()
@@ -402,6 +402,6 @@ def test_files_are_read_for_a_step_that_waits_while_another_is_computed() -> Non
             while len(stage.sent) < 2:
                 await stage.at_drain.get()
                 await stage.idle()
-            assert (stage.sent, compute.read) == ([1, 2], [(1,), (1,)])
+            assert (stage.sent, [batch.step for batch in compute.read]) == ([1, 2], [1, 2])
 
     asyncio.run(main())

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from support.models.checkpoints import make_decoder, make_tokenizer
+from support.models.gguf_files import converted, write_gguf
 from support.oracles.oracle import first_of_equal, reference_logits
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
@@ -71,6 +73,12 @@ _MIXERS = {
 """By family whose layer has several streams: before names of what joins the model's, and its."""
 _KINDS = {"layer_types", "mlp_layer_types", "indexer_types"}
 _ONE_STREAM = ("hy_v4", "glm5_next_text")
+_GGUF_OWN = {
+    "shared_head.norm": "shared_head_norm",
+    "mixer.hc_norm.weight": "hc_head_norm",
+    "mixer.input_mix_weight_down.weight": "hc_head_down",
+    "mixer.input_mix_weight_up.weight": "hc_head_up",
+}
 _QWEN4 = {"e_proj": "fc_embedding", "h_proj": "fc_hidden"}
 _QWEN = {"shared_head.norm": "norm", "enorm": "pre_fc_norm_embedding"} | {
     "hnorm": "pre_fc_norm_hidden",
@@ -147,6 +155,30 @@ def random_own(width: int, seed: int, centre: float) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed + 1)
     made = {name: centre + 0.1 * torch.randn(width, generator=generator) for name in OWN[:-1]}
     return made | {"eh_proj": 0.15 * torch.randn(width, 2 * width, generator=generator)}
+
+
+def write_mtp_gguf(folder: Path, path: Path) -> Path:
+    """Write what `make_mtp` has written as llama.cpp's converters do, as the GGUF `path`.
+
+    What joins the embedding and each stream is one linear; in DeepSeek-V4's files it is two.
+    """
+    own = {name: rows.numpy() for name, rows in load_file(folder / "whole/own.safetensors").items()}
+    config = json.loads((folder / "whole" / "config.json").read_text())
+    config = config.get("text_config", config)
+    family, block = config["model_type"], f"blk.{N_LAYERS}"
+    if is_qwen(family):  # the converter adds 1 to norms
+        own |= {name: own[name] + 1 for name in own if "norm" in name}
+    if family == "qwen4_exp_text":
+        own["eh_proj"] = np.concatenate([own.pop("e_proj"), own.pop("h_proj")], 1)
+        norms = {"hnorm", "mixer.hc_norm.weight"}
+        own |= {name: own[name].reshape(config["hc_count"], -1) for name in norms}
+    named = {_GGUF_OWN.get(name, name).replace("mixer.", "hc_head_"): own[name] for name in own}
+    extra: dict[str, Any] = {f"{block}.nextn.{name}.weight": named[name] for name in named}
+    if family in _ONE_STREAM:
+        stored = converted(folder / "whole")
+        extra |= {name: None for name in stored if name.startswith(f"{block}.hc_")}
+    raw = {"block_count": N_LAYERS + 1, "nextn_predict_layers": 1}
+    return write_gguf(folder / "whole", path, extra=extra, **raw)
 
 
 class PlainMtp:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,50 @@ def test_qwen_tokens_give_the_ids_of_the_tokenizer_json(text: str) -> None:
         ]
     )
     assert plain(gguf_tokenizer("qwen2"), text) == other.encode(text).ids
+
+
+DEEPSEEK_V3 = [
+    r"\p{N}{1,3}",
+    "[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+]
+GLM4 = [
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+]
+PUBLISHED: dict[str, tuple[list[str], bool]] = {
+    **dict.fromkeys(("deepseek-v3", "joyai-llm", "hunyuan-dense", "hy_v4"), (DEEPSEEK_V3, False)),
+    **dict.fromkeys(("glm4", "glm5"), (GLM4, True)),
+    "hunyuan": ([GLM4[0].replace("{1,3}", "")], True),
+}
+"""As tokenizer.json has it: patterns one after another, and whether merges are ignored.
+
+Hunyuan-A13B has tiktoken instead, which looks words up first, behind Python code that composes.
+"""
+
+
+@pytest.mark.parametrize("pre", PUBLISHED)
+@settings(max_examples=60)
+@given(text=trained.TEXTS)
+@example(text="zzqq 世界123456あ\n\n !a'LL x\u0301")
+def test_tokens_are_those_of_the_published_tokenizer_json(pre: str, text: str) -> None:
+    """Where merges are ignored, a word that no merge makes is still a token: zzqq."""
+    patterns, ignores_merges = PUBLISHED[pre]
+    said = trained.gguf_ranks(LLAMA3, pre)
+    tokens = said["tokenizer.ggml.tokens"]
+    other = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={text: n for n, text in enumerate(tokens[:-5])},
+            merges=[tuple(line.split(" ")) for line in said["tokenizer.ggml.merges"]],
+            ignore_merges=ignores_merges,
+        )
+    )
+    cuts = [pre_tokenizers.Split(tokenizers.Regex(one), "isolated") for one in patterns]
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    other.pre_tokenizer = pre_tokenizers.Sequence([*cuts, bytes_])
+    composed = unicodedata.normalize("NFC", text) if pre == "hunyuan" else text
+    assert plain(gguf_tokenizer_of(said), text) == other.encode(composed).ids
 
 
 def test_special_ids_and_padding() -> None:
