@@ -13,19 +13,24 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_steps import make_step
+from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from support.recorded_gpu import Call, RecordedDevice, hollow_stage
 
 from shardnet.model.families.registry import parse_config
-from shardnet.model.sampling.sampler import Sampler, SampleRow
+from shardnet.model.sampling.sampler import Sampler
+from shardnet.runtime.stage.torch_compute import TorchCompute
 from shardnet.sampling_params import SamplingParams
-from shardnet.stage.runs import sampled_rows
+from shardnet.slot_operations import OpenSequence
+from shardnet.stage.runs import Run
+from shardnet.types import SequenceId, SlotId, WireDType
 
 _USUAL = {
     "max_position_embeddings": 8192,
@@ -70,11 +75,12 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=[*SHAPES], choices=[*SHAPES])
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8], help="sequences at once")
     parser.add_argument("--tokens", type=int, default=512, help="of each sequence")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     report = {
-        f"{name}, {n_rows} at once": measure(name, n_rows, options.tokens)
+        f"{name}, {n_rows} at once": measure(name, n_rows, options.tokens, options.temperature)
         for name in options.shapes
         for n_rows in options.rows
     }
@@ -88,34 +94,38 @@ def main() -> None:
                 print(f"  {what:<30}{figure:>12,.{int('µs' in what)}f}")
 
 
-def measure(name: str, n_rows: int, n_tokens: int) -> dict[str, float]:
+def measure(name: str, n_rows: int, n_tokens: int, temperature: float) -> dict[str, float]:
     """Return microseconds, calls and bytes of a decode step: of each the least of all tokens'."""
     config = parse_config(SHAPES[name], name)
     device = RecordedDevice()
     stage, calls = hollow_stage(config, device, 8192), device.driver.calls
-    sampler = Sampler(config.vocab_size)
+    compute = TorchCompute(stage, Sampler(config.vocab_size), WireDType.FLOAT32)
+    params = SamplingParams(temperature=temperature, top_k=40)
+    for slot in range(n_rows):
+        of = SequenceId(slot), SlotId(slot)
+        compute.operate(OpenSequence(sequence_id=of[0], slot=of[1], sampling=params))
+    run, marks = stage.run_alone, []
+
+    def run_marked(of_step: Run) -> Tensor:
+        rows = run(of_step)
+        marks.append((time.thread_time(), len(calls)))
+        return rows
+
+    stage.run_alone = run_marked  # type: ignore[method-assign]
 
     def decode(position: int) -> dict[str, float]:
         step = make_step((slot, position, [7]) for slot in range(n_rows))
-        drawn = [SampleRow(params=SamplingParams(), position=position)] * n_rows
         calls.clear()
-        began, found, n_before = time.thread_time(), {}, 0
+        marks[:] = [(time.thread_time(), 0)]
+        compute.compute(step, None)
+        marks.append((time.thread_time(), len(calls)))
+        found = _of_driver(calls)
+        for part, (began, end) in zip(("layers", "tokens"), pairwise(marks), strict=True):
+            of_driver_s = sum(call.took_s for call in calls[began[1] : end[1]])
+            found[f"µs of Python, {part}"] = (end[0] - began[0] - of_driver_s) * 1e6
+        return found
 
-        def end(part: str) -> None:
-            nonlocal began, n_before
-            own_s = time.thread_time() - began - sum(call.took_s for call in calls[n_before:])
-            found[f"µs of Python, {part}"] = own_s * 1e6
-            began, n_before = time.thread_time(), len(calls)
-
-        rows = stage.run(step, None)
-        end("layers")
-        logits = stage.logits(sampled_rows(rows, step))
-        end("LM head")
-        sampler.sample(logits, drawn)
-        end("sampling")
-        return found | _of_driver(calls)
-
-    stage.run(make_step(((s, 0, [5] * 256) for s in range(n_rows)), n_sampled=0), None)
+    compute.compute(make_step(((s, 0, [5] * 256) for s in range(n_rows)), n_sampled=0), None)
     steps = [decode(position) for position in range(256, 256 + n_tokens)]
     steps = [step for step in steps if step["graph calls"] and not step["copy calls"]]
     least = {what: min(step[what] for step in steps) for what in steps[-1]}

@@ -14,7 +14,9 @@ from torch import Tensor
 from shardnet.errors import CapacityError, LostShardError, ShardnetError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.drivers.driver import Array
 from shardnet.model.families.family import FamilyStage
+from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.layers.attention import ForwardStep, plan_step, step_over
@@ -175,6 +177,13 @@ class StageModel:
         if self.followers is not None:
             self.followers.logits(rows)
         return self.new_logits(rows)
+
+    def best(self, rows: Tensor) -> tuple[list[int], Array] | None:
+        """Return the places of the largest logits of rows, and these, where that is known.
+
+        That is where a device has judged the step that gave `rows`; see DecoderStage.
+        """
+        return self.family.best(rows) if isinstance(self.family, DecoderStage) else None
 
     @torch.inference_mode()
     def new_logits(self, rows: Tensor) -> Tensor:

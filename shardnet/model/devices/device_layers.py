@@ -36,7 +36,15 @@ from shardnet.model.devices.device_states import StateLayer
 from shardnet.model.devices.device_streams import DeviceStreams
 from shardnet.model.devices.mixer_device import BEFORE, MixerDevice, StepBuffers
 from shardnet.model.devices.products import MANY, ROWS, DeviceProduct, Gating, Rows
-from shardnet.model.drivers.driver import Array, Buffer, Driver, Kernel, Kernels, launch
+from shardnet.model.drivers.driver import (
+    ALIGNED,
+    Array,
+    Buffer,
+    Driver,
+    Kernel,
+    Kernels,
+    launch,
+)
 from shardnet.model.kernels.linear import Linear, ScaledLinear
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
@@ -70,6 +78,7 @@ _NAMES: Final = (
     "route_in_groups",
     "group_visits",
     "combine",
+    "find_best",
 )
 _MOST_ROWS_RECORDED: Final = 16
 """Steps of more rows are launched one by one: prompts, whose numbers of rows are many."""
@@ -88,6 +97,8 @@ class Device:
         self.scratch = Rows(driver)
         self._same_bits: set[PanelForm] = set()
         """The forms whose products were found to be right; some have a name in common."""
+        self.judged: tuple[Tensor, Buffer, Array] | None = None
+        """Rows that were computed last, where their logits are, and the largest of each row."""
 
     def put(self, array: Array) -> Buffer:
         """Upload an array to memory of its own. Raises CapacityError."""
@@ -103,6 +114,16 @@ class Device:
         if own.nbytes:
             self.driver.upload(buffer, own)
         return buffer
+
+    def put_together(self, arrays: Mapping[str, Array]) -> Together:
+        """Upload arrays to scratch with one call. The place of each depends on all sizes before."""
+        sizes = [-(-max(1, array.nbytes) // ALIGNED) * ALIGNED for array in arrays.values()]
+        buffer = self.scratch.of("together", sum(sizes))
+        of_all = zip(arrays.values(), sizes, strict=True)
+        padded = b"".join([array.tobytes().ljust(size) for array, size in of_all])
+        self.driver.upload(buffer, np.frombuffer(padded, np.uint8))
+        places = zip(itertools.accumulate(sizes, initial=0), sizes, strict=False)
+        return Together(self.driver, buffer, dict(zip(arrays, places, strict=True)))
 
     def product(
         self,
@@ -149,6 +170,18 @@ class Device:
         return self.kernels.of({}, LAYER_PARTS, _NAMES)
 
 
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Arrays that were uploaded with one call: `places` are where each begins, and its bytes."""
+
+    driver: Driver
+    buffer: Buffer
+    places: Mapping[str, tuple[int, int]]
+
+    def __getitem__(self, name: str) -> Buffer:
+        return self.driver.view(self.buffer, *self.places[name])
+
+
 class DeviceLinear:
     """A linear layer on a device whose rows come from the host and go back there: the LM head."""
 
@@ -157,7 +190,7 @@ class DeviceLinear:
 
     def __init__(self, device: Device, linear: PanelLinear) -> None:
         self._device = device
-        self._product = device.product(linear)
+        self.product = device.product(linear)
         self.shape = linear.shape
         self.weights = linear.weights
         """Those of the host, of which the device has copies."""
@@ -167,7 +200,7 @@ class DeviceLinear:
         device, out = self._device, torch.empty(len(rows), self.shape[0])
         given = device.put_in("rows", rows.numpy())
         taken = device.scratch.of("logits", out.nbytes)
-        self._product(given, len(rows), taken)
+        self.product(given, len(rows), taken)
         device.driver.download(taken, out.numpy())
         return out
 
@@ -251,14 +284,25 @@ class DeviceLayers:
     """All layers of a stage on a device. Not thread-safe."""
 
     def __init__(
-        self, device: Device, layers: Sequence[Layer], kv: DeviceKvCache, *, hands_on: bool = False
+        self,
+        device: Device,
+        layers: Sequence[Layer],
+        kv: DeviceKvCache,
+        ropes: Sequence[int],
+        head: tuple[Norm, DeviceLinear] | None = None,
+        *,
+        hands_on: bool = False,
     ) -> None:
         """Upload layers of which `why_not` says nothing; then `kv` is on the device too.
 
-        With `hands_on` the layer behind them takes the positions that rows choose here. Raises
-        CapacityError, and ConfigurationError where a form has other bits.
+        `ropes` says which of the step's rotary tables each has. A `head`, with the norm before it,
+        judges the rows of short steps. With `hands_on` the layer behind them takes the positions
+        that rows choose here. Raises CapacityError, and ConfigurationError where a form has other
+        bits.
         """
-        self._device, self._kv = device, kv
+        self._device, self._kv, self._ropes = device, kv, ropes
+        self._head = None if head is None else head[1].product
+        self._final = None if head is None else _Around.of(device, Residual(before=head[0]))
         self._kernels = dict(device.rows_kernels())
         if kv.has_states:
             self._kernels |= device.kernels.of({}, STATE_PARTS, STATE_NAMES)
@@ -378,9 +422,9 @@ class DeviceLayers:
         if self._choices.are_missing(step):
             return None
         device, n_rows = self._device, len(hidden)
+        is_short = n_rows <= _MOST_ROWS_RECORDED
+        head = self._head if is_short else None
         places, pages, runs = self._kv.bring(step.spans)
-        of_layers, tables = self._tables(rotaries)
-        rows = device.put_in("hidden", hidden.numpy())
         rounds = step.hidden_dtype is not None
         growth = np.ones(n_rows, np.float32)
         if self._temperature is not None:
@@ -388,53 +432,80 @@ class DeviceLayers:
         at = np.column_stack((places, growth.view(np.uint32)))
         n_blocks = blocks_within(int(places[:, 0].max()))
         keeps = any(span.n_drafts for span in step.spans) and bool(self._with_states)
-        brought = StepBuffers(
-            n_rows=n_rows,
-            n_blocks=n_blocks,
-            at=(device.put_in("places", at), device.put_in("pages", pages)),
-            runs=device.put_in("runs", runs[:, :4]),
-            tables=tables,
-            heads=visits_of_heads(n_rows, self._n_latent_heads, device.put_in)
-            if self._n_latent_heads
-            else None,
-            kept=device.put_in("kept", runs[:, 4]) if keeps else None,
-            chooses=self._choices.bring(step, at),
-        )
+        best = np.zeros((n_rows, 2), np.uint32)
+        arrays = {"hidden": hidden.numpy(), "best": best} if is_short else {}
+        arrays |= {"places": at, "runs": runs[:, :4]} | ({"kept": runs[:, 4]} if keeps else {})
+        for number, rotary in enumerate(rotaries):
+            arrays |= {
+                f"cosines {number}": rotary.cos.numpy(),
+                f"sines {number}": rotary.sin.numpy(),
+            }
+        brought = device.put_together(arrays | {"pages": pages})  # whose number grows come last
+        rows = brought["hidden"] if is_short else device.put_in("hidden", hidden.numpy())
+        heads = None
+        if self._n_latent_heads:
+            heads = visits_of_heads(n_rows, self._n_latent_heads, device.put_in)
+        chooses = self._choices.bring(step, at)
 
         def launch_all() -> None:
-            inner = self._inner(hidden.shape)
+            tables = [
+                (brought[f"cosines {n}"], brought[f"sines {n}"], rotary.cos.shape[-1])
+                for n, rotary in enumerate(rotaries)
+            ]
+            inner, buffers = (
+                self._inner(hidden.shape),
+                StepBuffers(
+                    n_rows=n_rows,
+                    n_blocks=n_blocks,
+                    at=(brought["places"], brought["pages"]),
+                    runs=brought["runs"],
+                    tables=[tables[rope] for rope in self._ropes],
+                    heads=heads,
+                    kept=brought["kept"] if keeps else None,
+                    chooses=chooses,
+                ),
+            )
+            last = None if head is None else self._final
             self._between(None, self._sublayers[0].around, rows, hidden.shape)
             for sublayer, behind in itertools.pairwise([*self._sublayers, None]):
                 assert sublayer is not None
-                following = None if behind is None else behind.around
+                following = last if behind is None else behind.around
                 rounded = rounds and sublayer.is_last
-                sublayer(self._input(sublayer.around, rows), inner, brought)
+                sublayer(self._input(sublayer.around, rows), inner, buffers)
                 self._between(sublayer.around, following, rows, hidden.shape, rounds=rounded)
+            if head is not None:
+                logits = device.scratch.of("judged", 4 * n_rows * head.shape[0])
+                head(device.scratch.of("normed", 0), n_rows, logits)
+                self._launch("find_best", (n_rows, 1), [logits, brought["best"]], head.shape[0])
 
-        key = n_rows, n_blocks, rounds, keeps, brought.chooses, of_layers
+        key = n_rows, n_blocks, rounds, keeps, chooses
         self._launch_or_replay(n_rows, key, launch_all)
-        out = torch.empty_like(hidden)
-        device.driver.download(rows, out.numpy())
-        self._choices.hand_on(step, n_rows, chooses=brought.chooses)
+        n_bytes = sum(brought.places["best"]) if head is not None else 4 * hidden.numel()
+        taken = torch.empty(n_bytes, dtype=torch.uint8)
+        device.driver.download(brought.buffer if is_short else rows, taken.numpy())
+        out = taken[: 4 * hidden.numel()].view(torch.float32).view(hidden.shape)
+        device.judged = None
+        if head is not None:
+            own = taken.numpy()[brought.places["best"][0] :].view(np.uint32)[: best.size]
+            device.judged = out, device.scratch.of("judged", 0), own.reshape(best.shape)
+        self._choices.hand_on(step, n_rows, chooses=chooses)
         return out
 
-    def _tables(
-        self, rotaries: Sequence[Rotary]
-    ) -> tuple[tuple[int, ...], list[tuple[Buffer, Buffer, int]]]:
-        """Upload the rotary tables of layers: which one each has, and `tables` of StepBuffers."""
-        put_in = self._device.put_in
-        own = {id(rotary): rotary for rotary in rotaries}
-        number = {key: n for n, key in enumerate(own)}
-        of_layers = tuple(number[id(rotary)] for rotary in rotaries)
-        tables = [
-            (
-                put_in(f"cosines {n}", rotary.cos.numpy()),
-                put_in(f"sines {n}", rotary.sin.numpy()),
-                rotary.cos.shape[-1],
-            )
-            for n, rotary in enumerate(own.values())
-        ]
-        return of_layers, [tables[n] for n in of_layers]
+    def logits_of(self, hidden: Tensor) -> Tensor | None:
+        """Return the LM head's outputs [T, V] of all rows of the last step here, else None."""
+        judged = self._device.judged
+        if self._head is None or judged is None or judged[0] is not hidden:
+            return None
+        out = torch.empty(len(hidden), self._head.shape[0])
+        self._device.driver.download(judged[1], out.numpy())
+        return out
+
+    def best_of(self, hidden: Tensor) -> tuple[list[int], Array] | None:
+        """Return the places of these rows' largest outputs, of equal ones the first, and them."""
+        judged = self._device.judged
+        if self._head is None or judged is None or judged[0] is not hidden:
+            return None
+        return judged[2][:, 0].tolist(), judged[2][:, 1].copy().view(np.float32)
 
     def _launch_or_replay(self, n_rows: int, key: Hashable, launch_all: Callable[[], None]) -> None:
         """Launch a step; like others before it with one call, where the driver records launches.

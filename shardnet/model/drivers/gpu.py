@@ -350,6 +350,10 @@ class GpuDriver:
         self._must(code, "alloc")
         return _Memory(self, address)
 
+    def view(self, buffer: Buffer, begin: int, n_bytes: int) -> Buffer:
+        """See Driver."""
+        return _View(buffer, buffer.at(begin))
+
     def release(self, address: ctypes.c_void_p) -> None:
         """Give memory back."""
         self._enter()
@@ -460,6 +464,14 @@ class _Memory:
 
     def __del__(self) -> None:
         self._driver.release(self.address)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A part of memory, which it keeps."""
+
+    memory: _Memory
+    address: ctypes.c_void_p
 
 
 class _Graph:

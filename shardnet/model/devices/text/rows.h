@@ -182,6 +182,50 @@ KERNEL split_latents(GLOBAL const float *queries, GLOBAL const float *cached, GL
     }
 }
 
+/* Of row GROUP_X's `n` numbers the place of the largest, and its bits; of equal ones the first, NaN before all. */
+KERNEL find_best(GLOBAL const float *numbers, GLOBAL uint32_t *best, uint32_t n WHERE) {
+    AWAIT
+    SHARED float most[THREADS];
+    SHARED uint32_t places[THREADS];
+    GLOBAL const float *own = numbers + (uint64_t)GROUP_X * n;
+    const uint32_t at_once = n % 4 ? 1 : 4;
+    PHASE {
+        uint32_t place = at_once * THREAD < n ? at_once * THREAD : 0;
+        float found = own[place];
+        AHEAD_8 for (uint32_t i = at_once * THREAD; i < n; i += at_once * THREADS) {
+            FOUR four;
+            if (at_once == 4) four = LOAD4(own + i);
+            else four.of[0] = BITS_OF(own[i]);
+            TIMES (j, 4) {
+                if (j < at_once && is_more(AS_FLOAT(four.of[j]), found)) {
+                    found = AS_FLOAT(four.of[j]);
+                    place = i + j;
+                }
+            }
+        }
+        most[THREAD] = found;
+        places[THREAD] = place;
+    }
+    for (uint32_t half = THREADS / 2; half; half /= 2) {
+        PHASE {
+            if (THREAD < half) {
+                const float one = most[THREAD], other = most[THREAD + half];
+                const int is_before = !is_more(one, other) && places[THREAD + half] < places[THREAD];
+                if (is_more(other, one) || is_before) {
+                    most[THREAD] = other;
+                    places[THREAD] = places[THREAD + half];
+                }
+            }
+        }
+    }
+    PHASE {
+        if (THREAD == 0) {
+            best[2 * GROUP_X] = places[0];
+            best[2 * GROUP_X + 1] = BITS_OF(most[0]);
+        }
+    }
+}
+
 /* Multiplies `n` numbers by the sigmoids of gates, one for so many of them each. */
 KERNEL open_rows(GLOBAL float *rows, GLOBAL const float *gates, uint32_t n, uint32_t n_each WHERE) {
     AWAIT
