@@ -104,10 +104,10 @@ def measure(name: str, n_rows: int, n_tokens: int, temperature: float) -> dict[s
     for slot in range(n_rows):
         of = SequenceId(slot), SlotId(slot)
         compute.operate(OpenSequence(sequence_id=of[0], slot=of[1], sampling=params))
-    run, marks = stage.run_alone, []
+    run_alone, marks = stage.run_alone, []
 
-    def run_marked(of_step: Run) -> Tensor:
-        rows = run(of_step)
+    def run_marked(run: Run) -> Tensor:
+        rows = run_alone(run)
         marks.append((time.thread_time(), len(calls)))
         return rows
 

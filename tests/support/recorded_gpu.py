@@ -46,7 +46,8 @@ CPU = torch.device("cpu")
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def recorder() -> ctypes.CDLL:
+    """Return a library with the functions of NVIDIA's driver that the product calls."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, "recorder.so")
         source = Path(__file__).with_name("recorder.c")
@@ -75,7 +76,7 @@ class RecordedGpu(GpuDriver):
     """A GPU of NVIDIA's that is not here. See GpuDriver."""
 
     def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
-        library = _library()
+        library = recorder()
         library.set_capability(*capability)
         with patch.object(gpu, "_library", lambda _: library):
             super().__init__(CUDA, 0, keep=lambda key, make: b"")

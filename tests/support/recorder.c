@@ -13,6 +13,7 @@ static int handle(P *made) { *made = (P)++n_handles; return 0; }
 int cuInit(unsigned flags) { return 0; }
 int cuDeviceGetCount(int *count) { *count = 1; return 0; }
 int cuDeviceGet(int *device, int index) { *device = index; return 0; }
+int cuDeviceGetUuid(unsigned char *uuid, int device) { for (int i = 0; i < 16; i++) uuid[i] = i; return 0; }
 int cuDevicePrimaryCtxRetain(P *context, int device) { return handle(context); }
 int cuCtxSetCurrent(P context) { return 0; }
 int cuDeviceGetName(char *name, int size, int device) { strncpy(name, "recorder", size); return 0; }

@@ -14,6 +14,7 @@ import ctypes
 import os
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -249,6 +250,14 @@ def count_gpus(maker: Maker) -> int:
         return 0
     getattr(library, maker.names["count"])(ctypes.byref(count))
     return count.value
+
+
+def nvidia_uuid(index: int) -> str:
+    """Return the UUID of a GPU as NVIDIA's tools write it. Raises RuntimeError without it."""
+    library, found = _library(CUDA.driver), (ctypes.c_ubyte * 16)()
+    if library is None or index >= count_gpus(CUDA) or library["cuDeviceGetUuid"](found, index):
+        raise RuntimeError("NVIDIA's driver knows no such device")
+    return f"GPU-{uuid.UUID(bytes=bytes(found))}"
 
 
 class GpuDriver:
