@@ -97,8 +97,8 @@ class Device:
         self.scratch = Rows(driver)
         self._same_bits: set[PanelForm] = set()
         """The forms whose products were found to be right; some have a name in common."""
-        self.judged: tuple[Tensor, Buffer, Array] | None = None
-        """Rows that were computed last, where their logits are, and the largest of each row."""
+        self.judged: Judged | None = None
+        """What the LM head has given of rows that were computed last."""
 
     def put(self, array: Array) -> Buffer:
         """Upload an array to memory of its own. Raises CapacityError."""
@@ -180,6 +180,25 @@ class Together:
 
     def __getitem__(self, name: str) -> Buffer:
         return self.driver.view(self.buffer, *self.places[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Outputs of an LM head with `n_columns` for `rows`; `best` is the place of each row's largest,
+    of equal ones the first, and its bits: uint32 [T, 2].
+    """
+
+    driver: Driver
+    rows: Tensor
+    outputs: Buffer
+    n_columns: int
+    best: Array
+
+    def logits(self) -> Tensor:
+        """Copy all outputs from the device: [T, N]."""
+        out = torch.empty(len(self.rows), self.n_columns)
+        self.driver.download(self.outputs, out.numpy())
+        return out
 
 
 class DeviceLinear:
@@ -300,7 +319,7 @@ class DeviceLayers:
         that rows choose here. Raises CapacityError, and ConfigurationError where a form has other
         bits.
         """
-        self._device, self._kv, self._ropes = device, kv, ropes
+        self.device, self._kv, self._ropes = device, kv, ropes
         self._head = None if head is None else head[1].product
         self._final = None if head is None else _Around.of(device, Residual(before=head[0]))
         self._kernels = dict(device.rows_kernels())
@@ -339,7 +358,7 @@ class DeviceLayers:
                 yield _Sublayer(
                     index=index,
                     is_last=sublayer is both[-1],
-                    around=around or _Around.of(self._device, residual),
+                    around=around or _Around.of(self.device, residual),
                     own=self._own_of(sublayer, index),
                 )
 
@@ -348,7 +367,7 @@ class DeviceLayers:
     ) -> Mixer | _Dense | DeviceExperts:
         if isinstance(sublayer, AttentionSublayer):
             return self._mixer_of(sublayer.self_attn, index)
-        device, own = self._device, sublayer.mlp
+        device, own = self.device, sublayer.mlp
         if isinstance(own, SparseMlp):
             return DeviceExperts(
                 own,
@@ -390,7 +409,7 @@ class DeviceLayers:
 
     def _both(self, one: Mixer, other: Mixer, width: int) -> Mixer:
         def mix(rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
-            beside = self._device.scratch.of("beside", 4 * step.n_rows * width)
+            beside = self.device.scratch.of("beside", 4 * step.n_rows * width)
             one(rows, inner, index, step)
             other(rows, beside, index, step)
             numbers = width, _ADDS, 1, np.float32(1), np.float32(0), np.float32(0)
@@ -404,7 +423,7 @@ class DeviceLayers:
         if isinstance(linear, ScaledLinear):
             factors, linear = linear.factors.numpy(), linear.plain
         assert isinstance(linear, PanelLinear), "why_not says so"
-        return self._device.product(linear, factors=factors)
+        return self.device.product(linear, factors=factors)
 
     def __call__(
         self, hidden: Tensor, rotaries: Sequence[Rotary], step: ForwardStep
@@ -421,118 +440,104 @@ class DeviceLayers:
             return None
         if self._choices.are_missing(step):
             return None
-        device, n_rows = self._device, len(hidden)
-        is_short = n_rows <= _MOST_ROWS_RECORDED
-        head = self._head if is_short else None
-        places, pages, runs = self._kv.bring(step.spans)
-        rounds = step.hidden_dtype is not None
-        growth = np.ones(n_rows, np.float32)
+        device, n_rows, shape = self.device, len(hidden), hidden.shape
+        head = self._head if n_rows <= _MOST_ROWS_RECORDED else None
+        at, pages, runs = self._kv.bring(step.spans)
         if self._temperature is not None:
-            growth = growth_at(self._temperature, step.positions).numpy()
-        at = np.column_stack((places, growth.view(np.uint32)))
-        n_blocks = blocks_within(int(places[:, 0].max()))
+            at[:, 2] = growth_at(self._temperature, step.positions).numpy().view(np.uint32)
+        n_blocks = blocks_within(max(s.position + s.end - s.start for s in step.spans) - 1)
+        rounds = step.hidden_dtype is not None
         keeps = any(span.n_drafts for span in step.spans) and bool(self._with_states)
-        best = np.zeros((n_rows, 2), np.uint32)
-        arrays = {"hidden": hidden.numpy(), "best": best} if is_short else {}
-        arrays |= {"places": at, "runs": runs[:, :4]} | ({"kept": runs[:, 4]} if keeps else {})
+        arrays = {"best": np.zeros((n_rows, 2), np.uint32), "places": at, "runs": runs[:, :4]}
+        if n_rows <= _MOST_ROWS_RECORDED:  # others are large, and would be copied once more
+            arrays = {"hidden": hidden.numpy(), **arrays}
+        if keeps:
+            arrays["kept"] = runs[:, 4]
         for number, rotary in enumerate(rotaries):
-            arrays |= {
-                f"cosines {number}": rotary.cos.numpy(),
-                f"sines {number}": rotary.sin.numpy(),
-            }
-        brought = device.put_together(arrays | {"pages": pages})  # whose number grows come last
-        rows = brought["hidden"] if is_short else device.put_in("hidden", hidden.numpy())
+            arrays[f"cosines {number}"] = rotary.cos.numpy()
+            arrays[f"sines {number}"] = rotary.sin.numpy()
+        arrays["pages"] = pages  # the last ones, since their number grows
+        brought, is_alone = device.put_together(arrays), "hidden" not in arrays
+        rows = device.put_in("hidden", hidden.numpy()) if is_alone else brought["hidden"]
         heads = None
         if self._n_latent_heads:
             heads = visits_of_heads(n_rows, self._n_latent_heads, device.put_in)
         chooses = self._choices.bring(step, at)
 
         def launch_all() -> None:
-            tables = [
-                (brought[f"cosines {n}"], brought[f"sines {n}"], rotary.cos.shape[-1])
-                for n, rotary in enumerate(rotaries)
-            ]
-            inner, buffers = (
-                self._inner(hidden.shape),
-                StepBuffers(
-                    n_rows=n_rows,
-                    n_blocks=n_blocks,
-                    at=(brought["places"], brought["pages"]),
-                    runs=brought["runs"],
-                    tables=[tables[rope] for rope in self._ropes],
-                    heads=heads,
-                    kept=brought["kept"] if keeps else None,
-                    chooses=chooses,
-                ),
+            widths = [rotary.cos.shape[-1] for rotary in rotaries]
+            buffers = StepBuffers(
+                n_rows=n_rows,
+                n_blocks=n_blocks,
+                at=(brought["places"], brought["pages"]),
+                runs=brought["runs"],
+                tables=[
+                    (brought[f"cosines {rope}"], brought[f"sines {rope}"], widths[rope])
+                    for rope in self._ropes
+                ],
+                heads=heads,
+                kept=brought["kept"] if keeps else None,
+                chooses=chooses,
             )
-            last = None if head is None else self._final
-            self._between(None, self._sublayers[0].around, rows, hidden.shape)
-            for sublayer, behind in itertools.pairwise([*self._sublayers, None]):
-                assert sublayer is not None
-                following = last if behind is None else behind.around
-                rounded = rounds and sublayer.is_last
-                sublayer(self._input(sublayer.around, rows), inner, buffers)
-                self._between(sublayer.around, following, rows, hidden.shape, rounds=rounded)
+            self._launch_layers(rows, shape, buffers, rounds=rounds, judges=head is not None)
             if head is not None:
-                logits = device.scratch.of("judged", 4 * n_rows * head.shape[0])
-                head(device.scratch.of("normed", 0), n_rows, logits)
-                self._launch("find_best", (n_rows, 1), [logits, brought["best"]], head.shape[0])
+                outputs = device.scratch.of("judged", 4 * n_rows * head.shape[0])
+                head(device.scratch.of("normed", 0), n_rows, outputs)
+                self._launch("find_best", (n_rows, 1), [outputs, brought["best"]], head.shape[0])
 
         key = n_rows, n_blocks, rounds, keeps, chooses
         self._launch_or_replay(n_rows, key, launch_all)
-        n_bytes = sum(brought.places["best"]) if head is not None else 4 * hidden.numel()
-        taken = torch.empty(n_bytes, dtype=torch.uint8)
-        device.driver.download(brought.buffer if is_short else rows, taken.numpy())
-        out = taken[: 4 * hidden.numel()].view(torch.float32).view(hidden.shape)
+        end, begin = 4 * hidden.numel(), 0 if is_alone else brought.places["best"][0]
+        taken = torch.empty(end if head is None else begin + 8 * n_rows, dtype=torch.uint8)
+        device.driver.download(rows if is_alone else brought.buffer, taken.numpy())
+        out = taken[:end].view(torch.float32).view(shape)
         device.judged = None
         if head is not None:
-            own = taken.numpy()[brought.places["best"][0] :].view(np.uint32)[: best.size]
-            device.judged = out, device.scratch.of("judged", 0), own.reshape(best.shape)
+            best = taken.numpy()[begin:].view(np.uint32).reshape(n_rows, 2)
+            outputs = device.scratch.of("judged", 0)
+            device.judged = Judged(device.driver, out, outputs, head.shape[0], best)
         self._choices.hand_on(step, n_rows, chooses=chooses)
         return out
 
-    def logits_of(self, hidden: Tensor) -> Tensor | None:
-        """Return the LM head's outputs [T, V] of all rows of the last step here, else None."""
-        judged = self._device.judged
-        if self._head is None or judged is None or judged[0] is not hidden:
-            return None
-        out = torch.empty(len(hidden), self._head.shape[0])
-        self._device.driver.download(judged[1], out.numpy())
-        return out
-
-    def best_of(self, hidden: Tensor) -> tuple[list[int], Array] | None:
-        """Return the places of these rows' largest outputs, of equal ones the first, and them."""
-        judged = self._device.judged
-        if self._head is None or judged is None or judged[0] is not hidden:
-            return None
-        return judged[2][:, 0].tolist(), judged[2][:, 1].copy().view(np.float32)
+    def _launch_layers(
+        self, rows: Buffer, shape: Sequence[int], step: StepBuffers, *, rounds: bool, judges: bool
+    ) -> None:
+        """Launch all layers over rows [T, E], and the final norm if the LM head judges them."""
+        inner, last = self._inner(shape), self._final if judges else None
+        self._between(None, self._sublayers[0].around, rows, shape)
+        for sublayer, behind in itertools.pairwise([*self._sublayers, None]):
+            assert sublayer is not None
+            following = last if behind is None else behind.around
+            rounded = rounds and sublayer.is_last
+            sublayer(self._input(sublayer.around, rows), inner, step)
+            self._between(sublayer.around, following, rows, shape, rounds=rounded)
 
     def _launch_or_replay(self, n_rows: int, key: Hashable, launch_all: Callable[[], None]) -> None:
         """Launch a step; like others before it with one call, where the driver records launches.
 
         `key` is all that launches depend on, but for the places of buffers in memory.
         """
-        found, places = self._recorded.get(key), (self._device.scratch.n_made, self._kv.n_made)
+        found, places = self._recorded.get(key), (self.device.scratch.n_made, self._kv.n_made)
         if found is None or found.places != places:
             launch_all()
-            places = self._device.scratch.n_made, self._kv.n_made
+            places = self.device.scratch.n_made, self._kv.n_made
             if n_rows <= _MOST_ROWS_RECORDED:
                 while len(self._recorded) >= _MOST_RECORDED:
                     self._recorded.pop(next(iter(self._recorded)))
                 self._recorded[key] = _Recorded(places=places)
             return
         if found.again is None:
-            found.again = self._device.driver.record(launch_all)
+            found.again = self.device.driver.record(launch_all)
         found.again()
 
     def _inner(self, shape: Sequence[int]) -> Buffer:
         """Return the buffer for what a sub-layer gives."""
-        return self._device.scratch.of("inner", 4 * shape[0] * shape[1])
+        return self.device.scratch.of("inner", 4 * shape[0] * shape[1])
 
     def _input(self, around: _Around | DeviceStreams, rows: Buffer) -> Buffer:
         """Return the rows that go into a sub-layer: joined or normed, if that is before it."""
         is_bare = isinstance(around, _Around) and around.before is None
-        return rows if is_bare else self._device.scratch.of("normed", 0)
+        return rows if is_bare else self.device.scratch.of("normed", 0)
 
     def _between(
         self,
@@ -554,7 +559,7 @@ class DeviceLayers:
         if left is None and before is None:
             return
         inner = self._inner(shape)
-        normed = self._device.scratch.of("normed", 4 * shape[0] * shape[1])
+        normed = self.device.scratch.of("normed", 4 * shape[0] * shape[1])
         after = None if left is None else left.after
         what = _ADDS * (left is not None) + _AFTER * (after is not None) + _ROUNDS * rounds
         what += BEFORE * (before is not None)
@@ -577,4 +582,4 @@ class DeviceLayers:
         buffers: Sequence[Buffer],
         *numbers: int | np.float32,
     ) -> None:
-        launch(self._device.driver, self._kernels[name], groups, buffers, *numbers)
+        launch(self.device.driver, self._kernels[name], groups, buffers, *numbers)

@@ -18,7 +18,7 @@ from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import Activation, ModelConfig, Rope
 from shardnet.model.devices.coverage import why_not
 from shardnet.model.devices.device_kv import DeviceKvCache
-from shardnet.model.devices.device_layers import Device, DeviceLayers, DeviceLinear
+from shardnet.model.devices.device_layers import Device, DeviceLayers, DeviceLinear, Judged
 from shardnet.model.drivers.driver import Array
 from shardnet.model.fused.decode_graphs import Capture, DecodeGraphs, find_capture
 from shardnet.model.fused.layers import NativeLayers, NativeSublayers
@@ -203,17 +203,18 @@ class DecoderStage:
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply norm and LM head: [R, E] to [R, V], in the compute dtype or float32."""
         assert self._head is not None
-        judged = None if self._on_device is None else self._on_device.logits_of(hidden)
-        return self._head(hidden) if judged is None else self._head.finish(judged)
+        judged = self._judged(hidden)
+        return self._head(hidden) if judged is None else self._head.finish(judged.logits())
 
-    def best(self, hidden: Tensor) -> tuple[list[int], Array] | None:
-        """Return the places of the largest logits of rows, and these, if a device has found them.
+    def best(self, hidden: Tensor) -> Array | None:
+        """Return the `best` of Judged if a device has found it of rows, else None."""
+        judged = self._judged(hidden)
+        is_known = judged is not None and self._head is not None and not self._head.changes
+        return judged.best if judged is not None and is_known else None
 
-        Of equal ones it is the first.
-        """
-        if self._on_device is None or self._head is None or self._head.changes:
-            return None
-        return self._on_device.best_of(hidden)
+    def _judged(self, hidden: Tensor) -> Judged | None:
+        judged = None if self._on_device is None else self._on_device.device.judged
+        return judged if judged is not None and judged.rows is hidden else None
 
 
 def _has_native_states(config: ModelConfig, layers: LayerRange) -> bool:

@@ -269,13 +269,13 @@ class Sampler:
                 token_ids[index] = int(changed[index].argmax())
         return SampleResult(token_ids=token_ids, logprobs=_logprobs(logits, rows, token_ids))
 
-    def take_best(
-        self, best_ids: list[int], maxima: npt.NDArray[np.float32]
-    ) -> SampleResult | None:
+    def take_best(self, best: Words) -> SampleResult | None:
         """Choose the tokens of greedy rows whose largest logits are known, of equal ones the first.
 
-        Returns None where one of them has no token. Raises NumericalError as `sample` does.
+        `best` has for each row the id and the bits of that logit, [R, 2]. Returns None where one
+        of the ids has no token. Raises NumericalError as `sample` does.
         """
+        best_ids, maxima = best[:, 0].tolist(), best[:, 1].copy().view(np.float32)
         if max(best_ids) >= self._n_tokens or any(id_ in self._holes for id_ in best_ids):
             return None
         if not np.isfinite(maxima).all():

@@ -221,7 +221,7 @@ class SamplingStage:
     sampler: Sampler
     owners: Owners
     drafts: MtpDrafts | None = None
-    best: Callable[[Tensor], tuple[list[int], Array] | None] = lambda _: None
+    best: Callable[[Tensor], Array | None] = lambda _: None
     """See StageModel.best."""
 
     def __post_init__(self) -> None:
@@ -258,7 +258,7 @@ class SamplingStage:
         """
         sampled = sampled_rows(hidden, batch)
         best = self.best(sampled) if self._is_greedy(batch) else None
-        result = None if best is None else self.sampler.take_best(*best)
+        result = None if best is None else self.sampler.take_best(best)
         logits = self.model.logits(sampled) if result is None else sampled[:0]  # [n_sampled, V]
         rows: list[SampleRow] = []
         masks = {each.row: each.mask for each in batch.masks}

@@ -52,14 +52,18 @@ def test_the_largest_is_found_of_equal_ones_the_first(kind: str, n: int) -> None
 
 def test_a_token_that_is_none_is_not_taken() -> None:
     sampler = Sampler(8, without_token=[3, 7])
-    maxima = np.array([1.0, 2.0], np.float32)
-    found = sampler.take_best([2, 6], maxima)
+
+    def best(ids: list[int], last: float = 2.0) -> Any:
+        maxima = np.array([1.0, last], np.float32)
+        return np.column_stack((np.array(ids, np.uint32), maxima.view(np.uint32)))
+
+    found = sampler.take_best(best([2, 6]))
     assert found is not None
     assert (found.token_ids, found.logprobs) == ([2, 6], [None, None])
-    assert sampler.take_best([2, 3], maxima) is None
-    assert sampler.take_best([7, 2], maxima) is None
+    assert sampler.take_best(best([2, 3])) is None
+    assert sampler.take_best(best([7, 2])) is None
     with pytest.raises(WrongValuesError) as raised:
-        sampler.take_best([2, 6], np.array([1.0, np.nan], np.float32))
+        sampler.take_best(best([2, 6], np.nan))
     assert raised.value.rows == (1,)
 
 
