@@ -78,20 +78,17 @@ def _errors(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> list[str]:
     count = ctypes.c_ulonglong()
     if nvml.nvmlDeviceGetTotalEccErrors(device, *_UNCORRECTED, ctypes.byref(count)) or not count:
         return []
-    return [
-        f"{count.value} errors of its memory were not corrected: what it computes may be wrong; "
-        "restart the machine, and replace the card if they come again"
-    ]
+    what = f"{count.value} errors of its memory were not corrected: what it computes may be wrong"
+    return [f"{what}; restart the machine, and replace the card if they come again"]
 
 
 def _driver(nvml: ctypes.CDLL, device: ctypes.c_void_p) -> list[str]:
     """Say so if the driver is older than what compiles the kernel text."""
     version, (major, minor) = ctypes.c_int(), compiler_version(CUDA)
     nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(version))
-    own = version.value // 1000, version.value % 1000 // 10
-    if not version.value or own[0] >= major:
+    own = version.value // 1000
+    if not version.value or own >= major:
         return []
-    return [
-        f"its driver knows CUDA {own[0]}.{own[1]} and may not load what NVRTC {major}.{minor} "
-        f"compiles; update the driver, or pip install nvidia-cuda-nvrtc-cu{own[0]}"
-    ]
+    what = f"its driver knows CUDA {own}.{version.value % 1000 // 10} and may not load what NVRTC "
+    remedy = f"update the driver, or pip install nvidia-cuda-nvrtc-cu{own}"
+    return [f"{what}{major}.{minor} compiles; {remedy}"]

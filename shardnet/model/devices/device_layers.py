@@ -428,7 +428,7 @@ class DeviceLayers:
     def __call__(
         self, hidden: Tensor, rotaries: Sequence[Rotary], step: ForwardStep
     ) -> Tensor | None:
-        """Run all layers, each with its rotary tables: [T, E] to [T, E], of the host.
+        """Run all layers by rotary tables: [T, E] to [T, E], of the host.
 
         Returns None where the host is to compute: for slots that are not those of the stage, where
         hidden states are rounded otherwise than to bfloat16, where routing is asked for, and with
@@ -441,23 +441,20 @@ class DeviceLayers:
         if self._choices.are_missing(step):
             return None
         device, n_rows, shape = self.device, len(hidden), hidden.shape
-        head = self._head if n_rows <= _MOST_ROWS_RECORDED else None
         at, pages, runs = self._kv.bring(step.spans)
         if self._temperature is not None:
             at[:, 2] = growth_at(self._temperature, step.positions).numpy().view(np.uint32)
         n_blocks = blocks_within(max(s.position + s.end - s.start for s in step.spans) - 1)
         rounds = step.hidden_dtype is not None
         keeps = any(span.n_drafts for span in step.spans) and bool(self._with_states)
-        arrays = {"best": np.zeros((n_rows, 2), np.uint32), "places": at, "runs": runs[:, :4]}
-        if n_rows <= _MOST_ROWS_RECORDED:  # others are large, and would be copied once more
-            arrays = {"hidden": hidden.numpy(), **arrays}
-        if keeps:
-            arrays["kept"] = runs[:, 4]
-        for number, rotary in enumerate(rotaries):
-            arrays[f"cosines {number}"] = rotary.cos.numpy()
-            arrays[f"sines {number}"] = rotary.sin.numpy()
-        arrays["pages"] = pages  # the last ones, since their number grows
-        brought, is_alone = device.put_together(arrays), "hidden" not in arrays
+        is_alone = n_rows > _MOST_ROWS_RECORDED  # they are large, and would be copied once more
+        head = None if is_alone else self._head
+        arrays: dict[str, Array] = {} if is_alone else {"hidden": hidden.numpy()}
+        arrays |= {"best": np.zeros((n_rows, 2), np.uint32), "places": at, "runs": runs[:, :4]}
+        arrays |= {"kept": runs[:, 4]} if keeps else {}
+        for n, rotary in enumerate(rotaries):
+            arrays |= {f"cosines {n}": rotary.cos.numpy(), f"sines {n}": rotary.sin.numpy()}
+        brought = device.put_together(arrays | {"pages": pages})  # last, since their number grows
         rows = device.put_in("hidden", hidden.numpy()) if is_alone else brought["hidden"]
         heads = None
         if self._n_latent_heads:
@@ -479,31 +476,42 @@ class DeviceLayers:
                 kept=brought["kept"] if keeps else None,
                 chooses=chooses,
             )
-            self._launch_layers(rows, shape, buffers, rounds=rounds, judges=head is not None)
-            if head is not None:
-                outputs = device.scratch.of("judged", 4 * n_rows * head.shape[0])
-                head(device.scratch.of("normed", 0), n_rows, outputs)
-                self._launch("find_best", (n_rows, 1), [outputs, brought["best"]], head.shape[0])
+            best = None if head is None else brought["best"]
+            self._launch_step(rows, shape, buffers, best, rounds=rounds)
 
         key = n_rows, n_blocks, rounds, keeps, chooses
         self._launch_or_replay(n_rows, key, launch_all)
-        end, begin = 4 * hidden.numel(), 0 if is_alone else brought.places["best"][0]
-        taken = torch.empty(end if head is None else begin + 8 * n_rows, dtype=torch.uint8)
-        device.driver.download(rows if is_alone else brought.buffer, taken.numpy())
-        out = taken[:end].view(torch.float32).view(shape)
-        device.judged = None
-        if head is not None:
-            best = taken.numpy()[begin:].view(np.uint32).reshape(n_rows, 2)
-            outputs = device.scratch.of("judged", 0)
-            device.judged = Judged(device.driver, out, outputs, head.shape[0], best)
+        out = self._take(brought.buffer if not is_alone else rows, shape, brought, head)
         self._choices.hand_on(step, n_rows, chooses=chooses)
         return out
 
-    def _launch_layers(
-        self, rows: Buffer, shape: Sequence[int], step: StepBuffers, *, rounds: bool, judges: bool
+    def _take(
+        self, rows: Buffer, shape: Sequence[int], brought: Together, head: DeviceProduct | None
+    ) -> Tensor:
+        """Download the rows [T, E], and with a `head` what it has found of them, at once."""
+        device, n_bytes = self.device, 4 * shape[0] * shape[1]
+        end = n_bytes if head is None else brought.places["best"][0] + 8 * shape[0]
+        taken = torch.empty(end, dtype=torch.uint8)
+        device.driver.download(rows, taken.numpy())
+        out = taken[:n_bytes].view(torch.float32).view(*shape)
+        device.judged = None
+        if head is not None:
+            best = taken.numpy()[-8 * shape[0] :].view(np.uint32).reshape(-1, 2)
+            outputs = device.scratch.of("judged", 0)
+            device.judged = Judged(device.driver, out, outputs, head.shape[0], best)
+        return out
+
+    def _launch_step(
+        self,
+        rows: Buffer,
+        shape: Sequence[int],
+        step: StepBuffers,
+        best: Buffer | None,
+        *,
+        rounds: bool,
     ) -> None:
-        """Launch all layers over rows [T, E], and the final norm if the LM head judges them."""
-        inner, last = self._inner(shape), self._final if judges else None
+        """Launch all layers over rows [T, E], and what finds the `best` outputs of the LM head."""
+        inner, last = self._inner(shape), None if best is None else self._final
         self._between(None, self._sublayers[0].around, rows, shape)
         for sublayer, behind in itertools.pairwise([*self._sublayers, None]):
             assert sublayer is not None
@@ -511,6 +519,10 @@ class DeviceLayers:
             rounded = rounds and sublayer.is_last
             sublayer(self._input(sublayer.around, rows), inner, step)
             self._between(sublayer.around, following, rows, shape, rounds=rounded)
+        if best is not None and self._head is not None:
+            outputs = self.device.scratch.of("judged", 4 * shape[0] * self._head.shape[0])
+            self._head(self.device.scratch.of("normed", 0), shape[0], outputs)
+            self._launch("find_best", (shape[0], 1), [outputs, best], self._head.shape[0])
 
     def _launch_or_replay(self, n_rows: int, key: Hashable, launch_all: Callable[[], None]) -> None:
         """Launch a step; like others before it with one call, where the driver records launches.

@@ -53,6 +53,7 @@ class Driver(Protocol):
 
     def view(self, buffer: Buffer, begin: int, n_bytes: int) -> Buffer:
         """Return a part of a buffer, from a multiple of ALIGNED bytes on, which keeps all of it."""
+        return buffer[begin : begin + n_bytes]
 
     def upload(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
         """Copy contiguous `array` to `offset` bytes behind the beginning of a buffer."""

@@ -62,10 +62,6 @@ class HostDriver(Driver):
         """See Driver."""
         return np.empty(n_bytes + 4, np.uint8)
 
-    def view(self, buffer: Buffer, begin: int, n_bytes: int) -> Buffer:
-        """See Driver."""
-        return buffer[begin : begin + n_bytes]
-
     def upload(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
         """See Driver."""
         buffer[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)

@@ -72,10 +72,6 @@ class MetalDriver(Driver):
                 raise
             raise no_memory(self.description, n_bytes) from error
 
-    def view(self, buffer: Buffer, begin: int, n_bytes: int) -> Buffer:
-        """See Driver."""
-        return buffer[begin : begin + n_bytes]
-
     def upload(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
         """See Driver."""
         given = torch.from_numpy(array.reshape(-1).view(np.uint8))

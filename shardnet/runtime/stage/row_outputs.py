@@ -305,13 +305,10 @@ class SamplingStage:
     def _is_greedy(self, batch: MicroBatch) -> bool:
         """Whether all that is asked for is the token with the largest logit of each row."""
         owners = [self.owners[group.slot] for group in batch.groups]
-        return not batch.masks and not any(
-            owner.outputs.asks
-            or owner.sampling.temperature > 0
-            or owner.sampling.n_logprobs is not None
-            or changes_logits(owner.sampling)
-            for owner in owners
-        )
+        others = [each for each in owners if each.sampling.temperature or each.outputs.asks]
+        params = [each.sampling for each in owners]
+        is_plain = not any(changes_logits(one) or one.n_logprobs is not None for one in params)
+        return is_plain and not others and not batch.masks
 
     def _sample_rows(self, owner: OpenSequence, group: RowGroup) -> list[SampleRow]:
         end = group.position + group.n_rows

@@ -188,19 +188,18 @@ KERNEL find_best(GLOBAL const float *numbers, GLOBAL uint32_t *best, uint32_t n 
     SHARED float most[THREADS];
     SHARED uint32_t places[THREADS];
     GLOBAL const float *own = numbers + (uint64_t)GROUP_X * n;
-    const uint32_t at_once = n % 4 ? 1 : 4;
+    const uint32_t each = n % 4 ? 1 : 4;
     PHASE {
-        uint32_t place = at_once * THREAD < n ? at_once * THREAD : 0;
+        uint32_t place = each * THREAD < n ? each * THREAD : 0;
         float found = own[place];
-        AHEAD_8 for (uint32_t i = at_once * THREAD; i < n; i += at_once * THREADS) {
+        AHEAD_8 for (uint32_t i = each * THREAD; i < n; i += each * THREADS) {
             FOUR four;
-            if (at_once == 4) four = LOAD4(own + i);
+            if (each == 4) four = LOAD4(own + i);
             else four.of[0] = BITS_OF(own[i]);
             TIMES (j, 4) {
-                if (j < at_once && is_more(AS_FLOAT(four.of[j]), found)) {
-                    found = AS_FLOAT(four.of[j]);
-                    place = i + j;
-                }
+                const int is_better = j < each && is_more(AS_FLOAT(four.of[j]), found);
+                found = is_better ? AS_FLOAT(four.of[j]) : found;
+                place = is_better ? i + j : place;
             }
         }
         most[THREAD] = found;
@@ -208,22 +207,15 @@ KERNEL find_best(GLOBAL const float *numbers, GLOBAL uint32_t *best, uint32_t n 
     }
     for (uint32_t half = THREADS / 2; half; half /= 2) {
         PHASE {
-            if (THREAD < half) {
-                const float one = most[THREAD], other = most[THREAD + half];
-                const int is_before = !is_more(one, other) && places[THREAD + half] < places[THREAD];
-                if (is_more(other, one) || is_before) {
-                    most[THREAD] = other;
-                    places[THREAD] = places[THREAD + half];
-                }
+            const uint32_t one = THREAD, other = THREAD + half;
+            if (one < half && (is_more(most[other], most[one]) ||
+                               (!is_more(most[one], most[other]) && places[other] < places[one]))) {
+                most[one] = most[other];
+                places[one] = places[other];
             }
         }
     }
-    PHASE {
-        if (THREAD == 0) {
-            best[2 * GROUP_X] = places[0];
-            best[2 * GROUP_X + 1] = BITS_OF(most[0]);
-        }
-    }
+    PHASE { if (THREAD < 2) best[2 * GROUP_X + THREAD] = THREAD ? BITS_OF(most[0]) : places[0]; }
 }
 
 /* Multiplies `n` numbers by the sigmoids of gates, one for so many of them each. */
