@@ -165,7 +165,7 @@ class HollowWeights:
     def linear(self, *names: str, **how: object) -> PanelLinear:
         """See WeightSource."""
         form = GGUF_FORMS["Q6_K" if f"{names[0]}.weight" in self._head else "Q4_K"]
-        form = FLOAT32 if how.get("wide") else form
+        form = FLOAT32 if how.get("wide") or how.get("precise") else form
         n_out = sum(self._shapes[f"{name}.weight"][0] for name in names)
         return PanelLinear([self._panels(form, n_out, self._shapes[f"{names[0]}.weight"][1])], None)
 
