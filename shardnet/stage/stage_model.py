@@ -5,6 +5,7 @@ Must not know how it was loaded (stage/load.py), nor wire, threads or sampling.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -14,7 +15,9 @@ from torch import Tensor
 from shardnet.errors import CapacityError, LostShardError, ShardnetError
 from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.drivers.driver import Array
 from shardnet.model.families.family import FamilyStage
+from shardnet.model.fused.decoder import DecoderStage
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice
 from shardnet.model.layers.attention import ForwardStep, plan_step, step_over
@@ -176,6 +179,10 @@ class StageModel:
             self.followers.logits(rows)
         return self.new_logits(rows)
 
+    def best(self, rows: Tensor) -> Array | None:
+        """Return the largest logits of rows, where a device has found them; see Judged."""
+        return self.family.best(rows) if isinstance(self.family, DecoderStage) else None
+
     @torch.inference_mode()
     def new_logits(self, rows: Tensor) -> Tensor:
         """Compute logits as `logits`, also of rows that equal those sampled last.
@@ -223,7 +230,6 @@ class StageModel:
         """Apply the final norm, on the last stage: [R, E] in and out."""
         return self.family.normed(rows)
 
-    @torch.inference_mode()
     def run(
         self,
         batch: MicroBatch,
@@ -328,6 +334,7 @@ class StageModel:
     def _pass(self, runs: Sequence[Run]) -> list[Tensor | ShardnetError]:
         results: list[Tensor | ShardnetError] = []
         walks: dict[int, Iterator[Tensor]] = {}
+        is_looked_at = self.streams or len(runs) > 1 or runs[0].kept_states
         adapters: dict[int, tuple[RowsOfAdapter, ...]] = {}
         for place, run in enumerate(runs):
             try:
@@ -342,7 +349,10 @@ class StageModel:
         if not walks:
             return results
         try:
-            for layer in range(len(self.layers)):
+            if not is_looked_at:
+                self.adapters.rows = adapters[0]
+                results = [*deque(walks[0], maxlen=1)]
+            for layer in range(len(self.layers)) if is_looked_at else ():
                 if self.streams:
                     self.stream.need(layer)
                 for place, walk in walks.items():

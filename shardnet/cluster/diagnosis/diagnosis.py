@@ -193,6 +193,7 @@ def _node(facts: Facts, reply: ReportReply) -> Iterator[Finding]:
     yield from _wrong_bits(facts, report)
     if report.power_failure:
         yield at("power", where).hint(f"joules per token are not known: {report.power_failure}")
+    yield from (at("gpu", where).hint(trouble) for trouble in report.gpu_troubles)
     told = {address for view in report.peers if not view.is_linked for address in _told(view)}
     for view in report.unreached:
         if view.address not in told:

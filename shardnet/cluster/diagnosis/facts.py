@@ -42,6 +42,7 @@ Topic = Literal[
     "memory",
     "bits",
     "power",
+    "gpu",
 ]
 
 HERE = "this machine"

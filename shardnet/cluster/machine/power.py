@@ -22,6 +22,7 @@ from typing import Final
 from msgspec import DecodeError, json
 from msgspec.structs import replace
 
+from shardnet.cluster.machine.cards import CardWatch
 from shardnet.cluster.machine.programs import ask
 from shardnet.cluster.machine.temperature import POWER_SUPPLIES, nvidia_gpu, read_word
 from shardnet.errors import ConfigurationError
@@ -204,6 +205,9 @@ class PowerWatch:
     supplies: Path = POWER_SUPPLIES
 
     def __post_init__(self) -> None:
+        self._watches = [CardWatch(index) for index in self.cards]
+        self.troubles: list[str] = []
+        """What is wrong with the machine's GPUs, and what to do."""
         self.failure = ""
         """Why something that measures this machine cannot be used, "" if there is none."""
         self._threads = DaemonThreads(1, "shardnet-power")
@@ -235,6 +239,7 @@ class PowerWatch:
     def read(self, worked: tuple[bool, int] | None) -> float:
         """Read once, and return after how many seconds to read again. May block."""
         readings, now_s, is_busy = self._readings(), self.clock(), None
+        self.troubles = [why for watch in self._watches for why in watch.look()]
         if self._worked is not None and worked is not None:
             (was_open, last_step), (is_open, step) = self._worked, worked
             if was_open == is_open == (step != last_step):
@@ -248,7 +253,7 @@ class PowerWatch:
         if now_s >= self._write_at_s:
             self._write_at_s = now_s + KEEP_S
             self._keep()
-        return (PLUG_S if self.command else READ_S) if readings else AGAIN_S
+        return (PLUG_S if self.command else READ_S) if readings or self.cards else AGAIN_S
 
     def _readings(self) -> list[Reading]:
         had, self.failure = self.failure, ""

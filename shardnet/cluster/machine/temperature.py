@@ -163,11 +163,13 @@ def nvidia_gpu(index: int) -> tuple[ctypes.CDLL, ctypes.c_void_p, str]:
     """
     import torch
 
+    from shardnet.model.drivers.gpu import nvidia_uuid
+
     nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
     try:
         uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-    except AssertionError as error:  # torch for CPUs alone, beside the kernel text
-        raise RuntimeError("torch has no CUDA") from error
+    except AssertionError:  # torch for CPUs alone, beside the kernel text
+        uuid = nvidia_uuid(index)
     device = ctypes.c_void_p()
     if (
         nvml.nvmlInit_v2() != 0

@@ -170,6 +170,7 @@ class NodeReporter:
             audit=self.of.audits.state,
             links=self.of.links.traffic.counts(),
             power_failure=self.of.stage.power.failure,
+            gpu_troubles=self.of.stage.power.troubles[: diagnostics.MAX_VIEWS],
             sent_at=time.time(),
         )
         return ReportReply(

@@ -95,7 +95,7 @@ def _steps(both: Sequence[Layer], on: Device | None) -> list[Tensor]:
     """Run a prompt of 130 rows and a row behind it: [T, E] each."""
     form = 2, _KV_HEADS, _SIZE, torch.float32, torch.device("cpu"), 1
     kv = DeviceKvCache(*form, states=[None, _DELTA_NET.state])
-    layers = None if on is None else DeviceLayers(on, both, kv)
+    layers = None if on is None else DeviceLayers(on, both, kv, [0, 0])
     found, position = [], 0
     for n_rows in (130, 1):
         group = RowGroup(
@@ -104,7 +104,7 @@ def _steps(both: Sequence[Layer], on: Device | None) -> list[Tensor]:
         kv.ensure(_SLOT, position + n_rows, n_rows)
         step = step_over([group], [0] * n_rows, kv, torch.float32)
         hidden, rotary = _numbers(n_rows, _WIDTH), _rotary(n_rows)
-        whole = None if layers is None else layers(hidden, [rotary] * 2, step)
+        whole = None if layers is None else layers(hidden, [rotary], step)
         if whole is None:
             whole = both[1](both[0](hidden, 0, rotary, step), 1, rotary, step)
         found.append(whole)

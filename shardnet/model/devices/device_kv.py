@@ -24,6 +24,8 @@ from shardnet.types import BLOCK_POSITIONS, SlotId, StateId, blocks_for
 
 PAGE: Final = BLOCK_POSITIONS
 """Positions of a page."""
+_ONE: Final = 0x3F800000
+"""The bits of 1.0, by which a row's queries grow."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,12 +90,12 @@ class DeviceKvCache(KvCache):
     def bring(self, spans: Sequence[Span]) -> tuple[Array, Array, Array]:
         """Have the device hold all that comes before the rows of a step, which it then writes.
 
-        Returns for each row its position and where its slot's pages begin, uint32 [T, 2], these
-        pages' numbers, and where states of each row are, and its inputs are to be kept: `runs` and
-        `places` of text/states.h, uint32 [T, 5].
+        Returns for each row its position, where its slot's pages begin and the bits of 1.0, uint32
+        [T, 3], these pages' numbers, and where states of each row are, and its inputs are to be
+        kept: `runs` and `places` of text/states.h, uint32 [T, 5].
         Raises CapacityError if the device has no memory left.
         """
-        places: list[tuple[int, int]] = []
+        places: list[tuple[int, int, int]] = []
         pages: list[int] = []
         runs = np.zeros((spans[-1].end, 5), np.uint32)
         sources: list[Cell | None] = []  # held, so that no slot writes what another one reads
@@ -103,7 +105,7 @@ class DeviceKvCache(KvCache):
             self._grow(held, blocks_for(end))
             self._move(span.slot, held, held.n_device, span.position, self._up)
             held.n_device, held.n_host = end, min(held.n_host, span.position)
-            places += [(position, len(pages)) for position in range(span.position, end)]
+            places += [(row, len(pages), _ONE) for row in range(span.position, end)]
             pages += held.pages
             runs[span.start : span.end, :2] = span.start, span.end
             states = self._device_states(span.slot)

@@ -36,7 +36,15 @@ from shardnet.model.devices.device_states import StateLayer
 from shardnet.model.devices.device_streams import DeviceStreams
 from shardnet.model.devices.mixer_device import BEFORE, MixerDevice, StepBuffers
 from shardnet.model.devices.products import MANY, ROWS, DeviceProduct, Gating, Rows
-from shardnet.model.drivers.driver import Array, Buffer, Driver, Kernel, Kernels, launch
+from shardnet.model.drivers.driver import (
+    ALIGNED,
+    Array,
+    Buffer,
+    Driver,
+    Kernel,
+    Kernels,
+    launch,
+)
 from shardnet.model.kernels.linear import Linear, ScaledLinear
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
@@ -70,6 +78,7 @@ _NAMES: Final = (
     "route_in_groups",
     "group_visits",
     "combine",
+    "find_best",
 )
 _MOST_ROWS_RECORDED: Final = 16
 """Steps of more rows are launched one by one: prompts, whose numbers of rows are many."""
@@ -88,6 +97,8 @@ class Device:
         self.scratch = Rows(driver)
         self._same_bits: set[PanelForm] = set()
         """The forms whose products were found to be right; some have a name in common."""
+        self.judged: Judged | None = None
+        """What the LM head has given of rows that were computed last."""
 
     def put(self, array: Array) -> Buffer:
         """Upload an array to memory of its own. Raises CapacityError."""
@@ -103,6 +114,16 @@ class Device:
         if own.nbytes:
             self.driver.upload(buffer, own)
         return buffer
+
+    def put_together(self, arrays: Mapping[str, Array]) -> Together:
+        """Upload arrays to scratch with one call. The place of each depends on all sizes before."""
+        sizes = [-(-max(1, array.nbytes) // ALIGNED) * ALIGNED for array in arrays.values()]
+        buffer = self.scratch.of("together", sum(sizes))
+        of_all = zip(arrays.values(), sizes, strict=True)
+        padded = b"".join([array.tobytes().ljust(size) for array, size in of_all])
+        self.driver.upload(buffer, np.frombuffer(padded, np.uint8))
+        places = zip(itertools.accumulate(sizes, initial=0), sizes, strict=False)
+        return Together(self.driver, buffer, dict(zip(arrays, places, strict=True)))
 
     def product(
         self,
@@ -149,6 +170,37 @@ class Device:
         return self.kernels.of({}, LAYER_PARTS, _NAMES)
 
 
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Arrays that were uploaded with one call: `places` are where each begins, and its bytes."""
+
+    driver: Driver
+    buffer: Buffer
+    places: Mapping[str, tuple[int, int]]
+
+    def __getitem__(self, name: str) -> Buffer:
+        return self.driver.view(self.buffer, *self.places[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Outputs of an LM head with `n_columns` for `rows`; `best` is the place of each row's largest,
+    of equal ones the first, and its bits: uint32 [T, 2].
+    """
+
+    driver: Driver
+    rows: Tensor
+    outputs: Buffer
+    n_columns: int
+    best: Array
+
+    def logits(self) -> Tensor:
+        """Copy all outputs from the device: [T, N]."""
+        out = torch.empty(len(self.rows), self.n_columns)
+        self.driver.download(self.outputs, out.numpy())
+        return out
+
+
 class DeviceLinear:
     """A linear layer on a device whose rows come from the host and go back there: the LM head."""
 
@@ -157,7 +209,7 @@ class DeviceLinear:
 
     def __init__(self, device: Device, linear: PanelLinear) -> None:
         self._device = device
-        self._product = device.product(linear)
+        self.product = device.product(linear)
         self.shape = linear.shape
         self.weights = linear.weights
         """Those of the host, of which the device has copies."""
@@ -167,7 +219,7 @@ class DeviceLinear:
         device, out = self._device, torch.empty(len(rows), self.shape[0])
         given = device.put_in("rows", rows.numpy())
         taken = device.scratch.of("logits", out.nbytes)
-        self._product(given, len(rows), taken)
+        self.product(given, len(rows), taken)
         device.driver.download(taken, out.numpy())
         return out
 
@@ -251,14 +303,25 @@ class DeviceLayers:
     """All layers of a stage on a device. Not thread-safe."""
 
     def __init__(
-        self, device: Device, layers: Sequence[Layer], kv: DeviceKvCache, *, hands_on: bool = False
+        self,
+        device: Device,
+        layers: Sequence[Layer],
+        kv: DeviceKvCache,
+        ropes: Sequence[int],
+        head: tuple[Norm, DeviceLinear] | None = None,
+        *,
+        hands_on: bool = False,
     ) -> None:
         """Upload layers of which `why_not` says nothing; then `kv` is on the device too.
 
-        With `hands_on` the layer behind them takes the positions that rows choose here. Raises
-        CapacityError, and ConfigurationError where a form has other bits.
+        `ropes` says which of the step's rotary tables each has. A `head`, with the norm before it,
+        judges the rows of short steps. With `hands_on` the layer behind them takes the positions
+        that rows choose here. Raises CapacityError, and ConfigurationError where a form has other
+        bits.
         """
-        self._device, self._kv = device, kv
+        self.device, self._kv, self._ropes = device, kv, ropes
+        self._head = None if head is None else head[1].product
+        self._final = None if head is None else _Around.of(device, Residual(before=head[0]))
         self._kernels = dict(device.rows_kernels())
         if kv.has_states:
             self._kernels |= device.kernels.of({}, STATE_PARTS, STATE_NAMES)
@@ -295,7 +358,7 @@ class DeviceLayers:
                 yield _Sublayer(
                     index=index,
                     is_last=sublayer is both[-1],
-                    around=around or _Around.of(self._device, residual),
+                    around=around or _Around.of(self.device, residual),
                     own=self._own_of(sublayer, index),
                 )
 
@@ -304,7 +367,7 @@ class DeviceLayers:
     ) -> Mixer | _Dense | DeviceExperts:
         if isinstance(sublayer, AttentionSublayer):
             return self._mixer_of(sublayer.self_attn, index)
-        device, own = self._device, sublayer.mlp
+        device, own = self.device, sublayer.mlp
         if isinstance(own, SparseMlp):
             return DeviceExperts(
                 own,
@@ -346,7 +409,7 @@ class DeviceLayers:
 
     def _both(self, one: Mixer, other: Mixer, width: int) -> Mixer:
         def mix(rows: Buffer, inner: Buffer, index: int, step: StepBuffers) -> None:
-            beside = self._device.scratch.of("beside", 4 * step.n_rows * width)
+            beside = self.device.scratch.of("beside", 4 * step.n_rows * width)
             one(rows, inner, index, step)
             other(rows, beside, index, step)
             numbers = width, _ADDS, 1, np.float32(1), np.float32(0), np.float32(0)
@@ -360,12 +423,12 @@ class DeviceLayers:
         if isinstance(linear, ScaledLinear):
             factors, linear = linear.factors.numpy(), linear.plain
         assert isinstance(linear, PanelLinear), "why_not says so"
-        return self._device.product(linear, factors=factors)
+        return self.device.product(linear, factors=factors)
 
     def __call__(
         self, hidden: Tensor, rotaries: Sequence[Rotary], step: ForwardStep
     ) -> Tensor | None:
-        """Run all layers, each with its rotary tables: [T, E] to [T, E], of the host.
+        """Run all layers by rotary tables: [T, E] to [T, E], of the host.
 
         Returns None where the host is to compute: for slots that are not those of the stage, where
         hidden states are rounded otherwise than to bfloat16, where routing is asked for, and with
@@ -377,91 +440,116 @@ class DeviceLayers:
             return None
         if self._choices.are_missing(step):
             return None
-        device, n_rows = self._device, len(hidden)
-        places, pages, runs = self._kv.bring(step.spans)
-        of_layers, tables = self._tables(rotaries)
-        rows = device.put_in("hidden", hidden.numpy())
-        rounds = step.hidden_dtype is not None
-        growth = np.ones(n_rows, np.float32)
+        device, n_rows, shape = self.device, len(hidden), hidden.shape
+        at, pages, runs = self._kv.bring(step.spans)
         if self._temperature is not None:
-            growth = growth_at(self._temperature, step.positions).numpy()
-        at = np.column_stack((places, growth.view(np.uint32)))
-        n_blocks = blocks_within(int(places[:, 0].max()))
+            at[:, 2] = growth_at(self._temperature, step.positions).numpy().view(np.uint32)
+        n_blocks = blocks_within(max(s.position + s.end - s.start for s in step.spans) - 1)
+        rounds = step.hidden_dtype is not None
         keeps = any(span.n_drafts for span in step.spans) and bool(self._with_states)
-        brought = StepBuffers(
-            n_rows=n_rows,
-            n_blocks=n_blocks,
-            at=(device.put_in("places", at), device.put_in("pages", pages)),
-            runs=device.put_in("runs", runs[:, :4]),
-            tables=tables,
-            heads=visits_of_heads(n_rows, self._n_latent_heads, device.put_in)
-            if self._n_latent_heads
-            else None,
-            kept=device.put_in("kept", runs[:, 4]) if keeps else None,
-            chooses=self._choices.bring(step, at),
-        )
+        is_alone = n_rows > _MOST_ROWS_RECORDED  # they are large, and would be copied once more
+        head = None if is_alone else self._head
+        arrays: dict[str, Array] = {} if is_alone else {"hidden": hidden.numpy()}
+        arrays |= {"best": np.zeros((n_rows, 2), np.uint32), "places": at, "runs": runs[:, :4]}
+        arrays |= {"kept": runs[:, 4]} if keeps else {}
+        for n, rotary in enumerate(rotaries):
+            arrays |= {f"cosines {n}": rotary.cos.numpy(), f"sines {n}": rotary.sin.numpy()}
+        brought = device.put_together(arrays | {"pages": pages})  # last, since their number grows
+        rows = device.put_in("hidden", hidden.numpy()) if is_alone else brought["hidden"]
+        heads = None
+        if self._n_latent_heads:
+            heads = visits_of_heads(n_rows, self._n_latent_heads, device.put_in)
+        chooses = self._choices.bring(step, at)
 
         def launch_all() -> None:
-            inner = self._inner(hidden.shape)
-            self._between(None, self._sublayers[0].around, rows, hidden.shape)
-            for sublayer, behind in itertools.pairwise([*self._sublayers, None]):
-                assert sublayer is not None
-                following = None if behind is None else behind.around
-                rounded = rounds and sublayer.is_last
-                sublayer(self._input(sublayer.around, rows), inner, brought)
-                self._between(sublayer.around, following, rows, hidden.shape, rounds=rounded)
+            widths = [rotary.cos.shape[-1] for rotary in rotaries]
+            buffers = StepBuffers(
+                n_rows=n_rows,
+                n_blocks=n_blocks,
+                at=(brought["places"], brought["pages"]),
+                runs=brought["runs"],
+                tables=[
+                    (brought[f"cosines {rope}"], brought[f"sines {rope}"], widths[rope])
+                    for rope in self._ropes
+                ],
+                heads=heads,
+                kept=brought["kept"] if keeps else None,
+                chooses=chooses,
+            )
+            best = None if head is None else brought["best"]
+            self._launch_step(rows, shape, buffers, best, rounds=rounds)
 
-        key = n_rows, n_blocks, rounds, keeps, brought.chooses, of_layers
+        key = n_rows, n_blocks, rounds, keeps, chooses
         self._launch_or_replay(n_rows, key, launch_all)
-        out = torch.empty_like(hidden)
-        device.driver.download(rows, out.numpy())
-        self._choices.hand_on(step, n_rows, chooses=brought.chooses)
+        out = self._take(brought.buffer if not is_alone else rows, shape, brought, head)
+        self._choices.hand_on(step, n_rows, chooses=chooses)
         return out
 
-    def _tables(
-        self, rotaries: Sequence[Rotary]
-    ) -> tuple[tuple[int, ...], list[tuple[Buffer, Buffer, int]]]:
-        """Upload the rotary tables of layers: which one each has, and `tables` of StepBuffers."""
-        put_in = self._device.put_in
-        own = {id(rotary): rotary for rotary in rotaries}
-        number = {key: n for n, key in enumerate(own)}
-        of_layers = tuple(number[id(rotary)] for rotary in rotaries)
-        tables = [
-            (
-                put_in(f"cosines {n}", rotary.cos.numpy()),
-                put_in(f"sines {n}", rotary.sin.numpy()),
-                rotary.cos.shape[-1],
-            )
-            for n, rotary in enumerate(own.values())
-        ]
-        return of_layers, [tables[n] for n in of_layers]
+    def _take(
+        self, rows: Buffer, shape: Sequence[int], brought: Together, head: DeviceProduct | None
+    ) -> Tensor:
+        """Download the rows [T, E], and with a `head` what it has found of them, at once."""
+        device, n_bytes = self.device, 4 * shape[0] * shape[1]
+        end = n_bytes if head is None else brought.places["best"][0] + 8 * shape[0]
+        taken = torch.empty(end, dtype=torch.uint8)
+        device.driver.download(rows, taken.numpy())
+        out = taken[:n_bytes].view(torch.float32).view(*shape)
+        device.judged = None
+        if head is not None:
+            best = taken.numpy()[-8 * shape[0] :].view(np.uint32).reshape(-1, 2)
+            outputs = device.scratch.of("judged", 0)
+            device.judged = Judged(device.driver, out, outputs, head.shape[0], best)
+        return out
+
+    def _launch_step(
+        self,
+        rows: Buffer,
+        shape: Sequence[int],
+        step: StepBuffers,
+        best: Buffer | None,
+        *,
+        rounds: bool,
+    ) -> None:
+        """Launch all layers over rows [T, E], and what finds the `best` outputs of the LM head."""
+        inner, last = self._inner(shape), None if best is None else self._final
+        self._between(None, self._sublayers[0].around, rows, shape)
+        for sublayer, behind in itertools.pairwise([*self._sublayers, None]):
+            assert sublayer is not None
+            following = last if behind is None else behind.around
+            rounded = rounds and sublayer.is_last
+            sublayer(self._input(sublayer.around, rows), inner, step)
+            self._between(sublayer.around, following, rows, shape, rounds=rounded)
+        if best is not None and self._head is not None:
+            outputs = self.device.scratch.of("judged", 4 * shape[0] * self._head.shape[0])
+            self._head(self.device.scratch.of("normed", 0), shape[0], outputs)
+            self._launch("find_best", (shape[0], 1), [outputs, best], self._head.shape[0])
 
     def _launch_or_replay(self, n_rows: int, key: Hashable, launch_all: Callable[[], None]) -> None:
         """Launch a step; like others before it with one call, where the driver records launches.
 
         `key` is all that launches depend on, but for the places of buffers in memory.
         """
-        found, places = self._recorded.get(key), (self._device.scratch.n_made, self._kv.n_made)
+        found, places = self._recorded.get(key), (self.device.scratch.n_made, self._kv.n_made)
         if found is None or found.places != places:
             launch_all()
-            places = self._device.scratch.n_made, self._kv.n_made
+            places = self.device.scratch.n_made, self._kv.n_made
             if n_rows <= _MOST_ROWS_RECORDED:
                 while len(self._recorded) >= _MOST_RECORDED:
                     self._recorded.pop(next(iter(self._recorded)))
                 self._recorded[key] = _Recorded(places=places)
             return
         if found.again is None:
-            found.again = self._device.driver.record(launch_all)
+            found.again = self.device.driver.record(launch_all)
         found.again()
 
     def _inner(self, shape: Sequence[int]) -> Buffer:
         """Return the buffer for what a sub-layer gives."""
-        return self._device.scratch.of("inner", 4 * shape[0] * shape[1])
+        return self.device.scratch.of("inner", 4 * shape[0] * shape[1])
 
     def _input(self, around: _Around | DeviceStreams, rows: Buffer) -> Buffer:
         """Return the rows that go into a sub-layer: joined or normed, if that is before it."""
         is_bare = isinstance(around, _Around) and around.before is None
-        return rows if is_bare else self._device.scratch.of("normed", 0)
+        return rows if is_bare else self.device.scratch.of("normed", 0)
 
     def _between(
         self,
@@ -483,7 +571,7 @@ class DeviceLayers:
         if left is None and before is None:
             return
         inner = self._inner(shape)
-        normed = self._device.scratch.of("normed", 4 * shape[0] * shape[1])
+        normed = self.device.scratch.of("normed", 4 * shape[0] * shape[1])
         after = None if left is None else left.after
         what = _ADDS * (left is not None) + _AFTER * (after is not None) + _ROUNDS * rounds
         what += BEFORE * (before is not None)
@@ -506,4 +594,4 @@ class DeviceLayers:
         buffers: Sequence[Buffer],
         *numbers: int | np.float32,
     ) -> None:
-        launch(self._device.driver, self._kernels[name], groups, buffers, *numbers)
+        launch(self.device.driver, self._kernels[name], groups, buffers, *numbers)

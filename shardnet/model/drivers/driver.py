@@ -18,6 +18,8 @@ from shardnet.errors import CapacityError
 
 THREADS: Final = 256
 """Threads of a group, in all kernels."""
+ALIGNED: Final = 512
+"""Where a view of memory may begin, for all makers' drivers: at a multiple of so many bytes."""
 Array = npt.NDArray[Any]
 Buffer = Any
 """Memory of a device, as its driver has it."""
@@ -48,6 +50,10 @@ class Driver(Protocol):
 
     def empty(self, n_bytes: int) -> Buffer:
         """Allocate memory. Raises CapacityError."""
+
+    def view(self, buffer: Buffer, begin: int, n_bytes: int) -> Buffer:
+        """Return a part of a buffer, from a multiple of ALIGNED bytes on, which keeps all of it."""
+        return buffer[begin : begin + n_bytes]
 
     def upload(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
         """Copy contiguous `array` to `offset` bytes behind the beginning of a buffer."""

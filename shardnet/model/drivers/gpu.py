@@ -14,6 +14,7 @@ import ctypes
 import os
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -251,6 +252,14 @@ def count_gpus(maker: Maker) -> int:
     return count.value
 
 
+def nvidia_uuid(index: int) -> str:
+    """Return the UUID of a GPU as NVIDIA's tools write it. Raises RuntimeError without it."""
+    library, found = _library(CUDA.driver), (ctypes.c_ubyte * 16)()
+    if library is None or index >= count_gpus(CUDA) or library["cuDeviceGetUuid"](found, index):
+        raise RuntimeError("NVIDIA's driver knows no such device")
+    return f"GPU-{uuid.UUID(bytes=bytes(found))}"
+
+
 class GpuDriver:
     """A GPU of a maker by its own driver. See Driver. Kernels run in a stream of their own."""
 
@@ -349,6 +358,10 @@ class GpuDriver:
             raise no_memory(self.description, n_bytes)
         self._must(code, "alloc")
         return _Memory(self, address)
+
+    def view(self, buffer: Buffer, begin: int, n_bytes: int) -> Buffer:
+        """See Driver."""
+        return _View(buffer, buffer.at(begin))
 
     def release(self, address: ctypes.c_void_p) -> None:
         """Give memory back."""
@@ -460,6 +473,14 @@ class _Memory:
 
     def __del__(self) -> None:
         self._driver.release(self.address)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A part of memory, which it keeps."""
+
+    memory: _Memory
+    address: ctypes.c_void_p
 
 
 class _Graph:

@@ -110,6 +110,10 @@ class OpenClDriver(Driver):
     def _give_back(self, n_bytes: int) -> None:
         self._taken_bytes -= n_bytes
 
+    def view(self, buffer: Buffer, begin: int, n_bytes: int) -> Buffer:
+        """See Driver."""
+        return buffer.get_sub_region(begin, n_bytes)
+
     def upload(self, buffer: Buffer, array: Array, offset: int = 0) -> None:
         """See Driver."""
         self._cl.enqueue_copy(self._queue, buffer, array, dst_offset=offset, is_blocking=True)

@@ -18,7 +18,8 @@ from shardnet.model.cache.kv_cache import KvCache
 from shardnet.model.config.model_config import Activation, ModelConfig, Rope
 from shardnet.model.devices.coverage import why_not
 from shardnet.model.devices.device_kv import DeviceKvCache
-from shardnet.model.devices.device_layers import Device, DeviceLayers, DeviceLinear
+from shardnet.model.devices.device_layers import Device, DeviceLayers, DeviceLinear, Judged
+from shardnet.model.drivers.driver import Array
 from shardnet.model.fused.decode_graphs import Capture, DecodeGraphs, find_capture
 from shardnet.model.fused.layers import NativeLayers, NativeSublayers
 from shardnet.model.kernels.library import native_kernels
@@ -122,11 +123,15 @@ class DecoderStage:
             return "the layer that predicts further tokens"
         why = why_not(self._by_linears, kv)
         if not why:
-            head = self._head
+            head, judge = self._head, None
             if head is not None and isinstance(head.lm_head, PanelLinear):
-                head = replace(head, lm_head=DeviceLinear(device, head.lm_head))
-            hands_on = self._hands_choice_on
-            self._on_device = DeviceLayers(device, self._by_linears, kv, hands_on=hands_on)
+                head = replace(head, lm_head=(linear := DeviceLinear(device, head.lm_head)))
+                if head.join is None and isinstance(head.norm, Norm) and head.norm.bias is None:
+                    judge = head.norm, linear
+            ropes, hands_on = [rope for _, rope in self._layers], self._hands_choice_on
+            self._on_device = DeviceLayers(
+                device, self._by_linears, kv, ropes, judge, hands_on=hands_on
+            )
             self._head = head
         return why
 
@@ -142,7 +147,7 @@ class DecoderStage:
         is_deepened = self._is_deepened(step)
         is_alone = bool(step.kept_layers) or is_deepened
         if self._on_device is not None and not (is_alone or step.is_adapted):
-            whole = self._on_device(hidden, [rotaries[rope] for _, rope in self._layers], step)
+            whole = self._on_device(hidden, rotaries, step)
             if whole is not None:
                 yield from [whole] * len(self._layers)
                 return
@@ -198,7 +203,18 @@ class DecoderStage:
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply norm and LM head: [R, E] to [R, V], in the compute dtype or float32."""
         assert self._head is not None
-        return self._head(hidden)
+        judged = self._judged(hidden)
+        return self._head(hidden) if judged is None else self._head.finish(judged.logits())
+
+    def best(self, hidden: Tensor) -> Array | None:
+        """Return the `best` of Judged if a device has found it of rows, else None."""
+        judged = self._judged(hidden)
+        is_known = judged is not None and self._head is not None and not self._head.changes
+        return judged.best if judged is not None and is_known else None
+
+    def _judged(self, hidden: Tensor) -> Judged | None:
+        judged = None if self._on_device is None else self._on_device.device.judged
+        return judged if judged is not None and judged.rows is hidden else None
 
 
 def _has_native_states(config: ModelConfig, layers: LayerRange) -> bool:
@@ -265,7 +281,15 @@ class _Head:
 
     def project(self, normed: Tensor) -> Tensor:
         """Apply the LM head to what a norm has given: [R, E] to [R, V]."""
-        logits = self.lm_head(normed)  # [R, V]
+        return self.finish(self.lm_head(normed))
+
+    @property
+    def changes(self) -> bool:
+        """Whether logits are not the LM head's outputs themselves."""
+        return self.divisor != 1 or self.soft_cap is not None
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """Turn outputs of the LM head into logits: [R, V] in and out."""
         if self.divisor != 1:
             logits = logits / self.divisor
         if self.soft_cap is not None:

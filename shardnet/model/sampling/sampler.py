@@ -269,6 +269,19 @@ class Sampler:
                 token_ids[index] = int(changed[index].argmax())
         return SampleResult(token_ids=token_ids, logprobs=_logprobs(logits, rows, token_ids))
 
+    def take_best(self, best: Words) -> SampleResult | None:
+        """Choose the tokens of greedy rows whose largest logits are known, of equal ones the first.
+
+        `best` has for each row the id and the bits of that logit, [R, 2]. Returns None where one
+        of the ids has no token. Raises NumericalError as `sample` does.
+        """
+        best_ids, maxima = best[:, 0].tolist(), best[:, 1].copy().view(np.float32)
+        if max(best_ids) >= self._n_tokens or any(id_ in self._holes for id_ in best_ids):
+            return None
+        if not np.isfinite(maxima).all():
+            _refuse_rows_without_maximum(torch.from_numpy(maxima), range(len(maxima)))
+        return SampleResult(token_ids=best_ids, logprobs=[None] * len(best_ids))
+
     def logprobs(self, logits: Tensor, token_ids: Sequence[int], n_top: int) -> list[TokenLogprobs]:
         """Return for each row the logprob of its token and of the `n_top` best.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,8 +12,14 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from shardnet.errors import WrongValuesError
+from shardnet.model.drivers.driver import Array
 from shardnet.model.kernels.codec import to_bytes
-from shardnet.model.sampling.penalties import RowContext, TokenHistory, needs_context
+from shardnet.model.sampling.penalties import (
+    RowContext,
+    TokenHistory,
+    changes_logits,
+    needs_context,
+)
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.output_params import OutputKind
 from shardnet.runtime.stage.compute import Samples, ScoredToken
@@ -215,6 +221,8 @@ class SamplingStage:
     sampler: Sampler
     owners: Owners
     drafts: MtpDrafts | None = None
+    best: Callable[[Tensor], Array | None] = lambda _: None
+    """See StageModel.best."""
 
     def __post_init__(self) -> None:
         self._history = TokenHistory()
@@ -248,7 +256,10 @@ class SamplingStage:
         `hidden` is [T, E], what the last layer gave. The rows' own tokens become part of their
         history.
         """
-        logits = self.model.logits(sampled_rows(hidden, batch))  # [n_sampled, V]
+        sampled = sampled_rows(hidden, batch)
+        best = self.best(sampled) if self._is_greedy(batch) else None
+        result = None if best is None else self.sampler.take_best(best)
+        logits = self.model.logits(sampled) if result is None else sampled[:0]  # [n_sampled, V]
         rows: list[SampleRow] = []
         masks = {each.row: each.mask for each in batch.masks}
         given = Given()
@@ -278,7 +289,8 @@ class SamplingStage:
                 ]
             rows += drawn
             start = end
-        result = self.sampler.sample(logits, rows)
+        if result is None:
+            result = self.sampler.sample(logits, rows)
         drafts = None
         if self.drafts is not None:
             drafts = self.drafts.draft(batch, hidden, result.token_ids, self.owners, self._history)
@@ -289,6 +301,14 @@ class SamplingStage:
             blocks=given.blocks,
             drafts=drafts or (),
         )
+
+    def _is_greedy(self, batch: MicroBatch) -> bool:
+        """Whether all that is asked for is the token with the largest logit of each row."""
+        owners = [self.owners[group.slot] for group in batch.groups]
+        others = [each for each in owners if each.sampling.temperature or each.outputs.asks]
+        params = [each.sampling for each in owners]
+        is_plain = not any(changes_logits(one) or one.n_logprobs is not None for one in params)
+        return is_plain and not others and not batch.masks
 
     def _sample_rows(self, owner: OpenSequence, group: RowGroup) -> list[SampleRow]:
         end = group.position + group.n_rows

@@ -110,6 +110,8 @@ class TorchCompute:
             if isinstance(model, StageModel) and model.has_mtp:
                 drafts = MtpDrafts(model, sampler)
             self._tail = SamplingStage(model, sampler, self._owners, drafts)
+            if isinstance(model, StageModel):
+                self._tail.best = model.best
         self.moves: SlotMoves | None = None
         """What sequences have in other stages, on its way here, and from here; None for nothing."""
         if isinstance(model, StageModel):

@@ -416,7 +416,7 @@ class NodeReport(Report, frozen=True, kw_only=True):
     look at the memory of its machine. `deputy` goes on if this node is lost, and this node if one
     of those in `deputy_of` is. `rings` are those behind this head where there are several. `audit`
     is null for who has audited nothing. `power_failure` says why something that measures what the
-    machine draws cannot be used.
+    machine draws cannot be used, `gpu_troubles` what is wrong with its GPUs.
     """
 
     cluster: schema.Name
@@ -444,3 +444,4 @@ class NodeReport(Report, frozen=True, kw_only=True):
     rings: Annotated[list[RingBehind], Meta(max_length=schema.MAX_STAGES)] = []
     audit: AuditState | None = None
     power_failure: schema.Explanation = ""
+    gpu_troubles: Annotated[list[schema.Explanation], Meta(max_length=MAX_VIEWS)] = []

@@ -169,6 +169,13 @@ def test_two_machines_with_one_id_are_told() -> None:
 # --- links
 
 
+def test_what_is_wrong_with_a_gpu_is_told_of_its_node() -> None:
+    trouble = "GPU 0: it computes at 800 of 2000 MHz: it is too warm; see its cooling"
+    bert = reply("bert", view("anna"), gpu_troubles=[trouble])
+    found = the_one(facts(reply("anna", view("bert")), bert), "gpu", Severity.INFO)
+    assert found.line == f"bert: {trouble}"
+
+
 def test_who_computes_without_the_compiled_kernels_is_named() -> None:
     bert, cleo = with_info(reply("bert"), isa="none"), with_info(reply("cleo"), isa="off")
     well = with_info(reply("anna"), isa="avx2")

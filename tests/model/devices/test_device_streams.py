@@ -81,7 +81,7 @@ def test_streams_have_the_bits_of_a_cpu(kind: StreamKind, count: int, on: str) -
     kv = DeviceKvCache(2, bits._KV_HEADS, bits._SIZE, torch.float32, cpu, 2)
     assert not why_not(layers, kv)
     with torch.inference_mode():
-        computed = DeviceLayers(device_of(on), layers, kv)
+        computed = DeviceLayers(device_of(on), layers, kv, [0, 0])
         for n_rows, dtype in ((3, None), (19, torch.bfloat16), (1, None)):
             group = RowGroup(
                 sequence_id=SequenceId(1), slot=SlotId(0), position=0, n_rows=n_rows, n_sampled=0
@@ -90,7 +90,7 @@ def test_streams_have_the_bits_of_a_cpu(kind: StreamKind, count: int, on: str) -
             step = step_over([group], [0] * n_rows, kv, torch.float32, hidden_dtype=dtype)
             rotary = bits._rotary(n_rows)
             rows = numbers(n_rows, count * WIDTH, seed=n_rows)
-            found = computed(rows, [rotary] * 2, step)
+            found = computed(rows, [rotary], step)
             assert found is not None
             kv.give_back(step.spans)
             for index, layer in enumerate(layers):

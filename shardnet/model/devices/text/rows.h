@@ -182,6 +182,42 @@ KERNEL split_latents(GLOBAL const float *queries, GLOBAL const float *cached, GL
     }
 }
 
+/* Of row GROUP_X's `n` numbers the place of the largest, and its bits; of equal ones the first, NaN before all. */
+KERNEL find_best(GLOBAL const float *numbers, GLOBAL uint32_t *best, uint32_t n WHERE) {
+    AWAIT
+    SHARED float most[THREADS];
+    SHARED uint32_t places[THREADS];
+    GLOBAL const float *own = numbers + (uint64_t)GROUP_X * n;
+    const uint32_t each = n % 4 ? 1 : 4;
+    PHASE {
+        uint32_t place = each * THREAD < n ? each * THREAD : 0;
+        float found = own[place];
+        AHEAD_8 for (uint32_t i = each * THREAD; i < n; i += each * THREADS) {
+            FOUR four;
+            if (each == 4) four = LOAD4(own + i);
+            else four.of[0] = BITS_OF(own[i]);
+            TIMES (j, 4) {
+                const int is_better = j < each && is_more(AS_FLOAT(four.of[j]), found);
+                found = is_better ? AS_FLOAT(four.of[j]) : found;
+                place = is_better ? i + j : place;
+            }
+        }
+        most[THREAD] = found;
+        places[THREAD] = place;
+    }
+    for (uint32_t half = THREADS / 2; half; half /= 2) {
+        PHASE {
+            const uint32_t one = THREAD, other = THREAD + half;
+            if (one < half && (is_more(most[other], most[one]) ||
+                               (!is_more(most[one], most[other]) && places[other] < places[one]))) {
+                most[one] = most[other];
+                places[one] = places[other];
+            }
+        }
+    }
+    PHASE { if (THREAD < 2) best[2 * GROUP_X + THREAD] = THREAD ? BITS_OF(most[0]) : places[0]; }
+}
+
 /* Multiplies `n` numbers by the sigmoids of gates, one for so many of them each. */
 KERNEL open_rows(GLOBAL float *rows, GLOBAL const float *gates, uint32_t n, uint32_t n_each WHERE) {
     AWAIT
