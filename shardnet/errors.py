@@ -354,7 +354,7 @@ class SupersededError(PeerFailedError):
 
 
 class LostShardError(PeerFailedError):
-    """A shard of a stage has ended, failed or does not answer: the whole stage is lost."""
+    """A shard of a stage, or what it looks up in, has ended or is silent: all of it is lost."""
 
     code = 44
 

@@ -418,7 +418,8 @@ def _stage_line(plan: plans.PlanReply, stage: plans.PlannedStage) -> str:
     if stage.streamed_layers:
         line += f", {stage.streamed_layers} layers streamed from disk"
     if stage.looked_up_bytes:
-        line += f", looks up {stage.looked_up_bytes / 2**20:.1f} MiB of tables on its disk"
+        at = f"at {' or '.join(stage.rows_from)}" if stage.rows_from else "on its disk"
+        line += f", looks up {stage.looked_up_bytes / 2**20:.1f} MiB of tables {at}"
     if stage.compute_ms is not None:
         line += f", compute {_ms(stage.compute_ms)}"
     if stage.hop_ms is not None:

@@ -23,7 +23,7 @@ from shardnet.model.fused.decoder import StageInputs
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, probe
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.weight_source import PlainTable, RowsOf
+from shardnet.model.layers.weight_source import PlainTable, RowsOf, StoredTable
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.model.shards.cut import Axis
 from shardnet.sampling_params import SamplingParams
@@ -35,6 +35,7 @@ from shardnet.stage.estimate.memory_estimate import (
 from shardnet.stage.packs.pack_writer import PackWriter
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.streaming.layer_stream import LayerStream
+from shardnet.stage.synthetic_model import N_ROWS, SomeRows
 from shardnet.types import BLOCK_POSITIONS, PREFILL_CHUNK_ROWS, DType, LayerRange, SlotId
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -78,9 +79,10 @@ class NoiseWeights:
         """Make a table."""
         return PlainTable(self.matrix(name))
 
-    def stored_table(self, *names: str, rows_of: RowsOf) -> PlainTable:
-        """Make a table of the first part's rows."""
-        return self.table(names[0])
+    def stored_table(self, *names: str, rows_of: RowsOf) -> StoredTable:
+        """Make a small table in the place of a large one."""
+        _, width = self._shapes[f"{names[0]}.weight"]
+        return SomeRows(PlainTable(self._noise(N_ROWS, width)))
 
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Make a matrix."""

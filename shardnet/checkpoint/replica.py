@@ -10,9 +10,11 @@ import contextlib
 import errno
 import hashlib
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import FileIO
+from itertools import starmap
 from pathlib import Path
 from typing import Final
 
@@ -93,17 +95,25 @@ def range_tensors(checkpoint: Checkpoint, layers: LayerRange) -> list[str]:
     return [name for name in checkpoint.stored if name in sources]
 
 
+def table_tensors(checkpoint: Checkpoint, layers: LayerRange) -> dict[str, StoredTensor]:
+    """Return the stored tensors, by name, of which `layers` only look rows up."""
+    names = stage_tensors(checkpoint.config, layers).looked_up
+    made = (checkpoint.tensors[name].sources[0] for name in names if name in checkpoint.tensors)
+    return {source.name: source for source in made}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLayers:
     """Bytes of each layer as stored, and the ranges of layers of which every tensor is here.
 
     The embedding counts to the first layer, norm and LM head to the last. Of each layer's bytes
-    those of tables that are `looked_up` are never loaded.
+    those of tables that are `looked_up` are never loaded, and all that lacks of `but_tables`.
     """
 
     size_bytes: tuple[int, ...]
     held: tuple[LayerRange, ...]
     looked_up: tuple[int, ...] = ()
+    but_tables: tuple[LayerRange, ...] = ()
 
 
 NO_LAYERS: Final = StoredLayers(size_bytes=(), held=())
@@ -111,19 +121,26 @@ NO_LAYERS: Final = StoredLayers(size_bytes=(), held=())
 
 def stored_layers(checkpoint: Checkpoint) -> StoredLayers:
     """Return the stored size of each layer, and which layers are here."""
-    sizes, tables, held = [], [], list[LayerRange]()
+    sizes, tables, held, but_tables = [], [], list[LayerRange](), list[LayerRange]()
     for layer in range(checkpoint.config.n_layers):
         here = LayerRange(layer, layer + 1)
         wanted = stage_tensors(checkpoint.config, here)
         made = [checkpoint.tensors[name] for name in wanted.all if name in checkpoint.tensors]
         sources = {source.name: source.size_bytes for tensor in made for source in tensor.sources}
-        own = [tensor.sources[0].size_bytes for tensor in made if tensor.name in wanted.looked_up]
-        tables.append(sum(own))
+        own = [tensor.sources[0] for tensor in made if tensor.name in wanted.looked_up]
+        tables.append(sum(table.size_bytes for table in own))
         sizes.append(sum(sources.values()))
-        if not checkpoint.missing(sources):
-            begins = held.pop().start if held and held[-1].end == layer else layer
-            held.append(LayerRange(begins, layer + 1))
-    return StoredLayers(size_bytes=tuple(sizes), held=tuple(held), looked_up=tuple(tables))
+        lacking = {*checkpoint.missing(sources)}
+        if lacking <= {table.name for table in own}:
+            ranges = but_tables if lacking else held
+            begins = ranges.pop().start if ranges and ranges[-1].end == layer else layer
+            ranges.append(LayerRange(begins, layer + 1))
+    return StoredLayers(
+        size_bytes=tuple(sizes),
+        held=tuple(held),
+        looked_up=tuple(tables),
+        but_tables=tuple(but_tables),
+    )
 
 
 class TensorFiles:
@@ -149,6 +166,14 @@ class TensorFiles:
                 remedy="load the model again",
             )
         return data
+
+    def read_all(self, ranges: Sequence[tuple[str, int, int]]) -> bytes:
+        """Read ranges (file, offset, bytes), which the system is asked for side by side first."""
+        if sys.platform == "linux":
+            for file, offset, n_bytes in ranges:
+                number = self._handle(file).fileno()
+                os.posix_fadvise(number, offset, n_bytes, os.POSIX_FADV_WILLNEED)
+        return b"".join(starmap(self.read, ranges))
 
     def write(self, file: str, offset: int, data: memoryview) -> None:
         """Write bytes at `offset`. Raises CapacityError on a full disk, else CheckpointError."""

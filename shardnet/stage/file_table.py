@@ -1,6 +1,6 @@
-"""Tables whose rows stay in files: looked up there, and asked for as soon as tokens are known.
+"""Tables whose rows stay in files, here or at other nodes: read as soon as tokens are known.
 
-Knows how rows are stored. Must not know which rows a token needs, nor who looks up.
+Knows how rows are stored. Must not know which rows a token needs, nor who looks up or is asked.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import math
 import mmap
 import os
 import sys
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardnet.checkpoint.tensors.stored_tensor import damaged, file_changed
+from shardnet.checkpoint.tensors.stored_tensor import AskRows, StoredRow, damaged, file_changed
 from shardnet.errors import CheckpointError, ShardnetError
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.panels import Panels, unpack_whole
@@ -32,18 +34,60 @@ from shardnet.stage.tensor_reader import TensorReader
 from shardnet.threads import DaemonThreads
 from shardnet.types import PREFILL_CHUNK_ROWS, MicroBatch, RowGroup, SequenceId, SlotId
 
+KEPT_BYTES: Final = 128 << 20
+"""Memory of a stage for rows that other nodes have sent."""
+_BESIDE_BYTES: Final = 256
+"""What a row takes there beside its own bytes."""
+
+
+class RowCache:
+    """Rows that other nodes have sent of the `tables` of a stage: those that were needed last.
+
+    `ask` brings others. One thread at a time: who needs what another has asked for finds it.
+    """
+
+    def __init__(self, model_id: str, most_bytes: int = KEPT_BYTES) -> None:
+        self.model_id = model_id
+        self.most_bytes = most_bytes
+        self.tables: list[FileTable] = []
+        self.ask: AskRows | None = None
+        self._kept: OrderedDict[StoredRow, bytes] = OrderedDict()
+        self._kept_bytes = 0
+        self._turn = threading.Lock()
+
+    def rows(self, wanted: Sequence[StoredRow]) -> bytearray:
+        """Return rows, one behind the other. Raises LostShardError."""
+        with self._turn:
+            lacking = [row for row in dict.fromkeys(wanted) if row not in self._kept]
+            assert self.ask is not None, "who loads the stage says whom to ask"
+            came, end = self.ask(self.model_id, lacking) if lacking else bytearray(), 0
+            for row in lacking:
+                begin, end = end, end + row.n_bytes
+                self._kept[row] = bytes(came[begin:end])
+                self._kept_bytes += row.n_bytes + _BESIDE_BYTES
+            for row in wanted:
+                self._kept.move_to_end(row)
+            found = bytearray().join(self._kept[row] for row in wanted)
+            while self._kept_bytes > self.most_bytes:
+                row, _ = self._kept.popitem(last=False)
+                self._kept_bytes -= row.n_bytes + _BESIDE_BYTES
+            return found
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileTable:
     """A table whose rows [N, E] stay in files: those that are looked up are read each time.
 
-    The system keeps in memory what it has room for. `ends` are the rows behind each of the `parts`,
-    `stored` their type, or how rows of blocks are packed; codes of FP8 (E4M3) are multiplied by
-    `scale`, None for others. `rows_of` says which rows token ids need, and a thread asks for these
-    before they are read.
+    The system keeps in memory what it has room for. Where other nodes have the files a `cache` has
+    rows of the stored tensors `names`, one for each of the `parts`. `ends` are the rows behind each
+    of these, `stored` their type, or how rows of blocks are packed; codes of FP8 (E4M3) are
+    multiplied by `scale`, None for others. `rows_of` says which rows token ids need, and a thread
+    asks for these before they are read.
     """
 
     parts: Sequence[FilePart]
+    names: Sequence[str]
+    cache: RowCache | None
     ends: Tensor  # [parts], int64
     stored: torch.dtype | RowPacking
     scale: float | None
@@ -61,8 +105,9 @@ class FileTable:
         dtype: torch.dtype,
         device: torch.device,
         rows_of: RowsOf,
+        cache: RowCache,
     ) -> FileTable:
-        """Find parameters in their files.
+        """Find parameters in their files; rows of those at other nodes go through `cache`.
 
         Raises CheckpointError unless all are rows of floats, or of FP8 with one scale.
         """
@@ -82,8 +127,10 @@ class FileTable:
             read = torch.empty(1, 1, dtype=torch_dtype(STORED_FLOATS[scales[0].dtype]))
             _fill_rows(reader.parts(weights[0])[1], [0], read.view(torch.uint8), [0])
             scale = float(read)
-        return cls(
+        table = cls(
             parts=[reader.parts(name)[0] for name in weights],
+            names=[tensor.sources[0].name for tensor in tensors],
+            cache=cache if reader.lacks(weights) else None,
             ends=torch.tensor([reader.shape(name)[0] for name in weights]).cumsum(0),
             stored=RowPacking.of(first)
             if first.is_stored_blocks
@@ -97,14 +144,40 @@ class FileTable:
             device=device,
             rows_of=rows_of,
         )
+        if table.cache is not None:
+            cache.tables.append(table)
+        return table
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Read the rows `ids` [T]: a new tensor [T, E]. Raises CheckpointError."""
+        """Read the rows `ids` [T]: a new tensor [T, E]. Raises CheckpointError, LostShardError."""
         wanted, places = map(torch.from_numpy, np.unique(ids.cpu().numpy(), return_inverse=True))
-        found = torch.empty(len(wanted), self.row_bytes, dtype=torch.uint8)
-        for part, rows, own in self._by_part(wanted):
-            _fill_rows(part, rows, found, own)
+        if self.cache is not None:
+            came = self.cache.rows(self._stored(wanted))
+            found = torch.frombuffer(came, dtype=torch.uint8).view(len(wanted), self.row_bytes)
+        else:
+            found = torch.empty(len(wanted), self.row_bytes, dtype=torch.uint8)
+            for number, rows, own in self._by_part(wanted):
+                _fill_rows(self.parts[number], rows, found, own)
         return self._values(found)[places].to(self.device, self.dtype)
+
+    def bring(self, texts: Sequence[tuple[Tensor, int]]) -> None:
+        """Ask other nodes for the rows of all tables of the stage at once; see StoredTable."""
+        if self.cache is not None and self.cache.tables[0] is self:
+            wanted = [
+                row
+                for table in self.cache.tables
+                for ids, n_before in texts
+                for row in table._stored(torch.unique(table.rows_of(ids, n_before)))
+            ]
+            self.cache.rows(wanted)
+
+    def _stored(self, wanted: Tensor) -> list[StoredRow]:
+        """Name the rows `wanted`, in their order, which is ascending."""
+        return [
+            StoredRow(self.names[number], row, self.row_bytes)
+            for number, rows, _ in self._by_part(wanted)
+            for row in rows
+        ]
 
     def _values(self, found: Tensor) -> Tensor:
         """Return what rows [n, bytes] hold: [n, E]."""
@@ -124,6 +197,10 @@ class FileTable:
         DaemonThreads(1, "shardnet-ahead").post(partial(self._ask_for, texts))  # ends behind it
 
     def _ask_for(self, texts: Sequence[tuple[Sequence[int], int]]) -> None:
+        if self.cache is not None:
+            with contextlib.suppress(ShardnetError):  # as looking up will say
+                self.bring([(torch.tensor(ids), n_before) for ids, n_before in texts])
+            return
         for token_ids, n_before in texts:
             for _ in self.asking(token_ids, n_before=n_before):
                 pass
@@ -133,28 +210,36 @@ class FileTable:
     ) -> Iterator[None]:
         """Have the rows of tokens read into the page cache, each once, a chunk at each turn.
 
-        Not those for which it would take more than `most_bytes`: a page beside each row's own.
+        Not those for which it would take more than `most_bytes`: a page beside each row's own. Of
+        rows that other nodes have not more than the cache of the stage keeps.
         """
+        beside = mmap.PAGESIZE
+        if self.cache is not None:
+            most_bytes = min(most_bytes, self.cache.most_bytes // len(self.cache.tables))
+            beside = _BESIDE_BYTES
         with contextlib.suppress(FileChanged, OSError, ShardnetError):  # as reading will say
             ids = torch.tensor(token_ids, dtype=torch.int64)
             needed = self.rows_of(ids, n_before).numpy()
             wanted, first = np.unique(needed, return_index=True)
-            n_left = most_bytes // (mmap.PAGESIZE + self.row_bytes)
+            n_left = most_bytes // (beside + self.row_bytes)
             step = PREFILL_CHUNK_ROWS * needed.shape[1]
             for begin in range(0, needed.size, step):
                 own = wanted[(begin <= first) & (first < begin + step)][:n_left]
                 n_left -= len(own)
-                for part, rows, _ in self._by_part(torch.from_numpy(own)):
-                    _ask_for_rows(part, rows, self.row_bytes)
+                if self.cache is not None:
+                    self.cache.rows(self._stored(torch.from_numpy(own)))
+                else:
+                    for number, rows, _ in self._by_part(torch.from_numpy(own)):
+                        _ask_for_rows(self.parts[number], rows, self.row_bytes)
                 yield
 
-    def _by_part(self, wanted: Tensor) -> Iterator[tuple[FilePart, list[int], list[int]]]:
+    def _by_part(self, wanted: Tensor) -> Iterator[tuple[int, list[int], list[int]]]:
         """List the parts with the rows `wanted`, which rows of each these are, and their places."""
         numbers = torch.bucketize(wanted, self.ends, right=True)
         for number in sorted(set(numbers.tolist())):
             begin = int(self.ends[number - 1]) if number else 0
             own = (numbers == number).nonzero()[:, 0]
-            yield self.parts[number], (wanted[own] - begin).tolist(), own.tolist()
+            yield number, (wanted[own] - begin).tolist(), own.tolist()
 
 
 def _ask_for_rows(part: FilePart, rows: Sequence[int], row_bytes: int) -> None:

@@ -39,6 +39,7 @@ from shardnet.model.layers.norms import Norm
 from shardnet.model.layers.weight_source import (
     LinearOptions,
     RowsOf,
+    StoredTable,
     Table,
     WeightSource,
     WholeSource,
@@ -368,7 +369,7 @@ class ShardWeights:
         self._keep(weight, self._cut.rows([n_rows], ())[0], 0)
         return GatheredTable(self._weights.table(name), self._group, ends, width)
 
-    def stored_table(self, *names: str, rows_of: RowsOf) -> Table:
+    def stored_table(self, *names: str, rows_of: RowsOf) -> StoredTable:
         """See WeightSource."""
         return self._weights.stored_table(*names, rows_of=rows_of)
 

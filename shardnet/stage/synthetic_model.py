@@ -29,7 +29,13 @@ from shardnet.model.kernels.devices import synchronize
 from shardnet.model.kernels.linear import KernelChoice, Linear, make_linear, probe
 from shardnet.model.layers.attention import plan_step
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.weight_source import LinearOptions, PlainTable, RowsOf, Table
+from shardnet.model.layers.weight_source import (
+    LinearOptions,
+    PlainTable,
+    RowsOf,
+    StoredTable,
+    Table,
+)
 from shardnet.model.sampling.sampler import Sampler, SampleRow
 from shardnet.model.shards.cut import Axis
 from shardnet.sampling_params import SamplingParams
@@ -69,7 +75,7 @@ POSITION = BLOCK_POSITIONS
 
 _SLOT = SlotId(0)
 _NOISE_VALUES = (1 << 20) + 7
-_N_ROWS = 4096
+N_ROWS = 4096
 """Of a table in the place of one that is not loaded."""
 
 
@@ -283,10 +289,10 @@ class _Noise:
         """Make a table."""
         return PlainTable(self.matrix(name))
 
-    def stored_table(self, *names: str, rows_of: RowsOf) -> Table:
+    def stored_table(self, *names: str, rows_of: RowsOf) -> StoredTable:
         """Make a small table in the place of a large one."""
         _, width = self._shapes[f"{names[0]}.weight"]
-        return _SomeRows(PlainTable(self._noise((_N_ROWS, width)).to(self._device)))
+        return SomeRows(PlainTable(self._noise((N_ROWS, width)).to(self._device)))
 
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Make a matrix."""
@@ -306,14 +312,17 @@ class _Noise:
 
 
 @dataclass(frozen=True, slots=True)
-class _SomeRows:
+class SomeRows:
     """A table of few rows, which counts as one of any number."""
 
     few: Table
 
     def rows(self, ids: Tensor) -> Tensor:
         """Look up the rows `ids` [T]: a new tensor [T, E]."""
-        return self.few.rows(ids % _N_ROWS)
+        return self.few.rows(ids % N_ROWS)
+
+    def bring(self, texts: Sequence[tuple[Tensor, int]]) -> None:
+        """Do nothing: they are here."""
 
 
 def _spread(values: Tensor, shape: Shape) -> Tensor:

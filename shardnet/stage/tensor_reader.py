@@ -195,6 +195,11 @@ class TensorReader:
         """Return the description of a tensor."""
         return self._checkpoint.tensors[name]
 
+    def lacks(self, names: Sequence[str]) -> bool:
+        """Say whether the first stored tensor of one of these is not here, but at other nodes."""
+        firsts = (self._checkpoint.tensors[name].sources[0].name for name in names)
+        return bool(self._checkpoint.missing(firsts))
+
     def parts(self, name: str) -> list[FilePart]:
         """Locate the bytes of the stored tensors that a tensor is made of."""
         return [

@@ -35,9 +35,16 @@ from shardnet.model.kernels.packing import FLOAT_FORMS
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels, unpack_whole
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.weight_source import LinearOptions, PanelTable, PlainTable, RowsOf, Table
+from shardnet.model.layers.weight_source import (
+    LinearOptions,
+    PanelTable,
+    PlainTable,
+    RowsOf,
+    StoredTable,
+    Table,
+)
 from shardnet.model.shards.cut import Axis
-from shardnet.stage.file_table import FileTable
+from shardnet.stage.file_table import FileTable, RowCache
 from shardnet.stage.kept_linears import KeptLinears, LinearKey
 from shardnet.stage.packs.pack_cache import PackCache
 from shardnet.stage.packs.pack_writer import PackWriter
@@ -112,6 +119,7 @@ class StageWeights:
         self._made: dict[LinearKey, Linear] = {}
         self.tables: list[FileTable] = []
         """Those that stay in their files."""
+        self._rows = RowCache(checkpoint.model_id)
         self.digests = WeightDigests()
         """Of what is in memory, for audits."""
 
@@ -325,8 +333,8 @@ class StageWeights:
             return PlainTable(unpack_whole([panels], torch_dtype(self._choice.dtype)))
         return PanelTable(panels, torch_dtype(self._choice.dtype))
 
-    def stored_table(self, *names: str, rows_of: RowsOf) -> Table:
-        """Return the rows of all `NAME.weight`, which stay in their files.
+    def stored_table(self, *names: str, rows_of: RowsOf) -> StoredTable:
+        """Return the rows of all `NAME.weight`, which stay in their files, here or at other nodes.
 
         Raises CheckpointError as `FileTable.of`.
         """
@@ -334,8 +342,9 @@ class StageWeights:
         self._reader.skip(weights)
         self._reader.report()
         dtype = torch_dtype(self._choice.dtype)
-        self.tables.append(FileTable.of(self._reader, weights, dtype, self._device, rows_of))
-        return self.tables[-1]
+        table = FileTable.of(self._reader, weights, dtype, self._device, rows_of, self._rows)
+        self.tables.append(table)
+        return table
 
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Copy `NAME.weight`: [N, K] in the compute dtype."""

@@ -29,8 +29,10 @@ from shardnet.wire.framing.frames import (
 from shardnet.wire.messages.bulk import (
     FetchDigests,
     FetchPart,
+    FetchRows,
     PartName,
     Piece,
+    RowNumbers,
     bulk_frame,
     read_bulk,
 )
@@ -99,6 +101,9 @@ def read(frame: Frame) -> None:
             read_error(frame)
 
 
+ROWS_OF_ONE = [RowNumbers("t", b"8" * 8)]
+
+
 def good_frames() -> dict[Purpose, list[Frame]]:
     groups = tuple(
         RowGroup(sequence_id=SequenceId(i), slot=SlotId(i), position=7, n_rows=2, n_sampled=i % 2)
@@ -129,6 +134,7 @@ def good_frames() -> dict[Purpose, list[Frame]]:
         ],
         Purpose.BULK: [
             bulk_frame(FetchPart(request=1, model_id="ab" * 32, tensor="t", part=2)),
+            bulk_frame(FetchRows(request=2, model_id="ab" * 32, tables=ROWS_OF_ONE)),
             bulk_frame(FetchDigests(request=2, model_id="ab" * 32, parts=[PartName("t", 0)])),
             bulk_frame(Piece(request=3), bytes(40_000)),
             Frame(kind=FrameKind.BYE),

@@ -61,6 +61,21 @@ ByteRange = tuple[int, int]
 """(offset, number of bytes) in a file."""
 
 
+class StoredRow(NamedTuple):
+    """Row `number` of a stored tensor, of `n_bytes`."""
+
+    tensor: str
+    number: int
+    n_bytes: int
+
+
+AskRows = Callable[[str, Sequence[StoredRow]], bytearray]
+"""Brings rows of the model with an id from other nodes, one behind the other, and waits for them.
+
+Called by any thread but the loop's. Raises LostShardError if no node gives them.
+"""
+
+
 def damaged(what: str) -> CheckpointError:
     """Make the error for files that are not as they were published, which says `what` is wrong."""
     return CheckpointError(what, remedy=AGAIN)

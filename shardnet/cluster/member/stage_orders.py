@@ -238,7 +238,26 @@ class StageOrders:
             f"{'kept' if reused else 'loaded'} {loaded.order.layers.words} of {message.form.model} "
             f"({loaded.weight_bytes / 2**20:.1f} MiB, {loaded.kernel}, {threads} threads)"
         )
-        return _ready(message, loaded, reused)
+        return self._ready(message, loaded, reused)
+
+    def _ready(self, message: LoadStage, loaded: LoadedStage, reused: bool) -> StageReady:
+        """Say what is loaded, which asks other nodes for rows of tables that are not here."""
+        for part in loaded.parts or (loaded,):
+            for table in part.tables:
+                if table.cache is not None:
+                    table.cache.ask = self.sharing.rows.ask
+        return StageReady(
+            request=message.request,
+            weight_bytes=loaded.weight_bytes,
+            room_blocks=loaded.room_blocks,
+            reused=reused,
+            kernel=loaded.kernel,
+            load_s=loaded.load_s,
+            exact_rows=loaded.exact_rows,
+            arithmetic=loaded.arithmetic,
+            shares_blocks=loaded.shares_blocks,
+            room_states=loaded.room_states,
+        )
 
     async def _prepare(self, message: LoadStage, owner: str, progress: PhaseProgress) -> StageReady:
         """Load a stage for a ring to come. Raises as `load`; then nothing has changed."""
@@ -257,7 +276,7 @@ class StageOrders:
         )
         awaited = f"if {message.stands_for} is lost" if message.stands_for else "for the next plan"
         self.log(f"{stage.order.layers.words} of {message.form.model} are ready {awaited}")
-        return _ready(message, stage, in_use)
+        return self._ready(message, stage, in_use)
 
     async def _follow(self, message: LoadStage, owner: str, progress: PhaseProgress) -> StageReady:
         """Take in what sequences of another node hold, whose weights are fetched at its loss."""
@@ -268,7 +287,7 @@ class StageOrders:
         order = self._order(message, own.order.folder, adapters)
         stage = await self.host.follow(message.ring, owner, order, stands_for=message.stands_for)
         self.log(f"the KV cache of {message.stands_for} is followed, in case that it is lost")
-        return _ready(message, stage, True)
+        return self._ready(message, stage, True)
 
     async def unload(self, owner: str, ring: str) -> None:
         """Free the stage of `ring`, unless this node is a member of another ring by now.
@@ -278,6 +297,7 @@ class StageOrders:
         self.host.drop_prepared(ring)
         if await self.host.unload(owner, ring):
             self.sharing.release()
+            self.sharing.rows.close()
             self.log("freed the stage")
 
     def _order(
@@ -336,18 +356,3 @@ def stage_devices(devices: Sequence[Device]) -> list[StageDevice]:
         )
         for place, device in enumerate(devices)
     ]
-
-
-def _ready(message: LoadStage, loaded: LoadedStage, reused: bool) -> StageReady:
-    return StageReady(
-        request=message.request,
-        weight_bytes=loaded.weight_bytes,
-        room_blocks=loaded.room_blocks,
-        reused=reused,
-        kernel=loaded.kernel,
-        load_s=loaded.load_s,
-        exact_rows=loaded.exact_rows,
-        arithmetic=loaded.arithmetic,
-        shares_blocks=loaded.shares_blocks,
-        room_states=loaded.room_states,
-    )

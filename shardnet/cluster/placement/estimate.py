@@ -128,7 +128,7 @@ def fetching_problem(
         return problem
     slowest = _slowest(links).bytes_per_s
     shares_s = [
-        sum(candidate.lacking)
+        candidate.fetch_bytes(LayerRange(0, problem.n_layers))
         / (candidate.fetch_bytes_per_s or slowest)
         / problem.n_layers
         / FETCH_STEPS[problem.objective]
@@ -232,6 +232,7 @@ def _stage_plan(shape: ModelShape, stage: PlacedStage, hop_s: float | None) -> S
         n_streamed=stage.n_streamed,
         fetch_bytes=stage.candidate.fetch_bytes(layers),
         fetch_s=stage.candidate.fetch_s(layers),
+        asks_rows=stage.candidate.elsewhere_bytes(layers) > 0,
         shards=stage.candidate.shards,
         shares=stage.candidate.shares,
     )

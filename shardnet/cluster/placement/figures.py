@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -429,7 +429,8 @@ class CandidateNode:
 
     `speed` is None where nothing was measured, and so is the speed of the disk with the checkpoint.
     `lacking` are the stored bytes of each layer that it would have to fetch, () for none, and
-    `fetch_bytes_per_s` how fast they would come, None where that was not measured. `shape` are the
+    `fetch_bytes_per_s` how fast they would come, None where that was not measured. Where more than
+    `room_bytes` lack, other nodes give rows of tables, `table_bytes` of each layer. `shape` are the
     model's sizes on this node where it holds the model in another form than most, as in float32
     where it has no instructions for the ring's dtype. A stage of it spans the nodes `shards` too,
     each with its part by `shares`, () for equal ones: the figures are those of all of them
@@ -444,6 +445,8 @@ class CandidateNode:
     disk_bytes_per_s: float | None = None
     lacking: tuple[int, ...] = ()
     fetch_bytes_per_s: float | None = None
+    table_bytes: tuple[int, ...] = ()
+    room_bytes: int | None = None
     shape: ModelShape | None = None
     shards: tuple[NodeId, ...] = ()
     shares: tuple[int, ...] = ()
@@ -455,7 +458,14 @@ class CandidateNode:
 
     def fetch_bytes(self, layers: LayerRange) -> int:
         """Bytes to fetch before these layers can be loaded here."""
-        return sum(self.lacking[layers.start : layers.end])
+        return sum(self.lacking[layers.start : layers.end]) - self.elsewhere_bytes(layers)
+
+    def elsewhere_bytes(self, layers: LayerRange) -> int:
+        """Bytes of these layers' tables that stay at other nodes, where its disk lacks room."""
+        own = [*zip_longest(self.lacking, self.table_bytes, fillvalue=0)][layers.start : layers.end]
+        if self.room_bytes is None or sum(lacking for lacking, _ in own) <= self.room_bytes:
+            return 0
+        return sum(table for lacking, table in own if lacking)
 
     def fetch_s(self, layers: LayerRange) -> float | None:
         """Seconds of that, None where the way to a node that has them was not measured."""
@@ -486,7 +496,8 @@ class StagePlan:
     `compute_s` is the predicted time of one row in this stage and `hop_s` of its hop to the next
     stage, from the tail to the head; None if not measured, `hop_s` also in a ring of one.
     `working_bytes` it needs while it computes. `n_streamed` of its layers are streamed from disk.
-    `fetch_bytes` are fetched from other nodes first, in about `fetch_s`. The stage spans the nodes
+    `fetch_bytes` are fetched from other nodes first, in about `fetch_s`; with `asks_rows` its
+    tables stay there. The stage spans the nodes
     `shards` too, of which each has its part of the bytes by `shares`, its own first, () for equal
     ones. Where the node has several devices, `parts` say which has what, `parts_why` for what
     reason.
@@ -502,6 +513,7 @@ class StagePlan:
     n_streamed: int = 0
     fetch_bytes: int = 0
     fetch_s: float | None = None
+    asks_rows: bool = False
     shards: tuple[NodeId, ...] = ()
     shares: tuple[int, ...] = ()
     parts: tuple[PartPlan, ...] = ()

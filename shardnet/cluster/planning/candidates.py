@@ -228,13 +228,21 @@ def fetching(
 ) -> CandidateNode:
     """Add what a node lacks of the model, and the best measured rate from a node that has it."""
     own = holdings.get(candidate.node)
-    lacking = () if own is None else own.lacking_bytes(facts.model_id, facts.layers.size_bytes)
+    layers = facts.layers
+    sizes = layers.size_bytes, layers.looked_up
+    lacking = () if own is None else own.lacking_bytes(facts.model_id, *sizes)
     if not any(lacking):
         return candidate
     ways = [(source.node, candidate.node) for source in holders_of(facts, holdings)]
     measured = [links.get(way) or links.get(way[::-1]) for way in ways]
     rates = [link.bytes_per_s for link in measured if link is not None]
-    return replace(candidate, lacking=lacking, fetch_bytes_per_s=max(rates, default=None))
+    return replace(
+        candidate,
+        lacking=lacking,
+        fetch_bytes_per_s=max(rates, default=None),
+        table_bytes=layers.looked_up,
+        room_bytes=own.room_bytes if own is not None else None,
+    )
 
 
 def holders_of(facts: ModelFacts, holdings: Holdings) -> list[ReplicaSource]:

@@ -393,6 +393,7 @@ class Plan:
                 parts=[_part(part) for part in stage.parts],
                 parts_why=explanation(stage.parts_why),
                 looked_up_bytes=sum(looked_up[stage.layers.start : stage.layers.end]),
+                rows_from=self._sources(stage.node) if stage.asks_rows else [],
                 working_bytes=stage.working_bytes,
             )
             for rank, (node, stage, form) in enumerate(

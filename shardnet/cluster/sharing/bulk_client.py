@@ -13,7 +13,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, groupby
+from operator import attrgetter
+from struct import iter_unpack
 from typing import BinaryIO, TypeVar
 
 from msgspec.structs import replace
@@ -21,7 +23,7 @@ from msgspec.structs import replace
 from shardnet import errors
 from shardnet.checkpoint.adapters.layer_files import LayerPart
 from shardnet.checkpoint.replica import TensorPart
-from shardnet.checkpoint.tensors.stored_tensor import FileHead
+from shardnet.checkpoint.tensors.stored_tensor import FileHead, StoredRow
 from shardnet.cluster.store.adapter_store import AdapterStore
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.local_models import LocalModels, OpenModel
@@ -156,6 +158,22 @@ class BulkClient(BulkAsker):
         )
         self._send(message)
         return message.request
+
+    async def rows(self, rows: Sequence[StoredRow]) -> bytearray:
+        """Request at most MAX_ROWS rows, those of one tensor together; return their bytes."""
+        message = bulk.FetchRows(
+            request=next(self._numbers),
+            model_id=self._model_id,
+            tables=[
+                bulk.RowNumbers(tensor, b"".join(row.number.to_bytes(8, "little") for row in some))
+                for tensor, some in groupby(rows, key=attrgetter("tensor"))
+            ],
+        )
+        self._send(message)
+        found, n_bytes = bytearray(), sum(row.n_bytes for row in rows)
+        while len(found) < n_bytes:
+            found += await self.piece(message.request, n_bytes - len(found))
+        return found
 
 
 class AdapterClient(BulkAsker):
@@ -353,6 +371,33 @@ class BulkServer:
                     await disk.run(partial(model.digest, name.tensor, name.part)) for name in parts
                 ]
                 link.send(bulk.bulk_frame(bulk.Digests(request=request, sha256=digests)))
+            case bulk.FetchRows():
+                await self._send_rows(link, message, model)
+
+    async def _send_rows(self, link: Link, ask: bulk.FetchRows, model: OpenModel) -> None:
+        """Send rows that a step waits for: at no rate."""
+        if any(len(table.numbers) % 8 for table in ask.tables):
+            raise errors.RemoteProtocolError("numbers of rows have 8 bytes each")
+        numbers = [[n for (n,) in iter_unpack("<Q", table.numbers)] for table in ask.tables]
+        if (n_rows := sum(map(len, numbers))) > bulk.MAX_ROWS:
+            raise errors.UsageError(f"{n_rows} rows at a time, at most {bulk.MAX_ROWS} are given")
+        found = [
+            place
+            for table, own in zip(ask.tables, numbers, strict=True)
+            for place in model.rows(table.tensor, own)
+        ]
+        step = max(1, PIECE_BYTES // max((n_bytes for *_, n_bytes in found), default=1))
+        for begin in range(0, len(found), step):
+            read = partial(model.files.read_all, found[begin : begin + step])
+            data = await self.disk.run(model.checkpoint.folder, read)
+            await self._send_all(link, ask.request, data)
+
+    async def _send_all(self, link: Link, request: int, data: Buffer) -> None:
+        """Send bytes that somebody waits for, piece by piece."""
+        for at in range(0, len(data), PIECE_BYTES):
+            piece = bulk.Piece(request=request)
+            link.send(bulk.bulk_frame(piece, data[at : at + PIECE_BYTES]))
+            await link.drain()
 
     async def _send(
         self, link: Link, request: int, model: OpenModel, file: str, offset: int, n_bytes: int
@@ -395,11 +440,7 @@ class BulkServer:
         for begin, end in parts:
             data = await read(begin, end)
             digest.update(data)
-            for at in range(0, len(data), PIECE_BYTES):
-                link.send(
-                    bulk.bulk_frame(bulk.Piece(request=ask.request), data[at : at + PIECE_BYTES])
-                )
-                await link.drain()
+            await self._send_all(link, ask.request, data)
         link.send(bulk.bulk_frame(bulk.KvSent(request=ask.request, sha256=digest.hexdigest())))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from shardnet.checkpoint.replica import TensorPart
 from shardnet.errors import PlanError
@@ -20,7 +21,8 @@ class ReplicaSource:
     """The model that a node has at a path or under an id: `model_id` "" for none.
 
     `is_complete`: a whole checkpoint folder, not a replica with some parts, which has all of
-    `layers`.
+    `layers`, and all but their tables of `but_tables`. `room_bytes` of others fit its disk, None
+    where that is not known.
     """
 
     node: NodeId
@@ -29,15 +31,24 @@ class ReplicaSource:
     model_id: str
     is_complete: bool
     layers: tuple[LayerRange, ...] = ()
+    but_tables: tuple[LayerRange, ...] = ()
+    room_bytes: int | None = None
 
-    def lacking_bytes(self, model_id: str, layer_bytes: Sequence[int]) -> tuple[int, ...]:
-        """Return how much of each layer the node lacks; () for nothing."""
+    def lacking_bytes(
+        self, model_id: str, layer_bytes: Sequence[int], table_bytes: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        """Return how much of each layer the node lacks, of its tables too; () for nothing."""
         if self.model_id == model_id and self.is_complete:
             return ()
-        held = set[int]()
+        held, but_tables = set[int](), set[int]()
         if self.model_id == model_id:
             held.update(*self.layers)
-        return tuple(0 if layer in held else size for layer, size in enumerate(layer_bytes))
+            but_tables.update(*self.but_tables)
+        sizes = enumerate(zip_longest(layer_bytes, table_bytes, fillvalue=0))
+        return tuple(
+            0 if layer in held else table if layer in but_tables else size
+            for layer, (size, table) in sizes
+        )
 
 
 def check_same_model(sources: Sequence[ReplicaSource]) -> None:

@@ -17,7 +17,16 @@ from pathlib import Path
 
 from shardnet.checkpoint.hub_cache import HubName
 from shardnet.checkpoint.model_names import is_path
-from shardnet.checkpoint.replica import Replica, begin_replica, check_heads, lay_out, range_tensors
+from shardnet.checkpoint.replica import (
+    NO_LAYERS,
+    Replica,
+    begin_replica,
+    check_heads,
+    lay_out,
+    range_tensors,
+    table_tensors,
+)
+from shardnet.checkpoint.tensors.stored_tensor import StoredRow
 from shardnet.cluster.machine.folders import ADAPTERS_FOLDER
 from shardnet.cluster.peers.control_link import ControlLink
 from shardnet.cluster.peers.peers import Peers
@@ -25,12 +34,14 @@ from shardnet.cluster.sharing import bulk_client
 from shardnet.cluster.sharing.adapter_sharing import AdapterSharing
 from shardnet.cluster.sharing.fetching import Fetch
 from shardnet.cluster.sharing.replica_sources import ReplicaSource, agreed
+from shardnet.cluster.sharing.table_rows import TableRows
 from shardnet.cluster.store.adapter_store import AdapterStore
 from shardnet.cluster.store.disk_jobs import DiskJobs, DiskPlace
 from shardnet.cluster.store.local_models import LocalModels
 from shardnet.cluster.store.model_cache import ModelCache, ModelUse
 from shardnet.errors import (
     BusyError,
+    CapacityError,
     CheckpointError,
     LinkError,
     PeerFailedError,
@@ -85,6 +96,8 @@ class Sharing:
         store = AdapterStore(self.cache.folder / ADAPTERS_FOLDER)
         self.adapters = AdapterSharing(store, self.dial, self.disk)
         """Finds LoRA adapters here, and fetches them."""
+        self.rows = TableRows(dial=self.dial)
+        """Asks other nodes for rows of tables that do not fit this one's disk."""
         self.server = bulk_client.BulkServer(
             self._models, self.disk, self.rate, time.monotonic, store, self.kv
         )
@@ -100,12 +113,22 @@ class Sharing:
         facts = await self._at(message.model)
         if message.model_id and (facts is None or not facts.is_complete):
             facts = await self._by_id(message.model_id)
+        stored = facts.layers if facts is not None and not facts.is_complete else NO_LAYERS
         return ModelIdentity(
             request=message.request,
             model_id=facts.model_id if facts is not None else "",
             complete=facts is not None and facts.is_complete,
-            layers=_held(facts) if facts is not None and not facts.is_complete else [],
+            layers=_ranges(stored.held),
+            but_tables=_ranges(stored.but_tables),
+            room_bytes=await self._room_bytes(message.model_id, facts),
         )
+
+    async def _room_bytes(self, model_id: str, facts: ModelFacts | None) -> int | None:
+        """Return how much more of a model fits this disk; None where all is here, or unknown."""
+        if model_id and (facts is None or not facts.is_complete):
+            with contextlib.suppress(ShardnetError):  # loading will say what is wrong with it
+                return await self._in_cache.run(partial(self.cache.room_bytes, model_id))
+        return None
 
     def check_hello(self, hello: Hello) -> None:
         """Raise BusyError for a bulk link if there are too many."""
@@ -130,6 +153,7 @@ class Sharing:
 
     async def close(self) -> None:
         """Close all bulk links, and wait up to CLOSE_S for disk writes."""
+        self.rows.close()
         await asyncio.gather(*(link.close() for link in [*self._links]))
         async with at_most(CLOSE_S):
             while self._n_at_work:
@@ -306,6 +330,8 @@ class Sharing:
                 model_id=facts.model_id,
                 is_complete=facts.is_complete,
                 layers=facts.layers.held,
+                but_tables=facts.layers.but_tables,
+                room_bytes=await self._room_bytes(facts.model_id, facts),
             )
         return await self._ask(await self.control(node), model, facts.model_id, node.address)
 
@@ -339,6 +365,8 @@ class Sharing:
             model_id=answer.model_id,
             is_complete=answer.complete,
             layers=tuple(LayerRange(*layers) for layers in answer.layers),
+            but_tables=tuple(LayerRange(*layers) for layers in answer.but_tables),
+            room_bytes=answer.room_bytes,
         )
 
     # --- fetching
@@ -413,8 +441,7 @@ class Sharing:
                 check_layers(replica.checkpoint.config, layers)
                 if order.form.mtp:
                     replica.checkpoint.use_mtp()
-                tensors = range_tensors(replica.checkpoint, layers)
-                await self._make_room(replica.lacking_bytes(tensors), order.form.model_id)
+                tensors = await self._make_room(replica, layers, order)
                 fetched = await Fetch(
                     model_id=order.form.model_id,
                     replica=replica,
@@ -432,11 +459,35 @@ class Sharing:
                 f"{', '.join(fetched.sources)} in {time.monotonic() - began:.1f} s"
             )
 
-    async def _make_room(self, n_bytes: int, model_id: str) -> None:
-        if n_bytes:
-            room = partial(self.cache.make_room, n_bytes, keep=model_id)
-            for model in await self._in_cache.run(room):
-                self.log(f"deleted {model.name or model.model_id[:12]} from the cache for room")
+    async def _make_room(self, replica: Replica, layers: LayerRange, order: LoadStage) -> list[str]:
+        """Make room for a stage's tensors; return which are to be fetched.
+
+        Tables for which there is none stay at the other nodes, which give their rows.
+        """
+        model_id, tensors = order.form.model_id, range_tensors(replica.checkpoint, layers)
+        n_bytes = replica.lacking_bytes(tensors)
+        if not n_bytes:
+            return tensors
+        is_cut = any(len(part.devices) > 1 for part in order.parts)  # by processes without links
+        tables = {} if is_cut else table_tensors(replica.checkpoint, layers)
+        room = partial(self.cache.make_room, keep=model_id)
+        try:
+            deleted = await self._in_cache.run(partial(room, n_bytes))
+        except CapacityError:
+            if not replica.lacking_bytes(tables):
+                raise
+            tensors = [name for name in tensors if name not in tables]
+            deleted = await self._in_cache.run(partial(room, replica.lacking_bytes(tensors)))
+            firsts = [StoredRow(t.name, 0, t.size_bytes // t.shape[0]) for t in tables.values()]
+            await self.rows.begin(model_id, order.sources, firsts)
+            table_bytes = sum(table.size_bytes for table in tables.values())
+            self.log(
+                f"{table_bytes / 2**20:.1f} MiB of tables of {order.form.model} do not fit this "
+                "disk: their rows are asked for at other nodes"
+            )
+        for model in deleted:
+            self.log(f"deleted {model.name or model.model_id[:12]} from the cache for room")
+        return tensors
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -451,8 +502,8 @@ class Sharing:
                 self._idle = asyncio.Event()
 
 
-def _held(facts: ModelFacts) -> list[tuple[int, int]]:
-    return [(layers.start, layers.end) for layers in facts.layers.held][:MAX_STAGES]
+def _ranges(ranges: Sequence[LayerRange]) -> list[tuple[int, int]]:
+    return [(layers.start, layers.end) for layers in ranges][:MAX_STAGES]
 
 
 def _not_found(

@@ -12,9 +12,9 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, get_type_hints
 
@@ -26,11 +26,11 @@ from shardnet.checkpoint.checkpoint import Checkpoint
 from shardnet.checkpoint.formats.gguf_header import gguf_files
 from shardnet.checkpoint.hub_cache import cache_root, pulled_models
 from shardnet.checkpoint.model_names import FoundModel
-from shardnet.checkpoint.replica import TensorFiles, TensorPart, part_of
+from shardnet.checkpoint.replica import TensorFiles, TensorPart, part_of, table_tensors
 from shardnet.checkpoint.replica_journal import JOURNAL_FILE, FileStamp
 from shardnet.checkpoint.tensors.checkpoint_files import find_file, folder_entries, open_file
 from shardnet.checkpoint.tensors.manifest import is_blob
-from shardnet.checkpoint.tensors.stored_tensor import AGAIN
+from shardnet.checkpoint.tensors.stored_tensor import AGAIN, StoredTensor
 from shardnet.cluster.store.disk_jobs import DiskJobs
 from shardnet.cluster.store.model_cache import ModelCache, ModelUse
 from shardnet.errors import CheckpointError, ShardnetError, UnsupportedModelError
@@ -39,6 +39,7 @@ from shardnet.guard.helper_process import HelperProcess, JobFailedError, JobLimi
 from shardnet.model.families.registry import parse_config
 from shardnet.runtime.loading.model_facts import ModelFacts, Stamp, find_folder, identify, stamp
 from shardnet.threads import DaemonThreads
+from shardnet.types import LayerRange
 
 OWN_STORE: Final = "shardnet"
 REPLICA_STORE: Final = "other nodes"
@@ -382,6 +383,26 @@ class OpenModel:
         if self._digests is not None:
             return self._digests.digest(part, self.files)
         return self._journalled(part)
+
+    def rows(self, tensor: str, numbers: Sequence[int]) -> list[tuple[str, int, int]]:
+        """Locate rows of a table that is looked up in: (file, offset, bytes) each.
+
+        Raises CheckpointError if it is none, has not so many, or is not stored here.
+        """
+        info = self._tables.get(tensor)
+        what = f"tensor {tensor} of model {self.checkpoint.model_id[:12]}"
+        if info is None:
+            raise CheckpointError(f"{what} is no table in which rows are looked up")
+        if self.checkpoint.missing([tensor]):
+            raise CheckpointError(f"{what} is not here")
+        n_bytes = info.size_bytes // info.shape[0]
+        if max(numbers, default=0) >= info.shape[0]:
+            raise CheckpointError(f"{what} has {info.shape[0]} rows, and no {max(numbers)}")
+        return [(info.file, info.offset + number * n_bytes, n_bytes) for number in numbers]
+
+    @cached_property
+    def _tables(self) -> dict[str, StoredTensor]:
+        return table_tensors(self.checkpoint, LayerRange(0, self.checkpoint.config.n_layers))
 
     def close(self) -> None:
         """Close the files, and allow the replica to be deleted."""

@@ -215,19 +215,7 @@ class ModelCache:
         nothing, if that is not enough, CheckpointError if the folder cannot be read.
         """
         self._sweep()
-        models = self.models()
-        used = sum(model.size_bytes for model in models)
-        try:
-            free = shutil.disk_usage(self._models).free
-        except OSError as error:
-            raise disk_error(error, self._models) from error
-        share = DiskShare.of(DEFAULT_SHARE_OF_DISK, used_bytes=used, free_bytes=free)
-        if self._limit_bytes is not None:
-            share.limit_bytes = self._limit_bytes
-
-        unused = [m for m in reversed(models) if m.model_id != keep and not m.in_use]
-        spare = sum(model.size_bytes for model in unused)
-        with_all = replace(share, used_bytes=used - spare, free_bytes=free + spare)
+        share, with_all, unused = self._share(keep)
         self._check_room(with_all, n_bytes)  # else all would be deleted in vain
 
         def delete(model: CachedModel) -> int | None:
@@ -241,6 +229,27 @@ class ModelCache:
         deleted = share.evict(n_bytes, unused, delete)
         self._check_room(share, n_bytes)
         return deleted
+
+    def room_bytes(self, keep: str) -> int:
+        """Return how many bytes `make_room` can make room for. Raises CheckpointError as that."""
+        _, share, _ = self._share(keep)
+        return max(0, min(share.free_bytes, share.limit_bytes - share.used_bytes))
+
+    def _share(self, keep: str) -> tuple[DiskShare, DiskShare, list[CachedModel]]:
+        """Return the share of replicas now, that without the ones that may go, and these."""
+        models = self.models()
+        used = sum(model.size_bytes for model in models)
+        try:
+            there = next(one for one in (self._models, *self._models.parents) if one.exists())
+            free = shutil.disk_usage(there).free
+        except OSError as error:
+            raise disk_error(error, self._models) from error
+        share = DiskShare.of(DEFAULT_SHARE_OF_DISK, used_bytes=used, free_bytes=free)
+        if self._limit_bytes is not None:
+            share.limit_bytes = self._limit_bytes
+        unused = [m for m in reversed(models) if m.model_id != keep and not m.in_use]
+        spare = sum(model.size_bytes for model in unused)
+        return share, replace(share, used_bytes=used - spare, free_bytes=free + spare), unused
 
     def _check_room(self, share: DiskShare, n_bytes: int) -> None:
         """Raise CapacityError if `n_bytes` more do not fit within the limit and on the disk."""

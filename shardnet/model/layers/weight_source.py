@@ -36,6 +36,16 @@ class Table(Protocol):
         """Look up the rows `ids` [T], integers on the table's device: a new tensor [T, E]."""
 
 
+class StoredTable(Table, Protocol):
+    """A table whose rows stay where they are stored."""
+
+    def bring(self, texts: Sequence[tuple[Tensor, int]]) -> None:
+        """Have what a step needs come at once for all tables of a stage, if it has to come far.
+
+        `texts` are its token ids with some before them, and how many these are.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class PlainTable:
     """A table in the compute dtype."""
@@ -92,7 +102,7 @@ class WeightSource(Protocol):
     def table(self, name: str) -> Table:
         """Return `NAME.weight` to look up rows in."""
 
-    def stored_table(self, *names: str, rows_of: RowsOf) -> Table:
+    def stored_table(self, *names: str, rows_of: RowsOf) -> StoredTable:
         """Return the rows of all `NAME.weight`, to look up where they are stored.
 
         They are not loaded: what is looked up is read from the file each time, and before that

@@ -168,11 +168,12 @@ class NgramSublayer:
         states = [step.kv.state(span.slot, index) for span in step.spans]
         befores = [state.at_end.features for state in states]  # [B, N x E and digits]
         spans = list(zip(step.spans, befores, strict=True))
-        rows = [
-            own.hashes(torch.cat((self._ids(before), ids[span.start : span.end])))
-            for span, before in spans
+        texts = [
+            torch.cat((self._ids(before), ids[span.start : span.end])) for span, before in spans
         ]
-        gated = own.gated(hidden, torch.cat(rows)).to(hidden.dtype)
+        own.table.bring([(text, own.hashes.config.longest - 1) for text in texts])
+        rows = torch.cat([own.hashes(text) for text in texts])
+        gated = own.gated(hidden, rows).to(hidden.dtype)
         new = torch.cat((own.norm_conv(gated).flatten(1), to_digits(step.token_ids + 1, gated)), 1)
         given = [torch.cat((before, new[span.start : span.end])) for span, before in spans]
         convolved = [

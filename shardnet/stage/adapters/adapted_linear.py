@@ -29,7 +29,13 @@ from shardnet.model.kernels.linear import (
     make_linear,
 )
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.weight_source import LinearOptions, RowsOf, Table, WholeSource
+from shardnet.model.layers.weight_source import (
+    LinearOptions,
+    RowsOf,
+    StoredTable,
+    Table,
+    WholeSource,
+)
 from shardnet.model.shards.cut import Axis
 from shardnet.types import DType
 
@@ -243,7 +249,7 @@ class AdaptedWeights:
         """See WeightSource."""
         return self.weights.table(name)
 
-    def stored_table(self, *names: str, rows_of: RowsOf) -> Table:
+    def stored_table(self, *names: str, rows_of: RowsOf) -> StoredTable:
         """See WeightSource."""
         return self.weights.stored_table(*names, rows_of=rows_of)
 

@@ -18,6 +18,8 @@ from shardnet.wire.framing.frames import Buffer, Frame, FrameKind
 
 MAX_FILES: Final = 4096
 MAX_DIGESTS: Final = 256
+MAX_ROWS: Final = 1 << 14
+MAX_TABLES: Final = 4096
 
 MAX_RANGES: Final = 1 << 16
 MAX_WHEEL_BYTES: Final = 256 << 20
@@ -91,6 +93,23 @@ class Digests(schema.Numbered, frozen=True, kw_only=True):
     sha256: Annotated[list[Digest | None], Meta(max_length=MAX_DIGESTS)]
 
 
+class RowNumbers(Row, frozen=True, array_like=True):
+    """Rows of a stored tensor: their numbers, u64 little-endian."""
+
+    tensor: TensorName
+    numbers: Annotated[bytes, Meta(max_length=8 * MAX_ROWS)]
+
+
+class FetchRows(schema.Numbered, frozen=True, kw_only=True):
+    """Ask for at most MAX_ROWS rows of tables that are looked up in. Answered by Piece frames.
+
+    They are as they are stored, one behind the other.
+    """
+
+    model_id: Digest
+    tables: Annotated[list[RowNumbers], Meta(max_length=MAX_TABLES)]
+
+
 class FetchAdapter(schema.Numbered, frozen=True, kw_only=True):
     """Ask for one layer's part of a LoRA adapter. Answered by Piece frames."""
 
@@ -159,7 +178,7 @@ class Refused(schema.Numbered, frozen=True, kw_only=True):
     message: schema.Explanation
 
 
-WeightsRequest = FetchSkeleton | FetchHead | FetchPart | FetchDigests
+WeightsRequest = FetchSkeleton | FetchHead | FetchPart | FetchDigests | FetchRows
 BulkRequest = WeightsRequest | FetchAdapter | FetchKv | OfferWheel
 BulkMessage = BulkRequest | Skeleton | Piece | Digests | KvRows | KvSent | WheelState | Refused
 

@@ -49,6 +49,7 @@ class Capability(enum.StrEnum):
     THOUGHTS = "thoughts", "budgets of reasoning"
     HOUSEHOLD = "household", "several models of a household"
     READ_AHEAD = "read-ahead", "what a whole prompt looks up in files"
+    TABLE_ROWS = "table-rows", "how rows of tables are given to other nodes"
 
     def __new__(cls, name: str, what: str) -> Self:
         """Take the name for the value."""

@@ -239,14 +239,17 @@ class ModelIdentity(schema.Reply, frozen=True, kw_only=True):
     """Answers IdentifyModel. `model_id` is hexadecimal SHA-256, "" for nothing there.
 
     `complete`: it is a checkpoint folder with every tensor, not parts that came from other nodes.
-    `layers` are ranges of which it has every tensor, where it is not. `sample` is not used any
-    more: the id has it.
+    `layers` are ranges of which it has every tensor, where it is not, `but_tables` those of which
+    only tables lack; then `room_bytes` more of it fit the disk. `sample` is not used any more: the
+    id has it.
     """
 
     model_id: schema.DigestOrNone
     complete: bool
     sample: schema.DigestOrNone = ""
     layers: Annotated[list[schema.Layers], Meta(max_length=schema.MAX_STAGES)] = []
+    but_tables: Annotated[list[schema.Layers], Meta(max_length=schema.MAX_STAGES)] = []
+    room_bytes: schema.Count | None = None
 
 
 MAX_GRACE_S: Final = 365 * 86_400

@@ -129,7 +129,8 @@ class PlannedStage(Report, frozen=True, kw_only=True):
     """One stage of a plan: its memory, compute and way to the next stage as predicted.
 
     `streamed_layers` of its layers are streamed from disk, where tables of `looked_up_bytes` stay
-    whose rows are read as tokens need them. `fetch_bytes` have to be fetched first,
+    whose rows are read as tokens need them; with `rows_from`, one of these nodes is asked for them.
+    `fetch_bytes` have to be fetched first,
     from other nodes, `fetch_from` among them; `fetch_s` is null where that was not measured. The
     node computes in `dtype`, with linear weights in `weight_dtype` where they are not quantised,
     and sends in `wire_dtype`, "" from the tail. Stages of equal `arithmetic` give equal bits. The
@@ -161,6 +162,7 @@ class PlannedStage(Report, frozen=True, kw_only=True):
     parts: Annotated[list[PlannedPart], Meta(max_length=schema.MAX_DEVICES)] = []
     parts_why: schema.Explanation = ""
     looked_up_bytes: schema.Count = 0
+    rows_from: Annotated[list[schema.Name], Meta(max_length=schema.MAX_STAGES)] = []
     working_bytes: schema.Count = 0
 
 

@@ -310,6 +310,10 @@ def test_what_is_looked_up_on_disk_is_told_beside_what_is_in_memory() -> None:
     assert "KV cache 1.0 MiB, looks up 5120.0 MiB of tables on its disk, compute" in lines[2]
     assert "looks up" not in lines[3]
     assert [stage["looked_up_bytes"] for stage in plan_json(plan)["stages"]] == [5 * 2**30, 0]
+    there = msgspec.structs.replace(first, rows_from=["bert", "cleo"])
+    plan = msgspec.structs.replace(PLAN, stages=[there, PLAN.stages[1]])
+    assert "looks up 5120.0 MiB of tables at bert or cleo, " in plan_text(plan).splitlines()[2]
+    assert [stage["rows_from"] for stage in plan_json(plan)["stages"]] == [["bert", "cleo"], []]
 
 
 def test_what_was_measured_while_busy_is_marked() -> None:

@@ -542,6 +542,7 @@ def test_what_is_made_ready_for_a_head_goes_with_it(stands_for: str) -> None:
         stage = SimpleNamespace(order=STAGE_ORDER, weight_bytes=1, room_blocks=1, load_s=0.0)
         stage.kernel, stage.exact_rows = "", 1
         stage.arithmetic, stage.shares_blocks, stage.room_states = "", False, 0
+        stage.parts, stage.tables = (), ()
         host = mock.Mock(prepare=mock.AsyncMock(return_value=(stage, False)))
         host.weight_bytes_by_device = [0]
         sharing = mock.Mock(folder=mock.AsyncMock(return_value=Path("/m")))

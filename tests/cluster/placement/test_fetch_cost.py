@@ -71,3 +71,22 @@ def test_without_anything_to_fetch_nothing_changes() -> None:
     assert [stage.node for stage in place(shape(), nodes, equal_links(nodes)).stages] == [
         "id-lacking"
     ]
+
+
+def test_tables_that_do_not_fit_the_disk_are_not_fetched() -> None:
+    """They are where all that lacks of the stage is more than there is room for."""
+    node = replace(lacking(9), table_bytes=(GB, 0) * 4, room_bytes=7 * GB)
+    ends = (0, 2, 4, 8)
+    ranges = [LayerRange(*ends[n : n + 2]) for n in range(3)]
+    assert [node.fetch_bytes(layers) for layers in ranges] == [4 * GB, 4 * GB, 6 * GB]
+    nodes = [HOLDER, node]
+    split = [LayerRange(0, 4), LayerRange(4, 8)]
+    stages = place_exactly(shape(), nodes, split, equal_links(nodes)).stages
+    assert [stage.fetch_bytes for stage in stages] == [0, 6 * GB]
+    assert [stage.asks_rows for stage in stages] == [False, True]
+    for other in (replace(node, room_bytes=None), replace(node, table_bytes=())):
+        assert other.fetch_bytes(split[1]) == 8 * GB
+    nodes = [HOLDER, replace(node, table_bytes=LAYERS)]
+    assert [stage.node for stage in place(shape(), nodes, equal_links(nodes)).stages] == [
+        "id-lacking"
+    ], "it has nothing to fetch, and is a tenth faster"

@@ -73,6 +73,11 @@ def test_what_a_node_lacks_is_counted_by_layer() -> None:
     sizes = (40, 10, 10, 30)
     assert holder("whole").lacking_bytes(ONE, sizes) == ()
     assert NOTHING.lacking_bytes(ONE, sizes) == sizes
+    partly = replace(holder("partly"), is_complete=False, but_tables=(LayerRange(0, 2),))
+    partly = replace(partly, layers=(LayerRange(1, 2),))
+    tables = tuple(size // 2 for size in sizes)
+    assert partly.lacking_bytes(ONE, sizes, tables) == (tables[0], 0, *sizes[2:])
+    assert partly.lacking_bytes(OTHER, sizes, tables) == sizes
     assert holder("other", OTHER).lacking_bytes(ONE, sizes) == sizes
     part = replace(holder("part", complete=False), layers=(LayerRange(0, 1), LayerRange(2, 3)))
     assert part.lacking_bytes(ONE, sizes) == (0, 10, 0, 30)

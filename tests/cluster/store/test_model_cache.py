@@ -95,6 +95,7 @@ def test_room_is_made_by_deleting_what_was_used_longest_ago(tmp_path: Path) -> N
     use = cache.use(B)
     os.utime(tmp_path / "models" / f"{B}.lock", (1, 1))
     assert cache.make_room(MIB // 2, keep=A) == []
+    assert cache.room_bytes(keep=A) >= 3 * MIB // 2
     deleted = cache.make_room(3 * MIB // 2, keep=A)
     assert [model.model_id for model in deleted] == [C], "B is older, and in use"
     with pytest.raises(CapacityError, match="raise --cache-limit"):

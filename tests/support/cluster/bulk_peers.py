@@ -23,15 +23,16 @@ from shardnet.errors import PeerUnreachableError, ShardnetError
 from shardnet.transport.link import Link
 from shardnet.transport.memory import memory_pair
 from shardnet.wire.messages.bulk import BulkMessage, bulk_frame, read_bulk
-from shardnet.wire.messages.handshake import Hello, PeerRole, Purpose
+from shardnet.wire.messages.handshake import Capability, Hello, PeerRole, Purpose
 
 Serve = Callable[[Link], Awaitable[None]]
 Script = Callable[[BulkMessage], list[tuple[BulkMessage, bytes]] | None]
 """Gives the answers to a request; None ends the link."""
 
 
-def hello(name: str) -> Hello:
-    return Hello(purpose=Purpose.BULK, role=PeerRole.NODE, node=name, name=name, version="0")
+def hello(name: str, role: PeerRole = PeerRole.NODE) -> Hello:
+    own = {"node": name, "name": name, "version": "0"}
+    return Hello(purpose=Purpose.BULK, role=role, capabilities=[*Capability], **own)
 
 
 class Sources:
@@ -66,12 +67,12 @@ class Sources:
 
         self.serves[name] = serve
 
-    async def dial(self, name: str) -> Link:
+    async def dial(self, name: str, role: PeerRole = PeerRole.NODE) -> Link:
         """Open a bulk link to a source."""
         self.dialled.append(name)
         if name not in self.serves:
             raise PeerUnreachableError(f"nothing answers at {name}")
-        near, far = await memory_pair(hello("near"), hello(name))
+        near, far = await memory_pair(hello("near", role), hello(name))
         self._tasks.create_task(self._serve(name, far))
         return near
 
