@@ -35,11 +35,12 @@ from shardnet.model.kernels.linear import probe
 from shardnet.model.kernels.panel_linear import PanelLinear
 from shardnet.model.kernels.panels import Panels
 from shardnet.model.layers.norms import Norm
-from shardnet.model.layers.weight_source import PanelTable, RowsOf
+from shardnet.model.layers.weight_source import PanelTable, RowsOf, StoredTable
 from shardnet.model.shards.cut import Axis
 from shardnet.stage.packs.pack_writer import PackWriter
 from shardnet.stage.stage_model import StageModel
 from shardnet.stage.streaming.layer_stream import LayerStream
+from shardnet.stage.synthetic_model import SomeRows
 from shardnet.types import Arith, DType, LayerRange, blocks_for
 
 CPU = torch.device("cpu")
@@ -178,9 +179,9 @@ class HollowWeights:
         panels = self._panels(GGUF_FORMS["Q4_K"], *self._shapes[f"{name}.weight"])
         return PanelTable(panels, torch.float32)
 
-    def stored_table(self, *names: str, rows_of: RowsOf) -> PanelTable:
+    def stored_table(self, *names: str, rows_of: RowsOf) -> StoredTable:
         """See WeightSource."""
-        return self.table(names[0])
+        return SomeRows(self.table(names[0]))
 
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """See WeightSource."""
