@@ -9,17 +9,7 @@ from typing import Any
 
 from msgspec import structs
 
-from shardnet.types import (
-    U32,
-    Digest,
-    DType,
-    KvDTypeName,
-    PathText,
-    Positions,
-    Quant,
-    Strict,
-    WireDType,
-)
+from shardnet.types import Digest, DType, KvDTypeName, PathText, Positions, Quant, Strict, WireDType
 
 
 class StageOptions(Strict, frozen=True, kw_only=True):
@@ -54,15 +44,13 @@ class StageOptions(Strict, frozen=True, kw_only=True):
 class StageForm(StageOptions, frozen=True, kw_only=True):
     """The options of a ring's stages, and what its plan has settled on.
 
-    Parts travel between the nodes of one stage in `gather_dtype`, None for their own dtype. Rows
-    have `border_width` columns at a border between stages, 0 for as many as each stage says.
+    Parts travel between the nodes of one stage in `gather_dtype`, None for their own dtype.
     """
 
     model_id: Digest
     dtype: DType
     context: Positions
     gather_dtype: WireDType | None = None
-    border_width: U32 = 0
 
     @classmethod
     def of(cls, options: StageOptions, **settled: Any) -> StageForm:

@@ -101,7 +101,8 @@ def test_weights_go_from_one_to_the_other(both: Both, parrots: Parrots, holder: 
     )
     nodes = (both.new, both.old) if holder == "old" else (both.old, both.new)
     alone = both.new_machine.call(*asked[:4], "--model", str(model), "--nodes", ring(both.new))
-    assert both.new_machine.call(*asked, "--nodes", ring(*nodes)).stdout == alone.stdout
+    told = both.new_machine.call(*asked, "--nodes", ring(*nodes))
+    assert told.stdout == alone.stdout, told.stderr
     other = both.new_machine if holder == "old" else both.old_machine
     assert json.loads(other.run("cache", "ls", "--json").stdout)
 

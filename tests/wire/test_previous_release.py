@@ -20,6 +20,17 @@ RELEASED = Path(__file__).parents[1] / "golden" / "release_messages.txt"
 WIDENED: Final[dict[str, str]] = {}
 """Fields whose type takes more than in the release before, and the capability that tells it."""
 
+GUARDED: Final = {
+    "SamplingParams": Capability.SAMPLERS,
+    "PlanRequest": Capability.WHAT_IF,
+    "LeaveRing": Capability.UPDATE,
+    "Generate": Capability.THOUGHTS,
+    "LoadStage": Capability.BORDER_WIDTH,
+}
+"""Messages that the release before refuses with a key more, and the capability without which none
+is sent.
+"""
+
 
 def split(fields: str) -> dict[str, str]:
     """The fields of a row, each with its type and default; "?" stands for that of an optional."""
@@ -57,6 +68,22 @@ def test_messages_are_those_of_the_release_before_and_more() -> None:
     before = {name: fields for name, _, fields in (row.partition(" | ") for row in rows)}
     assert len(before) > 100
     assert changes(before, {name: fields_of(kind) for name, kind in STRUCTS.items()}) == []
+
+
+def test_what_refuses_other_keys_has_further_ones_only_by_a_capability() -> None:
+    rows = RELEASED.read_text(encoding="utf-8").splitlines()
+    before = {name: fields for name, _, fields in (row.partition(" | ") for row in rows)}
+    grown = {
+        name
+        for name, kind in STRUCTS.items()
+        if kind.__struct_config__.forbid_unknown_fields
+        and name in before
+        and split(fields_of(kind)).keys() > split(before[name]).keys()
+    }
+    assert grown == {*GUARDED}
+    section = DOCUMENT.read_text(encoding="utf-8").split("**Releases.**")[1].split("```")[0]
+    for name, capability in GUARDED.items():
+        assert re.search(rf"^\| `{capability}` \|.*{name}", section, re.MULTILINE), name
 
 
 def test_a_change_that_a_release_before_would_stumble_over_is_seen() -> None:

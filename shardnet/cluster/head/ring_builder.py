@@ -141,7 +141,6 @@ def ring_spec(plan: Plan) -> RingSpec:
             dtype=plan.dtype,
             context=plan.context,
             gather_dtype=plan.gather_dtype,
-            border_width=plan.facts.config.row_width,
         ),
         stamp=plan.facts.stamp,
         addresses=tuple(node.address for node in plan.nodes),

@@ -324,6 +324,7 @@ class StageOrders:
             n_nodes=len(message.shard_nodes) or 1,
             shares=tuple(message.shares),
             adapters=adapters,
+            border_width=message.border_width,
         )
         if len(parts) == 1:
             return order.on(parts[0])

@@ -39,6 +39,7 @@ from shardnet.wire.framing.schema import MAX_NAME
 from shardnet.wire.messages.control import Done
 from shardnet.wire.messages.diagnostics import PressureState
 from shardnet.wire.messages.generation import Unload
+from shardnet.wire.messages.handshake import Capability
 from shardnet.wire.messages.membership import DeviceInfo, NodeInfo, StageInfo
 from shardnet.wire.messages.stages import Drain, DropWarm, LeaveRing
 
@@ -159,6 +160,8 @@ class NodeDrain:
         control = self.link_of(NodeId(membership.owner))
         if control is None:  # it is dialled again, or lost
             return False
+        if control.link.peer.lacking(Capability.UPDATE):
+            pauses_s = 0.0  # it does not know that nodes come back
         message = LeaveRing(request=0, ring=membership.ring, why=why, returns_s=pauses_s)
         try:
             await control.ask(message, Done, on_progress=lambda report: None)

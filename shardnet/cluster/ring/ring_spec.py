@@ -81,6 +81,7 @@ class RingSpec:
             rank=rank,
             n_stages=len(self.layers),
             form=self.form.of_stage(is_first=rank == 0, is_cut=spans),
+            border_width=self.config.row_width,
             layers=(self.layers[rank].start, self.layers[rank].end),
             n_streamed=self.n_streamed[rank],
             wire_dtype=[*self.wires, own][rank],

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from shardnet.cluster.member.kv_orders import SOON, Order, StageAnswers
 from shardnet.cluster.member.stage_host import StageHost
 from shardnet.cluster.member.stage_orders import PhaseProgress, StageOrders
@@ -144,6 +146,8 @@ class RemotePort:
 
     async def load(self, message: LoadStage, on_progress: PhaseProgress) -> StageReady:
         """Ask the peer, and pass its progress on."""
+        if self.first_control.link.peer.lacking(Capability.BORDER_WIDTH):
+            message = replace(message, border_width=0)
         return await self._control.ask(
             message,
             StageReady,

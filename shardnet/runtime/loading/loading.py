@@ -93,9 +93,9 @@ def _check_order(order: StageOrder, config: ModelConfig) -> None:
             f"{config.max_positions} positions at most",
             remedy="lower --context",
         )
-    if order.form.border_width not in (0, config.row_width):
+    if order.border_width not in (0, config.row_width):
         raise UsageError(
-            f"rows of {order.form.border_width} columns were ordered between stages, and here the "
+            f"rows of {order.border_width} columns were ordered between stages, and here the "
             f"model's have {config.row_width}",
             remedy="run the same release of shardnet, and of transformers, on all nodes",
         )

@@ -78,6 +78,8 @@ class StageOrder:
     parts: tuple[StagePart, ...] = ()
     """Which layers are on which device, where they are not all on one."""
     adapters: tuple[StageAdapter, ...] = ()
+    border_width: int = 0
+    """How many columns rows have between stages, 0 for as many as the stage says."""
 
     def opened(self) -> Checkpoint:
         """Open its checkpoint. Raises CheckpointError, UnsupportedModelError for unknown keys."""

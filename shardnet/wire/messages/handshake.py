@@ -50,6 +50,7 @@ class Capability(enum.StrEnum):
     HOUSEHOLD = "household", "several models of a household"
     READ_AHEAD = "read-ahead", "what a whole prompt looks up in files"
     TABLE_ROWS = "table-rows", "how rows of tables are given to other nodes"
+    BORDER_WIDTH = "border-width", "how wide the rows between stages are to be"
 
     def __new__(cls, name: str, what: str) -> Self:
         """Take the name for the value."""

@@ -63,6 +63,8 @@ class RingAdapter(Strict, frozen=True, kw_only=True):
 class LoadStage(schema.OfRing, frozen=True, kw_only=True):
     """Tell a node to load its stage of a ring. A node with another model than the form's refuses.
 
+    So does one that finds rows of another width than `border_width` in it, unless that is 0.
+
     `addresses` are the nodes of the ring in order; `threads` 0 leaves the number to the node.
     A node that lacks weights fetches them from `sources`, and holds their digests against the
     first. `n_streamed` of the layers stay on disk. With `beside` the stage is loaded for a ring to
@@ -98,6 +100,7 @@ class LoadStage(schema.OfRing, frozen=True, kw_only=True):
     shares: schema.Shares = []
     parts: Annotated[list[DevicePart], Meta(max_length=schema.MAX_DEVICES)] = []
     adapters: Annotated[list[RingAdapter], Meta(max_length=MAX_ADAPTERS)] = []
+    border_width: U32 = 0
 
 
 class LoadProgress(schema.Reply, frozen=True, kw_only=True):

@@ -797,7 +797,7 @@ def test_a_stage_over_several_nodes_is_planned_told_and_ordered() -> None:
     spec = ring_spec(plan)
     order = spec.order(1, 1, ring="r", epoch=Epoch(1), sources=["c:1", "d:1"], instead_of="")
     assert (order.rank, order.shard, order.form.gather_dtype) == (1, 1, WireDType.INT8)
-    assert order.form.border_width == plan.facts.config.row_width
+    assert order.border_width == plan.facts.config.row_width
     assert order.shard_nodes == ["c:1", "d:1"]
     assert order.addresses == ["a:1", "c:1"]
     assert order.sources == ["c:1"]

@@ -28,12 +28,17 @@ def test_rows_of_another_width_between_stages_are_refused_by_name(
     progress = Mock()
 
     def order(width: int) -> StageOrder:
-        form = form_of(folder, border_width=width)
-        return StageOrder(form=form, folder=folder, layers=LayerRange(0, 1), is_tail=False)
+        return StageOrder(
+            form=form_of(folder),
+            folder=folder,
+            layers=LayerRange(0, 1),
+            is_tail=False,
+            border_width=width,
+        )
 
     own = 48 * n_streams
     with pytest.raises(UsageError, match=rf"of 50 columns were ordered .* have {own};"):
         load(order(50), 1 << 28, progress)
     assert not progress.called
     for agreed in (0, own):
-        assert load(order(agreed), 1 << 28, progress).order.form.border_width == agreed
+        assert load(order(agreed), 1 << 28, progress).order.border_width == agreed
