@@ -205,11 +205,11 @@ KERNEL find_best(GLOBAL const float *numbers, GLOBAL uint32_t *best, uint32_t n 
         most[THREAD] = found;
         places[THREAD] = place;
     }
-    for (uint32_t half = THREADS / 2; half; half /= 2) {
+    for (uint32_t reach = THREADS / 2; reach; reach /= 2) {
         PHASE {
-            const uint32_t one = THREAD, other = THREAD + half;
-            if (one < half && (is_more(most[other], most[one]) ||
-                               (!is_more(most[one], most[other]) && places[other] < places[one]))) {
+            const uint32_t one = THREAD, other = THREAD + reach;
+            if (one < reach && (is_more(most[other], most[one]) ||
+                                (!is_more(most[one], most[other]) && places[other] < places[one]))) {
                 most[one] = most[other];
                 places[one] = places[other];
             }
