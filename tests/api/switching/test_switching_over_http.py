@@ -200,6 +200,7 @@ def test_who_hears_nothing_is_told_what_a_model_of_the_household_waits_for(
             assert int(answer.headers["retry-after"]) >= 1
             assert not there.server.service.switch.n_waiting
             there.may_load.set()
+            monkeypatch.setattr(service, "PATIENCE_S", 60)  # a busy machine answers late
             talk = {"model": BIG, "prompt": "hello", "stream": False, "keep_alive": 0}
             answer = await ask(there.server.app, "/api/generate", talk)
             assert answer.status == 200
