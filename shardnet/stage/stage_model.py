@@ -6,7 +6,7 @@ Must not know how it was loaded (stage/load.py), nor wire, threads or sampling.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 import torch
@@ -349,18 +349,11 @@ class StageModel:
         if not walks:
             return results
         try:
-            if not is_looked_at:
+            if is_looked_at:
+                self._walk_by_layer(runs, walks, adapters, results)
+            else:
                 self.adapters.rows = adapters[0]
-                results = [*deque(walks[0], maxlen=1)]
-            for layer in range(len(self.layers)) if is_looked_at else ():
-                if self.streams:
-                    self.stream.need(layer)
-                for place, walk in walks.items():
-                    self.adapters.rows = adapters[place]
-                    results[place] = hidden = next(walk)
-                    keep_state(runs[place], self.layers.start + layer + 1, hidden)
-                if self.streams:
-                    self.stream.done(layer)
+                [results[0]] = deque(walks[0], maxlen=1)
         except ShardnetError as error:  # concerns all micro-batches: the layer cannot be read
             failed = error.with_traceback(None)
             return [failed if place in walks else result for place, result in enumerate(results)]
@@ -368,6 +361,24 @@ class StageModel:
             self.adapters.rows = ()
         self._check_group()
         return results
+
+    def _walk_by_layer(
+        self,
+        runs: Sequence[Run],
+        walks: Mapping[int, Iterator[Tensor]],
+        adapters: Mapping[int, tuple[RowsOfAdapter, ...]],
+        results: list[Tensor | ShardnetError],
+    ) -> None:
+        """Take all walks through one layer after the other, and keep what runs ask for of each."""
+        for layer in range(len(self.layers)):
+            if self.streams:
+                self.stream.need(layer)
+            for place, walk in walks.items():
+                self.adapters.rows = adapters[place]
+                results[place] = hidden = next(walk)
+                keep_state(runs[place], self.layers.start + layer + 1, hidden)
+            if self.streams:
+                self.stream.done(layer)
 
     def _check_group(self) -> None:
         """Raise LostShardError if a shard was lost: then what was computed is worthless."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
@@ -462,10 +462,11 @@ class CandidateNode:
 
     def elsewhere_bytes(self, layers: LayerRange) -> int:
         """Bytes of these layers' tables that stay at other nodes, where its disk lacks room."""
-        own = [*zip_longest(self.lacking, self.table_bytes, fillvalue=0)][layers.start : layers.end]
-        if self.room_bytes is None or sum(lacking for lacking, _ in own) <= self.room_bytes:
+        own = self.lacking[layers.start : layers.end]
+        if self.room_bytes is None or sum(own) <= self.room_bytes:
             return 0
-        return sum(table for lacking, table in own if lacking)
+        tables = self.table_bytes[layers.start : layers.end]
+        return sum(table for lacking, table in zip(own, tables, strict=False) if lacking)
 
     def fetch_s(self, layers: LayerRange) -> float | None:
         """Seconds of that, None where the way to a node that has them was not measured."""
