@@ -14,8 +14,9 @@ import shutil
 import sysconfig
 import venv
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import distribution
+from importlib.util import MAGIC_NUMBER, cache_from_source, source_hash
 from pathlib import Path
 from types import MappingProxyType
 
@@ -50,6 +51,7 @@ def make_wheel(
             "\nRequires-Dist:", f"\nRequires-Dist: {requires}\nRequires-Dist:", 1
         )
     files = dict(_small(main) if main else _all())
+    files |= dict(_bytecode(files.keys() - before.keys() - {"shardnet/__init__.py"}))
     init = files["shardnet/__init__.py"].replace(__version__.encode(), version.encode())
     files["shardnet/__init__.py"] = init
     for name, text in before.items():
@@ -72,6 +74,23 @@ def _all() -> Iterator[tuple[str, bytes]]:
         for path in sorted((ROOT / top).rglob("*")):
             if path.is_file() and path.suffix != ".pyc" and "csrc" not in path.parts:
                 yield f"{to}/{path.relative_to(ROOT / top).as_posix()}", path.read_bytes()
+
+
+def _bytecode(names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    """What this checkout has compiled, as files that need no source's time: that saves 5 s a node.
+
+    Of other files, as of those that are no longer what was compiled, there is none.
+    """
+    for name in names:
+        top, _, inside = name.partition("/")
+        path = ROOT / ("cli" if top == "shardnet_cli" else top) / inside
+        if path.suffix != ".py" or not path.exists():
+            continue
+        cached, found = Path(cache_from_source(str(path))), path.stat()
+        of = int(found.st_mtime).to_bytes(4, "little") + found.st_size.to_bytes(4, "little")
+        if cached.exists() and (compiled := cached.read_bytes())[8:16] == of:
+            header = MAGIC_NUMBER + (1).to_bytes(4, "little") + source_hash(path.read_bytes())
+            yield f"{Path(name).parent.as_posix()}/__pycache__/{cached.name}", header + compiled[16:]
 
 
 def _small(main: str) -> Iterator[tuple[str, bytes]]:
