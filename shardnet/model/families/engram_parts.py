@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from shardnet.errors import shown
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import ModelConfig, Ngrams
 from shardnet.model.config.ngram_hashes import head_rows
@@ -47,14 +48,14 @@ def read_engram(fields: Fields, config: ModelConfig) -> Ngrams | None:
     )
     every = range(config.n_layers)
     if any(type(n) is not int or n not in every for n in layers) or len({*layers}) < len(layers):
-        raise fields.damaged(f"engram_layer_ids {layers} are not layers of {config.n_layers}")
+        raise fields.damaged(f"engram_layer_ids is {shown(layers)}, expected layers of the model")
     if longest < 2 or own.n_heads * len(layers) > _MOST_TABLES:
-        raise fields.damaged(f"engram_max_ngram_size {longest} with {heads_each} heads is too many")
+        raise fields.damaged(f"engram_max_ngram_size is {longest}, with {heads_each} heads each")
     if not 0 <= own.end_id < config.vocab_size:
         raise fields.damaged(f"engram_pad_token_id {own.end_id} is no token")
     n_rows = [sum(head_rows(own, layer)) for layer in layers]
     if (said := fields.take("engram_num_embeddings", list, n_rows)) != n_rows:
-        raise fields.damaged(f"engram_num_embeddings is {said}, expected the primes' sums {n_rows}")
+        raise fields.damaged(f"engram_num_embeddings is {shown(said)}, expected {n_rows}")
     return own
 
 
