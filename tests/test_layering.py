@@ -61,7 +61,7 @@ PACKAGES: dict[str, set[str]] = {
     "model": {"threads", *BASE},
     "checkpoint": {"model", "files", *BASE},
     "tokenizers": {"guard", "checkpoint", "model", "files", *BASE},
-    "stage": {"checkpoint", "model", "files", "threads", *BASE},
+    "stage": {"tokenizers", "checkpoint", "model", "files", "threads", *BASE},
 }
 PACKAGES["runtime"] = {
     *("wire", "transport", "model", "checkpoint", "tokenizers", "stage", "threads", "plugins"),

@@ -84,6 +84,10 @@ class NoiseWeights:
         _, width = self._shapes[f"{names[0]}.weight"]
         return SomeRows(PlainTable(self._noise(N_ROWS, width)))
 
+    def token_classes(self) -> Tensor:
+        """Make none: no model here hashes them."""
+        raise NotImplementedError
+
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Make a matrix."""
         return self._noise(*self._shapes[f"{name}.weight"])

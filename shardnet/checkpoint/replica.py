@@ -98,8 +98,8 @@ def range_tensors(checkpoint: Checkpoint, layers: LayerRange) -> list[str]:
 def table_tensors(checkpoint: Checkpoint, layers: LayerRange) -> dict[str, StoredTensor]:
     """Return the stored tensors, by name, of which `layers` only look rows up."""
     names = stage_tensors(checkpoint.config, layers).looked_up
-    made = (checkpoint.tensors[name].sources[0] for name in names if name in checkpoint.tensors)
-    return {source.name: source for source in made}
+    made = (checkpoint.tensors[name] for name in names if name in checkpoint.tensors)
+    return {source.name: source for tensor in made for source in tensor.row_sources}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,12 @@ def stored_layers(checkpoint: Checkpoint) -> StoredLayers:
         wanted = stage_tensors(checkpoint.config, here)
         made = [checkpoint.tensors[name] for name in wanted.all if name in checkpoint.tensors]
         sources = {source.name: source.size_bytes for tensor in made for source in tensor.sources}
-        own = [tensor.sources[0] for tensor in made if tensor.name in wanted.looked_up]
+        own = [
+            source
+            for tensor in made
+            if tensor.name in wanted.looked_up
+            for source in tensor.row_sources
+        ]
         tables.append(sum(table.size_bytes for table in own))
         sizes.append(sum(sources.values()))
         lacking = {*checkpoint.missing(sources)}

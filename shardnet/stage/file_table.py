@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardnet.checkpoint.tensors.model_tensor import ModelTensor
 from shardnet.checkpoint.tensors.stored_tensor import AskRows, StoredRow, damaged, file_changed
 from shardnet.errors import CheckpointError, ShardnetError
 from shardnet.model.kernels.codec import torch_dtype
@@ -38,6 +39,10 @@ KEPT_BYTES: Final = 128 << 20
 """Memory of a stage for rows that other nodes have sent."""
 _BESIDE_BYTES: Final = 256
 """What a row takes there beside its own bytes."""
+_FLOATS: Final = {name: torch_dtype(dtype) for name, dtype in STORED_FLOATS.items()}
+_SCALES: Final = _FLOATS | dict.fromkeys(("F8_E8M0", "U8"), torch.float8_e8m0fnu)
+_STORED: Final = _SCALES | {"F8_E4M3": torch.float8_e4m3fn}
+"""By safetensors' names."""
 
 
 class RowCache:
@@ -81,8 +86,9 @@ class FileTable:
     The system keeps in memory what it has room for. Where other nodes have the files a `cache` has
     rows of the stored tensors `names`, one for each of the `parts`. `ends` are the rows behind each
     of these, `stored` their type, or how rows of blocks are packed; codes of FP8 (E4M3) are
-    multiplied by `scale`, None for others. `rows_of` says which rows token ids need, and a thread
-    asks for these before they are read.
+    multiplied by `scale`, or in equal parts by what their row of the table `scales` has, None for
+    others. `rows_of` says which rows token ids need, and a thread asks for these before they are
+    read.
     """
 
     parts: Sequence[FilePart]
@@ -91,6 +97,7 @@ class FileTable:
     ends: Tensor  # [parts], int64
     stored: torch.dtype | RowPacking
     scale: float | None
+    scales: FileTable | None
     width: int
     row_bytes: int
     dtype: torch.dtype
@@ -109,56 +116,59 @@ class FileTable:
     ) -> FileTable:
         """Find parameters in their files; rows of those at other nodes go through `cache`.
 
-        Raises CheckpointError unless all are rows of floats, or of FP8 with one scale.
+        Raises CheckpointError unless all are rows of floats, of FP8 with one scale or with some for
+        each row, or of a GGUF's blocks.
         """
         tensors = [reader.tensor(name) for name in weights]
         first = tensors[0]
         stored, *scales = first.sources
         is_fp8 = stored.dtype == "F8_E4M3" and len(scales) == 1
-        is_fp8 = is_fp8 and scales[0].dtype in STORED_FLOATS and math.prod(scales[0].shape) == 1
+        is_fp8 = is_fp8 and scales[0].dtype in _SCALES and math.prod(scales[0].shape) == 1
+        has_scales = not is_fp8 and _has_scales(first)
         for tensor in tensors:
             as_rows = tensor.is_stored_matrix or tensor.is_stored_blocks
             as_rows = tensor.sources[1:] == tuple(scales) if is_fp8 else as_rows
-            if not as_rows or tensor.sources[0].dtype != stored.dtype:
+            as_rows = _has_scales(tensor) if has_scales else as_rows
+            kinds = [source.dtype for source in tensor.sources]
+            if not as_rows or kinds != [source.dtype for source in first.sources]:
                 name = tensor.name
                 raise CheckpointError(f"{name} is not stored as rows, which are looked up there")
-        scale = None
+        scale, n_kinds = None, 2 if has_scales else 1
         if is_fp8:
-            read = torch.empty(1, 1, dtype=torch_dtype(STORED_FLOATS[scales[0].dtype]))
+            read = torch.empty(1, 1, dtype=_SCALES[scales[0].dtype])
             _fill_rows(reader.parts(weights[0])[1], [0], read.view(torch.uint8), [0])
             scale = float(read)
-        table = cls(
-            parts=[reader.parts(name)[0] for name in weights],
-            names=[tensor.sources[0].name for tensor in tensors],
-            cache=cache if reader.lacks(weights) else None,
-            ends=torch.tensor([reader.shape(name)[0] for name in weights]).cumsum(0),
-            stored=RowPacking.of(first)
-            if first.is_stored_blocks
-            else torch.float8_e4m3fn
-            if is_fp8
-            else torch_dtype(STORED_FLOATS[stored.dtype]),
-            scale=scale,
-            width=first.shape[1],
-            row_bytes=stored.size_bytes // first.shape[0],
-            dtype=dtype,
-            device=device,
-            rows_of=rows_of,
-        )
+        table = None
+        for kind, source in reversed([*enumerate(first.sources[:n_kinds])]):
+            is_blocks = first.is_stored_blocks
+            table = cls(
+                parts=[reader.parts(name)[kind] for name in weights],
+                names=[tensor.sources[kind].name for tensor in tensors],
+                cache=cache if reader.lacks(weights) else None,
+                ends=torch.tensor([reader.shape(name)[0] for name in weights]).cumsum(0),
+                stored=RowPacking.of(first) if is_blocks else _STORED[source.dtype],
+                scale=scale,
+                scales=table,
+                width=math.prod(source.shape[1:]),
+                row_bytes=source.size_bytes // source.shape[0],
+                dtype=dtype,
+                device=device,
+                rows_of=rows_of,
+            )
+        assert table is not None
         if table.cache is not None:
-            cache.tables.append(table)
+            cache.tables += table.both
         return table
+
+    @property
+    def both(self) -> list[FileTable]:
+        """It, and that of its scales, if it has one."""
+        return [self] if self.scales is None else [self, self.scales]
 
     def rows(self, ids: Tensor) -> Tensor:
         """Read the rows `ids` [T]: a new tensor [T, E]. Raises CheckpointError, LostShardError."""
         wanted, places = map(torch.from_numpy, np.unique(ids.cpu().numpy(), return_inverse=True))
-        if self.cache is not None:
-            came = self.cache.rows(self._stored(wanted))
-            found = torch.frombuffer(came, dtype=torch.uint8).view(len(wanted), self.row_bytes)
-        else:
-            found = torch.empty(len(wanted), self.row_bytes, dtype=torch.uint8)
-            for number, rows, own in self._by_part(wanted):
-                _fill_rows(self.parts[number], rows, found, own)
-        return self._values(found)[places].to(self.device, self.dtype)
+        return self._values(wanted)[places].to(self.device, self.dtype)
 
     def bring(self, texts: Sequence[tuple[Tensor, int]]) -> None:
         """Ask other nodes for the rows of all tables of the stage at once; see StoredTable."""
@@ -179,11 +189,21 @@ class FileTable:
             for row in rows
         ]
 
-    def _values(self, found: Tensor) -> Tensor:
-        """Return what rows [n, bytes] hold: [n, E]."""
+    def _values(self, wanted: Tensor) -> Tensor:
+        """Return what the rows `wanted`, which ascend, hold: [n, E]."""
+        if self.cache is not None:
+            came = self.cache.rows(self._stored(wanted))
+            found = torch.frombuffer(came, dtype=torch.uint8).view(len(wanted), self.row_bytes)
+        else:
+            found = torch.empty(len(wanted), self.row_bytes, dtype=torch.uint8)
+            for number, rows, own in self._by_part(wanted):
+                _fill_rows(self.parts[number], rows, found, own)
         if isinstance(self.stored, torch.dtype):
             values = found.view(self.stored)
-            return values if self.scale is None else values.float() * self.scale
+            if self.scales is None:
+                return values if self.scale is None else values.float() * self.scale
+            scales = self.scales._values(wanted).float()
+            return values.float() * scales.repeat_interleave(self.width // scales.shape[1], 1)
         form, shape = self.stored.form, (len(found), self.width)
         packed = torch.empty(form.packed_shape(*shape), dtype=torch.uint8)
         self.stored(found, packed)
@@ -240,6 +260,17 @@ class FileTable:
             begin = int(self.ends[number - 1]) if number else 0
             own = (numbers == number).nonzero()[:, 0]
             yield number, (wanted[own] - begin).tolist(), own.tolist()
+
+
+def _has_scales(tensor: ModelTensor) -> bool:
+    """Say whether it is FP8 of which each row has a scale, or one for each of its equal parts."""
+    if [len(tensor.sources), len(tensor.row_sources)] != [2, 2]:
+        return False
+    codes, scales = tensor.sources
+    n_parts = math.prod(scales.shape[1:])
+    size = tensor.packed.form.group if n_parts > 1 and tensor.packed is not None else codes.shape[1]
+    is_fp8 = codes.dtype == "F8_E4M3" and scales.dtype in _SCALES
+    return is_fp8 and n_parts * size == codes.shape[1]
 
 
 def _ask_for_rows(part: FilePart, rows: Sequence[int], row_bytes: int) -> None:

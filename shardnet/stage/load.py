@@ -373,6 +373,10 @@ class ShardWeights:
         """See WeightSource."""
         return self._weights.stored_table(*names, rows_of=rows_of)
 
+    def token_classes(self) -> Tensor:
+        """See WeightSource."""
+        return self._weights.token_classes()
+
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """See WeightSource."""
         self._keep_of(f"{name}.weight", rows)

@@ -244,6 +244,7 @@ class _Noise:
     ) -> None:
         tensors = stage_tensors(config, LayerRange(0, config.n_layers))
         self._shapes, self._head = tensors.all, tensors.head.keys()
+        self._config = config
         self._n_experts = config.experts.n_experts if config.experts else 0
         self._choice = choice
         self._device = device
@@ -293,6 +294,12 @@ class _Noise:
         """Make a small table in the place of a large one."""
         _, width = self._shapes[f"{names[0]}.weight"]
         return SomeRows(PlainTable(self._noise((N_ROWS, width)).to(self._device)))
+
+    def token_classes(self) -> Tensor:
+        """Make as many classes as there are."""
+        ngrams = self._config.ngrams
+        assert ngrams is not None
+        return torch.arange(self._config.vocab_size) % ngrams.n_classes
 
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Make a matrix."""

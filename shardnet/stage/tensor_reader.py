@@ -196,9 +196,9 @@ class TensorReader:
         return self._checkpoint.tensors[name]
 
     def lacks(self, names: Sequence[str]) -> bool:
-        """Say whether the first stored tensor of one of these is not here, but at other nodes."""
-        firsts = (self._checkpoint.tensors[name].sources[0].name for name in names)
-        return bool(self._checkpoint.missing(firsts))
+        """Say whether stored rows of one of these are not here, but at other nodes."""
+        sources = (source for name in names for source in self.tensor(name).row_sources)
+        return bool(self._checkpoint.missing(source.name for source in sources))
 
     def parts(self, name: str) -> list[FilePart]:
         """Locate the bytes of the stored tensors that a tensor is made of."""

@@ -60,6 +60,7 @@ from shardnet.stage.streaming.layer_stream import LayerStream
 from shardnet.stage.streaming.streamed_linear import ExpertPool, Place, StoredLinear, StreamedLinear
 from shardnet.stage.tensor_reader import Progress, TensorReader
 from shardnet.stage.weight_digests import WeightDigests
+from shardnet.tokenizers.token_classes import token_classes
 from shardnet.types import ANY_ROWS, Arith, DType
 
 _EXPERT: Final = re.compile(r"\.experts\.(\d+)\.")
@@ -87,6 +88,7 @@ class StageWeights:
         that are `kept` of the stage before are not made again; the others there are dropped.
         Raises CheckpointError as TensorReader does.
         """
+        self._path, self._config = checkpoint.path, checkpoint.config
         self._choice = choice
         self._device = device
         self.writer = PackWriter(packs)
@@ -343,8 +345,18 @@ class StageWeights:
         self._reader.report()
         dtype = torch_dtype(self._choice.dtype)
         table = FileTable.of(self._reader, weights, dtype, self._device, rows_of, self._rows)
-        self.tables.append(table)
+        self.tables += table.both
         return table
+
+    def token_classes(self) -> Tensor:
+        """Return the classes of tokens by the checkpoint's tokenizer, as many as the config says.
+
+        Raises CheckpointError as `tokenizers.token_classes` does.
+        """
+        config = self._config
+        assert config.ngrams is not None
+        found = token_classes(self._path, config.vocab_size, config.ngrams.n_classes)
+        return torch.frombuffer(found, dtype=torch.int32).long()
 
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Copy `NAME.weight`: [N, K] in the compute dtype."""

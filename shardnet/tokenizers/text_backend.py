@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, assert_never
 
-from tokenizers import processors
+from tokenizers import Regex, normalizers, processors
 
 from shardnet.errors import CheckpointError, UsageError
 from shardnet.tokenizers.backends.added_tokens import MAX_ID
@@ -36,6 +36,7 @@ from shardnet.tokenizers.token_table import (
 )
 
 _BYTE_PIECE = re.compile(r"<0x(\+?[0-9A-Fa-f]+)>")
+_MARK = "\ue000"
 _ANCHOR = "a"  # a first piece, so that the probed one is not at the start of the text
 
 
@@ -133,6 +134,22 @@ class TextBackend:
             list(token_ids), skip_special_tokens=not keep_special_tokens
         )
         return text
+
+    def classes(self, n_tokens: int) -> list[int]:
+        """Number what ids' texts are but for case, accents and spaces, in order of appearance.
+
+        As Engram (arXiv 2601.07372) does; an id whose text is not whole characters is by itself.
+        """
+        numbers: dict[str | None, int] = {}
+        backend, normalize, n_decoded = self.loaded.backend, _alike().normalize_str, 1 << 12
+        found = []
+        for begin in range(0, n_tokens, n_decoded):
+            ids = range(begin, min(n_tokens, begin + n_decoded))
+            texts = backend.decode_batch([[one] for one in ids], skip_special_tokens=False)
+            for token_id, text in zip(ids, texts, strict=True):
+                key = backend.id_to_token(token_id) if "\ufffd" in text else normalize(text) or text
+                found.append(numbers.setdefault(key, len(numbers)))
+        return found
 
     def table(self) -> TokenTable:
         """Make the table of all tokens.
@@ -291,6 +308,14 @@ def _pieces_of(steps: list[dict[str, Any]]) -> _Rules | None:
             return None
         rules, order, last = more, place, step["type"]
     return rules
+
+
+def _alike() -> normalizers.Normalizer:
+    """Make what leaves of texts what makes them differ: a single space is kept by a mark."""
+    steps = [normalizers.NFKC(), normalizers.NFD(), normalizers.StripAccents()]
+    steps += [normalizers.Lowercase(), normalizers.Replace(Regex(r"[ \t\r\n]+"), " ")]
+    steps += [normalizers.Replace(Regex("^ $"), _MARK), normalizers.Strip()]
+    return normalizers.Sequence([*steps, normalizers.Replace(_MARK, " ")])
 
 
 def _flat(step: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -56,6 +56,13 @@ class _Jobs:
         assert self._backend is not None
         return None, self._backend.decode(token_ids, keep_special_tokens).encode()
 
+    def classes(self, place: str, n_tokens: int) -> tuple[object, bytes]:
+        """Give of each id which class of texts that are alike it is of, as 32-bit numbers."""
+        from shardnet.tokenizers.text_backend import TextBackend
+
+        backend = TextBackend.load_optional(Path(place))
+        return None, array("i", backend.classes(n_tokens) if backend else ()).tobytes()
+
 
 def described(backend: TextBackend) -> tuple[dict[str, object], bytes]:
     """Describe a tokenizer as a JSON object and a block of bytes: all that decoding needs."""
@@ -79,5 +86,6 @@ def main() -> None:
             "encode": jobs.encode,
             "encode_input": jobs.encode_input,
             "decode": jobs.decode,
+            "classes": jobs.classes,
         }
     )

@@ -137,6 +137,13 @@ class TextProcess:
         _, block = self._call("decode", arguments, DECODE)
         return block.decode("utf-8", "replace")
 
+    def classes(self, n_tokens: int) -> bytes:
+        """Return of each of the first ids which class of texts that are alike it is of, int32.
+
+        Nothing if there is no tokenizer. Raises CheckpointError as `load`.
+        """
+        return self._call("classes", {"place": str(self._place), "n_tokens": n_tokens}, LOAD)[1]
+
     def close(self) -> None:
         """End the process."""
         self._process.close()
@@ -280,7 +287,7 @@ class Tokenizer:
         place = tokenizer_place(path)  # a GGUF file has nothing beside it
         if not any(tokenizer_files(place)):
             return None
-        key = (place, _stamp(place))
+        key = (place, stamp_of(place))
         description = _KNOWN.get(key)
         coder = TextProcess(place, b"" if description is None else description.digest)
         begun(coder)
@@ -471,13 +478,13 @@ def no_tokenizer(model: object, what: str) -> CheckpointError:
     )
 
 
-_Stamp = tuple[tuple[str, int, int], ...]
+Stamp = tuple[tuple[str, int, int], ...]
 
-_KNOWN: WeakValueDictionary[tuple[Path, _Stamp], Description] = WeakValueDictionary()
+_KNOWN: WeakValueDictionary[tuple[Path, Stamp], Description] = WeakValueDictionary()
 """The descriptions in use: a node that has the head and the tail of a ring reads files once."""
 
 
-def _stamp(place: Path) -> _Stamp:
+def stamp_of(place: Path) -> Stamp:
     """Return name, size and time of change of a tokenizer's files and those beside it."""
     files = sorted(place / name for name in ID_FILES) if place.is_dir() else [place]
     found = [(file.name, find_file(file)) for file in files]

@@ -121,19 +121,20 @@ def _combine(parts: WeightParts, *, block: tuple[int, int]) -> ModelTensor:
 def read_scales(
     parts: WeightParts, suffix: str, block: tuple[int, int]
 ) -> tuple[StoredTensor, ScaleLayout]:
-    """Return the scales and what shares one, by their shape: all, a row, or a `block`.
+    """Return the scales and what shares one, by their shape: all, a row or a part of it, a `block`.
 
     Raises CheckpointError for another shape or dtype.
     """
     n_out, n_in = parts.shape
     blocks: Shape = (-(-n_out // block[0]), -(-n_in // block[1]))
     kinds = (*FLOATS, _EXPONENT, "U8")
-    scales = parts.part(suffix, kinds, (), (1,), (1, 1), (n_out,), (n_out, 1), blocks)
+    of_rows: Shape = (n_out, blocks[1])
+    scales = parts.part(suffix, kinds, (), (1,), (1, 1), (n_out,), (n_out, 1), blocks, of_rows)
     if scales.shape in ((), (1,), (1, 1)):
         return scales, ScaleLayout(rows=n_out, columns=0)
     if scales.shape in ((n_out,), (n_out, 1)):
         return scales, ScaleLayout(rows=1, columns=0)
-    return scales, ScaleLayout(rows=block[0], columns=block[1])
+    return scales, ScaleLayout(rows=block[0] if scales.shape == blocks else 1, columns=block[1])
 
 
 def fp8_tensor(

@@ -51,6 +51,11 @@ class ModelTensor:
         return sum(source.size_bytes for source in self.sources)
 
     @property
+    def row_sources(self) -> tuple[StoredTensor, ...]:
+        """Those of its stored tensors that have a row for each of its own."""
+        return tuple(source for source in self.sources if source.shape[:1] == self.shape[:1])
+
+    @property
     def is_stored_matrix(self) -> bool:
         """Whether it is one contiguous matrix in one file, without any conversion."""
         if self.make is not as_stored or len(self.sources) != 1 or len(self.shape) != 2:

@@ -468,7 +468,7 @@ class ShortConv:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ngrams:
-    """Features of hashed n-grams of token ids, which layers add to their rows (Qwen 3.8).
+    """Features of hashed n-grams of token ids, which layers add to their rows (Qwen 3.8, Engram).
 
     N-grams of 2 to `longest` ids have a row of `width` / `n_heads` columns for each of `heads_each`
     heads; a head has a prime number of rows, `least_rows` or more, and the table of a layer, in
@@ -476,6 +476,9 @@ class Ngrams:
     convolution over `n_taps` positions, each `longest` apart. `layers` are the absolute numbers of
     the layers that add them; of a single one `given_rows` are those of each head and
     `given_factors` what ids are multiplied by, where files say so.
+
+    Engram (arXiv 2601.07372) hashes not ids but which of `n_classes` of tokens they are of, whose
+    texts are alike; only before a text there are `end_id`s, and there is no convolution.
     """
 
     width: int
@@ -490,6 +493,7 @@ class Ngrams:
     layers: tuple[int, ...]
     given_rows: tuple[int, ...] = ()
     given_factors: tuple[int, ...] = ()
+    n_classes: int = 0
 
     @property
     def n_heads(self) -> int:
@@ -504,7 +508,7 @@ class Ngrams:
     def state(self, row_width: int) -> tuple[int, int]:
         """Return the positions and columns that a state has: inputs, and the token id's digits."""
         n_before = max((self.n_taps - 1) * self.longest, self.longest - 1)
-        return n_before, row_width + N_DIGITS
+        return n_before, (row_width if self.n_taps else 0) + N_DIGITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -743,14 +747,15 @@ class ModelConfig:
 
     def state(self, layer: int) -> StateShape | None:
         """What the absolute `layer` keeps instead of keys and values, or beside them, or None."""
-        if self.compressed is not None:
-            return self.compressed.state(layer) if layer < self.n_layers else None
+        found = NOTHING if layer in self.mixerless_layers else None
         for own in (self.delta_net, self.short_conv):
             if own is not None and layer in own.layers:
-                if self.ngrams is not None and layer in self.ngrams.layers:
-                    return replace(own.state, features=self.ngrams.state(self.row_width))
-                return own.state
-        return NOTHING if layer in self.mixerless_layers else None
+                found = own.state
+        if self.compressed is not None and layer < self.n_layers:
+            found = self.compressed.state(layer)
+        if found is not None and self.ngrams is not None and layer in self.ngrams.layers:
+            return replace(found, features=self.ngrams.state(self.row_width))
+        return found
 
     def layer_streams(self, layer: int) -> Streams | None:
         """The residual streams of the absolute `layer`, None where it has one."""

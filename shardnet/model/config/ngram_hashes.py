@@ -1,11 +1,10 @@
-"""How n-grams of token ids are hashed to rows of a table: which primes and factors (Qwen 3.8).
+"""How n-grams of token ids are hashed to rows of a table: which primes, and Qwen 3.8's factors.
 
 Knows the arithmetic of transformers' modeling_qwen4_exp.py. Imports no torch.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import count, islice
@@ -15,7 +14,10 @@ from shardnet.model.config.model_config import Ngrams
 
 _MASK: Final = (1 << 64) - 1
 _GAMMA: Final = 0x9E3779B97F4A7C15
-_OF_LAYER: Final = 10007
+OF_LAYER: Final = 10007
+"""From the seed of one layer's factors to that of the next one's."""
+_BASES: Final = (2, 3, 5, 7)
+"""Miller and Rabin's test is exact with these below 3.2e9, far more than a head has rows."""
 
 
 def head_rows(own: Ngrams, layer: int) -> tuple[int, ...]:
@@ -39,7 +41,7 @@ def factors(own: Ngrams, layer: int, vocab_size: int) -> Sequence[int]:
     if own.given_factors:
         return own.given_factors
     most = max(1, ((1 << 63) - 1) // vocab_size // 2)
-    seed = own.seed + _OF_LAYER * own.layers.index(layer)
+    seed = own.seed + OF_LAYER * own.layers.index(layer)
     return [2 * (_mixed(seed + _GAMMA * (n + 1)) % most) + 1 for n in range(own.longest)]
 
 
@@ -58,4 +60,18 @@ def _primes(least: int, n: int) -> tuple[int, ...]:
 
 
 def _is_prime(value: int) -> bool:
-    return all(value % divisor for divisor in range(2, math.isqrt(value) + 1))
+    if value in _BASES or not all(value % base for base in _BASES):
+        return value in _BASES
+    odd = value - 1
+    while not odd % 2:
+        odd //= 2
+    return all(_passes(pow(base, odd, value), odd, value) for base in _BASES)
+
+
+def _passes(power: int, exponent: int, value: int) -> bool:
+    """Say whether a power of a base mod `value` is 1, or it or one of its squares is -1."""
+    if power == 1:
+        return True
+    while power != value - 1 and exponent < value // 2:
+        power, exponent = power * power % value, 2 * exponent
+    return power == value - 1

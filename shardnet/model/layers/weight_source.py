@@ -109,6 +109,9 @@ class WeightSource(Protocol):
         where tokens are known early, of which `rows_of` says what they need.
         """
 
+    def token_classes(self) -> Tensor:
+        """Return of each token id which class it is of, whose texts are alike: int64 on the CPU."""
+
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """Return `NAME.weight`: [N, K] in the compute dtype; of a shard its own `rows`, if said."""
 

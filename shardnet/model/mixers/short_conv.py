@@ -1,6 +1,6 @@
 """Convolutions over a few positions: gated, in place of attention (LFM2), or of n-grams before it.
 
-Knows what is kept of a slot: the last inputs of the convolution, for n-grams with their token ids.
+Knows what is kept of a slot: the last inputs of the convolution, of n-grams their token ids.
 Must not know files, where tables lie, wire or scheduling.
 
 Every column of every position is a few products and sums in one order, so that a position's bits
@@ -12,21 +12,24 @@ size, N streams, H heads of n-grams of all lengths.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from shardnet.model.cache.slot_blocks import Replay, SlotState
 from shardnet.model.config.model_config import Activation, ModelConfig, Ngrams
-from shardnet.model.config.ngram_hashes import factors, head_rows, part_rows
+from shardnet.model.config.ngram_hashes import OF_LAYER, factors, head_rows, part_rows
 from shardnet.model.kernels.linear import Linear
-from shardnet.model.layers.attention import ForwardStep
+from shardnet.model.layers.attention import ForwardStep, Span
 from shardnet.model.layers.decoder_layer import Sublayer
 from shardnet.model.layers.norms import activate, row_sigmoid
 from shardnet.model.layers.rotary import Rotary
 from shardnet.model.layers.streams import stream_norm
-from shardnet.model.layers.weight_source import WeightSource
+from shardnet.model.layers.weight_source import StoredTable, WeightSource
 from shardnet.model.mixers.position_indexer import from_digits, to_digits
 
 _LEAST_GATE = 1e-6
@@ -81,13 +84,21 @@ def _replay(rows: Tensor) -> Replay:
 
 
 class NgramHashes:
-    """Which rows of the table n-grams have: one for each head."""
+    """Which rows of the table n-grams have: one for each head.
 
-    def __init__(self, own: Ngrams, layer: int, vocab_size: int) -> None:
+    Of `classes` [V], int64, those of tokens are hashed in the place of their ids.
+    """
+
+    def __init__(
+        self, own: Ngrams, layer: int, vocab_size: int, classes: Tensor | None = None
+    ) -> None:
         """Make those of the absolute `layer`."""
         rows = torch.tensor(head_rows(own, layer))
         self.config = own
-        self.factors = factors(own, layer, vocab_size)
+        self.classes = classes
+        self.factors = (
+            factors(own, layer, vocab_size) if classes is None else _drawn_factors(own, layer)
+        )
         self.rows = rows  # [H], int64
         self.begins = rows.cumsum(0) - rows  # [H], int64
 
@@ -99,19 +110,45 @@ class NgramHashes:
     def __call__(self, ids: Tensor) -> Tensor:
         """Return the rows [T, H] of token `ids` [longest - 1 + T], int64 on the CPU.
 
-        Ids before the last end of a text count as ends.
+        Ids before the last end of a text count as ends, but where classes are hashed.
         """
-        own, n_before = self.config, self.config.longest - 1
+        own, n_before, classes = self.config, self.config.longest - 1, self.classes
+        ids = ids if classes is None else classes[ids]
         n_rows = len(ids) - n_before
         mixed, ended = ids[n_before:] * self.factors[0], torch.zeros(n_rows, dtype=torch.bool)
         made = []
         for back in range(1, own.longest):
             earlier = ids[n_before - back : n_before - back + n_rows]
-            ended = ended | (earlier == own.end_id)
-            mixed = mixed ^ torch.where(ended, own.end_id, earlier) * self.factors[back]
+            if classes is None:
+                ended = ended | (earlier == own.end_id)
+                earlier = torch.where(ended, own.end_id, earlier)
+            mixed = mixed ^ earlier * self.factors[back]
             heads = slice(own.heads_each * (back - 1), own.heads_each * back)
             made.append(mixed[:, None] % self.rows[heads] + self.begins[heads])
         return torch.cat(made, 1)
+
+
+def _drawn_factors(own: Ngrams, layer: int) -> list[int]:
+    """Draw odd numbers as Engram's makers do: with none of them a class leaves 63 bits."""
+    most = max(1, ((1 << 63) - 1) // own.n_classes // 2)
+    drawn = np.random.default_rng(OF_LAYER * layer).integers(0, most, own.longest, np.int64)
+    return [2 * int(one) + 1 for one in drawn]
+
+
+class Features(Protocol):
+    """What is made of a table's rows."""
+
+    hashes: NgramHashes
+    table: StoredTable
+
+    def add(
+        self, hidden: Tensor, rows: Tensor, spans: Sequence[tuple[Span, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Look up table `rows` [T, H], and add what is made of them to the rows `hidden` [T, any].
+
+        Of each span there is what its state has of rows before it, [B, columns]. Returns the sums
+        in the shape of `hidden`, and what a state is to have of these rows: [T, columns].
+        """
 
 
 class NgramFeatures:
@@ -133,6 +170,21 @@ class NgramFeatures:
         taps = weights.parameter(f"{name}.conv1d.weight")
         self.taps = taps.squeeze(1).T.contiguous()  # [taps, N x E], float32: the oldest first
 
+    def add(
+        self, hidden: Tensor, rows: Tensor, spans: Sequence[tuple[Span, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Add gated rows and their convolution; see Features."""
+        gated = self.gated(hidden, rows).to(hidden.dtype)
+        new = self.norm_conv(gated).flatten(1)
+        convolved = [
+            self.convolve(
+                torch.cat((before[:, : new.shape[1]], new[span.start : span.end])),
+                span.end - span.start,
+            )
+            for span, before in spans
+        ]
+        return hidden + (gated.flatten(1) + torch.cat(convolved)), new
+
     def gated(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Look up table `rows` [T, H], and gate them by rows [T, N x E]: float32 [T, N, E]."""
         features = self.table.rows(rows.flatten()).view(len(rows), -1)
@@ -141,8 +193,7 @@ class NgramFeatures:
         apart = (len(rows), n_streams, width)
         keys, queries = self.norm_key(keys.view(apart)), self.norm_query(hidden.view(apart))
         scores = _sum_of_columns(keys.float() * queries.float()) / width**0.5  # [T, N]
-        roots = scores.abs().clamp_min(_LEAST_GATE).sqrt() * scores.sign()
-        return row_sigmoid(roots.contiguous())[..., None] * values[:, None]
+        return row_sigmoid(_signed_roots(scores))[..., None] * values[:, None]
 
     def convolve(self, rows: Tensor, n_rows: int) -> Tensor:
         """Convolve rows [B + T, N x E] of every so many-th position: [T, N x E] of the last."""
@@ -155,32 +206,58 @@ class NgramFeatures:
         return activate(Activation.SILU, total.to(rows.dtype))
 
 
+class EngramFeatures:
+    """The table, and what gates its rows by the streams, each by itself, in float32 (Engram)."""
+
+    def __init__(self, config: ModelConfig, weights: WeightSource, layer: int) -> None:
+        """Take the parameters of the absolute `layer`."""
+        own, name = config.ngrams, f"model.layers.{layer}.engram"
+        assert own is not None
+        self.hashes = NgramHashes(own, layer, config.vocab_size, weights.token_classes())
+        self.table = weights.stored_table(f"{name}.embed", rows_of=self.hashes.of_text)
+        self.kv_proj = weights.linear(f"{name}.kv_proj")
+        queries, keys = (weights.parameter(f"{name}.{kind}_weight") for kind in "qk")
+        self.scale = queries * keys * config.hidden_size**-0.5  # [N, E], float32
+        self.eps = config.norm_eps
+
+    def add(
+        self, hidden: Tensor, rows: Tensor, spans: Sequence[tuple[Span, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Add gated rows to the streams, the first columns of `hidden`; see Features."""
+        n_streams, width = self.scale.shape
+        projected = self.kv_proj(self.table.rows(rows.flatten()).view(len(rows), -1)).float()
+        keys, values = projected[:, :-width].view(-1, n_streams, width), projected[:, None, -width:]
+        streams = hidden[:, : n_streams * width].float().view(-1, n_streams, width)
+        scores = _sum_of_columns(streams * keys * self.scale)  # [T, N]
+        for each in (streams, keys):
+            scores = scores / (_sum_of_columns(each * each) / width + self.eps).sqrt()
+        gates = row_sigmoid(_signed_roots(scores))
+        added = (streams + gates[..., None] * values).flatten(1).to(hidden.dtype)
+        beside = hidden[:, n_streams * width :]
+        return torch.cat((added, beside), 1), hidden.new_empty(len(hidden), 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NgramSublayer:
     """What adds features of n-grams before a layer's attention, whose state has theirs too."""
 
-    features: NgramFeatures
+    features: Features
     attention: Sublayer
 
     def __call__(self, hidden: Tensor, index: int, rotary: Rotary, step: ForwardStep) -> Tensor:
-        """Run rows [T, N x E] through both in layer `index` within the stage: [T, N x E]."""
-        own, width, ids = self.features, hidden.shape[1], step.token_ids.cpu()
+        """Run rows [T, N x E or more] through both in layer `index` within the stage: same shape."""
+        own, ids = self.features, step.token_ids.cpu()
         states = [step.kv.state(span.slot, index) for span in step.spans]
-        befores = [state.at_end.features for state in states]  # [B, N x E and digits]
+        befores = [state.at_end.features for state in states]  # [B, columns and digits]
         spans = list(zip(step.spans, befores, strict=True))
         texts = [
             torch.cat((self._ids(before), ids[span.start : span.end])) for span, before in spans
         ]
         own.table.bring([(text, own.hashes.config.longest - 1) for text in texts])
         rows = torch.cat([own.hashes(text) for text in texts])
-        gated = own.gated(hidden, rows).to(hidden.dtype)
-        new = torch.cat((own.norm_conv(gated).flatten(1), to_digits(step.token_ids + 1, gated)), 1)
+        hidden, kept = own.add(hidden, rows, spans)
+        new = torch.cat((kept, to_digits(step.token_ids + 1, kept)), 1)
         given = [torch.cat((before, new[span.start : span.end])) for span, before in spans]
-        convolved = [
-            own.convolve(each[:, :width], span.end - span.start)
-            for each, (span, _) in zip(given, spans, strict=True)
-        ]
-        hidden = hidden + (gated.flatten(1) + torch.cat(convolved))
         hidden = self.attention(hidden, index, rotary, step)
         for state, each in zip(states, given, strict=True):
             state.features.copy_(each[len(each) - len(state.features) :])
@@ -196,12 +273,17 @@ class NgramSublayer:
 
 
 def _replay_features(rows: Tensor) -> Replay:
-    """Return what goes over rows [B + T, N x E and digits] again."""
+    """Return what goes over rows [B + T, columns and digits] again."""
 
     def replay(source: SlotState, target: SlotState, n_rows: int) -> None:
         target.features.copy_(rows[n_rows : n_rows + len(target.features)])
 
     return replay
+
+
+def _signed_roots(scores: Tensor) -> Tensor:
+    """Return the roots of what scores [T, N] are without their signs, with them again."""
+    return (scores.abs().clamp_min(_LEAST_GATE).sqrt() * scores.sign()).contiguous()
 
 
 def _sum_of_columns(rows: Tensor) -> Tensor:

@@ -253,6 +253,10 @@ class AdaptedWeights:
         """See WeightSource."""
         return self.weights.stored_table(*names, rows_of=rows_of)
 
+    def token_classes(self) -> Tensor:
+        """See WeightSource."""
+        return self.weights.token_classes()
+
     def matrix(self, name: str, *, rows: Axis | None = None) -> Tensor:
         """See WeightSource."""
         return self.weights.matrix(name, rows=rows)
