@@ -14,10 +14,17 @@ from typing import TYPE_CHECKING, Final
 from shardnet.model.config.fields import Fields
 from shardnet.model.config.model_config import Compressed, ModelConfig
 from shardnet.model.families import deepseek_v4
+from shardnet.model.families.engram_parts import (
+    engram_looked_up,
+    engram_tensors,
+    load_engram,
+    read_engram,
+)
 from shardnet.model.families.expert_parts import EXPERTS
 from shardnet.model.families.family import decoder_stage
 from shardnet.model.families.layout import Layout, record
 from shardnet.model.families.parts import Part
+from shardnet.model.families.tensor_shapes import Table
 
 if TYPE_CHECKING:
     from shardnet.model.layers.decoder_layer import Layer
@@ -30,7 +37,8 @@ _MOST_BLOCKS: Final = 1 << 16
 def _read_config(fields: Fields) -> ModelConfig:
     for what in ("n_routed_experts", "num_experts_per_tok"):
         fields.ignore(f"dspark_{what}")  # predicts further tokens
-    return deepseek_v4.read_config(fields, _read_attention, n_hashed=0, is_lagged=True)
+    config = deepseek_v4.read_config(fields, _read_attention, n_hashed=0, is_lagged=True)
+    return replace(config, ngrams=read_engram(fields, config))
 
 
 def _read_attention(fields: Fields, config: ModelConfig) -> Compressed:
@@ -73,8 +81,12 @@ def _read_blocks(fields: Fields, n_layers: int, usual: Compressed) -> Compressed
     return replace(usual, blocks_from=layer, n_blocks=n_blocks, block_size=size)
 
 
+def _tensors(config: ModelConfig, layer: int) -> Table:
+    return deepseek_v4.attention_tensors(config, layer) | engram_tensors(config, layer)
+
+
 _LAYOUT: Final = Layout(
-    attention=Part(tensors=deepseek_v4.attention_tensors, load=deepseek_v4.load_attention),
+    attention=Part(tensors=_tensors, load=deepseek_v4.load_attention),
     mlp=Part(tensors=deepseek_v4.expert_tensors, load=deepseek_v4.load_deepseek_experts),
 )
 
@@ -91,7 +103,7 @@ def _load_layer(config: ModelConfig, weights: WeightSource, layer: int) -> Layer
     sharing = SharingSublayer(
         residual=own.residual, self_attn=own.self_attn, n_carried=config.compressed.n_carried
     )
-    return replace(made, attention=sharing)
+    return load_engram(config, weights, layer, replace(made, attention=sharing))
 
 
 FAMILY: Final = replace(
@@ -107,6 +119,7 @@ FAMILY: Final = replace(
         ),
         ignored_tensors=r"mtp\..*|.*\.gate\.bias_vl",
         experts=EXPERTS,
+        looked_up_tensors=engram_looked_up,
         has_whole_heads=True,
     ),
     load_stage=decoder_stage(_load_layer),
