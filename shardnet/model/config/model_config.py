@@ -255,8 +255,8 @@ class Compressed:
     def pending(self, layer: int) -> tuple[int, int]:
         """How many positions wait for their entries at the most, and the columns of each."""
         if self.sources:
-            n = self.rates[layer] if layer in self.sources and self.rates[layer] > 1 else 0
-            return n, 2 * self.head_size if n else 0
+            rate = self.rates[layer] if self.sources[layer] == layer else 0
+            return (0, rate * self.head_size) if rate < 2 else (rate, 2 * self.head_size)
         twice = 2 if layer in self.indexer.layers else 1  # of those before, and of its own
         n = twice * self.rates[layer]
         return n, 2 * twice * self.entry_size(layer) if n else 0

@@ -117,7 +117,7 @@ FAMILY: Final = replace(
             (".attn.indexer.wk.", ".attn.compressor.indexer.wk."),
             *deepseek_v4.RENAMED,
         ),
-        ignored_tensors=r"mtp\..*|.*\.gate\.bias_vl",
+        ignored_tensors=r"mtp\..*|.*\.gate\.(e_score_correction_)?bias_vl",
         experts=EXPERTS,
         looked_up_tensors=engram_looked_up,
         has_whole_heads=True,
