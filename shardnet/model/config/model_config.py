@@ -193,10 +193,33 @@ class Indexer:
         """The most positions that a token attends to."""
         return self.n_chosen + self.n_pooled - 1
 
+    @property
+    def n_entries(self) -> int:
+        """The most entries that are chosen."""
+        return self.n_chosen // self.n_pooled
+
     def beside_values(self, n_kv_heads: int) -> int:
         """Columns that each of so many values has behind its own."""
         n_columns = self.head_size + N_DIGITS * self.n_axes
         return 2 * -(-n_columns // (2 * n_kv_heads))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryChoice:
+    """What layers take that share entries: numbers of `n_entries`, and of blocks of them behind.
+
+    Entries have `n_pooled` positions each, blocks `block_size` entries.
+    """
+
+    n_pooled: int
+    n_entries: int
+    n_blocks: int
+    block_size: int
+
+    @property
+    def n_attended(self) -> int:
+        """Numbers of a row."""
+        return self.n_entries + self.n_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,10 +262,14 @@ class Compressed:
         """Columns of an entry and its key at the end of a row."""
         return self.head_size + self.indexer.head_size if self.sources else 0
 
-    @property
-    def n_chosen(self) -> int:
-        """Numbers of entries, and of blocks, that a row has chosen."""
-        return self.indexer.n_chosen + self.n_blocks
+    def choice(self, layer: int) -> EntryChoice:
+        """What a layer takes of one before it."""
+        return EntryChoice(
+            n_pooled=self.rates[layer],
+            n_entries=self.indexer.n_chosen,
+            n_blocks=self.n_blocks,
+            block_size=self.block_size,
+        )
 
     def has_blocks(self, layer: int) -> bool:
         """Whether a layer chooses in blocks of one before it."""
@@ -767,17 +794,15 @@ class ModelConfig:
         state = self.state(layer)
         return state is None or state.is_beside_kv
 
-    def takes_choice(self, layer: int) -> bool:
-        """Whether the absolute `layer` attends to positions that a layer before it has chosen.
-
-        Or chooses among those.
-        """
-        of_entries = self.compressed
+    def taken_choice(self, layer: int) -> Indexer | EntryChoice | None:
+        """What chooses before the absolute `layer`, where it attends to that or chooses in it."""
+        own, of_entries = self.indexer, self.compressed
         if of_entries is not None:
             takes = layer not in of_entries.indexer.layers or of_entries.has_blocks(layer)
-            return bool(of_entries.sources and of_entries.rates[layer] and takes)
-        own = self.indexer
-        return own is not None and self.has_kv(layer) and layer not in own.layers
+            is_shared = bool(of_entries.sources and of_entries.rates[layer])
+            return of_entries.choice(layer) if is_shared and takes else None
+        takes = own is not None and self.has_kv(layer) and layer not in own.layers
+        return own if takes else None
 
     def layer_experts(self, layer: int) -> Experts | None:
         """The experts of the absolute `layer`, None where it has an MLP.

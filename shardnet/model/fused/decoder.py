@@ -66,7 +66,8 @@ class DecoderStage:
         config, layers, weights, dtype = inputs.config, inputs.layers, inputs.weights, inputs.dtype
         self._numbers, self._streams = layers, config.streams
         self._n_carried = config.row_width - config.streams_width
-        self._hands_choice_on = layers.end < config.n_layers and config.takes_choice(layers.end)
+        is_inside = layers.end < config.n_layers
+        self._hands_choice_on = is_inside and config.taken_choice(layers.end) is not None
         self._embedding: _Embedding | None = None
         self._head: _Head | None = None
         if layers.start == 0:

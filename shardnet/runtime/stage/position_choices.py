@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardnet.errors import WrongValuesError
-from shardnet.model.config.model_config import ModelConfig
+from shardnet.model.config.model_config import EntryChoice, Indexer
 from shardnet.output_params import OutputKind
 from shardnet.types import MicroBatch
 from shardnet.wire.payloads.rows import RowBlock
@@ -42,14 +42,10 @@ def blocks_of_choice(batch: MicroBatch, chosen: Tensor | None) -> list[RowBlock]
 def choice_of_blocks(
     batch: MicroBatch,
     blocks: Sequence[RowBlock],
-    config: ModelConfig,
-    layer: int,
+    own: Indexer | EntryChoice,
     device: torch.device,
 ) -> Tensor | None:
-    """Return what `blocks_of_choice` was given before the absolute `layer`.
-
-    Raises WrongValuesError for no such choice.
-    """
+    """Return what `blocks_of_choice` was given. Raises WrongValuesError for no such choice."""
     found = [block for block in blocks if block.is_choice]
     due = [
         (group.sequence_id, group.position + n)
@@ -57,24 +53,19 @@ def choice_of_blocks(
         for n in range(group.n_rows)
     ]
     ends = torch.tensor([position for _, position in due], dtype=torch.int32)[:, None]
-    if (own := config.compressed) is not None:
-        n_pooled, n_entries, width = own.rates[layer], own.indexer.n_chosen, own.n_chosen
-    else:
-        indexer = config.indexer
-        assert indexer is not None
-        n_pooled, width = indexer.n_pooled, indexer.n_attended
-        n_entries = indexer.n_chosen // n_pooled
+    n_pooled, n_entries = own.n_pooled, own.n_entries
     if int(ends.max() + 1) // n_pooled <= n_entries and not found:
         return None
     rows = [torch.frombuffer(bytearray(block.payload), dtype=torch.float32) for block in found]
     came = [(block.sequence_id, block.position + n) for block in found for n in range(block.n_rows)]
-    if came != due or any(block.width != width for block in found):
+    if came != due or any(block.width != own.n_attended for block in found):
         raise WrongValuesError.received(f"step {batch.step} came without the positions of its rows")
-    chosen = torch.cat(rows).to(torch.int32).view(-1, width)
-    if own is not None:
+    chosen = torch.cat(rows).to(torch.int32).view(-1, own.n_attended)
+    if isinstance(own, EntryChoice):
         n_seen = (ends + 1) // n_pooled
-        are_seen = _are_numbers(chosen[:, :n_entries], n_seen) and _are_numbers(
-            chosen[:, n_entries:], -(-n_seen // own.block_size)
+        choosing = n_seen[:, 0] > n_entries  # the others attend to all, whatever came for them
+        are_seen = _are_numbers(chosen[choosing, :n_entries], n_seen[choosing]) and _are_numbers(
+            chosen[choosing, n_entries:], -(-n_seen[choosing] // own.block_size)
         )
     else:
         are_seen = _are_positions(chosen, ends, n_pooled, n_entries)

@@ -22,6 +22,7 @@ from shardnet.errors import (
     without_frames,
 )
 from shardnet.model.cache.picture_rows import PictureRows
+from shardnet.model.config.model_config import EntryChoice, Indexer
 from shardnet.model.kernels.codec import pack_rows, torch_dtype, unpack_rows
 from shardnet.model.kernels.devices import is_out_of_memory
 from shardnet.model.sampling.sampler import Sampler
@@ -257,18 +258,15 @@ class TorchCompute:
         self, batch: MicroBatch, activations: Activations | None
     ) -> list[torch.Tensor | None]:
         """Return the positions that the layer before this stage has chosen, if it needs them."""
-        model, layer = self._model, self._model.layers.start
-        if activations is None or not isinstance(model, StageModel):
+        own = self._choice_for(self._model.layers.start)
+        if activations is None or own is None:
             return []
-        if not model.config.takes_choice(layer):
-            return []
-        return [choice_of_blocks(batch, activations.deep, model.config, layer, model.device)]
+        return [choice_of_blocks(batch, activations.deep, own, self._model.device)]
 
-    @property
-    def _hands_choice_on(self) -> bool:
-        """Whether the layer behind this stage takes the choice of one before it."""
+    def _choice_for(self, layer: int) -> Indexer | EntryChoice | None:
+        """Return what `layer` takes the choice of, None for nothing."""
         model = self._model
-        return isinstance(model, StageModel) and model.config.takes_choice(model.layers.end)
+        return model.config.taken_choice(layer) if isinstance(model, StageModel) else None
 
     def _picture_rows(
         self, batch: MicroBatch, activations: Activations | None
@@ -311,7 +309,7 @@ class TorchCompute:
         deep: Sequence[RowBlock] = ()
         if run.pictures is not None:
             deep = blocks_for_later(batch, run.pictures, self._model.layers.end)
-        if self._tail is None and self._hands_choice_on:
+        if self._tail is None and self._choice_for(self._model.layers.end) is not None:
             deep = [*deep, *blocks_of_choice(batch, run.choices[-1])]
         if self._tail is not None:
             try:

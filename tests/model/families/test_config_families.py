@@ -28,7 +28,8 @@ from shardnet.model.families.registry import FAMILIES, parse_config
 from shardnet.model.families.stage_tensors import layer_tensors, left_over, stage_tensors
 from shardnet.types import LayerRange
 
-DECODERS = [family for family in FAMILIES if family != "gpt2"]
+DECODERS = [family for family in FAMILIES if family not in ("gpt2", "deepseek_v41_text")]
+"""Those that transformers has a class of, and with the usual keys."""
 SIZES = {
     "hidden_size": 64,
     "num_hidden_layers": 7,

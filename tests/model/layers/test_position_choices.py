@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import msgspec
 import pytest
 import torch
 from support.needs import needs_library
@@ -15,8 +16,8 @@ from shardnet.model.config.model_config import HeadShape
 from shardnet.model.kernels.library import ISA_VARIABLE, find_kernels
 from shardnet.model.layers import native_attention
 from shardnet.model.layers.attention import ForwardStep, attention, plan_step, store_rows
-from shardnet.model.layers.native_attention import AttentionKind
-from shardnet.model.mixers.position_indexer import choose, choose_pooled
+from shardnet.model.layers.native_attention import AttentionKind, Blocks
+from shardnet.model.mixers.position_indexer import choose, choose_entries, choose_pooled
 from shardnet.types import KvDType, SlotId
 
 LATENT, INDEX = 24, 16
@@ -220,3 +221,39 @@ def test_rows_of_a_step_that_see_few_entries_see_all_positions() -> None:
     for row in (0, 3, 38, 35):
         assert chosen[row].tolist() == [*range(row + 1), *[-1] * (39 - row - 1)]
     assert len([n for n in chosen[39].tolist() if n >= 0]) == 36
+
+
+@needs_library
+@pytest.mark.parametrize("rate", [1, 2])
+def test_entries_are_chosen_in_blocks_that_another_layer_has_chosen(rate: int) -> None:
+    """By the library and by torch; the last block that a row sees is always one of them."""
+    made = partial(torch.randn, generator=torch.Generator().manual_seed(5))
+    n_rows, n_chosen, n_blocks, size = 90, 6, 3, 4
+    queries, weights, keys = made(n_rows, 3, INDEX), made(n_rows, 3), made(n_rows // rate, INDEX)
+    kv = cache()
+    step = step_of(kv, 0, n_rows)
+    numbers = torch.full((n_rows, n_blocks), -1, dtype=torch.int32)
+    found = []
+    for is_native in (True, False):
+        own = step if is_native else msgspec.structs.replace(step, native_spans=None)
+        new = Blocks(numbers=numbers.clone(), size=size, are_new=True)
+        first = choose_entries(queries, weights, n_chosen, rate, [keys], own, blocks=new)
+        known = Blocks(numbers=new.numbers, size=size, are_new=False)
+        within = choose_entries(queries, weights.flip(0), n_chosen, rate, [keys], own, blocks=known)
+        found.append((first, new.numbers, within))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    first, blocks, within = found[0]
+    for row in range(n_rows):
+        n_seen = (row + 1) // rate
+        kept = [n for n in blocks[row].tolist() if n >= 0]
+        chosen = [n for n in within[row].tolist() if n >= 0]
+        if -(-n_seen // size) <= n_blocks:
+            assert kept == []
+            assert len(chosen) == min(n_seen, n_chosen)
+        else:
+            assert len(kept) == n_blocks
+            assert kept[-1] == (n_seen - 1) // size
+            n_free = sum(min(size, n_seen - n * size) for n in kept)
+            assert len(chosen) == min(n_chosen, n_free)
+            assert {n // size for n in chosen} <= {*kept}

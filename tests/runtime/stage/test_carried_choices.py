@@ -14,7 +14,7 @@ from support.rings.stage_chain import Rows, batch_of, random_prompt
 from support.rings.torch_rings import TorchStages
 
 from shardnet.errors import WrongValuesError
-from shardnet.model.config.model_config import Indexer
+from shardnet.model.config.model_config import EntryChoice, Indexer
 from shardnet.runtime.stage.position_choices import blocks_of_choice, choice_of_blocks
 from shardnet.sampling_params import SamplingParams
 from shardnet.types import LayerRange
@@ -80,6 +80,29 @@ def test_positions_that_are_none_are_refused(row: int, wrong: list[float]) -> No
     rows[row] = torch.tensor(wrong)
     with pytest.raises(WrongValuesError, match="step 1 came with positions that are none"):
         choice_of_blocks(BATCH, blocks_of_choice(BATCH, rows), THREE, CPU)
+
+
+SHARED = EntryChoice(n_pooled=2, n_entries=3, n_blocks=2, block_size=2)
+ENTRIES = torch.tensor([[0, 2, 4, -1, -1], [1, 4, -1, 0, 2], [9, 9, 9, 9, 9]], dtype=torch.int32)
+"""Of rows that see 5 entries, and one that sees 3: whatever came for that is not looked at."""
+
+
+def test_entries_and_blocks_of_them_travel_alike() -> None:
+    batch = batch_of(
+        [
+            Rows(slot=1, position=9, ids=[1, 2], n_sampled=0),
+            Rows(slot=2, position=5, ids=[3], n_sampled=0),
+        ]
+    )
+    blocks = blocks_of_choice(batch, ENTRIES)
+    assert torch.equal(choice_of_blocks(batch, blocks, SHARED, CPU), ENTRIES)
+    few = batch_of([Rows(slot=1, position=5, ids=[1, 2], n_sampled=0)])
+    assert choice_of_blocks(few, [], SHARED, CPU) is None
+    for column, wrong in ((0, 4), (2, 5), (1, 0), (0, -2), (3, 3), (4, 0), (0, float("nan"))):
+        rows = ENTRIES.float()
+        rows[1, column] = wrong
+        with pytest.raises(WrongValuesError, match="step 1 came with positions that are none"):
+            choice_of_blocks(batch, blocks_of_choice(batch, rows), SHARED, CPU)
 
 
 def test_rows_without_their_positions_are_refused() -> None:

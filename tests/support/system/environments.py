@@ -90,7 +90,10 @@ def _bytecode(names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
         of = int(found.st_mtime).to_bytes(4, "little") + found.st_size.to_bytes(4, "little")
         if cached.exists() and (compiled := cached.read_bytes())[8:16] == of:
             header = MAGIC_NUMBER + (1).to_bytes(4, "little") + source_hash(path.read_bytes())
-            yield f"{Path(name).parent.as_posix()}/__pycache__/{cached.name}", header + compiled[16:]
+            yield (
+                f"{Path(name).parent.as_posix()}/__pycache__/{cached.name}",
+                header + compiled[16:],
+            )
 
 
 def _small(main: str) -> Iterator[tuple[str, bytes]]:
