@@ -27,6 +27,7 @@ from shardnet.errors import CheckpointError, ShardnetError
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.panels import Panels, unpack_whole
 from shardnet.model.layers.weight_source import RowsOf
+from shardnet.stage.estimate.memory_estimate import KEPT_ROWS_BYTES
 from shardnet.stage.estimate.stored_dtype import STORED_FLOATS
 from shardnet.stage.stored_weights import RowPacking
 from shardnet.stage.streaming.buffers import FileChanged, FilePart, fill
@@ -34,8 +35,6 @@ from shardnet.stage.tensor_reader import TensorReader
 from shardnet.threads import DaemonThreads
 from shardnet.types import PREFILL_CHUNK_ROWS, MicroBatch, RowGroup, SequenceId, SlotId
 
-KEPT_BYTES: Final = 128 << 20
-"""Memory of a stage for rows that other nodes have sent."""
 _BESIDE_BYTES: Final = 256
 """What a row takes there beside its own bytes."""
 
@@ -46,7 +45,7 @@ class RowCache:
     `ask` brings others. One thread at a time: who needs what another has asked for finds it.
     """
 
-    def __init__(self, model_id: str, most_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, model_id: str, most_bytes: int = KEPT_ROWS_BYTES) -> None:
         self.model_id = model_id
         self.most_bytes = most_bytes
         self.tables: list[FileTable] = []
@@ -147,6 +146,11 @@ class FileTable:
         if table.cache is not None:
             cache.tables.append(table)
         return table
+
+    @property
+    def kept_bytes(self) -> int:
+        """What rows of all tables of the stage may take of its device's memory."""
+        return 0 if self.cache is None or self.device.type == "cuda" else self.cache.most_bytes
 
     def rows(self, ids: Tensor) -> Tensor:
         """Read the rows `ids` [T]: a new tensor [T, E]. Raises CheckpointError, LostShardError."""

@@ -289,14 +289,14 @@ def test_rows_in_fp8_with_a_scale_each_are_refused(folder: Path, tmp_path: Path)
         load(coded)
 
 
-def node(name: str) -> NodeInfo:
+def node(name: str, memory_bytes: int = 1 << 30) -> NodeInfo:
     return NodeInfo(
         node=f"id-{name}",
         name=name,
         address=f"{name}:1",
         version="0",
         device="cpu",
-        memory_bytes=1 << 30,
+        memory_bytes=memory_bytes,
         memory_free_bytes=1 << 30,
         cores=2,
         threads=1,

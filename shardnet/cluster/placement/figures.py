@@ -430,9 +430,10 @@ class CandidateNode:
     `speed` is None where nothing was measured, and so is the speed of the disk with the checkpoint.
     `lacking` are the stored bytes of each layer that it would have to fetch, () for none, and
     `fetch_bytes_per_s` how fast they would come, None where that was not measured. Where more than
-    `room_bytes` lack, other nodes give rows of tables, `table_bytes` of each layer. `shape` are the
-    model's sizes on this node where it holds the model in another form than most, as in float32
-    where it has no instructions for the ring's dtype. A stage of it spans the nodes `shards` too,
+    `room_bytes` lack, other nodes give rows of tables, `table_bytes` of each layer; of a node that
+    may come to that `rows_bytes` more are for these rows. `shape` are the model's sizes on this
+    node where it holds the model in another form than most, as in float32 where it has no
+    instructions for the ring's dtype. A stage of it spans the nodes `shards` too,
     each with its part by `shares`, () for equal ones: the figures are those of all of them
     together. Where it has several `devices`, the figures are those that placement/devices.py makes
     of them.
@@ -447,6 +448,7 @@ class CandidateNode:
     fetch_bytes_per_s: float | None = None
     table_bytes: tuple[int, ...] = ()
     room_bytes: int | None = None
+    rows_bytes: int = 0
     shape: ModelShape | None = None
     shards: tuple[NodeId, ...] = ()
     shares: tuple[int, ...] = ()
@@ -498,7 +500,7 @@ class StagePlan:
     stage, from the tail to the head; None if not measured, `hop_s` also in a ring of one.
     `working_bytes` it needs while it computes. `n_streamed` of its layers are streamed from disk.
     `fetch_bytes` are fetched from other nodes first, in about `fetch_s`; with `asks_rows` its
-    tables stay there. The stage spans the nodes
+    tables stay there, and `rows_bytes` are a part of what it needs. The stage spans the nodes
     `shards` too, of which each has its part of the bytes by `shares`, its own first, () for equal
     ones. Where the node has several devices, `parts` say which has what, `parts_why` for what
     reason.
@@ -515,6 +517,7 @@ class StagePlan:
     fetch_bytes: int = 0
     fetch_s: float | None = None
     asks_rows: bool = False
+    rows_bytes: int = 0
     shards: tuple[NodeId, ...] = ()
     shares: tuple[int, ...] = ()
     parts: tuple[PartPlan, ...] = ()
