@@ -26,7 +26,7 @@ from shardnet.checkpoint.tensors.stored_tensor import AskRows, StoredRow, damage
 from shardnet.errors import CheckpointError, ShardnetError
 from shardnet.model.kernels.codec import torch_dtype
 from shardnet.model.kernels.panels import Panels, unpack_whole
-from shardnet.model.layers.weight_source import RowsOf
+from shardnet.model.layers.weight_source import RowsOf, Text
 from shardnet.stage.estimate.memory_estimate import KEPT_ROWS_BYTES
 from shardnet.stage.estimate.stored_dtype import STORED_FLOATS
 from shardnet.stage.stored_weights import RowPacking
@@ -50,9 +50,24 @@ class RowCache:
         self.most_bytes = most_bytes
         self.tables: list[FileTable] = []
         self.ask: AskRows | None = None
+        self.latest: tuple[list[tuple[list[int], int]], list[list[Tensor]]] = [], []
+        """The texts of the step that came last, and the rows of each table that they need."""
         self._kept: OrderedDict[StoredRow, bytes] = OrderedDict()
         self._kept_bytes = 0
         self._turn = threading.Lock()
+
+    def bring(self, texts: Sequence[Text]) -> list[list[Tensor]]:
+        """Have the rows come that texts need; return them for each table. Raises LostShardError."""
+        needed = [[table.rows_of(*text) for text in texts] for table in self.tables]
+        self.rows(
+            [
+                row
+                for table, own in zip(self.tables, needed, strict=True)
+                for ids in own
+                for row in table._stored(torch.unique(ids))
+            ]
+        )
+        return needed
 
     def rows(self, wanted: Sequence[StoredRow]) -> bytearray:
         """Return rows, one behind the other. Raises LostShardError."""
@@ -164,16 +179,18 @@ class FileTable:
                 _fill_rows(self.parts[number], rows, found, own)
         return self._values(found)[places].to(self.device, self.dtype)
 
-    def bring(self, texts: Sequence[tuple[Tensor, int]]) -> None:
+    def bring(self, texts: Sequence[Text]) -> list[Tensor]:
         """Ask other nodes for the rows of all tables of the stage at once; see StoredTable."""
-        if self.cache is not None and self.cache.tables[0] is self:
-            wanted = [
-                row
-                for table in self.cache.tables
-                for ids, n_before in texts
-                for row in table._stored(torch.unique(table.rows_of(ids, n_before)))
-            ]
-            self.cache.rows(wanted)
+        if self.cache is None:
+            return [self.rows_of(*text) for text in texts]
+        key = [(ids.tolist(), n_before) for ids, n_before in texts]
+        known, needed = self.cache.latest
+        if known != key:
+            needed = self.cache.bring(texts)
+            self.cache.latest = key, needed
+        return next(
+            own for table, own in zip(self.cache.tables, needed, strict=True) if table is self
+        )
 
     def _stored(self, wanted: Tensor) -> list[StoredRow]:
         """Name the rows `wanted`, in their order, which is ascending."""
@@ -203,7 +220,8 @@ class FileTable:
     def _ask_for(self, texts: Sequence[tuple[Sequence[int], int]]) -> None:
         if self.cache is not None:
             with contextlib.suppress(ShardnetError):  # as looking up will say
-                self.bring([(torch.tensor(ids), n_before) for ids, n_before in texts])
+                if self.cache.tables[0] is self:
+                    self.cache.bring([(torch.tensor(ids), n_before) for ids, n_before in texts])
             return
         for token_ids, n_before in texts:
             for _ in self.asking(token_ids, n_before=n_before):

@@ -27,6 +27,7 @@ from shardnet.cluster.planning.plan import Plan
 from shardnet.cluster.sharing.replica_sources import ReplicaSource
 from shardnet.cluster.store.local_models import OpenModel
 from shardnet.errors import CapacityError, PlanError
+from shardnet.model.mixers.short_conv import NgramHashes
 from shardnet.runtime.loading.loaded_stage import LoadedStage
 from shardnet.runtime.loading.loading import load as load_order
 from shardnet.runtime.loading.model_facts import identify
@@ -123,6 +124,26 @@ def test_bits_are_those_of_files_here_and_a_step_asks_once_for_all_tables(
     elsewhere.asked.clear()
     elsewhere.steps_give_the_same(len(PROMPT) + 3)
     assert elsewhere.asked == [], "all of it is kept"
+
+
+@pytest.mark.parametrize("n_sequences", [1, 2])
+def test_tokens_of_a_step_are_hashed_once_for_each_table(
+    elsewhere: Elsewhere, n_sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+    hashes = NgramHashes.__call__
+
+    def counted(own: NgramHashes, ids: torch.Tensor) -> torch.Tensor:
+        hashed.append(len(ids))
+        return hashes(own, ids)
+
+    monkeypatch.setattr(NgramHashes, "__call__", counted)
+    slots = range(n_sequences)
+    for position in range(3):
+        steps = [Rows(slot=slot, position=position, ids=[5 + slot], n_sampled=1) for slot in slots]
+        assert torch.equal(*(chain.step(*steps) for chain in (elsewhere.chain, elsewhere.whole)))
+        assert len(hashed) == 2 * n_sequences * len(elsewhere.tables)
+        hashed.clear()
 
 
 def test_no_more_is_kept_than_there_is_room_for(elsewhere: Elsewhere) -> None:

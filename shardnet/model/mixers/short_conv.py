@@ -171,8 +171,8 @@ class NgramSublayer:
         texts = [
             torch.cat((self._ids(before), ids[span.start : span.end])) for span, before in spans
         ]
-        own.table.bring([(text, own.hashes.config.longest - 1) for text in texts])
-        rows = torch.cat([own.hashes(text) for text in texts])
+        n_before = own.hashes.config.longest - 1
+        rows = torch.cat(own.table.bring([(text, n_before) for text in texts]))
         gated = own.gated(hidden, rows).to(hidden.dtype)
         new = torch.cat((own.norm_conv(gated).flatten(1), to_digits(step.token_ids + 1, gated)), 1)
         given = [torch.cat((before, new[span.start : span.end])) for span, before in spans]
