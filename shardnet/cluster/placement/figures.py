@@ -435,8 +435,8 @@ class CandidateNode:
     node where it holds the model in another form than most, as in float32 where it has no
     instructions for the ring's dtype. A stage of it spans the nodes `shards` too,
     each with its part by `shares`, () for equal ones: the figures are those of all of them
-    together. Where it has several `devices`, the figures are those that placement/devices.py makes
-    of them.
+    together, but what lacks is said by these `members`. Where it has several `devices`, the figures
+    are those that placement/devices.py makes of them.
     """
 
     node: NodeId
@@ -452,6 +452,7 @@ class CandidateNode:
     shape: ModelShape | None = None
     shards: tuple[NodeId, ...] = ()
     shares: tuple[int, ...] = ()
+    members: tuple[CandidateNode, ...] = ()
     devices: NodeDevices | None = None
 
     def held(self, shape: ModelShape) -> HeldModel:
@@ -459,11 +460,15 @@ class CandidateNode:
         return HeldModel(shape=self.shape or shape, memory_bytes=self.memory_bytes)
 
     def fetch_bytes(self, layers: LayerRange) -> int:
-        """Bytes to fetch before these layers can be loaded here."""
+        """Bytes to fetch before these layers can be loaded here; of several nodes the most."""
+        if self.members:
+            return max(one.fetch_bytes(layers) for one in self.members)
         return sum(self.lacking[layers.start : layers.end]) - self.elsewhere_bytes(layers)
 
     def elsewhere_bytes(self, layers: LayerRange) -> int:
         """Bytes of these layers' tables that stay at other nodes, where its disk lacks room."""
+        if self.members:
+            return max(one.elsewhere_bytes(layers) for one in self.members)
         own = self.lacking[layers.start : layers.end]
         if self.room_bytes is None or sum(own) <= self.room_bytes:
             return 0
@@ -472,6 +477,8 @@ class CandidateNode:
 
     def fetch_s(self, layers: LayerRange) -> float | None:
         """Seconds of that, None where the way to a node that has them was not measured."""
+        if self.members:
+            return max(self.members, key=lambda one: one.fetch_bytes(layers)).fetch_s(layers)
         if not (n_bytes := self.fetch_bytes(layers)):
             return 0.0
         return n_bytes / self.fetch_bytes_per_s if self.fetch_bytes_per_s else None
